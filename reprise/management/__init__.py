@@ -1,1 +1,1 @@
-"""Saved checkpoints are listed, verified, shown, compared, deleted and joined, without a process group."""
+"""Lists, verifies, shows, compares, deletes and joins saved checkpoints, without a process group."""

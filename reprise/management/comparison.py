@@ -16,7 +16,7 @@ from reprise.management.progress import ProgressCallback, ignore_progress
 from reprise.storage.json_file import Json
 from reprise.tensors.dtypes import torch_dtype
 
-ITEMS = 1 << 20  # compared at once
+ITEMS = 1 << 20  # compared at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,13 +24,13 @@ class TensorDifference:
     """The result of comparing a tensor.
 
     Args:
-        result: "equal" if dtype, shape and every bit are; "values"; "dtype" with equal or other values; "shape"; "only
-            in A" or "only in B".
-        largest: the largest absolute difference of two values, infinite if either is NaN; None if values cannot be
-            compared.
-        differing: number of values with a difference in value or in bits.
-        total: number of values.
-        detail: the dtypes or shapes, if they differ.
+        result: "equal" if dtype, shape and every bit are equal; "values"; "dtype", with equal or other values; "shape";
+            "only in A" or "only in B".
+        largest: The largest absolute difference between two values. Infinite if either is NaN, None if values cannot
+            be compared.
+        differing: How many values differ in value or in bits.
+        total: How many values the tensor has.
+        detail: The dtypes or shapes, if they differ.
     """
 
     name: str
@@ -43,7 +43,7 @@ class TensorDifference:
 
 @dataclass(frozen=True, slots=True)
 class FieldDifference:
-    """A field with a difference between two state files, by its dotted name, and both values; `(absent)` if missing."""
+    """A field that differs between two state files: its dotted name and both values, `(absent)` if missing."""
 
     name: str
     a: object
@@ -55,8 +55,8 @@ class CheckpointDifference:
     """The result of comparing two checkpoints.
 
     Args:
-        tensors: of either checkpoint, sorted by name, the equal ones included.
-        state: the fields with a difference between their state files.
+        tensors: All tensors in either checkpoint, sorted by name, including equal ones.
+        state: The fields that differ between their state files.
     """
 
     tensors: tuple[TensorDifference, ...]
@@ -64,7 +64,7 @@ class CheckpointDifference:
 
     @property
     def equal_tensors(self) -> int:
-        """Return the number of tensors equal bit for bit."""
+        """Count the tensors that are equal bit for bit."""
         return sum(tensor.result == "equal" for tensor in self.tensors)
 
     @property
@@ -74,17 +74,16 @@ class CheckpointDifference:
 
 
 def diff(a: str | Path, b: str | Path, *, progress: ProgressCallback = ignore_progress) -> CheckpointDifference:
-    """Compare two checkpoints, of any file layouts and topologies.
+    """Compare two checkpoints with any file layouts and topologies. Tensor digests are not checked.
 
     Args:
-        a: the folder of a checkpoint, or of a run for its newest.
-        b: the same.
-        progress: is called with an empty name, the number of compared tensors, and of all.
+        a: A checkpoint folder, or a run's folder for its newest checkpoint.
+        b: The other checkpoint, given likewise.
+        progress: Called with an empty name, the count of compared tensors, and the total.
 
     Raises:
-        CheckpointError: if there is no checkpoint, its JSON files or headers are damaged, or a piece lies on another
-            host. Digests of tensors are not checked.
-        UnreadableError: if a file cannot be read at the moment.
+        CheckpointError: There is no checkpoint, its JSON files or headers are damaged, or a piece lies on another host.
+        UnreadableError: A file cannot be read at the moment.
     """
     first, second = (open_newest(path) for path in (a, b))
     total, tensors = len(first.manifest.tensors.keys() | second.manifest.tensors.keys()), list[TensorDifference]()
@@ -97,10 +96,10 @@ def diff(a: str | Path, b: str | Path, *, progress: ProgressCallback = ignore_pr
 
 
 def tensor_differences(a: Checkpoint, b: Checkpoint) -> Iterator[TensorDifference]:
-    """Compare all tensors of two checkpoints, sorted by name.
+    """Compare all tensors in two checkpoints, sorted by name.
 
     Raises:
-        CheckpointError: for a damaged header, an unreadable file, or a piece on another host.
+        CheckpointError: A header is damaged, a file is unreadable, or a piece lies on another host.
     """
     places_a, places_b = read_places(a), read_places(b)
     for checkpoint in (a, b):
@@ -151,7 +150,7 @@ _ABSENT = "(absent)"
 
 
 def state_differences(a: Json, b: Json, *, path: str = "") -> Iterator[tuple[str, object, object]]:
-    """Yield the dotted names of different fields, with both values."""
+    """Yield each different field's dotted name and both values."""
     for key in sorted(a.keys() | b.keys()):
         value_a, value_b = a.get(key, _ABSENT), b.get(key, _ABSENT)
         name = f"{path}{key}"

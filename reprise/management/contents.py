@@ -1,4 +1,4 @@
-"""Shows the content of a checkpoint without reading its tensors."""
+"""Shows a checkpoint's content without reading its tensors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from reprise.storage.json_file import Json
 
 @dataclass(frozen=True, slots=True)
 class FileSummary:
-    """A file of a checkpoint, by its name in the checkpoint's folder, and its size in bytes."""
+    """A checkpoint file: its name in the checkpoint folder, and its size in bytes."""
 
     name: str
     total_bytes: int
@@ -22,13 +22,13 @@ class FileSummary:
 
 @dataclass(frozen=True, slots=True)
 class TensorSummary:
-    """A tensor of a checkpoint.
+    """A tensor in a checkpoint.
 
     Args:
-        dtype: as safetensors names it, such as `BF16`.
-        shape: of the whole tensor.
-        total_bytes: its size in bytes.
-        file: the name of its file.
+        dtype: Safetensors' dtype name, such as `BF16`.
+        shape: The whole tensor's shape.
+        total_bytes: Its size in bytes.
+        file: Its file name.
     """
 
     name: str
@@ -40,13 +40,13 @@ class TensorSummary:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointContents:
-    """The content of a checkpoint.
+    """A checkpoint's content.
 
     Args:
-        state: its `trainer_state.json`.
-        tensors: in the order in which they lie in the files.
-        aliases: further names of tied tensors, and the name under which each is stored.
-        share: the pieces in the folder, if it is the folder of one host.
+        state: The parsed `trainer_state.json`.
+        tensors: All tensors in file order.
+        aliases: Tied tensors' further names, each with its stored name.
+        share: The pieces in the folder, if it is a host's folder.
     """
 
     path: Path
@@ -59,14 +59,14 @@ class CheckpointContents:
 
 
 def show(checkpoint: str | Path) -> CheckpointContents:
-    """Return the content of a checkpoint.
+    """Return a checkpoint's content.
 
     Args:
-        checkpoint: its folder, or a run's for its newest.
+        checkpoint: A checkpoint folder, or a run's folder for its newest checkpoint.
 
     Raises:
-        CheckpointError: if there is no checkpoint, or its JSON files or headers are damaged.
-        UnreadableError: if it cannot be read at the moment.
+        CheckpointError: There is no checkpoint, or its JSON files or headers are damaged.
+        UnreadableError: It cannot be read at the moment.
     """
     stored = open_newest(checkpoint)
     places = sorted(read_places(stored).values(), key=lambda place: (place.file, place.offset))

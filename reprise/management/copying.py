@@ -1,4 +1,4 @@
-"""Copies checkpoints into a store, out of a store, and from store to store."""
+"""Copies checkpoints to a store, from a store, and between stores."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class CopiedCheckpoint:
     """A copied checkpoint.
 
     Args:
-        source: its folder or URL.
-        target: the folder or URL of the copy.
-        total_bytes: the size of its files.
-        copied_bytes: the bytes copied by this call: the others were there already.
+        source: The checkpoint's folder or URL.
+        target: The copy's folder or URL.
+        total_bytes: The size of all its files in bytes.
+        copied_bytes: The bytes copied by this call. The rest was there already.
     """
 
     source: str
@@ -44,24 +44,24 @@ class CopiedCheckpoint:
 def copy(
     source: str | Path, target: str | Path, *, progress: ProgressCallback = ignore_progress
 ) -> tuple[CopiedCheckpoint, ...]:
-    """Copy one checkpoint, or all of a run, and verify every byte. An interrupted copy goes on where it was.
+    """Copy a checkpoint, or all checkpoints in a run, and verify every byte. An interrupted copy resumes.
 
     Args:
-        source: folder or URL of a checkpoint, or of a run.
-        target: folder or URL into which the checkpoints go under their names; of the copy itself if its last part is
-            the name of an iteration.
-        progress: is called with the name of a checkpoint, the bytes copied so far, and all bytes to copy.
+        source: Folder or URL of a checkpoint or run.
+        target: Folder or URL that receives the checkpoints under their names. If its last part is an iteration name, it
+            is the copy itself.
+        progress: Called with a checkpoint name, the bytes copied so far, and the total.
 
     Raises:
-        ConfigError: for a malformed URL, or without the package for stores.
-        CheckpointError: if a checkpoint is missing, damaged or the part of one host, or another checkpoint has its name
-            at the target.
-        OSError: if a file system or a store fails.
+        ConfigError: A URL is malformed, or the package for stores is missing.
+        CheckpointError: A checkpoint is missing, damaged or a single host's part, or the target has another checkpoint
+            with its name.
+        OSError: A file system or store fails.
     """
     from_path, to_path = location(source), location(target)
     results = []
     for path in all_checkpoints(from_path):
-        if path != from_path and iteration_of(path) is None:  # an iteration that the run has given up
+        if path != from_path and iteration_of(path) is None:  # a superseded iteration
             continue
         is_named = is_iteration_name(to_path.name) and path == from_path
         to = to_path if is_named else to_path / shown_name(path) if path != from_path else to_path / path.name
@@ -70,7 +70,7 @@ def copy(
 
 
 class _Copy:
-    """The copy of one checkpoint."""
+    """Copies one checkpoint."""
 
     def __init__(self, source: Path, target: Path, progress: ProgressCallback) -> None:
         self._source, self._target, self._progress = source, target, progress
@@ -87,7 +87,7 @@ class _Copy:
         self._name = shown_name(source)
 
     def run(self) -> CopiedCheckpoint:
-        """Copy what the target lacks, and verify."""
+        """Copy the files missing at the target, and verify."""
         total = self._files.total_bytes
         self._progress(self._name, 0, total)
         if not self._is_there():
@@ -98,7 +98,7 @@ class _Copy:
         return CopiedCheckpoint(str(self._source), str(self._target), total, self._copied)
 
     def _is_there(self) -> bool:
-        """Return whether the target has the checkpoint; refuse another checkpoint of its name."""
+        """Return whether the target has the checkpoint. Refuse another checkpoint with its name."""
         if not exists(self._target / MANIFEST):
             if not is_stored(self._target) and FILE_SYSTEM.exists(self._target):
                 raise CheckpointError("A folder has the name of the copy", where=self._target)
@@ -122,7 +122,7 @@ class _Copy:
         self._progress(self._name, self._copied, self._files.total_bytes)
 
     def _upload(self) -> None:
-        """Upload into a store, by the child process of this host."""
+        """Upload to a store through this host's child process."""
         url, source = StoreUrl.parse(str(self._target)), str(self._source)
         if not is_stored(self._source):
             _verify(self._checkpoint)
@@ -132,11 +132,11 @@ class _Copy:
                 ask(url, "send", source, name)
                 self._add(self._files.sizes[name])
             ask(url, "commit", source)
-        if is_stored(self._source):  # what came over the network twice is read once more
+        if is_stored(self._source):  # both sides are remote: read the copy back
             _verify(open_checkpoint(self._target, files_of(self._target)))
 
     def _download(self) -> None:
-        """Write into a hidden folder beside the target, verify the folder, and give it its name."""
+        """Write to a hidden folder beside the target, verify it, and rename it."""
         partial = self._target.with_name(f".{self._target.name}.{self._files.digest}.copy.partial")
         files = FILE_SYSTEM
         make_folders(files, partial)
@@ -149,7 +149,7 @@ class _Copy:
         try:
             _verify(open_checkpoint(partial, files))
         except CheckpointError:
-            files.remove_tree(partial)  # a file of a copy that was cut off may be the damage: the next begins anew
+            files.remove_tree(partial)  # an interrupted copy may have left the damaged file: the next copy starts over
             raise
         sync_folders(files, partial)
         files.rename(partial, self._target)
@@ -175,10 +175,10 @@ def _verify(checkpoint: Checkpoint) -> None:
 
 
 def _parts(path: Path, size: int) -> Iterator[bytes]:
-    """Yield the content of a file or an object.
+    """Yield a file's or an object's content in parts.
 
     Raises:
-        CheckpointError: if it is shorter.
+        CheckpointError: It is shorter than `size`.
     """
     files = files_of(path)
     descriptor = files.open_for_reading(path)

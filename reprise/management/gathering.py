@@ -1,4 +1,4 @@
-"""Makes a whole checkpoint of the folders of several hosts: a copy of their parts, every block checked."""
+"""Joins several hosts' folders into a whole checkpoint: copies their parts, and checks every block."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from reprise.storage.paths import exists, is_dir
 
 _log = logging.getLogger(__name__)
 
-_ATTEMPT = "gather-"  # what the names of these attempts begin with
+_ATTEMPT = "gather-"  # prefix for these attempts' names
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +41,13 @@ class GatherSource:
 
 @dataclass(frozen=True, slots=True)
 class GatherReport:
-    """A checkpoint made of the folders of hosts.
+    """A checkpoint joined from hosts' folders.
 
     Args:
-        path: the folder of the whole checkpoint.
-        total_bytes: the size of its tensors, in bytes.
-        sources: its local checkpoints.
-        damage: descriptions of damaged blocks, which were copied from another folder.
+        path: The whole checkpoint's folder.
+        total_bytes: Its tensors' size in bytes.
+        sources: Its local checkpoints.
+        damage: Descriptions of damaged blocks, which were copied from another folder.
     """
 
     path: Path
@@ -65,37 +65,37 @@ def gather(
     progress: ProgressCallback = ignore_progress,
     terms: FolderTerms = TERMS,
 ) -> GatherReport:
-    """Join the folders of several hosts into a single folder with the whole checkpoint.
+    """Join several hosts' folders into a single folder with the whole checkpoint.
 
     The output is locked meanwhile. The checkpoint appears there complete or not at all.
 
     Args:
-        hosts: each host's folder of local checkpoints, or a checkpoint in it.
-        out: the folder to write the checkpoint's folder to; it is made if it is missing.
-        iteration: by default the newest checkpoint whole among them.
-        progress: is called with the name of the checkpoint, the bytes written, and all bytes to write.
-        terms: the names of the caller's settings in advice.
+        hosts: Each host's folder for local checkpoints, or a checkpoint in it.
+        out: The folder that receives the checkpoint folder. It is created if missing.
+        iteration: The iteration to join. None means the newest that is whole among the folders.
+        progress: Called with the checkpoint name, the bytes written, and the total.
+        terms: The caller's setting names, for advice in errors.
 
     Raises:
-        CheckpointError: if a folder is missing, `out` is the folder of a host or has the iteration already, or parts
-            are missing, which are named by their host, or a block is damaged wherever it lies.
-        LockError: if a run saves to `out`.
+        CheckpointError: A folder is missing, `out` is a host's folder or already has the iteration, parts are missing
+            (named by host), or a block is damaged in every folder.
+        LockError: A run is saving to `out`.
     """
     parts = _newest_whole([part for host in hosts for part in _parts_in(Path(host).absolute())], iteration)
     folder = CheckpointFolder(Path(out), FILE_SYSTEM, terms)
     _refuse_host_folder(folder)
     lock = FolderLock(folder.root, secrets.token_hex(4), files=folder.files)
     with lock, lock:
-        for number, attempt in folder.partials():  # of a call that was killed
+        for number, attempt in folder.partials():  # left by a killed call
             if attempt.startswith(_ATTEMPT):
                 folder.files.remove_tree(folder.partial(number, attempt))
         return _join(parts, folder, progress)
 
 
 def _parts_in(host: Path) -> list[Checkpoint]:
-    """Return the local checkpoints in the folder of a host, or the one at this path.
+    """Return the local checkpoints in a host's folder, or the one at this path.
 
-    Damaged checkpoints in a folder, and any of no single host, are logged and left out.
+    Damaged checkpoints, and checkpoints that belong to no single host, are logged and skipped.
     """
     if not is_dir(host):
         raise no_folder(host)
@@ -125,10 +125,10 @@ def _host_of(part: Checkpoint) -> HostFile:
 
 
 def _newest_whole(parts: Sequence[Checkpoint], iteration: int | None) -> list[tuple[Checkpoint, Parts]]:
-    """Return the folders of the newest checkpoint whole in them, or of the given iteration, and the parts in each.
+    """Return the folders and their parts for the given iteration, or for the newest one that is whole among them.
 
     Raises:
-        CheckpointError: naming the hosts whose parts are missing.
+        CheckpointError: Names the hosts whose parts are missing.
     """
     problems = list[str]()
     for candidate in candidates([{part.iteration: Parts.of(_host_of(part))} for part in parts]):
@@ -171,7 +171,7 @@ def _join(parts: Sequence[tuple[Checkpoint, Parts]], out: CheckpointFolder, prog
     except OSError as error:
         raise cannot_write(partial, error, what="The output", files=out.files) from error
     finally:
-        with contextlib.suppress(OSError):  # the error that led here matters more
+        with contextlib.suppress(OSError):  # the original error matters more
             out.files.remove_tree(partial)
     sources = tuple(GatherSource(part.path, copied_bytes[part.path]) for part, _ in parts)
     return GatherReport(target, first.iteration, total, sources, tuple(damage))
@@ -183,13 +183,13 @@ def _copy(
     writer: PieceWriter,
     count: Callable[[Path, int], None],
 ) -> list[str]:
-    """Copy a host's part from the first folder that holds it, its damaged blocks from the next; describe these.
+    """Copy a host's part from the first folder holding it, and damaged blocks from the next. Return their descriptions.
 
     Args:
-        count: called with a folder and the bytes copied from it since the last call.
+        count: Called with a folder and the bytes copied from it since the last call.
 
     Raises:
-        CheckpointError: if a block is damaged in every folder.
+        CheckpointError: A block is damaged in every folder.
     """
     damage = list[str]()
     for holder in holders:
@@ -210,7 +210,7 @@ def _copy(
 
 
 def _refuse_host_folder(out: CheckpointFolder) -> None:
-    """Refuse a folder of local checkpoints: a run would take a whole checkpoint there for damaged."""
+    """Refuse a folder for local checkpoints: a run would consider a whole checkpoint there damaged."""
     for iteration in out.committed():
         if exists(out.iteration(iteration) / HOST):
             raise CheckpointError(

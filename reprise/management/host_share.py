@@ -1,4 +1,4 @@
-"""The share of a local checkpoint in the folder of one host, and the checkpoint in the folders of several hosts."""
+"""A local checkpoint's share in one host's folder, and its completeness over several hosts' folders."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from reprise.local.pieces import damaged_pieces
 
 @dataclass(frozen=True, slots=True)
 class HostPieces:
-    """The pieces of tensors written by a host, as far as they lie in a folder.
+    """A host's pieces, and how many a folder has.
 
     Args:
-        host: the name of the host.
-        pieces: the number of pieces written by the host.
-        present: the number of these pieces in the folder.
-        present_bytes: their size in bytes.
+        host: The host name.
+        pieces: How many pieces the host wrote.
+        present: How many of them are in the folder.
+        present_bytes: The size of the present pieces in bytes.
     """
 
     host: str
@@ -32,13 +32,13 @@ class HostPieces:
 
 @dataclass(frozen=True, slots=True)
 class HostShare:
-    """The share of a local checkpoint in the folder of one host.
+    """A local checkpoint's share in one host's folder.
 
     Args:
-        host: the name of the host with the folder's saves; None for a folder of copies alone.
-        hosts: the pieces of each host of the checkpoint.
-        total_bytes: the size of all tensors of the checkpoint, in bytes.
-        missing: the parts not whole in the folder, in words; empty if there are none.
+        host: The name of the host that saves to the folder. None for a folder with copies alone.
+        hosts: The pieces by host.
+        total_bytes: The size of all tensors in the checkpoint, in bytes.
+        missing: The parts not whole in the folder, in words. Empty if there are none.
     """
 
     host: str | None
@@ -59,7 +59,7 @@ class HostShare:
 
 
 def share_of(checkpoint: Checkpoint) -> HostShare | None:
-    """Return the share of a checkpoint in its folder; None for a folder of another kind than a host's."""
+    """Return the checkpoint's share in its folder, or None unless it is a host's folder."""
     host = checkpoint.host
     if host is None:
         return None
@@ -84,7 +84,7 @@ def _count(pieces: PieceNumbers) -> int:
 
 
 def stored_bytes(checkpoint: Checkpoint) -> int:
-    """Return the size of the tensors, or pieces of tensors, in a checkpoint's folder, in bytes."""
+    """Return the size of the tensor data in a checkpoint folder, in bytes."""
     places = read_places(checkpoint)
     if checkpoint.host is None:
         return sum(place.spec.total_bytes for place in places.values())
@@ -92,12 +92,12 @@ def stored_bytes(checkpoint: Checkpoint) -> int:
 
 
 def without_damage(checkpoint: Checkpoint) -> HostFile | None:
-    """Return the `host.json` of a local checkpoint with its undamaged pieces alone; reads all pieces."""
+    """Read all pieces in a local checkpoint. Return its `host.json` reduced to the undamaged ones."""
     if checkpoint.host is None:
         return None
     try:
         damaged = damaged_pieces(checkpoint, checkpoint.host.held)
-    except TrainerError:  # a header
+    except TrainerError:  # a damaged header
         return None
     return replace(checkpoint.host, held=without(checkpoint.host.held, damaged))
 
@@ -105,11 +105,11 @@ def without_damage(checkpoint: Checkpoint) -> HostFile | None:
 def missing_everywhere(
     folders: Sequence[object], parts: Iterable[tuple[int | None, HostFile | None]]
 ) -> dict[int | None, str]:
-    """Return by iteration the parts missing in all of several folders, in words; empty if all parts are there.
+    """Return, by iteration, the parts missing in all folders, in words. Empty if all parts are there.
 
     Args:
-        folders: the given folders; nothing is returned for a single folder.
-        parts: the iteration and the `host.json` of each checkpoint; a whole checkpoint has none.
+        folders: The folders. The result is empty for a single folder.
+        parts: Each checkpoint's iteration and `host.json`, which a whole checkpoint lacks.
     """
     texts: dict[int | None, str] = {}
     local = [{iteration: Parts.of(host)} for iteration, host in parts if iteration is not None and host is not None]

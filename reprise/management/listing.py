@@ -1,4 +1,4 @@
-"""Lists checkpoints: the newest from their JSON files, headers and first blocks, older ones without a check."""
+"""Lists checkpoints. The newest are checked by their JSON files, headers and first blocks, older ones not at all."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ from reprise.storage.paths import is_symlink
 from reprise.storage.patience import unreadable
 from reprise.stores.locations import files_of, is_stored, location
 
-CHECKED = 100  # newest checkpoints of a folder, by default
-Tree = Mapping[str, os.stat_result]  # of a checkpoint, by the names of its files
+CHECKED = 100  # how many of a folder's newest checkpoints, by default
+Tree = Mapping[str, os.stat_result]  # a checkpoint's files by name
 
 
 def list_checkpoints(*folders: str | Path, check: int | None = CHECKED) -> tuple[CheckpointSummary, ...]:
-    """Return the checkpoints of runs in order, without reading their tensors beyond the first block of a file.
+    """Return the checkpoints in runs in order, reading at most the first block in each tensor file.
 
     Args:
-        folders: of runs, of their checkpoints, or of hosts.
-        check: how many of the newest checkpoints of each folder are checked, superseded ones last, and as many of its
-            saves of the weights alone; None for all. An iteration checked in one of the folders is checked in all. The
-            others are `unchecked`; one without a manifest, or whose state cannot be read, is checked.
+        folders: Run folders, checkpoint folders of runs, or hosts' folders.
+        check: How many of the newest checkpoints to check per folder, superseded ones last, and how many weights-only
+            saves. None checks all. An iteration checked in one folder is checked in all. The others are `unchecked`,
+            except checkpoints without a manifest or a readable state.
 
     Raises:
-        CheckpointError: if a folder is missing or holds no checkpoint. A damaged checkpoint is no error.
-        OSError: if a folder cannot be listed.
+        CheckpointError: A folder is missing or holds no checkpoint. A damaged checkpoint does not raise.
+        OSError: A folder cannot be listed.
     """
     roots = [checkpoint_folder(folder) for folder in map(location, folders)]
     listed = [(root, _trees_in(root, files_of(root))) for root in roots]
@@ -63,10 +63,10 @@ def list_checkpoints(*folders: str | Path, check: int | None = CHECKED) -> tuple
 
 
 def _trees_in(folder: Path, files: Files) -> dict[Path, Tree | None]:
-    """Return the checkpoints of a folder in order; in a store, with their objects, from a single listing.
+    """Return a folder's checkpoints in order. In a store, a single listing gives their objects too.
 
     Raises:
-        CheckpointError: if there is no checkpoint.
+        CheckpointError: There is no checkpoint.
     """
     if not is_stored(folder):
         return dict.fromkeys(checkpoints_in(folder))
@@ -80,10 +80,10 @@ def _trees_in(folder: Path, files: Files) -> dict[Path, Tree | None]:
 
 
 def _newest(paths: Iterable[Path], count: int | None) -> list[Path]:
-    """Return the newest checkpoints of a run and its newest saves of the weights alone, and all links.
+    """Return a run's newest checkpoints, its newest weights-only saves, and all links.
 
     Args:
-        count: of each kind, superseded checkpoints last; None for all.
+        count: How many of each kind, superseded checkpoints last. None means all.
     """
     if count is None:
         return list(paths)
@@ -98,10 +98,10 @@ def _age_rank(path: Path) -> tuple[bool, int]:
 
 
 def _listed(folder: Path, path: Path, tree: Tree | None, files: Files) -> CheckpointSummary:
-    """Return the summary of a checkpoint without a check, with a problem if a check must tell what it is.
+    """Return an unchecked summary, with a problem if only a check can classify the checkpoint.
 
     Args:
-        tree: its objects in a store, where its state is not read: that would be a request for each checkpoint.
+        tree: Its objects in a store. There the state is not read, which would take a request per checkpoint.
     """
     state: Json | None = None
     problem: TrainerError | None = None
@@ -122,7 +122,7 @@ def _listed(folder: Path, path: Path, tree: Tree | None, files: Files) -> Checkp
         path,
         named_iteration(path.name),
         _size(path, tree, files),
-        (tree.get(MANIFEST) or path.lstat()).st_mtime,  # not the folder's time: a `hold` file changes it
+        (tree.get(MANIFEST) or path.lstat()).st_mtime,  # not the folder's time, which a `hold` file changes
         CheckpointStatus.UNCHECKED,
         problem,
         state,
@@ -135,7 +135,7 @@ def _listed(folder: Path, path: Path, tree: Tree | None, files: Files) -> Checkp
 
 
 def _checked(summary: CheckpointSummary, files: Files) -> tuple[CheckpointSummary, Checkpoint | None]:
-    """Return the checked summary of a checkpoint, and the checkpoint unless it cannot be opened."""
+    """Return a checked summary, and the checkpoint unless it cannot be opened."""
     checkpoint: Checkpoint | None = None
     try:
         refuse_link(summary.path)
@@ -157,17 +157,17 @@ def _checked(summary: CheckpointSummary, files: Files) -> tuple[CheckpointSummar
 
 
 def whole_checkpoint(path: Path, files: Files) -> Checkpoint | None:
-    """Return a checkpoint that is whole, as far as its JSON files, headers and first blocks show."""
+    """Return the checkpoint if it is whole, judged by its JSON files, headers and first blocks; else None."""
     summary, checkpoint = _checked(_listed(path.parent, path, None, files), files)
     return checkpoint if summary.status is CheckpointStatus.WHOLE else None
 
 
 def size_of(path: Path, files: Files) -> int:
-    """Return the size of a checkpoint's files in bytes; in the folder of a host, their size on the disk."""
+    """Return the size of a checkpoint's files in bytes; in a host's folder, their size on disk."""
     return _size(path, files.tree(path), files)
 
 
 def _size(path: Path, tree: Tree, files: Files) -> int:
-    if HOST in tree:  # most of its files may be holes
+    if HOST in tree:  # its files may be mostly holes
         return files.allocated_bytes(path)
     return sum(status.st_size for status in tree.values())

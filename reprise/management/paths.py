@@ -1,4 +1,4 @@
-"""The checkpoints at a path: its own, or those of a run."""
+"""The checkpoints at a path: a single one, or a run's."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from reprise.storage.folder import WEIGHTS, CheckpointFolder, FolderTerms, is_it
 from reprise.storage.paths import is_dir, is_symlink
 from reprise.stores.locations import files_of, location
 
-TERMS = FolderTerms()  # of a caller that gives the folder as an argument
+TERMS = FolderTerms()  # for a caller who passes the folder as an argument
 
 
 def checkpoint_folder(path: Path) -> Path:
-    """Return the checkpoint folder of a run: `path` itself, or `checkpoints` in it.
+    """Return a run's checkpoint folder: `path` itself, or `checkpoints` in it.
 
     Raises:
-        CheckpointError: if there is no such folder.
+        CheckpointError: There is no such folder.
     """
     if not is_dir(path):
         raise no_folder(path)
@@ -27,19 +27,19 @@ def checkpoint_folder(path: Path) -> Path:
 
 
 def all_checkpoints(path: Path) -> list[Path]:
-    """Return the checkpoint at `path`, or those of a run in order, its saves of the weights alone last.
+    """Return the checkpoint at `path`, or a run's checkpoints in order, weights-only saves last.
 
     Raises:
-        CheckpointError: if there is no checkpoint.
+        CheckpointError: There is no checkpoint.
     """
     return [path] if is_iteration_name(path.name) else checkpoints_in(checkpoint_folder(path))
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """Return the checkpoints of a run's checkpoint folder in order, its saves of the weights alone last.
+    """Return the checkpoints in a run's checkpoint folder in order, weights-only saves last.
 
     Raises:
-        CheckpointError: if there is no checkpoint.
+        CheckpointError: There is no checkpoint.
     """
     checkpoints = _iterations(folder)
     if not checkpoints:
@@ -48,10 +48,10 @@ def checkpoints_in(folder: Path) -> list[Path]:
 
 
 def newest_checkpoint(path: Path, files: Files) -> Path:
-    """Return `path` if it is a checkpoint, otherwise the newest checkpoint of the run there.
+    """Return `path` if it is a checkpoint, otherwise the newest checkpoint in the run there.
 
     Raises:
-        CheckpointError: if there is no checkpoint.
+        CheckpointError: There is no checkpoint.
     """
     if is_iteration_name(path.name):
         return path
@@ -63,10 +63,10 @@ def newest_checkpoint(path: Path, files: Files) -> Path:
 
 
 def open_newest(checkpoint: str | Path) -> Checkpoint:
-    """Open a checkpoint, or the newest of a run.
+    """Open a checkpoint, or a run's newest.
 
     Raises:
-        CheckpointError: as `newest_checkpoint` and `open_checkpoint`.
+        CheckpointError: See `newest_checkpoint` and `open_checkpoint`.
     """
     path = location(checkpoint)
     files = files_of(path)
@@ -77,7 +77,7 @@ def refuse_link(path: Path) -> None:
     """Refuse a link in a run's folder. A link named by the caller is followed.
 
     Raises:
-        CheckpointError: if `path` is a link.
+        CheckpointError: `path` is a link.
     """
     if is_symlink(path):
         raise CheckpointError("An iteration is no checkpoint of this run", where=path, found=kind_of(path))

@@ -1,4 +1,4 @@
-"""How long calls report their progress."""
+"""Progress callbacks for long calls."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from typing import Protocol
 
 
 class ProgressCallback(Protocol):
-    """Is called with the name of the checkpoint or folder, the amount of finished work, and all of it.
+    """Called with a checkpoint or folder name, the finished work, and the total.
 
-    The amounts are bytes, or tensors for `diff`. Each name begins with a call whose `count` is 0.
+    Both amounts are bytes, or tensors for `diff`. Each name's first call has a `count` of 0.
     """
 
     def __call__(self, name: str, count: int, total: int) -> None: ...

@@ -1,4 +1,4 @@
-"""Deletes old checkpoints of a run, or drops the optimizer's state of old ones, which stay as the weights alone."""
+"""Deletes a run's old checkpoints, or drops their optimizer state, which leaves the weights."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ class PruneReport:
     """The result of pruning a folder.
 
     Args:
-        expired: the deleted checkpoints, or those to delete, in order.
-        retained: the iterations that stay.
-        is_dry_run: whether none was deleted.
+        expired: The deleted checkpoints in order. In a dry run, the ones to delete.
+        retained: The remaining iterations.
+        is_dry_run: Whether this was a dry run, which deletes nothing.
     """
 
     expired: tuple[ExpiredCheckpoint, ...]
@@ -52,10 +52,10 @@ class PruneReport:
 
 @dataclass(frozen=True, slots=True)
 class LightenedCheckpoint:
-    """A checkpoint whose optimizer's state is dropped, and the size of the files that are.
+    """A checkpoint whose optimizer state is dropped, and the dropped files' size.
 
     Args:
-        reason: why it stays as it is; empty for a checkpoint that is lighter, or would be.
+        reason: Why it stays as it is. Empty if the state is dropped, or would be.
     """
 
     path: Path
@@ -72,24 +72,25 @@ def prune(
     dry_run: bool = False,
     terms: FolderTerms = TERMS,
 ) -> PruneReport:
-    """Delete all checkpoints but the newest, those that are held, and every multiple of an interval.
+    """Delete all checkpoints except the newest, held ones, and multiples of an interval.
 
-    The folder is locked meanwhile, so a run with saves to it is not disturbed.
+    The folder is locked meanwhile, so a run saving to it is not disturbed.
 
-    In a store, the manifest of a checkpoint goes first: from then on there is none. Holds protect nothing there.
+    In a store, a checkpoint's manifest is deleted first: from then on there is no checkpoint. Holds do not protect
+    there.
 
     Args:
-        folder: of a run, or of its checkpoints; in a store, the URL of the run.
-        keep: the number of newest checkpoints kept, at least 1.
-        retain_interval: multiples of this iteration stay too; 0 for none.
-        dry_run: delete none.
-        terms: the names of the caller's settings in advice.
+        folder: A run's folder, its checkpoint folder, or its URL in a store.
+        keep: How many of the newest checkpoints to keep, at least 1.
+        retain_interval: Also keep multiples of this iteration. 0 keeps none.
+        dry_run: Delete nothing.
+        terms: The caller's setting names, for advice in errors.
 
     Raises:
-        ConfigError: for a number out of range.
-        CheckpointError: if there is no such folder, or no checkpoint to keep is whole.
-        LockError: if a run saves to the folder.
-        OSError: if the folder cannot be read or written.
+        ConfigError: A number is out of range.
+        CheckpointError: There is no such folder, or none of the checkpoints to keep is whole.
+        LockError: A run is saving to the folder.
+        OSError: The folder cannot be read or written.
     """
     if keep < 1 or retain_interval < 0:
         raise ConfigError(
@@ -113,7 +114,7 @@ def prune(
             if lock is not None:
                 lock.check()
                 leaving = checkpoints.discard(iteration, secrets.token_hex(4))
-                if leaving is None:  # somebody has begun to read it
+                if leaving is None:  # a reader has started on it
                     continue
                 checkpoints.files.remove_tree(leaving)
             expired.append(checkpoint)
@@ -139,26 +140,26 @@ def _prune_stored(path: StorePath, retention: Retention, *, dry_run: bool) -> Pr
 def drop_optimizer(
     folder: str | Path, *, before: int, dry_run: bool = False, terms: FolderTerms = TERMS
 ) -> tuple[LightenedCheckpoint, ...]:
-    """Drop the optimizer's state of a run's checkpoints before an iteration: the weights stay, with their digests.
+    """Drop the optimizer state from a run's checkpoints before an iteration. The weights stay, with their digests.
 
-    The folder is locked meanwhile. A checkpoint loses its folder `optimizer` by one rename, after it got an empty file
-    `optimizer_dropped`, and keeps all other files. Moving averages are state of the optimizer. A checkpoint that is
-    held, or that the folder's mirror has yet to take, stays as it is. The mirror keeps what it has.
+    The folder is locked meanwhile. Each checkpoint gets an empty file `optimizer_dropped`, then loses its folder
+    `optimizer` by one rename, and keeps all other files. Moving averages belong to the optimizer state. A held
+    checkpoint stays as it is, and so does one that the folder's mirror has yet to upload. The mirror keeps its copies.
 
     Args:
-        folder: of a run, or of its checkpoints.
-        before: the first iteration that stays as it is.
-        dry_run: change nothing.
-        terms: the names of the caller's settings in advice.
+        folder: A run's folder, or its checkpoint folder.
+        before: The first iteration to leave unchanged.
+        dry_run: Change nothing.
+        terms: The caller's setting names, for advice in errors.
 
     Returns:
-        The checkpoints before the iteration that have an optimizer's state.
+        The checkpoints with optimizer state before the iteration.
 
     Raises:
-        ConfigError: for a URL.
-        CheckpointError: if there is no such folder, none of the others with an optimizer's state is whole, a checkpoint
-            is damaged, has the tensors of a state dict or is the part of one host, or the folder cannot be written.
-        LockError: if a run saves to the folder.
+        ConfigError: `folder` is a URL.
+        CheckpointError: There is no such folder, no remaining checkpoint with optimizer state is whole, a checkpoint is
+            damaged, holds a state dict or is a single host's part, or the folder cannot be written.
+        LockError: A run is saving to the folder.
     """
     place = location(folder)
     if is_stored(place):
@@ -202,10 +203,10 @@ def _reason(folder: CheckpointFolder, checkpoint: Checkpoint) -> str:
 
 
 def _optimizer_bytes(checkpoint: Checkpoint) -> int:
-    """Return the size of the optimizer's files.
+    """Return the size of the optimizer files in bytes.
 
     Raises:
-        CheckpointError: for a checkpoint of another kind than a model's with an optimizer.
+        CheckpointError: The checkpoint does not hold a model with its optimizer.
     """
     sizes = {name: entry.total_bytes for name, entry in checkpoint.manifest.files.items()}
     has_others = any(kind_of_file(name) is TensorKind.EXTRA for name in sizes) or "groups" in checkpoint.state
@@ -220,16 +221,16 @@ def _optimizer_bytes(checkpoint: Checkpoint) -> int:
 
 
 def _rename_away(folder: CheckpointFolder, checkpoint: LightenedCheckpoint, lock: FolderLock) -> bool:
-    """Rename the optimizer's folder out of a checkpoint, whose marker explains its absence, and delete it.
+    """Rename the optimizer folder out of a checkpoint, whose marker explains its absence, and delete it.
 
     Returns:
-        False for a checkpoint that is held by now, also by a reader who began during the rename: it keeps its files.
+        False if the checkpoint is held by now, also by a reader who started during the rename. It keeps its files.
     """
     files, path = folder.files, checkpoint.path
     files.write_whole(path / OPTIMIZER_DROPPED, b"")
     files.sync_folder(path)
     lock.check()
-    leaving = folder.leaving(checkpoint.iteration, f"{secrets.token_hex(4)}-light")  # swept, if this is killed
+    leaving = folder.leaving(checkpoint.iteration, f"{secrets.token_hex(4)}-light")  # swept if this process is killed
     optimizer = path / OPTIMIZER_FILES
     if not folder.hide(optimizer, leaving, held=path):
         files.remove_file(path / OPTIMIZER_DROPPED)
@@ -242,10 +243,10 @@ def _rename_away(folder: CheckpointFolder, checkpoint: LightenedCheckpoint, lock
 
 @contextlib.contextmanager
 def _owned(place: Path, terms: FolderTerms, *, dry_run: bool) -> Iterator[tuple[CheckpointFolder, FolderLock | None]]:
-    """Yield the checkpoint folder at a place, and its lock, held meanwhile; no lock for a dry run.
+    """Yield the checkpoint folder at a place, and its lock, held meanwhile. A dry run takes no lock.
 
     Raises:
-        CheckpointError: if the folder cannot be written, also by the block.
+        CheckpointError: The folder cannot be written, here or in the block.
     """
     folder = CheckpointFolder(checkpoint_folder(place), FILE_SYSTEM, terms)
     lock = None if dry_run else FolderLock(folder.root, secrets.token_hex(4), files=folder.files)
@@ -258,7 +259,7 @@ def _owned(place: Path, terms: FolderTerms, *, dry_run: bool) -> Iterator[tuple[
 
 
 def _require_whole(folder: CheckpointFolder, retained: Iterable[int], *, has_optimizer: bool = False) -> None:
-    """Refuse to delete where none of the others is whole, with an optimizer's state if asked for."""
+    """Refuse to delete unless a remaining checkpoint is whole, with optimizer state if `has_optimizer`."""
     paths = [folder.iteration(iteration) for iteration in sorted(retained, reverse=True)]
     for path in paths:
         checkpoint = whole_checkpoint(path, folder.files)

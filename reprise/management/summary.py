@@ -1,4 +1,4 @@
-"""What a listing says of a checkpoint."""
+"""A listing's view of a checkpoint."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from reprise.storage.json_file import Json
 class CheckpointStatus(StrEnum):
     """Whether a checkpoint can be loaded.
 
-    `part` is the share of one host, and `unreadable` proves no damage. `unchecked` says that there is a folder with a
-    manifest, whose content and size were not compared with anything: the checkpoint may be whole, a part, or damaged.
+    `part` is a single host's share. `unreadable` proves no damage. `unchecked` is a folder with a manifest whose
+    content and size were not compared: the checkpoint may be whole, a part, or damaged.
     """
 
     WHOLE = "whole"
@@ -26,32 +26,32 @@ class CheckpointStatus(StrEnum):
 
     @staticmethod
     def of(error: TrainerError) -> CheckpointStatus:
-        """Return the status of a checkpoint with an error."""
+        """Return the status for a checkpoint that raised an error."""
         return CheckpointStatus.UNREADABLE if isinstance(error, UnreadableError) else CheckpointStatus.DAMAGED
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointSummary:
-    """A checkpoint of a folder.
+    """A checkpoint in a listing.
 
     Args:
-        folder: the checkpoint folder of the run.
-        path: the folder of the checkpoint.
-        iteration: its iteration; None for an unreadable superseded checkpoint.
-        total_bytes: the size of its files, in bytes; in the folder of a host, their size on the disk.
-        written_at: the time at which it was saved, in Unix time.
-        status: whether it is whole, as far as its JSON files, headers and the first block of each file show.
-        problem: the damage, or the failed read.
-        state: its `trainer_state.json`; None if it is damaged or cannot be read, or unchecked in a store.
-        share: the pieces in its folder, if it is the folder of one host, and checked.
-        missing_everywhere: the pieces missing in all listed folders, in words; empty if the folders are whole together,
-            None where a single folder is listed, or no checked part of the iteration.
-        foreign_files: files read by transformers in place of the checkpoint's own; none of an unchecked one are known.
-        has_adapters: whether it holds low-rank adapters.
-        is_lightened: whether the optimizer's state was dropped.
-        is_pinned: whether a hold protects it from deletion.
-        is_link: whether its path is a symbolic link, which no run loads.
-        is_superseded: whether a later save of the iteration replaced it.
+        folder: The run's checkpoint folder.
+        path: The checkpoint's own folder.
+        iteration: Its iteration. None for an unreadable superseded checkpoint.
+        total_bytes: The size of its files in bytes; in a host's folder, their size on disk.
+        written_at: When it was saved, in Unix time.
+        status: Whether it is whole, judged by its JSON files, headers and each file's first block.
+        problem: The damage, or the failed read.
+        state: The parsed `trainer_state.json`. None if it is damaged, unreadable, or unchecked in a store.
+        share: The pieces in its folder, if it is a host's folder and checked.
+        missing_everywhere: The pieces missing in all listed folders, in words. Empty if the folders are whole together,
+            None if only one folder is listed or no part of the iteration is checked.
+        foreign_files: Files that transformers would read in place of the checkpoint's own. Empty if unchecked.
+        has_adapters: Whether it holds low-rank adapters.
+        is_lightened: Whether its optimizer state was dropped.
+        is_pinned: Whether a hold protects it from deletion.
+        is_link: Whether its path is a symbolic link, which no run loads.
+        is_superseded: Whether a later save replaced it.
     """
 
     folder: Path

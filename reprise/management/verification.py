@@ -1,4 +1,4 @@
-"""Verifies every byte of checkpoints."""
+"""Verifies every byte in checkpoints."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from reprise.stores.locations import files_of, location
 
 @dataclass(frozen=True, slots=True)
 class VerifiedCheckpoint:
-    """The result of reading every byte of a checkpoint.
+    """The result of reading a checkpoint's every byte.
 
     Args:
-        path: the folder of the checkpoint.
-        iteration: its iteration.
-        status: `part` if the folder is of one host and its pieces are whole.
-        problem: the first damage, or the failed read.
-        checked_bytes: the bytes read of tensors; None if the checkpoint could not be read to its end.
-        share: the pieces in its folder, if it is the folder of one host.
-        missing_everywhere: the pieces without an undamaged copy in any folder, in words; empty if the folders are whole
-            together, None where a single path is given, or no part of the iteration.
+        path: The checkpoint folder.
+        iteration: Its iteration.
+        status: `part` if it is a host's folder with whole pieces.
+        problem: The first damage, or the failed read.
+        checked_bytes: Tensor bytes read. None if the checkpoint could not be read to its end.
+        share: The pieces in its folder, if it is a host's folder.
+        missing_everywhere: The pieces without an undamaged copy in any folder, in words. Empty if the folders are whole
+            together, None for a single path or an iteration without parts.
     """
 
     path: Path
@@ -43,15 +43,15 @@ class VerifiedCheckpoint:
 
 
 def verify(*checkpoints: str | Path, progress: ProgressCallback = ignore_progress) -> tuple[VerifiedCheckpoint, ...]:
-    """Check every byte of checkpoints against their digests; of the folder of one host, the pieces in it.
+    """Check checkpoints' every byte against their digests; in a host's folder, the pieces there.
 
     Args:
-        checkpoints: folders of checkpoints, or of runs for all of theirs.
-        progress: is called with the name of a checkpoint, the bytes read, and all bytes to read.
+        checkpoints: Checkpoint folders, or run folders for all their checkpoints.
+        progress: Called with a checkpoint name, the bytes read, and the total.
 
     Raises:
-        CheckpointError: if a folder is missing or holds no checkpoint. A damaged checkpoint is no error.
-        OSError: if a folder cannot be listed.
+        CheckpointError: A folder is missing or holds no checkpoint. A damaged checkpoint does not raise.
+        OSError: A folder cannot be listed.
     """
     results, parts = list[VerifiedCheckpoint](), list[tuple[int | None, HostFile | None]]()
     for argument in map(location, checkpoints):
@@ -66,11 +66,11 @@ def verify(*checkpoints: str | Path, progress: ProgressCallback = ignore_progres
 def _verify(
     path: Path, is_named: bool, has_others: bool, progress: ProgressCallback, files: Files
 ) -> tuple[VerifiedCheckpoint, HostFile | None]:
-    """Return the result for a checkpoint, and the undamaged pieces of a local checkpoint.
+    """Return a checkpoint's result and, for a local checkpoint, its undamaged pieces.
 
     Args:
-        is_named: whether the caller has named the checkpoint itself.
-        has_others: whether other folders may have the damaged pieces.
+        is_named: Whether the caller named the checkpoint itself.
+        has_others: Whether other folders may have the damaged pieces.
     """
     result, host = VerifiedCheckpoint(path, named_iteration(path.name), CheckpointStatus.WHOLE, None), None
     try:
@@ -98,7 +98,7 @@ def _read(checkpoint: Checkpoint, progress: ProgressCallback) -> int:
 
 
 def _refuse_misleading(checkpoint: Checkpoint) -> None:
-    """Refuse files easily mistaken for the checkpoint's by other readers of the folder."""
+    """Refuse files that other programs could mistake for the checkpoint's."""
     names = misleading_files(checkpoint)
     if names:
         raise CheckpointError(

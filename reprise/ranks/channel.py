@@ -45,8 +45,8 @@ class StoreChannel:
     Any thread may call any method, but a channel serves one thread at a time: `clone` it for another. All ranks call
     `gather`, `broadcast`, `agree` and the methods built on them in the same order, on a channel or its clones.
 
-    `gather` deletes rank 0's earlier broadcasts: a rank in the gather is past them. `broadcast` deletes a rank's messages
-    to an earlier `gather`: rank 0 is past it, and deletes nothing for the ranks. A message sent by `put`
+    `gather` deletes rank 0's earlier broadcasts: a rank in the gather is past them. `broadcast` deletes a rank's
+    messages to an earlier `gather`: rank 0 is past it, and deletes nothing for the ranks. A message sent by `put`
     stays until `take` or `delete`: see `messages.delete_messages` for saves.
     """
 
