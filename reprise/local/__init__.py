@@ -1,4 +1,4 @@
-"""Local checkpoints: a folder on each host, copies on its neighbors, and loads of each range from where it lies."""
+"""Local checkpoints: a folder on each host, copies on its neighbors, and loads from wherever a part lies."""
 
 from typing import TYPE_CHECKING
 

@@ -1,8 +1,8 @@
-"""Copies a host's part of a checkpoint to the next hosts of the ring, in the background, once it is committed.
+"""Copies a host's part to the next hosts in the ring, in the background, after the commit.
 
-Rank 0 starts the copies of a checkpoint with its decision to commit it, if every host is through with the copies
-before; otherwise a later checkpoint is copied. The newest checkpoint copied everywhere stays on every host: a lost disk
-costs the iterations since then.
+Rank 0 starts copying a checkpoint with its commit decision, if every host has finished the previous copies; otherwise a
+later checkpoint is copied. The newest checkpoint copied everywhere stays on every host: a lost disk costs the
+iterations since then.
 """
 
 from __future__ import annotations
@@ -24,37 +24,37 @@ from reprise.storage.worker import Job, Worker
 
 _log = logging.getLogger(__name__)
 
-# How long the end of a run waits for copies that are under way.
+# How long a run's end waits for copies under way.
 _CLOSE_S = 20.0
 
 
 class Copies:
-    """The copies between the hosts of a run, on a rank; only leaders copy. Implements `Copying`.
+    """One rank's view of copies between hosts. Only leaders copy. Implements `Copying`.
 
     Args:
-        count: the number of hosts after its own with a copy of a host's part.
-        timeout_s: how long a side waits for the other.
+        count: How many following hosts hold a copy of each host's part.
+        timeout_s: Seconds that one side waits for the other.
     """
 
     def __init__(self, channel: StoreChannel, hosts: Hosts, *, nonce: str, count: int, timeout_s: float) -> None:
         self._channel, self._hosts, self._nonce, self._timeout_s = channel, hosts, nonce, timeout_s
         self._host = hosts.number_of(channel.rank)
-        self.count = min(count, len(hosts.leaders) - 1)  # no host has two copies
+        self.count = min(count, len(hosts.leaders) - 1)  # no host holds two copies
         self._sending, self._receiving = Worker("checkpoint-send"), Worker("checkpoint-receive")
         self._jobs: list[Job] = []
         self._links: dict[tuple[int, int], Link] = {}
-        self._generation = 1  # of the links: all hosts open new ones after one has failed
+        self._generation = 1  # the links' generation: after a failure all hosts open new links
         self._is_broken = False
-        # Iterations of which this host has all copies. The thread that receives adds one: while it may, others work on
-        # a new set, and lose at most that one.
+        # Iterations with all their copies on this host. The receiving thread may add one at any time. Other threads
+        # replace the set, and lose at most that one.
         self._copied: set[int] = set()
-        self._safe: int | None = None  # the newest that every host has all copies of
+        self._safe: int | None = None  # the newest iteration with all copies on every host
         self._current: int | None = None
         self._loaded: int | None = None
 
     @property
     def pinned(self) -> Collection[int]:
-        """Return the iterations that must stay: the newest copied everywhere, and the iteration being copied.
+        """Return the iterations that must stay: the newest one copied everywhere, and the one being copied.
 
         Before the first complete copy, the loaded iteration must stay.
         """
@@ -62,29 +62,29 @@ class Copies:
         return {number for number in (safe, self._current) if number is not None}
 
     def loaded(self, iteration: int) -> None:
-        """Take note of the first iteration of the run, if there are copies to replace it."""
+        """Note the run's first iteration, if copies will replace it."""
         self._loaded = iteration if self.count else None
 
     def found(self, iterations: Collection[int]) -> None:
-        """Take note of iterations whose copies this host has from earlier."""
+        """Note iterations whose copies this host has from earlier."""
         self._copied |= set(iterations if self.count else ())
 
     def rewound(self, iteration: int) -> None:
-        """Forget the copies of later iterations, which the run overtakes."""
+        """Forget copies of later iterations, which the run overtakes."""
         self._copied = {number for number in set(self._copied) if number <= iteration}
 
     def status(self, iteration: int) -> bytes:
-        """Return the status of this host, for rank 0, in a save of `iteration`, whose earlier copies it replaces."""
+        """Return this host's status for rank 0 in a save, which replaces the iteration's earlier copies."""
         return json.dumps([self._is_busy, self._is_broken, sorted(self._copied - {iteration})]).encode()
 
     def decide(self, statuses: Sequence[bytes]) -> bytes:
-        """Return whether to copy the checkpoint, the generation of links for it, and the newest complete copy."""
+        """Return whether to copy the checkpoint, its link generation, and the newest complete copy."""
         busy, broken, copied = zip(*map(json.loads, statuses), strict=True)
         is_copied, everywhere = self.count > 0 and not any(busy), set.intersection(*map(set, copied))
         return json.dumps([is_copied, self._generation + any(broken), max(everywhere, default=self._safe)]).encode()
 
     def committed(self, attempt: Attempt, order: bytes) -> None:
-        """Begin the copies of a checkpoint, if rank 0 has decided so. Leaders only."""
+        """Start copying a checkpoint, if rank 0 has decided so. Leaders only."""
         is_copied, generation, self._safe = json.loads(order) if order else (False, 0, self._safe)
         if not is_copied:
             return
@@ -97,13 +97,13 @@ class Copies:
         self._jobs = [worker.submit(partial(self._copy, call, attempt)) for worker, call in calls.items()]
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until no copy is under way, or for a while."""
+        """Wait until no copy is under way, for at most `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         for job in self._jobs:
             job.ends(max(0.0, deadline - time.monotonic()))
 
     def close(self) -> None:
-        """Wait for the copies under way and end the threads; raise the error of a defect in any of them."""
+        """Wait for copies under way and end the threads. Raise an unexpected error from any of them."""
         self.wait(_CLOSE_S)
         for worker in (self._sending, self._receiving):
             worker.close(0.0 if self._is_busy else _CLOSE_S)
@@ -113,7 +113,7 @@ class Copies:
                 job.wait()
 
     def _close_links(self, *, sends: bool | None = None) -> None:
-        """Close the links, or those of a direction, to end the other side's wait."""
+        """Close all links, or those in one direction, to end the other side's wait."""
         for source, target in list(self._links):
             if sends in (None, source == self._host):
                 self._links.pop((source, target)).close()
@@ -123,7 +123,7 @@ class Copies:
         return not all(job.is_done for job in self._jobs)
 
     def _copy(self, call: Callable[[Checkpoint], None], attempt: Attempt) -> None:
-        """Send or receive, and close the links of this direction if that fails: a later save opens new ones."""
+        """Send or receive. On failure close the links in this direction: a later save opens new ones."""
         is_done = False
         try:
             call(open_checkpoint(attempt.target, attempt.folder.files))
@@ -163,7 +163,7 @@ class Copies:
         self._copied.add(checkpoint.iteration)
 
     def _link(self, source: int, target: int) -> Link:
-        """Return the link between two hosts, opened with the first copy of a generation."""
+        """Return the link between two hosts, which opens with a generation's first copy."""
         if (source, target) not in self._links:
             name, sends = f"{self._nonce}/{self._generation}/{source}-{target}", source == self._host
             self._links[source, target] = Link(self._channel, name, sends=sends, timeout_s=self._timeout_s)

@@ -1,4 +1,4 @@
-"""The local checkpoints of a run at its start: which are whole together, and what each host fetches from elsewhere."""
+"""A run's local checkpoints at its start: which are whole together, and what each host fetches from others."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ _log = logging.getLogger(__name__)
 
 
 class HostFolders:
-    """The folders of the hosts, on a rank. All ranks make the same calls in the same order, on the main thread.
+    """The hosts' folders, seen from a rank. All ranks make the same calls in the same order, on the main thread.
 
     Args:
-        nonce: a name of this run of the program, equal on all ranks.
-        timeout_s: how long a host waits for the bytes of another.
+        nonce: This launch's random name, equal on all ranks.
+        timeout_s: Seconds that a host waits for another's bytes.
 
     Attributes:
-        leads: whether this rank is the leader of its host.
-        lineage: of the run, known before the first survey.
-        given_up: on leaders, the iterations of this host on branches given up by the run.
-        candidates: on rank 0, the newest first.
+        leads: Whether this rank leads its host.
+        lineage: The run's lineage, set before the first survey.
+        given_up: On leaders, this host's iterations on branches the run has given up.
+        candidates: On rank 0, the candidates, newest first.
     """
 
     def __init__(
@@ -61,17 +61,17 @@ class HostFolders:
         self._messages = 0
         self.lineage = Lineage()
         self.given_up: set[int] = set()
-        self._surveyed: dict[int, HostFile] = {}  # on leaders, of this host
+        self._surveyed: dict[int, HostFile] = {}  # on leaders, for this host
         self.candidates: list[Candidate] = []
 
     @property
     def share(self) -> tuple[int, int]:
-        """Return this rank's number among the ranks of its host, and how many they are."""
+        """Return this rank's number among its host's ranks, and their count."""
         ranks = self.hosts.ranks_with(self._channel.rank)
         return ranks.index(self._channel.rank), len(ranks)
 
     def survey(self) -> None:
-        """Tell rank 0 what lies on every host. Afterwards it has the `candidates`: those of the run's `lineage`."""
+        """Report every host's checkpoints to rank 0, which then has the `candidates` in the run's `lineage`."""
         with self._agreed():
             iterations = self.folder.committed() if self.leads else []
             intact = [(iteration, self._intact(iteration)) for iteration in iterations]
@@ -89,9 +89,9 @@ class HostFolders:
                 _log.warning("local iterations of branches that the run has given up, on host %s: %s", name, listed)
 
     def _intact(self, iteration: int) -> HostFile | None:
-        """Return the `host.json` of an iteration of the run on this host; None, and a log line, for any other folder.
+        """Return the `host.json` for a run's iteration on this host. Log and return None for any other folder.
 
-        A folder with a damaged JSON file or header holds nothing: a load replaces it.
+        A folder with a damaged JSON file or header counts as empty: a load replaces it.
         """
         path = self.folder.iteration(iteration)
         try:
@@ -112,18 +112,18 @@ class HostFolders:
 
     @property
     def iterations(self) -> list[int]:
-        """Return the iterations of which some host has a part. Rank 0 only."""
+        """Return the iterations with a part on some host. Rank 0 only."""
         return [candidate.iteration for candidate in self.candidates]
 
     def copied(self, count: int) -> list[int]:
-        """Return the iterations with the parts here of the `count` hosts before this host, as surveyed."""
+        """Return the surveyed iterations for which this host holds the parts of the `count` hosts before it."""
         names = self.hosts.names
         sources = {(self._host - step) % len(names) for step in range(1, count + 1)}
         surveyed = self._surveyed.items()
         return [iteration for iteration, host in surveyed if host.hosts == names and sources <= set(host.parts)]
 
     def paths(self, iteration: int | None = None) -> list[Path]:
-        """Return the checkpoints whole on the hosts together, newest first, or only the given one. Rank 0 only."""
+        """Return the checkpoints whole on all hosts together, newest first, or only the given one. Rank 0 only."""
         whole: dict[int, Path] = {}
         for candidate in self.candidates:
             if iteration not in (None, candidate.iteration) or candidate.iteration in whole:
@@ -136,28 +136,28 @@ class HostFolders:
         return list(whole.values())
 
     def describe_missing(self) -> str:
-        """Return in words what the newest local checkpoint lacks; empty if there is none. Rank 0 only."""
+        """Describe what the newest local checkpoint lacks. Empty if there is no checkpoint. Rank 0 only."""
         newest = self.candidates[:1]
         return "".join(f"iteration {each.iteration} lacks {each.together.describe_missing()}" for each in newest)
 
     def owns(self, path: Path) -> bool:
-        """Return whether a path is of a local checkpoint of this run."""
+        """Return whether a path belongs to this run's local checkpoints."""
         return path.parent == self.folder.root
 
     def complete(
         self, path: Path, check: Callable[[Checkpoint], None], pieces_to_read: Callable[[Checkpoint], PieceNumbers]
     ) -> str:
-        """Bring to every host what its ranks read of a local checkpoint: missing pieces come from hosts with the part.
+        """Fetch to every host the missing pieces that its ranks will read, from hosts holding the part.
 
         Args:
-            check: refuses a checkpoint of another run before anything is fetched; rank 0 only.
-            pieces_to_read: the pieces read by this rank.
+            check: Refuses another run's checkpoint before anything is fetched. Called on rank 0 only.
+            pieces_to_read: Returns the pieces that this rank reads.
 
         Returns:
-            Where its bytes came from, in words.
+            Where the bytes came from, in words.
 
         Raises:
-            TrainerError: on every rank, if a part is to be had nowhere, arrives damaged, or does not fit on a disk.
+            TrainerError: No host has a part, a part arrives damaged, or it does not fit on a disk. Every rank raises.
         """
         digest = self._seed(path)
         with self._agreed(path):
@@ -196,7 +196,7 @@ class HostFolders:
         return ", ".join(f"{size / 1e6:.1f} MB from {name}" for name, size in sent_bytes.items())
 
     def _of_host(self, pieces: PieceNumbers) -> PieceNumbers:
-        """Return on a leader the pieces of all ranks of its host; none on other ranks."""
+        """On a leader, return the pieces for all its host's ranks; on other ranks, none."""
         key = self._key("pieces")
         if not self.leads:
             self._channel.put(f"{key}/{self._channel.rank}", json.dumps(pieces).encode())
@@ -208,18 +208,18 @@ class HostFolders:
     def _move(
         self, checkpoint: Checkpoint, transfers: Sequence[Transfer], lacking: Mapping[int, PieceNumbers], name: str
     ) -> None:
-        """Send and receive, and note in `host.json` what is there now.
+        """Send and receive, and record the new pieces in `host.json`.
 
-        Every host works through the transfers in the same order, with a thread to send and another to receive: the
-        first open transfer always has both its sides ready.
+        Every host works through the transfers in the same order, with one thread to send and another to receive, so
+        both sides are always ready for the first open transfer.
 
         Args:
-            lacking: by part, the pieces for this host.
-            name: of the links, new on this channel.
+            lacking: By part, the pieces for this host.
+            name: The links' name, new on this channel.
 
         Raises:
-            TrainerError: if another host is gone, or bytes differ from their digests.
-            OSError: if the disk fails.
+            TrainerError: Another host is gone, or bytes do not match their digests.
+            OSError: The disk fails.
         """
 
         def link(transfer: Transfer) -> closing[Link]:
@@ -255,7 +255,7 @@ class HostFolders:
             )
 
     def heal(self, path: Path) -> bool:
-        """Check a local checkpoint on every host and give up damaged pieces; return whether there were any."""
+        """Check a local checkpoint on every host and give up damaged pieces. Return whether there were any."""
         is_damaged = False
         if self.leads:
             try:
@@ -268,7 +268,7 @@ class HostFolders:
         return is_damaged
 
     def _give_up_damaged(self, path: Path) -> bool:
-        """Give up the damaged pieces of a local checkpoint on this host; return whether there were any."""
+        """Give up a local checkpoint's damaged pieces on this host. Return whether there were any."""
         checkpoint = open_checkpoint(path, self.folder.files)
         host = checkpoint.host
         assert host is not None
@@ -281,10 +281,10 @@ class HostFolders:
         return bool(damaged)
 
     def _candidate(self, path: Path) -> Candidate:
-        """Return the checkpoint at a path, whole on the hosts together. Rank 0 only.
+        """Return the checkpoint at a path, which the hosts must hold whole together. Rank 0 only.
 
         Raises:
-            CheckpointError: if it is not.
+            CheckpointError: They do not.
         """
         candidate = next((each for each in self.candidates if self.folder.iteration(each.iteration) == path), None)
         if candidate is None or candidate.together.missing:
@@ -297,13 +297,13 @@ class HostFolders:
         return candidate
 
     def _seed(self, path: Path) -> str:
-        """Make the folder of a checkpoint on every host that lacks it: the JSON files, and tensor files of holes.
+        """Create the checkpoint folder on every host without it: JSON files, and tensor files full of holes.
 
         Returns:
-            The digest of the manifest.
+            The manifest's digest.
 
         Raises:
-            CheckpointError: on every rank, if a part is on no host.
+            CheckpointError: A part is on no host. Every rank raises.
         """
 
         def choose() -> list[object]:
@@ -323,7 +323,7 @@ class HostFolders:
             if self.leads and self._host in lacking:
                 skeleton = FileExchange().unpack(self._channel.read(key))
                 template = host_file.from_bytes(skeleton.pop(HOST), where=f"host {self.hosts.names[source]}")
-                self.given_up.discard(iteration)  # which is renamed to make room
+                self.given_up.discard(iteration)  # its folder is renamed to make room
                 make_skeleton(self.folder, iteration, template, skeleton, attempt=f"{self._nonce}-fetch")
         if sends:
             self._channel.delete([key])
@@ -331,10 +331,10 @@ class HostFolders:
 
     @contextlib.contextmanager
     def _agreed(self, path: Path | None = None) -> Iterator[None]:
-        """Go on after this block on every rank only if it had no problem on any rank; see `StoreChannel.agree`.
+        """Agree after this block: if any rank had a problem, every rank raises; see `StoreChannel.agree`.
 
         Args:
-            path: of a checkpoint that the block brings to this host; without room for it, it is not damaged.
+            path: A checkpoint that the block brings to this host. A full disk does not make it damaged.
         """
         with self._channel.agreed(self._key("agree")):
             try:

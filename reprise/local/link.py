@@ -1,6 +1,6 @@
-"""Moves pieces between two hosts over torch's point to point, on a process group of two of its own.
+"""Moves pieces between two hosts by torch's point-to-point calls, on a separate process group with two ranks.
 
-Training's collectives are not touched: a broken or slow link delays nothing but its pieces.
+Training's collectives are not touched: a broken or slow link delays only its pieces.
 """
 
 from __future__ import annotations
@@ -26,34 +26,34 @@ _TAG = 0
 
 
 class Link:
-    """A direction between two leaders, opened on both at the same time; use it on a single thread.
+    """One direction between two leaders, opened on both at the same time. Use it from a single thread.
 
     Args:
-        name: of the link, new on this channel and equal on both sides.
-        sends: whether this is the sending side.
-        timeout_s: how long a side waits for the other.
+        name: The link's name, new on this channel and equal on both sides.
+        sends: Whether this is the sending side.
+        timeout_s: Seconds that one side waits for the other.
 
     Raises:
-        LaunchError: if the other side does not open it in time.
+        LaunchError: The other side does not open it in time.
     """
 
     def __init__(self, channel: StoreChannel, name: str, *, sends: bool, timeout_s: float) -> None:
         self._name = name
         self._peer = 1 if sends else 0
         timeout = timedelta(seconds=timeout_s)
-        self._group: Any = None  # torch's stub of ProcessGroupGloo lacks `send` and `recv`
+        self._group: Any = None  # torch's ProcessGroupGloo stub lacks `send` and `recv`
         with self._named():
             self._group = dist.ProcessGroupGloo(channel.store(f"link/{name}", timeout_s), 1 - self._peer, 2, timeout)
 
     def close(self) -> None:
-        """Close the connection: the other side then waits no longer."""
+        """Close the connection, which ends the other side's wait."""
         self._group = None
 
     def send(self, checkpoint: Checkpoint) -> int:
-        """Send the pieces that the other side asks for, and return their bytes.
+        """Send the pieces that the other side requests, and return their size in bytes.
 
         Raises:
-            LaunchError: if the other side is gone, or has another checkpoint.
+            LaunchError: The other side is gone, or has another checkpoint.
         """
         total = 0
         with self._named():
@@ -70,11 +70,11 @@ class Link:
         return total
 
     def receive(self, writer: PieceWriter, checkpoint: Checkpoint, pieces: PieceNumbers) -> None:
-        """Ask for pieces, check their digests, and write those with the right digest.
+        """Request pieces, check their digests, and write the correct ones.
 
         Raises:
-            LaunchError: if the other side is gone, or has another checkpoint.
-            OSError: if the disk fails.
+            LaunchError: The other side is gone, or has another checkpoint.
+            OSError: The disk fails.
         """
         request = np.frombuffer(bytearray(json.dumps([checkpoint.digest, pieces]).encode()), np.uint8)
         buffer = np.empty(BLOCK_BYTES, np.uint8)
@@ -94,9 +94,9 @@ class Link:
 
     @contextlib.contextmanager
     def _named(self) -> Iterator[None]:
-        """Name this link in the error of a connection."""
+        """Name this link in connection errors."""
         try:
             yield
-        except (AttributeError, RuntimeError, ValueError) as error:  # the first after `close` by another thread
+        except (AttributeError, RuntimeError, ValueError) as error:  # AttributeError after another thread's `close`
             reason = str(error).splitlines()[0].split("] ")[-1]
             raise LaunchError("A link between two hosts failed", where=self._name, found=reason) from error

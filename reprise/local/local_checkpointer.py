@@ -1,4 +1,4 @@
-"""Saves local checkpoints of a run, copies them between hosts, and finds them again at its next start."""
+"""Saves a run's local checkpoints, copies them between hosts, and finds them again at its next start."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from reprise.saving.checkpointer import Checkpointer
 from reprise.saving.policy import SavePolicy
 from reprise.storage.files import Files
 
-# How long the last save of a run waits for the copies of the one before.
+# How long a run's last save waits for the previous checkpoint's copies.
 _COPIES_S = 10.0
 
 
 class LocalCheckpointer(Checkpointer):
-    """The local checkpoints of a run, on a single rank. All ranks make the same calls in the same order.
+    """One rank's checkpointer for local checkpoints. All ranks make the same calls in the same order.
 
     Args:
-        nonce: a name of this run of the program, equal on all ranks.
-        copies: number of hosts after its own with copies of a host's saves.
-        local_ranks: the ranks on this host, this one among them.
+        nonce: This launch's random name, equal on all ranks.
+        copies: How many following hosts hold a copy of each host's saves.
+        local_ranks: The ranks on this host, including this one.
 
     Attributes:
-        folders: of the hosts.
+        folders: The hosts' folders.
     """
 
     def __init__(
@@ -51,14 +51,14 @@ class LocalCheckpointer(Checkpointer):
         self._waits = 0
 
     def start(self, lineage: Lineage | None = None) -> None:
-        """Take the locks, settle the remains of dead attempts, and survey the checkpoints on every host.
+        """Take the locks, clean up after dead attempts, and survey every host's checkpoints.
 
         Args:
-            lineage: of the run; None to take every checkpoint as its own.
+            lineage: The run's lineage. None accepts every checkpoint.
 
         Raises:
-            LockError: on every rank, if another job writes to the folder of a host.
-            CheckpointError: on every rank, if a folder cannot be written, or the ranks of a host see different folders.
+            LockError: Another job writes to a host's folder. Every rank raises.
+            CheckpointError: A folder cannot be written, or a host's ranks see different folders. Every rank raises.
         """
         super().start()
         self.folders.lineage = lineage or Lineage()
@@ -66,23 +66,23 @@ class LocalCheckpointer(Checkpointer):
         self._copies.found(self.folders.copied(self._copies.count))
 
     def loaded(self, restored: Restored) -> None:
-        """Take note of the checkpoint at the start of the run."""
+        """Note the checkpoint from which the run starts."""
         super().loaded(restored)
         if self.folders.owns(restored.checkpoint.path):
             self._copies.loaded(restored.checkpoint.iteration)
 
     def rewind(self, iteration: int, given_up: Collection[int] = ()) -> None:
-        """Rename checkpoints overtaken by this run, newer than `iteration` or given up before, out of the way."""
+        """Rename overtaken checkpoints, newer than `iteration` or given up before, out of the way."""
         self._copies.rewound(iteration)
         super().rewind(iteration, {*given_up, *self.folders.given_up})
 
     def await_copies(self) -> None:
-        """Wait a while for the running copies on any host, for the next checkpoint to be copied too.
+        """Wait a limited time for running copies on any host, so that the next checkpoint is copied too.
 
-        The ranks go on together: in a save that follows, none waits for another that still waits for a copy.
+        The ranks go on together: in a following save, no rank waits for one that still waits for a copy.
 
         Raises:
-            LaunchError: if a rank is lost.
+            LaunchError: A rank is lost.
         """
         self.wait()
         self._copies.wait(min(_COPIES_S, self._channel.timeout_s / 2))

@@ -1,7 +1,7 @@
-"""What the hosts of a run hold: which local checkpoints are whole together, and who sends a part to whom. Pure.
+"""What the hosts hold: which local checkpoints are whole together, and who sends a part to whom. Pure.
 
-A part is what the ranks of one host have written of a checkpoint. A folder holds whole parts: its host's own, and
-copies of others.
+A part is everything that one host's ranks wrote in a save. A folder holds whole parts: its host's own, and copies from
+other hosts.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ _MOST_NAMED = 3
 
 
 class Parts(NamedTuple):
-    """The parts of a checkpoint in a folder.
+    """A checkpoint's parts in a folder.
 
     Args:
-        manifest: digest of the manifest, the same in every folder with the checkpoint.
-        hosts: the names of the hosts of the save.
-        whole: the numbers of those whose part is in the folder.
+        manifest: The manifest's digest, the same in every folder with the checkpoint.
+        hosts: The names of the saving hosts.
+        whole: The numbers of the hosts whose part is in the folder.
     """
 
     manifest: str
@@ -36,11 +36,11 @@ class Parts(NamedTuple):
 
     @property
     def missing(self) -> list[str]:
-        """Return the hosts whose part is not in the folder."""
+        """Return the hosts whose part is missing in the folder."""
         return [name for number, name in enumerate(self.hosts) if number not in self.whole]
 
     def describe_missing(self) -> str:
-        """Return the parts outside the folder in words; empty if there are none."""
+        """Return the missing parts in words. Empty if there are none."""
         names = self.missing
         listed = ", ".join(names[:_MOST_NAMED]) + (", ..." if len(names) > _MOST_NAMED else "")
         return f"{len(names)} of {len(self.hosts)} parts: {listed}" if names else ""
@@ -51,7 +51,7 @@ class Candidate:
     """A local checkpoint with a part in some folder.
 
     Args:
-        folders: by number of the folder, its parts.
+        folders: By folder number, its parts.
     """
 
     iteration: int
@@ -59,18 +59,19 @@ class Candidate:
 
     @property
     def together(self) -> Parts:
-        """Return the parts in any of the folders."""
+        """Return the parts in all folders together."""
         manifest, hosts, _ = next(iter(self.folders.values()))
         return Parts(manifest, hosts, {number for parts in self.folders.values() for number in parts.whole})
 
 
 def candidates(folders: Sequence[Mapping[int, Parts]]) -> list[Candidate]:
-    """Return the checkpoints of which parts were found, the newest first.
+    """Return the checkpoints with at least one part, newest first.
 
-    Parts belong together if their manifests are equal. Of two checkpoints of an iteration the more complete is first.
+    Parts belong together if their manifests are equal. If an iteration has two checkpoints, the more complete one comes
+    first.
 
     Args:
-        folders: by number of the folder, then by iteration.
+        folders: Parts by folder number, then by iteration.
     """
     groups: dict[tuple[int, str], dict[int, Parts]] = {}
     for number, by_iteration in enumerate(folders):
@@ -81,7 +82,7 @@ def candidates(folders: Sequence[Mapping[int, Parts]]) -> list[Candidate]:
 
 
 class Transfer(NamedTuple):
-    """Bytes of a part for host `target` from host `source`, all by number."""
+    """A transfer of a part's bytes from host `source` to host `target`, all by number."""
 
     source: int
     target: int
@@ -92,11 +93,11 @@ class Transfer(NamedTuple):
 def assign(needs: Sequence[Mapping[int, int]], folders: Mapping[int, Parts]) -> list[Transfer]:
     """Return the transfers in the order in which every host makes its own.
 
-    Of several hosts with a part, the sender is the host with the fewest bytes to send so far.
+    If several hosts have a part, the one with the fewest bytes to send so far sends it.
 
     Args:
-        needs: by number of the host, the bytes that it lacks of each part.
-        folders: by number of the host, the parts in its folder.
+        needs: By host number, the missing bytes per part.
+        folders: By host number, the parts in its folder.
     """
     load: Counter[int] = Counter()
     transfers = list[Transfer]()

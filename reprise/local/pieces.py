@@ -1,4 +1,4 @@
-"""Reads and writes single pieces of a local checkpoint, block by block."""
+"""Reads and writes a local checkpoint's pieces, block by block."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _log = logging.getLogger(__name__)
 
 
 def piece_blocks(checkpoint: Checkpoint, pieces: PieceNumbers) -> Iterator[PieceBlock]:
-    """Yield the blocks of these pieces in the order of the files, the same on every host."""
+    """Yield these pieces' blocks in file order, the same on every host."""
     return blocks_of(checkpoint, read_places(checkpoint), pieces)
 
 
 def read_blocks(checkpoint: Checkpoint, blocks: Iterable[PieceBlock]) -> Iterator[tuple[PieceBlock, Bytes]]:
     """Yield each block with its bytes, which are valid until the next. Digests are not checked.
 
-    The bytes of an unreadable block are zeros: its receiver finds another digest.
+    An unreadable block yields zeros: its receiver detects a wrong digest.
     """
     gatherer, buffer = Gatherer(), np.empty(BLOCK_BYTES, np.uint8)
     for name, members in itertools.groupby(blocks, key=lambda block: block.place.file):
@@ -48,7 +48,7 @@ def read_blocks(checkpoint: Checkpoint, blocks: Iterable[PieceBlock]) -> Iterato
 
 
 def damaged_pieces(checkpoint: Checkpoint, pieces: PieceNumbers) -> dict[str, tuple[int, ...]]:
-    """Return those of these pieces with bytes other than their digests'."""
+    """Return the pieces whose bytes do not match their digests."""
     return union(
         {block.place.spec.name: (block.number,)}
         for block, data in read_blocks(checkpoint, piece_blocks(checkpoint, pieces))
@@ -57,12 +57,12 @@ def damaged_pieces(checkpoint: Checkpoint, pieces: PieceNumbers) -> dict[str, tu
 
 
 class PieceWriter:
-    """Writes blocks into the folder of a checkpoint, and notes in `host.json` which pieces are there.
+    """Writes blocks into a checkpoint folder, and records in `host.json` which pieces are there.
 
-    A single thread writes to a folder: rows of a strided piece are written with the bytes between them, as they are.
+    A single thread writes to a folder: a strided piece's rows are written together with the bytes between them.
 
     Attributes:
-        damage: blocks that arrived with another digest.
+        damage: Blocks that arrived with a wrong digest.
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
@@ -72,10 +72,11 @@ class PieceWriter:
         self.damage: list[PieceBlock] = []
 
     def write(self, block: PieceBlock, data: Bytes) -> bool:
-        """Write a block if its digest is right, and return whether it is. A piece with a damaged block is missing.
+        """Write a block if its digest is right, and return whether it is. A piece with a damaged block counts as
+        missing.
 
         Raises:
-            OSError: if the disk fails.
+            OSError: The disk fails.
         """
         if digest_of(data.data) != block.digest:
             self.damage.append(block)
@@ -92,10 +93,10 @@ class PieceWriter:
         return True
 
     def finish(self, pieces: PieceNumbers) -> None:
-        """Make these pieces durable, and note in `host.json` those whose bytes are right.
+        """Make these pieces durable, and record the undamaged ones in `host.json`.
 
         Raises:
-            OSError: if the disk fails.
+            OSError: The disk fails.
         """
         self.sync()
         host, folder = self._checkpoint.host, self._checkpoint.path
@@ -108,7 +109,7 @@ class PieceWriter:
         noted = replace(host, held=union([host.held, good]))
         for name in self._checkpoint.manifest.files if noted.is_whole else ():
             path = path_of(folder, name)
-            if path != folder / name:  # the name for other programs
+            if path != folder / name:  # the name that other programs expect
                 self._files.rename(path, folder / name)
                 self._files.sync_folder(folder)
         replace_file(self._files, folder / HOST, noted.to_bytes())
@@ -118,7 +119,7 @@ class PieceWriter:
         """Make all writes durable.
 
         Raises:
-            OSError: if the disk fails.
+            OSError: The disk fails.
         """
         for descriptor in self._open.values():
             self._files.sync(descriptor)

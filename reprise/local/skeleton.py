@@ -1,4 +1,4 @@
-"""The skeleton of a local checkpoint: its JSON files, headers and sizes, which are the same on every host."""
+"""A local checkpoint's skeleton: its JSON files, headers and sizes, which are the same on every host."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from reprise.storage.folder import CheckpointFolder
 
 
 def skeleton_of(checkpoint: Checkpoint) -> dict[str, bytes]:
-    """Return by name the JSON files of a checkpoint, and the headers of its tensor files.
+    """Return, by name, a checkpoint's JSON files and its tensor files' headers.
 
     Raises:
-        CheckpointError: naming a damaged file.
+        CheckpointError: Names a damaged file.
     """
 
     def content(name: str, entry: manifest.FileEntry) -> bytes:
@@ -32,14 +32,14 @@ def skeleton_of(checkpoint: Checkpoint) -> dict[str, bytes]:
 
 
 def write_skeleton(folder: Path, contents: Mapping[str, bytes], files: Files, *, is_whole: bool) -> None:
-    """Write the files of a skeleton into an uncommitted folder.
+    """Write a skeleton's files into an uncommitted folder.
 
     Args:
-        is_whole: whether the folder will hold all pieces when it is committed: their blocks are reserved. Else the
-            tensor files are holes after their headers.
+        is_whole: Whether the folder will hold all pieces at the commit, so that their blocks are reserved. Else the
+            tensor files have holes after their headers.
 
     Raises:
-        OSError: if the disk fails.
+        OSError: The disk fails.
     """
     files.make_folder(folder)
     entries = manifest.from_bytes(contents[MANIFEST], where=folder / MANIFEST).files
@@ -57,14 +57,14 @@ def write_skeleton(folder: Path, contents: Mapping[str, bytes], files: Files, *,
 def make_skeleton(
     folder: CheckpointFolder, iteration: int, part: HostFile, contents: Mapping[str, bytes], *, attempt: str
 ) -> None:
-    """Make the folder of a checkpoint, without any piece, and give it its name.
+    """Create a checkpoint folder without pieces, under its final name.
 
     Args:
-        part: the `host.json` of any host with the checkpoint.
-        attempt: a unique name in the life of the folder.
+        part: The `host.json` from any host with the checkpoint.
+        attempt: A name unique over the folder's lifetime.
 
     Raises:
-        OSError: if the disk fails.
+        OSError: The disk fails.
     """
     files, partial = folder.files, folder.partial(iteration, attempt)
     host = replace(part, host=None, held={}).to_bytes()
