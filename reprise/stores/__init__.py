@@ -1,4 +1,4 @@
-"""Object stores: checkpoints behind a URL, read and written by processes of their own, which alone load obstore."""
+"""Object stores: checkpoints behind a URL, read and written by separate processes, which alone import obstore."""
 
 from typing import TYPE_CHECKING
 

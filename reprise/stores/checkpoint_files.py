@@ -1,4 +1,4 @@
-"""The files of a checkpoint by its manifest, read without torch, and a division of them among hosts. Pure."""
+"""A checkpoint's files by its manifest, read without torch, and their division among hosts. Pure."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from reprise.storage.json_file import Json, integer
 
 @dataclass(frozen=True, slots=True)
 class CheckpointFiles:
-    """The content of a checkpoint.
+    """A checkpoint's content.
 
     Args:
-        manifest: the content of its `manifest.json`.
-        digest: of that content: checkpoints of the same digest are the same.
-        sizes: of all other files in bytes, by name.
+        manifest: The `manifest.json` bytes.
+        digest: Their digest. Checkpoints with equal digests are equal.
+        sizes: All other files' sizes in bytes, by name.
     """
 
     manifest: bytes
@@ -30,27 +30,27 @@ class CheckpointFiles:
         """Return the content described by a manifest.
 
         Raises:
-            MismatchError: if it has another format version.
-            CheckpointError: if it is damaged or malformed.
+            MismatchError: It has another format version.
+            CheckpointError: It is damaged or malformed.
         """
         sizes = json_file.unsealed(manifest, _sizes, kind="manifest", form=MANIFEST_FORMAT, where=where)
         return CheckpointFiles(manifest, xxhash.xxh3_64_hexdigest(manifest), sizes)
 
     def without_optimizer(self) -> CheckpointFiles:
-        """Return the content once the optimizer's state was dropped: a marker explains what is missing."""
+        """Return the content after dropping the optimizer state: a marker explains the missing files."""
         sizes = {name: size for name, size in self.sizes.items() if not name.startswith(OPTIMIZER_FILES)}
         return replace(self, sizes={**sizes, OPTIMIZER_DROPPED: 0})
 
     @property
     def total_bytes(self) -> int:
-        """Return the size of all files."""
+        """Return the size of all files in bytes."""
         return sum(self.sizes.values()) + len(self.manifest)
 
 
 def share(sizes: dict[str, int], host: int, hosts: int) -> dict[str, int]:
-    """Return the files of a host: each file, from the largest on, goes to the host with the fewest bytes.
+    """Return a host's files: each file, largest first, goes to the host with the fewest bytes.
 
-    With five files of one size, or more, for each host, no host has more than 1.2 times the mean.
+    With at least five equal files per host, no host has more than 1.2 times the mean.
     """
     files, loads = dict[str, int](), [0] * hosts
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):

@@ -1,4 +1,4 @@
-"""Answers the requests of other processes of this host to stores: `python -m reprise.stores.child`.
+"""Serves store requests for other processes on this host: `python -m reprise.stores.child`.
 
 It ends once no process is connected.
 """
@@ -27,18 +27,18 @@ from reprise.stores.store import FINISH, Orders, is_of_this_user
 from reprise.stores.upload import Upload, remove, retried
 from reprise.stores.url import StoreUrl
 
-_LOOK_S = 2.0  # between two looks for the process that has started this one
+_LOOK_S = 2.0  # between two checks for the parent process
 
 
 class Server:
-    """The answers to all connected processes."""
+    """Answers all connected processes."""
 
     def __init__(self) -> None:
         self._cache, self._links, self._lock = RangeCache(), 0, threading.Lock()
         self._client = cache(StoreClient)
 
     def run(self, listener: socket.socket, parent: int) -> None:
-        """Take connections, without end; a parent that has died before it connected ends it."""
+        """Accept connections forever. Ends if the parent dies before it connects."""
         listener.settimeout(_LOOK_S)
         while self._links or os.getppid() == parent:
             try:
@@ -51,7 +51,7 @@ class Server:
                 threading.Thread(target=self._serve, args=(connected,), daemon=True).start()
 
     def _serve(self, connected: socket.socket) -> None:
-        """Answer a process, until it ends; a thread makes its calls, and this one sees its end at once."""
+        """Answer a process until it ends. Another thread makes its calls, so this one sees its end at once."""
         worker, orders = Worker("answers"), Orders()
         try:
             memory = memoryview(mmap.mmap(socket.recv_fds(connected, 16, 1)[1][0], 0))
@@ -85,10 +85,10 @@ class Server:
             answer = ["problem", error.what, texts]
         except Exception:  # noqa: BLE001 - the process that asked raises it
             answer = ["problem", "A store could not be read", {"found": traceback.format_exc()}]
-        with contextlib.suppress(OSError):  # `_serve` sees the end of the other side
+        with contextlib.suppress(OSError):  # `_serve` sees the other side's end
             connection.send_bytes(json.dumps(answer).encode())
         if call == "mirror" and answer != [0]:
-            _end()  # the run starts a mirror that has ended again
+            _end()  # the run restarts a mirror that has ended
 
     def _result(self, call: str, root: str, key: str, *details: Any, memory: memoryview, orders: Orders) -> Any:
         client, url = self._client(root), StoreUrl(root, key)

@@ -1,6 +1,6 @@
 """Requests to an object store through obstore, whose threads do not survive a fork.
 
-Only the child process of a host imports this module: `reprise.stores.child`.
+Only a host's child process imports this module: `reprise.stores.child`.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from obstore import exceptions, store
 from reprise.storage.paths import exists
 from reprise.stores.url import StoreUrl
 
-# The grid of an upload: parts of 8 MiB, or larger where a file would have more than MOST_PARTS of them. S3 and R2 take
-# 10,000 parts, all of one size except the last.
+# An upload's grid: 8 MiB parts, or larger ones if a file would have more than MOST_PARTS. S3 and R2 take 10,000 parts,
+# all equal except the last.
 PART_BYTES = 8 << 20
 MOST_PARTS = 9_000
 PARTS_AT_ONCE = 4
-# obstore's limit holds for a whole request with its body: a request may be as slow as this, beside SETUP_S.
+# obstore's timeout covers a whole request with its body. A body may be as slow as this, beside SETUP_S.
 SLOWEST_BYTES_PER_S = 256 << 10
 SETUP_S = 30
 CONFLICT_WAITS_S = (0.05, 0.2, 1.0)
@@ -36,7 +36,7 @@ RETRY_S = 120
 _NO_BUCKET = "the bucket does not exist: create it, or correct the URL"
 _REFUSES = "the store refuses the credentials"
 _REGION = "the bucket lies in another region: set AWS_REGION"
-# What only a user can mend, by the code in the store's answer.
+# Failures that only a user can fix, by the code in the store's answer.
 _REFUSALS = {
     "NoSuchBucket": _NO_BUCKET,
     "ContainerNotFound": _NO_BUCKET,
@@ -52,13 +52,13 @@ _REFUSALS = {
 
 
 class StoredObject(NamedTuple):
-    """An object of a store.
+    """An object in a store.
 
     Args:
-        key: its name in the store.
-        size: in bytes.
-        etag: of its version; None where the store names none.
-        modified_at: in Unix time.
+        key: Its name in the store.
+        size: Its size in bytes.
+        etag: Its version's ETag. None if the store gives none.
+        modified_at: When it was modified, in Unix time.
     """
 
     key: str
@@ -68,14 +68,14 @@ class StoredObject(NamedTuple):
 
 
 class StoreClient:
-    """The requests to one store. Every method may be called from several threads.
+    """Requests to one store. Several threads may call every method.
 
-    All methods raise OSError: ENOENT for what is not there, EACCES for what the store refuses until a user mends it,
-    such as credentials or a bucket that does not exist, ESTALE for another version than requested, EIO for all else
-    once obstore's retries are over.
+    All methods raise OSError: ENOENT for a missing object, EACCES for a refusal that a user must fix, such as wrong
+    credentials or a missing bucket, ESTALE for a version other than the requested one, EIO for any other error after
+    obstore's retries.
 
     Args:
-        root: the store, as in `StoreUrl.root`.
+        root: The store, as in `StoreUrl.root`.
     """
 
     def __init__(self, root: str) -> None:
@@ -83,18 +83,18 @@ class StoreClient:
         self._stores: dict[int, Any] = {}
 
     def head(self, key: str) -> StoredObject:
-        """Return size and version of an object."""
+        """Return an object's size and version."""
         with _translated(self.root, key):
             return _stored(obstore.head(self._store(), key))
 
     def read(self, key: str, offset: int, size: int, etag: str | None = None) -> memoryview:
-        """Return exactly `size` bytes of an object from `offset` on.
+        """Return exactly `size` bytes from an object, starting at `offset`.
 
         Args:
-            etag: the version to read; None for any.
+            etag: The version to read. None reads any.
 
         Raises:
-            OSError: EIO also where the body has another length.
+            OSError: EIO also if the body has another length.
         """
         if size == 0:
             return memoryview(b"")
@@ -108,17 +108,17 @@ class StoreClient:
         return body
 
     def read_whole(self, key: str) -> bytes:
-        """Return the content of a small object."""
+        """Return a small object's content."""
         return bytes(self.read(key, 0, self.head(key).size))
 
     def objects(self, prefix: str) -> Iterator[StoredObject]:
-        """Yield the objects below a folder, in no order."""
+        """Yield the objects below a folder, in any order."""
         with _translated(self.root, prefix):
             for batch in obstore.list(self._store(), prefix=prefix or None):
                 yield from map(_stored, batch)
 
     def names(self, prefix: str) -> tuple[list[str], list[str]]:
-        """Return the names of the folders and the objects directly below a folder."""
+        """Return the names of folders and objects directly below a folder."""
         with _translated(self.root, prefix):
             page = obstore.list_with_delimiter(self._store(), prefix=prefix or None)
         paths = page["common_prefixes"], [entry["path"] for entry in page["objects"]]
@@ -126,9 +126,9 @@ class StoreClient:
         return sorted(folders), objects
 
     def put(self, key: str, data: bytes | Path) -> None:
-        """Write an object, a large file in parts of one grid: the object appears when its last part is there.
+        """Write an object. A large file goes up in equal parts: the object appears with its last part.
 
-        A file takes `PARTS_AT_ONCE` parts of memory, and the part that is read.
+        A file takes `PARTS_AT_ONCE` parts in memory, plus the one being read.
         """
         size = len(data) if isinstance(data, bytes) else os.stat(data).st_size
         part, waits = part_bytes(size), list(CONFLICT_WAITS_S)
@@ -146,18 +146,18 @@ class StoreClient:
                     time.sleep(waits.pop(0))
 
     def put_parts(self, key: str, size: int, parts: Iterable[memoryview]) -> None:
-        """Write an object of a size whose bytes come in parts."""
+        """Write an object whose bytes come in parts, given its size."""
         part = part_bytes(size)
         with _translated(self.root, key):
             writer = obstore.open_writer(self._store(part), key, buffer_size=part, max_concurrency=PARTS_AT_ONCE)
             for body in parts:
                 writer.write(body)
-            writer.close()  # an error before leaves no object
+            writer.close()  # an earlier error leaves no object
 
     def create(self, key: str, data: bytes) -> bool:
-        """Write a small object if there is none of its name; return whether it has this content then.
+        """Create a small object unless its name exists. Return whether it then has this content.
 
-        A retried request finds its own object, and only the content tells it from the object of another.
+        A retried request meets its own object, and only the content distinguishes it from another writer's.
         """
         with _translated(self.root, key):
             try:
@@ -167,13 +167,13 @@ class StoreClient:
                 return self.read_whole(key) == data
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Delete objects; an absent object is fine."""
+        """Delete objects. Missing objects are ignored."""
         for key in keys:
             with contextlib.suppress(FileNotFoundError), _translated(self.root, key):
                 obstore.delete(self._store(), key)
 
     def _store(self, request_bytes: int = 0) -> Any:
-        """Return a store of obstore whose limit of time suits requests of a size."""
+        """Return an obstore store whose timeout suits this request size."""
         timeout_s = SETUP_S + math.ceil(request_bytes / SLOWEST_BYTES_PER_S)
         if timeout_s not in self._stores:
             self._stores[timeout_s] = _open_store(self.root, timeout_s)
@@ -181,7 +181,7 @@ class StoreClient:
 
 
 def part_bytes(file_bytes: int) -> int:
-    """Return the size of the parts in which a file of a size is uploaded: a multiple of 1 MiB."""
+    """Return the part size for uploading a file, a multiple of 1 MiB."""
     smallest = math.ceil(file_bytes / MOST_PARTS)
     return max(PART_BYTES, (smallest + (1 << 20) - 1) >> 20 << 20)
 
@@ -194,15 +194,15 @@ def _open_store(root: str, timeout_s: int) -> Any:
     settings: dict[str, Any] = {}
     if root.startswith("s3://"):
         endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
-        options["allow_http"] = endpoint.startswith("http://")  # which the user has then asked for
-        settings["disable_bulk_delete"] = True  # `delete` takes one at a time, and not every store has the other call
+        options["allow_http"] = endpoint.startswith("http://")  # the user asked for it with the URL
+        settings["disable_bulk_delete"] = True  # not every store has the other call
         if _needs_profile():
             settings["credential_provider"] = _profile_credentials()
     return store.from_url(root, client_options=options, retry_config=retries, **settings)  # type: ignore[call-overload]
 
 
 def _needs_profile() -> bool:
-    """Return whether S3's credentials lie in a profile, which obstore does not read itself."""
+    """Return whether S3 credentials lie in a profile, which obstore does not read itself."""
     folder = Path.home() / ".aws"
     file = Path(os.environ.get("AWS_SHARED_CREDENTIALS_FILE", folder / "credentials"))
     is_in_environment = "AWS_ACCESS_KEY_ID" in os.environ and "AWS_PROFILE" not in os.environ
@@ -223,7 +223,7 @@ def _stored(meta: Any) -> StoredObject:
 
 @contextlib.contextmanager
 def _translated(root: str, key: str) -> Iterator[None]:
-    """Turn the errors of obstore into those of a file system, which the callers know how to treat."""
+    """Translate obstore errors to file system errors, which callers can handle."""
     try:
         yield
     except (exceptions.BaseError, OSError) as error:

@@ -1,4 +1,4 @@
-"""The package for stores, which is optional."""
+"""The optional package for stores."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from reprise.errors import ConfigError
 
 
 def require_extra(where: object) -> None:
-    """Refuse a store without the package for it.
+    """Require the package for stores.
 
     Raises:
-        ConfigError: if obstore is not installed.
+        ConfigError: obstore is not installed.
     """
     if importlib.util.find_spec("obstore") is None:
         raise ConfigError(

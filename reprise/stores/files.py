@@ -1,4 +1,4 @@
-"""The files of a store as the engine reads them."""
+"""Store objects as the engine's files."""
 
 from __future__ import annotations
 
@@ -14,39 +14,39 @@ from reprise.stores.path import StorePath, url_of
 from reprise.stores.ranges import SLOT_BYTES, WINDOW_BYTES, Span, requests_of
 from reprise.stores.store import CONNECTIONS, ask, child, end_child
 
-_Object = tuple[Path, int, str | None]  # with the size and the version that it had when it was opened
+_Object = tuple[Path, int, str | None]  # with its size and version when opened
 
 
 class StoreFiles(Files):
-    """Reads objects of a store; `Files` of a path in a store. A store is written by an upload alone.
+    """Reads objects in a store through the `Files` interface. Only an upload writes to a store.
 
     Args:
-        load: the name of a load that reads bytes several times, by its ranks or in turn, and fetches them once for
-            each host; None where this process reads alone, and once.
+        load: The name of a load that reads bytes several times, on several ranks or in turn, and fetches them once per
+            host. None if this process alone reads them, once.
     """
 
     reading_threads = CONNECTIONS
 
     def __init__(self, load: str | None = None) -> None:
         self._load = load
-        self._planned: dict[Path, list[Span]] = {}  # the requests to come, in ascending order and apart
+        self._planned: dict[Path, list[Span]] = {}  # planned requests, ascending and disjoint
         self._numbers = itertools.count()
         self._open: dict[int, _Object] = {}
-        self._versions: dict[Path, tuple[int, str | None]] = {}  # that all reads of a load are of
+        self._versions: dict[Path, tuple[int, str | None]] = {}  # the versions for all reads in a load
 
     def size(self, path: Path) -> int:
         return self._version(path)[0]
 
     def tree(self, path: Path) -> dict[str, os.stat_result]:
-        """Return size and time of each object below a folder, in one listing of the store."""
+        """Return each object's size and time below a folder, from a single store listing."""
         assert isinstance(path, StorePath)
         return dict(path.objects())
 
     def is_folder(self, path: Path) -> bool:
-        return True  # the prefix of an object that is there
+        return True  # the prefix of an existing object
 
     def open_for_reading(self, path: Path) -> int:
-        """Open the present version of an object; the number returned is no descriptor of the system."""
+        """Open an object's current version. The returned number is not a system descriptor."""
         number = next(self._numbers)
         self._open[number] = path, *self._version(path)
         return number
@@ -73,19 +73,19 @@ class StoreFiles(Files):
         del self._open[descriptor]
 
     def reopen(self, descriptor: int, path: Path) -> None:
-        """Take the present version of an object in place of a replaced version."""
+        """Switch to an object's current version if it was replaced."""
         self.look(path)
         self._open[descriptor] = path, *self._version(path)
 
     def expect(self, reads: Iterable[tuple[Path, int, int]]) -> None:
-        """Plan requests for reads, which neighbors share."""
+        """Plan requests for reads. Neighboring reads share a request."""
         spans: dict[Path, list[Span]] = {}
         for path, start, end in reads:
             spans.setdefault(path, []).append((start, end))
         self._planned = {path: requests_of(of_file) for path, of_file in spans.items()}
 
     def map(self, call: Callable[[T], Result], items: Iterable[T]) -> Iterable[Result]:
-        """Return the result of a call for each item, of which `CONNECTIONS` are under way at a time."""
+        """Return the call's result for each item, with `CONNECTIONS` calls under way at a time."""
         with ThreadPoolExecutor(CONNECTIONS) as threads:
             return list(threads.map(call, items))
 
@@ -98,7 +98,7 @@ class StoreFiles(Files):
         self._versions.clear()
 
     def _version(self, path: Path) -> tuple[int, str | None]:
-        """Return the size in bytes and the version of an object."""
+        """Return an object's size in bytes and its version."""
         if path not in self._versions:
             child(self._load)
             _, *version, _ = ask(url_of(path), "head")

@@ -1,4 +1,4 @@
-"""A checkpoint that is read for long: in a folder a hold keeps it, in a store nothing does."""
+"""Holds on checkpoints during long reads: in a folder a hold keeps it, in a store nothing does."""
 
 from __future__ import annotations
 
@@ -15,38 +15,38 @@ ManifestVersion = tuple[object, ...]
 
 @dataclass(frozen=True, slots=True)
 class StoredCheckpoint:
-    """A checkpoint in a store, in the place of a hold.
+    """A checkpoint in a store, used like a hold.
 
     Args:
-        path: the folder of the checkpoint.
-        version: of its manifest.
+        path: The checkpoint folder.
+        version: Its manifest's version.
     """
 
     path: Path
     version: ManifestVersion | None
 
     def is_in_place(self) -> bool:
-        """Return whether the checkpoint is still the one of this version."""
+        """Return whether the checkpoint still has this version."""
         return self.version is not None and manifest_version(self.path) == self.version
 
     def release(self) -> None:
-        """Do nothing: there is no hold."""
+        """Do nothing: a store has no holds."""
 
 
 def take_hold(path: Path) -> Hold | StoredCheckpoint | None:
-    """Take a hold on a checkpoint in a folder; None if the checkpoint does not exist, or no longer.
+    """Take a hold on a checkpoint in a folder. Return None if the checkpoint does not exist, or no longer.
 
     Raises:
-        OSError: if the hold cannot be written.
+        OSError: The hold cannot be written.
     """
     return StoredCheckpoint(path, manifest_version(path)) if is_stored(path) else Hold.take(path)
 
 
 def manifest_version(path: Path) -> ManifestVersion | None:
-    """Return what tells a checkpoint from any other of its path, without reading it; None for no checkpoint.
+    """Return a value that identifies the checkpoint at a path without reading it, or None without a checkpoint.
 
     Raises:
-        OSError: if a store fails.
+        OSError: A store fails.
     """
     try:
         if is_stored(path):

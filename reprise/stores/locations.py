@@ -1,4 +1,4 @@
-"""The path named by a user: in a file system or, as a URL, in a store. Loads what stores need only for a URL."""
+"""Paths named by users: in a file system or, as a URL, in a store. Imports store code only for a URL."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from reprise.storage.paths import is_url
 
 
 def location(text: str | Path) -> Path:
-    """Return the path in a text: an absolute path of this host, or the URL of a store.
+    """Return a text's path: an absolute path on this host, or a store URL.
 
-    A later change of the working folder changes nothing.
+    Later changes of the working directory have no effect.
 
     Raises:
-        ConfigError: for a malformed URL of a store, or a URL of something else.
+        ConfigError: A store URL is malformed, or the URL is not a store's.
     """
     if isinstance(text, Path):
         return text.absolute()
@@ -27,10 +27,10 @@ def location(text: str | Path) -> Path:
 
 
 def files_of(path: Path, files: Files = FILE_SYSTEM, *, load: str | None = None) -> Files:
-    """Return the calls to read a path: `files`, by default those of the file system, outside a store.
+    """Return the file calls for a path: `files` outside a store, `StoreFiles` in one.
 
     Args:
-        load: the name of a load of several ranks, for `StoreFiles`.
+        load: The name of a load by several ranks, for `StoreFiles`.
     """
     if not is_stored(path):
         return files

@@ -1,6 +1,6 @@
-"""The mirror of a run: uploads the committed checkpoints of the run's folder, in the child process of a host.
+"""A run's mirror: uploads the committed checkpoints in the run's folder, in a host's child process.
 
-A training process wakes it by `saved`, and by `finish` lets it end once the store has all.
+A training process wakes it with `saved`. `finish` tells it to end once the store has all checkpoints.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from reprise.stores.url import StoreUrl
 
 _log = logging.getLogger(__name__)
 
-LOCK_FOLDER = ".mirror"  # below the checkpoint folder; its lock is that of host 0
+LOCK_FOLDER = ".mirror"  # below the checkpoint folder; holds host 0's lock
 POLL_S = 3.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 _NICENESS = 10
@@ -37,16 +37,16 @@ FINE, _REFUSED, IMPOSSIBLE = 0, 1, 2
 
 @dataclass(frozen=True, slots=True)
 class MirrorOptions:
-    """The work of a mirror.
+    """A mirror's settings.
 
     Args:
-        url: of the run in the store.
-        run: folder of the run, or of its checkpoints.
-        keep: number of newest full checkpoints to keep in the store; 0 keeps all.
-        interval: take full checkpoints at multiples of this iteration alone, and the last; 0 takes all.
-        once: end once the store has what the folder has now.
-        host: the number of this host among `hosts`, which upload together.
-        attached: work for a training process, with low priority, and try again what a store refuses.
+        url: The run's URL in the store.
+        run: The run's folder, or its checkpoint folder.
+        keep: How many of the newest full checkpoints to keep in the store. 0 keeps all.
+        interval: Upload full checkpoints only at multiples of this iteration, and the last. 0 uploads all.
+        once: End once the store has everything now in the folder.
+        host: This host's number among `hosts`, which upload together.
+        attached: Serve a training process, with low priority, and retry requests that a store refuses.
     """
 
     url: str
@@ -73,17 +73,17 @@ def run(options: MirrorOptions, orders: Orders) -> int:
 
 
 def mirror(options: MirrorOptions, orders: Orders) -> int:
-    """Follow a run's folder until there is no more to do, or without end.
+    """Follow a run's folder until nothing is left to do, or forever.
 
     Returns:
-        The exit status: with `once` 1 if a checkpoint of the folder is not mirrored, as a line of the log says.
+        The exit status. With `once`, 1 if a checkpoint in the folder is not mirrored, which the log explains.
 
     Raises:
-        CheckpointError: if there is no such folder, or the URL is another run's.
-        ConfigError: if the URL lies in the folder.
-        LockError: if another process mirrors the folder.
-        OSError: with `once`, if the store fails, and from a command, if it refuses what only a user can mend.
-            Otherwise it is tried again without end.
+        CheckpointError: There is no such folder, or the URL belongs to another run.
+        ConfigError: The URL lies in the folder.
+        LockError: Another process mirrors the folder.
+        OSError: With `once`, the store fails; from a command, it refuses a request until a user fixes the cause.
+            Otherwise the mirror retries forever.
     """
     url, root = StoreUrl.parse(options.url), Path(options.run)
     folder = root / "checkpoints" if is_dir(root / "checkpoints") else root

@@ -1,8 +1,7 @@
-"""Brings a store up to the checkpoints of a run's folder. It has five rules.
+"""Brings a store up to date with a run's checkpoint folder, by five rules.
 
-One run a URL, which an object claims for it. Committed checkpoints alone, known by the listing of the folder. Data
-first, the manifest last. The newest n stay. Nothing is deleted while a checkpoint has yet to come, except what the run
-has given up.
+One run per URL, claimed by an object. Only committed checkpoints, found by listing the folder. Data first, the manifest
+last. The newest n stay. Nothing is deleted before all uploads are done, except checkpoints that the run has given up.
 """
 
 from __future__ import annotations
@@ -41,17 +40,17 @@ from reprise.stores.url import StoreUrl
 _log = logging.getLogger(__name__)
 
 CLAIM = ".run"  # an object at a run's URL with the id of the run
-_PREFIXES = "", f"{WEIGHTS}/"  # of the names of full checkpoints, and of saves of the weights alone
+_PREFIXES = "", f"{WEIGHTS}/"  # before the names of full checkpoints and weights-only saves
 _OF_PARTS = "it is the part of one host. `reprise checkpoint gather FOLDER... OUT` makes a whole one of all hosts'"
 
 
 class MirrorPass:
-    """The passes over a checkpoint folder, one after the other.
+    """Passes over a checkpoint folder, one after the other.
 
     Args:
-        url: of the run in the store.
-        folder: the run's checkpoint folder, which all hosts share.
-        host: the number of this host among `hosts`. Host 0 claims, commits, deletes and writes `mirror.json`.
+        url: The run's URL in the store.
+        folder: The run's checkpoint folder, which all hosts share.
+        host: This host's number among `hosts`. Host 0 claims, commits, deletes and writes `mirror.json`.
     """
 
     def __init__(
@@ -60,32 +59,32 @@ class MirrorPass:
         self._client, self._url, self._root, self._rule = client, url, folder, rule
         self._host, self._hosts, self._leads = host, hosts, host == 0
         self._record: MirrorRecord | None = None  # once host 0 has surveyed the store
-        self._lineage = Lineage()  # of the newest checkpoint
+        self._lineage = Lineage()  # the newest checkpoint's
         self._ended = dict[str, str]()  # name and digest: this host's share is up, or cannot be uploaded
         self._refused = set[str]()
-        self._leftovers = set[str]()  # names of folders in the store without a manifest
-        self._goes_on: bool | None = None  # as the store has it
+        self._leftovers = set[str]()  # folders in the store without a manifest
+        self._goes_on: bool | None = None  # as stored
 
     @property
     def refused(self) -> frozenset[str]:
-        """Return the names of the folder's checkpoints of which the log says that the store does not have them."""
+        """Return the checkpoints, by name, that the log has reported as not mirrored."""
         return frozenset(self._refused)
 
     def run(self, *, at_end: bool = False) -> bool:
-        """Upload one checkpoint, or what the store lacks of it; return whether nothing is left to do for this host.
+        """Upload one checkpoint, or its missing files. Return whether this host has nothing left to do.
 
         Args:
-            at_end: whether no later checkpoint follows.
+            at_end: Whether no later checkpoint follows.
 
         Raises:
-            OSError: if the store or the folder fails; the next call goes on.
-            CheckpointError: if the URL is another run's.
+            OSError: The store or the folder fails. The next call continues.
+            CheckpointError: The URL belongs to another run.
         """
         local = self._local()
         self._refused &= local.keys()
         if self._leads:
             if not local:
-                return True  # nothing tells whose the URL is
+                return True  # nothing identifies the URL's run
             self._learn(local)
         record = self._record or read_record(self._root, self._rule.url)
         for name in self._rule.due(local, record.committed, at_end=at_end):
@@ -103,7 +102,7 @@ class MirrorPass:
         return True
 
     def _local(self) -> dict[str, Path]:
-        """Return the committed checkpoints of the folder, and its saves of the weights alone, by name."""
+        """Return the folder's committed checkpoints and weights-only saves, by name."""
         table = dict[str, Path]()
         for prefix in _PREFIXES:
             folder = CheckpointFolder(self._root / prefix, FILE_SYSTEM)
@@ -111,7 +110,7 @@ class MirrorPass:
         return table
 
     def _learn(self, local: Mapping[str, Path]) -> None:
-        """Learn the run of the newest checkpoint, and once what the store has; delete what the run has given up."""
+        """Read the newest checkpoint's run and, once, the store's content. Delete given-up checkpoints."""
         newest = local[max(local, key=lambda name: (not is_weights(name), iteration_in(name)))]
         self._lineage = _lineage_at(newest, _digest(newest))
         if self._record is None:
@@ -122,7 +121,7 @@ class MirrorPass:
                 _log.info("%s is deleted in %s: the run has given it up", name, self._url)
 
     def _surveyed(self) -> dict[str, MirroredCheckpoint]:
-        """Return this run's checkpoints really in the store."""
+        """Return this run's checkpoints actually in the store."""
         record, committed, foreign = read_record(self._root, self._rule.url).committed, self._committed, False
         for prefix in _PREFIXES:
             for folder_name in self._client.names(self._url.child(prefix).key.rstrip("/"))[0]:
@@ -135,7 +134,7 @@ class MirrorPass:
                     self._leftovers.add(name)
                 elif entry.lineage.run == self._lineage.run:
                     committed[name] = entry
-                    if name not in record:  # its upload may have ended before it deleted the marks
+                    if name not in record:  # its upload may have stopped before deleting the marks
                         objects = list_folder(self._client, folder).items()
                         self._client.delete(each.key for file, each in objects if file.startswith(MARK))
                 else:
@@ -147,10 +146,10 @@ class MirrorPass:
         """Claim the URL for the run, unless it is claimed.
 
         Args:
-            is_foreign: whether it has checkpoints of other runs alone.
+            is_foreign: Whether it has only other runs' checkpoints.
 
         Raises:
-            CheckpointError: if it is another run's.
+            CheckpointError: The URL belongs to another run.
         """
         run, key = self._lineage.run or "unnamed", self._url.child(CLAIM).key
         try:
@@ -187,7 +186,7 @@ class MirrorPass:
             _log.error("%s is not mirrored: %s", path, error)
             self._leftovers.add(name)
             self._refused.add(name)
-            if self._leads:  # another host tries again: the first waits for its share
+            if self._leads:  # other hosts retry: the first waits for their share
                 self._ended[name] = digest
         else:
             if not self._leads and is_through:
@@ -199,7 +198,7 @@ class MirrorPass:
                 _log.info("%s is in %s: %.1f MB in %.1f s", name, self._url, size / 1e6, seconds)
 
     def _prune(self) -> None:
-        """Delete the checkpoints beyond `keep`, and what uploads given up have left."""
+        """Delete checkpoints beyond `keep`, and remains of abandoned uploads."""
         full = sorted((name for name in self._committed if not is_weights(name)), key=iteration_in)
         for name in full[: -self._rule.keep] if self._rule.keep else ():
             self._remove(name)
@@ -214,7 +213,7 @@ class MirrorPass:
         self._write({other: entry for other, entry in self._committed.items() if other != name})
 
     def _tell(self, *, goes_on: bool) -> None:
-        """Keep an object at the URL for as long as checkpoints of the run may come: a follower waits for them."""
+        """Keep an object at the URL while more checkpoints may come: a follower waits for them."""
         if goes_on is not self._goes_on:
             key = self._url.child(STILL_MIRRORED).key
             if goes_on:
@@ -225,7 +224,7 @@ class MirrorPass:
 
     @property
     def _committed(self) -> dict[str, MirroredCheckpoint]:
-        """Return the run's checkpoints in the store, as far as they are known."""
+        """Return the run's known checkpoints in the store."""
         return {} if self._record is None else dict(self._record.committed)
 
     def _write(self, committed: Mapping[str, MirroredCheckpoint]) -> None:
@@ -238,7 +237,7 @@ class MirrorPass:
 def _stored_checkpoint(
     client: StoreClient, folder: StoreUrl, recorded: MirroredCheckpoint | None
 ) -> MirroredCheckpoint | None:
-    """Return the checkpoint in a folder of the store; None if it is not committed."""
+    """Return the checkpoint in a store folder, or None if it is not committed."""
     try:
         if recorded is not None:
             client.head(folder.child(MANIFEST).key)
@@ -251,7 +250,7 @@ def _stored_checkpoint(
 
 
 def _digest(path: Path) -> str | None:
-    """Return the digest of a checkpoint's manifest; None if the checkpoint is gone."""
+    """Return a checkpoint manifest's digest, or None if the checkpoint is gone."""
     try:
         status = os.stat(path / MANIFEST)
         return _digest_of(path / MANIFEST, status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)

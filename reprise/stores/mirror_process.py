@@ -1,4 +1,4 @@
-"""Starts the mirror of a run in a child process beside training, which never loads obstore."""
+"""Starts a run's mirror in a child process beside training, which never imports obstore."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from reprise.stores.url import StoreUrl
 
 _log = logging.getLogger(__name__)
 
-_RESTART_S = 30.0  # least time between two starts, where the process dies
+_RESTART_S = 30.0  # minimum time between restarts after the process dies
 TOKIO_THREADS = "2"
 
 
 def mirror_rule(url: str, *, interval: int, keep: int) -> MirrorRule:
-    """Return the rule of a mirror, with its URL as `mirror.json` has it.
+    """Return a mirror's rule, with its URL as in `mirror.json`.
 
     Raises:
-        ConfigError: if the URL is malformed.
+        ConfigError: The URL is malformed.
     """
     return MirrorRule(str(StoreUrl.parse(url)), interval, keep)
 
@@ -35,8 +35,8 @@ def mirror_run(run: Path, url: str, *, keep: int, interval: int, once: bool) -> 
     """Mirror a run, and return the exit status; see `MirrorOptions`.
 
     Raises:
-        ConfigError: if the URL is malformed, or obstore is not installed.
-        OSError: if the process that mirrors has died several times.
+        ConfigError: The URL is malformed, or obstore is not installed.
+        OSError: The mirroring process has died several times.
     """
     place, child = StoreUrl.parse(url), Child()
     require_extra(place)
@@ -50,14 +50,14 @@ def mirror_run(run: Path, url: str, *, keep: int, interval: int, once: bool) -> 
 
 
 class MirrorProcess:
-    """The mirror of a run on this host. No method waits for the store, and none raises after the start.
+    """A run's mirror on this host. No method waits for the store, and none raises after the start.
 
     Args:
-        folder: the run's checkpoint folder, which all hosts share.
-        host: the number of this host among `hosts`.
+        folder: The run's checkpoint folder, which all hosts share.
+        host: This host's number among `hosts`.
 
     Raises:
-        ConfigError: if obstore is not installed, or the URL lies in the folder.
+        ConfigError: obstore is not installed, or the URL lies in the folder.
     """
 
     def __init__(self, folder: Path, rule: MirrorRule, *, host: int = 0, hosts: int = 1) -> None:
@@ -78,7 +78,7 @@ class MirrorProcess:
         os.set_blocking(self._link.connection.fileno(), False)
 
     def wake(self) -> None:
-        """Tell the mirror of a committed checkpoint; start it again where it has died."""
+        """Notify the mirror about a committed checkpoint. Restart it if it has died."""
         if not self._has_ended():
             self._say("saved")
         elif time.monotonic() - self._started > _RESTART_S:
@@ -89,14 +89,14 @@ class MirrorProcess:
 
     def _start_again(self) -> None:
         self._link.connection.close()
-        with contextlib.suppress(OSError):  # the next save tries again
+        with contextlib.suppress(OSError):  # the next save retries
             self._start()
 
     def finish(self, wait_s: float) -> bool:
-        """Let the mirror upload what the store lacks, and end; return whether it has.
+        """Wait until the mirror has uploaded all missing checkpoints and ended. Return whether it has.
 
         Args:
-            wait_s: for how long at most.
+            wait_s: The longest wait, in seconds.
         """
         try:
             if self._has_ended():
@@ -107,7 +107,7 @@ class MirrorProcess:
             self.end()
 
     def missing(self) -> list[str]:
-        """Return the checkpoints required in the store and absent: iterations, those of weights after `weights/`."""
+        """Return the checkpoints missing in the store: iterations, with `weights/` before weights-only saves."""
         names = []
         for prefix, root in (("", self._folder), (f"{WEIGHTS}/", self._folder / WEIGHTS)):
             committed = CheckpointFolder(root, FILE_SYSTEM).committed()
@@ -116,10 +116,10 @@ class MirrorProcess:
         return names
 
     def end(self) -> None:
-        """End the mirror at once. What it has uploaded of a checkpoint serves the next start."""
+        """End the mirror at once. The next start reuses its partial uploads."""
         self._link.connection.close()
         self._child.end()
 
     def _say(self, word: str) -> None:
-        with contextlib.suppress(OSError):  # a full pipe wakes it too, and a dead process is started again
+        with contextlib.suppress(OSError):  # a full pipe wakes it too, and a dead process is restarted
             self._link.send(word)

@@ -1,4 +1,4 @@
-"""Paths in a store, for code made for folders: names and listings come from the store, and no system call is made."""
+"""Paths in a store, for code written for folders: names and listings come from the store, without system calls."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ from reprise.stores.url import StoreUrl
 
 
 class StorePath(PosixPath):
-    """A folder or an object of a store.
+    """A folder or object in a store.
 
-    The folder of an iteration is there once its manifest is, which is written last. A call of the system with such a
-    path is a TypeError.
+    An iteration's folder exists once its manifest does, which is written last. A system call with such a path raises
+    TypeError.
 
     Attributes:
-        listed: the status, as a listing has it: the store need not be asked again.
+        listed: The status from a listing, which saves another request.
     """
 
     listed: os.stat_result | None = None
 
     @property
     def url(self) -> StoreUrl:
-        """Return the URL of this path."""
+        """Return this path's URL."""
         scheme, *names = self.parts
         bucket = [] if scheme == "file:" else names[:1]
         return StoreUrl(f"{scheme}//{''.join(bucket)}", "/".join(names[len(bucket) :]))
 
     def __str__(self) -> str:
-        """Return the URL; nothing for the last of `parents`, which has no part."""
+        """Return the URL. Empty for the last of `parents`, which has no parts."""
         return str(self.url) if self.parts else ""
 
     def __fspath__(self) -> str:
-        """Raise a TypeError: no file system has this path."""
+        """Raise TypeError: no file system has this path."""
         raise TypeError(f"{self} lies in a store, not in a file system")
 
     def absolute(self) -> StorePath:
@@ -54,7 +54,7 @@ class StorePath(PosixPath):
         return self
 
     def iterdir(self) -> Iterator[StorePath]:  # type: ignore[override]
-        """Yield the folders and the objects directly below, and no iteration without a manifest."""
+        """Yield the folders and objects directly below, skipping iterations without a manifest."""
         folders, objects = ask(self.url, "names")
         paths = [self / name for name in folders]
         with ThreadPoolExecutor(CONNECTIONS) as threads:
@@ -65,7 +65,7 @@ class StorePath(PosixPath):
         yield from (self / name for name in objects)
 
     def rglob(self, pattern: str, **_: Any) -> Iterator[StorePath]:  # type: ignore[override]
-        """Yield the objects below whose names fit a pattern."""
+        """Yield the objects below whose names match a pattern."""
         for name, status in self.objects():
             path = self / name
             if fnmatch.fnmatchcase(path.name, pattern):
@@ -73,16 +73,16 @@ class StorePath(PosixPath):
                 yield path
 
     def objects(self) -> Iterator[tuple[str, os.stat_result]]:
-        """Yield name and status of each object below, in one listing of the store."""
+        """Yield each object's name and status below this path, from a single store listing."""
         start = len(self.url.key) + 1 if self.url.key else 0
         for key, size, _, modified_at in ask(self.url, "objects"):
             yield key[start:], _status(size, modified_at)
 
     def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
-        """Return kind, size and time of an object, or of the folder of objects below this name.
+        """Return the kind, size and time for an object, or for a folder with objects below this name.
 
         Raises:
-            OSError: if there is neither, or the store cannot be read.
+            OSError: There is neither, or the store cannot be read.
         """
         if self.listed is None and is_iteration_name(self.name):
             ask((self / MANIFEST).url, "head")
@@ -108,16 +108,16 @@ _FOLDER = _status(0, 0.0, stat.S_IFDIR | 0o555)
 
 
 def url_of(path: Path) -> StoreUrl:
-    """Return the URL of a path in a store."""
+    """Return the URL for a path in a store."""
     assert isinstance(path, StorePath)
     return path.url
 
 
 def store_path(text: str) -> StorePath:
-    """Return the path of a URL.
+    """Return the path for a URL.
 
     Raises:
-        ConfigError: for a malformed URL.
+        ConfigError: The URL is malformed.
     """
     url = StoreUrl.parse(text)
     return StorePath(url.root, *url.key.split("/")) if url.key else StorePath(url.root)

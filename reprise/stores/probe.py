@@ -1,4 +1,4 @@
-"""Tries what a store can do below a URL: write, read, answer fast, refuse a second creation."""
+"""Tests a store below a URL: writes, reads, response time, conditional creation."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _NOT_HONORED = "not honored: of two programs that create an object, each believe
 
 
 class StoreFinding(NamedTuple):
-    """The result of one try: `is_fine` is None where the store is usable but lacks something."""
+    """A test's result. `is_fine` is None if the store is usable but lacks a feature."""
 
     what: str
     is_fine: bool | None
@@ -33,19 +33,19 @@ class StoreFinding(NamedTuple):
 
 
 def probe_store(text: str) -> list[StoreFinding]:
-    """Return what a store can do below a URL.
+    """Test a store below a URL, and return the findings.
 
     Raises:
-        ConfigError: if the URL is malformed, or obstore is not installed.
+        ConfigError: The URL is malformed, or obstore is not installed.
     """
     return [StoreFinding(*row) for row in ask(StoreUrl.parse(text), "probe")]
 
 
 def probe(url: StoreUrl, client: StoreClient, *, size: int = SPEED_BYTES) -> Iterator[StoreFinding]:
-    """Yield what the tries find, and leave nothing in the store.
+    """Yield the findings, and leave nothing in the store.
 
     Args:
-        size: of the object to write and read, in bytes.
+        size: The test object's size in bytes.
     """
     folder = url.child(f".doctor-{secrets.token_hex(4)}")
     key, once = folder.child("data").key, folder.child("once").key
@@ -82,7 +82,7 @@ def probe(url: StoreUrl, client: StoreClient, *, size: int = SPEED_BYTES) -> Ite
 
 
 def _seconds(call: Callable[[int], object], values: Iterable[int] = (0,)) -> list[float]:
-    """Return how long a call takes with each of some values."""
+    """Return how long a call takes with each value, in seconds."""
     times = []
     for value in values:
         start = time.perf_counter()

@@ -1,7 +1,7 @@
-"""Byte ranges of objects, fetched once for all ranks of a host.
+"""Objects' byte ranges, fetched once for all ranks on a host.
 
-A request costs a store tens of milliseconds, whatever its size. So blocks of small tensors, which lie beside each
-other, share a request, and a range read by several ranks, or twice by a rank, is fetched once.
+A request takes a store tens of milliseconds, whatever its size. So adjacent blocks of small tensors share a request,
+and a range read by several ranks, or twice by a rank, is fetched once.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from typing import IO
 
 from reprise.storage.files import FILE_SYSTEM
 
-Span = tuple[int, int]  # the first byte and the end
-Fetch = Callable[[int, int], memoryview]  # returns the bytes of an object from an offset, by their number
+Span = tuple[int, int]  # first byte and end
+Fetch = Callable[[int, int], memoryview]  # returns an object's bytes, given an offset and a count
 
-# The largest request: two blocks of a checkpoint. With moto's server, requests of 8 MiB took two thirds of the time of
-# those of 4 MiB.
+# The largest request: two checkpoint blocks. With moto's server, 8 MiB requests took two thirds of the time of 4 MiB
+# ones.
 SLOT_BYTES = (8 << 20) + (128 << 10)
 # An unplanned read takes at least this much: a header and the first small tensors, for instance.
 WINDOW_BYTES = 64 << 10
-# Planned spans this far apart share a request: tensors begin on pages.
+# Planned spans at most this far apart share a request: tensors start on pages.
 GAP_BYTES = 8 << 10
 KEPT_BYTES = 512 << 20
 
@@ -36,22 +36,22 @@ KEPT_BYTES = 512 << 20
 class _Range:
     start: int
     end: int
-    body: Future[memoryview | int] = field(default_factory=Future)  # the bytes, or their place in the spill file
+    body: Future[memoryview | int] = field(default_factory=Future)  # the bytes, or their offset in the spill file
 
 
 class RangeCache:
-    """The fetched ranges of all objects, on disk or the newest in memory. A range fetched by one thread serves all.
+    """Fetched ranges for all objects, on disk or, for the newest, in memory. All threads share a fetched range.
 
     Args:
-        limit: bytes in memory.
+        limit: Largest number of bytes in memory.
 
     Attributes:
-        fetched_bytes: how many bytes were fetched.
+        fetched_bytes: How many bytes were fetched.
     """
 
     def __init__(self, limit: int = KEPT_BYTES) -> None:
         self._limit, self._kept_bytes, self.fetched_bytes = limit, 0, 0
-        self._objects: dict[Hashable, list[_Range]] = defaultdict(list)  # in ascending order and apart
+        self._objects: dict[Hashable, list[_Range]] = defaultdict(list)  # ascending and disjoint
         self._kept: deque[tuple[list[_Range], _Range]] = deque()
         self._spill_bytes = 0
         self._lock = threading.Lock()
@@ -59,15 +59,15 @@ class RangeCache:
     def fill(
         self, version: Hashable, buffer: memoryview, offset: int, request: Span, fetch: Fetch, *, spills: bool = False
     ) -> None:
-        """Fill a buffer from an offset of an object.
+        """Fill a buffer from an offset in an object.
 
         Args:
-            version: names the object and its version.
-            request: the range to fetch where it is absent, with all bytes of the buffer.
-            spills: whether to keep the range on disk, as far as there is room.
+            version: Identifies the object and its version.
+            request: The range to fetch if it is absent, which covers the buffer.
+            spills: Whether to keep the range on disk, if there is room.
 
         Raises:
-            OSError: as `fetch`; the failed range is fetched again by the next read.
+            OSError: See `fetch`. The next read fetches a failed range again.
         """
         with self._lock:
             ranges = self._objects[version]
@@ -85,7 +85,7 @@ class RangeCache:
             at = stop
 
     def _range_at(self, ranges: list[_Range], at: int, request: Span) -> tuple[_Range, bool]:
-        """Return the range with the byte `at`, and whether it is new."""
+        """Return the range that contains the byte `at`, and whether it is new."""
         with self._lock:
             index = bisect.bisect_right(ranges, at, key=lambda part: part.start)
             if index and at < ranges[index - 1].end:
@@ -116,9 +116,9 @@ class RangeCache:
                 others.remove(oldest)
 
     def _spilled(self, body: memoryview) -> int | None:
-        """Write a range to disk and return its place there; None if there is no room."""
+        """Write a range to disk and return its offset there, or None if there is no room."""
         try:
-            with self._lock:  # which makes one file of all threads
+            with self._lock:  # one file for all threads
                 descriptor = self._spill.fileno()
                 place, self._spill_bytes = self._spill_bytes, self._spill_bytes + body.nbytes
             FILE_SYSTEM.write(descriptor, [body], offset=place)
@@ -132,9 +132,9 @@ class RangeCache:
 
 
 def requests_of(spans: Iterable[Span]) -> list[Span]:
-    """Return the requests for spans of an object, in ascending order and apart.
+    """Return requests for an object's spans, ascending and disjoint.
 
-    Neighbors are joined up to `SLOT_BYTES`. A larger span is cut: it has gaps with bytes of other spans.
+    Neighbors are joined up to `SLOT_BYTES`. A larger span is cut: its gaps contain other spans' bytes.
     """
     requests: list[Span] = []
     for first, last in sorted(spans):

@@ -1,7 +1,7 @@
-"""The requests of this process to object stores. A child process makes them, one for a host.
+"""This process's requests to object stores, which one child process per host makes.
 
-obstore's threads do not survive a fork, and a program may fork after loading a checkpoint, as a DataLoader does. So no
-program imports obstore: its child does. The ranks of a load meet at one child by the name of the load.
+obstore's threads do not survive a fork, and a program may fork after loading a checkpoint, as a DataLoader does. So the
+program's child imports obstore, and the program never does. A load's ranks share a child, found by the load's name.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from reprise.stores.url import StoreUrl
 _log = logging.getLogger(__name__)
 
 CONNECTIONS = 16
-# obstore tries a request again for two minutes, and a body takes its time; a process that hangs is given up.
+# obstore retries a request for two minutes, and a body takes time; after that the process counts as hung.
 _ANSWER_S = 300.0
 _END_S = 5.0
 MOST_TRIES = 4
-FINISH = "finish"  # the order to end once the store has all; any other word wakes a mirror
+FINISH = "finish"  # tells a mirror to end once the store has all; any other word wakes it
 
 
 @dataclass(slots=True)
 class Orders:
-    """What the process that asked for a mirror wants of it meanwhile. Its members are set by another thread."""
+    """Orders for a mirror from the process that started it. Another thread sets the members."""
 
     wake: threading.Event = field(default_factory=threading.Event)
     is_finishing: bool = False
 
 
 class ChildLink:
-    """A connection to a child process: one request at a time, with memory for the bytes of an object."""
+    """A connection to a child process: one request at a time, with shared memory for an object's bytes."""
 
     def __init__(self, connected: socket.socket) -> None:
         memory = os.memfd_create("reprise-store", os.MFD_CLOEXEC)
@@ -62,12 +62,12 @@ class ChildLink:
         """Send a request.
 
         Raises:
-            OSError: if the child is gone.
+            OSError: The child is gone.
         """
         self.connection.send_bytes(json.dumps(request).encode())
 
     def answer(self, wait_s: float | None = _ANSWER_S) -> Any:
-        """Return the answer; None where the child is gone, or silent for too long."""
+        """Return the answer, or None if the child is gone or silent for too long."""
         with contextlib.suppress(OSError, EOFError):
             if self.connection.poll(wait_s):
                 return json.loads(self.connection.recv_bytes())
@@ -75,11 +75,11 @@ class ChildLink:
 
 
 class Child:
-    """A child process, started at its first use; a dead one is replaced, up to `MOST_TRIES` times a request.
+    """A child process, started at its first use. A dead one is replaced, up to `MOST_TRIES` times per request.
 
     Args:
-        name: of the load whose ranks share it; empty for this process alone.
-        variables: of its environment.
+        name: The load whose ranks share it. Empty for this process alone.
+        variables: Its environment variables.
     """
 
     def __init__(self, name: str = "", **variables: str) -> None:
@@ -111,7 +111,7 @@ class Child:
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     env={**os.environ, **self._variables, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-                    start_new_session=True,  # an interrupt of the terminal is for the program
+                    start_new_session=True,  # a terminal interrupt is for the program
                 )
 
     def ask(
@@ -122,14 +122,14 @@ class Child:
         into: memoryview | None = None,
         wait_s: float | None = _ANSWER_S,
     ) -> Any:
-        """Return the answer to a request, whose bytes of an object go into a buffer.
+        """Return the answer to a request. An object's bytes go into the buffer `into`.
 
         Args:
-            wait_s: after which a child that lives counts as hanging; None for a request of any length.
+            wait_s: Seconds after which a live child counts as hung. None waits without a limit.
 
         Raises:
-            OSError: as the method of `StoreClient`.
-            CheckpointError: as the method of `Upload`, or for a defect of the child.
+            OSError: See the `StoreClient` method.
+            CheckpointError: See the `Upload` method; or the child has a defect.
         """
         for _ in range(MOST_TRIES):
             link, answer = self._idle.pop() if self._idle else self.link(), None
@@ -141,7 +141,7 @@ class Child:
             except ConnectionError:
                 pass
             finally:
-                if answer is None:  # one still to come would be taken for the answer to the next request
+                if answer is None:  # a late answer would be mistaken for the next request's
                     link.connection.close()
                 else:
                     self._idle.append(link)
@@ -154,22 +154,22 @@ class Child:
                     return result
                 case _:
                     if self.process is not None:
-                        self.process.kill()  # if it has not ended, it hangs
+                        self.process.kill()  # if it has not ended, it is hung
         raise OSError(errno.EIO, f"the process that reads stores has ended {MOST_TRIES} times", str(url))
 
     def forget(self) -> None:
-        """Close this process's ends of the connections, which a fork has copied."""
+        """Close this process's copies of the connections after a fork."""
         while self._idle:
             self._idle.pop().connection.close()
 
     def end(self) -> None:
-        """Leave the child, which ends once no rank uses it."""
+        """Disconnect from the child, which ends once no rank uses it."""
         self.forget()
         if self.process is not None:
             try:
                 self.process.wait(_END_S)
             except subprocess.TimeoutExpired:
-                if self.name:  # other ranks use it still
+                if self.name:  # other ranks still use it
                     return
                 self.process.kill()
                 self.process.wait()
@@ -179,7 +179,7 @@ _child: Child | None = None
 
 
 def child(load: str | None = None) -> Child:
-    """Return the child of this process; with the name of a load, the one that the load's ranks share."""
+    """Return this process's child or, given a load's name, the one that the load's ranks share."""
     global _child
     if _child is None or (load is not None and _child.name != load):
         end_child()
@@ -188,17 +188,17 @@ def child(load: str | None = None) -> Child:
 
 
 def ask(url: StoreUrl, call: str, *details: object) -> Any:
-    """Return the answer to a request about a place in a store, of any length; see `Child.ask`.
+    """Return the answer to a request about a place in a store, without a time limit; see `Child.ask`.
 
     Raises:
-        ConfigError: if obstore is not installed.
+        ConfigError: obstore is not installed.
     """
     require_extra(url)
     return child().ask(call, url, *details, wait_s=None)
 
 
 def end_child() -> None:
-    """End the child; the next use starts another."""
+    """End the child. The next use starts another."""
     global _child
     if _child is not None:
         _child.end()
@@ -217,6 +217,6 @@ os.register_at_fork(after_in_child=_forget_in_fork)
 
 
 def is_of_this_user(connected: socket.socket) -> bool:
-    """Return whether the other end of a connection is a process of this user."""
+    """Return whether a connection's other end belongs to this user."""
     credentials = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     return bool(struct.unpack("3i", credentials)[1] == os.getuid())

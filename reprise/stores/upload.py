@@ -1,7 +1,8 @@
-"""Uploads one checkpoint into a folder of a store: its data first, its manifest last, which is the commit.
+"""Uploads one checkpoint to a store folder: its data first, its manifest last, which is the commit.
 
-A small object, the mark, names the checkpoint whose files lie in a folder without a manifest: below it, a file of the
-right size is a file of the checkpoint. So an interrupted upload goes on, and what a cut-off deletion leaves is known.
+A small object, the mark, names the checkpoint whose files lie in a folder without a manifest: below it, any file with
+the right size belongs to that checkpoint. So an interrupted upload resumes, and an interrupted deletion's remains are
+recognized.
 """
 
 from __future__ import annotations
@@ -34,15 +35,15 @@ class SourceChangedError(CheckpointError):
 
 
 class Upload:
-    """The upload of one checkpoint.
+    """Uploads one checkpoint.
 
     Args:
-        folder: of the checkpoint in the store.
-        source: folder or URL of the checkpoint.
-        host: the number of this host among `hosts`, which divide the files. Host 0 begins and commits.
+        folder: The checkpoint's folder in the store.
+        source: The checkpoint's folder or URL.
+        host: This host's number among `hosts`, which divide the files. Host 0 begins and commits.
 
     Raises:
-        FileNotFoundError: if the checkpoint is gone.
+        FileNotFoundError: The checkpoint is gone.
     """
 
     def __init__(self, client: StoreClient, folder: StoreUrl, source: str, *, host: int = 0, hosts: int = 1) -> None:
@@ -59,16 +60,16 @@ class Upload:
         return StoreClient(self._source.root).read_whole(self._source.child(MANIFEST).key)
 
     def _names(self) -> Collection[str]:
-        """Return the names of the files in the source."""
+        """Return the file names in the source."""
         if isinstance(self._source, Path):
             return os.listdir(self._source)
         return list_folder(StoreClient(self._source.root), self._source)
 
     def begin(self) -> list[str] | None:
-        """Return this host's absent files, the largest first; None if the first host has not begun, or has committed.
+        """Return this host's missing files, largest first. None if the first host has not begun, or has committed.
 
         Raises:
-            CheckpointError: if the folder has another checkpoint, or objects that no upload has left.
+            CheckpointError: The folder has another checkpoint, or objects not left by an upload.
         """
         objects = list_folder(self._client, self._folder)
         marks = [name for name in objects if name.startswith(MARK)]
@@ -95,8 +96,8 @@ class Upload:
         """Upload a file.
 
         Raises:
-            SourceChangedError: if the checkpoint is no longer there, or the folder has no mark of it.
-            CheckpointError: if the file is missing, or has the wrong size.
+            SourceChangedError: The checkpoint is no longer there, or the folder has lost its mark.
+            CheckpointError: The file is missing, or has the wrong size.
         """
         key, size = self._folder.child(name).key, self.files.sizes[name]
         if isinstance(self._source, Path):
@@ -114,7 +115,7 @@ class Upload:
         try:
             self._require_same()
         except SourceChangedError:
-            self._client.delete([key])  # before this host looks below the next mark
+            self._client.delete([key])  # before this host lists the next mark
             raise
 
     def _require_same(self) -> None:
@@ -127,11 +128,12 @@ class Upload:
             raise SourceChangedError("A checkpoint was replaced or deleted during its upload", where=self._source)
 
     def commit(self) -> bool:
-        """Write the manifest once all hosts are through, or on another than the first tell it; return whether it is.
+        """Write the manifest once all hosts are done; on any host but the first, report to it. Return whether it is
+        written.
 
         Raises:
-            SourceChangedError: as `send`.
-            OSError: if a file is missing that was there.
+            SourceChangedError: See `send`.
+            OSError: An uploaded file has disappeared.
         """
         if self._host:
             self._client.put(self._folder.child(f"{self._mark}.{self._host}").key, b"")
@@ -164,13 +166,13 @@ def list_folder(client: StoreClient, folder: StoreUrl) -> Objects:
 
 
 def clear(client: StoreClient, objects: Objects) -> None:
-    """Delete the objects of a folder, its manifest first and the marks last."""
+    """Delete a folder's objects, its manifest first and the marks last."""
     order = sorted(objects, key=lambda name: (name != MANIFEST, name.startswith(MARK)))
     client.delete(objects[name].key for name in order)
 
 
 def remove(client: StoreClient, folder: StoreUrl) -> None:
-    """Delete a checkpoint: first its manifest, so that no reader sees a part of it."""
+    """Delete a checkpoint, its manifest first, so that no reader sees a partial one."""
     if objects := list_folder(client, folder):
         mark = folder.child(f"{MARK}removed").key
         client.put(mark, b"")
@@ -179,10 +181,10 @@ def remove(client: StoreClient, folder: StoreUrl) -> None:
 
 
 def retried(call: Callable[[], T]) -> T:
-    """Return the result of a repeatable call; a store may fail for seconds beyond obstore's own retries.
+    """Return a repeatable call's result. A store may fail for seconds beyond obstore's own retries.
 
     Raises:
-        OSError: from the last try, or at once for refused credentials and absent objects.
+        OSError: From the last try, or at once for refused credentials and missing objects.
     """
     for pause_s in _PAUSES_S:
         try:

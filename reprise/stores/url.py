@@ -1,4 +1,4 @@
-"""URLs of object stores: s3, gs and az, and file for a folder treated as a store."""
+"""Object store URLs: s3, gs and az, and file for a folder treated as a store."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class StoreUrl:
     """A place in a store.
 
     Args:
-        root: the store: `s3://bucket`, or `file://` for the file system of this host.
-        key: the name in it, without slashes at either end; empty for the store itself.
+        root: The store: `s3://bucket`, or `file://` for this host's file system.
+        key: The name in it, without slashes at either end. Empty for the store itself.
     """
 
     root: str
@@ -28,11 +28,11 @@ class StoreUrl:
 
     @staticmethod
     def parse(text: str) -> StoreUrl:
-        """Return the place named by a URL.
+        """Return the place that a URL names.
 
         Raises:
-            ConfigError: for another scheme, no bucket, user and password, a query, or a key with `.`, `..` or an empty
-                segment.
+            ConfigError: The URL has another scheme, no bucket, a user and password, a query, or a key with `.`, `..` or
+                an empty segment.
         """
         match = _URL.fullmatch(text.strip())
         scheme = match["scheme"].lower() if match else ""
@@ -60,14 +60,14 @@ class StoreUrl:
         return StoreUrl(f"{scheme}://{bucket}", key)
 
     def __str__(self) -> str:
-        """Return the URL, without a slash at the end."""
+        """Return the URL without a trailing slash."""
         return f"{self.root}/{self.key}" if self.key else self.root
 
     def require_outside(self, folder: Path) -> None:
-        """Refuse a mirror of a folder in that folder, whose retention would delete the folder's own checkpoints.
+        """Refuse a mirror inside the mirrored folder: its retention would delete the folder's own checkpoints.
 
         Raises:
-            ConfigError: if this place is the folder, or below it.
+            ConfigError: This place is the folder, or below it.
         """
         if self.root == "file://" and Path("/", self.key).resolve().is_relative_to(folder.resolve()):
             raise ConfigError(
@@ -79,17 +79,17 @@ class StoreUrl:
             )
 
     def child(self, name: str) -> StoreUrl:
-        """Return the place of a name below this place."""
+        """Return the place for a name below this place."""
         return StoreUrl(self.root, f"{self.key}/{name}" if self.key else name)
 
 
 def is_store_url(text: str) -> bool:
-    """Return whether a text begins as a URL of a store does."""
+    """Return whether a text starts like a store URL."""
     match = _URL.fullmatch(text.strip())
     return match is not None and match["scheme"].lower() in SCHEMES
 
 
 def _without_secret(text: str) -> str:
-    """Return a URL without what may be a user and a password, or a signature."""
+    """Return a URL without a possible user, password or signature."""
     head, _, tail = text.partition("://")
     return re.sub(r"[?#].*", "?...", f"{head}://{re.sub(r'^[^/]*:.*@|^[^/]*@', '...@', tail)}") if tail else text
