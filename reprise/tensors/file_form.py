@@ -16,7 +16,8 @@ from reprise.tensors.dtypes import is_storable
 from reprise.tensors.live import is_dtensor, memory_holder, with_memory
 from reprise.tensors.modes import overwrite
 
-# The attributes of torch.distributed.checkpoint.CheckpointableTensor.
+# The attributes of torch.distributed.checkpoint.protocol.CheckpointableTensor, new in torch 2.14: DCP saves a tensor
+# with them as shards of a global tensor.
 _GLOBAL_PLACE = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -47,8 +48,8 @@ def resolve(tensor: torch.Tensor, where: Callable[[], str]) -> StorableTensor | 
         where: returns the place of the tensor, for errors.
 
     Raises:
-        CheckpointError: naming a tensor of a class with memory elsewhere, a lazy one, or a part of a global tensor
-            that is no DTensor.
+        CheckpointError: Names a lazy tensor, one whose class keeps its memory elsewhere, or one whose shards on this
+            rank are not a box together.
     """
     local = memory_holder(tensor)
     is_local = local is tensor
@@ -61,7 +62,8 @@ def resolve(tensor: torch.Tensor, where: Callable[[], str]) -> StorableTensor | 
         and is_dtensor(tensor)
         and _is_a(local, "torch.distributed.tensor._shards_wrapper", "LocalShardsWrapper")
     ):
-        return _joined(tensor, local, where())
+        shards, offsets = local.local_shards(), local.local_offsets()  # type: ignore[attr-defined]
+        return _joined(shards, offsets, tuple(tensor.shape), where())
     if not is_plain and is_lazy(local):
         raise CheckpointError(
             "A tensor of a lazy module has no shape yet",
@@ -78,13 +80,9 @@ def resolve(tensor: torch.Tensor, where: Callable[[], str]) -> StorableTensor | 
             fix="Pass its parts as tensors of their own.",
         )
     if all(hasattr(local, name) for name in _GLOBAL_PLACE):
-        raise CheckpointError(
-            "A tensor is a part of a global tensor, which it describes as torch's CheckpointableTensor",
-            where=where(),
-            expected="a plain tensor or a DTensor",
-            found=f"global_shape={local.global_shape}",  # type: ignore[attr-defined]
-            fix="Pass it as a DTensor.",
-        )
+        shape, offsets, starts, sizes = (getattr(local, name) for name in _GLOBAL_PLACE)
+        boxes = [Box(tuple(start), tuple(size)) for start, size in zip(starts, sizes, strict=True)]
+        return _joined([local[box.slices] for box in boxes], offsets, tuple(shape), where())
     local = source = local.detach()
     if local.is_nested or local.layout is not torch.strided or local.is_quantized:
         return StorableTensor(tensor.detach())  # which `check_memory` refuses by name
@@ -134,12 +132,22 @@ def _stored(local: torch.Tensor) -> torch.Tensor:
     return local
 
 
-def _joined(tensor: torch.Tensor, wrapper: torch.Tensor, where: str) -> StorableTensor | None:
-    """Return the shards of a LocalShardsWrapper as a box."""
-    shards: Sequence[torch.Tensor] = wrapper.local_shards()  # type: ignore[attr-defined]
+def _joined(
+    shards: Sequence[torch.Tensor], offsets: Sequence[Sequence[int]], shape: tuple[int, ...], where: str
+) -> StorableTensor | None:
+    """Return a rank's shards of a tensor shaped `shape` as a box; None without shards.
+
+    Args:
+        shards: The shards on this rank.
+        offsets: Each shard's offset in the whole tensor.
+        shape: The whole tensor's shape.
+        where: The tensor's place, for errors.
+
+    Raises:
+        CheckpointError: The shards leave gaps or overlap, or safetensors lacks their dtype.
+    """
     if not shards:
         return None
-    offsets = wrapper.local_offsets()  # type: ignore[attr-defined]
     boxes = [Box(tuple(at), tuple(shard.shape)) for at, shard in zip(offsets, shards, strict=True)]
     ends = [[at + size for at, size in zip(box.offset, box.shape, strict=True)] for box in boxes]
     start, end = tuple(map(min, *(box.offset for box in boxes), boxes[0].offset)), tuple(map(max, *ends, ends[0]))
@@ -147,10 +155,10 @@ def _joined(tensor: torch.Tensor, wrapper: torch.Tensor, where: str) -> Storable
     overlaps = (intersect(a, b).numel for number, a in enumerate(boxes) for b in boxes[:number])
     if box.numel != sum(each.numel for each in boxes) or any(overlaps):
         raise CheckpointError(
-            "The shards of a tensor on a rank are no box together",
+            "A tensor's shards on this rank do not form a box",
             where=where,
             found=", ".join(map(str, boxes)),
-            fix="Give them as tensors of their own.",
+            fix="Pass them as separate tensors.",
         )
     if not is_storable(shards[0].dtype):
         raise CheckpointError("Shards have a dtype that safetensors cannot hold", where=where, found=shards[0].dtype)
@@ -163,7 +171,7 @@ def _joined(tensor: torch.Tensor, wrapper: torch.Tensor, where: str) -> Storable
         for view, part in zip(views, parts, strict=True):
             view.copy_(part)
         copy_back = partial(_copy_shards, views, parts)
-    return StorableTensor(packed, box=box, shape=tuple(tensor.shape), copy_back=copy_back)
+    return StorableTensor(packed, box=box, shape=shape, copy_back=copy_back)
 
 
 def _copy_shards(views: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""DTensors whose local memory is elsewhere: pending collectives, several shards on a rank, complex, none yet."""
+"""DTensors whose local memory is elsewhere: pending collectives, several shards on a rank, complex, none yet; parts without one."""
 
 from __future__ import annotations
 
@@ -31,12 +31,23 @@ def columns(mesh: DeviceMesh, fill: torch.Tensor, rank: int, *, cut: int = 2) ->
     return DTensor.from_local(wrapper, mesh, [Shard(1)], run_check=False, shape=fill.shape, stride=fill.stride())
 
 
+def described(rank: int, *, cut: int, fill: float | None = None) -> torch.Tensor:
+    """Return a rank's rows as torch's CheckpointableTensor: rank 0 has those before `cut`."""
+    rows = slice(cut, 4) if rank else slice(0, cut)
+    local = WHOLE[rows].clone() if fill is None else torch.full_like(WHOLE[rows], fill)
+    place = {"global_shape": (4, 6), "global_offsets": [(rows.start, 0)], "local_offsets": [(0, 0)]}
+    for name, value in (place | {"local_sizes": [tuple(local.shape)]}).items():
+        setattr(local, name, value)
+    return local
+
+
 def carry_tensors(folder: Path, rank: int) -> None:
     mesh = init_device_mesh("cpu", (2,))
     whole = torch.complex(WHOLE, -WHOLE)
     state = {
         "pending": pending(mesh, WHOLE),
         "columns": columns(mesh, WHOLE, rank),
+        "described": described(rank, cut=3),
         "table": columns(mesh, WHOLE, rank, cut=0),
         "complex": distribute_tensor(whole, mesh, [Shard(1)]),
     }
@@ -44,12 +55,14 @@ def carry_tensors(folder: Path, rank: int) -> None:
     again = {
         "pending": pending(mesh, torch.zeros(4, 6)),
         "columns": columns(mesh, torch.zeros(4, 6), rank, cut=3),
+        "described": described(rank, cut=1, fill=0.0),
         "table": torch.zeros(4, 6),
         "complex": distribute_tensor(torch.zeros_like(whole), mesh, [Shard(0)]).conj(),
     }
     load_state_dict(path, again)
     assert torch.equal(again["pending"].to_local(), WHOLE)
     assert torch.equal(again["table"], WHOLE)
+    assert torch.equal(again["described"], described(rank, cut=1))
     assert torch.equal(again["complex"].full_tensor(), whole)
     held = again["columns"]._local_tensor
     for shard, (_, column) in zip(held.local_shards(), held.local_offsets(), strict=True):

@@ -12,6 +12,7 @@ from torch import nn
 
 from reprise import load, load_state_dict, save, save_state_dict
 from reprise.errors import CheckpointError, MismatchError, PartialLoadError
+from reprise.format import Box
 from tests.messages import refused
 
 
@@ -206,14 +207,43 @@ def test_lazy_tensors_are_refused_by_name(tmp_path: Path, make: Callable[[], nn.
         load_state_dict(path, {"own": model.state_dict()})
 
 
-def test_a_part_of_a_global_tensor_is_refused_by_name(tmp_path: Path) -> None:
-    model = nn.Linear(4, 2)
-    place = {"global_shape": (4, 4), "global_offsets": ((2, 0),), "local_offsets": ((0, 0),), "local_sizes": ((2, 4),)}
-    for name, value in place.items():
-        setattr(model.weight, name, value)
-    for call in (lambda: save(tmp_path / "run", model, iteration=1), lambda: load(saved(tmp_path), model)):
-        with refused(CheckpointError, "CheckpointableTensor", "/model/weight", "(4, 4)"):
-            call()
+def placed(local: torch.Tensor, offsets: list[tuple[int, int]], *parts: Box) -> torch.Tensor:
+    """Describe `parts` of a local tensor as shards of a tensor of [4, 6], as torch's CheckpointableTensor."""
+    place = ((4, 6), offsets, [part.offset for part in parts], [part.shape for part in parts])
+    for name, value in zip(("global_shape", "global_offsets", "local_offsets", "local_sizes"), place, strict=True):
+        setattr(local, name, value)
+    return local
+
+
+@pytest.mark.parametrize(
+    ("offsets", "parts"),
+    [
+        ([(0, 0)], [Box((0, 0), (4, 6))]),
+        ([(0, 0)], [Box((1, 2), (4, 6))]),
+        ([(2, 0), (0, 0)], [Box((0, 0), (2, 6)), Box((3, 1), (2, 6))]),
+    ],
+    ids=["whole", "padded", "two_parts"],
+)
+def test_a_tensor_that_describes_its_shards_is_carried(
+    tmp_path: Path, offsets: list[tuple[int, int]], parts: list[Box]
+) -> None:
+    whole = torch.arange(24.0).reshape(4, 6)
+    local, again = torch.full((5, 8), -1.0), torch.full((5, 8), -1.0)
+    for offset, part in zip(offsets, parts, strict=True):
+        local[part.slices] = whole[Box(offset, part.shape).slices]
+    path = save_state_dict(tmp_path, {"x": placed(local, offsets, *parts)}, iteration=1)
+    plain = {"x": torch.zeros(4, 6)}
+    load_state_dict(path, plain)
+    assert torch.equal(plain["x"], whole)
+    load_state_dict(path, {"x": placed(again, offsets, *parts)})
+    assert torch.equal(again, local)
+
+
+@pytest.mark.parametrize("second", [(0, 3), (3, 0)], ids=["overlap", "gap"])
+def test_shards_that_are_not_a_box_are_refused(tmp_path: Path, second: tuple[int, int]) -> None:
+    local = placed(torch.zeros(4, 6), [(0, 0), second], Box((0, 0), (2, 4)), Box((2, 0), (1, 2)))
+    with refused(CheckpointError, "(/x)"):
+        save_state_dict(tmp_path, {"x": local}, iteration=1)
 
 
 def saved(folder: Path) -> Path:
