@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from reprise.format.layout import Layout
+from reprise.tensors.dtypes import torch_dtype
 from reprise.tensors.live import LiveTensor
 from reprise.tensors.memory import map_like_file
 
@@ -29,7 +30,7 @@ def zeros_like_files(
         alignment: tensors whose offset in their file is no multiple of it are left out too.
 
     Returns:
-        Tensors with shape and dtype of the local memory, by stored name.
+        Tensors with the shape of the local memory and the dtype in the files, by stored name.
     """
     files: dict[str, list[tuple[int, str, torch.Tensor]]] = {}
     pairs = list(parameters)
@@ -42,9 +43,10 @@ def zeros_like_files(
     zeros: dict[str, torch.Tensor] = {}
     for members in files.values():
         members.sort(key=lambda member: member[0])
-        memories = map_like_file([(offset, local.nbytes) for offset, _, local in members])
-        for (_, name, local), memory in zip(members, memories, strict=True):
-            zeros[name] = torch.from_numpy(memory).view(local.dtype).view(local.shape)
+        sizes = [(at, local.numel() * layout.places[name].spec.dtype.itemsize) for at, name, local in members]
+        for (_, name, local), memory in zip(members, map_like_file(sizes), strict=True):
+            dtype = torch_dtype(layout.places[name].spec.dtype)
+            zeros[name] = torch.from_numpy(memory).view(dtype).view(local.shape)
     return zeros
 
 
@@ -52,7 +54,8 @@ def _offset_in_file(live: LiveTensor, name: str, layout: Layout) -> int | None:
     """Return a box's offset in the file of `name`, or None if its bytes are not contiguous there."""
     if live.is_copy or name not in layout.places:
         return None
-    packed = live.spec.image(live.box)
+    place = layout.places[name]
+    packed = place.spec.image(live.box)
     if not (packed.is_contiguous and packed.total_bytes):
         return None
-    return layout.places[name].offset + next(packed.spans(0, 1))[0]
+    return place.offset + next(packed.spans(0, 1))[0]

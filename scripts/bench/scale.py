@@ -125,7 +125,7 @@ def _rows(ranks: int) -> tuple[Layout, RankPieces]:
 def _llama(ranks: int) -> tuple[Layout, RankPieces]:
     """Return the training state of LLaMA-3 405B with tp 8, pp 16 and ZeRO stage 3, and the ranks' pieces."""
     config = compose([*_LLAMA, "parallel.zero_stage=3"])
-    layout = build_layout(list(checkpoint_specs(config.model, config.optimizer.name)))
+    layout = build_layout(list(checkpoint_specs(config.model, config.optimizer)))
 
     def pieces() -> RankPieces:
         for simulated in simulate(config, topology_of(config, ranks)):

@@ -27,7 +27,7 @@ from reprise.storage import Files
 from reprise.tensors import LiveTensor
 from tests.harness import TINY, compose, launch, run_ok
 from tests.profiles import scaled, slow
-from trainer.config.optimizer import OptimizerName
+from trainer.config.optimizer import OptimizerSection
 from trainer.run.state import checkpoint_specs
 
 BASE = ["model=gpt2_tiny", *TINY, "train.train_iters=6", "checkpoint.save_interval=2", "checkpoint.file_bytes=50000"]
@@ -50,7 +50,7 @@ class Loads:
     """Loads whole checkpoints of the run's model into memory of its own."""
 
     def __init__(self) -> None:
-        specs = list(checkpoint_specs(compose(BASE).model, OptimizerName.adamw))
+        specs = list(checkpoint_specs(compose(BASE).model, OptimizerSection()))
         self.live = [LiveTensor(s, whole(s.view), torch.zeros(s.view), (0,)) for s in specs]
         self.specs = specs
 

@@ -33,7 +33,7 @@ def _count(arguments: list[str]) -> None:
     config = compose(overrides)
     cluster = launching.start("cpu", deterministic=False)
     run = built(config, cluster)
-    layout = build_layout(list(checkpoint_specs(config.model, config.optimizer.name, run.state.frozen)))
+    layout = build_layout(list(checkpoint_specs(config.model, config.optimizer, run.state.frozen)))
     shards = list(run.state.shards())
     held = sum(p.numel() for part in run.state.parts for p in _locals(part.model))
     written = sum(piece.hi - piece.lo for piece in plan(shards, layout, cluster.rank))
@@ -103,7 +103,7 @@ def held_by(reduction: LocalLanes) -> Iterator[torch.Tensor]:
 @pytest.mark.parametrize(
     ("ranks", "axes"),
     [
-        (4, (_TP, "parallel.zero_stage=3")),
+        (4, (_TP, "parallel.zero_stage=3", "optimizer.moments_dtype=bfloat16")),
         (4, (_PP,)),
         pytest.param(8, (_TP, _PP), marks=pytest.mark.slow),
         (2, (_TP, "model.lora.rank=3", "model.lora.target_modules=[c_attn,c_proj]", "checkpoint.base=b")),

@@ -34,6 +34,14 @@ MODELS: dict[str, tuple[str, ...]] = {
         *("model=qwen3_tiny", "model.n_kv_head=2", "optimizer=muon"),
         *("train.activation_checkpointing=true", "parallel.invariant_ranks=2"),
     ),
+    "bfloat16 moments": (
+        *("model=gpt2_tiny", "model.dropout=0.1", "parallel.invariant_ranks=4"),
+        *("optimizer.moments_dtype=bfloat16", "train.ema_decay=0.9"),
+    ),
+    "muon and bfloat16 moments": (
+        *("model=qwen3_tiny", "model.n_kv_head=2", "optimizer=muon", "optimizer.moments_dtype=bfloat16"),
+        "parallel.invariant_ranks=4",
+    ),
     # A stage without gradients, and a last one with some.
     "frozen": (
         *("model=gpt2_tiny", "model.dropout=0.1", "parallel.invariant_ranks=4"),
@@ -131,13 +139,14 @@ SLOW = [
     ("frozen", "float32", "dp2 zero3"),
     ("frozen", "float32", "pp2 vpp2"),
     ("frozen", "bfloat16", "pp2 dp2 zero1"),
+    *(("bfloat16 moments", "float32", name) for name in ("dp2 zero0", "dp2 zero1", "dp4 zero2", "dp4 zero3")),
     ("qwen3 and muon", "float32", "dp2 zero3"),
     ("qwen3 and muon", "float32", "pp2"),
 ]
 
 
 def case_of(name: str) -> Case:
-    (case,) = (case for case in (*EVERY, *EVERY_CUT, *EVERY_CUT_SEQUENCE) if case.name == name)
+    (case,) = (case for case in (ALONE, *EVERY, *EVERY_CUT, *EVERY_CUT_SEQUENCE) if case.name == name)
     return case
 
 
@@ -178,10 +187,19 @@ def killed_and_moved(run: Path, overrides: Sequence[str], topologies: Sequence[C
     return outcome(run)
 
 
-@pytest.mark.slow
-def test_killed_and_moved_twice_it_equals_one_rank(train: Train, tmp_path: Path) -> None:
-    keys = overrides_of("gpt2", "float32", iterations=6)
-    topologies = [case_of("dp4 zero3"), ALONE, case_of("pp2 dp2 zero1")]
+@pytest.mark.parametrize(
+    ("model", "names"),
+    [
+        pytest.param("gpt2", ("dp4 zero3", "1", "pp2 dp2 zero1"), marks=pytest.mark.slow),
+        ("bfloat16 moments", ("dp2 zero3", "1", "pp2")),
+        pytest.param("muon and bfloat16 moments", ("pp2", "dp4 zero3", "dp2 zero2"), marks=pytest.mark.slow),
+    ],
+)
+def test_killed_and_moved_twice_it_equals_one_rank(
+    train: Train, tmp_path: Path, model: str, names: Sequence[str]
+) -> None:
+    keys = overrides_of(model, "float32", iterations=6)
+    topologies = [case_of(name) for name in names]
     assert killed_and_moved(tmp_path / "run", [*BASE, *keys], topologies) == train(ALONE, *keys)
 
 

@@ -116,8 +116,9 @@ def test_any_tensor_parallelism_has_the_bits_of_one_rank(
 
 
 @pytest.mark.slow
-def test_moved_over_tensor_ranks_it_equals_one_rank(train: Train, tmp_path: Path) -> None:
-    keys = overrides_of("gpt2", "float32", iterations=6)
+@pytest.mark.parametrize("extra", [(), ("optimizer.moments_dtype=bfloat16", "train.ema_decay=0.9")])
+def test_moved_over_tensor_ranks_it_equals_one_rank(train: Train, tmp_path: Path, extra: tuple[str, ...]) -> None:
+    keys = (*overrides_of("gpt2", "float32", iterations=6), *extra)
     topologies = [Case("tp4+sp", 4, (TP4, SP)), Case("tp2 pp2", 4, (TP, PP)), Case("dp2 zero3", 2, (zero(3),))]
     assert killed_and_moved(tmp_path / "run", [*BASE, *keys], topologies) == train(ALONE, *keys)
 

@@ -28,9 +28,9 @@ from trainer.interop.table import FORMATS
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
 
-def made(folder: Path, family: str, state: StateSource | None = None) -> Path:
+def made(folder: Path, family: str, state: StateSource | None = None, *overrides: str) -> Path:
     """Write a checkpoint of ours and return its folder."""
-    config = compose(overrides_of(family))
+    config = compose([*overrides_of(family), *overrides])
     return write_checkpoint(state or state_of(family), folder, config, consumed_samples=31)
 
 
@@ -62,6 +62,23 @@ def test_an_export_comes_back_bit_for_bit(tmp_path: Path, program: str, family: 
         assert open_checkpoint(found, Files()).state["consumed_samples"] == 31
     else:
         assert_carried(of_checkpoint(open_checkpoint(found, Files())), state_of(family))
+
+
+@pytest.mark.parametrize("program", ["dcp", pytest.param("megatron", marks=pytest.mark.slow)])
+def test_bfloat16_moments_leave_in_float32_and_return_in_either(tmp_path: Path, program: str) -> None:
+    key = "optimizer.moments_dtype=bfloat16"
+    source = made(tmp_path / "made", "gpt2", None, key)
+    assert export(program, source, tmp_path / "out") == 0
+    back = ["import", program, str(tmp_path / "out"), "--trust-pickle", *ENDS, *ALONE]
+    for name, more in (("same", [key]), ("float32", [])):
+        assert convert.main([*back[:3], str(tmp_path / name), *back[3:], *more]) == 0
+    (same,), (wide,) = ((tmp_path / name).glob("iter_*") for name in ("same", "float32"))
+    assert tensor_files(same) == tensor_files(source)
+    rounded, read = (of_checkpoint(open_checkpoint(path, Files())).read for path in (source, wide))
+    for name in ("exp_avg.transformer.wte.weight", "exp_avg_sq.transformer.h.1.ln_1.bias"):
+        expected = state_of("gpt2").read(name).bfloat16()
+        for value, same in ((rounded(name), expected), (read(name), expected.float())):
+            torch.testing.assert_close(value, same, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("program", states.cases("hf, dcp", "megatron"))

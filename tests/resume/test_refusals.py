@@ -41,6 +41,7 @@ CHANGES = [
     ("train.micro_batch_size", "4", "2", "reshard"),
     ("model.dropout", "0.1", "0.0", "override_dropout"),
     ("train.dtype", "bfloat16", "float32", "override_dtype"),
+    ("optimizer.moments_dtype", "bfloat16", "float32", "override_dtype"),
     ("parallel.zero_stage", "3", "1", "reshard"),
 ]
 

@@ -144,7 +144,7 @@ class ResumeKeys:
         override_batch_size: allow another global_batch_size, batch_schedule or seq_length.
         override_data: allow other data or another seed.
         override_dropout: allow other dropout rates.
-        override_dtype: allow another dtype of activations and matrix products.
+        override_dtype: allow another dtype of activations and matrix products, or of the moments, which are converted.
         override_freeze: allow other frozen parameters; newly trained ones begin with zero moments.
         verify: digests checked by a load, besides headers and JSON files: `touched`, of blocks read; `full`, of all
             blocks; `none`.

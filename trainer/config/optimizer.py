@@ -5,12 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+_MOST_BFLOAT16 = 0.996  # below 1 - 2^-8: a smaller share may be less than half the distance to the next number
+
 
 class OptimizerName(Enum):
     """An optimizer; `muon` steps the matrices of the blocks by Muon and all other parameters by AdamW."""
 
     adamw = "adamw"
     muon = "muon"
+
+
+class MomentsDtype(Enum):
+    """The dtype in which moments are kept; a step computes in float32 either way."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
 
 
 @dataclass
@@ -29,6 +38,8 @@ class OptimizerSection:
         muon_match_rms_adamw: scale updates by 0.2 sqrt(max(rows, columns)), to AdamW's size, for the same `lr` and
             `weight_decay` (torch's `match_rms_adamw`); false, by sqrt(max(1, rows / columns)) of the stored matrix
             (`original`).
+        moments_dtype: dtype of the moments in memory and in checkpoints; a step updates them in float32, and `bfloat16`
+            rounds them to nearest even.
     """
 
     name: OptimizerName = OptimizerName.adamw
@@ -40,6 +51,7 @@ class OptimizerSection:
     muon_momentum: float = 0.95
     muon_ns_steps: int = 5
     muon_match_rms_adamw: bool = True
+    moments_dtype: MomentsDtype = MomentsDtype.float32
 
 
 def optimizer_problems(optimizer: OptimizerSection) -> list[str]:
@@ -58,4 +70,11 @@ def optimizer_problems(optimizer: OptimizerSection) -> list[str]:
         for name in ("adam_beta1", "adam_beta2", "muon_momentum")
         if not 0 <= getattr(optimizer, name) < 1
     ]
+    if optimizer.moments_dtype is MomentsDtype.bfloat16:
+        problems += [
+            f"optimizer.{name}={getattr(optimizer, name)}: must be at most {_MOST_BFLOAT16} with "
+            "optimizer.moments_dtype=bfloat16, which rounds smaller changes of a moment away"
+            for name in ("adam_beta1", "adam_beta2", "muon_momentum")
+            if _MOST_BFLOAT16 < getattr(optimizer, name) < 1
+        ]
     return problems

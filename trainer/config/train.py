@@ -38,7 +38,7 @@ class OnSpike(Enum):
 
 
 class Dtype(Enum):
-    """The dtype of activations and matrix products; parameters and moments are float32 either way."""
+    """The dtype of activations and matrix products; parameters are float32 either way."""
 
     float32 = "float32"
     bfloat16 = "bfloat16"
@@ -66,7 +66,7 @@ class TrainSection:
         ema_offload: keep the averages in host memory, with the same bits.
         clip_grad: upper bound of the gradient's L2 norm; 0 disables it.
         seed: seed of initial weights, order of samples and dropout.
-        dtype: dtype of activations and matrix products; parameters and optimizer state are float32.
+        dtype: dtype of activations and matrix products; parameters are float32, moments `optimizer.moments_dtype`.
         compile: compile each transformer block and, without tensor parallelism, the loss with torch.compile.
         deterministic: restrict torch to deterministic kernels; a CPU's always are.
         threads: compute threads of a rank, on which a CPU's bits depend; 0 takes OMP_NUM_THREADS, else a share of

@@ -50,7 +50,8 @@ def write_checkpoint(
 ) -> Path:
     """Write `folder/iter_<iteration>` from a source, as a run with `config` on a single rank would; return its path.
 
-    Tensors become float32 one by one; NaN and infinity are refused. The folder is locked meanwhile, as by a run.
+    Tensors become float32 one by one, and moments `optimizer.moments_dtype`; NaN and infinity are refused. The folder
+    is locked meanwhile, as by a run.
 
     Args:
         config: configuration of the run to continue; its parallel layout is ignored.
@@ -76,7 +77,7 @@ def write_checkpoint(
     config = replace(config, train=_trainable(config))
     documents = _documents(source, config, consumed_samples, stated)
     frozen = frozen_names(config.model, config.train.freeze)
-    specs = tuple(checkpoint_specs(config.model, OptimizerName.adamw if source.has_optimizer else None, frozen))
+    specs = tuple(checkpoint_specs(config.model, config.optimizer if source.has_optimizer else None, frozen))
     layout = build_layout(specs, file_bytes=config.checkpoint.file_bytes)
 
     def write(partial: Path) -> list[WrittenPiece]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from inspect import unwrap
+from itertools import accumulate, groupby
 from typing import Any
 
 import torch
@@ -15,10 +16,10 @@ from torch.optim.adamw import adamw as torch_adamw
 
 from models.adapters import stored_name
 from models.config import ModelConfig
-from reprise.tensors import is_dtensor, local_of, parameter_names, with_memory
+from reprise.tensors import is_dtensor, local_of, parameter_names, torch_dtype, with_memory
 from trainer.config.optimizer import OptimizerName, OptimizerSection
 from trainer.optim import exact_sum
-from trainer.optim.table import OPTIMIZERS, group_options, no_decay_names
+from trainer.optim.table import MOMENTS, OPTIMIZERS, group_options, no_decay_names
 
 # Squares are summed in float32 within a chunk and in float64 between chunks: as exact as float64, eight times faster.
 _CHUNK = 1 << 16
@@ -26,6 +27,8 @@ _SMALL = 1 << 14  # elements of a gradient whose rows are squared together with 
 
 # The moments of a parameter in AdamW: all the state that has its shape.
 _MOMENTS = tuple(key for key, shape in OPTIMIZERS[OptimizerName.adamw].state((1,), False).items() if shape)
+# Elements of bfloat16 moments that are in float32 at once: in a processor's cache; by few launches on a device.
+_ITEMS_CPU, _ITEMS_DEVICE = 1 << 17, 1 << 24
 
 
 def build_optimizer(
@@ -67,7 +70,7 @@ def stored_names(model: nn.Module) -> dict[nn.Parameter, str]:
 
 @dataclass(frozen=True, slots=True)
 class AdamSettings:
-    """The numbers of AdamW; `no_decay` names the parameters without weight decay."""
+    """The numbers of AdamW and the dtype of its moments; `no_decay` names the parameters without weight decay."""
 
     lr: float
     weight_decay: float
@@ -75,12 +78,13 @@ class AdamSettings:
     beta2: float
     eps: float
     no_decay: frozenset[str]
+    moments_dtype: torch.dtype = torch.float32
 
     @classmethod
     def of(cls, config: ModelConfig, section: OptimizerSection) -> AdamSettings:
         """Return the numbers of a configuration."""
         numbers = section.lr, section.weight_decay, section.adam_beta1, section.adam_beta2, section.adam_eps
-        return cls(*numbers, no_decay_names(config))
+        return cls(*numbers, no_decay_names(config), torch_dtype(MOMENTS[section.moments_dtype]))
 
 
 def adamw(
@@ -121,6 +125,7 @@ def build_adamw(
         groups.setdefault((name not in settings.no_decay, is_dtensor(parameter)), []).append((name, parameter))
     groups = groups or {(True, False): []}  # of a stage that is frozen: torch refuses an optimizer without groups
     kind = InvariantAdamW if is_invariant else EagerAdamW
+    kind = kind if settings.moments_dtype is torch.float32 else RoundingAdamW
     optimizer = kind(
         [
             {"params": members, "weight_decay": settings.weight_decay if decays else 0.0}
@@ -134,7 +139,8 @@ def build_adamw(
     for parameter in names:
         optimizer.state[parameter] = {"step": torch.zeros((), dtype=torch.float32, device=local_of(parameter).device)}
         for key in _MOMENTS:
-            optimizer.state[parameter][key] = zeros_for(parameter, memory.get(f"{key}.{names[parameter]}"))
+            zeros = zeros_for(parameter, memory.get(f"{key}.{names[parameter]}"), settings.moments_dtype)
+            optimizer.state[parameter][key] = zeros
     return optimizer
 
 
@@ -185,21 +191,34 @@ class InvariantAdamW(EagerAdamW):
             for remainder in rests:
                 remainder.write_back()
 
-    def _update(
-        self,
-        group: Mapping[str, Any],
-        weights: list[torch.Tensor],
-        gradients: list[torch.Tensor],
-        exp_avgs: list[torch.Tensor],
-        exp_avg_sqs: list[torch.Tensor],
-        *,
-        steps: list[torch.Tensor],
-    ) -> None:
+    def _update(self, group: Mapping[str, Any], *columns: list[torch.Tensor], steps: list[torch.Tensor]) -> None:
+        """Step tensors of whole vectors: columns of weights, gradients, and each moment."""
         beta1, beta2 = group["betas"]
         numbers = {key: group[key] for key in ("amsgrad", "lr", "weight_decay", "eps", "maximize")}
+        weights, gradients, exp_avgs, exp_avg_sqs = columns
         torch_adamw(
             weights, gradients, exp_avgs, exp_avg_sqs, [], steps, fused=True, beta1=beta1, beta2=beta2, **numbers
         )
+
+
+class RoundingAdamW(InvariantAdamW):
+    """An `InvariantAdamW` with moments in bfloat16: updated in float32, chunk by chunk, and rounded to nearest even."""
+
+    def _update(self, group: Mapping[str, Any], *columns: list[torch.Tensor], steps: list[torch.Tensor]) -> None:
+        items = _ITEMS_CPU if steps[0].device.type == "cpu" else _ITEMS_DEVICE
+        rows = [
+            (*parts, step.clone())
+            for *tensors, step in zip(*columns, steps, strict=True)
+            for parts in zip(*(tensor.split(items) for tensor in tensors), strict=True)
+        ]
+        ends = accumulate(row[0].numel() for row in rows)
+        for _, members in groupby(zip(ends, rows, strict=True), lambda member: member[0] // items):
+            weights, gradients, *moments, counts = map(list, zip(*(row for _, row in members), strict=True))
+            exact = [[moment.float() for moment in column] for column in moments]
+            super()._update(group, weights, gradients, *exact, steps=counts)
+            for column, values in zip(moments, exact, strict=True):
+                torch._foreach_copy_(column, values)
+        torch._foreach_add_(steps, 1)
 
 
 # The number of float32 elements in the widest vector, and in the fused kernel's unit of work.
@@ -227,10 +246,10 @@ class _Rest:
         torch._foreach_copy_(self._originals, self._copies)
 
 
-def zeros_for(parameter: nn.Parameter, local: torch.Tensor | None) -> torch.Tensor:
-    """Return zeros with the placements of a parameter, in the local memory given for them."""
+def zeros_for(parameter: nn.Parameter, local: torch.Tensor | None, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Return zeros with the placements of a parameter, in the local memory given for them or in new memory."""
     like = parameter.detach()
-    return torch.zeros_like(like) if local is None else with_memory(like, local)
+    return torch.zeros_like(like, dtype=dtype) if local is None else with_memory(like, local)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:

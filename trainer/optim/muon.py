@@ -41,7 +41,7 @@ def muon(
     group = {"params": list(names), "weight_decay": section.weight_decay, **options}
     optimizer = Muon(group, adamw, lr=section.lr)
     for parameter, name in names.items():
-        zeros = zeros_for(parameter, memory.get(f"momentum_buffer.{name}"))
+        zeros = zeros_for(parameter, memory.get(f"momentum_buffer.{name}"), settings.moments_dtype)
         optimizer.state[parameter] = {"momentum_buffer": zeros}
     return optimizer
 
@@ -73,8 +73,10 @@ class Muon(EagerOptimizer):
 
 def _step_matrix(parameter: nn.Parameter, momentum_buffer: torch.Tensor, group: Mapping[str, Any]) -> None:
     assert parameter.grad is not None
-    weight, gradient, momentum = local_of(parameter), local_of(parameter.grad), local_of(momentum_buffer)
+    weight, gradient, kept = local_of(parameter), local_of(parameter.grad), local_of(momentum_buffer)
+    momentum = kept.float()  # the tensor itself unless it is bfloat16
     momentum.lerp_(gradient, 1 - group["momentum"])
+    kept.copy_(momentum)
     full = _gathered(parameter, gradient.lerp(momentum, group["momentum"]))
     matrix = full.flatten(1)
     update = _own_part(parameter, orthogonalized(matrix, group["ns_steps"]).view(full.shape))

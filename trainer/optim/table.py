@@ -9,7 +9,8 @@ from typing import Any, TypeAlias
 from models.adapters import saved_tensors
 from models.config import ModelConfig, StoredTensor
 from models.families import block_matrices, stored_tensors
-from trainer.config.optimizer import OptimizerName, OptimizerSection
+from reprise.format import StoredDtype
+from trainer.config.optimizer import MomentsDtype, OptimizerName, OptimizerSection
 
 Shape: TypeAlias = tuple[int, ...]
 
@@ -24,7 +25,7 @@ class OptimizerSpec:
         name: as `trainer_state.json` has it.
         build: the module and the function that builds it, see `optim.build_optimizer`.
         state: the tensors it keeps of a parameter, by torch's key, given the parameter's shape and whether it is a
-            matrix of a block. A tensor has the parameter's shape or is a scalar; all are float32.
+            matrix of a block. A tensor has the parameter's shape, and then `moments_dtype`, or is a float32 scalar.
         numbers: the sections of `trainer_state.json` with its settings: the names there, and the keys of `optimizer`.
         options: the settings as its parameter groups have them, without `lr` and `weight_decay`.
     """
@@ -64,6 +65,7 @@ OPTIMIZERS: dict[OptimizerName, OptimizerSpec] = {
 }
 # The sections of `trainer_state.json` that hold the settings of any optimizer.
 SECTIONS = tuple(dict.fromkeys(section for spec in OPTIMIZERS.values() for section in spec.numbers))
+MOMENTS = {MomentsDtype.float32: StoredDtype.F32, MomentsDtype.bfloat16: StoredDtype.BF16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +75,7 @@ class StateTensor:
     key: str
     parameter: str
     stored: StoredTensor
+    dtype: StoredDtype
 
     @property
     def name(self) -> str:
@@ -80,7 +83,7 @@ class StateTensor:
 
 
 def state_tensors(
-    optimizer: OptimizerName, model: ModelConfig, frozen: Collection[str] = (), *, averages: bool = False
+    section: OptimizerSection, model: ModelConfig, frozen: Collection[str] = (), *, averages: bool = False
 ) -> Iterator[StateTensor]:
     """Yield every tensor of an optimizer's state, in the order of the files: by key, scalars last, in model order.
 
@@ -88,7 +91,7 @@ def state_tensors(
         frozen: the parameters no optimizer changes.
         averages: whether there is a moving average of each parameter.
     """
-    stored, matrices, state = saved_tensors(model), block_matrices(model), OPTIMIZERS[optimizer].state
+    stored, matrices, state = saved_tensors(model), block_matrices(model), OPTIMIZERS[section.name].state
     shapes_by_name = {
         name: state(tensor.shape, name in matrices) | ({AVERAGE: tensor.shape} if averages else {})
         for name, tensor in stored.items()
@@ -98,7 +101,8 @@ def state_tensors(
     for key in sorted(scalars, key=lambda key: (scalars[key], key)):
         for name, shapes in shapes_by_name.items():
             if key in shapes:
-                yield StateTensor(key, name, StoredTensor.plain() if scalars[key] else stored[name])
+                dtype = StoredDtype.F32 if scalars[key] or key == AVERAGE else MOMENTS[section.moments_dtype]
+                yield StateTensor(key, name, StoredTensor.plain() if scalars[key] else stored[name], dtype)
 
 
 def no_decay_names(model: ModelConfig) -> frozenset[str]:
@@ -115,12 +119,16 @@ def settings_record(section: OptimizerSection) -> dict[str, dict[str, object]]:
 def optimizer_record(model: ModelConfig, section: OptimizerSection, frozen: Collection[str] = ()) -> dict[str, Any]:
     """Return the optimizer's name and its groups: the parameters with weight decay, then those without.
 
+    The dtype of its moments is a member too, unless it is float32.
+
     Args:
         frozen: the parameters no optimizer changes; they are in no group.
     """
     no_decay, names = no_decay_names(model), [name for name in saved_tensors(model) if name not in frozen]
+    is_float32 = section.moments_dtype is MomentsDtype.float32
     return {
         "name": OPTIMIZERS[section.name].name,
+        **({} if is_float32 else {"moments_dtype": section.moments_dtype.value}),
         "groups": [
             {"weight_decay": section.weight_decay, "names": [name for name in names if name not in no_decay]},
             {"weight_decay": 0.0, "names": [name for name in names if name in no_decay]},

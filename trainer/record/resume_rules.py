@@ -67,6 +67,7 @@ _MASKS = f"{_ROUNDING}, except that dropout draws other masks"
 _KERNELS = f"{_ROUNDING}: sums and products take the kernels of the processor"
 _OTHER_CURVE = "the loss curve will differ"
 _COARSER = "weights and moments stay bitwise, matrix products are rounded to another precision"
+_CONVERTED = "loaded moments are converted, and the loss curve will differ"
 _SAME_BITS = "weights and moments stay bitwise, and so does the loss curve: same bits"
 
 _LENGTH = "the position is that of the tokens consumed, and all counts are of samples of this length"
@@ -164,6 +165,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule("optimizer", Verdict.REFUSED),
     Rule("optimizer.weight_decay", Verdict.FLAG, "checkpoint.override_scheduler", _OTHER_CURVE),
+    Rule("optimizer.moments_dtype", Verdict.FLAG, "checkpoint.override_dtype", _CONVERTED),
     Rule("precision", Verdict.FLAG, "checkpoint.override_dtype", _COARSER, is_optional=True),
     Rule("environment", Verdict.LOGGED, says=_ROUNDING),
     Rule(
@@ -232,10 +234,10 @@ def compared(saved: Json, current: Json) -> tuple[Json, Json]:
     """Return two states in the form for comparison.
 
     The optimizer's groups are replaced by whether each parameter of both states has weight decay; its value is in
-    `adam`. A member of the optimizer missing in the saved state is removed from both. Other patterns of `freeze` for
-    the same trained parameters are no difference. A missing `invariant_ranks` or `invariant_tensor_ranks` is 0, and a
-    missing `replicate` is 1. Saved counts of samples are converted to samples of the current length. Without a decay,
-    its length and the lowest rate are removed.
+    `adam`. A member of the optimizer missing in the saved state is removed from both, but a missing `moments_dtype` is
+    float32. Other patterns of `freeze` for the same trained parameters are no difference. A missing `invariant_ranks`
+    or `invariant_tensor_ranks` is 0, and a missing `replicate` is 1. Saved counts of samples are converted to samples
+    of the current length. Without a decay, its length and the lowest rate are removed.
     """
     saved = in_samples_of(current.get("batch", {}).get("seq_length"), saved)
     saved, current = (_with_whole_topology(_with_used_schedule(state)) for state in (saved, current))
@@ -243,7 +245,11 @@ def compared(saved: Json, current: Json) -> tuple[Json, Json]:
     if not isinstance(saved_optimizer, Mapping):
         return saved, current
     old, new = (
-        {"name": table["name"]} if "name" in saved_optimizer else {} for table in (saved_optimizer, current_optimizer)
+        {
+            "moments_dtype": table.get("moments_dtype", "float32"),
+            **({"name": table["name"]} if "name" in saved_optimizer else {}),
+        }
+        for table in (saved_optimizer, current_optimizer)
     )
     if "groups" in saved_optimizer:
         saved_decays, current_decays = _decays(saved_optimizer["groups"]), _decays(current_optimizer["groups"])

@@ -16,7 +16,7 @@ from reprise.errors import CheckpointError
 from reprise.storage import Json, finite_number, integer
 from trainer.config.derived import batch_schedule_of
 from trainer.config.frozen import frozen_names
-from trainer.config.optimizer import OptimizerSection
+from trainer.config.optimizer import MomentsDtype, OptimizerSection
 from trainer.config.parallel import INVARIANT
 from trainer.config.schema import Config
 from trainer.config.train import TrainSection
@@ -188,6 +188,18 @@ def saved_frozen(state: Json, model: ModelConfig, *, where: object) -> frozenset
     if not isinstance(patterns, list) or not all(isinstance(pattern, str) for pattern in patterns):
         raise CheckpointError("A state file has no valid patterns of frozen parameters", where=where, found=patterns)
     return frozen_names(model, patterns) if patterns else frozenset()
+
+
+def saved_moments(state: Json, *, where: object) -> MomentsDtype:
+    """Return the dtype of the moments in a checkpoint.
+
+    Raises:
+        CheckpointError: if the state file names none of ours.
+    """
+    try:
+        return MomentsDtype(_table(state.get("optimizer", {})).get("moments_dtype", MomentsDtype.float32))
+    except (TypeError, ValueError) as error:
+        raise CheckpointError("A state file has no valid dtype of moments", where=where, found=repr(error)) from error
 
 
 def saved_schedule(state: Json, section: OptimizerSection, *, where: object) -> tuple[Schedule, OptimizerSection]:

@@ -207,7 +207,7 @@ def _build_state(config: Config, stages: Sequence[Model], grid: Grid) -> Trainer
         for stage in stages
     ]
     averages = config.train.ema_decay > 0
-    return TrainerState(config.model, parts, grid, optimizer=config.optimizer.name, frozen=frozen, averages=averages)
+    return TrainerState(config.model, parts, grid, optimizer=config.optimizer, frozen=frozen, averages=averages)
 
 
 def run_config(config: Config, *, with_commit: bool) -> Json:

@@ -47,7 +47,7 @@ class RankMemory:
     """The memory of a coordinate, in elements and bytes.
 
     Args:
-        state_bytes: parameters and moments at rest, float32.
+        state_bytes: parameters and moments at rest.
         working_bytes: gathered parameters and gradients at the peak of an iteration.
         activation_bytes: an estimate of the activations kept for the backward passes in flight.
         written_bytes: its share of a checkpoint.
@@ -81,7 +81,7 @@ def report(config: Config, world_size: int) -> str:
     topology = topology_of(config, world_size)
     frozen = frozen_names(config.model, config.train.freeze)
     averages = config.train.ema_decay > 0
-    layout = build_layout(list(checkpoint_specs(config.model, config.optimizer.name, frozen, averages=averages)))
+    layout = build_layout(list(checkpoint_specs(config.model, config.optimizer, frozen, averages=averages)))
     rows = list(_rows(config, topology, layout))
     header = ("pp", "tp", "layers", "parameters", "state", "working", "activations", "memory", _WRITTEN)
     lines = [_headline(config, topology, layout), ""]
@@ -147,8 +147,10 @@ def _load(config: Config, simulated: Simulated, topology: Topology, *, layout: L
     activations = _activation_bytes(config, simulated.parts, topology)
     elsewhere = AVERAGE if config.train.ema_offload else None
     tensors = (tensor for tensor in _state_tensors(config) if tensor.stored.shape and tensor.key != elsewhere)
-    moments = Counter(tensor.parameter for tensor in tensors)
-    state = sum(4 * box.numel * (1 + moments[name]) for boxes in boxes_of_parts for name, (box, _) in boxes.items())
+    itemsizes = Counter[str]()
+    for tensor in tensors:
+        itemsizes[tensor.parameter] += tensor.dtype.itemsize
+    state = sum(box.numel * (4 + itemsizes[name]) for boxes in boxes_of_parts for name, (box, _) in boxes.items())
     return RankMemory(parameters, state, working, activations, written_bytes)
 
 
@@ -168,16 +170,16 @@ def holdings_of(config: Config, boxes_of_parts: Sequence[Boxes], layout: Layout,
         boxes_to_write = {
             name: placed for name, placed in boxes.items() if name in layout.places and name not in copies
         }
-        images = {name: _stored_image(box, layout.places[name].spec) for name, (box, _) in boxes_to_write.items()}
         holdings += [
-            Holding(name, images[name], layout.places[name].offset, boxes_to_write[name][1]) for name in boxes_to_write
+            Holding(name, _stored_image(box, layout.places[name].spec), layout.places[name].offset, replicas)
+            for name, (box, replicas) in boxes_to_write.items()
         ]
         for tensor in state:
             if tensor.parameter in boxes_to_write:
-                is_scalar = not tensor.stored.shape
-                part = scalar if is_scalar else images[tensor.parameter]
-                replicas = everybody if is_scalar else boxes_to_write[tensor.parameter][1]
-                holdings.append(Holding(tensor.name, part, layout.places[tensor.name].offset, replicas))
+                is_scalar, place = not tensor.stored.shape, layout.places[tensor.name]
+                box, replicas = boxes_to_write[tensor.parameter]
+                part = scalar if is_scalar else _stored_image(box, place.spec)
+                holdings.append(Holding(tensor.name, part, place.offset, everybody if is_scalar else replicas))
     return holdings
 
 
@@ -187,7 +189,7 @@ def _stored_image(box: Box, spec: TensorSpec) -> Image:
 
 def _state_tensors(config: Config) -> Iterator[StateTensor]:
     frozen, averages = frozen_names(config.model, config.train.freeze), config.train.ema_decay > 0
-    return state_tensors(config.optimizer.name, config.model, frozen, averages=averages)
+    return state_tensors(config.optimizer, config.model, frozen, averages=averages)
 
 
 def _working_bytes(

@@ -18,7 +18,7 @@ from trainer.optim.table import state_tensors
 from trainer.parallel.topology import ACCELERATORS
 
 _GIB = 1 << 30
-_FLOAT_BYTES = 4  # of weights, gradients and moments
+_FLOAT_BYTES = 4  # of weights and gradients
 _TOKEN_BYTES = 8
 _GPU_NODES = (Path("/dev/nvidiactl"), Path("/dev/kfd"))  # of CUDA and ROCm
 
@@ -38,12 +38,11 @@ def least_bytes(config: Config, world_size: int, *, is_host: bool = True) -> int
     padded = replace(config.model, vocab_size=config.model.padded_vocab_size)
     frozen = frozen_names(padded, config.train.freeze)
     averages = config.train.ema_decay > 0 and (is_host or not config.train.ema_offload)
-    state = state_tensors(config.optimizer.name, padded, frozen, averages=averages)
-    state_shapes = [tensor for tensor in state if tensor.stored.shape]
-    moments = sum(prod(tensor.stored.shape) for tensor in state_shapes)
+    state = state_tensors(config.optimizer, padded, frozen, averages=averages)
+    moments = sum(tensor.dtype.itemsize * prod(tensor.stored.shape) for tensor in state if tensor.stored.shape)
     gradients = sum(prod(tensor.shape) for name, tensor in saved_tensors(padded).items() if name not in frozen)
     weights = parameter_count(padded) + (gradients if padded.is_adapted else 0)
-    state_bytes = _FLOAT_BYTES * (weights + gradients + moments) * copies // world_size
+    state_bytes = (_FLOAT_BYTES * (weights + gradients) + moments) * copies // world_size
     itemsize = rounded_itemsize(config.checkpoint) if is_host else 0
     rounded = (
         itemsize * sum(prod(tensor.shape) for tensor in saved_tensors(config.model).values()) * copies // world_size

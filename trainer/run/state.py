@@ -27,7 +27,7 @@ from reprise.tensors import (
     memory_marks,
     zeros_like_files,
 )
-from trainer.config.optimizer import OptimizerName, OptimizerSection
+from trainer.config.optimizer import OptimizerSection
 from trainer.optim.adamw import build_optimizer, stored_names
 from trainer.optim.average import finish_move, keep_average
 from trainer.optim.table import state_tensors
@@ -69,7 +69,7 @@ class TrainerState:
     parts: Sequence[ModelPart]
     grid: Grid
     progress: Progress = field(default_factory=Progress)
-    optimizer: OptimizerName = OptimizerName.adamw
+    optimizer: OptimizerSection = field(default_factory=OptimizerSection)
     frozen: frozenset[str] = frozenset()
     averages: bool = False
     _enumerated: dict[bool, _Enumerated] = field(default_factory=dict, repr=False)
@@ -164,7 +164,7 @@ def build_part(
         ema_offload: whether the averages lie in the host's memory.
     """
     averages = ema_decay > 0
-    specs = tuple(checkpoint_specs(config, section.name, frozen, averages=averages))
+    specs = tuple(checkpoint_specs(config, section, frozen, averages=averages))
     layout = build_layout(specs, file_bytes=file_bytes)
     parameters = {name: parameter for parameter, name in stored_names(model).items()}
     shards = map(_as_adapter, live_tensors(model, None, grid=grid, stored=_stored_forms(config)))
@@ -174,7 +174,7 @@ def build_part(
     # Sums in products depend on the alignment: it is that of torch's allocator, as of what FSDP2 gathers.
     for name, memory in zeros_like_files(plain, ("",), layout, alignment=_ALIGNMENT).items():
         parameters[name].data = memory.copy_(parameters[name].data)
-    state = state_tensors(section.name, config, frozen, averages=averages)
+    state = state_tensors(section, config, frozen, averages=averages)
     keys = dict.fromkeys(tensor.key for tensor in state if tensor.stored.shape)
     zeros = zeros_like_files(pairs, [f"{key}." for key in keys], layout)
     optimizer = build_optimizer(config, model, section, zeros, is_invariant=is_invariant)
@@ -224,7 +224,7 @@ def _refuse_unknown(part: ModelPart) -> None:
 
 
 def checkpoint_specs(
-    config: ModelConfig, optimizer: OptimizerName | None, frozen: Collection[str] = (), *, averages: bool = False
+    config: ModelConfig, optimizer: OptimizerSection | None, frozen: Collection[str] = (), *, averages: bool = False
 ) -> Iterator[TensorSpec]:
     """Yield every tensor of a checkpoint in order, computed from the sizes of the model alone.
 
@@ -238,4 +238,4 @@ def checkpoint_specs(
         yield TensorSpec(kind, name, tensor.shape, StoredDtype.F32, tensor.view)
     for tensor_state in () if optimizer is None else state_tensors(optimizer, config, frozen, averages=averages):
         stored = tensor_state.stored
-        yield TensorSpec(TensorKind.OPTIMIZER, tensor_state.name, stored.shape, StoredDtype.F32, stored.view)
+        yield TensorSpec(TensorKind.OPTIMIZER, tensor_state.name, stored.shape, tensor_state.dtype, stored.view)

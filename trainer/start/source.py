@@ -9,18 +9,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar, Protocol
 
+import torch
+
 from models import families
 from models.adapters import adapter_initial_values
 from models.config import ModelConfig
-from reprise.format import TensorKind, TensorSpec
+from reprise.format import StoredDtype, TensorKind, TensorSpec
 from reprise.loading import Checkpoint, LoadReport, LoadSource, Restored, check_tensors, fill, read_places
 from reprise.storage import Json
-from reprise.tensors import LiveTensor
+from reprise.tensors import LiveTensor, torch_dtype
 from trainer.config.checkpoint import CheckpointSection, Verify
 from trainer.interop.source import has_averages
 from trainer.interop.start import WeightsKind, load_pretrained
 from trainer.optim.table import AVERAGE
-from trainer.record.run_record import saved_frozen, saved_model
+from trainer.record.run_record import saved_frozen, saved_model, saved_moments
 from trainer.run.build import Run
 from trainer.run.fitting import Fit, Fitting, fill_unstored
 from trainer.run.random import fill_initial_values
@@ -168,10 +170,14 @@ def identity_of(checkpoint: Checkpoint) -> Json:
 
 
 class _ExactLoad:
-    """Fills a part of a run from a checkpoint that has all of its tensors in their form."""
+    """Fills a part of a run from a checkpoint that has all of its tensors in their form, or moments of another dtype.
+
+    The rules for a resume have allowed such a dtype.
+    """
 
     def __init__(self, run: Run, part: Part) -> None:
         self._run, self._part = run, part
+        self._converted = list[tuple[LiveTensor, LiveTensor]]()
 
     def check(self, checkpoint: Checkpoint) -> None:
         """Refuse a checkpoint of another run or with other tensors. Rank 0."""
@@ -183,22 +189,36 @@ class _ExactLoad:
 
     def live(self, checkpoint: Checkpoint) -> list[LiveTensor]:
         """Return this rank's tensors to fill; the others are zeros again, after a damaged checkpoint that had them."""
-        names, tensors = {spec.name for spec in self._specs(checkpoint)}, list(self._part.live())
+        dtypes, tensors = {spec.name: spec.dtype for spec in self._specs(checkpoint)}, list(self._part.live())
         for tensor in tensors:
-            if tensor.spec.name not in names:
+            if tensor.spec.name not in dtypes:
                 tensor.local.zero_()
-        return [tensor for tensor in tensors if tensor.spec.name in names]
+        tensors = [tensor for tensor in tensors if tensor.spec.name in dtypes]
+        requests = [_in_dtype(tensor, dtypes[tensor.spec.name]) for tensor in tensors]
+        self._converted = [pair for pair in zip(tensors, requests, strict=True) if pair[0] is not pair[1]]
+        return requests
 
     def finish(self, restored: Restored) -> LoadReport:
-        """Return the report of the load."""
+        """Convert moments of another dtype to nearest even, and return the report of the load."""
+        for tensor, request in self._converted:
+            tensor.local.copy_(request.local)
         return restored.report
 
     def _specs(self, checkpoint: Checkpoint) -> list[TensorSpec]:
         """Return the tensors of the part, without the moments of parameters frozen when the checkpoint was saved."""
-        model, name = self._part.model, self._run.config.optimizer.name
+        model, dtype = self._part.model, saved_moments(checkpoint.state, where=checkpoint.path)
+        section = replace(self._run.config.optimizer, moments_dtype=dtype)
         frozen = saved_frozen(checkpoint.state, model, where=checkpoint.path)
         averages = self._run.state.averages and has_averages(checkpoint)
-        return list(checkpoint_specs(model, name, frozen, averages=averages))
+        return list(checkpoint_specs(model, section, frozen, averages=averages))
+
+
+def _in_dtype(tensor: LiveTensor, dtype: StoredDtype) -> LiveTensor:
+    """Return the tensor itself or, for another dtype in the files, memory of its own for that."""
+    if tensor.spec.dtype is dtype:
+        return tensor
+    local = torch.empty_like(tensor.local, dtype=torch_dtype(dtype))
+    return replace(tensor, spec=replace(tensor.spec, dtype=dtype), local=local)
 
 
 class _FittedLoad:

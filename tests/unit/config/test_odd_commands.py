@@ -38,6 +38,8 @@ train.train_iters=0 optimizer.muon_ns_steps=100 train.threads=4097 train.micro_b
 train.exit_signal_save_seconds=1e300 train.distributed_timeout_minutes=1e300 checkpoint.commit_timeout_s=1e300
 checkpoint.local.dir=c checkpoint.save=c
 
+optimizer.moments_dtype=bfloat16 | optimizer.adam_beta1=0.9961 optimizer.adam_beta2=0.999 optimizer.muon_momentum=0.9964
+
 model.pad_vocab_multiple=0 model.n_head=3 model.n_kv_head=2 model.eos_token_id=257
 
 train.seed=9223372036854775808 train.train_iters=9223372036854775808 train.global_batch_size=9223372036854775808

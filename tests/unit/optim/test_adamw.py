@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
-from trainer.optim import exact_sum
+from trainer.optim import adamw, exact_sum
 from trainer.optim.adamw import (
     AdamSettings,
     build_adamw,
@@ -104,25 +105,46 @@ def test_clipping_bounds_the_norm_and_zero_does_not_clip(clip_grad: float, expec
         assert parameter.grad.tolist() == [3.0, 4.0]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("cut", [0, 1, 5, 16, 129, 500, 1003])
-def test_an_invariant_step_ignores_where_a_shard_ends(cut: int) -> None:
+def test_an_invariant_step_ignores_where_a_shard_ends(
+    cut: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adamw, "_ITEMS_CPU", 64)
+    settings = replace(SETTINGS, moments_dtype=dtype)
     generator = torch.Generator().manual_seed(1)
     values, gradients = torch.randn(1003, generator=generator), torch.randn(4, 1003, generator=generator)
-    whole = stepped([values], [[gradient] for gradient in gradients])
-    pieces = stepped([values[:cut], values[cut:]], [[gradient[:cut], gradient[cut:]] for gradient in gradients])
-    assert torch.equal(whole, pieces)
+    whole = stepped([values], [[gradient] for gradient in gradients], settings)
+    pieces = [values[:cut], values[cut:]], [[gradient[:cut], gradient[cut:]] for gradient in gradients]
+    assert torch.equal(whole, stepped(*pieces, settings))
     vectors = [values[:992]], [[gradient[:992]] for gradient in gradients]  # which torch's own steps divide evenly
-    assert torch.equal(stepped(*vectors), stepped(*vectors, is_invariant=False))
+    assert torch.equal(stepped(*vectors, settings), torchs(*vectors, dtype))
 
 
-def stepped(values: list[torch.Tensor], steps: list[list[torch.Tensor]], *, is_invariant: bool = True) -> torch.Tensor:
+def torchs(values: list[torch.Tensor], steps: list[list[torch.Tensor]], dtype: torch.dtype) -> torch.Tensor:
+    """Return what steps of torch's AdamW leave, if the bits of moments are rounded to nearest even after each."""
+    (parameter,) = parameters = [nn.Parameter(value.clone()) for value in values]
+    optimizer = torch.optim.AdamW(parameters, lr=0.1, weight_decay=0.3, betas=(0.9, 0.95), eps=1e-8, fused=True)
+    for (parameter.grad,) in steps:
+        optimizer.step()
+        moments = [optimizer.state[parameter][key] for key in ("exp_avg", "exp_avg_sq")]
+        for bits in (moment.view(torch.int32) for moment in moments if dtype is torch.bfloat16):
+            bits += 0x7FFF + (bits >> 16 & 1)
+            bits &= -0x10000
+    return torch.cat([parameter.detach(), *moments])
+
+
+def stepped(
+    values: list[torch.Tensor], steps: list[list[torch.Tensor]], settings: AdamSettings = SETTINGS
+) -> torch.Tensor:
     """Return parameters, moments and steps after steps with the gradients given, end to end."""
     model = nn.ParameterList([nn.Parameter(value.clone()) for value in values])
-    optimizer = build_adamw(model, SETTINGS, is_invariant=is_invariant)
+    optimizer = build_adamw(model, settings, is_invariant=True)
     for gradients in steps:
         for parameter, gradient in zip(model, gradients, strict=True):
             parameter.grad = gradient
         optimizer.step()
     kept = [[optimizer.state[parameter][key] for parameter in model] for key in ("exp_avg", "exp_avg_sq")]
     assert all(float(optimizer.state[parameter]["step"]) == len(steps) for parameter in model)
+    assert {moment.dtype for column in kept for moment in column} == {settings.moments_dtype}
     return torch.cat([tensor.detach() for column in ([*model], *kept) for tensor in column])

@@ -10,7 +10,7 @@ import torch
 from models.build import build_model
 from models.families import block_matrices
 from tests.unit.model_samples import GPT2, QWEN3, backward, fill, random_values, samples
-from trainer.config.optimizer import OptimizerName, OptimizerSection
+from trainer.config.optimizer import MomentsDtype, OptimizerName, OptimizerSection
 from trainer.optim.adamw import build_optimizer
 from trainer.optim.muon import orthogonalized
 from trainer.optim.table import state_tensors
@@ -45,12 +45,32 @@ def test_a_step_has_the_bits_of_torchs_muon_and_adamw(matches: bool) -> None:
         assert (name in matrices) == (optimizer.state[mine].keys() == {"momentum_buffer"})
 
 
+def test_momentum_in_bfloat16_is_rounded_after_a_step() -> None:
+    torch.manual_seed(1)
+    values, matrices = random_values(QWEN3), block_matrices(QWEN3)
+    ours, theirs = (fill(build_model(QWEN3), values) for _ in range(2))
+    section = replace(SECTION, muon_match_rms_adamw=False, moments_dtype=MomentsDtype.bfloat16)
+    optimizer = build_optimizer(QWEN3, ours, section)
+    pairs = [(p, q) for (n, p), q in zip(ours.named_parameters(), theirs.parameters(), strict=True) if n in matrices]
+    muon = torch.optim.Muon([q for _, q in pairs], lr=0.02, weight_decay=0.3)
+    for _ in range(3):
+        for mine, other in pairs:
+            mine.grad = other.grad = torch.randn(mine.shape)
+        optimizer.step()
+        muon.step()
+        for mine, other in pairs:
+            kept, momentum = (stepper.state[p]["momentum_buffer"] for stepper, p in ((optimizer, mine), (muon, other)))
+            torch.testing.assert_close(kept, momentum.bfloat16(), rtol=0, atol=0)
+            momentum.copy_(kept)
+            assert torch.equal(mine, other)
+
+
 def test_what_it_keeps_is_what_the_table_says() -> None:
     model = build_model(GPT2)
     optimizer = build_optimizer(GPT2, model, SECTION)
     kept = {f"{k}.{n}": tuple(t.shape) for n, p in model.named_parameters() for k, t in optimizer.state[p].items()}
-    assert kept == {tensor.name: tensor.stored.view for tensor in state_tensors(OptimizerName.muon, GPT2)}
-    keys = [tensor.key for tensor in state_tensors(OptimizerName.muon, GPT2)]
+    assert kept == {tensor.name: tensor.stored.view for tensor in state_tensors(SECTION, GPT2)}
+    keys = [tensor.key for tensor in state_tensors(SECTION, GPT2)]
     assert list(dict.fromkeys(keys)) == ["exp_avg", "exp_avg_sq", "momentum_buffer", "step"]
     assert keys.count("momentum_buffer") == 4 * GPT2.n_layer
 

@@ -83,6 +83,13 @@ def test_what_is_optional_or_compared_elsewhere_is_no_difference(change: Callabl
     assert found(change) == {}
 
 
+def test_moments_without_a_dtype_are_float32() -> None:
+    new = description("optimizer.moments_dtype=bfloat16")
+    for saved in ({**new, "optimizer": {}}, description()):
+        (found,) = differences(*compared(saved, new), RULES)
+        assert (found.field, found.saved, found.current) == ("optimizer.moments_dtype", "float32", "bfloat16")
+
+
 @pytest.mark.parametrize("groups", [None, 7, [7], [{}], [{"names": 7}], [{"names": [7]}]])
 def test_groups_that_are_none_are_refused(groups: object) -> None:
     changed = found(lambda saved: saved["optimizer"].update(groups=groups))

@@ -76,6 +76,12 @@ def test_malformed_patterns_of_frozen_names_are_refused(patterns: object) -> Non
         run_record.saved_frozen({"freeze": patterns}, QWEN3, where="x")
 
 
+@pytest.mark.parametrize("optimizer", [7, {"moments_dtype": "float16"}, {"moments_dtype": [1]}])
+def test_a_malformed_dtype_of_moments_is_refused(optimizer: object) -> None:
+    with refused(CheckpointError, "x"):
+        run_record.saved_moments({"optimizer": optimizer}, where="x")
+
+
 SAVED_MUON = replace(MUON, weight_decay=0.2, muon_momentum=0.8, muon_ns_steps=3, muon_match_rms_adamw=False)
 
 

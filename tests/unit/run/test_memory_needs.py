@@ -62,7 +62,9 @@ BATCH = ["train.micro_batch_size=1", "parallel=zero1"]
         (["parallel.zero_stage=0"], 16, 16),
         (["checkpoint.save_steps=[0]"], 9, 8),
         (["checkpoint.save_steps=[0]", "checkpoint.save=null"], 8, 8),
+        (["optimizer.moments_dtype=bfloat16"], 6, 6),
         (["train.ema_decay=0.9"], 10, 10),
+        (["train.ema_decay=0.9", "optimizer.moments_dtype=bfloat16"], 8, 8),
         (["train.ema_decay=0.9", "train.ema_offload=true"], 10, 8),
     ],
 )
@@ -86,5 +88,8 @@ def test_a_dry_run_reports_what_stands_on_the_host() -> None:
     assert "9.21 GiB  9.21 GiB" in on_device  # state, working
     assert "6.91 GiB  9.21 GiB" in on_host
     assert ["2.30 GiB more on the host" in text for text in (on_device, on_host)] == [False, True]
+    rounded = report(compose([*large, "optimizer.moments_dtype=bfloat16"]), 2)
+    assert "6.91 GiB  9.21 GiB" in rounded
+    assert "; a checkpoint has 14,829," in rounded  # 4 + 2 + 2 + 4 bytes of each of 1,235,814,400 parameters
     light = report(compose([*BATCH, "checkpoint.save_steps=[0]"]), 2)
     assert ["saves of the weights alone" in text for text in (light, on_host)] == [True, False]
