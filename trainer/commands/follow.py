@@ -1,9 +1,10 @@
-"""Run a command on every checkpoint of a run: `reprise follow RUN [options] -- COMMAND {}`.
+"""Run a command on every checkpoint of a run: `reprise follow RUN [options] [-- COMMAND {}]`.
 
-`{}` in the command is the folder or the URL of a checkpoint, which is held meanwhile: no retention deletes it. Each
-checkpoint gets one line in `follow.jsonl` in the folder of the run, when its command has ended; where RUN is the URL of
-a mirrored run, in the current folder. The exit status is 0, also after SIGINT or SIGTERM; 1 where a command failed or a
-checkpoint could not be opened; 2 where the run cannot be followed.
+Without a command each is evaluated by `reprise evaluate`, for the validation loss. `{}` in the command is the folder or
+the URL of a checkpoint, which is held meanwhile: no retention deletes it. Each checkpoint gets one line in
+`follow.jsonl` in the folder of the run, when its command has ended; where RUN is the URL of a mirrored run, in the
+current folder. The exit status is 0, also after SIGINT or SIGTERM; 1 where a command failed or a checkpoint could not
+be opened; 2 where the run cannot be followed.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from reprise.stores import is_stored
 from trainer.commands.arguments import amount, any_path, natural, positive
 from trainer.follow.follower import IMPOSSIBLE, PLACE, Choice, follow_run
 from trainer.follow.runner import Commands
+from trainer.metrics.log_file import VALID_LOSS
 
+_EVALUATE = [sys.executable, "-m", "reprise", "evaluate", PLACE]
 _FOLDER_S, _STORE_S = 2.0, 30.0  # between two looks
 
 
@@ -30,6 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     border = words.index("--") if "--" in words else len(words)
     parser = _parser()
     options, command = parser.parse_args(words[:border]), words[border + 1 :]
+    if border == len(words):
+        command, options.json_metric = _EVALUATE, options.json_metric or VALID_LOSS
     if not any(PLACE in word for word in command):
         parser.error(f"expected a command with {PLACE} for the folder of a checkpoint: -- COMMAND {PLACE}")
     logging.basicConfig(format="reprise follow: %(message)s", stream=sys.stderr)
@@ -67,8 +72,9 @@ def _name(text: str) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="reprise follow",
-        usage=f"reprise follow RUN [options] -- COMMAND {PLACE}",
-        description="Run a command on every checkpoint of a run, from the first to the last that there will be.",
+        usage=f"reprise follow RUN [options] [-- COMMAND {PLACE}]",
+        description="Run a command, by default `reprise evaluate`, on every checkpoint of a run, from the first to the "
+        "last that there will be.",
     )
     parser.add_argument(
         "run", type=any_path, metavar="RUN", help="the folder or the URL of the run, which may not exist yet"

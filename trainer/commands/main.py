@@ -41,7 +41,10 @@ COMMANDS = {
     ),
     "checkpoint": Command("trainer.commands.checkpoint", "list, show, verify, compare, join and delete checkpoints"),
     "convert": Command("trainer.commands.convert", "import and export the checkpoints of other programs", _COMPOSITION),
-    "follow": Command("trainer.commands.follow", "run a command on every checkpoint of a run, while it trains"),
+    "evaluate": Command("trainer.commands.evaluate", "print the validation loss of checkpoints", _COMPOSITION),
+    "follow": Command(
+        "trainer.commands.follow", "evaluate, or run a command on, each checkpoint of a run, while it trains"
+    ),
     "generate": Command("trainer.commands.generate", "continue a text with a trained model"),
     "prepare-data": Command("trainer.commands.prepare_data", "make token files from texts", _COMPOSITION),
     "publish": Command(

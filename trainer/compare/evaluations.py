@@ -16,9 +16,10 @@ Series = dict[int, float]  # by iteration
 
 
 def with_losses(evaluations: MetricColumns, metrics: dict[str, Series]) -> dict[str, Series]:
-    """Return the metrics of a run with its validation losses before them, if it has some."""
-    losses = dict(zip(evaluations.iterations.tolist(), evaluations.values[0].tolist(), strict=True))
-    return ({VALID_LOSS: losses} if losses else {}) | metrics
+    """Return the metrics of a run with its validation losses before them, those that it logged and those followed."""
+    logged = dict(zip(evaluations.iterations.tolist(), evaluations.values[0].tolist(), strict=True))
+    losses = metrics.get(VALID_LOSS, {}) | logged
+    return {VALID_LOSS: losses} | metrics | {VALID_LOSS: losses} if losses else metrics
 
 
 def read_evaluations(source: str | Path) -> dict[str, Series]:

@@ -251,10 +251,11 @@ def compose(overrides: Sequence[str]) -> Config:
     return resolve(CommandLine(tuple(readable(overrides))).compose()).config
 
 
-def compose_values(values: Mapping[str, object]) -> Config:
-    """Return the configuration with these values by dotted key, without validation; see `compose`."""
-    raw = CommandLine(()).compose()
-    _reported(lambda: _update(raw, values), ())
+def compose_values(values: Mapping[str, object], overrides: Sequence[str] = ()) -> Config:
+    """Return the configuration with these values by dotted key under overrides, without validation; see `compose`."""
+    command = CommandLine(tuple(readable(overrides)))
+    raw, named_keys = command.compose(), _keys_of(command)
+    _reported(lambda: _update(raw, {key: values[key] for key in values if not _is_named(key, named_keys)}), ())
     return resolve(raw).config
 
 
@@ -280,8 +281,7 @@ def over_saved(command: CommandLine, files: Files) -> DictConfig:
     raw = command.compose()
     _refuse_unknown_keys(raw)
     section = raw.checkpoint
-    parsed = OverridesParser.create().parse_overrides(list(command.overrides))
-    named_keys = {override.key_or_group for override in parsed}
+    named_keys = _keys_of(command)
     load, step, save = _reported(lambda: (str(section.load), section.ckpt_step, section.save), command.overrides)
     is_whole = (command.folder, command.name) != (CONFIGS, "train") or named_keys & {"model", "experiment"}
     if load in ("auto", "none") or is_whole:
@@ -337,6 +337,12 @@ def _set(raw: DictConfig, key: str, value: object) -> None:
     # A nested section of the schema takes members only; a dict in its place would be of another type.
     is_section = isinstance(value, dict) and OmegaConf.select(raw, key) is not None
     OmegaConf.update(raw, key, value, merge=is_section)
+
+
+def _keys_of(command: CommandLine) -> set[str]:
+    """Return the keys and groups that a command names."""
+    parsed = OverridesParser.create().parse_overrides(list(command.overrides))
+    return {override.key_or_group for override in parsed}
 
 
 def _is_named(key: str, names: Collection[str]) -> bool:

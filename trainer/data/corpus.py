@@ -63,7 +63,7 @@ def prepare(section: DataSection, *, cache: Path) -> Corpus:
     if section.kind in TOKEN_KINDS:
         find = find_indexed if section.kind is DataKind.megatron else find_files
         return Corpus(
-            train=tuple(find(section.train or "")),
+            train=tuple(find(section.train)) if section.train else (),
             valid=tuple(path for pattern in valid_paths(section) for path in find(pattern)),
             vocab_size=section.vocab_size,
             end_of_text=None,

@@ -98,6 +98,20 @@ def has_averages(checkpoint: Checkpoint) -> bool:
     return any(name.startswith(f"{AVERAGE}.") for name in checkpoint.manifest.tensors)
 
 
+def require_averages(checkpoint: Checkpoint) -> None:
+    """Refuse a checkpoint without moving averages of its parameters.
+
+    Raises:
+        MismatchError: with what to do.
+    """
+    if not has_averages(checkpoint):
+        raise MismatchError(
+            "A checkpoint has no moving averages",
+            where=checkpoint.path,
+            fix="Leave --ema out: train.ema_decay was 0, or the weights were saved alone.",
+        )
+
+
 def adapters_of(checkpoint: Checkpoint, *, averages: bool = False) -> StateSource:
     """Return a checkpoint of ours, which may hold adapters alone, as a source.
 
@@ -108,12 +122,8 @@ def adapters_of(checkpoint: Checkpoint, *, averages: bool = False) -> StateSourc
         CheckpointError: if its state file or a header is damaged.
         MismatchError: if it has no averages to read.
     """
-    if averages and not has_averages(checkpoint):
-        raise MismatchError(
-            "A checkpoint has no moving averages",
-            where=checkpoint.path,
-            fix="Leave --ema out: train.ema_decay was 0, or the weights were saved alone.",
-        )
+    if averages:
+        require_averages(checkpoint)
     read_stored = tensor_reader(checkpoint)
 
     def read(name: str) -> torch.Tensor:

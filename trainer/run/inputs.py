@@ -34,13 +34,16 @@ class RunInputs:
     tokenizer: Mapping[str, bytes]
 
 
-def open_inputs(config: Config, cluster: Cluster) -> RunInputs:
+def open_inputs(config: Config, cluster: Cluster, *, is_evaluation: bool = False) -> RunInputs:
     """Open the inputs of a run, the same on all ranks. Collective.
+
+    Args:
+        is_evaluation: see `open_data`.
 
     Raises:
         TrainerError: on every rank, if the data does not match the model or a tokenizer cannot be read.
     """
-    data = open_data(config, cluster)
+    data = open_data(config, cluster, is_evaluation=is_evaluation)
     train, valid = build_loaders(config, cluster, topology_of(config, cluster.world_size), data)
     sampler = _build_sampler(config, cluster) if config.train.sample_interval else NO_SAMPLES
     return RunInputs(data, train, valid, sampler, _read_tokenizer(config, cluster))

@@ -12,7 +12,7 @@ import json
 import os
 import socket
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from operator import attrgetter
 from pathlib import Path
@@ -131,8 +131,11 @@ class _FileReport:
         return f"{self.path} with {size} in {self.key}, digest {digest.digest} of the tokens{borders}"
 
 
-def open_data(config: Config, cluster: Cluster) -> RunData:
+def open_data(config: Config, cluster: Cluster, *, is_evaluation: bool = False) -> RunData:
     """Open the files and check that all hosts have the same tokens. Collective.
+
+    Args:
+        is_evaluation: open the validation data alone, which then is the training data too.
 
     Raises:
         TrainerError: on every rank, if the data does not match the model or differs on a host; names host and file.
@@ -140,11 +143,11 @@ def open_data(config: Config, cluster: Cluster) -> RunData:
     channel, report = cluster.channel.clone(_DATA_TIMEOUT_S), b""
     with channel.agreed("data"):  # rank 0 first alone, so that the others find the prepared files and the digests
         if cluster.rank == 0:
-            files = _open(config)
+            files = _open(config, is_evaluation=is_evaluation)
             report = _encode(_reports(files, config))
     with channel.agreed("data/open"):
         if cluster.rank != 0:
-            files = _open(config)
+            files = _open(config, is_evaluation=is_evaluation)
     host_ranks = _host_ranks(channel, cluster, files)
     with channel.agreed("data/digests"):
         if cluster.rank in host_ranks and not report:
@@ -197,17 +200,22 @@ def data_cache(config: Config) -> Path:
     return Path(config.data.cache) if config.data.cache else default_cache(os.environ, Path.home())
 
 
-def _open(config: Config) -> _OpenFiles:
+def _open(config: Config, *, is_evaluation: bool = False) -> _OpenFiles:
     """Open the files of both sides, and prepare them if they do not exist."""
     cache, weights, paths, valid = data_cache(config), dict[str, Fraction](), dict[str, Sequence[Path]](), list[Path]()
     corpora = list[Corpus]()
-    for number, source in enumerate(sources_of(config.data)):
+    is_valid_alone = is_evaluation and config.data.kind in TOKEN_KINDS
+    section = replace(config.data, train=None) if is_valid_alone else config.data
+    for number, source in enumerate(sources_of(section)):
         corpora.append(corpus := prepare(source.section, cache=cache))
         _check_vocabulary(corpus, config.model.vocab_size)
         key = f"data.train[{number}]"
         weights[key], paths[key] = source.weight, corpus.train
         valid += corpus.valid
-    refuse_shared([*itertools.chain(*paths.values())], valid)
+    if is_evaluation:
+        weights, paths = {"data.train[0]": Fraction(1)}, {"data.train[0]": valid}
+    else:
+        refuse_shared([*itertools.chain(*paths.values())], valid)
     paths[_VALID] = valid if config.train.eval_interval else []
     open_file = _OPENERS.get(config.data.kind, open_token_file)
     opened = iter(open_token_files([*itertools.chain(*paths.values())], open_file))

@@ -55,7 +55,7 @@ def fill(run: Run, start: Start) -> Run:
             _find_in_shared(run, checkpoint)
         if not start.section.finetune:
             run = _resumed(run, checkpoint, start.section)
-    _rebind(run)
+    rebind(run)
     if run.state.averages:
         _begin_averages(run, checkpoint, start.section)
     is_first = isinstance(start.source, InitialValues) and not start.section.finetune
@@ -257,7 +257,7 @@ def _begin_averages(run: Run, checkpoint: Checkpoint | None, section: Checkpoint
         begin_average(part.optimizer, part.model, stored, families.aliases(run.config.model))
 
 
-def _rebind(run: Run) -> None:
+def rebind(run: Run) -> None:
     """Tie the embeddings again and check their shared memory.
 
     Raises:

@@ -219,7 +219,7 @@ def _record(run: Run, result: StepResult, *, samples: int, seconds: float, block
 def _evaluate(run: Run) -> None:
     """Evaluate and record the loss; after a signal, stop and leave the evaluation to the resumed run."""
     run.cluster.activity.begin("the evaluation", run.state.progress.iteration)
-    loss = _valid_loss(run)
+    loss = valid_loss(run)
     average_loss = None
     if run.state.averages and loss is not None:
         average_loss = _evaluate_averages(run)
@@ -239,10 +239,10 @@ def _evaluate_averages(run: Run) -> float | None:
     for target in run.saves:  # which may read the parameters in their memory
         target.saver.wait()
     with averages_in_place([part.optimizer for part in run.state.parts]):
-        return _valid_loss(run)
+        return valid_loss(run)
 
 
-def _valid_loss(run: Run) -> float | None:
+def valid_loss(run: Run) -> float | None:
     """Return the validation loss; None after a signal."""
     return evaluate(
         run.state,

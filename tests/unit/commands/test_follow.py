@@ -331,7 +331,6 @@ def test_two_followers_need_two_names(tmp_path: Path, capsys: pytest.CaptureFixt
         ("none --once -- true {}", "none"),
         ("https://bucket/run -- true {}", "https://bucket/run"),
         ("run -- true", "{}"),
-        ("run", "{}"),
         ("run --name a/b -- true {}", "--name"),
         ("run --every 0 -- true {}", "--every"),
         ("run --once -- ./no-such-program {}", "(./no-such-program)"),

@@ -1,0 +1,210 @@
+"""Print the validation loss of checkpoints, a JSON line each: `reprise evaluate CHECKPOINT... [KEY=VALUE ...]`.
+
+The evaluation is the trainer's, by the configuration in the checkpoint under the keys of the command: at the run's own
+batch it has the bits that the run logged. Several ranks evaluate with `torchrun --no-python ... reprise evaluate`. The
+exit status is 0, or 2 where it cannot be done; of several ranks 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from reprise.errors import ConfigError, TrainerError
+from reprise.format import Lineage
+from reprise.loading import Checkpoint, LoadSource, fill, no_folder, read_places
+from reprise.storage import FILE_SYSTEM, Json, dumps, exists, shown_name
+from reprise.tensors import LiveTensor
+from trainer.commands.arguments import any_path, local_path
+from trainer.config.checkpoint import CheckpointSection
+from trainer.config.checks import validate, with_micro_batch
+from trainer.config.compose import compose_values
+from trainer.config.load_saved import find_saved
+from trainer.config.optimizer import OptimizerName
+from trainer.config.saved import RUN_CONFIG
+from trainer.config.schema import Config
+from trainer.data.section import TOKEN_KINDS, DataKind
+from trainer.launch.environment import Environment
+from trainer.launch.exit_with_error import exit_with_error
+
+if TYPE_CHECKING:
+    from trainer.launch.process_group import Cluster
+    from trainer.run.build import Run
+
+FINE, IMPOSSIBLE = 0, 2
+_LEFT_OUT = ("checkpoint", "logging")  # sections of the run without use here
+_FIXED = {
+    "run.name": "evaluate",
+    "checkpoint.save": None,
+    "train.eval_interval": 1,
+    "train.sample_interval": 0,
+    "train.on_spike": "off",
+    "train.ema_decay": 0.0,
+    "logging.tensorboard": False,
+}
+_log = logging.getLogger(__name__)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Evaluate the checkpoints of a command line and return the exit status."""
+    options = _parser().parse_args(arguments)
+    logging.basicConfig(level=logging.WARNING, format="reprise evaluate: %(message)s", stream=sys.stderr)
+    environment = None
+    try:
+        environment = Environment.read(os.environ)
+        _evaluate_all(options, environment.world_size)
+    except (TrainerError, OSError) as error:
+        if environment is not None and environment.world_size > 1:
+            exit_with_error(error, environment)
+        text = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else error
+        print(f"reprise evaluate: {text}", file=sys.stderr)
+        return IMPOSSIBLE
+    return FINE
+
+
+def _evaluate_all(options: argparse.Namespace, world_size: int) -> None:
+    """Print the line of each checkpoint on rank 0. Those with one configuration share a model. A call of all ranks."""
+    from trainer.launch import process_group
+
+    cluster: Cluster | None = None
+    run: Run | None = None
+    for path in options.checkpoints:
+        config = _config(path, options, world_size)
+        train = config.train
+        if cluster is None:
+            cluster = process_group.start(train.device, deterministic=train.deterministic, threads=train.threads)
+        if run is None or run.config != config:
+            run = None
+            gc.collect()  # modules and their hooks are cycles
+            run = _build(config, cluster)
+        line = _evaluate(run, path, averages=options.ema)
+        if cluster.rank == 0:
+            print(dumps(line), flush=True)
+    if cluster is not None:
+        process_group.shutdown(cluster)
+
+
+def _config(path: Path, options: argparse.Namespace, world_size: int) -> Config:
+    """Return the configuration of the run of a checkpoint, under the keys of the command, without an optimizer's state.
+
+    The ranks of a model are those of the run where these ranks are a multiple of them, and else 1.
+
+    Raises:
+        ConfigError: if the checkpoint has no configuration, or it cannot run here.
+    """
+    if not exists(path):
+        raise no_folder(path, kind="checkpoint")
+    saved = find_saved(path, iteration=None, save=None, files=FILE_SYSTEM)
+    if saved is None:
+        raise ConfigError(
+            "A checkpoint has no configuration to evaluate it with",
+            where=path,
+            expected=f"a checkpoint of `reprise train`, or its run, with {RUN_CONFIG}",
+        )
+    values = {key: value for key, value in saved.values.items() if key.partition(".")[0] not in _LEFT_OUT}
+    if options.data:
+        kind = values["data.kind"] if DataKind(values["data.kind"]) in TOKEN_KINDS else DataKind.token_file.value
+        paths = list(map(str, options.data))
+        values |= {"data.kind": kind, "data.path": None, "data.train": paths[0], "data.valid": paths}
+    model_ranks = [f"parallel.{axis}_model_parallel_size" for axis in ("tensor", "pipeline")]
+    tensor, pipeline = (int(str(values.get(key, 1))) for key in model_ranks)
+    if world_size % (tensor * pipeline):
+        values = {key: value for key, value in values.items() if not key.startswith("parallel.")} | {
+            key: values[key] for key in ("parallel.zero_stage", "parallel.invariant_ranks") if key in values
+        }
+    config = compose_values({**values, **_FIXED, "parallel.replicate": 1}, options.overrides)
+    if config.data.kind in TOKEN_KINDS and config.data.valid is None:
+        raise ConfigError(
+            "The run of a checkpoint has no validation data", where=saved.path, fix="Name token files with --data."
+        )
+    validate(config, world_size)
+    config = with_micro_batch(config, world_size)
+    frozen = [] if config.model.is_adapted else ["*"]  # which has no moments
+    optimizer = replace(config.optimizer, name=OptimizerName.adamw)
+    return replace(config, train=replace(config.train, freeze=frozen), optimizer=optimizer)
+
+
+def _build(config: Config, cluster: Cluster) -> Run:
+    from trainer.run.build import build
+    from trainer.run.inputs import open_inputs
+    from trainer.run.saves import build_saves
+
+    inputs, saves = open_inputs(config, cluster, is_evaluation=True), build_saves(config, cluster, FILE_SYSTEM)
+    return build(config, cluster, inputs=inputs, saves=saves)
+
+
+def _evaluate(run: Run, path: Path, *, averages: bool) -> Json:
+    """Fill a run with the weights of a checkpoint, or their averages, and return its line. Collective."""
+    from trainer.interop.source import require_averages
+    from trainer.start.base import with_base
+    from trainer.start.decide import Start
+    from trainer.start.fill import rebind
+    from trainer.start.source import Checkpoints, Part
+    from trainer.training.loop import valid_loss
+
+    def refuse(checkpoint: Checkpoint) -> None:
+        if averages:
+            require_averages(checkpoint)
+
+    source = Checkpoints(LoadSource.named(path), loads_weights_alone=True)
+    section = CheckpointSection(finetune=True)
+    if run.config.model.is_adapted:
+        with_base(run, Start(source, section, Lineage(), began_elsewhere=True, keeps_weights=False))
+    part = Part("", run.config.model, partial(run.state.shards, with_optimizer=False), section, refuse)
+    restored = source.fill(run, part).restored
+    assert restored is not None
+    checkpoint = restored.checkpoint
+    if averages:
+        with run.cluster.channel.agreed("averages"):
+            _fill_averages(run, checkpoint)
+    rebind(run)
+    loss, name = valid_loss(run), "ema_loss" if averages else "valid_loss"
+    assert loss is not None
+    data, of_run = run.description["data"]["valid_fingerprint"], checkpoint.state.get("data", {})
+    if run.cluster.rank == 0 and of_run.get("valid_fingerprint", data) != data:
+        _log.warning(f"{shown_name(checkpoint.path)}: the validation data is not that of the run")
+    where = {"checkpoint": str(checkpoint.path), "iteration": checkpoint.iteration}
+    samples = run.config.train.eval_iters * run.config.train.global_batch_size
+    return {**where, name: loss, f"{name}_hex": loss.hex(), "samples": samples, "data": data}
+
+
+def _fill_averages(run: Run, checkpoint: Checkpoint) -> None:
+    """Fill the parameters of this rank that have a moving average with it."""
+    from trainer.optim.table import AVERAGE
+
+    places, live = read_places(checkpoint), list[LiveTensor]()
+    for tensor in run.state.shards(with_optimizer=False):
+        if (name := f"{AVERAGE}.{tensor.spec.name}") in places:
+            live.append(replace(tensor, spec=replace(tensor.spec, name=name)))
+    fill(checkpoint, places, live)
+    checkpoint.files.end()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="reprise evaluate",
+        usage="reprise evaluate CHECKPOINT... [--data FILE...] [--ema] [--set KEY=VALUE ...]",
+        description="Print the validation loss of checkpoints, a JSON line each.",
+    )
+    where = "a run for its newest checkpoint, an iter_ folder, or a URL of these"
+    parser.add_argument("checkpoints", type=any_path, nargs="+", metavar="CHECKPOINT", help=where)
+    parser.add_argument(
+        "--data", type=local_path, nargs="+", metavar="FILE", help="token files in place of the run's validation data"
+    )
+    parser.add_argument("--ema", action="store_true", help="the moving averages in place of the weights")
+    parser.add_argument(
+        "--set", nargs="+", default=[], dest="overrides", metavar="KEY=VALUE", help="keys as of `reprise train`"
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
