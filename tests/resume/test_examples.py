@@ -26,7 +26,7 @@ SLOW = {
 # Spawned workers take seconds an epoch, where forked ones take none.
 NIGHTLY = {"spawned workers": Loop("whole_loop", ("spawn",), whole=FORKED.arguments)}
 NEED_ACCELERATE = ("hf_trainer", "accelerate_loop")
-OF_ENGINES = ("corpus", "fabric_loop", "ray_train")  # which tests/engines/ runs
+OF_ENGINES = ("corpus", "datasets_samples", "fabric_loop", "ray_train")  # which tests/engines/ runs
 ITERATIONS = 12
 
 

@@ -29,6 +29,7 @@ _LEFT_OUT = (
     "parallel",
     "experiment",
     "data.cache",
+    "data.factory",  # a function that a start calls: only a command names it
     "data.position",
     "train.exit_interval",
     "train.exit_duration_in_mins",

@@ -6,7 +6,7 @@ import json
 import os
 import platform
 import sysconfig
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,11 @@ from trainer.data.token_file import MAX_TOKENS, open_token_file, write_token_fil
 
 # Part of every cache name: raise it when the same texts give other token files.
 _CACHE_VERSION = 3
+# Finders of files by a pattern; all other kinds have globs.
+_FINDERS: Mapping[DataKind, Callable[[str], list[Path]]] = {
+    DataKind.megatron: find_indexed,
+    DataKind.module: lambda path: [Path(path)],
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +66,7 @@ def prepare(section: DataSection, *, cache: Path) -> Corpus:
         DataError: files are missing, unreadable, of the wrong form, or need more than ``section.vocab_size``.
     """
     if section.kind in TOKEN_KINDS:
-        find = find_indexed if section.kind is DataKind.megatron else find_files
+        find = _FINDERS.get(section.kind, find_files)
         return Corpus(
             train=tuple(find(section.train)) if section.train else (),
             valid=tuple(path for pattern in valid_paths(section) for path in find(pattern)),

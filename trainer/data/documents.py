@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from trainer.data.document_table import DocumentTable
-from trainer.data.section import DataSection, SampleCut
+from trainer.data.section import DataKind, DataSection, SampleCut
 
 BEGINS = 1 << 32  # tokens are uint16 or uint32
 PADDED = 1 << 33
@@ -67,7 +67,9 @@ class WindowForm:
 
 def window_form(section: DataSection) -> WindowForm:
     """Return the form of the windows of a run."""
-    return WindowForm(section.document_mask, is_padded=section.samples is SampleCut.per_document)
+    return WindowForm(
+        section.document_mask, is_padded=section.samples is SampleCut.per_document or section.kind is DataKind.module
+    )
 
 
 def uses_index(marks: DocumentMarks | None, *, per_document: bool) -> bool:

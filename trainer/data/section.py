@@ -23,6 +23,7 @@ class DataKind(Enum):
     token_file = "token_file"
     megatron = "megatron"
     datatrove = "datatrove"
+    module = "module"
 
 
 class SampleCut(Enum):
@@ -52,7 +53,10 @@ class DataSection:
 
     Args:
         kind: `stdlib`, source text of Python's standard library; `text`, text files; `token_file`, token files;
-            `megatron`, pairs of `.bin` and `.idx`; `datatrove`, of `.ds` and `.ds.index`.
+            `megatron`, pairs of `.bin` and `.idx`; `datatrove`, of `.ds` and `.ds.index`; `module`, samples of
+            `factory`.
+        factory: with `module`: ``package:function``, which returns samples and their fingerprint for each path of
+            `train` and `valid`; no checkpoint carries it.
         path: with `text`: a file or glob, ``**`` allowed; plain, gzip, Zstandard or Parquet (column ``text``).
         tokenizer: a tokenizer.json or ``bytes``, saved in every checkpoint. With `text` and `stdlib`, null is that
             beside the weights that `checkpoint` names to start from, else bytes of text only; ``bytes`` takes any file.
@@ -75,6 +79,7 @@ class DataSection:
     """
 
     kind: DataKind = DataKind.stdlib
+    factory: str | None = None
     path: str | None = None
     tokenizer: str | None = None
     train: Any = None
@@ -100,9 +105,10 @@ class WeightedSection:
 # Kinds whose files have an index of their documents.
 INDEXED_KINDS = frozenset({DataKind.megatron, DataKind.datatrove})
 # Kinds whose files are tokens already: their tokenizer is known only where it is named.
-TOKEN_KINDS = INDEXED_KINDS | {DataKind.token_file}
+TOKEN_KINDS = INDEXED_KINDS | {DataKind.token_file, DataKind.module}
 _KEYS_OF_KIND = {kind: {"tokenizer", *(("train", "valid") if kind in TOKEN_KINDS else ())} for kind in DataKind}
 _KEYS_OF_KIND[DataKind.text].add("path")
+_KEYS_OF_KIND[DataKind.module].add("factory")
 _NEEDED_KEY = {DataKind.text: "path", **dict.fromkeys(TOKEN_KINDS, "train")}
 
 
@@ -154,7 +160,7 @@ def problems(section: DataSection) -> list[str]:
     is_blend = needed is not None and isinstance(section.train, list)
     if is_blend:
         allowed, needed = allowed - {"path"} | {"train"}, None
-    for key in ("path", "tokenizer", "train", "valid"):
+    for key in ("factory", "path", "tokenizer", "train", "valid"):
         value = getattr(section, key)
         if key == needed and not value:
             messages.append(f"data.{key}={value or 'null'}: data.kind={section.kind.value} needs a file or a glob")
@@ -166,12 +172,16 @@ def problems(section: DataSection) -> list[str]:
             messages += _blend_problems(value)
         elif key in ("train", "valid") and value is not None:
             messages += _path_problems(key, value)
+    if section.kind is DataKind.module and not re.fullmatch(r"[\w.]+:\w+", section.factory or ""):
+        messages.append(f"data.factory={section.factory or 'null'}: data.kind=module needs package:function")
     if section.samples is SampleCut.per_document and section.kind not in INDEXED_KINDS:
         messages.append(
             "data.samples=per_document: needs data.kind=megatron or datatrove, whose index has the documents"
         )
     if section.end_of_text is not None and (section.end_of_text < 0 or not section.document_mask):
         messages.append(f"data.end_of_text={section.end_of_text}: must be a token, and serves data.document_mask only")
+    elif section.document_mask and section.kind is DataKind.module:
+        messages.append("data.document_mask: not with data.kind=module, whose samples have masks of their own")
     elif section.document_mask and _NEEDED_KEY.get(section.kind) == "train" and not _knows_documents(section):
         messages.append(
             "data.document_mask: needs data.end_of_text, or data.tokenizer, whose end of text ends documents"

@@ -14,6 +14,7 @@ import socket
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 
@@ -29,6 +30,7 @@ from trainer.data.document_table import table_of
 from trainer.data.documents import DocumentMarks, uses_index
 from trainer.data.fingerprint import TokenDigest, check_tokens, fingerprint, fingerprint_of_sources
 from trainer.data.indexed_file import open_indexed_file
+from trainer.data.module_file import ModuleFile
 from trainer.data.section import INDEXED_KINDS, TOKEN_KINDS, DataKind, DigestSource, SampleCut, sources_of
 from trainer.data.sources import refuse_shared
 from trainer.data.text import open_encoder
@@ -214,10 +216,13 @@ def _open(config: Config, *, is_evaluation: bool = False) -> _OpenFiles:
         valid += corpus.valid
     if is_evaluation:
         weights, paths = {"data.train[0]": Fraction(1)}, {"data.train[0]": valid}
-    else:
+    elif section.kind is not DataKind.module:
         refuse_shared([*itertools.chain(*paths.values())], valid)
     paths[_VALID] = valid if config.train.eval_interval else []
     open_file = _OPENERS.get(config.data.kind, open_token_file)
+    if section.kind is DataKind.module:
+        length, rows = config.train.seq_length, config.model.vocab_size
+        open_file = partial(ModuleFile, factory=section.factory or "", seq_length=length, vocab_size=rows)
     opened = iter(open_token_files([*itertools.chain(*paths.values())], open_file))
     sides = {key: list(itertools.islice(opened, len(members))) for key, members in paths.items()}
     return _OpenFiles(sides, weights, _marks(config, corpora[0]) if config.data.document_mask else None)
@@ -259,7 +264,11 @@ def _reports(files: _OpenFiles, config: Config) -> list[_FileReport]:
     cache, read_again, reports = data_cache(config), config.data.verify is DigestSource.full, list[_FileReport]()
     has_tables = uses_index(files.marks, per_document=config.data.samples is SampleCut.per_document)
     for key, file in files:
-        digest, documents = digest_of(file, cache=cache, read_again=read_again), ""
+        documents = ""
+        if isinstance(file, ModuleFile):
+            digest = file.digest
+        else:
+            digest = digest_of(file, cache=cache, read_again=read_again)
         if digest.largest >= config.model.vocab_size:
             check_tokens(file, config.model.vocab_size)
         if has_tables:
@@ -291,8 +300,12 @@ def _identity(files: _OpenFiles) -> str:
     """Return a digest of the identity of the files on this host, and of their sources."""
     hasher = xxhash.xxh3_64()
     for key, file in files:
-        status = file.status()
-        hasher.update(f"{key} {status.st_dev} {status.st_ino} {identity(status)}\n".encode())
+        if isinstance(file, ModuleFile):
+            view = str(file.digest)
+        else:
+            status = file.status()
+            view = f"{status.st_dev} {status.st_ino} {identity(status)}"
+        hasher.update(f"{key} {view}\n".encode())
     return hasher.hexdigest()
 
 

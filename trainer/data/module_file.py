@@ -1,0 +1,97 @@
+"""Samples of a user's own map-style object, in the form of a token file whose windows they are."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from reprise.errors import DataError
+from trainer.data.data_file import TokenArray
+from trainer.data.documents import PADDED
+from trainer.data.fingerprint import TokenDigest
+from trainer.data.token_file import TokenFile
+
+
+class ModuleFile(TokenFile):
+    """The samples that a factory returns for a path: sample n is the window at token n * seq_length.
+
+    Args:
+        factory: `package:function`. Its function takes a path of the configuration and returns an object with
+            `__len__` and `__getitem__`, and a text that names its content. An item has 2 to `seq_length` + 1 tokens,
+            or is a pair of these and a mask, false where a token is no target.
+        vocab_size: the upper bound of tokens, exclusive.
+
+    Attributes:
+        digest: of the text that names the content, with the number of samples.
+
+    Raises:
+        DataError: the factory cannot be imported, or returns another object.
+    """
+
+    def __init__(self, path: Path, *, factory: str, seq_length: int, vocab_size: int) -> None:
+        self.path, self.documents = path, None
+        self._where, self._seq_length, self._vocab_size = f"data.factory={factory}", seq_length, vocab_size
+        module, _, name = factory.partition(":")
+        try:
+            make = getattr(import_module(module), name)
+        except (ImportError, AttributeError) as error:
+            raise DataError(
+                "A factory of samples cannot be imported",
+                where=self._where,
+                expected="package:function",
+                found=error,
+                fix="Correct the name, or put its folder on PYTHONPATH.",
+            ) from error
+        match make(str(path)):
+            case (samples, str(content)) if content:
+                pass
+            case other:
+                raise DataError(
+                    "A factory must return samples and their fingerprint",
+                    where=self._where,
+                    expected="a pair (samples, text), with another text for other samples",
+                    found=type(other).__name__,
+                )
+        if not all(hasattr(samples, name) for name in ("__len__", "__getitem__")):
+            raise DataError(
+                "Samples cannot be read by their numbers",
+                where=self._where,
+                expected="an object with __len__ and __getitem__",
+                found=type(samples).__name__,
+                fix="The trainer finds each sample by the position of the run, and keeps no state of an iterator. An "
+                "iterable needs a loop of its own: wrap it in a StatefulDataLoader and save the state of each rank, "
+                "per_rank={'loader': loader.state_dict()} (docs/library.md).",
+            )
+        self._samples: Any = samples
+        self.count = len(samples) * seq_length + 1
+        self.digest = TokenDigest(len(samples), "samples", xxhash.xxh3_64_hexdigest(content.encode()), -1)
+
+    def read(self, start: int = 0, stop: int | None = None) -> TokenArray:
+        """Return the window at token `start`, int64 [seq_length + 1]; `PADDED` marks what is no target.
+
+        Raises:
+            DataError: the sample does not fit the run.
+        """
+        number, length = start // self._seq_length, self._seq_length + 1
+        item = self._samples[number]
+        tokens, mask = map(np.asarray, item if isinstance(item, tuple) else (item, np.ones(len(item), bool)))
+        is_row = tokens.ndim == 1 and tokens.dtype.kind in "iu" and 1 < tokens.size <= length
+        if not (is_row and mask.shape == tokens.shape and mask[1:].any() and self._has(tokens)):
+            values = f", {tokens.min()} to {tokens.max()}" if is_row else ""
+            raise DataError(
+                "A sample does not fit the run",
+                where=f"{self._where}, sample {number} of {self.path}",
+                expected=f"2 to {length} tokens (train.seq_length + 1), integers from 0 to {self._vocab_size - 1}, and "
+                "as many numbers in a mask, one behind the first not 0",
+                found=f"{tokens.dtype} {list(tokens.shape)}{values}, a mask {list(mask.shape)}",
+            )
+        window = np.full(length, PADDED, np.int64)
+        window[: tokens.size] = tokens.astype(np.int64) | np.where(mask, 0, PADDED)
+        return window
+
+    def _has(self, tokens: TokenArray) -> bool:
+        return int(tokens.min()) >= 0 and int(tokens.max()) < self._vocab_size
