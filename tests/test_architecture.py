@@ -312,8 +312,8 @@ PICKLING_CALLS = {
 # The benchmark measures torch's own way of saving beside ours, and loads only the file that it has just written: these
 # two names, in this module, and nothing else of what pickles.
 MEASURED_AS_A_PEER = {("scripts.bench.ways", "torch.save"), ("scripts.bench.ways", "torch.load")}
-# Megatron reads `common.pt` with torch.load: it is written in that form, from plain data.
-WRITTEN_FOR_OTHERS = {("trainer.interop.megatron.export", "torch.save")}
+# Megatron and transformers read these files with torch.load: they are written in that form, from plain data.
+WRITTEN_FOR_OTHERS = {(f"trainer.interop.{name}", "torch.save") for name in ("megatron.export", "hf.trainer_export")}
 # Other programs' pickles are read by torch's reader of weights, and by an unpickler that admits the names listed there.
 ADMITS_BY_NAME = {("trainer.interop.torch_file", name) for name in ("pickle", "pickle.Unpickler", "torch.load")}
 CODE_RUNNERS = {"eval", "exec", "compile", "__import__"}

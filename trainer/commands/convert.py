@@ -24,7 +24,7 @@ from trainer.config.overrides import text_value
 from trainer.data.tokenizer_beside import with_tokenizer
 from trainer.interop.formats import ExportOptions, ImportOptions
 from trainer.interop.megatron.refuse import refuse_megatron
-from trainer.interop.output import write_checkpoint
+from trainer.interop.output import write_checkpoint, write_log
 from trainer.interop.pointers import refuse_pointers
 from trainer.interop.table import FORMATS
 from trainer.record.run_record import model_record
@@ -63,11 +63,14 @@ def bring_in(options: argparse.Namespace) -> int:
     refuse_pointers(options.source)
     source = form.read(options.source, _import_options(options))
     overrides = [word for word in options.overrides if not (form.completes_model and word.startswith("model="))]
-    config = compose([*model_overrides(source.model, overrides), *overrides])
+    groups = {word.partition("=")[0] for word in overrides}
+    settings = [word for word in source.settings if groups.isdisjoint((word.partition(".")[0], "experiment"))]
+    config = compose([*model_overrides(source.model, overrides), *settings, *overrides])
     config.data.tokenizer = with_tokenizer(config.data, source.tokenizer)
-    path = write_checkpoint(
-        source, options.folder, config, consumed_samples=options.consumed_samples, stated=options.overrides
-    )
+    stated = [*settings, *options.overrides]
+    path = write_checkpoint(source, options.folder, config, consumed_samples=options.consumed_samples, stated=stated)
+    if source.log:
+        write_log(source.log, options.folder)
     print(f"{path}: iteration {source.iteration}, {'weights and moments' if source.has_optimizer else 'weights'}")
     return FINE
 

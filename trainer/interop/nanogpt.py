@@ -12,7 +12,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -23,24 +22,13 @@ from reprise.errors import CheckpointError, MismatchError
 from reprise.storage import finite_number, integer, is_dir, shown
 from reprise.tensors import canonical_name
 from trainer.config.frozen import frozen_names
-from trainer.interop.formats import (
-    Format,
-    ImportOptions,
-    few,
-    known_form,
-    listed,
-    log_settings,
-    one_step,
-    require_trust,
-)
+from trainer.interop.formats import Format, ImportOptions, few, known_form, listed, log_settings, require_trust
+from trainer.interop.numbered import MOMENTS, STEP, Table, check_moments, entries_by_name, no_order, steps_of
 from trainer.interop.source import StateSource
 from trainer.interop.torch_file import is_plain, open_torch_file
 
 _log = logging.getLogger(__name__)
 
-Table = Mapping[Any, Any]
-
-_MOMENTS, _STEP = ("exp_avg", "exp_avg_sq"), "step"
 _EMBEDDING, _POSITIONS = "transformer.wte.weight", "transformer.wpe.weight"
 _LAYER = re.compile(r"transformer\.h\.(\d+)\.")
 _MASK = re.compile(r"transformer\.h\.\d+\.attn\.bias")
@@ -66,9 +54,9 @@ class _Saved:
     def read(self, name: str) -> torch.Tensor:
         """Return a tensor in our orientation; missing biases are zero, with zero moments and step 0."""
         key, _, parameter = name.partition(".")
-        if key == _STEP:
-            return torch.tensor(_steps(self.entries[parameter]) if parameter in self.weights else 0.0)
-        is_moment = key in _MOMENTS
+        if key == STEP:
+            return torch.tensor(steps_of(self.entries[parameter]) if parameter in self.weights else 0.0)
+        is_moment = key in MOMENTS
         stored = parameter if is_moment else name
         if stored not in self.weights:
             return torch.zeros(stored_tensors(self.model)[stored].shape)
@@ -102,10 +90,8 @@ def read_source(path: Path, options: ImportOptions) -> StateSource:
         if not options.weights_only:
             if order is None:
                 raise _of_no_order(groups, weights, file)
-            numbers = [number for group in groups for number in group["params"]]
-            state = table["optimizer"]["state"]
-            saved = replace(saved, entries={n: state[at] for n, at in zip(order, numbers, strict=True) if at in state})
-            _check_moments(saved, file)
+            saved = replace(saved, entries=entries_by_name(table["optimizer"], order))
+            check_moments(saved.entries, {name: weight.shape for name, weight in weights.items()}, where=file)
         iteration = 0 if options.weights_only else integer(table["iter_num"])
         _log_choices(saved, iteration, groups, options, is_sorted=is_sorted)
     return StateSource(model, iteration, has_optimizer=not options.weights_only, read=saved.read)
@@ -152,12 +138,12 @@ def _order(
 
 def _of_no_order(groups: Sequence[Table], weights: Mapping[str, torch.Tensor], where: Path) -> MismatchError:
     matrices = sum(tensor.dim() >= 2 for tensor in weights.values())
-    return MismatchError(
-        "It is not certain which moments belong to which parameter: nanoGPT keeps them by number",
-        where=where,
+    return no_order(
+        "nanoGPT",
+        groups,
         expected=f"two groups: {matrices} parameters with decay (or {matrices - 2}, before May 2023) and the others",
-        found=f"groups of {' and '.join(str(len(group['params'])) for group in groups)}",
-        fix="The optimizer is not that of nanoGPT's configure_optimizers. Take the weights alone with --weights-only.",
+        fix="The optimizer is not that of nanoGPT's configure_optimizers.",
+        where=where,
     )
 
 
@@ -222,28 +208,6 @@ def _check_model(weights: Mapping[str, torch.Tensor], model: ModelConfig, *, whe
         )
 
 
-def _check_moments(saved: _Saved, where: Path) -> None:
-    """Refuse an optimizer without moments of every weight, in its shape, or with several steps."""
-    problems = list[str]()
-    for name, weight in saved.weights.items():
-        moments = [saved.entries.get(name, {}).get(key) for key in _MOMENTS]
-        if not all(is_plain(moment) and moment.shape == weight.shape for moment in moments):
-            problems.append(f"{name}: no {' and '.join(_MOMENTS)} of shape {list(weight.shape)}")
-    if problems:
-        raise MismatchError(
-            "The optimizer's moments are not those of the model",
-            where=where,
-            found=listed(problems, "problem"),
-            fix="It was saved before the first step, or by another optimizer than AdamW. Take the weights alone with "
-            "--weights-only.",
-        )
-    one_step((entry.get(_STEP) for entry in saved.entries.values()), where=where)
-
-
-def _steps(entry: Table) -> float:
-    return one_step([entry.get(_STEP)], where=_STEP) or 0.0
-
-
 def _log_choices(
     saved: _Saved, iteration: int, groups: Sequence[Table], options: ImportOptions, *, is_sorted: bool
 ) -> None:
@@ -260,7 +224,7 @@ def _log_choices(
         )
     log_settings(groups)
     _log.info("not carried: best_val_loss, config; nanoGPT draws its batches at random, so there is no data position")
-    steps = {_steps(entry) for entry in saved.entries.values()}
+    steps = {steps_of(entry) for entry in saved.entries.values()}
     if steps and steps != {float(iteration)}:
         _log.warning(f"AdamW made {sorted(steps)} steps in {iteration} iterations; both are kept")
 

@@ -12,9 +12,9 @@ import torch
 from models import families
 from models.families import problems as model_problems
 from reprise import saving
-from reprise.errors import ConfigError, MismatchError
+from reprise.errors import ConfigError, MismatchError, count_of
 from reprise.format import STATE, WrittenPiece, build_layout
-from reprise.storage import FILE_SYSTEM, CheckpointFolder, Document, Files, Json
+from reprise.storage import FILE_SYSTEM, CheckpointFolder, Document, Files, Json, dumps, exists, replace_file
 from trainer.config.checkpoint import CheckpointSection
 from trainer.config.derived import batch_schedule_of
 from trainer.config.frozen import frozen_names
@@ -28,6 +28,7 @@ from trainer.data.text import BYTES, TOKENIZER, bytes_encoder, read_tokenizer
 from trainer.interop.finite import require_finite
 from trainer.interop.source import StateSource
 from trainer.interop.tensor_files import write_tensor_files
+from trainer.metrics.json_lines import METRICS
 from trainer.optim.table import SECTIONS
 from trainer.record import resume_rules, run_record
 from trainer.record.resume_rules import ASSUMED, differences, settle
@@ -91,6 +92,19 @@ def write_checkpoint(
         documents=documents,
         aliases=families.aliases(config.model),
     )
+
+
+def write_log(records: Sequence[Json], folder: Path, files: Files = FILE_SYSTEM) -> None:
+    """Write the log of a run that goes on here, unless there is one.
+
+    Args:
+        folder: its checkpoint folder, `checkpoints` in the run's.
+    """
+    path = folder.parent / METRICS
+    if folder.name != "checkpoints" or exists(path):
+        _log.info(f"not carried: {count_of(len(records), 'record')} of the log, which belong in a new {path}")
+        return
+    replace_file(files, path, "".join(f"{dumps(record)}\n" for record in records).encode())
 
 
 def _check(config: Config) -> None:

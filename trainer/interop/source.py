@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from models.config import ModelConfig
 from reprise.errors import CheckpointError, MismatchError
 from reprise.format import ADAPTERS, whole
 from reprise.loading import Checkpoint, fill, find_accessory, read_places
+from reprise.storage import Json
 from reprise.tensors import LiveTensor, torch_dtype
 from trainer.data.tokenizer_beside import TOKENIZER_FILES
 from trainer.optim.table import AVERAGE
@@ -29,6 +30,8 @@ class StateSource:
             `step.<name>`. Called once per tensor, in the order of our files.
         tokenizer: the tokenizer files beside the model, by name.
         consumed_samples: samples trained on, where the other program counted them.
+        settings: the overrides that continue the run as the other program would, ahead of the command's.
+        log: the records of its log for `metrics.jsonl`.
     """
 
     model: ModelConfig
@@ -37,6 +40,8 @@ class StateSource:
     read: Callable[[str], torch.Tensor]
     tokenizer: Mapping[str, Path] = field(default_factory=dict)
     consumed_samples: int | None = None
+    settings: Sequence[str] = ()
+    log: Sequence[Json] = ()
 
 
 def refuse_adapters(checkpoint: Checkpoint, *, fix: str) -> None:

@@ -215,9 +215,11 @@ def _other_weights(path: Path, digest: str, first: str) -> MismatchError:
 def _trainer_note(path: Path) -> str:
     """Return what transformers' Trainer has in a folder that looks like a run's state."""
     saved = trainer_checkpoints(path)
-    return (f"; the {STATE} is that of transformers' Trainer" if exists(path / STATE) else "") + (
-        f"; {saved[-1]} beside it has the Trainer's newest checkpoint" if saved else ""
-    )
+    return (
+        f"; the {STATE} is that of transformers' Trainer, which `reprise convert import trainer` takes"
+        if exists(path / STATE)
+        else ""
+    ) + (f"; {saved[-1]} beside it has the Trainer's newest checkpoint" if saved else "")
 
 
 def _require_finetune(path: Path, kind: WeightsKind, section: CheckpointSection) -> None:

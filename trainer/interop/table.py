@@ -8,10 +8,12 @@ from trainer.interop import deepspeed, llmc, nanogpt
 from trainer.interop.dcp import source as dcp
 from trainer.interop.formats import Format
 from trainer.interop.hf import convert as hf
+from trainer.interop.hf import trainer
 from trainer.interop.megatron import source as megatron
 
 FORMATS: Mapping[str, Format] = {
     "hf": hf.FORMAT,
+    "trainer": trainer.FORMAT,
     "llmc": llmc.FORMAT,
     "nanogpt": nanogpt.FORMAT,
     "dcp": dcp.FORMAT,

@@ -140,7 +140,7 @@ def _state(config: ModelConfig, adam: SavedAdam | None, counters: Mapping[str, i
         for name, tensor in trained.items():
             state[name] = {STEP: _empty(()), **{kind: _empty(tensor.shape) for kind in MOMENTS}}
             names |= {f"optim.state.{name}.{kind}": f"{kind}.{name}" for kind in state[name]}
-        groups = _groups(list(trained), adam)
+        groups = adam_groups(list(trained), adam)
         flat = {f"param_groups.{n}.{k}": v for g in groups for n in g["params"] for k, v in g.items() if k != "params"}
         nested["optim"] = {"state": state, "param_groups": groups, **flat}
         total_bytes += sum(tensor.nbytes for kinds in state.values() for tensor in kinds.values())
@@ -151,7 +151,7 @@ def _empty(shape: tuple[int, ...]) -> torch.Tensor:
     return torch.empty(shape, dtype=torch.float32, device="meta")
 
 
-def _groups(names: list[str], adam: SavedAdam) -> list[dict[str, Any]]:
+def adam_groups(names: list[str], adam: SavedAdam) -> list[dict[str, Any]]:
     """Return our two parameter groups with every setting of the installed torch's AdamW.
 
     A torch scheduler adds `initial_lr` to a group: loading with a scheduler requires it, without one it is ignored.

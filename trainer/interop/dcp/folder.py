@@ -40,9 +40,9 @@ _OTHER_FORMS = {
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What `torch.save` wrote to a part of a file of the folder."""
+    """What `torch.save` wrote to a part of a file."""
 
-    file: str
+    file: Path
     offset: int
     length: int
 
@@ -114,7 +114,7 @@ class DcpFolder:
 
     def _read(self, key: str, place: _Part, *, admits_all: bool) -> Any:
         try:
-            with FilePart(self.path / place.file, place.offset, place.length) as file:
+            with FilePart(place.file, place.offset, place.length) as file:
                 return load_plain(file, admits_all=admits_all)
         except PickleProblem as error:
             raise self._damaged(key, place, str(error)) from None
@@ -124,7 +124,7 @@ class DcpFolder:
             "A tensor of a DCP folder is damaged"
             if key in self.tensors
             else "A value of a DCP folder is damaged, or is no plain data",
-            where=f"{self.path / place.file}, {key}, bytes from {place.offset} on",
+            where=f"{place.file}, {key}, bytes from {place.offset} on",
             found=actual,
             fix="Import another checkpoint; this one cannot be trusted.",
         )
@@ -205,9 +205,10 @@ def _described(path: Path, metadata: Mapping[str, Any]) -> tuple[DcpFolder, list
         places = dict[tuple[str, tuple[int, ...]], _Part]()
         for index, info in metadata["storage_data"].items():
             where = attributes_of(info)
-            part = _Part(where["relative_path"], int(where["offset"]), int(where["length"]))
-            if not is_file_name(part.file) or min(part.offset, part.length) < 0:
-                problems.append(f"{shown(part.file)}: no part of a file in the folder")
+            name = where["relative_path"]
+            part = _Part(path / name, int(where["offset"]), int(where["length"]))
+            if not is_file_name(name) or min(part.offset, part.length) < 0:
+                problems.append(f"{shown(name)}: no part of a file in the folder")
             place = attributes_of(index)
             places[place["fqn"], tuple(place.get("offset") or ())] = part
         for name, key in renamed.items():
@@ -234,13 +235,13 @@ def _unsound(key: str, tensor: DcpTensor) -> Iterator[str]:
 
 def _missing_files(folder: DcpFolder) -> Iterator[str]:
     """Yield the files missing, or too short for their parts."""
-    ends = dict[str, int]()
+    ends = dict[Path, int]()
     for part in (
         *folder.values.values(),
         *(part for stored in folder.tensors.values() for part in stored.chunks.values()),
     ):
         ends[part.file] = max(ends.get(part.file, 0), part.offset + part.length)
-    for name, end in ends.items():
-        size = (folder.path / name).stat().st_size if is_file_name(name) and is_file(folder.path / name) else 0
+    for file, end in ends.items():
+        size = file.stat().st_size if file.parent == folder.path and is_file(file) else 0
         if size < end:
-            yield f"{shown(name)}: {size} B, expected at least {end} B"
+            yield f"{shown(file.name)}: {size} B, expected at least {end} B"

@@ -40,7 +40,12 @@ def read_source(path: Path, options: ImportOptions) -> StateSource:
         CheckpointError: if `path` is not such a folder, is damaged, or pickles are not trusted.
         MismatchError: if it holds another model.
     """
-    folder = open_folder(path, trust_pickle=options.trusts_pickle)
+    return source_of(open_folder(path, trust_pickle=options.trusts_pickle), options)
+
+
+def source_of(folder: DcpFolder, options: ImportOptions) -> StateSource:
+    """Return an open folder as a source; see `read_source`."""
+    path = folder.path
     model = model_beside(path, len(folder.tensors), options.config.model)
     shapes = {key: stored.shape for key, stored in folder.tensors.items()} | dict.fromkeys(_scalars(folder), ())
     located = locate(shapes, model, where=path, with_optimizer=not options.weights_only)

@@ -57,8 +57,14 @@ def write(checkpoint: Checkpoint, out: Path, options: ExportOptions) -> None:
             fails.
         MismatchError: if there is nothing to merge, or with another base than the adapters'.
     """
-    files, source = options.files, _source(checkpoint, options)
-    dtype = stored_dtype(options.dtype, where=out)
+    source = _source(checkpoint, options)
+    with new_output(out, options.files) as partial:
+        fill_folder(partial, source, options)
+
+
+def fill_folder(folder: Path, source: StateSource, options: ExportOptions) -> None:
+    """Make a folder with the weights, the configuration and the tokenizer; see `write`."""
+    files, dtype = options.files, stored_dtype(options.dtype, where=folder)
     specs = [replace(spec, dtype=dtype) for spec in checkpoint_specs(source.model, None)]
     layout = build_layout(specs, file_bytes=FILE_BYTES)
     documents: dict[str, Json] = model_documents(source.model)
@@ -69,13 +75,12 @@ def write(checkpoint: Checkpoint, out: Path, options: ExportOptions) -> None:
     tokenizer = source.tokenizer if options.tokenizer is None else _tokenizer_files(options.tokenizer)
     if options.tokenizer is not None and TOKENIZER in tokenizer:
         require_rows(tokenizer[TOKENIZER], source.model.vocab_size)
-    with new_output(out, files) as partial:
-        files.make_folder(partial)
-        write_tensor_files(partial, files, layout, source.read)
-        for name, document in documents.items():
-            files.write_whole(partial / name, json_file.to_bytes(document))
-        for name, path in tokenizer.items():
-            files.write_whole(partial / name, read_tokenizer(path))
+    files.make_folder(folder)
+    write_tensor_files(folder, files, layout, source.read)
+    for name, document in documents.items():
+        files.write_whole(folder / name, json_file.to_bytes(document))
+    for name, path in tokenizer.items():
+        files.write_whole(folder / name, read_tokenizer(path))
 
 
 def _source(checkpoint: Checkpoint, options: ExportOptions) -> StateSource:

@@ -25,7 +25,7 @@ from trainer.interop.source import StateSource
 _log = logging.getLogger(__name__)
 
 CONFIG, _GENERATION = "config.json", "generation_config.json"
-_SINGLE = "model.safetensors"
+SINGLE = "model.safetensors"
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 # Buffers that older versions of transformers stored, functions of the sizes: masks of GPT-2, frequencies of LLaMA.
@@ -161,7 +161,7 @@ def other_files_notes(path: Path) -> list[str]:
     if summaries:
         lines.append(
             f"not carried from {path}: {', '.join(summaries)}; a run begins with the weights alone, at iteration 0 "
-            "and with zero moments"
+            "and with zero moments, and `reprise convert import trainer` takes the others"
         )
     if steps := [child.name for child in matching(path, _DEEPSPEED) if is_dir(child)]:
         lines.append(
@@ -282,7 +282,7 @@ def _weights_name(path: Path, table: Json) -> str:
             where=shards[0],
             fix="Load it in transformers, and save it to another folder with save_pretrained on one rank.",
         )
-    names = [name for name in (_SINGLE, INDEX) if is_file(path / name)]
+    names = [name for name in (SINGLE, INDEX) if is_file(path / name)]
     first = table.get("transformers_weights")
     if first is not None:
         if not isinstance(first, str) or not re.fullmatch(r"[^/]+\.safetensors(\.index\.json)?", first):
@@ -317,12 +317,12 @@ def _no_tensors(path: Path) -> CheckpointError:
     pickled = [name for name in _PICKLED if exists(path / name)]
     if not pickled:
         return CheckpointError(
-            "A folder holds no tensors", where=path, expected=f"{_SINGLE} or {INDEX}", fix="Name another one."
+            "A folder holds no tensors", where=path, expected=f"{SINGLE} or {INDEX}", fix="Name another one."
         )
     return CheckpointError(
         "A folder holds pickled tensors only, and loading a pickle can run code",
         where=path / pickled[0],
-        expected=f"{_SINGLE} or {INDEX}",
+        expected=f"{SINGLE} or {INDEX}",
         fix="Where you trust it, load it in transformers and save_pretrained(folder, safe_serialization=True).",
     )
 

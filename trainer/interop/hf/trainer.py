@@ -1,0 +1,139 @@
+"""Reads a checkpoint of transformers' Trainer, or a folder of accelerate's `save_state`, without either.
+
+Sources: `_save_checkpoint` and `create_optimizer` in `trainer.py` of transformers 5.23; `checkpointing.py` and
+`utils/fsdp_utils.py` of accelerate 1.15.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from models.families import stored_tensors
+from reprise.errors import MismatchError
+from reprise.format import STATE
+from reprise.storage import is_dir, is_file, matching
+from reprise.tensors import canonical_name
+from trainer.config.frozen import frozen_names
+from trainer.interop import deepspeed
+from trainer.interop.dcp import folder as dcp_folder
+from trainer.interop.dcp import source as dcp
+from trainer.interop.formats import Format, ImportOptions, known_form, require_moments, require_trust
+from trainer.interop.hf import trainer_export
+from trainer.interop.hf.folder import CONFIG, SINGLE, folder_source, open_folder
+from trainer.interop.hf.trainer_settings import with_settings
+from trainer.interop.numbered import MOMENTS, STEP, Table, check_moments, entries_by_name, no_order, steps_of
+from trainer.interop.source import StateSource
+from trainer.interop.torch_file import open_torch_file
+
+_SHARDS = ("pytorch_model_fsdp_0", "optimizer_0")  # of FSDP, each a folder of DCP
+_OPTIMIZERS = ("optimizer.pt", "optimizer.bin")
+_AGAIN = "Resume there on as many ranks, and save with fsdp_state_dict_type SHARDED_STATE_DICT."
+# Forms that are not read, by the pattern of a file: that which stands in for it, and what to do.
+_UNREAD = (
+    (
+        "adapter_config.json",
+        CONFIG,
+        "It holds adapters: merge them in PEFT, `model.merge_and_unload().save_pretrained(FOLDER)`, and import that as "
+        "`hf`.",
+    ),
+    ("pytorch_model_fsdp_*rank*.bin", SINGLE, _AGAIN),
+    ("rank*-of-*-optimizer.pt", _OPTIMIZERS[0], _AGAIN),
+    (
+        "pytorch_model_fsdp.bin",
+        SINGLE,
+        "Write its weights beside it, `model.save_pretrained(FOLDER, state_dict=torch.load(FILE))`.",
+    ),
+    ("optimizer.bin", CONFIG, "Write the model's configuration beside it, `model.config.save_pretrained(FOLDER)`."),
+)
+
+
+def read_source(path: Path, options: ImportOptions) -> StateSource:
+    """Open a `checkpoint-N`: weights, AdamW's moments and steps, and the settings and the log of its run.
+
+    Folders of FSDP are read as DCP, and those of DeepSpeed as universal checkpoints.
+
+    Raises:
+        ConfigError: if pickles are not trusted: the files are pickles, although no code in them is run.
+        CheckpointError: if files are missing or damaged.
+        MismatchError: for another model or optimizer, or a form that is not read, with the command that converts it.
+    """
+    for pattern, stand_in, fix in _UNREAD:
+        if (files := matching(path, pattern)) and not is_file(path / stand_in):
+            raise MismatchError("A checkpoint of the Trainer has a form that is not read", where=files[0], fix=fix)
+    if not options.weights_only:
+        require_trust(options, "The Trainer", where=path)
+    with known_form("transformers' Trainer", path):
+        source, groups = _open(path, options)
+        return source if options.weights_only else with_settings(source, path, groups)
+
+
+def _open(path: Path, options: ImportOptions) -> tuple[StateSource, Sequence[Table]]:
+    """Return the tensors, and the parameter groups of a numbered optimizer."""
+    if any(is_dir(child) for child in matching(path, "global_step[0-9]*")):
+        return deepspeed.read_source(path, options), ()
+    if is_dir(path / _SHARDS[0]):
+        folder = dcp_folder.DcpFolder(path, {}, {})
+        for name in filter(lambda name: is_dir(path / name), _SHARDS):
+            shard = dcp_folder.open_folder(path / name, trust_pickle=options.trusts_pickle)
+            folder = dcp_folder.DcpFolder(path, {**folder.tensors, **shard.tensors}, {**folder.values, **shard.values})
+        return dcp.source_of(folder, options), ()
+    source = folder_source(open_folder(path))
+    file = next((path / name for name in _OPTIMIZERS if is_file(path / name)), None)
+    if options.weights_only or file is None:
+        require_moments([STATE], options, where=path)
+        return source, ()
+    optimizer = open_torch_file(file)
+    frozen = frozen_names(source.model, options.config.train.freeze)
+    shapes = {name: stored.shape for name, stored in stored_tensors(source.model).items() if name not in frozen}
+    entries = _entries(optimizer, shapes, where=file)
+    check_moments(entries, shapes, where=file)
+    iteration = max(int(steps_of(entry)) for entry in entries.values())
+    source = replace(source, iteration=iteration, has_optimizer=True, read=partial(_read, source.read, entries))
+    return source, optimizer["param_groups"]
+
+
+def _entries(optimizer: Table, shapes: Mapping[str, Sequence[int]], *, where: Path) -> dict[str, Table]:
+    """Return the state of each parameter; FSDP keeps it by name.
+
+    By number, the parameters without weight decay come last: all but the matrices in the Trainer, biases or none in
+    loops of accelerate.
+    """
+    groups, state = optimizer["param_groups"], optimizer["state"]
+    if any(isinstance(key, str) for key in state):
+        return {canonical_name(key): entry for key, entry in state.items()}
+    counts = [len(group["params"]) for group in groups if group["params"]]
+    divisions: list[Callable[[str], bool]] = [
+        lambda name: len(shapes[name]) < 2,
+        lambda name: name.endswith(".bias"),
+        lambda _: False,
+    ]
+    for is_last in divisions:
+        last = sum(map(is_last, shapes))
+        if counts == [count for count in (len(shapes) - last, last) if count]:
+            return entries_by_name(optimizer, sorted(shapes, key=is_last))
+    matrices = sum(len(shape) > 1 for shape in shapes.values())
+    raise no_order(
+        "the Trainer",
+        groups,
+        expected=f"two groups: {matrices} matrices and {len(shapes) - matrices} others",
+        fix="Where parameters were frozen, name them with train.freeze.",
+        where=where,
+    )
+
+
+def _read(weights: Callable[[str], torch.Tensor], entries: Mapping[str, Table], name: str) -> torch.Tensor:
+    kind, _, parameter = name.partition(".")
+    if kind == STEP:
+        return torch.tensor(steps_of(entries[parameter]))
+    tensor: torch.Tensor = entries[parameter][kind] if kind in MOMENTS else weights(name)
+    return tensor
+
+
+FORMAT = Format(
+    "a checkpoint-N of transformers' Trainer, or a folder of accelerate's save_state", read_source, trainer_export.write
+)

@@ -1,0 +1,123 @@
+"""Writes a checkpoint that transformers' Trainer resumes from with `resume_from_checkpoint`."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from models.families import stored_tensors
+from reprise.errors import MismatchError
+from reprise.format import STATE
+from reprise.loading import Checkpoint, read_file
+from reprise.storage import Json, json_file
+from trainer.config.optimizer import OptimizerSection
+from trainer.config.saved import RUN_CONFIG
+from trainer.interop.dcp.export import SavedAdam, adam_groups, saved_adam
+from trainer.interop.dcp.streaming import sync_folder
+from trainer.interop.formats import ExportOptions
+from trainer.interop.hf.convert import fill_folder
+from trainer.interop.new_output import new_output
+from trainer.interop.numbered import MOMENTS, STEP
+from trainer.interop.source import StateSource, of_checkpoint
+from trainer.record.run_record import saved_schedule
+from trainer.schedules.lr import DecayStyle, Schedule
+
+_log = logging.getLogger(__name__)
+
+_TYPES = {
+    DecayStyle.linear: "linear",
+    DecayStyle.cosine: "cosine_with_min_lr",
+    DecayStyle.constant: "constant_with_warmup",
+}
+
+
+def write(checkpoint: Checkpoint, out: Path, options: ExportOptions) -> None:
+    """Write the files of a `checkpoint-N`, and log the arguments of a Trainer that goes on as the run would.
+
+    The moments are in memory at once.
+
+    Raises:
+        CheckpointError: if `out` exists, the checkpoint is damaged, a number is beyond the dtype, or the file system
+            fails.
+        MismatchError: if it has no state of AdamW, or a schedule over samples.
+    """
+    source = of_checkpoint(checkpoint)
+    if not source.has_optimizer:
+        raise MismatchError(
+            "A checkpoint of the weights alone is none to resume from",
+            where=checkpoint.path,
+            fix="Export it as `hf`, and start a Trainer with these weights.",
+        )
+    adam = saved_adam(checkpoint, source.model, to="the Trainer")
+    where = checkpoint.path / STATE
+    schedule, _ = saved_schedule(checkpoint.state, OptimizerSection(), where=where)
+    if schedule.is_in_samples:
+        raise MismatchError("The Trainer has no schedule over samples", where=where, fix="Export it as `dcp` or `hf`.")
+    step, config = source.iteration, _config(checkpoint)
+    rate, batch = schedule.at(step + 1, 0), checkpoint.state["batch"]["global_batch_size"]
+    scheduler = {
+        "base_lrs": [schedule.lr] * 2,
+        "last_epoch": step,
+        "_step_count": step + 1,
+        "_last_lr": [rate] * 2,
+        "lr_lambdas": [None] * 2,
+    }
+    state = {
+        "global_step": step,
+        "train_batch_size": batch,
+        "logging_steps": config.get("logging", {}).get("log_interval", 1),
+        "save_steps": config.get("checkpoint", {}).get("save_interval", 500),
+        "log_history": [],
+        "stateful_callbacks": {"TrainerControl": {"args": {}, "attributes": {}}},
+    }
+    files = options.files
+    with new_output(out, files) as partial:
+        fill_folder(partial, source, options)
+        torch.save(_optimizer(source, adam, schedule.lr, rate), partial / "optimizer.pt")
+        torch.save(scheduler, partial / "scheduler.pt")
+        files.write_whole(partial / STATE, json_file.to_bytes(state))
+        sync_folder(files, partial)
+    arguments = _arguments(adam, schedule) | {"max_grad_norm": checkpoint.state.get("clip_grad")}
+    _log.info(f"go on with {batch} samples a step and TrainingArguments(OUTPUT_DIR, **{arguments})")
+
+
+def _config(checkpoint: Checkpoint) -> Json:
+    if RUN_CONFIG not in checkpoint.manifest.files:
+        return {}
+    document = json_file.parse(read_file(checkpoint, RUN_CONFIG), where=checkpoint.path / RUN_CONFIG)
+    config: Json = document.get("config", {})
+    return config
+
+
+def _optimizer(source: StateSource, adam: SavedAdam, peak: float, rate: float) -> dict[str, Any]:
+    """Return what `state_dict` of the Trainer's AdamW returns: its two groups, and their parameters by number."""
+    names = [name for name in stored_tensors(source.model) if name not in adam.frozen]
+    groups, entries = adam_groups(names, adam), list[dict[str, torch.Tensor]]()
+    for group in groups:
+        members = group["params"]
+        group |= {"lr": rate, "initial_lr": peak, "fused": True}
+        group["params"] = list(range(len(entries), len(entries) + len(members)))
+        entries += [{kind: source.read(f"{kind}.{name}") for kind in (STEP, *MOMENTS)} for name in members]
+    return {"state": dict(enumerate(entries)), "param_groups": groups}
+
+
+def _arguments(adam: SavedAdam, schedule: Schedule) -> dict[str, object]:
+    """Return the arguments of a Trainer with this optimizer and schedule; it counts the rates from 0."""
+    style, lowest = schedule.style, schedule.min_lr
+    kind = None if style is DecayStyle.linear and lowest else _TYPES.get(style)
+    if kind is None:
+        _log.warning(f"the Trainer has no schedule like {schedule.record()}: pass it a scheduler of your own")
+    return {
+        "learning_rate": schedule.lr,
+        "weight_decay": adam.weight_decay,
+        "adam_beta1": adam.betas[0],
+        "adam_beta2": adam.betas[1],
+        "adam_epsilon": adam.eps,
+        "lr_scheduler_type": kind,
+        "lr_scheduler_kwargs": {"min_lr": lowest} if style is DecayStyle.cosine else None,
+        "warmup_steps": max(0, schedule.warmup - 1),
+        "max_steps": schedule.decay - 1,
+    }

@@ -1,0 +1,136 @@
+"""The settings and the log of a run of transformers' Trainer, beside its tensors."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from reprise.format import STATE
+from reprise.storage import Json, finite_number, integer, is_file, json_file, shown
+from trainer.interop.formats import few
+from trainer.interop.numbered import Table
+from trainer.interop.source import StateSource
+from trainer.interop.torch_file import attributes_of, open_torch_file, read_torch_file
+from trainer.schedules.lr import DecayStyle, Schedule
+
+_log = logging.getLogger(__name__)
+
+_ARGUMENTS, _SCHEDULERS = "training_args.bin", ("scheduler.pt", "scheduler.bin")
+_STYLES = {
+    "linear": DecayStyle.linear,
+    "cosine": DecayStyle.cosine,
+    "cosine_with_min_lr": DecayStyle.cosine,
+    "constant": DecayStyle.constant,
+    "constant_with_warmup": DecayStyle.constant,
+}
+# Settings that change numbers and have no counterpart.
+_LOST = ("fp16", "label_smoothing_factor", "neftune_noise_alpha", "amsgrad", "maximize")
+
+
+def with_settings(source: StateSource, path: Path, groups: Sequence[Table]) -> StateSource:
+    """Return a source with the iteration, the settings and the log that its folder has.
+
+    Args:
+        groups: the parameter groups of its optimizer; empty where they are not numbered.
+    """
+    state = json_file.read(path / STATE) if is_file(path / STATE) else {}
+    file = path / _ARGUMENTS
+    arguments = attributes_of(read_torch_file(file)) if is_file(file) else {}
+    scheduler = next((open_torch_file(path / name) for name in _SCHEDULERS if is_file(path / name)), {})
+    iteration = integer(state["global_step"]) if state else source.iteration
+    settings = _optimizer(groups, arguments)
+    settings |= _schedule(arguments, state, scheduler, settings.get("optimizer.lr"), iteration)
+    settings |= _training(arguments, state)
+    lost = {f"{name}={shown(table[name])}" for table in (arguments, *groups) for name in _LOST if table.get(name)}
+    if lost:
+        _log.warning(f"not carried from {path}, and the losses differ: {few(lost)}")
+    words = [f"{key}={value}" for key, value in settings.items()]
+    _log.info(f"epoch {state.get('epoch')} of the Trainer; its settings, where the command has no others: {words}")
+    _log.info("not carried: random generators and the order of samples, which is that of data.* here")
+    batch = settings.get("train.global_batch_size")
+    samples = None if batch is None else iteration * batch
+    log = list(_lines(state.get("log_history") or ()))
+    return replace(source, iteration=iteration, consumed_samples=samples, settings=words, log=log)
+
+
+def _optimizer(groups: Sequence[Table], arguments: Json) -> dict[str, Any]:
+    """Return AdamW's settings: those of its groups, else those of the arguments."""
+    values = [arguments.get(name) for name in ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2")]
+    values.append(arguments.get("adam_epsilon"))
+    if groups:
+        group = max(groups, key=lambda group: finite_number(group["weight_decay"]))
+        values = [group.get("initial_lr", group["lr"]), group["weight_decay"], *group["betas"], group["eps"]]
+    if len(groups) == 1 and values[1]:
+        _log.warning("the optimizer decays all parameters there, here the matrices alone")
+    keys = ("lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps")
+    return {
+        f"optimizer.{key}": finite_number(value) for key, value in zip(keys, values, strict=True) if value is not None
+    }
+
+
+def _schedule(arguments: Json, state: Json, scheduler: Table, peak: float | None, iteration: int) -> dict[str, Any]:
+    """Return the schedule of the iterations to come; empty, with a log line, if none here has these rates.
+
+    The Trainer's iteration n + 1 has the rate after n steps of its scheduler, which begins with 0.
+    """
+    kind = arguments.get("lr_scheduler_type")
+    name = str(getattr(kind, "values", [kind])[-1]).lower()
+    options, style = arguments.get("lr_scheduler_kwargs") or {}, _STYLES.get(name)
+    if style is None or peak is None or set(options) != ({"min_lr"} if name == "cosine_with_min_lr" else set()):
+        _log.warning(f"not carried: the schedule {name} {options or ''}; the command's schedule.* goes on")
+        return {}
+    end = integer(state["max_steps"])
+    lowest = finite_number(options.get("min_lr", 0))
+    warmup = 0 if name == "constant" else _warmup(arguments, end)
+    schedule = Schedule(style, peak, lowest, warmup + 1, end + 1, 0)
+    here, (there, *_) = schedule.at(iteration + 1, 0), scheduler.get("_last_lr") or [None]
+    if iteration < warmup:
+        _log.warning(f"the warm-up rises from 0 at iteration 0 here, at iteration 1 there: the next rate is {here}")
+    elif there is not None and not math.isclose(finite_number(there), here, rel_tol=1e-6, abs_tol=1e-12):
+        _log.warning(f"not carried: the schedule, whose next rate is {there}, where {name} would have {here}")
+        return {}
+    return {
+        "schedule.lr_decay_style": style.value,
+        "schedule.min_lr": lowest,
+        "schedule.lr_warmup_iters": schedule.warmup,
+        "schedule.lr_decay_iters": schedule.decay,
+    }
+
+
+def _warmup(arguments: Json, end: int) -> int:
+    """Return the warm-up steps; a part of the run is below 1, or the `warmup_ratio` of older versions."""
+    steps = finite_number(arguments.get("warmup_steps") or arguments.get("warmup_ratio") or 0, least=0)
+    return int(steps) if steps >= 1 else math.ceil(end * steps)
+
+
+def _training(arguments: Json, state: Json) -> dict[str, Any]:
+    """Return length, batch size, clipping and dtype."""
+    settings = dict[str, Any]()
+    if state.get("max_steps"):
+        settings["train.train_iters"] = integer(state["max_steps"])
+    if arguments:
+        size = integer(state.get("train_batch_size") or arguments["per_device_train_batch_size"])
+        ranks = integer(attributes_of(arguments.get("distributed_state")).get("num_processes", 1))
+        settings["train.micro_batch_size"] = size
+        settings["train.global_batch_size"] = size * ranks * integer(arguments["gradient_accumulation_steps"])
+        settings["train.clip_grad"] = finite_number(arguments.get("max_grad_norm") or 0)
+        settings["train.dtype"] = "bfloat16" if arguments.get("bf16") else "float32"
+    return settings
+
+
+def _lines(history: Sequence[Mapping[str, Any]]) -> Iterator[Json]:
+    """Yield the records of a log; a loss is that of an iteration where every iteration is logged, otherwise a mean."""
+    previous = 0
+    for entry in history:
+        line = {"iteration": integer(entry["step"])}
+        if "eval_loss" in entry:
+            yield {**line, "event": "evaluation", "valid_loss": entry["eval_loss"]}
+        elif "loss" in entry:
+            event = {} if line["iteration"] == previous + 1 else {"event": "mean"}
+            figures = {"loss": entry["loss"], "grad_norm": entry.get("grad_norm"), "lr": entry.get("learning_rate")}
+            yield line | event | figures
+            previous = line["iteration"]

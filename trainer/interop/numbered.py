@@ -1,0 +1,65 @@
+"""Names an AdamW's state that goes by the numbers of its parameters, as `Optimizer.state_dict` returns it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from reprise.errors import MismatchError
+from trainer.interop.formats import listed, one_step
+from trainer.interop.torch_file import is_plain
+
+Table = Mapping[Any, Any]
+
+MOMENTS, STEP = ("exp_avg", "exp_avg_sq"), "step"
+
+
+def entries_by_name(optimizer: Table, order: Sequence[str]) -> dict[str, Table]:
+    """Return the entry of each parameter that has one.
+
+    Args:
+        order: the names of the parameters in the order of the optimizer's groups.
+    """
+    numbers = [number for group in optimizer["param_groups"] for number in group["params"]]
+    state = optimizer["state"]
+    return {name: state[at] for name, at in zip(order, numbers, strict=True) if at in state}
+
+
+def no_order(program: str, groups: Sequence[Table], *, expected: str, fix: str, where: Path) -> MismatchError:
+    """Return the refusal of groups whose parameters are not known for certain."""
+    return MismatchError(
+        f"It is not certain which moments belong to which parameter: {program} keeps them by number",
+        where=where,
+        expected=expected,
+        found=f"groups of {' and '.join(str(len(group['params'])) for group in groups)}",
+        fix=f"{fix} Take the weights alone with --weights-only.",
+    )
+
+
+def check_moments(entries: Mapping[str, Table], shapes: Mapping[str, Sequence[int]], *, where: Path) -> None:
+    """Refuse entries without the moments of every parameter, in its shape, or with several numbers of steps.
+
+    Raises:
+        MismatchError: listing the parameters.
+        CheckpointError: if the numbers of steps differ.
+    """
+    problems = list[str]()
+    for name, shape in shapes.items():
+        moments = [entries.get(name, {}).get(key) for key in MOMENTS]
+        if not all(is_plain(moment) and tuple(moment.shape) == tuple(shape) for moment in moments):
+            problems.append(f"{name}: no {' and '.join(MOMENTS)} of shape {list(shape)}")
+    if problems:
+        raise MismatchError(
+            "The optimizer's moments are not those of the model",
+            where=where,
+            found=listed(problems, "problem"),
+            fix="It was saved before the first step, or by another optimizer than AdamW. Take the weights alone with "
+            "--weights-only.",
+        )
+    one_step((entry.get(STEP) for entry in entries.values()), where=where)
+
+
+def steps_of(entry: Table) -> float:
+    """Return the number of steps of a parameter."""
+    return one_step([entry.get(STEP)], where=STEP) or 0.0
