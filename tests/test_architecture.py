@@ -213,7 +213,7 @@ ONLY_IN = {
     "trackio": "trainer.publish.trackio_tracker",
     "requests": "trainer.publish.mlflow_tracker trainer.publish.swanlab_tracker",
     "yaml": "trainer.config.compose trainer.config.megatron_flags",
-    "torch.distributed.tensor": "reprise.tensors.live trainer.parallel",
+    "torch.distributed.tensor": "reprise.tensors.live trainer.interop.dcp.by_rank trainer.parallel",
 }
 
 # The modules with broad handlers that hand on what they catch, by exception.
@@ -324,7 +324,13 @@ NOT_IMPORTED = {
     "moto": "tests/stores starts its server as a process",
     "setuptools": "tests/resume/test_wheel.py builds a wheel without build isolation",
 }
-IMPORT_NAMES = {"hydra-core": "hydra", "megatron-core": "megatron.core", "mlflow-skinny": "mlflow", "pyyaml": "yaml"}
+IMPORT_NAMES = {
+    "hydra-core": "hydra",
+    "megatron-core": "megatron.core",
+    "mlflow-skinny": "mlflow",
+    "pyyaml": "yaml",
+    "torch-checkpointing": "torch_checkpointing",
+}
 # Extras that serve the project's own tests and pages.
 OWN_EXTRAS = {"test", "check", "docs", "corpus", "loops", "interop", "eval"}
 

@@ -46,7 +46,7 @@ def test_the_versions_of_other_programs_are_those_installed() -> None:
     }
     pinned = "".join((ROOT / name).read_text(encoding="utf-8") for name in ("constraints.txt", "Makefile"))
     assert named == {name: re.findall(rf"\b{name}==([\d.]+)", pinned) for name in named}
-    assert named.keys() == {"transformers", "accelerate", "peft", "deepspeed", "megatron-core"}
+    assert named.keys() == {"transformers", "accelerate", "peft", "deepspeed", "megatron-core", "torch-checkpointing"}
 
 
 def test_the_versions_of_the_engines_are_those_installed() -> None:

@@ -167,3 +167,59 @@ def fsdp2_job(arguments: list[str]) -> None:
         Path(losses).write_text(json.dumps([theirs, ours]))
     dist.barrier()
     dist.destroy_process_group()
+
+
+def by_rank_job(arguments: list[str]) -> None:
+    """On each of two ranks: train and save by FSDP2 as another program saves, and go on.
+
+    Args:
+        arguments: the program, the family, the folder to save to, and where rank 0 writes its losses.
+    """
+    program, family, saved, losses = arguments
+    config = compose(overrides_of(family))
+    dist.init_process_group("gloo")
+    data = batches(config)
+    model = sharded(make(config.model))
+    optimizer = make_adamw(model, config)
+    for batch in data[:SAVED]:
+        step(model, optimizer, batch)
+    if program == "transformers":
+        from transformers.distributed.checkpoint import _save_model_checkpoint_distributed, save_optimizer_distributed
+
+        _save_model_checkpoint_distributed(model, saved)
+        save_optimizer_distributed(model, optimizer, saved)
+    else:
+        _save_by_torch_checkpointing(model, optimizer, saved)
+    theirs = [step(model, optimizer, batch) for batch in data[SAVED:]]
+    if dist.get_rank() == 0:
+        Path(losses).write_text(json.dumps(theirs))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _save_by_torch_checkpointing(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str) -> None:
+    """Save as torchtitan's manager of torch_checkpointing does, but while the caller waits."""
+    from torch_checkpointing import CheckpointManager
+    from torch_checkpointing.config import SyncCheckpointSaverConfig
+    from torch_checkpointing.default_resharder import DefaultResharder
+    from torch_checkpointing.metadata_manager import DefaultMetadataManager
+    from torch_checkpointing.schema import ItemSpec
+    from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
+
+    def gathered(_: object, data: object, process_group: object = None) -> dict[int, object]:
+        parts: list[object] = [None] * dist.get_world_size()
+        dist.all_gather_object(parts, data)
+        return dict(enumerate(parts))
+
+    DefaultMetadataManager._all_gather_pickled_data = gathered  # its own is for CUDA alone
+    by_item = dict.fromkeys(("model", "optimizer"), ItemSpec(resharder=DefaultResharder()))
+    settings = CheckpointManager.Config(
+        items=by_item,
+        save=SyncCheckpointSaverConfig(),
+        storage_config=LocalFileSystemStorageConfig(use_direct_io=False),
+    )
+    manager = CheckpointManager(settings)
+    state = state_of(model, optimizer, flat=False)
+    manager.save(folder, {"model": state["model"], "optimizer": state["optim"], "train_state": {"step": SAVED}})
+    manager.close()
+    dist.barrier()

@@ -223,8 +223,6 @@ def test_moments_of_a_part_of_the_model_are_refused(tmp_path: Path) -> None:
     ("name", "advice"),
     [
         ("__0.metadata", "use_collectives"),
-        ("metadata.pkl", "torch_checkpointing"),
-        ("shard-00001-model-00001-of-00002.safetensors", "consolidate_distributed_checkpoint"),
         ("model.safetensors", "`hf`"),
         ("step-3/.metadata", "step-3"),
     ],

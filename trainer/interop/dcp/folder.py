@@ -25,15 +25,13 @@ from trainer.interop.torch_file import (
 )
 
 METADATA = ".metadata"
-_MOST_METADATA_BYTES = 4 << 30  # 200 bytes for each chunk: room for twenty million
+MOST_METADATA_BYTES = 4 << 30  # 200 bytes for each chunk: room for twenty million
 
 # Files of similar checkpoints, with what to do about them.
 _OTHER_FORMS = {
     "__*.metadata": "It was written by ranks on their own (use_collectives=False); save it again with collectives.",
-    "metadata.pkl": "It was written by torch_checkpointing, as torchtitan does now: load it with its CheckpointLoader, "
-    "and save the state with torch.distributed.checkpoint.save.",
-    "shard-*-model-*.safetensors": "transformers wrote its shards rank by rank: merge them with "
-    "transformers.distributed.consolidate_distributed_checkpoint, and import the result as `hf`.",
+    "model_0.pt": "torch_checkpointing wrote it without a table of its ranks' parts: save it with a resharder for each "
+    "item, ItemSpec(resharder=DefaultResharder()).",
     "*.safetensors": "It holds safetensors files: import it as `hf`.",
 }
 
@@ -48,12 +46,22 @@ class _Part:
 
 
 @dataclass(frozen=True, slots=True)
+class Held:
+    """A value of a file that is open, or a mapped tensor."""
+
+    file: str
+    value: Any
+    offset: int = 0
+    length: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class DcpTensor:
     """A tensor of the folder: its full shape and its dtype, and the chunks that tile it, each with its part."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    chunks: Mapping[Box, _Part]
+    chunks: Mapping[Box, _Part | Held]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +75,7 @@ class DcpFolder:
 
     path: Path
     tensors: Mapping[str, DcpTensor]
-    values: Mapping[str, _Part]
+    values: Mapping[str, _Part | Held]
 
     def read_tensor(self, key: str) -> torch.Tensor:
         """Return a full tensor on the CPU, assembled from its chunks with a single chunk in memory.
@@ -110,16 +118,19 @@ class DcpFolder:
         """
         if key in self.tensors:
             return self.read_tensor(key).item()
-        return self._read(key, self.values[key], admits_all=admits_all)
+        value = self._read(key, self.values[key], admits_all=admits_all)
+        return value.item() if isinstance(value, torch.Tensor) and value.ndim == 0 else value
 
-    def _read(self, key: str, place: _Part, *, admits_all: bool) -> Any:
+    def _read(self, key: str, place: _Part | Held, *, admits_all: bool) -> Any:
+        if isinstance(place, Held):
+            return place.value
         try:
             with FilePart(place.file, place.offset, place.length) as file:
                 return load_plain(file, admits_all=admits_all)
         except PickleProblem as error:
             raise self._damaged(key, place, str(error)) from None
 
-    def _damaged(self, key: str, place: _Part, actual: str) -> CheckpointError:
+    def _damaged(self, key: str, place: _Part | Held, actual: str) -> CheckpointError:
         return CheckpointError(
             "A tensor of a DCP folder is damaged"
             if key in self.tensors
@@ -148,9 +159,22 @@ def open_folder(path: Path, *, trust_pickle: bool) -> DcpFolder:
             "of torch's own metadata.",
         )
     folder, problems = _described(path, _metadata(file))
-    problems += _missing_files(folder)
-    if problems:
-        raise CheckpointError("A DCP folder is not whole", where=path, found=listed(problems, "problem"))
+    return require_whole(folder, problems)
+
+
+def require_whole(folder: DcpFolder, problems: Sequence[str] = ()) -> DcpFolder:
+    """Return a folder whose files and chunks are all there.
+
+    Args:
+        problems: what is wrong with its metadata.
+
+    Raises:
+        CheckpointError: listing what is missing.
+    """
+    with known_form("torch.distributed.checkpoint", folder.path):
+        unsound = [problem for name, tensor in folder.tensors.items() for problem in _unsound(name, tensor)]
+    if all_problems := [*problems, *unsound, *_missing_files(folder)]:
+        raise CheckpointError("A DCP folder is not whole", where=folder.path, found=listed(all_problems, "problem"))
     return folder
 
 
@@ -169,7 +193,7 @@ def _no_folder(path: Path) -> CheckpointError:
 def _metadata(file: Path) -> Mapping[str, Any]:
     """Return the attributes of the metadata in a file."""
     try:
-        return attributes_of(unpickle_records(read_regular(file, limit_bytes=_MOST_METADATA_BYTES)))
+        return attributes_of(unpickle_records(read_regular(file, limit_bytes=MOST_METADATA_BYTES)))
     except OSError as error:
         raise failed_read("A DCP metadata file cannot be read", error, where=file) from error
     except ForeignClass as error:
@@ -222,7 +246,6 @@ def _described(path: Path, metadata: Mapping[str, Any]) -> tuple[DcpFolder, list
             if not isinstance(dtype, torch.dtype):
                 raise TypeError(f"{shown(dtype)} as a dtype")
             tensors[name] = DcpTensor(shape, dtype, chunks)
-            problems += _unsound(name, tensors[name])
     return DcpFolder(path, tensors, values), problems
 
 

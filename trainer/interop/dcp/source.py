@@ -14,7 +14,8 @@ import torch
 from reprise.errors import CheckpointError, MismatchError, count_of
 from reprise.storage import shown
 from trainer.interop.dcp import export as dcp_export
-from trainer.interop.dcp.folder import DcpFolder, open_folder
+from trainer.interop.dcp.by_rank import open_any
+from trainer.interop.dcp.folder import DcpFolder
 from trainer.interop.dcp.names import STEP, LocatedKeys, is_numbered, locate, of_optimizer, possessive
 from trainer.interop.finite import require_finite
 from trainer.interop.formats import Format, ImportOptions, log_settings, one_step, require_moments
@@ -40,7 +41,7 @@ def read_source(path: Path, options: ImportOptions) -> StateSource:
         CheckpointError: if `path` is not such a folder, is damaged, or pickles are not trusted.
         MismatchError: if it holds another model.
     """
-    return source_of(open_folder(path, trust_pickle=options.trusts_pickle), options)
+    return source_of(open_any(path, options), options)
 
 
 def source_of(folder: DcpFolder, options: ImportOptions) -> StateSource:
@@ -144,4 +145,8 @@ def _shown(folder: DcpFolder, key: str) -> str | None:
         return None
 
 
-FORMAT = Format("a folder of torch.distributed.checkpoint (FSDP2, DDP, torchtitan)", read_source, dcp_export.write)
+FORMAT = Format(
+    "a folder of torch.distributed.checkpoint (FSDP2, DDP, torchtitan) or torch_checkpointing",
+    read_source,
+    dcp_export.write,
+)

@@ -280,7 +280,7 @@ def _weights_name(path: Path, table: Json) -> str:
         raise CheckpointError(
             "A folder holds parts of tensors by rank, which transformers opens before any other file",
             where=shards[0],
-            fix="Load it in transformers, and save it to another folder with save_pretrained on one rank.",
+            fix=f"Import it: reprise convert import dcp {path} RUN/checkpoints.",
         )
     names = [name for name in (SINGLE, INDEX) if is_file(path / name)]
     first = table.get("transformers_weights")

@@ -1,0 +1,157 @@
+"""Folders with a file for each rank: torch_checkpointing's, and those of transformers' sharded models."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from reprise.errors import CheckpointError
+from reprise.format import Box, Split, box_of_splits
+from reprise.storage import failed_read, is_file, is_file_name, matching, read_regular
+from reprise.tensors import canonical_name
+from trainer.interop.dcp.folder import (
+    METADATA,
+    MOST_METADATA_BYTES,
+    DcpFolder,
+    DcpTensor,
+    Held,
+    open_folder,
+    require_whole,
+)
+from trainer.interop.formats import ImportOptions, known_form, require_trust
+from trainer.interop.torch_file import read_torch_file, unpickle_records
+
+TABLE = "metadata.pkl"
+_VERSION = "2.0"
+_SHARDS = "shard-*-model-*-of-*.safetensors"
+_OFFSETS = "DCP_SHARDING_INFO"
+
+
+def open_any(path: Path, options: ImportOptions) -> DcpFolder:
+    """Open a folder of DCP, of torch_checkpointing, or of transformers' `save_pretrained(distributed_checkpoint=True)`.
+
+    transformers saves the optimizer with DCP, which may be in the same folder.
+
+    Raises:
+        CheckpointError: if `path` is not such a folder, is damaged, or its pickles are not trusted.
+    """
+    if is_file(path / TABLE):
+        require_trust(options, "torch_checkpointing", where=path)
+        with known_form("torch_checkpointing", path):
+            return require_whole(_of_torch_checkpointing(path))
+    shards = matching(path, _SHARDS)
+    if shards and not is_file(path / METADATA):
+        return require_whole(DcpFolder(path, _of_shards(shards), {}))
+    folder = open_folder(path, trust_pickle=options.trusts_pickle)
+    return require_whole(replace(folder, tensors={**folder.tensors, **_of_shards(shards)})) if shards else folder
+
+
+def _of_torch_checkpointing(path: Path) -> DcpFolder:
+    """Return the tensors that the table of all ranks describes, and the values of rank 0.
+
+    Source: `DistributedMetadata.to_dict`, torch_checkpointing 0.1.1. An item without a resharder is not in the table.
+    """
+    try:
+        table = unpickle_records(read_regular(path / TABLE, limit_bytes=MOST_METADATA_BYTES))
+    except OSError as error:
+        raise failed_read("A table of torch_checkpointing cannot be read", error, where=path / TABLE) from error
+    if table["version"] != _VERSION:
+        raise ValueError(f"version {table['version']}, not {_VERSION}")
+    tensors, values = dict[str, DcpTensor](), dict[str, Any]()
+    items: dict[str, Any] = {file.name.removesuffix("_0.pt"): {} for file in matching(path, "*_0.pt")}
+    for item, entry in {**items, **table["metadata"]}.items():
+        leaves = cache(partial(_leaves, path, item, entry.get("rank_to_layout_info", {})))
+        described = entry.get("nested_path_to_metadata", {})
+        for keys, groups in described.items():
+            path_in_item = tuple(json.loads(keys))
+            tensors[_joined(item, path_in_item)] = _tensor(path_in_item, groups, leaves)
+        values |= {name: leaf for keys, leaf in leaves(0).items() if (name := _joined(item, keys)) not in tensors}
+    return DcpFolder(path, tensors, values)
+
+
+def _tensor(
+    keys: tuple[str | int, ...], groups: Sequence[Any], leaves: Callable[[int], Mapping[Any, Held]]
+) -> DcpTensor:
+    """Return a tensor of the table.
+
+    Args:
+        keys: of the tensor in a file.
+        groups: for ranks of the same placement, the placement and the ranks.
+        leaves: returns the content of a rank's file by keys.
+    """
+    chunks = dict[Box, Held]()
+    for group in groups:
+        packed = group["sharding_metadata"]
+        if packed["type"] != "DTensorShardingMetadata":
+            raise ValueError(f"a tensor placed by {packed['type']}")
+        placed = packed["data"]
+        shape, dtype = tuple(placed["global_shape"]), getattr(torch, placed["dtype"].removeprefix("torch."))
+        for rank in group["ranks"]:
+            if (box := _box(shape, placed, rank)).numel:
+                chunks.setdefault(box, leaves(rank)[keys])
+    return DcpTensor(shape, dtype, chunks)
+
+
+def _box(shape: tuple[int, ...], placed: Mapping[str, Any], rank: int) -> Box:
+    """Return the box of a rank in a tensor."""
+    mesh, splits = placed["mesh_spec"], list[Split]()
+    at = mesh["mesh_data"].index(rank)
+    for size, placement in reversed([*zip(mesh["mesh_shape"], placed["placements"], strict=True)]):
+        at, index = divmod(at, size)
+        if placement["type"] != "Replicate":
+            splits.insert(0, Split(placement["dim"], index, size, placement.get("split_factor", 1)))
+    return box_of_splits(shape, splits)
+
+
+def _leaves(path: Path, item: str, layouts: Mapping[int, Any], rank: int) -> dict[tuple[str | int, ...], Held]:
+    """Return the content of a rank's file by keys; of DTensors, their local parts."""
+    import torch.distributed.tensor  # noqa: F401 (with it, torch's reader of weights admits DTensors)
+
+    logging.getLogger("torch.distributed.device_mesh").setLevel(logging.ERROR)  # it warns of each mesh without ranks
+    layout = layouts.get(rank) or {"file_path": f"{item}_{rank}.pt"}
+    name = layout["file_path"]
+    if not is_file_name(name) or not name.endswith(".pt"):
+        raise ValueError(f"{name[:200]} for {item} of rank {rank}, not a file of torch in the folder")
+
+    def walk(value: Any, keys: tuple[str | int, ...]) -> Iterator[tuple[tuple[str | int, ...], Held]]:
+        members = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else None
+        if members is None:
+            yield keys, Held(name, getattr(value, "_local_tensor", value))
+        for key, member in members or ():
+            yield from walk(member, (*keys, key))
+
+    return dict(walk(read_torch_file(path / name), ()))
+
+
+def _joined(item: str, keys: Sequence[object]) -> str:
+    return canonical_name(".".join(map(str, (item, *keys))))
+
+
+def _of_shards(files: Sequence[Path]) -> dict[str, DcpTensor]:
+    """Return the tensors in safetensors files of ranks, each of which states the offsets of its parts.
+
+    Source: `HuggingFaceStorageWriter(save_distributed=True)` of torch, which transformers 5.23 and 5.24 use.
+    """
+    parts = dict[str, dict[Box, Held]]()
+    for file in files:
+        try:
+            with known_form("transformers", file), safe_open(file, "pt") as content:
+                for name, info in json.loads((content.metadata() or {})[_OFFSETS]).items():
+                    tensor = content.get_tensor(name)
+                    box = Box(tuple(map(int, info["saved_offsets"])), tuple(tensor.shape))
+                    parts.setdefault(name, {})[box] = Held(file.name, tensor)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError("A file of safetensors cannot be read", where=file, found=str(error)) from error
+    tensors = dict[str, DcpTensor]()
+    for name, boxes in parts.items():
+        shape = tuple(map(max, zip(*(box.end for box in boxes), strict=True)))
+        tensors[name] = DcpTensor(shape, next(iter(boxes.values())).value.dtype, boxes)
+    return tensors
