@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from reprise.format import Branch, Lineage
+from reprise.format import Branch, Journal, Lineage
 from reprise.storage import FILE_SYSTEM
 from tests.fakes import iteration_record
 from trainer.metrics.run_log import RunLog
@@ -36,9 +36,9 @@ class LoggedRun:
         self.folder.mkdir(parents=True, exist_ok=True)
         path, lineage = self.folder / "run.json", Lineage((Branch("a1b2c3", 0),))
         if path.exists():
-            lineage = Lineage.from_bytes(path.read_bytes(), where=path)
+            lineage = Journal.from_bytes(path.read_bytes(), where=path).lineage
         further = (Branch(branch_id, iteration),) if branch_id else ()
-        path.write_bytes(Lineage((*lineage.branches, *further), lineage.parent).to_bytes())
+        path.write_bytes(Journal(Lineage((*lineage.branches, *further), lineage.parent)).to_bytes())
         self._log = RunLog(self.folder, train_iters=10_000, log_interval=10_000, mfu_scale=None)
         self._log.open(iteration, config)
 

@@ -65,7 +65,7 @@ trainer.record.resume_rules
 trainer.record.environment trainer.run.memory_needs trainer.metrics trainer.optim trainer.parallel \
     trainer.run.mirror trainer.run.random trainer.run.run_data trainer.record.run_record
 trainer.doctor trainer.follow trainer.publish trainer.report
-trainer.run.state
+trainer.run.state trainer.start.journal
 trainer.run.batch_loaders trainer.training.evaluate trainer.generate trainer.run.parallelize trainer.run.saves \
     trainer.training.step
 trainer.run.inputs

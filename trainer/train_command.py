@@ -35,9 +35,11 @@ from trainer.metrics.progress_bar import line_handler
 from trainer.run.memory_needs import out_of_memory, require_host_memory, require_memory
 
 if TYPE_CHECKING:
+    from reprise.stores import MirrorProcess
     from trainer.launch.process_group import Cluster
     from trainer.launch.signals import SignalHandler
-    from trainer.run.build import Run
+    from trainer.metrics.run_log import RunLog
+    from trainer.run.build import Course, Run
     from trainer.run.inputs import RunInputs
     from trainer.training.rewind import Rewind
 
@@ -212,17 +214,30 @@ def _train_from(
         start = decide(config, cluster, saves)
         times.end(Phase.load)
         keys = resolved.environment_keys
-        run = build(config, cluster, inputs=inputs, saves=saves, signals=signals, times=times, environment_keys=keys)
+        run = build(
+            config,
+            cluster,
+            inputs=inputs,
+            saves=saves,
+            signals=signals,
+            times=times,
+            control=None if rewind is None else rewind.control,
+            environment_keys=keys,
+        )
         times.end(Phase.build)
-        run = fill(run, start)
+        course = fill(run, start)
+        mirrors: tuple[MirrorProcess, ...] = ()
         if config.checkpoint.mirror is not None:
             from trainer.run.mirror import mirrored
 
-            mirrors = mirrored(config.checkpoint, cluster, is_stopped=run.control.is_signalled)
-            run = replace(run, mirrors=stack.enter_context(mirrors))
-        run = stack.enter_context(_logged(run, resolved.text, began_elsewhere=start.began_elsewhere))
+            is_stopped = run.control.is_signalled
+            mirrors = stack.enter_context(mirrored(config.checkpoint, cluster, is_stopped=is_stopped))
+        logs = stack.enter_context(_logged(run, course, resolved.text, began_elsewhere=start.began_elsewhere))
+        run = replace(run, course=course, mirrors=mirrors, logs=logs)
         times.end(Phase.load)
-        following = train(run if rewind is None else rewind.begun(run))
+        if rewind is not None:
+            rewind.begin(run)
+        following = train(run)
         if following is not None:
             for log in run.logs:
                 log.ended(run.state.progress.iteration, LaunchOutcome.rewound, f"because of {following.spike}")
@@ -230,13 +245,13 @@ def _train_from(
 
 
 @contextmanager
-def _logged(run: Run, config_text: str, *, began_elsewhere: bool) -> Iterator[Run]:
-    """Yield a run with its open log, on rank 0. It is closed at the end; an error only removes the progress bar."""
+def _logged(run: Run, course: Course, config_text: str, *, began_elsewhere: bool) -> Iterator[tuple[RunLog, ...]]:
+    """Yield the open log of a filled run, on rank 0. It is closed at the end; an error only removes its bar."""
     from trainer.metrics.launch_log import LaunchOutcome
     from trainer.run.build import build_log, launch_record
 
     if run.cluster.rank != 0:
-        yield run
+        yield ()
         return
     log, progress = build_log(run), run.state.progress
     try:
@@ -248,8 +263,8 @@ def _logged(run: Run, config_text: str, *, began_elsewhere: bool) -> Iterator[Ru
             age_s=run.start_times.age_s(),
         )
         if progress.iteration < run.train_iters:  # a finished run that is started again stays as it is
-            log.launched(run.cluster.nonce, progress.iteration, run.start_times.age_s(), launch_record(run))
-        yield replace(run, logs=(log,))
+            log.launched(run.cluster.nonce, progress.iteration, run.start_times.age_s(), launch_record(course))
+        yield (log,)
     except BaseException as error:
         if not isinstance(error, LockError):  # the folder is another job's by now
             log.ended(run.state.progress.iteration, LaunchOutcome.failed, repr(error)[:_MOST_REASON])

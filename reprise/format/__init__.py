@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from reprise.format.lineage import FRESH as FRESH
     from reprise.format.lineage import LINEAGE as LINEAGE
     from reprise.format.lineage import Branch as Branch
+    from reprise.format.lineage import Journal as Journal
     from reprise.format.lineage import Lineage as Lineage
     from reprise.format.lineage import Parent as Parent
     from reprise.format.lineage import newest_lineage as newest_lineage
@@ -54,7 +55,7 @@ _NAMES = {
     "format.layout": (
         "DEFAULT_FILE_BYTES FileLayout Layout Place TensorKind TensorSpec build_layout header_places model_index"
     ),
-    "format.lineage": "Branch FRESH LINEAGE Lineage Parent newest_lineage saved_lineage",
+    "format.lineage": "Branch FRESH Journal LINEAGE Lineage Parent newest_lineage saved_lineage",
     "format.manifest": "BLOCK_BYTES WrittenPiece digest_of",
     "format.mirror_record": "MirrorRule",
     "format.names": "ACCESSORIES ADAPTERS FORMAT HOST INDEX INTERIM MANIFEST STATE STILL_MIRRORED",

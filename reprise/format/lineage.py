@@ -111,19 +111,46 @@ class Lineage:
         parent = None if origin is None else Parent(run, integer(origin["iteration"]))
         return Lineage(branches, parent, tuple(map(_text, launch)))
 
+
+@dataclass(frozen=True, slots=True)
+class Journal:
+    """The content of a run's `run.json`, which each start writes, and each commit.
+
+    Args:
+        saved: the newest iteration saved for a resume; `FRESH` before the first save, None in a folder of local
+            checkpoints and in a file of an earlier version.
+    """
+
+    lineage: Lineage = Lineage()
+    saved: int | None = None
+
+    def record(self) -> Json:
+        """Return the JSON form."""
+        return {**self.lineage.record(), **({} if self.saved is None else {"saved": self.saved})}
+
+    @staticmethod
+    def from_record(table: Json) -> Journal:
+        """Return the journal in its JSON form.
+
+        Raises:
+            LookupError, TypeError, ValueError: if it is malformed.
+        """
+        saved = table.get("saved")
+        return Journal(Lineage.from_record(table), None if saved is None else _iteration(saved))
+
     def to_bytes(self) -> bytes:
         """Return the `run.json` bytes."""
         return json_file.sealed({"format": FORMAT, **self.record()})
 
     @staticmethod
-    def from_bytes(data: bytes, *, where: object) -> Lineage:
-        """Return the lineage in a `run.json`.
+    def from_bytes(data: bytes, *, where: object) -> Journal:
+        """Return the journal in a file.
 
         Raises:
             MismatchError: It has another format version.
             CheckpointError: It is damaged or malformed.
         """
-        return json_file.unsealed(data, Lineage.from_record, kind="record of a run", form=FORMAT, where=where)
+        return json_file.unsealed(data, Journal.from_record, kind="record of a run", form=FORMAT, where=where)
 
 
 def saved_lineage(state: Json, *, where: object) -> Lineage:

@@ -130,6 +130,8 @@ class SaveJob:
             self.snapshot.close()  # also where nothing was written: no step waits for it
             self._remove_earlier()
         if self._is_durable:  # on leaders alone
+            for note in self.contents.notes:
+                note()
             pinned = {attempt.iteration, *(() if local is None else local.copying.pinned)}
             expired, _ = decide_expired(attempt.folder, self.retention, pinned=pinned)
             delete(attempt.folder, expired, attempt=attempt.name, lock=self.lock)

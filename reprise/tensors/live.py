@@ -76,6 +76,8 @@ class Contents:
         is_own: whether the live tensors are copies without change until the end of the save.
         syncs: calls that make durable what no checkpoint may be newer than, such as a log. The rank that renames makes
             them on a background thread, beside the syncs before the rename; they raise nothing but OSError.
+        notes: calls after the commit, for a record of it. The ranks that rename make them on a background thread; they
+            raise nothing.
     """
 
     specs: tuple[TensorSpec, ...]
@@ -86,6 +88,7 @@ class Contents:
     constant: tuple[torch.Tensor, ...] = ()
     is_own: bool = False
     syncs: tuple[Callable[[], None], ...] = ()
+    notes: tuple[Callable[[], None], ...] = ()
 
     @property
     def has_optimizer(self) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 
 import trainer.start.fill
 from reprise.ranks import StoreChannel
-from reprise.storage import WEIGHTS, files, iteration_of
+from reprise.storage import WEIGHTS, Json, files, iteration_of
 from tests.crash.hosts import run_trainer
 from tests.harness import DEADLINE_S, around_iterations, started
 from trainer.run.build import Run
@@ -165,9 +165,9 @@ def train_until_killed(arguments: list[str]) -> None:
     at = told["at"] if rank == str(told["victim"]) else None
     killer = Killer(run, notes=run.with_name(f"notes{rank}"), at=at, when=told["when"])
     killer.install()
-    note, window = trainer.start.fill.note_lineage, list[int]()
+    note, window = trainer.start.fill.note_start, list[int]()
 
-    def noted(*arguments: Any, **keywords: Any) -> Run:
+    def noted(*arguments: Any, **keywords: Any) -> Json | None:
         window.append(len(killer.calls))
         return note(*arguments, **keywords)
 
@@ -175,7 +175,7 @@ def train_until_killed(arguments: list[str]) -> None:
         if iteration == 1:
             run.with_name("window").write_text(json.dumps([*window, len(killer.calls)]))
 
-    trainer.start.fill.note_lineage = noted
+    trainer.start.fill.note_start = noted
     around_iterations(before=begins)
     run_trainer([f"run.dir={run}", *arguments[1:]])
     run.with_name(f"calls{rank}").write_text(str(len(killer.calls)))

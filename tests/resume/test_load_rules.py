@@ -127,7 +127,7 @@ def test_a_run_is_named_by_its_own_folder(run: Path, tmp_path: Path, caplog: pyt
 def test_recorded_saves_alone_are_no_fresh_start(run: Path) -> None:
     for number in SAVED:
         shutil.rmtree(checkpoint(run, number))
-    refuse(run, names=["iteration 8", "metrics.jsonl", "checkpoint.load=none"])
+    refuse(run, names=["iteration 8", "run.json", "checkpoint.load=none"])
 
 
 def test_load_none_starts_afresh_and_keeps_what_was_there(run: Path, reference: Path) -> None:
@@ -275,7 +275,7 @@ def _logits_after_a_forward(arguments: list[str]) -> None:
     config = compose(arguments[1:])
     cluster = trainer_launch.start("cpu", deterministic=False)
     run = built(config, cluster)
-    windows = run.train_data.train_batch(0, 1)[0][:, :-1]
+    windows = run.course.train_data.train_batch(0, 1)[0][:, :-1]
     with torch.no_grad():
         run.state.parts[0].model(windows)
         run = filled(run)

@@ -18,8 +18,9 @@ import pytest
 
 import reprise
 from reprise.errors import MismatchError, TrainerError
-from reprise.format import MANIFEST, STATE, manifest
+from reprise.format import MANIFEST, STATE, Journal, manifest
 from reprise.format.manifest import FileEntry, digest_of
+from reprise.storage import TRACKER
 from tests.harness import ALL_CORES, TINY, all_files, checkpoint, curve, launch, run_ok
 from tests.messages import refused
 from tests.resume.starts import REFERENCE, start
@@ -186,11 +187,15 @@ def test_lost_records_and_lost_checkpoints_are_said_in_a_line(run: Path) -> None
     assert "names iteration 9, but the newest checkpoint is iter_0000008" in text
 
 
-def test_a_tracker_without_any_checkpoint_is_no_fresh_start(run: Path) -> None:
+@pytest.mark.parametrize("left", ["metrics", "tracker"])
+def test_saves_recorded_by_an_earlier_version_are_not_lost(run: Path, left: str) -> None:
+    """Its `run.json` names no save."""
     for number in (2, 4, 6, 8):
         shutil.rmtree(checkpoint(run, number))
-    (run / "metrics.jsonl").unlink()
-    refuse(run, names=("iter_0000008",), error=TrainerError)
+    path = run / "run.json"
+    path.write_bytes(Journal(Journal.from_bytes(path.read_bytes(), where=path).lineage).to_bytes())
+    (run / "metrics.jsonl" if left == "tracker" else run / "checkpoints" / TRACKER).unlink()
+    refuse(run, names=("iteration 8",), error=TrainerError)
     assert start(run, *REFERENCE, "checkpoint.load=none").state.progress.iteration == 0
 
 

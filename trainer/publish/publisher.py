@@ -13,7 +13,7 @@ from itertools import islice
 from pathlib import Path
 
 from reprise.errors import DataError, LockError
-from reprise.format import Lineage
+from reprise.format import Journal
 from reprise.storage import (
     Files,
     Json,
@@ -213,7 +213,7 @@ def read_branches(run: Path) -> Branches:
     """
     path = run / "run.json"
     try:
-        lineage = Lineage.from_bytes(read_regular(path, limit_bytes=json_file.MAX_BYTES), where=path)
+        lineage = Journal.from_bytes(read_regular(path, limit_bytes=json_file.MAX_BYTES), where=path).lineage
     except FileNotFoundError:
         return []
     return [(branch.id, branch.began_at) for branch in lineage.branches]

@@ -54,15 +54,28 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """A run after it is built: its state, data, outputs, and control.
-
-    It never changes. `start.fill` returns a copy with the schedule, data and description of the source of its tensors.
+class Course:
+    """What the source of a run's tensors has a say in.
 
     Args:
+        description: the record of the run in its checkpoints.
+        saved_config: the `run_config.json` of its checkpoints; rank 0 alone knows the commit.
+    """
+
+    schedule: Schedule
+    train_data: BatchLoader
+    description: Json
+    saved_config: Json
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A run: its state, data, outputs, and control. It never changes.
+
+    Args:
+        course: of its command, until `start.fill` has found that of its source.
         model_files: the JSON files of a checkpoint by which transformers or PEFT opens it, by name.
         tokenizer: the tokenizer files of a checkpoint by name, on rank 0; empty without a tokenizer or without saves.
-        saved_config: the `run_config.json` of its checkpoints; rank 0 alone knows the commit.
         spikes: looks for spikes; empty for a run that does not.
         logs: the log of rank 0 once it is open.
         mirrors: the process that uploads checkpoints, on the first rank of each host with a mirror.
@@ -71,19 +84,16 @@ class Run:
     config: Config
     cluster: Cluster
     state: TrainerState
-    schedule: Schedule
+    course: Course
     context: ParallelContext
     batch_schedule: BatchSchedule
-    train_data: BatchLoader
     valid_data: ValidData
     sampler: Sampler
     saves: Saves
     restorer: Restorer
     control: RunControl
-    description: Json
     model_files: Mapping[str, Json]
     tokenizer: Mapping[str, bytes]
-    saved_config: Json
     own_time: OwnTime
     profiler: Profiler
     start_times: StartTimes
@@ -112,6 +122,7 @@ def build(
     saves: Saves,
     signals: SignalHandler | None = None,
     times: StartTimes | None = None,
+    control: RunControl | None = None,
     environment_keys: Collection[str] = (),
 ) -> Run:
     """Build a run. Collective.
@@ -121,6 +132,7 @@ def build(
         saves: the targets of the configuration.
         signals: the signal handler; None for none.
         times: of this start; None begins now.
+        control: of a run that goes on in another start; None for a new one.
         environment_keys: dotted keys whose values come from the environment, which no checkpoint carries.
     """
     topology = topology_of(config, cluster.world_size)
@@ -129,26 +141,26 @@ def build(
     stages = build_models(config, cluster.device, topology=topology, mesh=mesh)
     state = _build_state(config, stages, build_grid(topology, mesh))
     environment = joint_environment(environment_record(config, cluster.device, cluster.threads), cluster)
+    document = run_config(config, with_commit=cluster.rank == 0 and save_folder(config.checkpoint) is not None)
     return Run(
         config=config,
         cluster=cluster,
         state=state,
-        schedule=schedule,
+        course=Course(
+            schedule,
+            inputs.train_data,
+            _describe(config, schedule, topology, inputs.data, environment),
+            saved.without_keys(document, environment_keys),
+        ),
         context=build_context(config, state, topology=topology, mesh=mesh, cluster=cluster),
         batch_schedule=batch_schedule_of(config.train),
-        train_data=inputs.train_data,
         valid_data=inputs.valid_data,
         sampler=inputs.sampler,
         saves=saves,
         restorer=Restorer(cluster.channel, nonce=cluster.nonce, files=saves.files, local=saves.host_folders),
-        control=_build_control(config, cluster, signals),
-        description=_describe(config, schedule, topology, inputs.data, environment),
+        control=control or _build_control(config, cluster, signals),
         model_files=model_documents(config.model),
         tokenizer=inputs.tokenizer,
-        saved_config=saved.without_keys(
-            run_config(config, with_commit=cluster.rank == 0 and save_folder(config.checkpoint) is not None),
-            environment_keys,
-        ),
         own_time=OwnTime(cluster.device),
         profiler=Profiler(
             Path(config.run.dir),
@@ -231,9 +243,9 @@ def _build_control(config: Config, cluster: Cluster, signals: SignalHandler | No
     return RunControl(rules, signals, rank=cluster.rank, folder=save_folder(section))
 
 
-def launch_record(run: Run) -> Json:
+def launch_record(course: Course) -> Json:
     """Return the description of a launch: its topology, settings, environment and software, and rank 0's host."""
-    saved_config, description = run.saved_config, run.description
+    saved_config, description = course.saved_config, course.description
     return {
         "host": platform.node(),
         "topology": description["topology"],

@@ -19,7 +19,6 @@ from reprise.format import Lineage
 from reprise.loading import LoadSource
 from reprise.saving import Checkpointer, Retention, SavePolicy, SaveReport, SaveResults
 from reprise.storage import WEIGHTS, CheckpointFolder, Document, Files, is_dir, iteration_of
-from reprise.storage import named_iteration as folder_iteration
 from reprise.stores import is_stored, location
 from trainer.config import terms
 from trainer.config.checkpoint import CheckpointSection
@@ -80,12 +79,17 @@ class SaveTarget:
         return self.moments.get(moment, self.is_scheduled(iteration))
 
     def save(
-        self, state: TrainerState, documents: Mapping[str, Document], syncs: tuple[Callable[[], None], ...] = ()
+        self,
+        state: TrainerState,
+        documents: Mapping[str, Document],
+        *,
+        syncs: tuple[Callable[[], None], ...] = (),
+        notes: tuple[Callable[[], None], ...] = (),
     ) -> SaveReport | None:
-        """Save the current state with these files; see `Checkpointer.save` and `Contents.syncs`."""
+        """Save the current state with these files; see `Checkpointer.save` and `Contents`."""
         iteration = state.progress.iteration
         with_optimizer = self.has_optimizer(iteration)
-        contents = state.contents({**documents, **self.files}, with_optimizer=with_optimizer, syncs=syncs)
+        contents = state.contents({**documents, **self.files}, with_optimizer=with_optimizer, syncs=syncs, notes=notes)
         return self.saver.save(iteration, contents)
 
 
@@ -146,11 +150,6 @@ class Saves:
         # No load accepts what is no folder.
         shared = [] if self.shared is None else [*self.shared.committed(), *self.shared.non_folders()]
         return shared if self.local is None else [*shared, *self.local.folders.iterations]
-
-    def superseded(self) -> set[int | None]:
-        """Return the iterations the run has given up. Rank 0 only."""
-        given_up = set() if self.local is None else self.local.folders.given_up
-        return {*given_up, *(folder_iteration(path.name) for folder in self.folders for path in folder.superseded())}
 
     @property
     def main(self) -> SaveResults:

@@ -120,11 +120,13 @@ class TrainerState:
         *,
         with_optimizer: bool,
         syncs: tuple[Callable[[], None], ...] = (),
+        notes: tuple[Callable[[], None], ...] = (),
     ) -> Contents:
         """Return the contents of a checkpoint. `specs` and `live` are the same objects until a tensor moves.
 
         Args:
             syncs: see `Contents`.
+            notes: see `Contents`.
         """
         optimizers = tuple(part.optimizer for part in self.parts)
         self.finish_averages()
@@ -138,7 +140,7 @@ class TrainerState:
             self._enumerated[with_optimizer] = enumerated
         constant = tuple(p for part in self.parts for p in part.model.parameters() if not p.requires_grad)
         specs, live, names = enumerated.specs, enumerated.live, enumerated.aliases
-        return Contents(specs, live, names, documents, optimizers, constant, syncs=syncs)
+        return Contents(specs, live, names, documents, optimizers, constant, syncs=syncs, notes=notes)
 
 
 def build_part(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,8 +29,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
-def with_base(run: Run, start: Start) -> Run:
-    """Load the weights beneath the adapters, and return the run with their identity in its description. Collective.
+def load_base(run: Run, start: Start) -> Json:
+    """Load the weights beneath the adapters, and return their identity for the run's description. Collective.
 
     They are those of `checkpoint.base`, or of `checkpoint.load` with `finetune`. Their identity is a digest and no
     path: of the manifest of a checkpoint, or of the files of another program.
@@ -58,7 +57,7 @@ def with_base(run: Run, start: Start) -> Run:
         CheckpointSection(finetune=True, verify=section.verify),
         partial(_refuse, run),
     )
-    return replace(run, description={**run.description, "base": source.fill(run, part).identity})
+    return source.fill(run, part).identity
 
 
 def _source(section: CheckpointSection, choice: Json) -> TensorSource:
@@ -120,7 +119,7 @@ def _chooser(run: Run, source: LoadSource, local: HostFolders | None = None) -> 
 def _refuse(run: Run, checkpoint: Checkpoint) -> None:
     """Refuse a base of another model, and log the allowed differences. Opens no tensor file."""
     refuse_adapters(checkpoint, fix="Set checkpoint.base to the weights that they were trained on, or to merged ones.")
-    current = {**run.description, "model": run_record.model_record(base_of(run.config.model))}
+    current = {**run.course.description, "model": run_record.model_record(base_of(run.config.model))}
     rules = [rule for rule in resume_rules.weight_rules() if rule.field.startswith("model")]
     lines = settle(
         differences(checkpoint.state, current, rules),

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum, auto
 from pathlib import Path
 
 from reprise.errors import CheckpointError, MismatchError
-from reprise.format import ADAPTERS, FRESH, MANIFEST, Lineage
+from reprise.format import ADAPTERS, FRESH, MANIFEST, Journal, Lineage
 from reprise.loading import LoadSource
-from reprise.storage import TRACKER, CheckpointFolder, Json, Patience, exists, failed_read, is_file
+from reprise.storage import CheckpointFolder, Json, Patience, exists, failed_read, is_file
 from reprise.stores import files_of, is_stored, location
 from trainer.config import terms
 from trainer.config.checkpoint import CheckpointSection
@@ -24,17 +25,78 @@ from trainer.interop.llmc import WEIGHTS, foreign
 from trainer.interop.megatron.refuse import refuse_megatron
 from trainer.interop.start import WeightsKind
 from trainer.launch.process_group import Cluster
+from trainer.metrics.json_lines import METRICS
 from trainer.metrics.jsonl_file import last_recorded_iteration, last_saved_iteration
 from trainer.record.resume_rules import flattened
 from trainer.run.saves import Saves
 from trainer.start.identity import find_lineage, find_restart, saved_lineages
+from trainer.start.journal import RUN_FILE, newest_saved
 from trainer.start.source import Checkpoints, InitialValues, TensorSource, weights_of
 
 _log = logging.getLogger(__name__)
 
-# The kind of source of a run that resumes from its own checkpoints although its command names another beginning.
-_OWN = "own"
 _SECTIONS_OF_NUMBERS = ("model", "data", "train", "optimizer", "schedule")
+
+
+class Origin(Enum):
+    """Where a run goes on from, or begins."""
+
+    initial = auto()  # initial values
+    base = auto()  # initial adapters on a base that is loaded for itself
+    named = auto()  # what `checkpoint.load` names
+    newest = auto()  # its own newest checkpoint, as its command says
+    own = auto()  # the same, although its command names another beginning
+
+
+@dataclass(frozen=True, slots=True)
+class Past:
+    """What stands in a run's folders before a start, and what its command finds there.
+
+    Args:
+        journal: its lineage, and its newest save.
+        committed: the iterations a start could resume from.
+        given_up: those of them that a later branch of the run has given up, where the last began from initial values.
+        trained: the last iteration in `metrics.jsonl`, or None.
+        logged: the last save there, or None.
+        settings: of the launch that trained it, by key.
+        source: the path named by `checkpoint.load`, or None.
+        is_inside: whether that path lies in the run's own folder.
+        is_restarted: whether the launcher has restarted this launch after it saved.
+    """
+
+    journal: Journal
+    committed: Sequence[int] = ()
+    given_up: Sequence[int] = ()
+    trained: int | None = None
+    logged: int | None = None
+    settings: Mapping[str, object] = field(default_factory=dict)
+    source: Path | None = None
+    is_inside: bool = False
+    is_restarted: bool = False
+
+    @property
+    def begins_again(self) -> bool:
+        """Return whether a fresh start has given up all that is here, and ended before it trained."""
+        branches = self.journal.lineage.branches
+        if len(branches) < 2 or branches[-1].began_at != FRESH or self.journal.saved != FRESH:
+            return False
+        if self.committed:
+            return sorted(self.committed) == sorted(self.given_up)
+        return self.logged is not None  # else the lines, if any, are those of the fresh start
+
+
+@dataclass(frozen=True, slots=True)
+class StartChoice:
+    """The origin of a start.
+
+    Args:
+        line: of the log; empty for none.
+        mirror_fix: the remedy if the mirror of what must be a new run has checkpoints; None for a run that goes on.
+    """
+
+    origin: Origin
+    line: str = ""
+    mirror_fix: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +108,14 @@ class Start:
         section: the settings of the load. Those of a beginning (`ckpt_step`, `finetune`, `no_load_optim`) do not apply
             when a run resumes from its own checkpoint although its command names its first source. With `no_save_optim`
             its own checkpoints have no optimizer, and `no_load_optim` applies.
-        lineage: of the run until now.
+        journal: of the run until now.
         began_elsewhere: whether the iterations until now may be another run's; this run has no records of them then.
         keeps_weights: whether the weights saved before are this run's.
     """
 
     source: TensorSource
     section: CheckpointSection
-    lineage: Lineage
+    journal: Journal
     began_elsewhere: bool
     keeps_weights: bool
 
@@ -68,22 +130,23 @@ def decide(config: Config, cluster: Cluster, saves: Saves) -> Start:
     section = config.checkpoint
     is_restarted = section.is_directed and find_restart(cluster, saves)
 
-    def choose() -> Json:
+    def find() -> Json:
         try:
-            return Patience().retry(lambda: _choose(config, saves, lineage, is_restarted=is_restarted))
+            return Patience().retry(lambda: _find(config, saves, lineage, is_restarted=is_restarted))
         except OSError as error:
             raise failed_read(
                 "A path cannot be read", error, where=section.load, fix="Correct checkpoint.load."
             ) from error
 
-    choice: Json = cluster.channel.from_first("start", choose)
-    goes_on = choice.get("kind") == _OWN
+    answer: Json = cluster.channel.from_first("start", find)
+    origin, choice = Origin[answer["origin"]], answer["source"]
+    goes_on = origin is Origin.own
     if goes_on:
         no_load_optim = section.no_load_optim and section.no_save_optim
         section = replace(section, finetune=False, no_load_optim=no_load_optim, ckpt_step=None)
-    is_own = bool(choice) and (goes_on or section.load == "auto")
+    is_own = origin in (Origin.own, Origin.newest)
     source: TensorSource = InitialValues()
-    if choice.get("kind") in (_OWN, "checkpoint"):
+    if choice.get("kind") == "checkpoint":
         folder = LoadSource(location(choice["path"]), section.ckpt_step, terms.LOAD, lineage if is_own else None)
         source = Checkpoints(folder, section.loads_weights_alone, is_own)
     elif choice:
@@ -93,7 +156,7 @@ def decide(config: Config, cluster: Cluster, saves: Saves) -> Start:
     return Start(
         source,
         section,
-        lineage,
+        Journal(lineage, answer["saved"]),
         began_elsewhere=(section.finetune if not choice else not goes_on)
         if section.load != "auto"
         else isinstance(source, Checkpoints) and not lineage.branches,  # of an import: a run's own launch records one
@@ -166,43 +229,77 @@ def _keeps_weights(config: Config, source: TensorSource, section: CheckpointSect
     return run_folder.resolve() in (path, *path.parents)
 
 
-def _choose(config: Config, saves: Saves, lineage: Lineage, *, is_restarted: bool) -> Json:
-    """Return the kind and the path of the source; empty for a fresh start. Rank 0 only.
+def _find(config: Config, saves: Saves, lineage: Lineage, *, is_restarted: bool) -> Json:
+    """Return the origin of a start, the kind and path of its source, and the newest save on record. Rank 0 only."""
+    section, folder = config.checkpoint, Path(config.run.dir)
+    past = Past(Journal(lineage, newest_saved(folder, saves.shared)), is_restarted=is_restarted)
+    if not is_restarted and section.load != "none":
+        past = _look(config, saves, past)
+    decision, source = choose(past, config), {}
+    if decision.mirror_fix is not None:
+        _refuse_mirror(section, fix=decision.mirror_fix)
+    if decision.line:
+        _log.log(logging.INFO if decision.origin is Origin.own else logging.WARNING, decision.line)
+    if decision.origin in (Origin.own, Origin.newest):
+        source = {"kind": "checkpoint", "path": str(save_folder(section))}
+    elif decision.origin is Origin.named:
+        source = named_source(location(section.load), with_weights=not config.model.is_adapted)
+    return {"origin": decision.origin.name, "source": source, "saved": past.journal.saved}
+
+
+def _look(config: Config, saves: Saves, past: Past) -> Past:
+    """Return what stands in the folders of a run."""
+    section, metrics = config.checkpoint, Path(config.run.dir) / METRICS
+    lineage, committed, source, is_inside = past.journal.lineage, saves.iterations(), None, False
+    if section.load != "auto":
+        source, run_folder = location(section.load), save_folder(section)
+        if not is_stored(source):  # a run with checkpoints of its own goes on while the store is away
+            source = LoadSource.named(source).path
+        is_inside = run_folder is not None and run_folder.resolve() in (source.resolve(), *source.resolve().parents)
+    given_up = []
+    if committed and saves.shared is not None and lineage.branches and lineage.branches[-1].began_at == FRESH:
+        saved = saved_lineages(saves.shared)
+        given_up = [n for n, branch in saved if branch.run == lineage.run and not lineage.admits(branch, n)]
+    trained = last_recorded_iteration(metrics)
+    settings = {} if trained is None else flattened(read_resolved(metrics.with_name("config.yaml"))[0])
+    return replace(
+        past,
+        committed=committed,
+        given_up=given_up,
+        trained=trained,
+        logged=last_saved_iteration(metrics),
+        settings=settings,
+        source=source,
+        is_inside=is_inside,
+    )
+
+
+def choose(past: Past, config: Config) -> StartChoice:
+    """Return where a run goes on from, or begins. Pure.
 
     A path in `checkpoint.load` outside this run's own folder is the start of the run. With `finetune` so is a path
     inside it, such as imported weights. Once the run has its own checkpoint (beyond iteration 0 in the second case),
     the same command resumes from it. A launch restarted by its launcher after a committed checkpoint resumes from it
     with any command.
+
+    Raises:
+        CheckpointError: if checkpoints of the run are missing.
     """
-    section = config.checkpoint
-    run_folder = save_folder(section)
-    if is_restarted:
-        _log.info("this launch was restarted: it resumes from its own newest checkpoint")
-        return {"kind": _OWN, "path": str(run_folder)}
+    section, is_new = config.checkpoint, not past.journal.lineage.branches
+    if past.is_restarted:
+        return StartChoice(Origin.own, "this launch was restarted: it resumes from its own newest checkpoint")
     if section.load == "none":
-        if not lineage.branches:
-            _refuse_mirror(section, fix="Start over with another checkpoint.mirror.")
-        return {}
-    committed = saves.iterations()
-    begins_again = _begins_again(config, saves, lineage, committed)
-    if begins_again:
-        _log.warning("a start with checkpoint.load=none ended before it trained: the run begins again")
-        committed = []
+        return StartChoice(Origin.initial, "", "Start over with another checkpoint.mirror." if is_new else None)
+    committed, line = past.committed, ""
+    if past.begins_again:
+        committed, line = (), "a start with checkpoint.load=none ended before it trained: the run begins again"
     if section.load != "auto":
-        path = location(section.load)
-        if not is_stored(path):  # a run with checkpoints of its own goes on while the store is away
-            path = LoadSource.named(path).path
-        is_inside = run_folder is not None and run_folder.resolve() in (path.resolve(), *path.resolve().parents)
-        if section.finetune and any(committed) if is_inside else committed:
-            _log.info(f"this run began at {path} and resumes from its own checkpoints")
-            return {"kind": _OWN, "path": str(run_folder)}
-        if not lineage.branches:
-            _refuse_mirror(section, fix="Name another checkpoint.mirror: each run has a URL of its own.")
-        if config.model.is_adapted and section.base is None:
-            return {}  # the base, which is loaded for itself: the adapters begin
-        return named_source(location(section.load), with_weights=not config.model.is_adapted)
+        if section.finetune and any(committed) if past.is_inside else committed:
+            return StartChoice(Origin.own, f"this run began at {past.source} and resumes from its own checkpoints")
+        fix = "Name another checkpoint.mirror: each run has a URL of its own." if is_new else None
+        return StartChoice(Origin.base if config.model.is_adapted and section.base is None else Origin.named, line, fix)
     if committed:
-        return {"kind": "checkpoint", "path": str(run_folder)}
+        return StartChoice(Origin.newest)
     if section.ckpt_step is not None:
         raise CheckpointError(
             "The requested iteration was never saved",
@@ -211,53 +308,35 @@ def _choose(config: Config, saves: Saves, lineage: Lineage, *, is_restarted: boo
             found="no checkpoint",
             fix="Correct checkpoint.ckpt_step.",
         )
-    if not begins_again:
-        _refuse_lost_checkpoints(config, saves)
-    return {}
+    if line:
+        return StartChoice(Origin.initial, line)
+    _refuse_lost_checkpoints(past, config)
+    if past.trained is not None:  # by this command
+        line = f"the run ended at iteration {past.trained}, before its first save: it begins again"
+    url = section.mirror
+    return StartChoice(
+        Origin.initial, line, f"Name another checkpoint.mirror, and checkpoint.load={url} to go on from there."
+    )
 
 
-def _begins_again(config: Config, saves: Saves, lineage: Lineage, committed: Collection[int]) -> bool:
-    """Return whether the remains of the run were given up by a fresh start without an iteration of training.
-
-    Args:
-        committed: the iterations a start could resume from, except those the run has given up.
-    """
-    if len(lineage.branches) < 2 or lineage.branches[-1].began_at != FRESH:
-        return False
-    shared = saves.shared
-    if committed:
-        saved = () if shared is None else saved_lineages(shared)
-        given_up = [
-            number for number, branch in saved if branch.run == lineage.run and not lineage.admits(branch, number)
-        ]
-        return sorted(committed) == sorted(given_up)
-    if shared is not None and shared.tracker() is not None:  # a fresh start removes it first
-        return False
-    abandoned = saves.superseded()
-    last_saved = last_saved_iteration(Path(config.run.dir) / "metrics.jsonl")
-    return last_saved is not None and last_saved in abandoned  # else its lines are those of the fresh start
-
-
-def _refuse_lost_checkpoints(config: Config, saves: Saves) -> None:
-    """Refuse a fresh start if the records or the tracker show earlier checkpoints, or iterations of another beginning.
+def _refuse_lost_checkpoints(past: Past, config: Config) -> None:
+    """Refuse a fresh start of a run that has saved, or has trained iterations of another beginning.
 
     Iterations before the first save are trained again by the command that trained them.
     """
-    metrics, save, shared = Path(config.run.dir) / "metrics.jsonl", config.checkpoint.save, saves.shared
-    url = config.checkpoint.mirror
+    save, url = config.checkpoint.save, config.checkpoint.mirror
+    metrics, trained, saved = Path(config.run.dir) / METRICS, past.trained, past.journal.saved
     mirror = f"go on from the mirror with checkpoint.load={url} and another checkpoint.mirror, " if url else ""
-    trained, saved = last_recorded_iteration(metrics), last_saved_iteration(metrics)
-    tracked = None if shared is None else shared.tracker()
-    earlier = {} if trained is None else flattened(read_resolved(metrics.with_name("config.yaml"))[0])
-    if saved is not None or (trained is not None and not (saves.targets and _saves(earlier))):
+    has_saved = saved is not None and saved > FRESH
+    if has_saved or (trained is not None and not all(map(_saves, (flattened(sections_of(config)), past.settings)))):
         raise CheckpointError(
-            f"This run has recorded {'iterations' if saved is None else 'saves'} but no checkpoint is there",
-            where=metrics,
+            f"This run has recorded {'saves' if has_saved else 'iterations'} but no checkpoint is there",
+            where=metrics.with_name(RUN_FILE) if has_saved else metrics,
             expected=f"a checkpoint in {save}" if save else "a checkpoint, but checkpoint.save is null",
-            found=f"iteration {trained if saved is None else saved} as the last of them and no iter_ folder",
+            found=f"iteration {saved if has_saved else trained} as the last of them and no iter_ folder",
             fix=f"Mount or restore the checkpoints, {mirror}or start over with checkpoint.load=none.",
         )
-    if changes := _changes(earlier, config):
+    if changes := _changes(past.settings, config):
         raise CheckpointError(
             "This run has recorded iterations but no save, and its command has changed",
             where=metrics,
@@ -265,18 +344,6 @@ def _refuse_lost_checkpoints(config: Config, saves: Saves) -> None:
             found=f"there {', '.join(changes)}",
             fix="Repeat that command to begin again, or start over with checkpoint.load=none.",
         )
-    if shared is not None and tracked is not None:
-        raise CheckpointError(
-            "The tracker names a checkpoint, but there is none to continue from",
-            where=shared.root / TRACKER,
-            expected=f"the folder {shared.iteration(tracked).name}",
-            found="no iter_ folder",
-            fix=f"Restore the checkpoints, {mirror}or start over with checkpoint.load=none.",
-        )
-    fix = f"Name another checkpoint.mirror, and checkpoint.load={url} to go on from there."
-    _refuse_mirror(config.checkpoint, fix=fix)
-    if trained is not None:  # by this command
-        _log.warning("the run ended at iteration %d, before its first save: it begins again", trained)
 
 
 def _saves(settings: Mapping[str, object]) -> bool:

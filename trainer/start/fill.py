@@ -9,8 +9,9 @@ from functools import partial
 
 from models import families
 from reprise.errors import CheckpointError, MismatchError, TrainerError
+from reprise.format import FRESH, LINEAGE
 from reprise.loading import Checkpoint, open_checkpoint, read_file
-from reprise.storage import integer, json_file
+from reprise.storage import Json, integer, json_file
 from reprise.tensors import local_of
 from trainer.config.checkpoint import CheckpointSection
 from trainer.config.load_saved import own_command
@@ -23,29 +24,30 @@ from trainer.optim.table import optimizer_record, settings_record
 from trainer.record import resume_rules, run_record
 from trainer.record.data_origin import new_source_lines, origin_after, sources_in
 from trainer.record.resume_rules import Difference, differences, flattened, in_samples_of, settle
-from trainer.run.build import Run
+from trainer.run.build import Course, Run
 from trainer.schedules.lr import DecayStyle, Schedule
 from trainer.schedules.progress import Progress
-from trainer.start.base import with_base
+from trainer.start.base import load_base
 from trainer.start.decide import Start, require_batches
-from trainer.start.identity import note_lineage
+from trainer.start.identity import note_start
 from trainer.start.source import InitialValues, Part
 
 _log = logging.getLogger(__name__)
 
 
-def fill(run: Run, start: Start) -> Run:
-    """Fill the tensors of a run, and return it with its schedule, data and record from here on. Collective.
+def fill(run: Run, start: Start) -> Course:
+    """Fill the tensors of a run, and return its course from here on. Collective.
 
     Afterwards tied embeddings are a single tensor again, and newer checkpoints of this run are renamed to superseded.
 
     Raises:
         TrainerError: on every rank, before a byte is copied, if this run must not continue from the source.
     """
+    course, section, checkpoint = run.course, start.section, None
     if run.config.model.is_adapted:
-        run = with_base(run, start)
-    part = Part("", run.config.model, run.state.shards, start.section, partial(_refuse, run, start.section))
-    restored, checkpoint = start.source.fill(run, part).restored, None
+        course = replace(course, description={**course.description, "base": load_base(run, start)})
+    part = Part("", run.config.model, run.state.shards, section, partial(_refuse, run, section, course.description))
+    restored = start.source.fill(run, part).restored
     if restored is not None:
         checkpoint = restored.checkpoint
         for target in run.saves:
@@ -53,26 +55,28 @@ def fill(run: Run, start: Start) -> Run:
                 target.saver.loaded(restored)
         if restored.loaded_from:
             _find_in_shared(run, checkpoint)
-        if not start.section.finetune:
-            run = _resumed(run, checkpoint, start.section)
+        if not section.finetune:
+            course = _resumed(run, course, checkpoint, section)
     rebind(run)
     if run.state.averages:
-        _begin_averages(run, checkpoint, start.section)
-    is_first = isinstance(start.source, InitialValues) and not start.section.finetune
-    began_at = -1 if is_first else run.state.progress.iteration
-    run = note_lineage(run, start.lineage, checkpoint, began_at, is_own=start.source.is_own)
+        _begin_averages(run, checkpoint, section)
+    is_first = isinstance(start.source, InitialValues) and not section.finetune
+    began_at = FRESH if is_first else run.state.progress.iteration
+    saved = began_at if start.keeps_weights else FRESH
+    lineage = note_start(run, start.journal, checkpoint, began_at, is_own=start.source.is_own, saved=saved)
     run.saves.rewind(began_at, keeps_weights=start.keeps_weights)
-    return run
+    members = {} if lineage is None else {LINEAGE: lineage}
+    return replace(course, description={**course.description, **members})
 
 
-def _resumed(run: Run, checkpoint: Checkpoint, section: CheckpointSection) -> Run:
-    """Return the run where the checkpoint has it: its progress, its data and, if asked for, its schedule."""
+def _resumed(run: Run, course: Course, checkpoint: Checkpoint, section: CheckpointSection) -> Course:
+    """Set the progress of a run to the checkpoint's, and return its course there: its data and, if asked, schedule."""
     seq_length = run.config.train.seq_length
     progress = run_record.saved_progress(checkpoint.state, seq_length=seq_length, where=checkpoint.path)
     if not run.config.train.eval_interval:  # the saved run evaluated, this one does not
         progress = replace(progress, owes_evaluation=False)
     run.state.progress = progress
-    run = _with_data(run, checkpoint)
+    course = _with_data(run, course, checkpoint)
     for watch in run.spikes if SPIKES in checkpoint.state else ():
         try:
             watch.resume(checkpoint.state[SPIKES])
@@ -80,16 +84,16 @@ def _resumed(run: Run, checkpoint: Checkpoint, section: CheckpointSection) -> Ru
             raise CheckpointError(
                 "A state file has no valid record of spikes", where=checkpoint.path, found=repr(error)
             ) from error
-    return _with_schedule(run, checkpoint) if section.use_checkpoint_scheduler else run
+    return _with_schedule(run, course, checkpoint) if section.use_checkpoint_scheduler else course
 
 
-def _with_data(run: Run, checkpoint: Checkpoint) -> Run:
-    """Return the run with its training data at the checkpoint's positions, and log where new sources begin.
+def _with_data(run: Run, course: Course, checkpoint: Checkpoint) -> Course:
+    """Return the course with the training data at the checkpoint's positions, and log where new sources begin.
 
     The gaps of the checkpoint are behind the run, those of its command ahead. The origin of the data counts positions
     in place of samples.
     """
-    state, progress, data, description = checkpoint.state, run.state.progress, run.train_data, {**run.description}
+    state, progress, data, description = checkpoint.state, run.state.progress, course.train_data, {**course.description}
     requested, lines = parse_ranges(run.config.train.skip_samples), list[str]()
     if SKIPPED in state or requested.gaps:
         try:
@@ -114,11 +118,11 @@ def _with_data(run: Run, checkpoint: Checkpoint) -> Run:
     if origin is not None:
         data = data.starting_at(origin.position, origin.of(list(sources_in(description))))
         description["blend"] = origin.record()
-    return replace(run, train_data=data, description=description)
+    return replace(course, train_data=data, description=description)
 
 
-def _with_schedule(run: Run, checkpoint: Checkpoint) -> Run:
-    """Return the run with the learning-rate schedule and the optimizer's settings of a checkpoint."""
+def _with_schedule(run: Run, course: Course, checkpoint: Checkpoint) -> Course:
+    """Return the course with the learning-rate schedule and the optimizer's settings of a checkpoint."""
     state = in_samples_of(run.config.train.seq_length, checkpoint.state)
     schedule, section = run_record.saved_schedule(state, run.config.optimizer, where=checkpoint.path)
     for part in run.state.parts:
@@ -126,12 +130,12 @@ def _with_schedule(run: Run, checkpoint: Checkpoint) -> Run:
     record = {"schedule": state["schedule"], **settings_record(section)}
     record["optimizer"] = optimizer_record(run.config.model, section, run.state.frozen)
     values = saved_config(with_schedule(replace(run.config, optimizer=section), schedule))
-    sections = run.saved_config["config"] | {name: values[name] for name in ("schedule", "optimizer")}
+    sections = course.saved_config["config"] | {name: values[name] for name in ("schedule", "optimizer")}
     return replace(
-        run,
+        course,
         schedule=schedule,
-        description={**run.description, **record},
-        saved_config={**run.saved_config, "config": sections},
+        description={**course.description, **record},
+        saved_config={**course.saved_config, "config": sections},
     )
 
 
@@ -154,11 +158,11 @@ def _find_in_shared(run: Run, checkpoint: Checkpoint) -> None:
         run.saves.targets[0].saver.has_already(iteration, has_optimizer=has_it)
 
 
-def _refuse(run: Run, section: CheckpointSection, checkpoint: Checkpoint) -> None:
+def _refuse(run: Run, section: CheckpointSection, description: Json, checkpoint: Checkpoint) -> None:
     """Refuse a checkpoint of another run, and log the allowed differences. Opens no tensor file."""
-    changes = differences(*resume_rules.compared(checkpoint.state, run.description), resume_rules.rules_for(section))
+    changes = differences(*resume_rules.compared(checkpoint.state, description), resume_rules.rules_for(section))
     if not section.no_load_optim:
-        changes = resume_rules.with_same_bits(changes, checkpoint.state, run.description)
+        changes = resume_rules.with_same_bits(changes, checkpoint.state, description)
     otherwise = own_command(checkpoint, run.config.run) if changes else ""
     saved = _saved_settings(checkpoint) if changes else {}
     for line in settle(
@@ -184,11 +188,11 @@ def _refuse(run: Run, section: CheckpointSection, checkpoint: Checkpoint) -> Non
     if not section.finetune:
         length = run.config.train.seq_length
         progress = run_record.saved_progress(checkpoint.state, seq_length=length, where=checkpoint.path)
-        origin_after(checkpoint.state, run.description, progress, where=checkpoint.path)
+        origin_after(checkpoint.state, description, progress, where=checkpoint.path)
         samples = progress.consumed_samples
     if run.config.train.batch_schedule is not None:  # one size is checked before the ranks join
         require_batches(run.config, run.cluster.world_size, samples)
-    schedule = run.schedule
+    schedule = run.course.schedule
     if section.use_checkpoint_scheduler:
         state = in_samples_of(run.config.train.seq_length, checkpoint.state)
         schedule, _ = run_record.saved_schedule(state, run.config.optimizer, where=checkpoint.path)
@@ -207,7 +211,7 @@ def _saved_settings(checkpoint: Checkpoint) -> dict[str, object]:
 
 def _with_key(change: Difference, run: Run, saved: Mapping[str, object]) -> Difference:
     """Return a difference under the key that this command sets: of the data, with both paths; of the run's length."""
-    settings = flattened(run.saved_config["config"])
+    settings = flattened(run.course.saved_config["config"])
     if change.field == "data.fingerprint":
         keys = ("data.train", "data.path", "data.kind")
         key = next(key for key in keys if settings[key] is not None)

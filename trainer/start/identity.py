@@ -14,36 +14,29 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from reprise.errors import CheckpointError, MismatchError, TrainerError, UnreadableError
-from reprise.format import FRESH, LINEAGE, Branch, Lineage, Parent, newest_lineage, saved_lineage
+from reprise.format import FRESH, Branch, Journal, Lineage, Parent, newest_lineage, saved_lineage
 from reprise.loading import Checkpoint, open_checkpoint
 from reprise.ranks import StoreChannel
 from reprise.storage import (
     CheckpointFolder,
-    Files,
     Json,
-    atomic_output,
-    cannot_write,
-    failed_read,
-    is_damage,
     is_dir,
     is_file,
     json_file,
-    read_regular,
 )
 from trainer.config.derived import save_folder
 from trainer.config.schema import Config
-from trainer.config.terms import LOCAL, RUN
+from trainer.config.terms import LOCAL
 from trainer.launch.process_group import Cluster
-from trainer.metrics.jsonl_file import last_recorded_iteration, last_saved_iteration
+from trainer.metrics.jsonl_file import last_recorded_iteration
 from trainer.run.build import Run
 from trainer.run.saves import Saves
+from trainer.start.journal import RUN_FILE, read_journal, write_journal
 
 if TYPE_CHECKING:
     from reprise.local import HostFolders
 
 _log = logging.getLogger(__name__)
-
-RUN_FILE = "run.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +64,7 @@ def find_lineage(config: Config, channel: StoreChannel, saves: Saves) -> Lineage
     """
     folders, path, data = saves.host_folders, Path(config.run.dir) / RUN_FILE, b""
     if folders is None:
-        return _parsed(channel.from_first("lineage", lambda: _record(_read(path))))
+        return _parsed(channel.from_first("lineage", lambda: _record(read_journal(path).lineage)))
     with channel.agreed("lineage/read"):
         if folders.leads or channel.rank == 0:
             data = json.dumps(_host_table(path, folders)).encode()
@@ -88,11 +81,11 @@ def find_lineage(config: Config, channel: StoreChannel, saves: Saves) -> Lineage
 
 def _host_table(path: Path, folders: HostFolders) -> Json:
     """Return this rank's records: of the folder of the run and, on the leader of a host, of local checkpoints."""
-    table: Json = {"run": _record(_read(path)), "saved": []}
+    table: Json = {"run": _record(read_journal(path).lineage), "saved": []}
     if folders.leads:
         folder = folders.folder
         if is_dir(folder.root) and (folder.committed() or folder.partials() or folder.superseded()):
-            recorded = [_read(folder.root / RUN_FILE), _newest_saved(folder)]
+            recorded = [read_journal(folder.root / RUN_FILE).lineage, _newest_saved(folder)]
             table["saved"] = [_record(lineage) for lineage in recorded if lineage.branches] or [None]
     return table
 
@@ -153,77 +146,54 @@ def choose_lineage(
     return current
 
 
-def note_lineage(run: Run, lineage: Lineage, checkpoint: Checkpoint | None, began_at: int, *, is_own: bool) -> Run:
-    """Return a run with its lineage from here on, after recording it: newer checkpoints are left behind later.
+def note_start(
+    run: Run, journal: Journal, checkpoint: Checkpoint | None, began_at: int, *, is_own: bool, saved: int
+) -> Json | None:
+    """Record a start, and return the lineage from here on for the run's checkpoints; None for a run that saves nothing.
 
-    A new run gets an id, and a start from an older checkpoint begins a branch. A call of all ranks.
+    A new run gets an id, and a start from an older checkpoint begins a branch. Newer checkpoints are left behind later.
+    A call of all ranks.
 
     Args:
-        lineage: as read before the load.
+        journal: as read before the load.
         checkpoint: the source of the run, if any.
         is_own: whether `checkpoint` is the run's own.
+        saved: the newest iteration saved that this start leaves.
 
     Raises:
-        TrainerError: on every rank, if the lineage cannot be recorded.
+        TrainerError: on every rank, if it cannot be recorded.
     """
     channel, folders, folder = run.cluster.channel, run.saves.host_folders, Path(run.config.run.dir)
     if save_folder(run.config.checkpoint) is None:
-        return run
+        return None
 
     def note() -> Json:
-        current = _next(run, lineage, checkpoint, began_at, is_own=is_own)
+        current = _next(run, journal, checkpoint, began_at, is_own=is_own)
         if run.config.checkpoint.is_directed and (launch := run.cluster.launch).names:
             names = current.launch if set(launch.earlier) & set(current.launch) else ()
             current = replace(current, launch=tuple(dict.fromkeys((*names, *launch.names))))
-        _write(folder, current, run.saves.files)
-        return current.record()
+        following = Journal(current, saved)
+        write_journal(folder, following, run.saves.files)
+        return following.record()
 
-    record = channel.from_first("lineage/noted", note)
+    following = Journal.from_record(channel.from_first("lineage/noted", note))
     with channel.agreed("lineage/hosts noted"):
         if folders is not None and folders.leads:
-            lineage = Lineage.from_record(record)
-            _write(folders.folder.root, lineage, folders.folder.files, LOCAL.another)
+            write_journal(folders.folder.root, Journal(following.lineage), folders.folder.files, LOCAL.another)
             if run.saves.shared is None:  # each host may have a folder of the run, and be the first at the next start
-                _write(folder, lineage, run.saves.files)
-    return replace(run, description={**run.description, LINEAGE: record})
+                write_journal(folder, following, run.saves.files)
+    return following.lineage.record()
 
 
-def _next(run: Run, lineage: Lineage, checkpoint: Checkpoint | None, began_at: int, *, is_own: bool) -> Lineage:
+def _next(run: Run, journal: Journal, checkpoint: Checkpoint | None, began_at: int, *, is_own: bool) -> Lineage:
     saved = Lineage() if checkpoint is None else saved_lineage(checkpoint.state, where=checkpoint.path)
-    if is_own and saved.extends(lineage):
-        lineage = saved
+    lineage = saved if is_own and saved.extends(journal.lineage) else journal.lineage
     branch = Branch(secrets.token_hex(8), began_at)
     if not lineage.branches:
         parent = None if checkpoint is None or is_own else Parent(saved.run, checkpoint.iteration)
         return Lineage((branch if is_own else Branch(branch.id, FRESH),), parent)
-    return lineage.after_start(branch, newest_known=_newest_known(run))
-
-
-def _newest_known(run: Run) -> int:
-    """Return the newest iteration saved by the run on record, though perhaps not all of it is left."""
-    iterations = [FRESH, *run.saves.iterations()]
-    if run.saves.host_folders is not None:
-        recorded = last_saved_iteration(Path(run.config.run.dir) / "metrics.jsonl")
-        iterations += [] if recorded is None else [recorded]
-    return max(iterations)
-
-
-def _read(path: Path) -> Lineage:
-    """Return the lineage in a `run.json`; without branches if the file is missing, or damaged, which is logged.
-
-    Raises:
-        UnreadableError: if the file cannot be read at the moment.
-    """
-    try:
-        return Lineage.from_bytes(read_regular(path, limit_bytes=json_file.MAX_BYTES), where=path)
-    except OSError as error:
-        if not is_damage(error):
-            raise failed_read("The record of a run cannot be read", error, where=path) from error
-    except MismatchError:
-        raise
-    except CheckpointError as error:
-        _log.error("%s It is made anew from the checkpoints", error)
-    return Lineage()
+    saves = (journal.saved, *run.saves.iterations())  # perhaps not all of them are left
+    return lineage.after_start(branch, newest_known=max(FRESH if number is None else number for number in saves))
 
 
 def saved_lineages(folder: CheckpointFolder) -> Iterator[tuple[int, Lineage]]:
@@ -280,19 +250,6 @@ def _launch_of(folder: CheckpointFolder) -> Sequence[str]:
             fix="Delete it; the next start then follows checkpoint.load and checkpoint.ckpt_step.",
         )
     return names if iteration > began_at else ()
-
-
-def _write(folder: Path, lineage: Lineage, files: Files, another: str = RUN.another) -> None:
-    """Write a `run.json` durably, unless it is there already. Hosts with a shared folder may write at once."""
-    path, data = folder / RUN_FILE, lineage.to_bytes()
-    try:
-        if is_file(path) and path.read_bytes() == data:
-            return
-        folder.mkdir(parents=True, exist_ok=True)
-        with atomic_output(path, files, replaces=True) as partial:
-            files.write_whole(partial, data)
-    except OSError as error:
-        raise cannot_write(path, error, what="The record of a run", another=another) from error
 
 
 def _record(lineage: Lineage) -> Json | None:

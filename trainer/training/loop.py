@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 from typing import assert_never
 
 from reprise.errors import CheckpointError, LockError, ReplicaError, TrainerError
-from reprise.format import INTERIM, STATE
+from reprise.format import INTERIM, LINEAGE, STATE
 from reprise.saving import SaveReport
 from reprise.storage import Document
 from trainer.config.derived import save_folder, share_of
@@ -24,6 +26,7 @@ from trainer.run.build import Run
 from trainer.run.parallelize import check_tied_copies
 from trainer.run.random import dropout_key
 from trainer.run.saves import Moment, SaveTarget
+from trainer.start.journal import note_saved
 from trainer.training.evaluate import evaluate
 from trainer.training.rewind import Rewind, react
 from trainer.training.step import StepResult, train_step
@@ -152,14 +155,14 @@ def iterate(run: Run) -> StepResult:
     state, settings = run.state, run.config.train
     progress = state.progress
     iteration, size = progress.iteration + 1, run.batch_schedule.at(progress.consumed_samples)
-    numbers, share = run.train_data.numbers_of(size), share_of(run.config, run.cluster.world_size, size)
+    numbers, share = run.course.train_data.numbers_of(size), share_of(run.config, run.cluster.world_size, size)
     run.own_time.load = len(numbers) / share
     run.cluster.activity.begin("the data", iteration)
     with run.own_time.loading():
-        micro_batches = run.train_data.train_batch(progress.consumed_samples, settings.seed, size)
+        micro_batches = run.course.train_data.train_batch(progress.consumed_samples, settings.seed, size)
     run.cluster.activity.begin("the step", iteration)
     keys = [dropout_key(settings.seed, iteration, micro_batch=number) for number in numbers]
-    lr = run.schedule.at(iteration, progress.consumed_samples + size)
+    lr = run.course.schedule.at(iteration, progress.consumed_samples + size)
     result = train_step(
         state,
         micro_batches,
@@ -297,9 +300,12 @@ def _save_due(run: Run, moment: Moment, slowdown: Slowdown) -> list[SaveTarget]:
     if run.saves.targets[0] in due:
         run.control.saving()
         syncs = tuple(log.sync for log in run.logs)
+    folder, files = Path(run.config.run.dir), run.saves.files
+    note = partial(note_saved, folder, run.course.description.get(LINEAGE), files, iteration)
     for target in due:
         is_interim = moment is Moment.stopped and not target.is_scheduled(iteration)
-        report = target.save(run.state, _documents(run, is_interim=is_interim), syncs)
+        notes = (note,) if run.cluster.rank == 0 and target.has_state else ()
+        report = target.save(run.state, _documents(run, is_interim=is_interim), syncs=syncs, notes=notes)
         if report is not None:
             _record_saves(run, target, [report], slowdown)
     return due
@@ -307,20 +313,20 @@ def _save_due(run: Run, moment: Moment, slowdown: Slowdown) -> list[SaveTarget]:
 
 def _documents(run: Run, *, is_interim: bool = False) -> dict[str, Document]:
     """Return the files without tensors of a checkpoint of the current state."""
-    record = run.state.progress.state_record(_lr(run), run.description)
+    record = run.state.progress.state_record(_lr(run), run.course.description)
     for watch in run.spikes:
         record[SPIKES] = watch.record()
     return {
         **run.model_files,
         STATE: {**record, INTERIM: True} if is_interim else record,
-        RUN_CONFIG: run.saved_config,
+        RUN_CONFIG: run.course.saved_config,
         **run.tokenizer,
     }
 
 
 def _lr(run: Run) -> float:
     """Return the learning rate of the last iteration."""
-    return run.schedule.at(run.state.progress.iteration, run.state.progress.consumed_samples)
+    return run.course.schedule.at(run.state.progress.iteration, run.state.progress.consumed_samples)
 
 
 def _record_saves(run: Run, target: SaveTarget, reports: Sequence[SaveReport], slowdown: Slowdown) -> None:

@@ -59,13 +59,11 @@ class Rewind:
         skips = [*config.train.skip_samples, f"{self.gap[0]}-{self.gap[1]}"]
         return replace(config, checkpoint=source, train=replace(config.train, skip_samples=skips))
 
-    def begun(self, run: Run) -> Run:
-        """Return the run that has gone back, with what it keeps; log the rewind, unless an earlier launch has."""
+    def begin(self, run: Run) -> None:
+        """Tell a run that it has gone back; log the rewind, unless an earlier launch has."""
         for watch in run.spikes:
             watch.rewound = list(self.rewound)
-        if self.control is None:
-            return run
-        for log in run.logs:
+        for log in () if self.control is None else run.logs:
             abandoned = newest_side_file(Path(run.config.run.dir) / METRICS)
             members = {"from": self.spike.iteration, "skipped": list(self.gap), "abandoned": abandoned}
             text = (
@@ -74,7 +72,6 @@ class Rewind:
             )
             log.note(self.iteration, "rewind", members, text)
             log.rewound(self.iteration, self.record())
-        return replace(run, control=self.control)
 
     def record(self) -> Json:
         """Return the rewind for the record of launches."""
@@ -129,7 +126,7 @@ def react(run: Run, watch: SpikeWatch, spike: Spike) -> Rewind | None:
         return None
     key = f"spike/{run.cluster.nonce}/{spike.iteration}"
     iteration, count, saved = newest_before(run.saves, run.cluster.channel, key, spike.iteration)
-    positions = PositionMap.from_record(run.description.get(SKIPPED, []))
+    positions = PositionMap.from_record(run.course.description.get(SKIPPED, []))
     gap = positions.end(count), positions.end(run.state.progress.consumed_samples)
     rewound = (*watch.rewound, gap)
     if settings.on_spike is OnSpike.rewind and iteration >= 0 and len(rewound) <= settings.max_rewinds:

@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from reprise.errors import CheckpointError, MismatchError
+from reprise.format import FRESH, Branch, Journal, Lineage
 from reprise.ranks import StoreChannel, single_rank_channel
 from reprise.storage import FILE_SYSTEM
 from tests.fakes import all_ranks, run_ranks
 from tests.harness import TINY, built, compose, filled
 from tests.messages import refused, says
 from trainer.config.checkpoint import CheckpointSection
+from trainer.config.compose import sections_of
 from trainer.config.schema import Config
 from trainer.interop.start import WeightsKind, load_pretrained
 from trainer.launch.process_group import Cluster
 from trainer.launch.relaunch import Launch
+from trainer.record.resume_rules import flattened
 from trainer.run.saves import build_saves
-from trainer.start.decide import Start, decide
+from trainer.start.decide import Origin, Past, Start, choose, decide
+from trainer.start.journal import note_saved
 from trainer.start.source import Checkpoints, InitialValues
 from trainer.training.loop import train
 
@@ -51,6 +56,140 @@ def trained(run: Path, *overrides: str, launch: Launch = NEW) -> Path:
     return run / "checkpoints"
 
 
+ANEW = "checkpoint.load=none"
+RUN = Lineage((Branch("a", FRESH),))
+AFRESH = Lineage((*RUN.branches, Branch("b", FRESH)))
+REWOUND = Lineage((*RUN.branches, Branch("b", 4)))
+LOAD, TUNE, STEP = "checkpoint.load=/other", "checkpoint.finetune=true", "checkpoint.ckpt_step=4"
+NO_SAVES, MIRROR = "checkpoint.save=null", "checkpoint.mirror=s3://b/run"
+
+
+def past(lineage: Lineage = RUN, saved: int = FRESH, committed: tuple[int, ...] = (), **rest: Any) -> Past:
+    return Past(Journal(lineage, saved), committed, source=Path("/other"), **rest)
+
+
+def trained_by(*overrides: str, lineage: Lineage = RUN, **rest: Any) -> Past:
+    """Return the past of a command that has trained three iterations, and saved none."""
+    settings = flattened(sections_of(config_in(Path("run"), *overrides)))
+    return past(lineage, trained=3, settings=settings, **rest)
+
+
+WHAT_STANDS = {
+    "nothing": past(Lineage()),
+    "a start": past(),
+    "saves": past(saved=8, committed=(6, 8)),
+    "iteration 0": past(saved=0, committed=(0,), is_inside=True),
+    "its own weights": past(saved=8, committed=(0, 8), is_inside=True),
+    "lost saves": past(saved=8, trained=9, logged=8),
+    "lost saves of a rewound run": past(REWOUND, saved=4),
+    "a lost first save": past(saved=0),
+    "no save": trained_by(),
+    "no save, begun elsewhere": trained_by(LOAD),
+    "no save, by intent": trained_by(NO_SAVES),
+    "saves given up": past(AFRESH, committed=(8, 6), given_up=(6, 8), trained=9, logged=8),
+    "saves set aside": past(AFRESH, trained=9, logged=8),
+    "a fresh start's save": past(AFRESH, saved=2, committed=(2,)),
+    "a fresh start's save and older ones": past(AFRESH, committed=(2, 8), given_up=(8,)),
+    "a fresh start's lost saves": past(AFRESH, saved=2, trained=3, logged=2),
+    "a fresh start's iterations": trained_by(ANEW, lineage=AFRESH),
+    "a restart": past(saved=8, is_restarted=True),
+}
+AGAIN_LINE, OWN_LINE = "the run begins again", "resumes from its own"
+NEVER, LOST, CHANGED = "checkpoint.ckpt_step.", "run.json", "its command has changed"
+
+
+@pytest.mark.parametrize(
+    ("what", "command", "origin", "line"),
+    [
+        ("nothing", "", Origin.initial, ""),
+        ("nothing", ANEW, Origin.initial, ""),
+        ("nothing", LOAD, Origin.named, ""),
+        ("nothing", STEP, None, NEVER),
+        ("a start", "", Origin.initial, ""),
+        ("saves", "", Origin.newest, ""),
+        ("saves", STEP, Origin.newest, ""),
+        ("saves", ANEW, Origin.initial, ""),
+        ("saves", LOAD, Origin.own, OWN_LINE),
+        ("saves", f"{LOAD} {TUNE}", Origin.own, OWN_LINE),
+        ("iteration 0", "", Origin.newest, ""),
+        ("iteration 0", f"{LOAD} {TUNE}", Origin.named, ""),
+        ("its own weights", f"{LOAD} {TUNE}", Origin.own, OWN_LINE),
+        ("its own weights", LOAD, Origin.named, ""),
+        ("lost saves", "", None, LOST),
+        ("lost saves", STEP, None, NEVER),
+        ("lost saves", LOAD, Origin.named, ""),
+        ("lost saves", ANEW, Origin.initial, ""),
+        ("lost saves", NO_SAVES, None, "checkpoint.save is null"),
+        ("lost saves", MIRROR, None, "checkpoint.load=s3://b/run"),
+        ("lost saves of a rewound run", "", None, "iteration 4 as"),
+        ("a lost first save", "", None, "iteration 0 as"),
+        ("no save", "", Origin.initial, "iteration 3, before its first save"),
+        ("no save", "train.seed=7", None, "train.seed=1234"),
+        ("no save", NO_SAVES, None, "metrics.jsonl"),
+        ("no save", "logging.log_interval=7", Origin.initial, "before its first save"),
+        ("no save, begun elsewhere", "", None, "checkpoint.load=/other"),
+        ("no save, by intent", "", None, "metrics.jsonl"),
+        ("saves given up", "", Origin.initial, AGAIN_LINE),
+        ("saves given up", LOAD, Origin.named, AGAIN_LINE),
+        ("saves set aside", "", Origin.initial, AGAIN_LINE),
+        ("saves set aside", STEP, None, NEVER),
+        ("a fresh start's save", "", Origin.newest, ""),
+        ("a fresh start's save and older ones", "", Origin.newest, ""),
+        ("a fresh start's lost saves", "", None, LOST),
+        ("a fresh start's iterations", "train.seed=7", None, CHANGED),
+        ("a restart", ANEW, Origin.own, "this launch was restarted"),
+    ],
+)
+def test_what_stands_and_the_command_decide(what: str, command: str, origin: Origin | None, line: str) -> None:
+    config = config_in(Path("run"), *command.split())
+    if origin is None:
+        with refused(CheckpointError, line):
+            choose(WHAT_STANDS[what], config)
+        return
+    decision = choose(WHAT_STANDS[what], config)
+    assert decision.origin is origin
+    assert line in decision.line
+    assert bool(line) == bool(decision.line)
+
+
+@pytest.mark.parametrize(
+    ("what", "command", "is_claimed"),
+    [
+        ("nothing", "", True),
+        ("nothing", ANEW, True),
+        ("nothing", LOAD, True),
+        ("a start", "", True),
+        ("a start", ANEW, False),
+        ("a start", LOAD, False),
+        ("saves", "", False),
+        ("saves set aside", "", False),
+        ("a restart", "", False),
+    ],
+)
+def test_a_new_run_needs_an_empty_mirror(what: str, command: str, is_claimed: bool) -> None:
+    assert (choose(WHAT_STANDS[what], config_in(Path("run"), *command.split())).mirror_fix is not None) == is_claimed
+
+
+def journal_in(run: Path) -> Journal:
+    return Journal.from_bytes((run / "run.json").read_bytes(), where=run)
+
+
+def test_a_journal_has_the_last_commit_and_loses_those_given_up(tmp_path: Path) -> None:
+    run, interval = tmp_path / "run", "checkpoint.save_interval=1"
+    trained(run, interval)
+    first = journal_in(run)
+    assert (first.saved, len(first.lineage.branches)) == (2, 1)
+    result = filled(
+        built(config_in(run, "checkpoint.ckpt_step=1", "train.train_iters=2"), cluster_of(single_rank_channel()))
+    )
+    result.saves.close()
+    assert (journal_in(run).saved, len(journal_in(run).lineage.branches)) == (1, 2)
+    note_saved(run, first.lineage.record(), FILE_SYSTEM, 9)  # of a job that the run has left behind
+    assert journal_in(run).saved == 1
+    note_saved(run, journal_in(run).lineage.record(), FILE_SYSTEM, 9)
+    assert journal_in(run).saved == 9
+
+
 def test_a_new_run_begins_from_initial_values(tmp_path: Path) -> None:
     start = started(config_in(tmp_path / "run"))
     assert isinstance(start.source, InitialValues)
@@ -74,9 +213,6 @@ def test_settings_of_a_beginning_end_with_the_own_checkpoint(tmp_path: Path) -> 
     assert start.source.is_own
     assert not start.began_elsewhere
     assert not start.section.finetune
-
-
-ANEW = "checkpoint.load=none"
 
 
 def test_a_command_sets_where_a_run_begins_once_a_launch(tmp_path: Path) -> None:
@@ -121,7 +257,7 @@ def test_all_ranks_go_on_from_the_own_newest_checkpoint(tmp_path: Path) -> None:
     for start in starts:
         assert isinstance(start.source, Checkpoints)
         assert start.source.source.path == folder
-        assert start.source.source.lineage == start.lineage == starts[0].lineage != type(start.lineage)()
+        assert start.source.source.lineage == start.journal.lineage == starts[0].journal.lineage != Lineage()
         assert start.source.is_own
         assert start.keeps_weights
         assert not start.began_elsewhere

@@ -11,12 +11,10 @@ import pytest
 from reprise.errors import MismatchError
 from reprise.format import TensorKind
 from reprise.ranks import single_rank_channel
-from tests.harness import built
+from tests.harness import built, filled
 from tests.messages import refused
 from tests.unit.start.test_decide import cluster_of, config_in, trained
 from trainer.run.build import Run
-from trainer.start.decide import decide
-from trainer.start.fill import fill
 
 ABSENT = ("trainer.start.source.Fitting", "trainer.start.source.Fit.of", "trainer.run.state.finish_move")
 
@@ -34,14 +32,14 @@ def test_the_schedule_of_a_checkpoint_is_in_the_filled_run_alone(tmp_path: Path)
     overrides = (f"checkpoint.load={folder}", "checkpoint.use_checkpoint_scheduler=true", "train.train_iters=4")
     run = built(config_in(tmp_path / "run", *overrides), cluster_of(single_rank_channel()))
     with run.saves:
-        schedule, description, config = run.schedule, dict(run.description), dict(run.saved_config)
-        result = fill(run, decide(run.config, run.cluster, run.saves))
-    assert (run.schedule, run.description, run.saved_config) == (schedule, description, config)
-    assert result.schedule.lr == 0.5 != schedule.lr
-    assert result.description["schedule"]["lr"] == 0.5
-    assert result.saved_config["config"]["optimizer"]["lr"] == 0.5
+        schedule, description, config = run.course.schedule, dict(run.course.description), dict(run.course.saved_config)
+        result = filled(run)
+    assert (run.course.schedule, run.course.description, run.course.saved_config) == (schedule, description, config)
+    assert result.course.schedule.lr == 0.5 != schedule.lr
+    assert result.course.description["schedule"]["lr"] == 0.5
+    assert result.course.saved_config["config"]["optimizer"]["lr"] == 0.5
     assert result.state.progress.iteration == 2
-    assert "run" in result.description.keys() - description.keys()
+    assert "run" in result.course.description.keys() - description.keys()
 
 
 @pytest.mark.parametrize("averages", [False, True])
@@ -55,7 +53,7 @@ def test_a_resume_enters_neither_fits_nor_averages_it_lacks(
     for name in ABSENT:
         monkeypatch.setattr(name, lambda *_, name=name: entered.append(name))
     with run.saves:
-        assert fill(run, decide(run.config, run.cluster, run.saves)).state.progress.iteration == 2
+        assert filled(run).state.progress.iteration == 2
     assert {*entered} == ({ABSENT[2]} if averages else set())
 
 
@@ -66,7 +64,7 @@ def resumed(folder: Path, *overrides: str) -> Run:
     """Resume a run of two iterations in this process, and return it before its third."""
     run = built(config_in(folder, "train.train_iters=6", *overrides), cluster_of(single_rank_channel()))
     with run.saves:
-        return fill(run, decide(run.config, run.cluster, run.saves))
+        return filled(run)
 
 
 def test_a_finished_run_does_not_go_on_at_a_rate_of_zero(tmp_path: Path) -> None:
@@ -109,14 +107,14 @@ def test_an_extension_says_its_learning_rates(
     run = resumed(tmp_path / "run", *settings, *more)
     assert any(text.startswith(f"learning rate: {line}") for text in caplog.messages)
     first, last = (float(word) for word in line.split() if "e-" in word or "e+" in word)
-    assert (run.schedule.at(3, 0), run.schedule.at(6, 0)) == pytest.approx((first, last), rel=1e-3)
+    assert (run.course.schedule.at(3, 0), run.course.schedule.at(6, 0)) == pytest.approx((first, last), rel=1e-3)
 
 
 def test_a_constant_rate_goes_on_without_a_flag(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     trained(tmp_path / "run", "schedule.lr_decay_style=constant")
     caplog.clear()
     run = resumed(tmp_path / "run", "schedule.lr_decay_style=constant", "schedule.min_lr=0.0")
-    assert run.schedule.at(6, 0) == 1e-3
+    assert run.course.schedule.at(6, 0) == 1e-3
     assert "schedule" not in caplog.text
 
 
@@ -147,7 +145,7 @@ def test_an_older_checkpoint_leaves_no_moments_of_a_damaged_one(
     for tensor in moments.values():
         tensor.local.fill_(7.0)  # as the damaged one had them
     with run.saves:
-        fill(run, decide(run.config, run.cluster, run.saves))
+        filled(run)
     left = {name: tensor.local.abs().max().item() for name, tensor in moments.items() if frozen in name}
     assert set(left.values()) == {0.0}
     assert all(tensor.local.abs().max().item() != 7.0 for tensor in moments.values())

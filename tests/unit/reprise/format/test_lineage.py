@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reprise.errors import CheckpointError
-from reprise.format.lineage import FRESH, LINEAGE, Branch, Lineage, Parent, newest_lineage, saved_lineage
+from reprise.format.lineage import FRESH, LINEAGE, Branch, Journal, Lineage, Parent, newest_lineage, saved_lineage
 from reprise.local.parts import Parts, candidates
 from reprise.storage.json_file import Json
 from tests.messages import refused
@@ -40,8 +40,10 @@ def test_the_lineage_with_the_most_rewinds_is_the_newest() -> None:
 @pytest.mark.parametrize("lineage", [A, C, Lineage(A.branches, Parent("x", 7)), Lineage(A.branches, Parent(None, 0))])
 def test_a_record_is_read_as_it_was_written(lineage: Lineage) -> None:
     launched = replace(lineage, launch=("a", "b"))
-    assert Lineage.from_bytes(launched.to_bytes(), where="run.json").launch == ("a", "b")
-    assert Lineage.from_bytes(lineage.to_bytes(), where="run.json") == lineage
+    assert Journal.from_bytes(Journal(launched).to_bytes(), where="run.json").lineage.launch == ("a", "b")
+    for saved in (None, FRESH, 7):
+        journal = Journal(lineage, saved)
+        assert Journal.from_bytes(journal.to_bytes(), where="run.json") == journal
     assert saved_lineage({LINEAGE: lineage.record()}, where="state") == lineage
     assert saved_lineage({"iteration": 3}, where="state") == Lineage()
 

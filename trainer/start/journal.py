@@ -1,0 +1,90 @@
+"""The journal of a run, `run.json`: its lineage, and the newest iteration saved for a resume.
+
+Each start writes it, and so does each commit. A folder of local checkpoints has one without the saves.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from reprise.errors import CheckpointError, MismatchError, TrainerError
+from reprise.format import FRESH, Journal
+from reprise.storage import (
+    CheckpointFolder,
+    Files,
+    Json,
+    atomic_output,
+    cannot_write,
+    failed_read,
+    is_damage,
+    is_file,
+    json_file,
+    read_regular,
+)
+from trainer.config.terms import RUN
+from trainer.metrics.json_lines import METRICS
+from trainer.metrics.jsonl_file import last_saved_iteration
+
+_log = logging.getLogger(__name__)
+
+RUN_FILE = "run.json"
+
+
+def read_journal(path: Path) -> Journal:
+    """Return the journal in a `run.json`; an empty one if the file is missing, or damaged, which is logged.
+
+    Raises:
+        UnreadableError: if the file cannot be read at the moment.
+    """
+    try:
+        return Journal.from_bytes(read_regular(path, limit_bytes=json_file.MAX_BYTES), where=path)
+    except OSError as error:
+        if not is_damage(error):
+            raise failed_read("The record of a run cannot be read", error, where=path) from error
+    except MismatchError:
+        raise
+    except CheckpointError as error:
+        _log.error("%s It is made anew from the checkpoints", error)
+    return Journal()
+
+
+def newest_saved(folder: Path, shared: CheckpointFolder | None) -> int:
+    """Return the newest iteration saved by the run in a folder; of an earlier version, by its metrics or its tracker.
+
+    Args:
+        shared: the folder shared by all hosts.
+    """
+    saved = read_journal(folder / RUN_FILE).saved
+    if saved is None:
+        saved = last_saved_iteration(folder / METRICS)
+    if saved is None and shared is not None:
+        saved = shared.tracker()
+    return FRESH if saved is None else saved
+
+
+def write_journal(folder: Path, journal: Journal, files: Files, another: str = RUN.another) -> None:
+    """Write a `run.json` durably, unless it is there already. Hosts with a shared folder may write at once."""
+    path, data = folder / RUN_FILE, journal.to_bytes()
+    try:
+        if is_file(path) and path.read_bytes() == data:
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        with atomic_output(path, files, replaces=True) as partial:
+            files.write_whole(partial, data)
+    except OSError as error:
+        raise cannot_write(path, error, what="The record of a run", another=another) from error
+
+
+def note_saved(folder: Path, lineage: Json | None, files: Files, iteration: int) -> None:
+    """Record a commit, unless the run has gone on in another job. Any thread; a failure is logged alone.
+
+    Args:
+        lineage: of the run that has saved, in its JSON form.
+    """
+    try:
+        journal = read_journal(folder / RUN_FILE)
+        if journal.lineage.record() == lineage and (journal.saved is None or journal.saved < iteration):
+            write_journal(folder, Journal(journal.lineage, iteration), files)
+    except TrainerError as error:
+        _log.error("%s", error)
