@@ -186,12 +186,16 @@ def test_logs_are_durable_before_the_rename_or_nothing_is(tmp_path: Path) -> Non
     def fail() -> None:
         raise OSError(errno.EIO, "no disk")
 
+    def note() -> None:
+        assert (tmp_path / "iter_0000005").exists()
+        threads.append(threading.current_thread().name)
+
     with started(SavePolicy(tmp_path, async_save=True)) as checkpointer:
-        checkpointer.save(5, replace(contents(5), syncs=(sync, sync)))
-        checkpointer.save(6, replace(contents(6), syncs=(fail,)))
+        checkpointer.save(5, replace(contents(5), syncs=(sync, sync), notes=(note,)))
+        checkpointer.save(6, replace(contents(6), syncs=(fail,), notes=(note,)))
         checkpointer.wait()
         assert ["no disk" in str(report.error) for report in checkpointer.reports()] == [False, True]
-    assert [name.startswith("checkpoint") for name in threads] == [True, True]
+    assert [name.startswith("checkpoint") for name in threads] == [True, True, True]
     assert folders_in(tmp_path) == ["iter_0000005"]
 
 
