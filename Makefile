@@ -112,10 +112,10 @@ test-report: setup
 	PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/pip install --quiet --constraint constraints.txt playwright
 	$(BIN)/python -m pytest tests/browser
 
-# On a machine with a CUDA device, up to 9 minutes each. CUDA_PYTHON=python3 takes an interpreter that has what
+# On a machine with a CUDA device, some minutes each. CUDA_PYTHON=python3 takes an interpreter that has what
 # docs/benchmarks.md lists, and installs nothing.
 test-cuda: $(if $(CUDA_PYTHON),,setup)
-	$(or $(CUDA_PYTHON),$(BIN)/python) -m tests.cuda
+	$(or $(CUDA_PYTHON),$(BIN)/python) -m pytest -m cuda -rs --durations=0 $(if $(OUT),--junitxml="$(OUT)/test-cuda.xml") tests/cuda
 
 bench-cuda: $(if $(CUDA_PYTHON),,setup)
 	$(or $(CUDA_PYTHON),$(BIN)/python) -m scripts.bench cuda $(if $(GROUPS),--only "$(GROUPS)")

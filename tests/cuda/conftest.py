@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.cuda import limits, recorded
+from tests.cuda import recorded
 from tests.cuda.devices import ALL, SIMULATED
 
 
@@ -34,12 +34,6 @@ def _nothing_is_left(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator
         torch.cuda.empty_cache()
 
 
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Leave out the rest of the tests of a device after a while."""
-    if item.get_closest_marker("cuda") and (reason := limits.reason()):
-        pytest.skip(reason)
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip the tests of a CUDA device where there is none."""
     if torch.cuda.is_available():
@@ -47,29 +41,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("cuda"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device: torch.cuda.is_available() is false"))
-
-
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """Record which tests are to come."""
-    recorded.append({"collected": [item.nodeid for item in session.items]})
-
-
-def pytest_runtest_logstart(nodeid: str) -> None:
-    """Record which test begins."""
-    recorded.append({"begun": nodeid})
-
-
-def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Record the result of a test, and of the fixtures around it where they fail or skip."""
-    if report.when == "call" or not report.passed:
-        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else _last_line(report)
-        line = {"test": report.nodeid, "result": report.outcome, "seconds": round(report.duration, 1)}
-        recorded.append({**line, "reason": reason.removeprefix("Skipped: ")})
-
-
-def _last_line(report: pytest.TestReport) -> str:
-    crash = getattr(report.longrepr, "reprcrash", None)
-    return "" if crash is None else str(crash.message).partition("\n")[0][:200]
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -9,60 +9,26 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed import random_modules, random_states
-from tests.profiles import SEED
+from tests.distributed.random_programs import Case, case_of, try_cases
+from tests.profiles import SEED, nightly, slow
 from tests.states import differences
 
 
-def test_a_state_comes_back_or_its_key_is_named(tmp_path: Path) -> None:
-    cases = [random_states.case_of(5, number, ranks=2) for number in range(12)]
-    problems, outcomes = random_states.try_cases(cases, tmp_path)
+def test_a_program_goes_on_with_equal_bits_or_a_key_is_named(tmp_path: Path) -> None:
+    pairs = [(1, 2), (2, 1), (2, 2)]
+    sharded = [Case(f"4/{number}", "", pair, ("fsdp", "fsdp")) for number, pair in enumerate(pairs)]
+    cases = [*(case_of(3, n) for n in range(24)), *sharded, *(case_of(5, n, ranks=2) for n in range(18))]
+    problems, outcomes = try_cases(cases, tmp_path)
     assert problems == []
-    assert outcomes["equal"] >= 6, outcomes
+    assert outcomes["equal"] >= 24, outcomes
 
 
-def test_fresh_modules_go_on_with_equal_bits_or_name_a_key(tmp_path: Path) -> None:
-    problems, outcomes = random_modules.try_cases([random_modules.case_of(3, n) for n in range(30)], tmp_path)
-    assert problems == []
-    assert outcomes["equal"] >= 15, outcomes
-
-
-def test_shards_go_on_with_equal_bits_or_name_a_key(tmp_path: Path) -> None:
-    ranks = [(1, 2), (2, 1), (2, 2)]
-    sharded = [random_modules.Case(f"4/{number}", "", pair, is_sharded=True) for number, pair in enumerate(ranks)]
-    cases = [*sharded, *(random_modules.case_of(5, number, ranks=2) for number in range(6))]
-    problems, outcomes = random_modules.try_cases(cases, tmp_path)
-    assert problems == []
-    assert outcomes["equal"] >= 4, outcomes
-
-
-@pytest.mark.slow
+@pytest.mark.parametrize(("seed", "count"), [slow(28, 20), nightly(SEED, 300)])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_twenty_further_ones(tmp_path: Path, ranks: int) -> None:
-    try_cases(28, 20, ranks, tmp_path)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_three_hundred_of_every_installed_package(tmp_path: Path, ranks: int) -> None:
-    try_cases(SEED, 300, ranks, tmp_path)
-
-
-def try_cases(seed: int, count: int, ranks: int, folder: Path) -> None:
-    """Try so many states on up to so many ranks, and as many modules on one or two."""
-    states = [random_states.case_of(seed, number, ranks=ranks) for number in range(count)]
-    modules = [random_modules.case_of(seed, number, ranks=min(ranks, 2)) for number in range(count)]
-    for name, (problems, outcomes) in (
-        ("states", random_states.try_cases(states, _new(folder / "states"))),
-        ("modules", random_modules.try_cases(modules, _new(folder / "modules"))),
-    ):
-        print(name, dict(outcomes))
-        assert problems == []
-
-
-def _new(folder: Path) -> Path:
-    folder.mkdir()
-    return folder
+def test_further_ones_of_every_installed_package(tmp_path: Path, seed: int, count: int, ranks: int) -> None:
+    problems, outcomes = try_cases([case_of(seed, number, ranks=ranks) for number in range(2 * count)], tmp_path)
+    print(dict(outcomes))
+    assert problems == []
 
 
 @pytest.mark.parametrize(

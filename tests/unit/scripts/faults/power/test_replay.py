@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import os
-import random
-import shutil
 import struct
-import subprocess
 from pathlib import Path
 
 import pytest
 
-from scripts.faults.power.block_log import Entry, LogKind, encode, read
+from scripts.faults.power.block_log import Entry, LogKind, read
 from scripts.faults.power.logged_disk import LoggedDisk, Opcode, Request
-from scripts.faults.power.mounting import FILE_SYSTEMS, make, repair
 from scripts.faults.power.recording import Recording, StartDisk, saved_in
 from scripts.faults.power.replay import SECTOR_BYTES, PowerCut, Replay, Survival
-from scripts.faults.soak_power import cut_in_the_middle, lost, recorded_saves
+from scripts.faults.soak_power import lost
 
 PAGE = 4096
 DISK_NODE, SAID_NODE = 2, 3
@@ -43,14 +39,6 @@ def disk_after(log: list[Entry], cut: PowerCut, folder: Path, *, pages: int = 4)
     replay.make(cut, folder / "image")
     replay.close()
     return (folder / "image").read_bytes()
-
-
-class TestTheLog:
-    def test_entries_are_read_as_they_were_written(self, tmp_path: Path) -> None:
-        log = [Entry(LogKind.WRITE, 512, b"abc"), Entry(LogKind.FLUSH, 1), Entry(LogKind.SAID, 0, b"saved\n")]
-        path = tmp_path / "log"
-        path.write_bytes(b"".join(map(encode, log)))
-        assert [Entry(found.kind, found.at, bytes(found.data)) for found in read(path)] == log
 
 
 class TestTheLoggedDisk:
@@ -131,36 +119,6 @@ class TestACut:
         assert len(seen) == 8
         assert torn > 10
 
-    def test_a_log_makes_the_disks_of_many_cuts_on_the_way(self, tmp_path: Path) -> None:
-        flushed, image = tmp_path / "many", tmp_path / "image"
-        flushed.write_bytes(bytes(4 * PAGE))
-        replay = Replay(self.LOG, flushed)
-        for entries in range(len(self.LOG) + 1):
-            replay.advance(entries)
-            for survival in Survival:
-                cut = PowerCut(entries, survival, entries)
-                replay.make(cut, image)
-                found = image.read_bytes()
-                assert found == disk_after(list(self.LOG), cut, tmp_path)
-        replay.close()
-
-
-@pytest.mark.skipif(shutil.which("mkfs.ext4") is None, reason="mkfs.ext4 is not installed")
-def test_a_half_written_ext4_superblock_is_repaired(tmp_path: Path) -> None:
-    def is_clean() -> bool:
-        return subprocess.run(["e2fsck", "-f", "-n", str(image)], capture_output=True, check=False).returncode == 0
-
-    image, system = tmp_path / "image", FILE_SYSTEMS["ext4-writeback"]
-    make(system, image)
-    assert is_clean()
-    with image.open("r+b") as file:
-        file.seek(1024 + SECTOR_BYTES)
-        file.write(bytes(SECTOR_BYTES))
-    assert not is_clean()
-    assert repair(system, image)
-    assert is_clean()
-    assert not repair(FILE_SYSTEMS["xfs"], image)
-
 
 class TestWhatIsLookedFor:
     def test_a_save_is_told_where_its_line_ends(self) -> None:
@@ -188,27 +146,3 @@ class TestWhatIsLookedFor:
         self, told: list[int], committed: list[int], missing: list[int]
     ) -> None:
         assert lost(told, committed, keep=2) == missing
-
-    def test_a_job_goes_on_from_a_cut_with_what_was_saved_before_it(self, tmp_path: Path) -> None:
-        blank, disk = tmp_path / "blank", tmp_path / "disk"
-        blank.write_bytes(bytes(4 * PAGE))
-        log = [
-            entry for letter in "abcd" for entry in (Entry(LogKind.WRITE, 0, page(letter)), Entry(LogKind.FLUSH, 99))
-        ]
-        recording = Recording(StartDisk(blank, (1,)), log, [(1, 2), (3, 4), (5, 6), (7, 8)])
-        seen = set()
-        for seed in range(40):
-            start = cut_in_the_middle(recording, disk, random.Random(seed))
-            assert start is not None
-            seen.add((start.told, disk.read_bytes()[:1]))
-            assert blank.read_bytes() == bytes(4 * PAGE)
-        assert seen == {((1, 2, 4), b"b"), ((1, 2, 4), b"c"), ((1, 2, 4, 6), b"c")}
-        assert cut_in_the_middle(Recording(StartDisk(blank), log, []), disk, random.Random(0)) is None
-
-    def test_the_saves_that_a_damaged_metrics_file_records_are_read(self, tmp_path: Path) -> None:
-        metrics = tmp_path / "metrics.jsonl"
-        assert recorded_saves(metrics) == []
-        save = b'{"iteration": %d, "event": "save"}'
-        others = [b'{"iteration": 5}', b'{"iteration": 6, "event": "evaluation"}', b"[1]", b"7", bytes(9), b"\xff"]
-        metrics.write_bytes(b"\n".join([save % 2, *others, save % 4, save[:20]]))
-        assert recorded_saves(metrics) == [2, 4]
