@@ -190,7 +190,6 @@ def killed_and_moved(run: Path, overrides: Sequence[str], topologies: Sequence[C
 @pytest.mark.parametrize(
     ("model", "names"),
     [
-        pytest.param("gpt2", ("dp4 zero3", "1", "pp2 dp2 zero1"), marks=pytest.mark.slow),
         ("bfloat16 moments", ("dp2 zero3", "1", "pp2")),
         pytest.param("muon and bfloat16 moments", ("pp2", "dp4 zero3", "dp2 zero2"), marks=pytest.mark.slow),
     ],

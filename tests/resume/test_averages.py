@@ -81,17 +81,6 @@ def test_offloaded_averages_have_the_same_bits(averaged: Path, tmp_path: Path) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("topology", ["parallel=zero3", "parallel.zero_stage=2", "parallel=pp2"])
-def test_invariant_ranks_keep_their_bits_and_moves_too(tmp_path: Path, topology: str) -> None:
-    run = [*EMA, "parallel.invariant_ranks=2"]
-    run_ok(tmp_path / "one", run)
-    load = f"checkpoint.load={checkpoint(tmp_path / 'one', 4)}"
-    for name, more in (("many", []), ("moved", ["checkpoint.reshard=true", load])):
-        run_ok(tmp_path / name, [*run, topology, *more], ranks=2)
-        assert tensor_files(checkpoint(tmp_path / name, 6)) == tensor_files(checkpoint(tmp_path / "one", 6))
-
-
-@pytest.mark.slow
 def test_averages_begin_with_the_weights_and_may_end(averaged: Path, tmp_path: Path) -> None:
     run_ok(tmp_path / "run", [*BASE, "train.train_iters=4", "schedule.lr_decay_iters=6"])
     run_ok(tmp_path / "run", [*EMA, "checkpoint.save_interval=1"])

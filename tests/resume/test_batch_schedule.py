@@ -1,4 +1,4 @@
-"""Runs whose global batch grows, stopped before, on and after each border."""
+"""Runs whose global batch grows. `test_bitwise_resume.py` has their bits over kills."""
 
 from __future__ import annotations
 
@@ -18,51 +18,11 @@ from tests.resume.starts import start
 RAMP = ["train.batch_schedule=0:4 12:8 27:12", "train.global_batch_size=12"]
 CONSUMED = [4, 8, 12, 20, 28, 40, 52, 64]
 RUN = [*TINY, "model=gpt2_tiny", *RAMP, "checkpoint.save_interval=1", "checkpoint.max_checkpoint_keep=0"]
-PP2 = ["parallel=pp2", "train.micro_batch_size=1"]
 WITHOUT_WARM_UP = [override for override in RUN if not override.startswith("schedule.")]
-AROUND = (2, 3, 4, 5, 6)  # before, on and after both borders, which act after iterations 3 and 5
 
 
 def lines(folder: Path) -> list[dict[str, object]]:
     return [row for row in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()) if "loss_hex" in row]
-
-
-@pytest.mark.parametrize(
-    ("topology", "ranks", "stops"),
-    [
-        ([], 1, (3, 4)),
-        pytest.param([], 1, AROUND, marks=pytest.mark.slow),
-        pytest.param([*PP2, "train.eval_interval=3"], 2, (3, 5), marks=pytest.mark.slow),
-        pytest.param([*PP2, "model.n_layer=4", "parallel=pp2_vpp2"], 2, AROUND, marks=pytest.mark.nightly),
-        pytest.param([*PP2, "parallel.zero_stage=2"], 4, AROUND, marks=pytest.mark.nightly),
-    ],
-    ids=["1 rank", "1 rank everywhere", "pp2", "pp2 vpp2", "pp2 dp2"],
-)
-def test_a_stop_around_a_border_changes_no_bit(
-    tmp_path: Path, topology: list[str], ranks: int, stops: tuple[int, ...]
-) -> None:
-    schedule = ["train.train_iters=8", "schedule.lr_decay_samples=60", "schedule.lr_warmup_samples=10"]
-    run = [*WITHOUT_WARM_UP, *topology, *schedule]
-    run_ok(tmp_path / "whole", run, ranks=ranks)
-    assert [row["consumed_samples"] for row in lines(tmp_path / "whole")] == CONSUMED
-    assert [row["global_batch_size"] for row in lines(tmp_path / "whole")] == [4, 4, 4, 8, 8, 12, 12, 12]
-    for stop in stops:
-        run_ok(tmp_path / "stopped", [*run, f"train.exit_interval={stop}"], ranks=ranks)
-        assert len(curve(tmp_path / "stopped")) == stop
-    run_ok(tmp_path / "stopped", run, ranks=ranks)
-    assert curve(tmp_path / "stopped") == curve(tmp_path / "whole")
-
-
-@pytest.mark.slow
-def test_ranks_change_at_a_border_and_every_sample_comes_once(tmp_path: Path) -> None:
-    run = [*RUN, "train.batch_schedule=0:12 24:24", "train.global_batch_size=24", "train.train_iters=5"]
-    run_ok(tmp_path / "whole", [*run, *PP2], ranks=2)
-    run_ok(tmp_path / "moved", [*run, "train.exit_interval=2"], ranks=2)
-    run_ok(tmp_path / "moved", [*run, "checkpoint.reshard=true"], ranks=3)
-    whole, moved = lines(tmp_path / "whole"), lines(tmp_path / "moved")
-    assert [row["consumed_samples"] for row in moved] == [12, 24, 48, 72, 96]
-    # The samples are the same, so the losses are, within rounding.
-    assert [row["loss"] for row in moved] == pytest.approx([row["loss"] for row in whole], rel=1e-5)
 
 
 @pytest.mark.slow

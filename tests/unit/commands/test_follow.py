@@ -132,29 +132,6 @@ def test_a_torn_last_line_is_cut_and_no_other(tmp_path: Path) -> None:
         run_follower(tmp_path, FakeRunner(), once=True)
 
 
-@pytest.mark.parametrize(
-    ("choice", "expected"),
-    [
-        (Choice(every=2, first=4), ["iter_0000004", "iter_0000006", "iter_0000008"]),
-        (Choice(weights=True), ["weights/iter_0000002"]),
-    ],
-    ids=["iterations", "weights"],
-)
-def test_a_choice_selects_checkpoints(tmp_path: Path, choice: Choice, expected: list[str]) -> None:
-    save(tmp_path, 1, 2, 3, 4, 6, 8)
-    save(tmp_path / "weights", 2)
-    run_follower(tmp_path, FakeRunner(), once=True, choice=choice)
-    assert [line["checkpoint"] for line in lines(tmp_path)] == expected
-
-
-def test_a_failed_command_has_its_line_and_the_rest_follows(tmp_path: Path) -> None:
-    save(tmp_path, 1, 2)
-    runner = FakeRunner(during=lambda path: CommandOutcome(3, 0.1) if path.name == "iter_0000001" else None)
-    assert run_follower(tmp_path, runner, once=True) == 1
-    assert [(line["iteration"], line["status"]) for line in lines(tmp_path)] == [(1, 3), (2, 0)]
-    assert run_follower(tmp_path, FakeRunner(), once=True) == 0
-
-
 def test_retention_deletes_the_held_checkpoint_only_afterwards(tmp_path: Path) -> None:
     save(tmp_path, 1)
     folder = CheckpointFolder(tmp_path, Files())
@@ -303,7 +280,7 @@ def test_the_command_line_runs_a_real_command(tmp_path: Path, capfd: pytest.Capt
     ]
     printed = capfd.readouterr().out.splitlines()
     assert [printed[0], *printed[3:6]] == ["text", "{torn", "[3]", str(tmp_path / "checkpoints" / "iter_0000001")]
-    assert main([str(tmp_path), "--once", "--name", "b", "--from", "1", "--every", "2", "--", *ECHO]) == 1
+    assert main([str(tmp_path), "--once", "--name", "b", "--from", "2", "--every", "2", "--", *ECHO]) == 1
     assert [line["iteration"] for line in lines(tmp_path, "follow.b.jsonl")] == [2]
 
 

@@ -155,13 +155,6 @@ def test_a_folder_of_llm_c_is_read_by_its_log(tmp_path: Path) -> None:
     assert losses_of(read_curve(tmp_path)) == {1: 2.0}
 
 
-@given(st.dictionaries(st.integers(0, 10**6), FLOATS, min_size=1))
-def test_metrics_give_back_the_bits_that_were_written(losses: dict[int, float]) -> None:
-    curve = metrics(losses)
-    assert repr(losses_of(curve)) == repr(dict(sorted(losses.items())))
-    assert (curve.points.kinds[0] == EXACT).all()
-
-
 @pytest.mark.parametrize(
     "broken",
     [
@@ -214,15 +207,6 @@ def test_only_the_dtype_directly_under_train_counts(tmp_path: Path, config: str,
     assert read_curve(tmp_path / "metrics.jsonl").dtype == dtype
     (tmp_path / "copy.txt").write_text(record(3, 2.0))
     assert read_curve(tmp_path / "copy.txt").points.kinds[0, 0] == EXACT
-
-
-@given(st.dictionaries(st.integers(0, 99), FLOATS, min_size=1))
-def test_a_curve_is_bit_identical_to_itself(losses: dict[int, float]) -> None:
-    for tolerance in (None, Tolerance(0.0), Tolerance(1e-5)):
-        comparison = compare(metrics(losses), metrics(losses), tolerance=tolerance)
-        assert comparison.bit_identical
-        assert comparison.largest is None
-        assert comparison.verdict == f"bit-identical: {len(losses)}/{len(losses)} iterations"
 
 
 @given(st.dictionaries(st.integers(0, 9), FLOATS, min_size=1), st.dictionaries(st.integers(0, 9), FLOATS, min_size=1))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from reprise.errors import DataError
 from tests.messages import refused
-from trainer.compare.evaluations import evaluation_table, read_evaluations
+from trainer.compare.evaluations import read_evaluations
 
 A, B, C = ({"id": name, "began_at": began_at} for name, began_at in (("a", -1), ("b", 4), ("c", 2)))
 
@@ -44,14 +44,3 @@ def test_a_malformed_line_is_named(tmp_path: Path) -> None:
     write_lines(tmp_path / "follow.jsonl", {"metric": "acc", "value": 1.0})
     with refused(DataError, "follow.jsonl, line 1"):
         read_evaluations(tmp_path)
-
-
-def test_the_table_has_a_column_for_each_run() -> None:
-    runs = {"one": {"acc": {1: 0.25, 2: 0.5}}, "other": {"acc": {2: 0.75}, "f1": {3: 1.0}}}
-    assert [row.split() for row in evaluation_table(runs)] == [
-        ["metric", "iteration", "one", "other"],
-        ["acc", "1", "0.25", "-"],
-        ["acc", "2", "0.5", "0.75"],
-        ["f1", "3", "-", "1"],
-    ]
-    assert evaluation_table({"one": {}}) == []

@@ -67,23 +67,15 @@ def test_both_doors_make_the_tokens_of_each_side(tmp_path: Path, pattern: str, f
     assert tokens != trained(tmp_path, folder / pattern, valid_fraction=0.3, tokenizer=str(path))
 
 
-def test_a_single_file_gives_its_end_to_valid(tmp_path: Path) -> None:
-    path = tmp_path / "a[1].txt"  # whose name is no glob
-    path.write_bytes(bytes(range(100)))
-    corpus = corpus_of(tmp_path, path, tokenizer="bytes", valid_fraction=0.1)
-    assert [tokens_of(side) for side in (corpus.train, corpus.valid)] == [[*range(90), 256], [*range(90, 100), 256]]
-    assert (corpus.vocab_size, corpus.end_of_text) == (257, 256)
-    assert open_token_file(corpus.train[0]).dtype == np.uint16
-
-
 @given(text=st.text(st.characters(exclude_characters="\0"), min_size=1, max_size=60), fraction=st.floats(0.01, 0.99))
 @example(text="🙂🙂", fraction=0.4)
 def test_a_single_file_is_cut_between_characters(
     tmp_path_factory: pytest.TempPathFactory, text: str, fraction: float
 ) -> None:
     folder = tmp_path_factory.mktemp("cut")
-    (folder / "a.txt").write_bytes(text.encode())
-    (train,), (valid,) = map(texts_of, sides(folder, folder / "a.txt", valid_fraction=fraction))
+    path = folder / "a[1].txt"  # whose name is no glob
+    path.write_bytes(text.encode())
+    (train,), (valid,) = map(texts_of, sides(folder, path, valid_fraction=fraction))
     assert (train + valid).decode().removeprefix("\ufeff") == text.removeprefix("\ufeff")
     assert valid.decode() == text[len(text) - len(valid.decode()) :]
     assert abs(len(valid) - len(text.removeprefix("\ufeff").encode()) * fraction) <= 3.5
@@ -167,17 +159,6 @@ def test_processes_that_prepare_at_once_get_the_same_files(tmp_path: Path) -> No
 )
 def test_the_default_cache_follows_the_xdg_rules(environment: dict[str, str], folder: str) -> None:
     assert default_cache(environment, Path("/home/me")) == Path(folder, "reprise")
-
-
-def test_stdlib_gives_the_same_bytes_twice(tmp_path: Path) -> None:
-    first, second = (prepare(DataSection(), cache=tmp_path / name) for name in "ab")
-    assert contents(first) == contents(second)
-    trained = prepare(DataSection(tokenizer="bytes"), cache=tmp_path / "a")
-    assert contents(trained) == contents(first)
-    train, valid = (open_token_file(part[0]).read() for part in (first.train, first.valid))
-    assert train.max() == valid.max() == 256
-    assert train.size > 5_000_000
-    assert 100_000 < valid.size < 0.3 * train.size
 
 
 # The section

@@ -57,19 +57,6 @@ def table(texts: list[str], key: str = "text", **options: object) -> bytes:
 PACKED: dict[str, Callable[[bytes], bytes]] = {"gz": gzipped, "zst": zstd}
 
 
-@pytest.mark.parametrize("suffix", PACKED)
-def test_compressed_texts_have_the_tokens_of_plain_ones(tmp_path: Path, suffix: str) -> None:
-    for number in range(5):
-        text = prose(2000 if number == 0 else 200, seed=number).encode()
-        (tmp_path / f"{number}.txt").write_bytes(text)
-        (tmp_path / f"{number}.txt.{suffix}").write_bytes(PACKED[suffix](text))
-    options = PrepareOptions(train_vocab_size=300, valid_fraction=0.4, block_bytes=700)
-    for pattern in ("0.txt", "?.txt"):
-        for name, path in (("plain", pattern), ("packed", f"{pattern}.{suffix}")):
-            write_prepared(tmp_path / name, text_sources(f"{tmp_path}/{path}"), options, workers=1, replace=True)
-        assert content(tmp_path / "plain") == content(tmp_path / "packed")
-
-
 @pytest.mark.parametrize("suffix", ["jsonl.gz", "ndjson.zst", "parquet", "without"])
 def test_documents_give_the_files_of_plain_lines(tmp_path: Path, suffix: str) -> None:
     texts = [prose(60, seed) for seed in range(50)] + ["", "one\nline", 'a "quote" \\ and \x01']

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -54,29 +52,6 @@ def test_a_partial_sum_waits_for_each_bit_of_the_number(count: int) -> None:
     else:
         with pytest.raises(ValueError, match="unpack"):
             found.take()
-
-
-@given(power=st.integers(0, 6), seed=st.integers(0, 100))
-def test_a_pairwise_sum_in_place_has_the_bits_of_the_tree(power: int, seed: int) -> None:
-    values = np.random.default_rng(seed).standard_normal((1 << power, 5)).astype(np.float32)
-    total = PairwiseSum[np.ndarray](operator.iadd)
-    sums = []
-    for _ in range(2):  # it starts over after it was taken
-        for row in values.copy():
-            total.push(row)
-        sums.append(total.take().tobytes())
-    while len(values) > 1:
-        values = values[::2] + values[1::2]
-    assert sums == [values[0].tobytes()] * 2
-
-
-def test_the_lanes_of_a_rank_are_a_block_or_every_so_many_of_one() -> None:
-    lanes = Lanes(8, 16)
-    assert [lanes.of_rank(rank, 2, blocks=2) for rank in range(2)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert [lanes.of_rank(rank, 2, blocks=1) for rank in range(2)] == [[0, 2, 4, 6], [1, 3, 5, 7]]
-    assert [lanes.of_rank(rank, 4, blocks=2) for rank in range(4)] == [[0, 2], [1, 3], [4, 6], [5, 7]]
-    assert lanes.micro_batches_of(1, 4, blocks=4) == [4, 5, 6, 7]
-    assert lanes.micro_batches_of(1, 4, blocks=1) == [2, 3, 10, 11]
 
 
 @given(count=_powers, ranks=_powers, blocks=_powers, length=st.integers(1, 5))

@@ -88,19 +88,6 @@ def test_the_tree_adds_pairs_of_neighbors() -> None:
     assert tree_sum(values[:1]) is values[0]
 
 
-def test_sums_over_shards_follow_the_tree_forward_and_backward() -> None:
-    shards, factors = Shards(4), (2.0**24, 1.0, 1.0, 1.0)
-    x = torch.zeros(1, 4, 1, requires_grad=True)
-    parts = shards.fork(x)
-    shards.join([part * factor for part, factor in zip(parts, factors, strict=True)]).sum().backward()  # type: ignore[no-untyped-call]
-    assert x.grad is not None
-    assert x.grad.unique().tolist() == [2.0**24 + 2]
-    weight = torch.ones(1, requires_grad=True)
-    uses = shards.copies([weight], 4, over_ranks=False)
-    torch.stack([use * factor for (use,), factor in zip(uses, factors, strict=True)]).sum().backward()  # type: ignore[no-untyped-call]
-    assert torch.equal(torch.as_tensor(weight.grad), x.grad[0, 0])
-
-
 def test_operands_are_contiguous_and_aligned() -> None:
     memory = torch.arange(64.0)
     assert operand(memory) is memory
