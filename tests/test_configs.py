@@ -18,10 +18,8 @@ from omegaconf import OmegaConf
 import trainer.config.compose  # noqa: F401 (registers the schema)
 import trainer.config.options as command
 from models.families import parameter_count
-from reprise.errors import ConfigError
 from reprise.saving import SavePolicy
 from tests.harness import DEADLINE_S
-from tests.messages import refused
 from trainer.config.checkpoint import CheckpointSection
 from trainer.config.checks import validate
 from trainer.config.derived import length_of, topology_of
@@ -82,18 +80,6 @@ def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 def test_every_choice_of_every_group_composes_and_can_run(choice: str) -> None:
     batches = ["train.global_batch_size=16", "train.micro_batch_size=1"]
     validate(composed(choice, *batches, *NEEDED.get(choice, [])), world_size=8)
-
-
-@pytest.mark.parametrize("parallel", GROUPS["parallel"])
-def test_groups_combine(parallel: str) -> None:
-    """Every parallel layout with one schedule and one model, each in turn."""
-    number = GROUPS["parallel"].index(parallel)
-    families, schedules = ["gpt2_tiny", "llama3_tiny", "qwen3_tiny"], GROUPS["schedule"]
-    groups = [f"model={families[number % 3]}", f"schedule={schedules[number % len(schedules)]}", f"parallel={parallel}"]
-    validate(composed(*groups, "train.global_batch_size=16", "train.micro_batch_size=1"), world_size=8)
-    if parallel in ("zero1", "zero3", "pp2"):
-        for ranks in (2, 4):  # to which the demo moves
-            validate(composed("experiment=demo", f"parallel={parallel}"), ranks)
 
 
 # Every experiment and the ranks that it is for.
@@ -207,20 +193,6 @@ def test_every_key_of_the_schema_can_be_set() -> None:
         assert section in raw
         if isinstance(members, dict):
             assert set(members) == set(raw[section]), section
-
-
-def test_all_problems_stand_in_one_message() -> None:
-    words = ["train.global_batch_size=9", "model.n_head=3", "schedule.lr_warmup_iters=500", "data.path=x"]
-    with refused(ConfigError, *words) as caught:
-        validate(composed(*words), world_size=1)
-    assert len(str(caught.value).splitlines()) == 6  # a headline, the problems, a last line
-
-
-def test_help_shows_groups_and_keys_and_makes_no_file(tmp_path: Path) -> None:
-    ended = run(tmp_path, "--help")
-    assert ended.returncode == 0, ended.stderr
-    assert all(word in ended.stdout for word in ("llama3_8b", "zero3", "train_iters: 100", "save_interval: 20"))
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_run_makes_its_own_folder_and_nothing_else(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ from tests.harness import call_on_ranks
 from trainer.launch import process_group
 from trainer.parallel import halving
 from trainer.parallel.halving import sum_all, sum_scatter
-from trainer.parallel.lanes import PairwiseSum
 
 WIDTH = 1000  # elements that each rank gets
 
@@ -79,12 +78,3 @@ def test_a_rank_sends_the_bytes_of_a_reduce_scatter(found: list[dict[str, object
         assert sum(scatter) == 4 * WIDTH * (ranks - 1)
         assert sum(whole) == 4 * -(-(ranks * WIDTH - 3) // ranks) * (ranks - 1)
         assert scatter[0] == 4 * WIDTH * ranks // 2  # half of all, to the neighbor
-
-
-def test_lanes_and_ranks_add_in_the_same_tree() -> None:
-    lanes = [values_of(lane, WIDTH) for lane in range(16)]
-    total = PairwiseSum[torch.Tensor](torch.add)
-    for lane in lanes:
-        total.push(lane)
-    assert torch.equal(total.take(), tree(lanes))
-    assert not torch.equal(reduce(torch.add, lanes), tree(lanes))

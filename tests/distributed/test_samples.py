@@ -8,7 +8,6 @@ import signal
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
@@ -20,7 +19,6 @@ from tests.harness import TINY, call_on_ranks, compose, curve, launch, run_ok, t
 from tests.messages import refused
 from trainer.config.checks import validate
 from trainer.data.bpe import train_bpe
-from trainer.data.token_file import write_token_file
 from trainer.generate.sampling import Sampling, choose
 
 GPT2 = ["model=gpt2_tiny", "model.dropout=0.1", "model.pad_vocab_multiple=4"]
@@ -149,16 +147,6 @@ def test_the_tokenizer_of_the_data_makes_the_samples(tmp_path: Path) -> None:
     data = ["data=text", f"data.path={tmp_path}/a.txt", f"data.tokenizer={tokenizer}", "model.vocab_size=270"]
     ended = run_ok(tmp_path / "run", [*GPT2, *BASE, *data, *SAMPLES, "train.sample_prompt='if it'"], ranks=1)
     assert [text[1:6] for _, text in samples(ended.text)] == ["if it"] * 2
-
-
-@pytest.mark.slow
-def test_a_tokenizer_that_is_missing_is_refused_on_all_ranks(tmp_path: Path) -> None:
-    data = ["data=token_file", f"data.train={tmp_path}/*.bin", "data.tokenizer=none.json"]
-    write_token_file(tmp_path / "train.bin", [np.arange(257)] * 4, dtype=np.uint16)
-    ended = launch(tmp_path / "run", [*GPT2, *BASE, *data, *SAMPLES], ranks=2)
-    assert 0 not in ended.statuses
-    assert "none.json" in ended.text
-    assert "Traceback" not in ended.text
 
 
 def test_token_files_of_unknown_origin_are_refused_up_front() -> None:

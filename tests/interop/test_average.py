@@ -133,17 +133,6 @@ def test_the_state_names_the_parts(runs: dict[str, Path], tmp_path: Path, capsys
     assert json.loads((tmp_path / "iter_0000010/config.json").read_text()) == {"dtype": "x"}
 
 
-def test_adapters_are_merged(runs: dict[str, Path], tmp_path: Path) -> None:
-    save(tmp_path / "run", SHARDINGS["rows"], [4, 6, 8, 10], kind=TensorKind.ADAPTER)
-    for run, out in ((runs["one rank"], "weights"), (tmp_path / "run", "adapters")):
-        assert main(["merge", str(run), str(tmp_path / out), "--from", "4", "--to", "10"]) == FINE
-    expected = load_file(tmp_path / "weights/iter_0000010/model.safetensors")
-    adapters = load_file(tmp_path / "adapters/iter_0000010/adapter_model.safetensors")
-    assert adapters.keys() == expected.keys()
-    assert all(torch.equal(adapters[name], expected[name]) for name in expected)
-    assert not (tmp_path / "adapters/iter_0000010/model.safetensors.index.json").exists()
-
-
 def test_what_cannot_be_merged_is_refused(
     runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -6,11 +6,10 @@ import errno
 import io
 import json
 import logging
-import os
 import pickle
 import re
 import resource
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import Enum
 from pathlib import Path
 from types import SimpleNamespace
@@ -294,42 +293,6 @@ def test_chunks_with_a_gap_are_refused(tmp_path: Path) -> None:
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
     with refused(CheckpointError, key):
         opened("dcp", folder, OURS)
-
-
-@dataclass(frozen=True)
-class Reduced:
-    """A value that is pickled as a call."""
-
-    function: Any
-    arguments: tuple[object, ...]
-
-    def __reduce__(self) -> Any:
-        return self.function, self.arguments
-
-
-def test_an_attribute_of_a_value_in_metadata_is_not_looked_up(tmp_path: Path) -> None:
-    (tmp_path / ".metadata").write_bytes(pickle.dumps(Reduced(getattr, ("a text", "__class__"))))
-    with refused(CheckpointError, str(tmp_path)):
-        open_folder(tmp_path, trust_pickle=True)
-
-
-@pytest.mark.parametrize("where", ["tensor", "step"])
-def test_code_in_the_values_of_a_folder_is_not_run(tmp_path: Path, where: str) -> None:
-    bomb = Reduced(os.mkdir, (str(tmp_path / "ran"),))
-    entries: dict[str, dict[str, Any]] = {}
-    entries |= {name: dict.fromkeys(states.MOMENTS, w) | {"step": 3} for name, w in weights_of(STATE).items()}
-    if where == "step":
-        entries[TABLE] = {**entries[TABLE], "step": bomb}
-    folder = save_dcp(tmp_path / "in", {"model": weights_of(STATE), "optim": {"state": entries}})
-    if where == "tensor":
-        metadata = dcp.FileSystemReader(folder).read_metadata()
-        info = next(v for k, v in metadata.storage_data.items() if k.fqn == f"model.{TABLE}")
-        data = bytearray((folder / info.relative_path).read_bytes())
-        data[info.offset : info.offset + info.length] = pickle.dumps(bomb, protocol=2).ljust(info.length, b"\0")
-        (folder / info.relative_path).write_bytes(data)
-    with refused(CheckpointError, TABLE):
-        opened("dcp", folder, OURS).read(TABLE)
-    assert not (tmp_path / "ran").exists()
 
 
 def test_an_export_to_a_full_disk_says_so_and_leaves_nothing(

@@ -28,7 +28,7 @@ from transformers import (
 
 from reprise.errors import CheckpointError, MismatchError, TrainerError
 from reprise.ranks import single_rank_channel
-from tests.harness import TINY, built, compose, filled, launch, run_ok
+from tests.harness import TINY, built, compose, filled, run_ok
 from tests.interop import states
 from tests.messages import refused
 from trainer.commands import convert
@@ -163,24 +163,6 @@ def test_a_run_begins_with_the_logits_of_transformers(tmp_path: Path, case: str)
         assert torch.equal(tensor.local[tuple(map(slice, tensor.spec.view))].reshape(stored.shape), stored)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "overrides"),
-    [
-        ("gpt2", [*OURS_GPT2, "parallel=tp2", "model.pad_vocab_multiple=2"]),
-        ("gpt2", [*OURS_GPT2, "parallel=pp2"]),
-        ("llama", [*DEFAULT_THETA, "parallel=zero3"]),
-        ("llama", [*DEFAULT_THETA, "parallel=tp2_sp", "model.pad_vocab_multiple=2"]),
-    ],
-    ids=["gpt2-tp2", "gpt2-pp2", "llama-zero3", "llama-tp2-sp"],
-)
-def test_every_topology_begins_with_transformers_weights(tmp_path: Path, kind: str, overrides: list[str]) -> None:
-    folder = save(kind, tmp_path / "theirs", dtype=torch.bfloat16, shard="20KB")
-    ended = run_ok(tmp_path / "run", [*overrides, f"checkpoint.load={folder}"], ranks=2)
-    assert str(folder) in ended.text
-    assert_those_of_transformers(load_file(tmp_path / f"run/checkpoints/iter_0000001/{SINGLE}"), folder)
-
-
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save("gpt2", tmp_path_factory.mktemp("saved") / "gpt2")
@@ -231,16 +213,6 @@ def test_another_model_is_refused_with_all_that_differs(folder: Path, case: str)
     base = [] if case == "another family" else OURS_GPT2
     with refused(TrainerError, *named):
         begin(folder, [*base, *overrides])
-
-
-@pytest.mark.parametrize("theta", ["1" + 400 * "0", "1e300", "-1"])
-def test_a_rotation_beyond_a_float_is_refused_by_name(tmp_path: Path, theta: str) -> None:
-    llama = save("llama", tmp_path / "llama")
-    change_config(llama, rope_parameters=None, rope_theta=0)
-    table = (llama / "config.json").read_text()
-    (llama / "config.json").write_text(table.replace('"rope_theta": 0', f'"rope_theta": {theta}'))
-    with refused(MismatchError, "rope_theta="):
-        begin(llama, OURS_LLAMA)
 
 
 # ---- the tensors of a folder
@@ -355,17 +327,6 @@ def test_weights_that_a_configuration_names_come_first(twice: Path, named: str) 
 
 
 # ---- runs
-
-
-@pytest.mark.slow
-def test_the_run_goes_on_from_its_own_checkpoint_once_it_has_one(folder: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    ended = launch(run, [*OURS_GPT2, "checkpoint.finetune=false", f"checkpoint.load={folder}"])
-    assert (ended.statuses, "Traceback" in ended.text) == ((1,), False)
-    command = [*OURS_GPT2, f"checkpoint.load={folder}"]
-    run_ok(run, command)
-    text = run_ok(run, [*command, "train.train_iters=2", "checkpoint.override_scheduler=true"]).text
-    assert ": iteration 1 from" in text
 
 
 # ---- exports

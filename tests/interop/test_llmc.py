@@ -15,7 +15,7 @@ from reprise.errors import CheckpointError, TrainerError
 from reprise.format import Box, StoredDtype, TensorKind, TensorSpec
 from reprise.ranks import single_rank_channel
 from reprise.tensors import LiveTensor
-from tests.harness import built, compose, curve, filled, run_ok, tensor_files
+from tests.harness import built, compose, filled
 from tests.interop.states import (
     ALONE,
     llmc_header,
@@ -81,24 +81,6 @@ def test_any_box_of_any_tensor_has_its_bits(tmp_path: Path, kind: str, family: s
             report = weights.fill([LiveTensor(spec, box, local, (0,))])
             assert torch.equal(local, expected[box.slices]), (name, box)
             assert (report.filled_bytes, report.read_bytes) == (4 * box.numel, dtype.itemsize * box.numel)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["gpt2", pytest.param("llama", marks=pytest.mark.nightly)])
-def test_a_run_from_a_file_has_losses_and_bits_of_the_import(tmp_path: Path, family: str) -> None:
-    path, ours = written(tmp_path / "weights", family), OURS[family]
-    assert convert.main(["import", "llmc", str(path), str(tmp_path / "imported"), *ALONE]) == 0
-    layouts = {"tp2": ["parallel=tp2", "model.pad_vocab_multiple=2"], "zero3": ["parallel=zero3"]}
-    for name, layout in layouts.items():
-        runs = []
-        for kind, source in (("file", path), ("imported", tmp_path / "imported")):
-            runs.append(tmp_path / f"{name}-{kind}")
-            run_ok(runs[-1], [*ours, *layout, f"checkpoint.load={source}"], ranks=2)
-        direct, expected = (curve(run) for run in runs)
-        assert len(direct) == 2
-        assert direct == expected, name
-        last = [tensor_files(run / "checkpoints/iter_0000002") for run in runs]
-        assert last[0] == last[1], name
 
 
 def begin(path: Path, *overrides: str, family: str = "gpt2") -> None:

@@ -11,11 +11,9 @@ import pytest
 import torch
 
 from reprise.errors import TrainerError
-from tests.harness import compose, curve, run_ok
-from tests.interop.dcp_producers import SAVED, TOTAL, TRAINING, batches, trained
+from tests.harness import compose
 from tests.interop.states import ALONE, assert_carried, opened, random_state, replace_file, write_nanogpt
 from tests.messages import refused
-from trainer.commands import convert
 from trainer.interop.source import StateSource
 
 # Eleven layers, of which the names in order put 10 before 2.
@@ -46,22 +44,6 @@ def test_every_version_of_nanogpt_is_carried(tmp_path: Path, caplog: pytest.LogC
     caplog.clear()
     opened("nanogpt", tmp_path / "in", ["train.freeze=['*.bias']"])
     assert "a run trains them" not in caplog.text
-
-
-@pytest.mark.slow
-def test_a_run_continues_with_the_losses_of_nanogpt(tmp_path: Path) -> None:
-    """Transformers' GPT-2 with an exact GELU is nanoGPT's model, which that program itself fills from it."""
-    overrides = [*TRAINING, *MODEL[:2], "model.intermediate_size=80"]
-    config = compose(overrides)
-    state, expected = trained(config, batches(config))
-    write_nanogpt(tmp_path / "in", state)
-    command = ["import", "nanogpt", str(tmp_path / "in"), str(tmp_path / "run/checkpoints"), "--trust-pickle"]
-    # The model is that of the file.
-    assert convert.main([*command, *(o for o in overrides if not o.startswith("model"))]) == 0
-    run_ok(tmp_path / "run", overrides)
-    losses = [float.fromhex(row[1]) for row in curve(tmp_path / "run")]
-    assert len(losses) == TOTAL - SAVED
-    assert max(abs(a - b) for a, b in zip(losses, expected, strict=True)) <= 1e-5
 
 
 def test_weights_alone_need_no_optimizer_of_nanogpt(tmp_path: Path) -> None:

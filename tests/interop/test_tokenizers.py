@@ -6,17 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 from transformers import AutoTokenizer, pipeline
 
-from reprise.ranks import single_rank_channel
-from tests.harness import TINY, built, compose, filled, run_ok
+from tests.harness import TINY, run_ok
 from trainer.commands import checkpoint as look
-from trainer.commands import convert, generate
+from trainer.commands import generate
 from trainer.data.bpe import train_bpe
 from trainer.data.text import END_OF_TEXT_NAMES, open_encoder, prompt_tokens
-from trainer.launch.process_group import Cluster
-from trainer.training.loop import train
 
 pytestmark = pytest.mark.slow
 
@@ -76,27 +72,3 @@ def test_a_pipeline_over_a_checkpoint_says_what_generate_says(
     assert look.main(["verify", str(folder)]) == 0
     (folder / NAMES[0]).write_bytes((folder / NAMES[0]).read_bytes()[:-1] + b" ")
     assert look.main(["verify", str(folder)]) == 1
-
-
-def test_a_tokenizer_is_read_once_and_carried(tmp_path: Path) -> None:
-    tokenizer = bpe(tmp_path, adds_begin=False)
-    content = tokenizer.read_bytes()
-    (tmp_path / "text.txt").write_text(TEXT)
-    overrides = [*TINY, "model=gpt2_tiny", "model.vocab_size=300", "model.eos_token_id=0", "train.train_iters=3"]
-    overrides += ["data=text", f"data.path={tmp_path}/text.txt", f"data.tokenizer={tokenizer}"]
-    overrides += [f"data.cache={tmp_path}/cache", f"run.dir={tmp_path}/run", "checkpoint.save_interval=2"]
-    run = built(compose(overrides), Cluster(0, 1, torch.device("cpu"), 1, single_rank_channel(), "test"))
-    try:
-        tokenizer.unlink()  # before the first step
-        train(filled(run))
-    finally:
-        run.saves.close()
-    saved = sorted((tmp_path / "run/checkpoints").glob("iter_*"))
-    assert [path.name for path in saved] == ["iter_0000002", "iter_0000003"]
-    assert [(path / NAMES[0]).read_bytes() for path in saved] == [content, content]
-    # Nothing is said of the data: the tokenizer is the folder's, not the bytes of the default data.
-    slim, back = tmp_path / "slim", tmp_path / "back"
-    assert convert.main(["export", "hf", str(saved[1]), str(slim)]) == 0
-    assert convert.main(["import", "hf", str(slim), str(back), *TINY[5:]]) == 0
-    for folder in (slim, back / "iter_0000000"):
-        assert [(folder / name).read_bytes() for name in NAMES] == [(saved[1] / name).read_bytes() for name in NAMES]

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import logging
-import math
 from pathlib import Path
 
 import pytest
 
 from reprise.errors import TrainerError
-from tests.harness import TINY, checkpoint, curve, launch, run_ok
+from tests.harness import TINY, launch, run_ok
 from tests.messages import refused
 from tests.resume.starts import start
 
@@ -67,31 +65,6 @@ def test_other_batches_keep_the_saved_warm_up(tmp_path: Path) -> None:
     load = f"checkpoint.load={tmp_path}/run/checkpoints"
     run_ok(tmp_path / "moved", [load, *changed, "train.exit_interval=2"])
     assert [row["lr"] for row in lines(tmp_path / "moved")] == [1e-3 * 18 / 120]
-
-
-@pytest.mark.slow
-def test_counts_of_samples_follow_the_sequence_length(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
-    counts = ["train.train_samples=60", "schedule.lr_warmup_samples=10", "schedule.lr_decay_samples=60"]
-    run_ok(tmp_path / "whole", [*WITHOUT_WARM_UP, *counts])
-    longer = [*WITHOUT_WARM_UP, "train.seq_length=32", "checkpoint.override_batch_size=true"]
-    longer.append(f"checkpoint.load={checkpoint(tmp_path / 'whole', 5)}")
-    with pytest.raises(TrainerError, match=r"lr_decay_samples +saved 30  current 60  \(schedule.lr_decay_samples=30"):
-        start(tmp_path / "1", *longer, *counts)
-    halved = ["train.train_samples=30", "schedule.lr_warmup_samples=5", "schedule.lr_decay_samples=30"]
-    halved.append("train.batch_schedule=0:4 6:8 13:12")
-    ended = run_ok(tmp_path / "1", [*longer, *halved])
-    assert "train.seq_length: saved 16, now 32; the position is that of the tokens consumed, and all" in ended.text
-    assert "train.batch_schedule:" not in ended.text
-    # 28 samples of 16 tokens are 14 of 32, and the iterations from there on have 12.
-    (row,) = lines(tmp_path / "1")
-    assert (row["consumed_samples"], row["global_batch_size"]) == (26, 12)
-    assert row["lr"] == pytest.approx(1e-4 + 0.5 * (1 + math.cos(math.pi * (26 - 5) / 25)) * 9e-4, rel=1e-9)
-    taken = ["checkpoint.use_checkpoint_scheduler=true", "train.train_samples=30"]
-    run_ok(tmp_path / "2", [*longer, *taken, halved[-1]])
-    assert curve(tmp_path / "2") == curve(tmp_path / "1")
-    start(tmp_path / "3", *longer, *taken)
-    assert "train.batch_schedule: saved 0:4 6:8 13:12, now 0:4 12:8 27:12; the run continues" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -162,18 +162,6 @@ def test_a_flipped_bit_is_named(tmp_path: Path, monkeypatch: Patch, train: Train
     assert report.saved.startswith(f"iteration 4, {name}: 1 of "), report.saved
 
 
-@pytest.mark.slow
-def test_another_number_of_threads_is_named(tmp_path: Path, train: Train) -> None:
-    rows = ["train.seq_length=32", "train.micro_batch_size=8"]
-    train(tmp_path / "a", [*BASE, *rows])
-    train(tmp_path / "b", [*BASE, *rows, "train.threads=2"])
-    report = compare_steps(tmp_path / "a", tmp_path / "b", train=_again)
-    assert report.difference is not None
-    place = report.difference.place
-    assert (place.iteration, place.phase, place.what) == (1, "gradient", "gradient")
-    assert "train.threads: 1 and 2" in report.settings
-
-
 def train_rounded(arguments: list[str]) -> None:
     """Run the trainer's command, or train a run again, with an MLP that is rounded."""
     round_output(Patch())

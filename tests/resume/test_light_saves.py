@@ -115,22 +115,3 @@ def test_ls_and_verify_name_them_after_the_checkpoints(light: Path, capsys: pyte
     assert [(row["checkpoint"], row["result"]) for row in rows] == [(name, "whole") for name in expected]
     assert command.main(["show", "--json", str(weights(light, 1))]) == 0
     assert {row["dtype"] for row in json.loads(capsys.readouterr().out)["tensors"]} == {"BF16"}
-
-
-@pytest.mark.slow
-def test_a_finished_run_started_again_adds_nothing(light: Path) -> None:
-    before = all_files(light)
-    run_ok(light, LIGHT)
-    assert all_files(light) == before
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", ["parallel=zero3", "parallel=tp2"])
-def test_two_ranks_write_the_bytes_of_one(light: Path, tmp_path: Path, layout: str) -> None:
-    run = tmp_path / "run"
-    run_ok(run, [*LIGHT, layout, "train.exit_interval=4"], ranks=2)
-    assert saved(run) == names([0, 1, 4])
-    assert tensor_files(weights(run, 0)) == tensor_files(weights(light, 0))
-    exact = load_file(checkpoint(run, 4) / "model.safetensors")
-    rounded = load_file(weights(run, 4) / "model.safetensors")
-    assert all(torch.equal(rounded[name], exact[name].to(torch.bfloat16)) for name in exact)

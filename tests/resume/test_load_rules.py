@@ -4,32 +4,25 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from safetensors.torch import load_file
 
 from reprise.errors import TrainerError
 from tests.harness import (
     TINY,
     all_files,
-    built,
-    call_on_ranks,
     checkpoint,
-    compose,
     curve,
-    filled,
     run_ok,
     tensor_files,
 )
 from tests.messages import refused
 from tests.resume.starts import REFERENCE, start
-from trainer.launch import process_group as trainer_launch
 from trainer.run.build import Run
 
 MODEL = ["model=gpt2_tiny", *TINY]
@@ -241,63 +234,6 @@ def test_use_checkpoint_scheduler_takes_the_saved_settings(run: Path, reference:
         json.loads((checkpoint(folder, 8) / "trainer_state.json").read_text()) for folder in (run, reference)
     )
     assert all(saved[key] == expected[key] for key in ("lr", "schedule", "adam", "optimizer"))
-
-
-@pytest.mark.slow
-def test_extending_a_schedule_tied_to_the_run_has_two_remedies(tmp_path: Path) -> None:
-    source = tmp_path / "run"
-    run_ok(source, [*MODEL, "train.train_iters=4"])
-    with refused(TrainerError, "schedule.lr_decay_iters=4", "checkpoint.override_scheduler=true") as caught:
-        start(source, *MODEL, "train.train_iters=6")
-    assert re.search(r"train\.train_iters +saved 4  current 6", str(caught.value))
-    shutil.copytree(source, tmp_path / "other")
-    run_ok(source, [*MODEL, "train.train_iters=6", "schedule.lr_decay_iters=4"])
-    assert [float.fromhex(row[3]) for row in curve(source)[3:]] == [1e-4, 1e-4, 1e-4]
-    run_ok(tmp_path / "other", [*MODEL, "train.train_iters=6", "checkpoint.override_scheduler=true"])
-    rates = [float.fromhex(row[3]) for row in curve(tmp_path / "other")]
-    assert rates[3] == rates[5] == 1e-4 < rates[4] < 1e-3
-
-
-def test_exit_interval_saves_and_exits_and_resumes_bitwise(tmp_path: Path, reference: Path) -> None:
-    overrides = [*REFERENCE, "checkpoint.save_interval=0", "train.exit_interval=5"]
-    for last in (5, 8):
-        run_ok(tmp_path / "run", overrides)
-        assert curve(tmp_path / "run") == curve(reference)[:last]
-    assert names(tmp_path / "run") == ["iter_0000005", "iter_0000008"]
-    launches = [json.loads(line) for line in (tmp_path / "run/launches.jsonl").read_text().splitlines()]
-    ends = [(line["outcome"], line.get("reason", "")) for line in launches if line["event"] == "end"]
-    assert ends == [("stopped", "train.exit_interval=5"), ("finished", "")]
-    assert_is_whole(tmp_path / "run", reference)
-
-
-def _logits_after_a_forward(arguments: list[str]) -> None:
-    """Run a forward pass without gradients, load, and write the logits of rank 0 to the first argument."""
-    config = compose(arguments[1:])
-    cluster = trainer_launch.start("cpu", deterministic=False)
-    run = built(config, cluster)
-    windows = run.course.train_data.train_batch(0, 1)[0][:, :-1]
-    with torch.no_grad():
-        run.state.parts[0].model(windows)
-        run = filled(run)
-        logits = run.state.parts[0].model(windows)
-    if cluster.rank == 0:
-        save_file({"windows": windows.contiguous(), "logits": logits.contiguous()}, arguments[0])
-    run.saves.close()
-    trainer_launch.shutdown(cluster)
-
-
-@pytest.mark.parametrize("zero_stage", [*(pytest.param(stage, marks=pytest.mark.slow) for stage in range(3)), 3])
-def test_loading_after_a_forward_leaves_nothing_stale(reference: Path, tmp_path: Path, zero_stage: int) -> None:
-    result = tmp_path / "result.safetensors"
-    overrides = [*REFERENCE, f"run.dir={tmp_path / 'run'}", f"parallel.zero_stage={zero_stage}"]
-    overrides += ["checkpoint.reshard=true", f"checkpoint.load={reference / 'checkpoints'}"]
-    ended = call_on_ranks(_logits_after_a_forward, [str(result), *overrides], folder=tmp_path / "run", ranks=2)
-    assert ended.ok, ended.text
-    tensors = load_file(result)
-    expected = AutoModelForCausalLM.from_pretrained(checkpoint(reference, 8))(tensors["windows"]).logits
-    # float32 sums in another order, on logits of about 1.
-    assert (tensors["logits"] - expected).abs().max() <= 1e-5
-    assert expected.abs().max() > 0.1
 
 
 @pytest.mark.parametrize(

@@ -53,22 +53,6 @@ def on(base: Path, model: str, *more: str) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", MODELS)
-def test_topologies_have_the_bits_of_one_rank(bases: dict[str, Path], tmp_path: Path, model: str) -> None:
-    topologies: list[tuple[int, list[str]]] = [
-        (1, []),
-        (2, ["parallel=zero3"]),
-        (2, [PP, "train.activation_checkpointing=true"]),
-        (4, [PP]),
-    ]
-    runs = [tmp_path / str(number) for number in range(len(topologies))]
-    for run, (ranks, axes) in zip(runs, topologies, strict=True):
-        run_ok(run, on(bases[model], model, LANES[0], *axes), ranks=ranks)
-        assert curve(run) == curve(runs[0])
-        assert tensor_files(checkpoint(run, 4)) == tensor_files(checkpoint(runs[0], 4))
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(("model", "axes"), [("gpt2", TP), ("llama3", SP)])
 def test_tensor_parallel_ranks_write_the_bytes_of_one(
     bases: dict[str, Path], tmp_path: Path, model: str, axes: str

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.harness import curve, run_ok
-from tests.resume.starts import REFERENCE
-from trainer.commands.compare_loss import main as compare_loss
+from tests.harness import curve
 from trainer.report.goodput import measure_goodput
 from trainer.report.history import read_history
 from trainer.report.life import life_of
@@ -69,23 +66,6 @@ def test_tensorboard_shows_every_point_once(reference: Path, killed: Path) -> No
         assert points["train/loss"] == pytest.approx(losses, rel=1e-6)
 
 
-def test_a_rewound_run_leaves_no_point_of_the_other_branch(run: Path) -> None:
-    run_ok(run, [*REFERENCE, "checkpoint.ckpt_step=4", "train.exit_interval=5"])
-    points = points_shown(run)
-    assert all([*points[tag]] == EVERY[:5] for tag in SCALARS)
-    assert [*points["valid/loss"]] == [4]
-    assert all([*points[tag]] == [2, 4, 5] for tag in SAVES)
-
-
-def test_log_lines_begin_as_loss_parsers_expect(killed: Path) -> None:
-    text = killed.with_name("last.log").read_text()
-    lines = [line for line in text.splitlines() if line.startswith("step") and "train loss" in line]
-    pattern = r"step +(\d+)/8 \| train loss \d+\.\d{6} \| norm \d+\.\d{4} \| lr \d\.\d{4}e-\d\d \| [\d.]+ ms \| \d+ tok"
-    for line, row in zip(lines, curve(killed)[6:], strict=True):
-        assert line.startswith(f"step {row[0]:5d}/8 | train loss {float.fromhex(row[1]):.6f} | ")
-        assert re.match(pattern, line)
-
-
 def test_hexadecimal_and_decimal_values_are_the_same(killed: Path) -> None:
     training = [row for row in rows(killed) if "loss" in row]
     assert len(training) == 8
@@ -98,16 +78,3 @@ def test_hexadecimal_and_decimal_values_are_the_same(killed: Path) -> None:
     for row in rows(killed):
         if row.get("event") == "evaluation":
             assert float.fromhex(str(row["valid_loss_hex"])) == row["valid_loss"]
-
-
-def test_compare_loss_proves_the_curves_equal(
-    reference: Path, killed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert compare_loss([str(reference), str(killed), "--bitwise"]) == 0
-    assert "8/8" in capsys.readouterr().out
-    text = (killed / "metrics.jsonl").read_text()
-    value = curve(killed)[6][1]
-    digit = "0" if value[12] != "0" else "1"
-    (tmp_path / "metrics.jsonl").write_text(text.replace(value, value[:12] + digit + value[13:]))
-    assert compare_loss([str(reference), str(tmp_path / "metrics.jsonl"), "--bitwise"]) == 1
-    assert "1 of 8 iterations, first at 7" in capsys.readouterr().out

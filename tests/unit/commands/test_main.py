@@ -106,16 +106,6 @@ def test_every_command_has_a_help_under_its_own_name(words: str, capsys: pytest.
     assert capsys.readouterr().out.startswith(f"usage: reprise {words} ")
 
 
-def test_a_help_waits_for_no_large_library() -> None:
-    line = "import sys; from trainer.commands.main import main; main(sys.argv[1:])"
-    for command in ("compare-loss", "compare-speed", "compare-steps", "doctor", "report"):
-        words = [sys.executable, "-X", "importtime", "-c", line, command, "--help"]
-        helped = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
-        modules = {row.rpartition("|")[2].strip() for row in helped.stderr.splitlines()}
-        assert "argparse" in modules
-        assert not {"numpy", "torch", "hydra"} & modules
-
-
 @pytest.mark.parametrize("command", ["compare-loss", "compare-steps", "report"])
 def test_a_file_that_no_system_takes_is_one_line(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command, "x" * 300, "y" * 300]) == 2

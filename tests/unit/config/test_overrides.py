@@ -79,15 +79,6 @@ def test_text_that_hydra_refuses_is_quoted(word: str, value: object) -> None:
     assert value_of(quoted) == value
 
 
-def test_names_and_paths_of_any_script_need_no_quotes() -> None:
-    config = compose(["run.name=训练一", "data=text", "data.path=语料/*", "checkpoint.save=${run.dir}/保存"])
-    assert config.run.dir == "runs/训练一"
-    assert config.data.path == "语料/*"
-    assert config.checkpoint.save == "runs/训练一/保存"
-    blend = compose(["data=token_file", "data.train=[{path: 语料/a, weight: 1/3}, {path: b, weight: 2}]"])
-    assert blend.data.train == [{"path": "语料/a", "weight": "1/3"}, {"path": "b", "weight": 2}]
-
-
 def test_bytes_that_are_no_text_are_refused() -> None:
     with refused(ConfigError, "run.name=\\udcff"):
         readable(["run.name=\udcff"])

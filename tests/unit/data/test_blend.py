@@ -21,24 +21,6 @@ decimals = st.one_of(st.integers(1, 20), st.integers(1, 2000)).map(lambda number
 weights = st.lists(decimals, min_size=1, max_size=12)
 
 
-@examples(60)
-@given(weights=weights, far=st.integers(0, 10**12))
-def test_counts_are_within_1_of_the_share_everywhere(weights: list[Fraction], far: int) -> None:
-    blend = Blend(weights)
-    first = far // blend.period * blend.period  # a whole period from here on
-    length = min(blend.period, 4000) + 1
-    sources, index = blend.locate(np.arange(first, first + length))
-    ends = np.arange(1, length + 1)
-    for number, share in enumerate(blend.shares):
-        counts = np.cumsum(sources == number)
-        over = np.abs(counts * share.denominator - ends * share.numerator)
-        assert over.max() < share.denominator
-        before = first * share.numerator // share.denominator
-        assert index[sources == number].tolist() == list(range(before, before + int(counts[-1])))
-    if blend.is_exact:
-        assert blend.shares == [weight / sum(weights) for weight in weights]
-
-
 @examples(40)
 @given(weights=weights, positions=st.lists(st.integers(0, 10**15), min_size=1, max_size=8))
 def test_any_position_is_found_without_the_others(weights: list[Fraction], positions: list[int]) -> None:
@@ -80,16 +62,6 @@ def test_impossible_weights_are_refused(weights: list[Fraction]) -> None:
 def source(number: int, count: int) -> Samples:
     """Return samples of one target each, whose first tokens are `1000 * number` and on."""
     return Samples([tokens_in_memory(np.arange(count + 1, dtype=np.uint16) + 1000 * number)], seq_length=1)
-
-
-def test_each_source_has_its_own_order_and_epochs() -> None:
-    sizes = (7, 40, 3)
-    blended = OrderedSamples([source(n, size) for n, size in enumerate(sizes)], Blend([Fraction(n) for n in (2, 5, 1)]))
-    tokens = blended.windows(blended.sample_ids(np.arange(160), 5))[:, 0]
-    for number, size in enumerate(sizes):
-        own = tokens[tokens // 1000 == number] % 1000
-        assert len(own) == (40, 100, 20)[number]
-        assert own.tolist() == sample_ids(0, len(own), epoch_size=size, seed=5).tolist()
 
 
 def test_sources_go_on_at_their_counts_from_a_position() -> None:

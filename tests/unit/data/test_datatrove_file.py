@@ -43,9 +43,6 @@ def test_tokens_and_documents_are_read(tmp_path: Path, token_bytes: int, describ
     assert file.read(2, 4).tolist() == [9, 3]
     assert file.documents is not None
     assert file.documents.borders().tolist() == [0, 3, 3, 5, 6]
-    table = table_of(file, seq_length=7, cache=None)
-    assert table.begins_in(0, 6).tolist() == [0, 3, 5]
-    assert table.begins_in(1, 5).tolist() == [3]
     empty = open_datatrove_file(by_hand(tmp_path, []))
     assert empty.documents is not None
     assert (empty.count, empty.documents.borders().tolist()) == (0, [0])

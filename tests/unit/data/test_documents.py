@@ -43,25 +43,6 @@ def test_windows_are_split_into_tokens_targets_and_starts() -> None:
     assert WindowForm().split(windows()).keywords() == {}
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_no_gradient_crosses_a_border(family: str, recompute: bool) -> None:
-    model = model_of(family)
-    model.activation_checkpointing = recompute
-    first, other = windows(), windows()
-    other[0, : BORDERS[2]] = (other[0, : BORDERS[2]] + 5) % 257
-    found = []
-    for tokens in (first, other):
-        inputs = marked(tokens)
-        model.zero_grad()
-        logits = model(inputs.tokens, **inputs.keywords())[0, BORDERS[2] :]
-        logits.square().sum().backward()
-        found.append([logits.detach(), *(parameter.grad for parameter in model.parameters())])
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-    plain = [model(tokens[:, :-1])[0, BORDERS[2] :] for tokens in (first, other)]
-    assert not torch.equal(*plain)  # without the mask they see what stands before
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_each_document_is_as_if_it_were_alone(family: str) -> None:
     model, inputs = model_of(family), marked(windows())

@@ -38,12 +38,7 @@ def by_hand(
     return path
 
 
-@pytest.mark.parametrize("code", [8, 4])
-def test_tokens_are_read_over_borders_of_documents(tmp_path: Path, code: int) -> None:
-    file = open_indexed_file(by_hand(tmp_path / "a.bin", [[1, 2, END], [3, END], [4]], code=code))
-    assert file.read().tolist() == [1, 2, END, 3, END, 4]
-    assert file.read(2, 5).tolist() == [END, 3, END]
-    assert file.nbytes == file.count * file.dtype.itemsize
+def test_modes_are_passed_over_and_a_file_may_be_empty(tmp_path: Path) -> None:
     assert open_indexed_file(by_hand(tmp_path / "multimodal.bin", [[1], [2, 3]], modes=b"\0\1")).count == 3
     assert open_indexed_file(by_hand(tmp_path / "empty.bin", [])).count == 0
 

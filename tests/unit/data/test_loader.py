@@ -70,20 +70,6 @@ KINDS = {
     "begun later": replace(BLENDED, position=7, consumed=[4, 3]),
     "passed over": replace(BLENDED, position_map=PositionMap.of([(30, 40), (1020, 1030)])),
 }
-# Iterations, their size, the seed, and the samples to go back before. The phases cross the borders of epochs and of
-# lookups, with a ramp, rewinds into a block, between its iterations and before it, and another seed.
-PHASES = ((3, 24, 1, 0), (50, 48, 1, 72), (3, 48, 1, 1000), (3, 48, 1, 20), (3, 48, 1, 480), (2, 48, 2, 0))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_iteration_has_the_batch_of_a_new_start(kind: str) -> None:
-    goes_on, consumed = BatchLoader(KINDS[kind], 48, 4, range(1, 12, 2), torch.device("cpu")), 7
-    for count, size, seed, back in PHASES:
-        consumed -= back
-        for _ in range(count):
-            found, alone = (each.train_batch(consumed, seed, size) for each in (goes_on, replace(goes_on)))
-            assert [batch.tolist() for batch in found] == [batch.tolist() for batch in alone]
-            consumed += size
 
 
 def test_the_order_is_asked_once_for_many_iterations() -> None:

@@ -5,7 +5,6 @@ from math import prod
 from pathlib import Path
 
 import pytest
-import torch
 from omegaconf import OmegaConf
 
 from models import families
@@ -23,35 +22,6 @@ def read_config(name: str) -> ModelConfig:
     config = OmegaConf.to_object(merged)
     assert isinstance(config, ModelConfig)
     return config
-
-
-@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
-def test_every_shipped_config_is_possible_and_names_no_default(path: Path) -> None:
-    config = read_config(path.stem)
-    assert problems(config) == []
-    for name, value in OmegaConf.to_container(OmegaConf.load(path), resolve=True).items():
-        assert name not in vars(ModelConfig) or vars(ModelConfig)[name] != value, f"{name} repeats its default"
-
-
-# The published sizes: transformers' `num_parameters()` of gpt2, Llama-3.1-8B, Llama-3.2-1B and Qwen3-0.6B.
-@pytest.mark.parametrize(
-    ("name", "count"),
-    [
-        ("gpt2_124m", 124439808),
-        ("gpt2_355m", 354823168),
-        ("gpt2_774m", 774030080),
-        ("gpt2_1558m", 1557611200),
-        ("llama3_1b", 1235814400),
-        ("llama3_8b", 8030261248),
-        ("qwen3_0.6b", 596049920),
-    ],
-)
-def test_published_sizes(name: str, count: int) -> None:
-    config = read_config(name)
-    assert parameter_count(config) == count
-    with torch.device("meta"):
-        model = build_model(replace(config, pad_vocab_multiple=1))
-    assert sum(parameter.numel() for parameter in model.parameters()) == count
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)

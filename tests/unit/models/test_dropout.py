@@ -6,30 +6,13 @@ import pytest
 import torch
 
 from models.build import build_model
-from models.config import Stage
-from models.layers import Dropout, Site, seed_site, site_seed, splitmix64, token_loss
-from tests.unit.model_samples import GPT2, backward, fill, random_values, samples, stored_gradients
+from models.layers import Dropout, Site, seed_site, site_seed, splitmix64
+from tests.unit.model_samples import GPT2, fill, random_values, samples
 
 
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(1234)
-
-
-def test_interleaved_backward_passes_keep_their_own_masks() -> None:
-    config = replace(GPT2, dropout=0.3)
-    model, batch = fill(build_model(config), random_values(config)), samples(config)
-    apart = []
-    for key in (1, 2):
-        backward(model, batch, dropout_key=key)
-        apart.append(stored_gradients(model))
-    model.activation_checkpointing = True
-    losses = [token_loss(model(batch[0], dropout_key=key), batch[1]) for key in (1, 2)]
-    for loss, expected in zip(losses, apart, strict=True):
-        model.zero_grad(set_to_none=True)
-        loss.backward()
-        for name, gradient in stored_gradients(model).items():
-            assert torch.equal(gradient, expected[name]), name
 
 
 def test_the_generator_of_the_device_is_seeded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,15 +42,6 @@ def test_without_a_key_nothing_is_dropped_or_drawn() -> None:
     dropping = fill(build_model(config), values)(tokens)
     assert torch.equal(dropping, fill(build_model(GPT2), values)(tokens, dropout_key=3))
     assert torch.equal(torch.get_rng_state(), generator)
-
-
-def test_stages_draw_the_masks_of_the_whole_model() -> None:
-    config = replace(GPT2, dropout=0.3)
-    values, tokens = random_values(config), samples(config)[0]
-    whole = fill(build_model(config), values)(tokens, dropout_key=8)
-    front = fill(build_model(config, stage=Stage(range(2), first=True, last=False)), values)
-    back = fill(build_model(config, stage=Stage(range(2, 3), first=False, last=True)), values)
-    assert torch.equal(back(front(tokens, dropout_key=8), dropout_key=8), whole)
 
 
 def test_site_seeds_are_pinned_and_differ_everywhere() -> None:

@@ -1,7 +1,6 @@
 """What both families promise: the numbers of transformers under its names, padding, stages, precision."""
 
 import json
-import logging
 from dataclasses import replace
 from pathlib import Path
 
@@ -67,30 +66,6 @@ def test_logits_loss_and_gradients_equal_transformers(config: ModelConfig, tmp_p
         torch.testing.assert_close(
             gradient, their_gradients[name], atol=1e-6, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}"
         )
-
-
-def test_transformers_opens_the_declared_config_without_a_word(
-    config: ModelConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture, recwarn: pytest.WarningsRecorder
-) -> None:
-    save_as_transformers(tmp_path, config, random_values(config))
-    logger = logging.getLogger("transformers")
-    logger.addHandler(caplog.handler)
-    try:
-        model, report = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
-    finally:
-        logger.removeHandler(caplog.handler)
-    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
-    assert [str(warning.message) for warning in recwarn] == []
-    assert not any(report.values()), report
-    assert model.dtype == torch.float32
-    assert model.generation_config.eos_token_id == config.eos_token_id
-
-
-def test_live_parameters_are_the_declared_views(config: ModelConfig) -> None:
-    live = {name: tuple(parameter.shape) for name, parameter in build_model(config).named_parameters()}
-    stored = stored_tensors(config)
-    assert list(live) == list(stored) == list(initial_values(config))
-    assert live == {name: tensor.view for name, tensor in stored.items()}
 
 
 def test_padded_vocabulary_changes_neither_loss_nor_gradients(config: ModelConfig) -> None:

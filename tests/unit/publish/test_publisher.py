@@ -135,15 +135,6 @@ def test_an_outage_loses_nothing_and_doubles_nothing(run: LoggedRun, tracker: Me
     assert tracker.losses("a1b2c3") == losses(1, 3700)
 
 
-def test_lines_of_an_earlier_version_have_a_stable_time(tmp_path: Path) -> None:
-    folder, tracker = tmp_path / "run", MemoryTracker()
-    folder.mkdir()
-    (folder / "metrics.jsonl").write_text('{"iteration": 3, "loss": 0.5}\n')
-    publish(folder, tracker)
-    ((row,),) = tracker.rows.values()
-    assert (row.time, row.figures) == (0.003, {"train/loss": 0.5})
-
-
 def test_one_process_publishes_a_run_to_a_tracker(run: LoggedRun) -> None:
     first = publisher(run.folder, MemoryTracker())
     with refused(LockError, str(run.folder)):

@@ -40,12 +40,6 @@ def test_every_box_is_cut_from_the_same_values(rows: int, columns: int, data: st
     assert torch.equal(part, whole[row : row + height, column : column + width])
 
 
-def test_other_names_seeds_and_blocks_have_other_values() -> None:
-    values = [drawn(64, 3), drawn(64, 3, name="v"), drawn(64, 3, seed=2), drawn(128, 3)[64:]]
-    assert all(not torch.equal(one, other) for one, other in itertools.combinations(values, 2))
-    assert torch.equal(drawn(64, 3), drawn(64, 3))
-
-
 def test_values_are_normal_with_the_asked_deviation() -> None:
     values = drawn(1000, 100)
     # 1e5 draws: the deviation is known to 0.2 %, the mean to 0.3 % of it.

@@ -21,12 +21,6 @@ def test_only_a_better_number_becomes_the_best_loss() -> None:
         assert progress.best_loss == best
 
 
-@pytest.mark.parametrize("best", [None, 0.1 + 0.2, 5])
-def test_a_record_comes_back_as_it_was(best: float | None) -> None:
-    progress = Progress(7, 2**40, 2**50, best)
-    assert Progress.from_record(progress.record()) == progress
-
-
 @pytest.mark.parametrize("broken", [{"iteration": "7"}, {"consumed_samples": 1.5}, {"consumed_tokens": None}])
 def test_a_record_that_holds_no_integer_is_refused(broken: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="is not an integer"):

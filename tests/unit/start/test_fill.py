@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import FrozenInstanceError, fields
 from pathlib import Path
 
 import pytest
@@ -17,29 +16,6 @@ from tests.unit.start.test_decide import cluster_of, config_in, trained
 from trainer.run.build import Run
 
 ABSENT = ("trainer.start.source.Fitting", "trainer.start.source.Fit.of", "trainer.run.state.finish_move")
-
-
-def test_a_run_takes_no_assignment(tmp_path: Path) -> None:
-    run = built(config_in(tmp_path / "run"), cluster_of(single_rank_channel()))
-    with run.saves:
-        for field in fields(Run):
-            with pytest.raises(FrozenInstanceError):
-                setattr(run, field.name, None)
-
-
-def test_the_schedule_of_a_checkpoint_is_in_the_filled_run_alone(tmp_path: Path) -> None:
-    folder = trained(tmp_path / "other", "optimizer.lr=0.5")
-    overrides = (f"checkpoint.load={folder}", "checkpoint.use_checkpoint_scheduler=true", "train.train_iters=4")
-    run = built(config_in(tmp_path / "run", *overrides), cluster_of(single_rank_channel()))
-    with run.saves:
-        schedule, description, config = run.course.schedule, dict(run.course.description), dict(run.course.saved_config)
-        result = filled(run)
-    assert (run.course.schedule, run.course.description, run.course.saved_config) == (schedule, description, config)
-    assert result.course.schedule.lr == 0.5 != schedule.lr
-    assert result.course.description["schedule"]["lr"] == 0.5
-    assert result.course.saved_config["config"]["optimizer"]["lr"] == 0.5
-    assert result.state.progress.iteration == 2
-    assert "run" in result.course.description.keys() - description.keys()
 
 
 @pytest.mark.parametrize("averages", [False, True])
