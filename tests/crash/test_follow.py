@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import select
 import shutil
 import signal
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
 import trainer.commands.follow
-from reprise.storage import CheckpointFolder, Files, Json, iteration_name
+from reprise.storage import CheckpointFolder, Files, Json
 from reprise.storage.holds import EXPIRY_S, is_held
 from tests.crash.killing import AFTER, BEFORE, TORN, Killer
-from tests.crash.outcomes import saved
-from tests.harness import DEADLINE_S, TINY, Ended, call_on_ranks, checkpoint, run_ok, started
+from tests.harness import TINY, Ended, call_on_ranks, run_ok
 from tests.profiles import slow
-from tests.stores.saving import content
 
 BASE = (
     "model=gpt2_tiny",
@@ -30,9 +25,6 @@ BASE = (
     "checkpoint.save_interval=1",
     "checkpoint.async_save=false",
 )
-KEEP_1 = (*BASE, "checkpoint.max_checkpoint_keep=1")
-# Tells the test that it runs, waits to be let go, and looks for the files of the checkpoint that it was given.
-GATED = 'echo began > "$2"; read answer < "$3"; ls "$1"/*.safetensors >&2 && echo "{\\"answer\\": $answer}"'
 COUNT = 'echo "$1" >> "$2"; echo "{\\"size\\": 1}"'
 
 
@@ -70,46 +62,6 @@ def follow(run: Path, *words: str, kill: str = "") -> Ended:
     return ended
 
 
-class Pipe:
-    """A named pipe to or from a command; open here from the start, so that nobody waits for the other end."""
-
-    def __init__(self, path: Path) -> None:
-        os.mkfifo(path)
-        self.descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-
-    def read(self) -> bytes:
-        """Return what is written next; fail if nothing is."""
-        assert select.select([self.descriptor], [], [], DEADLINE_S)[0], "nothing was written in time"
-        return os.read(self.descriptor, 64)
-
-
-@pytest.mark.slow
-def test_a_killed_follower_loses_nothing_that_it_held(tmp_path: Path) -> None:
-    run, began, go_on = tmp_path / "run", Pipe(tmp_path / "began"), Pipe(tmp_path / "go_on")
-    pipes = (str(tmp_path / "began"), str(tmp_path / "go_on"))
-    words = ["", str(run), "--json-metric", "answer", "--", "sh", "-c", GATED, "sh", "{}", *pipes]
-    run_ok(run, [*KEEP_1, "train.train_iters=4"])
-    assert saved(run) == [4]
-    with started(follow_killed, words, folder=tmp_path / "killed", ranks=1) as follower:
-        assert began.read() == b"began\n"  # the command runs, and waits
-        run_ok(run, [*KEEP_1, "train.train_iters=8"])
-        assert (saved(run), held(run)) == ([4, 8], [4])
-        follower.send(0, signal.SIGKILL)
-        follower.join(DEADLINE_S)
-    assert (held(run), lines(run)) == ([], [])  # no retention has run since
-    with started(follow_killed, words, folder=tmp_path / "resumed", ranks=1) as follower:
-        for number in (1, 2):
-            assert began.read() == b"began\n"
-            os.write(go_on.descriptor, f"{number}\n".encode())
-        follower.join(DEADLINE_S)
-    assert follower.ended().ok, follower.ended().text
-    assert statuses(run) == [(4, 0), (8, 0)]
-    assert [line["value"] for line in lines(run)] == [1.0, 2.0]
-    assert held(run) == []
-    run_ok(run, [*KEEP_1, "train.train_iters=9"])
-    assert saved(run) == [9]
-
-
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("trained") / "run"
@@ -133,25 +85,6 @@ def test_a_rewound_run_has_lines_of_both_branches(run: Path, tmp_path: Path) -> 
     assert [line["branch"] for line in lines(run)] == [first] * 4 + [second] * 3
     assert first != second
     assert [branch["began_at"] for branch in lines(run)[-1]["branches"]] == [-1, 2]
-
-
-REPRISE = ("--", sys.executable, "-m", "reprise")
-
-
-@pytest.mark.slow
-def test_the_recipe_of_generate(run: Path) -> None:
-    for number in (1, 2, 3):
-        shutil.rmtree(checkpoint(run, number))
-    ended = follow(run, *REPRISE, "generate", "{}", "--prompt", "def ", "--max-new-tokens", "4")
-    assert "\ndef " in ended.text
-    assert [(line["iteration"], line["status"], line["result"]) for line in lines(run)] == [(4, 0, None)]
-
-
-@pytest.mark.slow
-def test_the_recipe_of_a_copy_in_a_store(run: Path, tmp_path: Path) -> None:
-    follow(run, *REPRISE, "checkpoint", "copy", "{}", f"file://{tmp_path / 'store'}")
-    for name in map(iteration_name, (1, 2, 3, 4)):
-        assert content(tmp_path / "store" / name) == content(run / "checkpoints" / name)
 
 
 @pytest.mark.parametrize("kills", [1, slow(25)])

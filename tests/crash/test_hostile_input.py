@@ -29,7 +29,6 @@ from reprise.format.manifest import FileEntry, digest_of
 from reprise.storage import json_file
 from tests.crash.hostile_inputs import MODEL, OPTIMIZER, Inputs, Opened, seal
 from tests.crash.mutate import mutate
-from tests.harness import TINY, launch, run_ok
 from tests.profiles import examples
 from trainer.data.token_file import open_token_file
 
@@ -328,28 +327,3 @@ def test_a_huge_token_file_is_not_read_into_memory(inputs: Hostile) -> None:
     os.truncate(inputs.tokens, 1 << 40)
     with inputs.bounded(), pytest.raises(TrainerError, match="differs from its header"):
         open_token_file(inputs.tokens)
-
-
-STATES = [
-    ("batch", 5, "checkpoint.override_batch_size=true", "has no progress"),
-    ("consumed_samples", -1, "checkpoint.reshard=true", "has no progress"),
-    ("schedule", {"lr": "fast"}, "checkpoint.use_checkpoint_scheduler=true", "has no schedule"),
-]
-
-
-@pytest.mark.slow
-def test_a_state_of_another_kind_is_refused_before_any_read(tmp_path: Path) -> None:
-    command = ["model=gpt2_tiny", *TINY, "train.train_iters=4", "schedule.lr_decay_iters=4"]
-    run_ok(tmp_path, command)
-    folder = tmp_path / "checkpoints/iter_0000004"
-    good, sealed = (folder / STATE).read_bytes(), (folder / MANIFEST).read_bytes()
-    found = manifest.from_bytes(sealed, where=folder)
-    for member, value, flag, text in STATES:
-        data = json.dumps({**json.loads(good), member: value}).encode()
-        (folder / STATE).write_bytes(data)
-        files = {**found.files, STATE: FileEntry(len(data), digest_of(data), is_tensor_file=False)}
-        (folder / MANIFEST).write_bytes(manifest.to_bytes(replace(found, files=files)))
-        ended = launch(tmp_path, [*command, "train.train_iters=6", "checkpoint.ckpt_step=4", flag])
-        assert ended.statuses == (1,), ended.text
-        assert text in ended.text
-        assert "Traceback" not in ended.text

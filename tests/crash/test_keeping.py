@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from reprise.storage import HOLD, TRACKER
+from reprise.storage import TRACKER
 from tests.crash import troubles
 from tests.crash.outcomes import saved
 from tests.harness import TINY, Ended, checkpoint, curve
@@ -44,22 +44,6 @@ def test_the_best_by_validation_loss_stay_also_over_a_resume(tmp_path: Path, ran
 def test_a_save_without_an_evaluation_is_not_among_the_best(tmp_path: Path) -> None:
     train(tmp_path, ("checkpoint.keep_best=2", KEEP_1, "train.eval_interval=2"), LOSSES)
     assert saved(tmp_path) == [4, 6, 8]  # 3 has the best loss of all, and nobody asked for it
-
-
-@pytest.mark.slow
-@on_one_rank_and_two
-def test_a_held_checkpoint_outlasts_retention_until_it_is_let_go(tmp_path: Path, ranks: int) -> None:
-    hold = {"name": "new files", "names": {"4": f"iter_0000003/{HOLD}"}}
-    keep = (KEEP_1, "checkpoint.async_save=false")
-    train(tmp_path, keep, hold, ranks=ranks)
-    assert saved(tmp_path) == [3, 8]
-    (checkpoint(tmp_path, 8) / HOLD).touch()  # a held one is loaded as any other
-    ended = train(tmp_path, (*keep, "train.train_iters=10"), ranks=ranks)
-    assert "iteration 8 from" in ended.text
-    assert saved(tmp_path) == [3, 8, 10]
-    (checkpoint(tmp_path, 3) / HOLD).unlink()
-    train(tmp_path, (*keep, "train.train_iters=12"), ranks=ranks)
-    assert saved(tmp_path) == [8, 12]
 
 
 @on_one_rank_and_two

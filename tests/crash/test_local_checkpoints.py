@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import signal
@@ -11,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from reprise.loading import open_checkpoint, read_places
-from reprise.loading.blocks import blocks_of
-from reprise.storage import CheckpointFolder, Files, iteration_name
+from reprise.loading import open_checkpoint
+from reprise.storage import Files, iteration_name
 from tests.crash.hosts import Mount, on_hosts, run_trainer, union
 from tests.crash.moments import Gate, describe, train_with_gate
 from tests.crash.outcomes import assert_ends_as, saved
@@ -140,15 +138,6 @@ def test_two_hosts_hold_the_checkpoint_together(
     assert curve(fleet.run) == curve(whole)
 
 
-@pytest.mark.parametrize("copies", [0, nightly(1)])
-def test_hosts_that_are_swapped_take_the_bytes_of_each_other(fleet: Fleet, prepare: Prepare, copies: int) -> None:
-    whole = prepare(fleet, copies=copies)
-    again = fleet.train([1, 0], *ZERO3, *LOCAL)
-    expected = "all local" if copies else r"0\.\d MB from host0, 0\.\d MB from host1"
-    assert re.search(f"loaded iteration 4: {expected};", again.outputs[0])
-    assert curve(fleet.run) == curve(whole)
-
-
 def test_a_wiped_disk_is_filled_from_the_copy(fleet: Fleet, tmp_path: Path, prepare: Prepare) -> None:
     whole = prepare(fleet, copies=1)
     shutil.copytree(fleet.disk(1), tmp_path / "kept")
@@ -191,51 +180,6 @@ def test_another_number_of_hosts_resumes(fleet: Fleet, prepare: Prepare, disks: 
     assert ours == pytest.approx(theirs, abs=1e-4)
 
 
-def flip(path: Path, at: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[at] ^= 1
-    path.write_bytes(data)
-
-
-@pytest.mark.parametrize("copies", [nightly(0), 1])
-def test_flipped_bytes_are_read_from_elsewhere(fleet: Fleet, prepare: Prepare, copies: int) -> None:
-    whole = prepare(fleet, copies=copies)
-    path = fleet.iteration(1, 4)
-    damaged = open_checkpoint(path, Files())
-    assert damaged.host is not None
-    block = next(blocks_of(damaged, read_places(damaged), damaged.host.own))
-    flip(path / block.place.file, block.place.offset + next(block.packed.spans(block.lo, block.hi))[0])
-    again = fleet.train([0, 1], *ZERO3, *LOCAL)
-    assert f"{fleet.mount}/iter_0000004 on this host is damaged: 1 of" in again.text
-    assert f"loaded iteration {4 if copies else 2}:" in again.outputs[0]
-    assert curve(fleet.run) == curve(whole)
-
-
-@pytest.mark.parametrize(
-    ("name", "is_cut"),
-    [
-        ("manifest.json", False),
-        ("model.safetensors", True),
-        nightly("model.safetensors", False),
-        nightly("trainer_state.json", False),
-    ],
-)
-def test_damaged_json_and_headers_come_from_another_host(
-    fleet: Fleet, prepare: Prepare, name: str, is_cut: bool
-) -> None:
-    whole = prepare(fleet, copies=1)
-    path = fleet.iteration(1, 4) / name
-    if is_cut:
-        os.truncate(path, path.stat().st_size // 2)
-    else:
-        flip(path, 40)
-    again = fleet.train([0, 1], *ZERO3, *LOCAL)
-    assert "loaded iteration 4:" in again.outputs[0]
-    for same in ("manifest.json", "trainer_state.json"):
-        assert path.with_name(same).read_bytes() == (fleet.iteration(0, 4) / same).read_bytes()
-    assert curve(fleet.run) == curve(whole)
-
-
 def test_hosts_that_are_killed_and_swapped_resume(fleet: Fleet, tmp_path: Path) -> None:
     whole = tmp_path / "whole"
     run_ok(whole, [*BASE, *ZERO3], ranks=2)
@@ -249,22 +193,6 @@ def test_hosts_that_are_killed_and_swapped_resume(fleet: Fleet, tmp_path: Path) 
             running.send(rank, signal.SIGKILL)
     again = fleet.train([1, 0], *EACH)
     assert re.search("loaded iteration [23]:", again.outputs[0])
-    assert curve(fleet.run) == curve(whole)
-
-
-def train_on_a_full_disk(arguments: list[str]) -> None:
-    """Run the trainer; rank 1's disk says that it is full."""
-    if os.environ["RANK"] == "1":
-        Files.free_bytes = lambda *_: 10  # type: ignore[method-assign, assignment]
-    run_trainer(arguments)
-
-
-def test_a_full_disk_at_a_fetch_costs_no_checkpoint(fleet: Fleet, prepare: Prepare) -> None:
-    whole = prepare(fleet, copies=0)
-    ended = fleet.train([1, 0], *ZERO3, *LOCAL, function=train_on_a_full_disk, status=1)
-    assert all("(host host1, " in output and "found 10 B free" in output for output in ended.outputs)
-    again = fleet.train([1, 0], *ZERO3, *LOCAL)
-    assert "loaded iteration 4:" in again.outputs[0]
     assert curve(fleet.run) == curve(whole)
 
 
@@ -297,23 +225,6 @@ def test_an_abandoned_branch_does_not_return_with_its_host(
     ended = fleet.train(disks, *KEPT, *OTHER_DROPOUT, shares_run=shares_run)
     assert f"on host host{disks.index(1)}: 3, 4" in ended.outputs[0]
     assert "loaded iteration 3:" in ended.outputs[0]
-    assert tensor_files(fleet.iteration(1, 6)) == rewound
-
-
-def die_before_the_rename(arguments: list[str]) -> None:
-    """Run the trainer; rank 1 dies when it is to rename what a rewind leaves behind."""
-    if os.environ["RANK"] == "1":
-        CheckpointFolder.supersede = lambda *_: os._exit(9)  # type: ignore[method-assign, assignment]
-    run_trainer(arguments)
-
-
-@pytest.mark.nightly
-def test_a_rewind_that_is_killed_half_way_is_a_rewind(fleet: Fleet, rewound: dict[str, bytes]) -> None:
-    fleet.train([0, 1], *KEPT, exit_after(4))
-    assert not fleet.train([0, 1], *KEPT, BACK, function=die_before_the_rename, status=None).ok
-    assert fleet.iteration(1, 4).is_dir()
-    ended = fleet.train([0, 1], *KEPT, *OTHER_DROPOUT)
-    assert "loaded iteration 2:" in ended.outputs[0]
     assert tensor_files(fleet.iteration(1, 6)) == rewound
 
 

@@ -107,17 +107,6 @@ def test_a_job_that_returns_after_its_successor_changes_nothing(
     assert (folder / tracked).read_text() == "5\n"
 
 
-@pytest.mark.slow
-def test_the_folder_of_a_job_killed_while_stopped_is_taken_over(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    with stopped(folder, "write_new", r"manifest\.json") as zombie:
-        zombie.send(0, signal.SIGKILL)
-        zombie.join(DEADLINE_S)
-    ended = run_plan(folder, "next")
-    assert ended.ok, ended.text
-    assert saved(folder) == [4, 5]
-
-
 BASE = ("model=gpt2_tiny", *TINY, "train.train_iters=12", "checkpoint.save_interval=4")
 INLINE = "checkpoint.async_save=false"
 

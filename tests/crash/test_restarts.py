@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from scripts.faults.ranks import free_port
 from tests.crash.moments import KILLED, Gate
 from tests.crash.outcomes import assert_ends_as
 from tests.crash.torchrun import TWO_RANKS, torchrun
-from tests.harness import TINY, curve, run_ok
+from tests.harness import TINY, run_ok
 from tests.profiles import nightly
 
 pytestmark = pytest.mark.slow
@@ -54,48 +53,6 @@ def test_a_job_restarted_by_torchrun_ends_as_the_unbroken_one(
     starts = [line for line in text.splitlines() if "started in " in line]
     assert ["torchrun" in line for line in starts] == [True, *[False] * len(kills)]  # its start, not of the restarts
     assert_ends_as(run, whole)
-
-
-def superseded(run: Path) -> list[str]:
-    """Return the checkpoints that are out of the way."""
-    return sorted(path.name for path in (run / "checkpoints").glob("*.superseded-*"))
-
-
-# What the command says of the beginning, the workers, and the earlier run's checkpoints that it puts out of the way.
-@pytest.mark.parametrize(
-    ("beginning", "workers", "abandoned"),
-    [
-        ("checkpoint.load=none", 1, (2, 4, 6)),
-        nightly("checkpoint.load=none", 2, (2, 4, 6)),
-        nightly("checkpoint.ckpt_step=2", 2, (4, 6)),
-        nightly("checkpoint.load={run}/checkpoints/iter_0000002", 1, (4, 6)),
-    ],
-)
-def test_what_a_command_says_of_the_beginning_acts_once_a_launch(
-    tmp_path: Path, beginning: str, workers: int, abandoned: tuple[int, ...]
-) -> None:
-    run = tmp_path / "run"
-    run_ok(run, [*BASE, "train.train_iters=6", f"schedule.lr_decay_iters={ITERATIONS}"], ranks=workers)
-    kill = Gate.at(tmp_path / "kill", "forward", 7, [workers - 1], KILLED)
-    options = [*TWO_RANKS[:2], str(workers), "--max-restarts", "1"]
-    command = [*BASE, beginning.format(run=run), f"schedule.lr_decay_iters={ITERATIONS}"]
-    with torchrun(options, [kill], run, command) as agent:
-        status, text = agent.finish()
-    assert status == 0, text
-    assert list(Path(kill.folder).glob("reached.*"))
-    assert "this launch was restarted: it resumes from its own newest checkpoint" in text
-    # Iteration 4 is there for certain once the seventh begins, that of 6 perhaps.
-    assert re.search("iteration (4|6) from", text), text
-    once = [f"iter_{number:07d}.superseded-1" for number in abandoned]
-    assert superseded(run) == once
-    assert [row[0] for row in curve(run)] == list(range(1, ITERATIONS + 1))
-
-    # A launch of its own does what its command says.
-    with torchrun(options, [], run, command) as agent:
-        status, text = agent.finish()
-    assert status == 0, text
-    assert "this launch was restarted" not in text
-    assert len(superseded(run)) > len(once)
 
 
 def fed(folder: Path, first: int, last: int, world_size: int) -> list[int]:

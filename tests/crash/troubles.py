@@ -6,7 +6,6 @@ that which save meets them is certain.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import os
@@ -176,22 +175,6 @@ def infinite_gradient(iteration: int, names: list[str]) -> None:
     trainer.training.step.forward_backward = poison
 
 
-def no_memory(iteration: int) -> None:
-    """Take all memory of the process before an iteration, but for 24 MiB."""
-    taken = list[torch.Tensor]()
-
-    def take(_: Run, number: int) -> None:
-        if number == iteration:
-            limit = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + (64 << 20)
-            resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-            with contextlib.suppress(RuntimeError):
-                while True:
-                    taken.append(torch.empty(8 << 20, dtype=torch.uint8))
-            del taken[-2:]
-
-    around_iterations(before=take)
-
-
 def bad_data(first: int, end: int) -> None:
     """Make noise of the samples at a range of positions; no save is finished before the run waits for it."""
 
@@ -277,7 +260,6 @@ _TROUBLES: dict[str, Callable[..., None]] = {
         failing_call,
         flipped_bit,
         infinite_gradient,
-        no_memory,
         bad_data,
         death,
         losses,
