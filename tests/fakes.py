@@ -117,57 +117,25 @@ class FailingFiles(Files):
         self.failures += 1
         raise OSError(self._code, os.strerror(self._code), None if path is None else str(path))
 
-    def make_folder(self, path: Path) -> None:
-        self._maybe_fail("make_folder", path)
-        super().make_folder(path)
 
-    def open_for_writing(self, path: Path) -> int:
-        self._maybe_fail("open_for_writing", path)
-        return super().open_for_writing(path)
+def _failing(kind: str) -> Callable[..., object]:
+    """Return a call of `FailingFiles`; what fails to be closed is closed all the same."""
+    real = getattr(Files, kind)
 
-    def open_for_reading(self, path: Path) -> int:
-        self._maybe_fail("open_for_reading", path)
-        return super().open_for_reading(path)
+    def call(files: FailingFiles, *arguments: object, **keywords: object) -> object:
+        if kind == "close":
+            real(files, *arguments)
+        files._maybe_fail(kind, next((each for each in reversed(arguments) if isinstance(each, Path)), None))
+        return real(files, *arguments, **keywords) if kind != "close" else None
 
-    def close(self, descriptor: int) -> None:
-        super().close(descriptor)
-        self._maybe_fail("close")
+    return call
 
-    def reserve(self, descriptor: int, total_bytes: int) -> None:
-        self._maybe_fail("reserve")
-        super().reserve(descriptor, total_bytes)
 
-    def read(self, descriptor: int, buffer: memoryview, *, offset: int) -> int:
-        self._maybe_fail("read")
-        return super().read(descriptor, buffer, offset=offset)
-
-    def write(self, descriptor: int, buffers: Sequence[memoryview], *, offset: int) -> None:
-        self._maybe_fail("write")
-        super().write(descriptor, buffers, offset=offset)
-
-    def sync(self, descriptor: int) -> None:
-        self._maybe_fail("sync")
-        super().sync(descriptor)
-
-    def sync_folder(self, path: Path) -> None:
-        self._maybe_fail("sync_folder", path)
-        super().sync_folder(path)
-
-    def write_new(self, path: Path, data: bytes) -> int:
-        self._maybe_fail("write_new", path)
-        return super().write_new(path, data)
-
-    def rename(self, source: Path, target: Path) -> None:
-        self._maybe_fail("rename", target)
-        super().rename(source, target)
-
-    def remove_tree(self, path: Path) -> None:
-        self._maybe_fail("remove_tree", path)
-        super().remove_tree(path)
-
-    def free_bytes(self, path: Path) -> int | None:
-        self._maybe_fail("free_bytes", path)
-        return super().free_bytes(path)
+for _kind in (
+    *("make_folder", "open_for_writing", "open_for_reading", "close", "reserve", "read", "write", "sync"),
+    *("sync_folder", "write_new", "rename", "remove_tree", "free_bytes"),
+):
+    setattr(FailingFiles, _kind, _failing(_kind))
 
 
 class StuckFiles(Files):

@@ -189,16 +189,3 @@ def test_a_table_that_rank_0_lacks_commits_nothing() -> None:
     plan = KnownPlans()
     with refused(CheckpointError, "rank 0"):
         plan.joint(SMALL, {0: replace(plan.with_table(Offer(7), encode(GOOD, SMALL)), table=b"")})
-
-
-def test_other_tensors_are_planned_anew() -> None:
-    plan, wider = KnownPlans(), build_layout([TensorSpec(TensorKind.MODEL, "w", (4, 7), StoredDtype.F32, (4, 7))])
-    plan.joint(SMALL, {0: plan.with_table(Offer(7), encode(GOOD, SMALL))})
-    with refused(CheckpointError, "w"):
-        plan.joint(wider, {0: plan.with_table(Offer(7), encode([LEFT, RIGHT_1, RIGHT_2], wider))})
-
-
-def test_each_piece_belongs_to_the_rank_that_wrote_it() -> None:
-    tables = {0: encode([RIGHT_2], SMALL), 1: encode([STEP, LEFT, RIGHT_1], SMALL)}
-    writers = JointPlan.of(SMALL, tables).writers(dict.fromkeys(SMALL.places, 4))
-    assert writers == {"w": (1, 1, 0), "step": (1,), "none": ()}

@@ -5,11 +5,9 @@ from __future__ import annotations
 import pytest
 
 from reprise.commit import attempt
-from reprise.commit.attempt import Hosts, find_hosts
 from reprise.commit.messages import Answer, DecisionMessage, OpeningMessage
 from reprise.commit.report import Offer, RankReport, require_readiness
 from reprise.errors import CheckpointError
-from tests.fakes import all_ranks
 from tests.messages import refused
 
 GROUPS = {1: 4, 2**64 - 1: 0}
@@ -41,17 +39,6 @@ def test_hosts_travel_in_bytes_that_hardly_grow_with_them() -> None:
     assert hosts.names == tuple(f"node{host:04}" for host in range(2048))
     assert hosts.leaders == tuple(range(0, len(rows), 8))
     assert hosts.ranks_with(13) == tuple(range(8, 16))
-
-
-def test_all_ranks_find_the_same_hosts() -> None:
-    local = {0: (0, 2), 1: (1, 3), 2: (0, 2), 3: (1, 3), 4: ()}
-    hosts, *others = all_ranks(5, lambda channel: find_hosts(channel, local[channel.rank], "k"))
-    assert isinstance(hosts, Hosts)
-    assert others == [hosts] * 4
-    assert hosts.ranks == ((0, 2), (1, 3), (4,))
-    assert hosts.leaders == (0, 1, 4)
-    assert [hosts.number_of(rank) for rank in range(5)] == [0, 1, 0, 1, 2]
-    assert [hosts.leaders[hosts.number_of(rank)] for rank in range(5)] == [0, 1, 0, 1, 4]
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import gc
 import os
-import subprocess
-import sys
 import threading
 import weakref
 from collections.abc import Sequence
@@ -32,7 +30,6 @@ from reprise.saving.policy import SavePolicy, SaveReport
 from reprise.storage.files import FILE_SYSTEM, Files
 from reprise.tensors.file_aligned import zeros_like_files
 from reprise.tensors.live import Contents, Grid, live_tensors
-from tests import ROOT
 from tests.crash.small_run import aliases_of
 from tests.fakes import JOIN_S, FailingFiles, StuckFiles, run_ranks
 from tests.messages import refused
@@ -345,27 +342,3 @@ class RefusesDirect(Files):
             self.refused += 1
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
         super().write(descriptor, buffers, offset=offset)
-
-
-LEAVES_WITH_A_HANGING_DISK = """
-import sys, pathlib
-from tests.fakes import StuckFiles
-from tests.unit.reprise.saving.test_background import SavePolicy, Training, started
-files, training = StuckFiles(), Training()
-policy = SavePolicy(pathlib.Path(sys.argv[1]), async_save=True, staging_bytes=0, stall_timeout_s=0.1)
-checkpointer = started(policy, files)
-checkpointer.save(1, training.contents())
-assert files.reached.wait(20.0)
-training.step()
-checkpointer.wait()
-print(checkpointer.results.last_error, flush=True)
-"""
-
-
-@pytest.mark.slow
-def test_a_program_ends_while_a_write_hangs(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", LEAVES_WITH_A_HANGING_DISK, str(tmp_path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
-        assert process.stdout is not None
-        assert "the disk has written nothing" in process.stdout.readline()
-        assert process.wait(JOIN_S / 3) == 0  # the write hangs for as long as JOIN_S

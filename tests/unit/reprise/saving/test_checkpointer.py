@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import logging
 import os
 import re
@@ -22,9 +21,9 @@ from reprise.ranks.channel import single_rank_channel
 from reprise.saving.checkpointer import Checkpointer
 from reprise.saving.policy import Retention, SavePolicy, SaveReport
 from reprise.storage.files import FILE_SYSTEM, Files
-from reprise.storage.folder import TRACKER, FolderTerms
+from reprise.storage.folder import FolderTerms
 from reprise.tensors.live import Contents
-from tests.fakes import FailingFiles, StuckFiles, lone_contents, run_ranks
+from tests.fakes import FailingFiles, lone_contents, run_ranks
 
 
 def contents(iteration: int, *, with_optimizer: bool = False) -> Contents:
@@ -70,30 +69,6 @@ def restore(
     )
     checkpointer.loaded(restored)
     return restored.checkpoint.iteration
-
-
-def test_the_tracker_names_the_newest_and_nothing_else_is_left(tmp_path: Path) -> None:
-    with started(SavePolicy(tmp_path)) as checkpointer:
-        for iteration in (5, 10):
-            saved(checkpointer, iteration)
-            assert (tmp_path / TRACKER).read_text() == f"{iteration}\n"
-    assert {path.name for path in tmp_path.iterdir()} == {"iter_0000005", "iter_0000010", TRACKER, "lock"}
-    assert load(tmp_path) == 10.0
-
-
-@pytest.mark.parametrize(
-    ("retention", "left"),
-    [
-        (Retention(2), [9, 10]),
-        (Retention(2, save_retain_interval=4), [4, 8, 9, 10]),
-        (Retention(0), list(range(1, 11))),
-    ],
-)
-def test_retention_leaves_the_right_folders(tmp_path: Path, retention: Retention, left: list[int]) -> None:
-    with started(SavePolicy(tmp_path, retention=retention)) as checkpointer:
-        for iteration in range(1, 11):
-            saved(checkpointer, iteration)
-    assert folders_in(tmp_path) == [f"iter_{iteration:07d}" for iteration in left]
 
 
 def test_retention_counts_past_seven_digits_and_a_loaded_one_too(tmp_path: Path) -> None:
@@ -373,24 +348,3 @@ def test_a_file_system_that_does_not_tell_its_size_is_saved_to(tmp_path: Path) -
 
     with started(SavePolicy(tmp_path), Silent()) as checkpointer:
         saved(checkpointer, 10)
-
-
-def test_a_save_that_takes_too_long_is_aborted(tmp_path: Path) -> None:
-    files, state = StuckFiles(), contents(10)
-    with started(SavePolicy(tmp_path, commit_timeout_s=0.3), files) as checkpointer:
-        report = checkpointer.save(10, state)
-        assert report is not None
-        assert str(tmp_path / "iter_0000010") in str(report.error)
-        assert files.reached.is_set()
-        state.live[0].local.fill_(-1)
-        files.released.set()
-    assert folders_in(tmp_path) == []
-
-
-def test_a_save_is_refused_after_the_lock_was_taken_over(tmp_path: Path) -> None:
-    with started(SavePolicy(tmp_path)) as checkpointer:
-        saved(checkpointer, 5)
-        thief = {"host": "node-7", "pid": 4711, "nonce": "theirs", "started": 1.0}
-        (tmp_path / "lock").write_text(json.dumps(thief))
-        assert "node-7" in failure(checkpointer, 10)
-    assert folders_in(tmp_path) == ["iter_0000005"]

@@ -8,8 +8,6 @@ from hypothesis import strategies as st
 
 from reprise.saving.policy import Retention
 
-iterations = st.lists(st.integers(0, 10**9), unique=True)
-
 
 @pytest.mark.parametrize(
     ("keep", "retain", "pinned", "expired"),
@@ -29,19 +27,6 @@ def test_the_newest_the_multiples_and_the_pinned_stay(
     committed = [8, 1, 3, 2, 5, 4, 7, 6]
     assert Retention(keep, retain).expired(committed, pinned=pinned) == expired
     assert Retention(keep, retain, named=frozenset(pinned)).expired(committed) == expired
-
-
-@given(iterations, st.integers(1, 5), st.integers(0, 7), st.sets(st.integers(0, 20)))
-def test_the_newest_is_never_deleted_and_nothing_goes_twice(
-    committed: list[int], keep: int, retain: int, pinned: set[int]
-) -> None:
-    retention = Retention(keep, retain)
-    expired = retention.expired(committed, pinned=pinned)
-    assert not set(expired) & set(sorted(committed)[-keep:])
-    assert not set(expired) & pinned
-    left = [iteration for iteration in committed if iteration not in expired]
-    assert len(left) >= min(keep, len(committed))
-    assert retention.expired(left, pinned=pinned) == []
 
 
 @pytest.mark.parametrize(

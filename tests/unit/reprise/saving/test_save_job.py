@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import os
 from pathlib import Path
 
 from reprise.commit.attempt import Hosts
@@ -19,18 +17,6 @@ from tests.unit.reprise.commit.test_commit_state import NoCopies
 from tests.unit.reprise.commit.test_protocol import Deaf, contents
 
 HOSTS = Hosts(("a", "b"), ((0,), (1,)))
-
-
-class FailingSync(Files):
-    """Files that cannot be synced in one attempt."""
-
-    def __init__(self, attempt: str) -> None:
-        self._attempt = attempt
-
-    def sync(self, descriptor: int) -> None:
-        if f".{self._attempt}.partial" in os.readlink(f"/proc/self/fd/{descriptor}"):
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        super().sync(descriptor)
 
 
 def saver(
@@ -70,15 +56,3 @@ def test_a_prepared_folder_in_doubt_stays_until_it_is_completed(tmp_path: Path) 
     assert [attempt_of(tmp_path / f"{host}/iter_0000002") for host in (0, 1)] == ["n-2", "n-2"]
     left = [path.name for path in tmp_path.rglob(".*")]
     assert left == []
-
-
-def test_the_next_commit_removes_what_was_in_doubt(tmp_path: Path) -> None:
-    def call(channel: StoreChannel) -> None:
-        checkpointer = saver(channel, tmp_path, "n", deaf_to="n-2")
-        for iteration in (1, 2, 3):
-            checkpointer.save(iteration, contents(channel.rank, iteration))
-        checkpointer.close()
-
-    all_ranks(2, call)
-    for host in (0, 1):
-        assert [path.name for path in (tmp_path / str(host)).iterdir() if path.is_dir()] == ["iter_0000003"]

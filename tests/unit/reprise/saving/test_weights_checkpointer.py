@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -68,21 +65,6 @@ def test_what_is_there_is_not_saved_again(tmp_path: Path) -> None:
     again.close()
     names = sorted(path.name for path in (tmp_path / "weights").iterdir() if path.is_dir())
     assert names == ["iter_0000002", "iter_0000004.superseded-1"]
-
-
-@pytest.mark.parametrize("mode", [torch.inference_mode, lambda: torch.device("meta")], ids=["inference", "device"])
-def test_a_save_in_a_mode_is_followed_by_one_outside(
-    tmp_path: Path, mode: Callable[[], AbstractContextManager[Any]]
-) -> None:
-    weights, values = started(tmp_path), VALUES.clone()
-    given = contents(values, 2)
-    with mode():
-        weights.save(2, given)
-    weights.save(4, given)
-    weights.close()
-    assert weights.results.last_error is None
-    assert torch.equal(saved(tmp_path, 2), VALUES.to(torch.bfloat16))
-    assert torch.equal(saved(tmp_path, 4), VALUES.to(torch.bfloat16))
 
 
 @pytest.mark.parametrize(("is_held", "shifts"), [(False, (0.0, 0.0, 1.0, 0.0, 0.0)), (True, (0.0, 0.0, 0.0, 0.0))])
