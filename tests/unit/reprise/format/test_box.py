@@ -77,19 +77,6 @@ def test_box_of_splits_equals_cutting_axis_by_axis(
     assert seen == Counter(range(math.prod(shape)))
 
 
-def test_box_of_splits_cuts_by_tensor_parallel_then_by_fsdp() -> None:
-    rows = 50257
-    found = []
-    for tp in range(2):
-        for dp in range(3):
-            box = box_of_splits((rows, 4), [Split(0, dp, 3, strided=2), Split(0, tp, 2)])
-            found.append((box.offset[0], box.end[0]))
-    assert found == [
-        (0, 8377), (8377, 16754), (16754, 25129),
-        (25129, 33505), (33505, 41881), (41881, 50257),
-    ]  # fmt: skip
-
-
 def test_box_of_splits_refuses_a_factor_no_axes_multiply_to() -> None:
     with pytest.raises(ValueError, match="factor 3 is no box"):
         box_of_splits((12,), [Split(0, 0, 2, strided=3), Split(0, 0, 2)])

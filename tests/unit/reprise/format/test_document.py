@@ -181,15 +181,3 @@ def test_the_worked_example_is_what_is_saved(tmp_path: Path, monkeypatch: pytest
     assert {k: v for k, v in ours.items() if k not in changing} == {
         k: v for k, v in theirs.items() if k not in changing
     }
-
-
-def test_the_shares_of_the_text_are_those_of_two_replicas(tmp_path: Path) -> None:
-    from reprise.format.dtype import StoredDtype
-    from reprise.format.layout import TensorKind, TensorSpec, build_layout
-    from reprise.saving.plan import plan
-
-    specs = [TensorSpec(TensorKind.MODEL, "table", (160, 128), StoredDtype.F32, (160, 128))]
-    state = sample_state(specs, seed=1)
-    pieces = [plan(REPLICAS.live(rank, specs, state), build_layout(specs), rank) for rank in range(2)]
-    assert [(piece.lo, piece.hi) for mine in pieces for piece in mine] == [(0, 40960), (40960, 81920)]
-    assert '"shares":{"0":[40960]}' in DOCUMENT

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
-import safetensors
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,7 +10,6 @@ from reprise.errors import CheckpointError
 from reprise.format.dtype import StoredDtype
 from reprise.format.layout import (
     MOST_DIMENSIONS,
-    Layout,
     TensorKind,
     TensorSpec,
     build_layout,
@@ -22,7 +17,6 @@ from reprise.format.layout import (
     kind_of_file,
     model_index,
 )
-from tests.fakes import sample_specs, sample_state
 from tests.messages import refused
 
 
@@ -30,17 +24,6 @@ def spec(
     name: str, shape: tuple[int, ...], dtype: StoredDtype = StoredDtype.F32, kind: TensorKind = TensorKind.MODEL
 ) -> TensorSpec:
     return TensorSpec(kind, name, shape, dtype, shape)
-
-
-def write(folder: Path, layout: Layout, state: dict[str, torch.Tensor]) -> None:
-    for file in layout.files:
-        data = bytearray(file.header.ljust(file.total_bytes, b"\xee"))
-        for place in file.places:
-            raw = state[place.spec.name].reshape(-1).view(torch.uint8).numpy().tobytes()
-            data[place.offset : place.offset + len(raw)] = raw
-        path = folder / file.name
-        path.parent.mkdir(exist_ok=True)
-        path.write_bytes(data)
 
 
 def test_header_of_a_small_example_is_these_bytes() -> None:
@@ -84,12 +67,6 @@ def test_layout_has_no_holes_keeps_order_and_starts_on_a_page(data: st.DataObjec
     assert sum(file.places[0].spec.kind is TensorKind.ADAPTER for file in layout.files) <= 1
 
 
-def test_a_tensor_larger_than_a_file_has_a_file_of_its_own() -> None:
-    layout = build_layout([spec("a", (3,)), spec("big", (100,)), spec("b", (3,)), spec("c", (7,))], file_bytes=40)
-    assert [[p.spec.name for p in file.places] for file in layout.files] == [["a"], ["big"], ["b", "c"]]
-    assert [file.name for file in layout.files] == [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
-
-
 def test_files_are_named_as_transformers_names_shards() -> None:
     assert file_name(TensorKind.MODEL, 0, 1) == "model.safetensors"
     assert file_name(TensorKind.MODEL, 1, 12) == "model-00002-of-00012.safetensors"
@@ -106,21 +83,6 @@ def test_index_lists_the_weights_alone() -> None:
         "weight_map": {"a": "model.safetensors", "b": "model.safetensors"},
     }
     assert list(model_index(layout)["weight_map"]) == ["a", "b"]  # type: ignore[arg-type]
-
-
-def test_safetensors_opens_what_is_laid_out(tmp_path: Path) -> None:
-    specs = sample_specs() + [spec(dtype.name, (3,), dtype) for dtype in StoredDtype]
-    state = sample_state(specs, 1)
-    layout = build_layout(specs, file_bytes=1 << 20)
-    write(tmp_path, layout, state)
-    for file in layout.files:
-        with safetensors.safe_open(tmp_path / file.name, framework="pt") as opened:
-            assert opened.metadata() == {"format": "pt"}
-            assert set(opened.keys()) == {place.spec.name for place in file.places}
-            for place in file.places:
-                found, expected = opened.get_tensor(place.spec.name), state[place.spec.name]
-                assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
-                assert torch.equal(found.reshape(-1).view(torch.uint8), expected.reshape(-1).view(torch.uint8))
 
 
 @pytest.mark.parametrize(

@@ -24,21 +24,18 @@ from reprise.commit.joint_plan import tile
 from reprise.errors import CheckpointError, MismatchError
 from reprise.format import manifest
 from reprise.format.box import Box, whole
-from reprise.format.dtype import StoredDtype
-from reprise.format.layout import Place, TensorKind, TensorSpec, build_layout
+from reprise.format.layout import TensorKind, TensorSpec, build_layout
 from reprise.format.manifest import BLOCK_BYTES, WrittenPiece
 from reprise.format.names import FORMAT, STATE
 from reprise.loading import block_reader, blocks
-from reprise.loading.choose import LoadSource
-from reprise.loading.loader import LoadReport, check_tensors, fill
+from reprise.loading.loader import fill
 from reprise.loading.reader import Checkpoint, open_checkpoint, read_places
-from reprise.loading.restorer import Restorer
 from reprise.ranks.channel import StoreChannel, single_rank_channel
 from reprise.saving.checkpointer import Checkpointer
 from reprise.saving.policy import SavePolicy, SaveReport
 from reprise.storage.files import Files
 from reprise.storage.json_file import Json
-from reprise.tensors.dtypes import stored_dtype, torch_dtype
+from reprise.tensors.dtypes import stored_dtype
 from reprise.tensors.live import Contents, LiveTensor
 from tests.fakes import JOIN_S, SHARDINGS, Sharding, all_ranks, lone_contents, sample_specs, sample_state
 from tests.messages import refused
@@ -47,7 +44,6 @@ from tests.profiles import examples
 SPECS = sample_specs()
 STATE_OF = sample_state(SPECS, seed=7)
 DOCUMENT: dict[str, Json] = {STATE: {"format": FORMAT, "iteration": 10}}
-IDS = [sharding.name for sharding in SHARDINGS]
 
 
 def bits(tensor: torch.Tensor) -> bytes:
@@ -64,30 +60,6 @@ def save(folder: Path, sharding: Sharding) -> list[SaveReport | None]:
         return report
 
     return all_ranks(sharding.world_size, call)
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Save the state once at every sharding."""
-    folders = {}
-    for sharding in SHARDINGS:
-        folder = tmp_path_factory.mktemp("run")
-        for report in save(folder, sharding):
-            assert report is not None
-            assert report.error is None, str(report.error)
-        folders[sharding.name] = folder / "iter_0000010"
-    return folders
-
-
-@pytest.mark.parametrize("sharding", SHARDINGS[1:], ids=IDS[1:])
-def test_every_sharding_saves_the_same_bytes(saved: dict[str, Path], sharding: Sharding) -> None:
-    first, other = saved["one rank"], saved[sharding.name]
-    names = sorted(path.relative_to(first) for path in first.rglob("*") if path.is_file())
-    assert names == sorted(path.relative_to(other) for path in other.rglob("*") if path.is_file())
-    assert sum(name.suffix == ".safetensors" for name in names) > 2
-    for name in names:
-        if name.name != "manifest.json":
-            assert (first / name).read_bytes() == (other / name).read_bytes(), name
 
 
 @st.composite
@@ -154,46 +126,6 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return report.path
 
 
-PAIRS = [(source, target) for source in range(len(SHARDINGS)) for target in range(len(SHARDINGS))]
-
-
-@pytest.mark.parametrize(
-    ("source", "target"),
-    [
-        pytest.param(
-            SHARDINGS[source],
-            SHARDINGS[target],
-            id=f"{IDS[source]} at {IDS[target]}",
-            marks=() if target == (3 * source + 1) % 10 or source == target == 8 else pytest.mark.slow,
-        )
-        for source, target in PAIRS
-    ],
-)
-def test_every_sharding_loads_at_every_other(saved: dict[str, Path], source: Sharding, target: Sharding) -> None:
-    empty = {spec.name: torch.zeros(spec.shape, dtype=torch_dtype(spec.dtype)) for spec in SPECS}
-
-    def call(channel: StoreChannel) -> LoadReport:
-        restorer = Restorer(channel, nonce="n")
-        live = target.live(channel.rank, SPECS, empty)
-        report = restorer.restore(LoadSource(saved[source.name]), check=lambda _: None, live=lambda _: live).report
-        for found, expected in zip(live, target.live(channel.rank, SPECS, STATE_OF), strict=True):
-            assert bits(found.local) == bits(expected.local), found.spec.name
-        return report
-
-    total = sum(spec.total_bytes for spec in SPECS)
-    columns = math.prod(axis.size for axis in source.axes if axis.role == "column")  # read along where they are narrow
-    for rank, report in enumerate(all_ranks(target.world_size, call)):
-        assert (report.tensors, report.expected) == (len(SPECS), len(SPECS))
-        assert report.read_bytes <= columns * total
-        own = sum(len(bits(tensor.local)) for tensor in target.live(rank, SPECS, STATE_OF))
-        assert report.filled_bytes == own
-        if source == target:
-            assert own <= report.read_bytes <= columns * own
-        if {axis.role for axis in source.axes + target.axes} <= {"row", "replica", "strided row"}:
-            edges = 2 * sum(1 for spec in SPECS if spec.total_bytes)
-            assert report.read_bytes <= own + edges * BLOCK_BYTES
-
-
 class Opened:
     """A checkpoint that is open, and fresh tensors for all of it."""
 
@@ -214,12 +146,6 @@ class Opened:
         finally:
             assert (sorted(os.listdir("/proc/self/fd")), threading.active_count()) == before
         return [bits(tensor.local) for tensor in self.live]
-
-
-def test_any_number_of_threads_loads_the_same(large: Path) -> None:
-    first, *others = (Opened(large).fill(threads=threads) for threads in (1, 3, 8))
-    assert any(first[0])
-    assert all(found == first for found in others)
 
 
 @pytest.mark.parametrize(
@@ -358,29 +284,3 @@ def test_a_whole_tensor_may_live_in_other_dimensions(large: Path, is_transposed:
     opened.live = [LiveTensor(replace(opened.places["a"].spec, view=shape), whole(shape), local, (0,))]
     opened.fill()
     assert torch.equal(local, torch.rand(2500, 1024, generator=torch.Generator().manual_seed(1)).reshape(shape))
-
-
-def test_check_tensors_lists_every_difference_in_one_message() -> None:
-    def spec(name: str, shape: tuple[int, ...] = (2, 3), dtype: StoredDtype = StoredDtype.F32) -> TensorSpec:
-        return TensorSpec(TensorKind.MODEL, name, shape, dtype, shape)
-
-    there = [spec("same"), spec("shape"), spec("dtype"), spec("both"), spec("extra")]
-    moment = TensorSpec(TensorKind.OPTIMIZER, "exp_avg.same", (2,), StoredDtype.F32, (2,))
-    places = {s.name: Place(s, "model.safetensors", 4096) for s in (*there, moment)}
-    wanted = [
-        spec("same"), spec("shape", (3, 2)), spec("dtype", dtype=StoredDtype.BF16),
-        spec("both", (6,), StoredDtype.F16), spec("gone"),
-    ]  # fmt: skip
-    with refused(MismatchError, "some/iter_0000001") as caught:
-        check_tensors(wanted, places, where="some/iter_0000001")
-    assert [line.split()[0] for line in str(caught.value.found).split("; ")] == [
-        "shape",
-        "dtype",
-        "both",
-        "both",
-        "gone",
-        "extra",
-    ]
-    check_tensors(there, places, where="x")
-    with refused(MismatchError, "30 more"):
-        check_tensors([spec(f"t{number}") for number in range(50)], {}, where="x")

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,7 +19,7 @@ from reprise.saving.policy import SavePolicy
 from reprise.storage.files import Files
 from reprise.storage.json_file import Json
 from reprise.tensors.live import Contents
-from tests.fakes import FailingFiles, all_ranks, lone_contents, run_ranks
+from tests.fakes import FailingFiles, lone_contents, run_ranks
 from tests.messages import refused
 
 INDEX = "model.safetensors.index.json"
@@ -124,72 +121,6 @@ def test_headers_are_read_once_and_the_caller_owns_the_places(run: Path) -> None
     assert read_places(checkpoint) == first
 
 
-def cut(path: Path) -> None:
-    os.truncate(path, path.stat().st_size - 1)
-
-
-def grow(path: Path) -> None:
-    path.write_bytes(path.read_bytes() + b"\0")
-
-
-def empty(path: Path) -> None:
-    os.truncate(path, 0)
-
-
-def swap(path: Path) -> None:
-    other = Path(str(path).replace("iter_0000010", "iter_0000009"))
-    path.write_bytes(other.read_bytes())
-
-
-def link(path: Path) -> None:
-    target = path.with_name("elsewhere")
-    path.rename(target)
-    path.symlink_to(target)
-
-
-def folder_instead(path: Path) -> None:
-    path.unlink()
-    path.mkdir()
-
-
-def flip_at(position: float) -> Callable[[Path], None]:
-    return lambda path: flip(path, int(position * path.stat().st_size))
-
-
-FLIPS = [flip_at(position) for position in (0.0, 0.3, 0.6, 0.9999)]
-DAMAGES = [*FLIPS, cut, grow, empty, Path.unlink, swap, link, folder_instead]
-
-
-@pytest.mark.parametrize(
-    ("name", "damage"),
-    [
-        pytest.param(name, damage, marks=() if (first + second) % 3 == 0 else pytest.mark.slow)
-        for first, name in enumerate(FILES)
-        for second, damage in enumerate(DAMAGES)
-        if (name, damage) != (INDEX, swap)  # which is the same in every iteration
-    ],
-)
-def test_a_damaged_file_is_refused_by_its_name(run: Path, name: str, damage: Callable[[Path], None]) -> None:
-    path = run / "iter_0000010" / name
-    damage(path)
-    with refused(CheckpointError, "iter_0000010" if damage is swap and name == "manifest.json" else name):
-        load(run / "iter_0000010")
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_a_damaged_newest_checkpoint_is_skipped_at_error(
-    run: Path, name: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    path = run / "iter_0000011" / name
-    flip(path, path.stat().st_size - 2)
-    iteration, target = load(run)
-    assert iteration == 10
-    assert_holds(target, 10)
-    (record,) = [r for r in caplog.records if r.levelno >= logging.ERROR]
-    assert "iter_0000011 is damaged and skipped" in record.getMessage()
-    assert name in record.getMessage()
-
-
 def test_two_damaged_checkpoints_are_skipped_three_are_an_error(run: Path) -> None:
     flip(run / "iter_0000011" / STATE, 5)
     flip(run / "iter_0000010" / FILES[1], 8000)
@@ -238,15 +169,3 @@ def test_what_one_rank_refuses_every_rank_refuses(run: Path, culprit: int) -> No
     outcomes = run_ranks(2, call)
     assert [type(outcome) for outcome in outcomes] == [MismatchError, MismatchError]
     assert all("Another model" in str(outcome) for outcome in outcomes)
-
-
-def test_damage_seen_by_one_rank_makes_all_ranks_take_the_older(run: Path) -> None:
-    flip(run / "iter_0000011" / FILES[1], 4096 + 7000)
-
-    def call(channel: StoreChannel) -> int:
-        target = contents(0).live if channel.rank == 1 else ()
-        restorer = Restorer(channel, nonce="n")
-        found = restorer.restore(LoadSource(run), check=lambda _: None, live=lambda _: target).checkpoint
-        return found.iteration
-
-    assert all_ranks(2, call) == [10, 10]

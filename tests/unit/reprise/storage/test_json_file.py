@@ -74,32 +74,6 @@ def test_what_nests_as_deep_as_may_be_comes_back() -> None:
     assert json_file.parse(json_file.to_bytes(value), where="x") == value
 
 
-@pytest.mark.parametrize(
-    ("data", "why"),
-    [
-        (b'{"a": NaN}', "NaN"),
-        (b'{"a": [Infinity]}', "Infinity"),
-        (b'{"a": -Infinity}', "-Infinity"),
-        (b'{"a": 1, "a": 1}', "twice"),
-        (b'{"b": {"a": 1, "a": 2}}', "twice"),
-        (b"[1]", "list"),
-        (b"null", "NoneType"),
-        (b"", ""),
-        (b'{"a": 1', "delimiter"),
-        (b'{"a": 1} x', "Extra data"),
-        (b'{"a": "\xff"}', "utf-8"),
-        (b'{"a": 1e999}', "float"),
-        (b'{"a": "\\ud800"}', "surrogates"),
-        (b'{"a": ' + b"[" * 64 + b"]" * 64 + b"}", "64"),
-        (b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", ""),
-    ],
-)
-def test_parse_refuses_what_is_no_standard_json_object(data: bytes, why: str) -> None:
-    with pytest.raises(CheckpointError, match=r"some/file\.json") as caught:
-        json_file.parse(data, where="some/file.json")
-    assert why in str(caught.value)
-
-
 def test_a_file_that_is_missing_too_large_or_a_pipe_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     os.mkfifo(tmp_path / "pipe.json")
     (tmp_path / "there.json").write_bytes(b'{"a": 12345}')

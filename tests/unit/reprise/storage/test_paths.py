@@ -8,13 +8,12 @@ import resource
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path, PosixPath
 
 import pytest
 
 from reprise import load_state_dict
-from reprise.errors import ConfigError, DataError, TrainerError
+from reprise.errors import ConfigError
 from reprise.storage.paths import (
     exists,
     folders_below,
@@ -27,14 +26,9 @@ from reprise.storage.paths import (
     url_problem,
 )
 from tests.messages import refused
-from trainer.commands import compare_loss, compare_speed
-from trainer.data.text import open_encoder
-from trainer.metrics.jsonl_file import last_recorded_iteration
-from trainer.metrics.run_log import RunLog
 
 QUESTIONS = (exists, lexists, is_dir, is_file, is_symlink)
 TOO_LONG = "x" * 300  # a name that no file system takes: a failure also for a user who may do everything
-RECORD = '{"iteration": 1, "loss": 2.0, "seconds": 1.0, "tokens_per_second": 5.0}\n'
 
 
 @contextmanager
@@ -134,43 +128,6 @@ def test_a_file_beyond_the_limit_is_refused_before_it_is_read(tmp_path: Path, si
     with bounded(), pytest.raises(OSError, match="larger than 9 B") as caught:
         read_regular(tmp_path / "file", limit_bytes=9)
     assert (caught.value.errno, caught.value.filename) == (errno.EFBIG, str(tmp_path / "file"))
-
-
-def test_inputs_that_are_no_regular_files_end_or_cost_nothing(odd: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    (run / "tensorboard").mkdir(parents=True)
-    log = partial(RunLog, run, train_iters=1, log_interval=1, mfu_scale=None)
-    with bounded(), refused(DataError, str(odd)):
-        open_encoder(odd)
-    events = odd.rename(run / "tensorboard" / "events.out.tfevents.1.host.1.0")
-    with bounded():
-        (found := log(sinks=["tensorboard"])).open(0, "")
-        found.close()
-    (run / "metrics.jsonl").unlink()
-    metrics = events.rename(run / "metrics.jsonl")
-    with bounded(), pytest.raises(OSError, match="not a regular file"):
-        last_recorded_iteration(metrics)
-    with bounded(), refused(TrainerError, "metrics.jsonl"):
-        log().open(0, "")
-
-
-@pytest.mark.parametrize(
-    ("main", "name"),
-    [(compare_loss.main, "metrics.jsonl"), (compare_loss.main, "train.log"), (compare_speed.main, "x")],
-)
-def test_a_comparison_refuses_what_is_no_regular_file(
-    odd: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], main: Callable[[list[str]], int], name: str
-) -> None:
-    run = tmp_path / "run"
-    run.mkdir()
-    (run / "metrics.jsonl").write_text("".join(RECORD.replace("1", str(number), 1) for number in range(1, 9)))
-    other = odd.rename(tmp_path / name)
-    with bounded():
-        assert main([str(run), str(other)]) == 2
-    assert str(other) in capsys.readouterr().err
-    other.rename(run / "config.yaml")  # which tells no dtype
-    with bounded():
-        assert compare_loss.main([str(run), str(run)]) == 0
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ from reprise.errors import UnreadableError
 from reprise.format.names import MANIFEST, STATE
 from reprise.loading.choose import LoadSource
 from reprise.loading.restorer import Restorer
-from reprise.management import listing, verification
 from reprise.ranks.channel import StoreChannel, single_rank_channel
 from reprise.saving.checkpointer import Checkpointer
 from reprise.saving.owned_folder import decide_expired
@@ -26,7 +25,6 @@ from reprise.storage.patience import RETRY_S, Patience, await_sight, unreadable
 from tests.fakes import FailingFiles, run_ranks
 from tests.messages import refused
 from tests.unit.reprise.loading.test_reader import contents, save
-from trainer.commands import checkpoint as script
 
 # Errors of a disk, a server, a limit and permissions; ESTALE is a file of a server that has come back.
 CODES = (errno.EIO, errno.EMFILE, errno.ESTALE, errno.EACCES, errno.ETIMEDOUT)
@@ -197,17 +195,3 @@ def test_a_best_checkpoint_with_an_unreadable_loss_is_kept(
     assert "iter_0000009 is not known, it stays" in caplog.text
     monkeypatch.undo()
     assert decide_expired(folder, Retention(1, keep_best=1), pinned=()) == ([9, 10], [9, 10, 11])
-
-
-@pytest.mark.parametrize("command", ["ls", "verify"])
-def test_the_command_does_not_call_damaged_what_it_cannot_read(
-    run: Path, command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for module in (listing, verification):
-        monkeypatch.setattr(module, "files_of", lambda _: Failing("open_for_reading", errno.EIO))
-    assert script.main([command, str(run)]) == script.IMPOSSIBLE
-    table = capsys.readouterr().out
-    assert "cannot be read now: Input/output error (errno 5)" in table
-    assert table.count("  whole\n" if command == "verify" else "  yes") == 2
-    (run / "iter_0000010" / STATE).unlink()
-    assert script.main([command, str(run)]) == script.BAD

@@ -6,7 +6,6 @@ import gc
 import threading
 import weakref
 from functools import partial
-from queue import SimpleQueue
 
 import pytest
 
@@ -97,39 +96,3 @@ def test_calls_need_no_thread_that_cannot_be_started(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(threading.Thread, "start", refuse)
     run_together([partial(call, number) for number in range(5)], name="test", threads=4)
     assert sorted(ended) == [0, 1, 2, 3, 4]
-
-
-def test_an_interrupt_between_two_ends_leaves_no_thread_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    together, released = threading.Barrier(2), threading.Event()
-
-    class InterruptedQueue(SimpleQueue[object]):
-        def put(self, item: object, block: bool = True, timeout: float | None = None) -> None:
-            if item is None and threading.current_thread() is caller and together.n_waiting == 0 and self.is_shared:
-                self.is_shared = False
-                released.set()
-                raise KeyboardInterrupt
-            super().put(item)
-
-        is_shared = False
-
-    def work() -> None:
-        together.wait(JOIN_S)
-        queues[0].is_shared = True
-        if threading.current_thread() is not caller:
-            released.wait(JOIN_S)
-
-    def make_queue() -> InterruptedQueue:
-        queues.append(InterruptedQueue())
-        return queues[-1]
-
-    def call() -> None:
-        with pytest.raises(KeyboardInterrupt):
-            run_together([work, work], name="test", threads=2)
-
-    queues: list[InterruptedQueue] = []
-    monkeypatch.setattr("reprise.storage.worker.SimpleQueue", make_queue)
-    caller = threading.Thread(target=call, daemon=True)
-    caller.start()
-    caller.join(JOIN_S)
-    assert not caller.is_alive()
-    assert released.is_set()
