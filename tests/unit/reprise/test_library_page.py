@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import threading
 from collections import defaultdict
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -86,29 +85,6 @@ def test_as_many_threads_copy_as_torch_computes_with(
         monkeypatch.setattr(Snapshot, "_stage_all", stage)
         saver.save_state_dict(2, state)
     assert len(threads) == count
-
-
-def test_any_thread_may_call(tmp_path: Path) -> None:
-    (model, optimizer), (other, again) = trained(0, lr=0.5), trained(1, lr=0.1)
-
-    def work() -> None:
-        with AsyncSaver(tmp_path) as saver:
-            saver.save(1, model, optimizer)
-        load(tmp_path, other, again)
-
-    with ThreadPoolExecutor(1) as pool:
-        pool.submit(work).result()
-    assert torch.equal(other.weight, model.weight)
-
-
-def test_a_generator_of_one_s_own_goes_in_per_rank(tmp_path: Path) -> None:
-    generator = torch.Generator().manual_seed(3)
-    save(tmp_path, nn.Linear(1, 1), iteration=1, per_rank={"generator": generator.get_state()})
-    expected = torch.rand(2, generator=generator)
-    own = {"generator": generator.get_state()}
-    load(tmp_path, nn.Linear(1, 1), per_rank=own)
-    generator.set_state(own["generator"])
-    assert torch.equal(torch.rand(2, generator=generator), expected)
 
 
 @pytest.mark.parametrize("given", [defaultdict(int), defaultdict(int, a=0)], ids=["empty", "filled"])

@@ -121,17 +121,6 @@ def test_damage_is_found_in_what_is_checked_alone(tmp_path: Path) -> None:
     assert statuses(folder, check=0) == [DAMAGED] * 3 + [UNCHECKED]
 
 
-def test_weights_links_and_superseded_ones_take_no_place(tmp_path: Path) -> None:
-    folder = save(tmp_path, 1, 2, 3)
-    save(folder / "weights", 3, 4)
-    (folder / "iter_0000003").rename(folder / "iter_0000003.superseded-1")
-    (folder / "iter_0000009").symlink_to(folder / "iter_0000001")
-    expected = [UNCHECKED, WHOLE, UNCHECKED, DAMAGED, UNCHECKED, WHOLE]
-    _, _, superseded, link, *_ = listed = reprise.list(folder, check=1)
-    assert [summary.status for summary in listed] == expected
-    assert (superseded.iteration, superseded.is_superseded, link.is_link) == (3, True, True)
-
-
 def test_an_iteration_checked_on_one_host_is_checked_on_all(tmp_path: Path) -> None:
     """The host that is ahead would else seem to lack what the other one has."""
     a, b = save_on_two_hosts(tmp_path, 2)

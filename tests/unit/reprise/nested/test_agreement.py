@@ -95,16 +95,3 @@ def test_a_joint_table_has_every_box_with_its_ranks() -> None:
 def test_tables_that_contradict_each_other_are_refused(other: bytes, words: list[str]) -> None:
     with refused(CheckpointError, *words):
         join({0: table("a", aliases={"x": "a"}), 1: other})
-
-
-def test_a_refusal_reaches_every_rank_and_is_forgotten() -> None:
-    def call(channel: StoreChannel) -> None:
-        known = KnownTables()
-        odd = table("a", dtype=StoredDtype.I8 if channel.rank else StoredDtype.F32)
-        for key, mine, values in (("odd", odd, {}), ("values", table("a"), {"/a": channel.rank})):
-            with pytest.raises(CheckpointError, match=r"a"):
-                agreed(channel, key, mine, values, known)
-        joint, _ = agreed(channel, "good", table("a"), {}, known)
-        assert [spec.name for spec in joint.specs] == ["a"]
-
-    assert run_ranks(2, call) == [None, None]

@@ -107,17 +107,6 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.message for record in caplog.records if record.levelname == "WARNING"]
 
 
-def test_forgotten_state_is_named_in_one_line(path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    model, optimizer, _ = loop()
-    found = load(path, model, optimizer)
-    (line,) = lines(caplog)
-    assert str(path) in line
-    for name in ("random state (rng=)", "position (per_rank=)", "scheduler (state=)", "ema (state=)"):
-        assert line.count(name) == 1
-    assert found["epoch"] == 3
-    assert "epoch" not in line
-
-
 @pytest.mark.parametrize(
     ("given", "named"),
     [

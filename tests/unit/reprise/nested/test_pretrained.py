@@ -96,7 +96,6 @@ def llama() -> Any:
 
 
 PROJECTIONS: dict[str, Any] = {"target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
-VECTORS = {"num_vectors": 8, "vector_length": 8, "topk": 2}
 CUT = {"cpt_token_ids": [1, 2], "cpt_mask": [1, 1], "cpt_tokens_type_mask": [1, 2]}
 # The class of a method's configuration and its options; its file is opened, or a line says why there is none.
 METHODS: list[tuple[str, dict[str, Any]]] = [
@@ -109,46 +108,6 @@ METHODS: list[tuple[str, dict[str, Any]]] = [
     ("ShiraConfig", {"r": 2}),
     ("CPTConfig", {**CUT, "task_type": "CAUSAL_LM"}),  # PEFT's selection would change its weights
 ]
-# What the further methods of PEFT need, where their configurations have these members.
-NEEDED: dict[str, Any] = {
-    "r": 2,
-    "n_frequency": 10,
-    "block_size": 4,
-    "boft_block_size": 4,
-    "group_size": 4,
-    "num_B": 2,
-    "n_tasks": 2,
-    "feedforward_modules": [],
-    "total_step": 10,
-    "num_virtual_tokens": 2,
-    "encoder_hidden_size": 8,
-    "num_tasks": 2,
-    "adapter_len": 2,
-    "adapter_layers": 1,
-    **VECTORS,
-    **CUT,
-    **PROJECTIONS,
-}
-
-
-@pytest.mark.nightly
-def test_peft_opens_every_further_method_or_a_line_says_why(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    peft, problems, count = pytest.importorskip("peft"), [], 0
-    for kind in sorted({name for name in vars(peft) if name.endswith("Config")} - {name for name, _ in METHODS}):
-        members = getattr(peft, kind).__dataclass_fields__.keys() - ({"target_modules"} if "Shadow" in kind else set())
-        options = {key: NEEDED[key] for key in NEEDED if key in members}
-        try:
-            peft.get_peft_model(llama(), getattr(peft, kind)(**options))
-        except Exception:  # noqa: BLE001 - a method of other models
-            continue
-        caplog.clear()
-        count += 1
-        try:
-            _open_by_peft(tmp_path / kind, caplog, kind, options)
-        except Exception as error:  # noqa: BLE001 - all are listed
-            problems.append(f"{kind}: {error!r}")
-    assert not problems, problems
-    assert count >= 20
 
 
 @pytest.mark.parametrize(

@@ -14,12 +14,11 @@ from torch.amp import GradScaler
 from torch.optim import lr_scheduler
 from torch.optim.swa_utils import AveragedModel
 
-from reprise import AsyncSaver, load, load_state_dict, save, save_state_dict
+from reprise import load, load_state_dict, save, save_state_dict
 from reprise.errors import CheckpointError, PartialLoadError
 from tests.messages import refused
 from tests.states import assert_same, assert_same_optimizer
 
-Schedule = lr_scheduler.LRScheduler
 SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
     "one cycle": lambda given: lr_scheduler.OneCycleLR(given, 0.1, total_steps=20),
     "plateau": lr_scheduler.ReduceLROnPlateau,
@@ -161,20 +160,6 @@ def test_tensors_given_to_a_load_are_filled(tmp_path: Path) -> None:
     other = {"list": [torch.zeros(2), 0]}
     load_state_dict(tmp_path, other)
     assert_same(other, {"list": state["list"]})
-
-
-def test_a_background_save_has_the_state_of_the_call(tmp_path: Path) -> None:
-    model, optimizer = made()
-    shadow, loader = Shadow([torch.zeros(4)]), Loader()
-    loader.state = {"seen": [1]}
-    with AsyncSaver(tmp_path) as saver:
-        saver.save(1, model, optimizer, state={"shadow": shadow, "loader": loader})
-        shadow.values[0] += 1
-        loader.state["seen"].append(2)
-    target, other = Shadow([torch.zeros(4)]), Loader()
-    load(tmp_path, model, optimizer, state={"shadow": target, "loader": other})
-    assert target.values[0].sum() == 0
-    assert other.state == {"seen": [1]}
 
 
 def test_an_object_that_refuses_its_state_is_named(tmp_path: Path) -> None:

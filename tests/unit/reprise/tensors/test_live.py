@@ -58,14 +58,6 @@ def test_memory_not_a_tensor_s_own_is_refused_at_save_and_load(tmp_path: Path, n
         load(tmp_path, make())
 
 
-def test_optimizer_state_in_shared_memory_is_refused_by_name(tmp_path: Path) -> None:
-    model = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer.state[model.weight]["momentum_buffer"] = torch.zeros(3).unfold(0, 2, 1)
-    with refused(CheckpointError, "(momentum_buffer.weight)"):
-        save(tmp_path, model, optimizer, iteration=1)
-
-
 def test_parts_of_one_memory_that_do_not_meet_are_stored(tmp_path: Path) -> None:
     def module(memory: torch.Tensor) -> nn.Module:
         tied = nn.Parameter(torch.full((3, 2), float(memory[0, 0])).T)

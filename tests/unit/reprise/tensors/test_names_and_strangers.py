@@ -48,12 +48,6 @@ def test_the_command_reports_a_copy_with_another_s_name(run: Path, command: str,
     assert script.main([command, str(run)]) == status
 
 
-@pytest.mark.parametrize("name", ["iter_0000020.superseded-1", "iter_00000020", "best"])
-def test_other_names_of_an_iteration_and_unnumbered_ones_load(run: Path, name: str) -> None:
-    (run / "iter_0000020").rename(run / name)
-    assert load(run / name)[0] == 20
-
-
 def test_a_superseded_folder_of_another_iteration_is_refused(run: Path) -> None:
     (run / "iter_0000020").rename(run / "iter_0000100.superseded-1")
     with refused(CheckpointError, "iteration 100"):
