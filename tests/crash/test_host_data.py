@@ -11,7 +11,7 @@ import pytest
 
 from tests.crash.hosts import Mount, on_hosts, run_trainer
 from tests.crash.moments import standing
-from tests.crash.outcomes import assert_ends_as, saved
+from tests.crash.outcomes import assert_ends_as
 from tests.harness import DEADLINE_S, TINY, Ended, all_files, call_on_ranks, run_ok
 from tests.profiles import nightly
 from trainer.data.fingerprint import scan
@@ -105,14 +105,6 @@ def test_a_host_with_other_tokens_ends_the_run_unchanged(
         assert_ends_as(run, data.with_name("whole"))
     else:
         assert not (run / "metrics.jsonl").exists()
-
-
-def test_a_host_with_a_copy_of_its_own_trains(data: Path) -> None:
-    copy = data.with_name("copy")
-    shutil.copytree(data, copy)
-    ended = train(data, 4, other=copy)
-    assert ended.ok, ended.text
-    assert saved(data.with_name("run")) == [2, 4]
 
 
 def test_a_host_without_a_file_ends_the_run_and_is_named(data: Path) -> None:

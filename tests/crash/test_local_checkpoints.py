@@ -15,7 +15,7 @@ from reprise.storage import Files, iteration_name
 from tests.crash.hosts import Mount, on_hosts, run_trainer, union
 from tests.crash.moments import Gate, describe, train_with_gate
 from tests.crash.outcomes import assert_ends_as, saved
-from tests.harness import TINY, Ended, all_files, call_on_ranks, checkpoint, curve, run_ok, started, tensor_files
+from tests.harness import TINY, Ended, call_on_ranks, checkpoint, curve, run_ok, started, tensor_files
 from tests.profiles import nightly
 
 pytestmark = pytest.mark.slow
@@ -196,7 +196,6 @@ def test_hosts_that_are_killed_and_swapped_resume(fleet: Fleet, tmp_path: Path) 
     assert curve(fleet.run) == curve(whole)
 
 
-KEPT = (*EACH, "checkpoint.local.keep=6")
 BACK = "checkpoint.ckpt_step=2"
 OTHER_DROPOUT = ("model.dropout=0.2", "checkpoint.override_dropout=true")
 
@@ -208,30 +207,3 @@ def rewound(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     run_ok(run, [*BASE, *ZERO3, saves, exit_after(4)], ranks=2)
     run_ok(run, [*BASE, *ZERO3, saves, BACK, *OTHER_DROPOUT], ranks=2)
     return tensor_files(checkpoint(run, 6))
-
-
-@pytest.mark.parametrize(
-    ("disks", "shares_run"),
-    [([0, 1], True), nightly([1, 0], False), nightly([1, 2], True)],
-    ids=["shared run folder", "run folders of hosts", "only the copy"],
-)
-def test_an_abandoned_branch_does_not_return_with_its_host(
-    fleet: Fleet, rewound: dict[str, bytes], disks: list[int], shares_run: bool
-) -> None:
-    for last in (2, 4):  # the end of a launch waits for the copies
-        fleet.train([0, 1], *KEPT, exit_after(last), shares_run=shares_run)
-    ended = fleet.train([0, 2], *KEPT, BACK, *OTHER_DROPOUT, exit_after(3), shares_run=shares_run)
-    assert "loaded iteration 2:" in ended.outputs[0]
-    ended = fleet.train(disks, *KEPT, *OTHER_DROPOUT, shares_run=shares_run)
-    assert f"on host host{disks.index(1)}: 3, 4" in ended.outputs[0]
-    assert "loaded iteration 3:" in ended.outputs[0]
-    assert tensor_files(fleet.iteration(1, 6)) == rewound
-
-
-def test_the_local_folder_of_another_run_on_one_host_is_named(fleet: Fleet) -> None:
-    fleet.train([0, 1], *KEPT, exit_after(2))
-    before = all_files(fleet.disk(1))
-    fleet.run = fleet.run.parent / "other"
-    refused = fleet.train([2, 1], *KEPT, exit_after(2), status=1)
-    assert all("on host host1 those of run " in output for output in refused.outputs)
-    assert all_files(fleet.disk(1)) == before

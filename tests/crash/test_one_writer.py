@@ -183,13 +183,3 @@ def test_checkpoints_in_the_run_s_own_folder_share_its_lock(tmp_path: Path) -> N
     )
     assert ended.ok, ended.text
     assert [path.parent for path in tmp_path.rglob("lock")] == [tmp_path]
-
-
-@pytest.mark.slow
-def test_a_run_whose_folder_cannot_be_made_says_so_on_every_rank(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    arguments = [*SHORT, f"checkpoint.save={tmp_path / 'other'}", f"run.dir={tmp_path / 'file' / 'run'}"]
-    ended = call_on_ranks(run_trainer, arguments, folder=tmp_path / "log", ranks=2)
-    assert ended.statuses == (1, 1), ended.text
-    assert all("Not a directory" in output for output in ended.outputs)
-    assert not (tmp_path / "other").exists()

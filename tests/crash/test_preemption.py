@@ -90,18 +90,11 @@ CASES = [
     ("zero1", "evaluation", 2, USR1, [1], [2]),
 ]
 FURTHER = [
-    ("one rank", "evaluation", 2, INT, [0], [2]),
     ("one rank", "prepare", 4, USR1, [0], [4, 5]),
     ("one rank", "inline prepare", 4, TERM, [0], [4, 5]),
-    ("zero1", "forward", 3, TERM, [1], [3]),
-    ("zero1", "forward", 3, INT, [0, 1], [3]),
     ("zero3", "forward", 5, USR1, [0], [4, 5]),
     ("pp2", "evaluation", 6, TERM, [0, 1], [4, 6]),
-    ("zero3", "evaluation", 8, TERM, [0], [4, 8]),
     ("tp2", "step", 6, TERM, [1], [4, 6]),
-    ("pp2", "step", 3, INT, [0], [3]),
-    ("zero1", "prepare", 4, TERM, [0, 1], [4, 5]),
-    ("zero3", "inline prepare", 4, INT, [1], [4, 5]),
     ("tp2", "inline prepare", 4, USR1, [0, 1], [4, 5]),
     ("zero1", "forward", 3, signal.SIGHUP, [0, 1], [3]),
     ("zero1", "forward", 3, signal.SIGUSR2, [1], [3]),

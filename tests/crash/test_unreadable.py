@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from reprise.storage import Files, patience
-from tests.crash.hosts import Mount, on_hosts, run_trainer
+from tests.crash.hosts import run_trainer
 from tests.harness import TINY, all_files, call_on_ranks, curve, run_ok
 from tests.profiles import nightly
 
@@ -72,24 +72,3 @@ def test_a_read_error_ends_the_start_on_all_ranks_the_next_works(
     again = run_ok(run, LONGER, ranks=2)
     assert "iteration 6 from" in again.outputs[0]
     assert [row[0] for row in curve(run)] == list(range(1, 9))
-
-
-def train_patiently(arguments: list[str]) -> None:
-    patience.RETRY_S = 0.5
-    run_trainer(arguments)
-
-
-def test_a_host_that_does_not_see_the_newest_checkpoint_is_named(finished: Path, tmp_path: Path) -> None:
-    source, older, run = tmp_path / "source", tmp_path / "older", tmp_path / "run"
-    for path in (source, older):
-        shutil.copytree(finished / "checkpoints", path)
-    shutil.rmtree(older / "iter_0000006")
-    before = all_files(source)
-    ranks = on_hosts(train_patiently, {1: [Mount(source, older)]})
-    ended = call_on_ranks(ranks, [f"run.dir={run}", *LONGER, f"checkpoint.load={source}"], folder=run, ranks=2)
-    assert ended.statuses == (1, 1), ended.text
-    for output in ended.outputs:
-        assert "Rank 1 on host host1 does not see" in output
-        assert str(source / "iter_0000006") in output
-    assert all_files(source) == before
-    assert not (run / "metrics.jsonl").exists()
