@@ -1,4 +1,4 @@
-"""DTensors whose local memory is elsewhere: pending collectives, several shards on a rank, complex, none yet; parts without one."""
+"""Tensors with memory elsewhere: pending collectives, several shards on a rank, complex, none yet; described parts."""
 
 from __future__ import annotations
 
