@@ -130,12 +130,28 @@ def test_a_smaller_number_to_keep_makes_room_at_the_next_start(
 
 
 def test_records_wait_until_there_is_room_for_them_again(small_disk: Path) -> None:
-    run, overrides = small_disk / "run", [*BASE, "train.train_iters=30", "checkpoint.max_checkpoint_keep=2"]
+    run, overrides = (
+        small_disk / "run",
+        [*BASE, "train.train_iters=30", "checkpoint.max_checkpoint_keep=2", "checkpoint.exit_on_save_failure=0"],
+    )
     ended = troubles.train(run, overrides, {**FULL, "begins": 5, "ends": 27}, logs=small_disk.with_name("log"))
     assert ended.ok, ended.text
     assert ended.text.count("[Errno 28]") == 1
     assert [row[0] for row in curve(run)] == list(range(1, 31))
     assert saved(run) == [28, 30]
+
+
+@pytest.mark.parametrize(("train_iters", "begin"), [(6, "The last saves of the run failed"), (30, "Saving failed too")])
+def test_a_run_whose_every_save_fails_ends_with_1(tmp_path: Path, train_iters: int, begin: str) -> None:
+    trouble = {**failing("sync", errno.EIO)[0], "begins": 1, "ends": 31}
+    ended = troubles.train(tmp_path / "run", [*BASE, f"train.train_iters={train_iters}"], trouble)
+    assert ended.statuses == (1,)
+    assert saved(tmp_path / "run") == []
+    counts = "3" if train_iters == 6 else "[56]"
+    last = ended.outputs[0].strip().splitlines()[-1]
+    assert re.match(
+        rf"CheckpointError: {begin}.*, found {counts} failed saves, the last: .*{os.strerror(errno.EIO)}", last
+    )
 
 
 @pytest.mark.parametrize(("ranks", "rank"), [slow(1, 0), (2, 1)])

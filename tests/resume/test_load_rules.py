@@ -126,6 +126,9 @@ def test_recorded_saves_alone_are_no_fresh_start(run: Path) -> None:
 def test_load_none_starts_afresh_and_keeps_what_was_there(run: Path, reference: Path) -> None:
     ended = run_ok(run, [*REFERENCE, "checkpoint.load=none"])
     assert "starting fresh, seed 1234" in ended.text
+    aside = f"sets aside {len(KEPT)} checkpoints of this run, the newest of iteration {SAVED[-1]}: they become iter_"
+    assert aside in ended.text
+    assert "run.name=default-2" in ended.text
     assert names(run) == sorted([*KEPT, *(f"{name}.superseded-1" for name in KEPT)])
     assert (run / "metrics.abandoned-1.jsonl").read_bytes() == (reference / "metrics.jsonl").read_bytes()
     assert_is_whole(run, reference)

@@ -112,12 +112,22 @@ def test_another_number_of_ranks_is_refused_on_every_rank(run: Path) -> None:
     assert [row[0] for row in curve(run)] == list(range(1, 10))
 
 
-def test_several_differences_are_one_message(run: Path) -> None:
+def test_several_differences_are_one_message(run: Path, caplog: pytest.LogCaptureFixture) -> None:
     message = refuse(run, "model.n_layer=3", "optimizer.lr=0.002", "train.seed=7")
     for key, saved, current in (("model.n_layer", 2, 3), ("train.seed", 1234, 7), ("optimizer.lr", 0.001, 0.002)):
         assert shows(message, key, str(saved), str(current))
-    fixable = refuse(run, "optimizer.lr=0.002", "train.seed=7")
-    assert "checkpoint.override_data=true checkpoint.override_scheduler=true." in fixable
+    several = ["optimizer.lr=0.002", "train.seed=7"]
+    fixable = refuse(run, *several)
+    assert "set checkpoint.allow=data,lr." in fixable
+    assert "set checkpoint.allow=data,dtype,lr." in refuse(run, *several, "train.dtype=bfloat16", "checkpoint.allow=lr")
+    for listed, passed in (("data,lr", False), ("all", True)):
+        caplog.clear()
+        assert start(run, *REFERENCE, *several, f"checkpoint.allow={listed}").state.progress.iteration == 8
+        lines = [line for line in caplog.messages if ", now " in line]
+        assert len(lines) == 2
+        assert all(key in caplog.text for key in ("optimizer.lr: saved", "train.seed: saved"))
+        assert ("checkpoint.allow=all let pass what checkpoint.allow=data,lr does" in caplog.messages) == passed
+    refuse(run, "model.n_layer=3", "checkpoint.allow=all")
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,19 @@ class NewRows(Enum):
     mean = "mean"
 
 
+class Allowed(Enum):
+    """Differences from the saved run that a flag of `ResumeKeys` allows; `all` stands for each of them."""
+
+    batch = "batch"
+    data = "data"
+    dropout = "dropout"
+    dtype = "dtype"
+    freeze = "freeze"
+    lr = "lr"
+    topology = "topology"
+    all = "all"
+
+
 class WeightsDtype(Enum):
     """The dtype of saves of the weights alone."""
 
@@ -138,6 +151,8 @@ class ResumeKeys:
     """Differences from the saved run allowed by a resume, and the digests checked.
 
     Args:
+        allow: differences to allow, such as ``lr,batch,dtype``: each stands for the flag below, `topology` for
+            `reshard` and `lr` for `override_scheduler`; `all` allows each of them, and logs their list.
         reshard: allow another topology (ranks, parallel sizes, ZeRO stage) or micro_batch_size.
         override_scheduler: allow another schedule, other optimizer settings or clip_grad.
         use_checkpoint_scheduler: take schedule and optimizer settings from the checkpoint.
@@ -150,6 +165,7 @@ class ResumeKeys:
             blocks; `none`.
     """
 
+    allow: list[Allowed] = field(default_factory=list)
     reshard: bool = False
     override_scheduler: bool = False
     use_checkpoint_scheduler: bool = False
@@ -174,7 +190,7 @@ class WriteKeys:
         stall_timeout_s: seconds that step waits for a stalled disk before the save is aborted.
         check_replicas: saves between bitwise comparisons of replicas; a difference commits nothing and ends the run. 0
             never.
-        exit_on_save_failure: failed saves in a row that end the run; 0 never.
+        exit_on_save_failure: failed saves in a row that end the run with status 1; 0 never.
     """
 
     file_bytes: int = 2 << 30
@@ -183,7 +199,7 @@ class WriteKeys:
     staging_bytes: int | None = None
     stall_timeout_s: float = 5.0
     check_replicas: int = 1
-    exit_on_save_failure: int = 0
+    exit_on_save_failure: int = 5
 
 
 @dataclass
@@ -310,8 +326,9 @@ def _local_problems(section: CheckpointSection) -> list[str]:
 
 def _load_problems(section: CheckpointSection) -> list[str]:
     problems = []
-    if section.override_scheduler and section.use_checkpoint_scheduler:
-        problems.append("checkpoint.override_scheduler and checkpoint.use_checkpoint_scheduler exclude each other")
+    if section.use_checkpoint_scheduler and (section.override_scheduler or Allowed.lr in section.allow):
+        name = "override_scheduler" if section.override_scheduler else "allow=lr"
+        problems.append(f"checkpoint.{name} and checkpoint.use_checkpoint_scheduler exclude each other")
     if section.finetune and section.load in ("auto", "none"):
         problems.append(f"checkpoint.finetune: needs checkpoint.load=PATH, found {section.load}")
     for name in ("resize", "partial"):

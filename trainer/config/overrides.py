@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import is_dataclass
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, Quote, QuotedString
@@ -70,6 +70,8 @@ def _readable(word: str) -> str:
     key, equals, value = word.partition("=")
     hint, is_read = hint_of(key.lstrip("+")), _parse(word) is not None
     kinds = (hint, *get_args(hint))
+    if any(get_origin(kind) is list for kind in kinds) and re.match(r"[^\[$'\"]", value) and value != "null":
+        return _readable(f"{key}=[{value}]")  # a list of one
     is_text = Any in kinds or (str in kinds and int not in kinds)
     if not equals or (is_read and not is_text and not any(map(is_dataclass, kinds))):
         return word

@@ -46,6 +46,7 @@ _LEFT_OUT = (
     "checkpoint.resize",
     "checkpoint.new_rows",
     "checkpoint.partial",
+    "checkpoint.allow",
     "checkpoint.reshard",
     "checkpoint.override_scheduler",
     "checkpoint.use_checkpoint_scheduler",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import socket
@@ -10,6 +11,8 @@ import threading
 import time
 from collections.abc import Callable
 from types import FrameType
+
+_log = logging.getLogger(__name__)
 
 # Of users and schedulers, submitit, a limit of CPU time, and a closed terminal.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU, signal.SIGHUP)
@@ -93,7 +96,8 @@ class SignalHandler:
             self._first = number, now
             if not self._is_awaited:
                 self._end(128 + number, f"received {self.name} before the first iteration")
-            threading.Thread(target=self._enforce, name="notice", daemon=True).start()
+            for call in (self._enforce, self._answer):  # each may wait: a terminal that is stopped takes no line
+                threading.Thread(target=call, name="notice", daemon=True).start()
         elif now - self._first[1] >= _SECOND_S:
             self._end(128 + number, f"received {signal.Signals(number).name} after {self.name}")
 
@@ -101,6 +105,9 @@ class SignalHandler:
         while data := self._reader.recv(64):
             for number in data:
                 self.receive(number)
+
+    def _answer(self) -> None:
+        _log.warning(f"{self.name}: the run ends after this iteration; again after {_SECOND_S:.0f} s to quit now")
 
     def _enforce(self) -> None:
         if not self._is_over.wait(self._notice_s):

@@ -8,7 +8,7 @@ from enum import Enum
 
 from reprise.errors import MismatchError
 from reprise.storage import Json
-from trainer.config.checkpoint import CheckpointSection
+from trainer.config.checkpoint import Allowed, CheckpointSection
 from trainer.config.parallel import INVARIANT
 from trainer.config.saved import PARALLEL_KEYS
 from trainer.optim.table import OPTIMIZERS, SECTIONS
@@ -198,6 +198,16 @@ _KEYS = {
         for name, key in keys.items()
     },
 }
+# The flag that allows what a member of `checkpoint.allow` does.
+_FLAGS = {
+    Allowed.batch: "checkpoint.override_batch_size",
+    Allowed.data: "checkpoint.override_data",
+    Allowed.dropout: "checkpoint.override_dropout",
+    Allowed.dtype: "checkpoint.override_dtype",
+    Allowed.freeze: "checkpoint.override_freeze",
+    Allowed.lr: "checkpoint.override_scheduler",
+    Allowed.topology: "checkpoint.reshard",
+}
 # With `parallel.invariant_ranks`, no bit of an iteration depends on these.
 _OF_NO_BIT = frozenset(f"topology.{name}" for name in ("world_size", "dp", "pp", "vpp", "zero_stage", "replicate"))
 # With `parallel.invariant_tensor_ranks`, nor on these.
@@ -207,9 +217,19 @@ _OUTSIDE_ITERATIONS = frozenset({"model.initializer_range", "data.valid_fingerpr
 
 
 def flags_set(section: CheckpointSection) -> set[str]:
-    """Return the set flags to allow differences."""
-    flags = {rule.flag for rule in RULES if rule.flag}
-    return {flag for flag in flags if getattr(section, flag.removeprefix("checkpoint."))}
+    """Return the flags to allow differences that are set, or that `checkpoint.allow` stands for."""
+    listed = _FLAGS.keys() if Allowed.all in section.allow else section.allow
+    return {
+        flag
+        for allowed, flag in _FLAGS.items()
+        if allowed in listed or getattr(section, flag.removeprefix("checkpoint."))
+    }
+
+
+def allow_list(flags: Collection[str]) -> str:
+    """Return `checkpoint.allow` with the names of flags, as a word of a command; empty without flags."""
+    names = [allowed.value for allowed, flag in _FLAGS.items() if flag in flags]
+    return f"checkpoint.allow={','.join(names)}" if names else ""
 
 
 def rules_for(section: CheckpointSection) -> Sequence[Rule]:
@@ -415,10 +435,12 @@ def settle(
             f"  {key_of(d.field):<{width}}  saved {_text(d.saved)}  current {_text(d.current)}{_advice(d)}"
             for d in refused
         ]
-        flag_list = sorted({d.rule.flag for d in refused if d.rule.verdict is Verdict.FLAG})
-        fixable = all(d.rule.verdict is Verdict.FLAG for d in refused)
-        if fixable:
-            fix = f"To continue anyway, set {' '.join(f'{flag}=true' for flag in flag_list)}."
+        needed = [d.rule.flag for d in refused if d.rule.verdict is Verdict.FLAG]
+        allowed = allow_list({*flags, *needed})
+        if len(needed) == len(refused):
+            fix = f"To continue anyway, set {allowed}."
+        elif needed:
+            fix += f" The others need {allowed}."
         raise MismatchError(
             problem,
             where=where,

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from pathlib import Path
 
-from reprise.errors import CheckpointError, MismatchError
+from reprise.errors import CheckpointError, MismatchError, count_of
 from reprise.format import ADAPTERS, FRESH, MANIFEST, Journal, Lineage
 from reprise.loading import LoadSource
 from reprise.storage import CheckpointFolder, Json, Patience, exists, failed_read, is_file
@@ -18,6 +18,7 @@ from trainer.config.checkpoint import CheckpointSection
 from trainer.config.checks import batch_problems
 from trainer.config.compose import read_resolved, sections_of
 from trainer.config.derived import save_folder
+from trainer.config.overrides import text_value
 from trainer.config.schema import Config
 from trainer.config.train import AUTO
 from trainer.interop.hf.folder import is_folder, no_folder, trainer_checkpoints
@@ -289,7 +290,8 @@ def choose(past: Past, config: Config) -> StartChoice:
     if past.is_restarted:
         return StartChoice(Origin.own, "this launch was restarted: it resumes from its own newest checkpoint")
     if section.load == "none":
-        return StartChoice(Origin.initial, "", "Start over with another checkpoint.mirror." if is_new else None)
+        fix = "Start over with another checkpoint.mirror." if is_new else None
+        return StartChoice(Origin.initial, _set_aside(past.committed, config), fix)
     committed, line = past.committed, ""
     if past.begins_again:
         committed, line = (), "a start with checkpoint.load=none ended before it trained: the run begins again"
@@ -316,6 +318,17 @@ def choose(past: Past, config: Config) -> StartChoice:
     url = section.mirror
     return StartChoice(
         Origin.initial, line, f"Name another checkpoint.mirror, and checkpoint.load={url} to go on from there."
+    )
+
+
+def _set_aside(committed: Collection[int], config: Config) -> str:
+    """Return what `checkpoint.load=none` does to the run's checkpoints, in words; empty without checkpoints."""
+    if not committed:
+        return ""
+    return (
+        f"checkpoint.load=none sets aside {count_of(len(set(committed)), 'checkpoint')} of this run, the newest of "
+        f"iteration {max(committed)}: they become iter_*.superseded-*. To leave them as they are, stop and start "
+        f"another run: run.name={text_value(config.run.name + '-2')}"
     )
 
 

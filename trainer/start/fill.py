@@ -13,7 +13,7 @@ from reprise.format import FRESH, LINEAGE
 from reprise.loading import Checkpoint, open_checkpoint, read_file
 from reprise.storage import Json, integer, json_file
 from reprise.tensors import local_of
-from trainer.config.checkpoint import CheckpointSection
+from trainer.config.checkpoint import Allowed, CheckpointSection
 from trainer.config.load_saved import own_command
 from trainer.config.saved import RUN_CONFIG, saved_config, with_schedule
 from trainer.data.position_map import SKIPPED, PositionMap, parse_ranges, resume_map
@@ -23,7 +23,7 @@ from trainer.optim.average import begin_average
 from trainer.optim.table import optimizer_record, settings_record
 from trainer.record import resume_rules, run_record
 from trainer.record.data_origin import new_source_lines, origin_after, sources_in
-from trainer.record.resume_rules import Difference, differences, flattened, in_samples_of, settle
+from trainer.record.resume_rules import Difference, allow_list, differences, flattened, in_samples_of, settle
 from trainer.run.build import Course, Run
 from trainer.schedules.lr import DecayStyle, Schedule
 from trainer.schedules.progress import Progress
@@ -165,13 +165,16 @@ def _refuse(run: Run, section: CheckpointSection, description: Json, checkpoint:
         changes = resume_rules.with_same_bits(changes, checkpoint.state, description)
     otherwise = own_command(checkpoint, run.config.run) if changes else ""
     saved = _saved_settings(checkpoint) if changes else {}
-    for line in settle(
+    lines = settle(
         [_with_key(change, run, saved) for change in changes],
         flags=resume_rules.flags_set(section),
         where=checkpoint.path,
         otherwise=otherwise,
         **({"problem": "The weights are of another model than this command's"} if section.finetune else {}),
-    ):
+    )
+    if Allowed.all in section.allow and (passed := allow_list({change.rule.flag for change in changes})):
+        lines.append(f"checkpoint.allow=all let pass what {passed} does")
+    for line in lines:
         _log.warning(line)
     if not (checkpoint.has_optimizer or section.loads_weights_alone):
         reason = "`reprise checkpoint prune --optimizer` dropped it"

@@ -11,7 +11,7 @@ from typing import assert_never
 
 from reprise.errors import CheckpointError, LockError, ReplicaError, TrainerError
 from reprise.format import INTERIM, LINEAGE, STATE
-from reprise.saving import SaveReport
+from reprise.saving import SaveReport, SaveResults
 from reprise.storage import Document
 from trainer.config.derived import save_folder, share_of
 from trainer.config.saved import RUN_CONFIG
@@ -75,7 +75,7 @@ def train(run: Run) -> Rewind | None:
         if run.sampler.is_due(iteration):
             _sample(run)
         if flags.exit_on_save_failure:
-            raise _too_many_failed_saves(run)
+            raise _failed_saves(run, run.saves.main, run.config.checkpoint.exit_on_save_failure)
         is_stopped = flags.stop or state.progress.owes_evaluation
         if is_stopped or (iteration < last and run.control.exits_after(iteration)):
             _log_on_rank_0(run, f"stopping after iteration {iteration}: {run.control.reason(iteration)}")
@@ -102,8 +102,9 @@ def _save_at_end(run: Run, slowdown: Slowdown, *, is_stopped: bool) -> None:
     due = _save_due(run, Moment.finished if is_at_end else Moment.stopped, slowdown)
     _await_saves(run, slowdown)
     for target in run.saves.outlasting(due):
-        if target.saver.results.last_error is not None:
-            raise target.saver.results.last_error
+        results = target.saver.results
+        if results.last_error is not None:
+            raise results.last_error if results.failed_saves == 1 else _failed_saves(run, results)
     folder = save_folder(run.config.checkpoint)
     if is_stopped and folder is not None:
         iteration = run.state.progress.iteration
@@ -341,12 +342,13 @@ def _record_saves(run: Run, target: SaveTarget, reports: Sequence[SaveReport], s
             log.save(report, slowdown_s=slowdown_s, event=target.event)
 
 
-def _too_many_failed_saves(run: Run) -> TrainerError:
+def _failed_saves(run: Run, results: SaveResults, limit: int | None = None) -> TrainerError:
+    """Return the error of a run whose last saves all failed: at its end, or where their number reaches a limit."""
     return CheckpointError(
-        "Saving failed too often in a row",
+        "The last saves of the run failed" if limit is None else "Saving failed too often in a row",
         where=save_folder(run.config.checkpoint),
-        expected=f"fewer than checkpoint.exit_on_save_failure={run.config.checkpoint.exit_on_save_failure}",
-        found=f"{run.saves.main.failed_saves} failed saves, the last: {str(run.saves.main.last_error).rstrip('.')}",
+        expected=None if limit is None else f"fewer than checkpoint.exit_on_save_failure={limit}",
+        found=f"{results.failed_saves} failed saves, the last: {str(results.last_error).rstrip('.')}",
         fix="Repair the file system and resume from the newest checkpoint.",
     )
 

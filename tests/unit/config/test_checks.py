@@ -8,7 +8,7 @@ import trainer.config.checks
 from models.config import Family, ModelConfig
 from reprise.errors import ConfigError
 from tests.messages import refused
-from trainer.config.checkpoint import CheckpointSection
+from trainer.config.checkpoint import Allowed, CheckpointSection
 from trainer.config.checks import batch_problems, share_lines, validate, with_micro_batch
 from trainer.config.compose import compose
 from trainer.config.derived import length_of
@@ -117,6 +117,13 @@ def test_the_flags_that_are_set_and_the_rules_that_apply() -> None:
         "checkpoint.reshard",
         "checkpoint.override_data",
     }
+    assert flags_set(CheckpointSection(allow=[Allowed.dtype], reshard=True)) == {
+        "checkpoint.override_dtype",
+        "checkpoint.reshard",
+    }
+    flags = {rule.flag for rule in RULES if rule.flag}
+    assert flags_set(CheckpointSection(allow=[Allowed.all])) == flags
+    assert len(flags) == len(Allowed) - 1
     assert rules_for(CheckpointSection()) == RULES
     assert {rule.field.split(".")[0] for rule in rules_for(CheckpointSection(finetune=True))} == {"model", "base"}
     resized = {rule.field for rule in rules_for(CheckpointSection(finetune=True, resize=True))}

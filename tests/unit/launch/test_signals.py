@@ -41,12 +41,14 @@ def training() -> Case:
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_the_first_signal_is_a_wish(number: signal.Signals, training: Case) -> None:
+def test_the_first_signal_is_a_wish(number: signal.Signals, training: Case, caplog: pytest.LogCaptureFixture) -> None:
     assert training.handler.name is None
     for now in (100.0, 100.1, 101.9):  # within two seconds it is the same wish
         training.now = now
         training.handler.receive(number)
     assert (training.handler.name, training.statuses, training.reports) == (number.name, [], [])
+    answer = f"{number.name}: the run ends after this iteration; again after 2 s to quit now"
+    await_true(lambda: caplog.messages.count(answer) == 1)
     early = Case()
     early.handler.receive(number)
     assert early.statuses == [128 + number]

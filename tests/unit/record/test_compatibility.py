@@ -13,7 +13,7 @@ TABLE = (
     Rule("model", Verdict.REFUSED),
     Rule("model.dropout", Verdict.LOGGED, says="the curve changes"),
     Rule("topology", Verdict.FLAG, flag="checkpoint.reshard"),
-    Rule("data", Verdict.FLAG, flag="checkpoint.other_data", says="other samples", hint="samples are others"),
+    Rule("data", Verdict.FLAG, flag="checkpoint.override_data", says="other samples", hint="samples are others"),
     Rule("versions", Verdict.LOGGED, says="bits may differ"),
 )
 SAVED: Json = {
@@ -51,12 +51,12 @@ def test_all_problems_that_no_flag_allows_are_in_one_message() -> None:
         "model.experts",
         "parallel.tensor_model_parallel_size",
     ]
-    flags = ["checkpoint.reshard=true", "checkpoint.other_data=true"]
+    flags = ["checkpoint.override_data=true allows it", "The others need checkpoint.allow=data,topology."]
     with refused(MismatchError, *names, *flags, "data.digest") as caught:
         settle(table, flags=(), where="runs/a/iter_0000010")
     assert "dropout" not in str(caught.value)
     with refused(MismatchError, *names) as caught:
-        settle(table, flags=("checkpoint.other_data",), where="runs/a/iter_0000010")
+        settle(table, flags=("checkpoint.override_data",), where="runs/a/iter_0000010")
     assert "data.digest" not in str(caught.value)
 
 
@@ -70,8 +70,8 @@ def test_what_is_allowed_or_logged_gives_a_line_each() -> None:
 @pytest.mark.parametrize("saved", [None, 0])
 def test_a_hint_without_a_saved_value_is_left_out(saved: int | None) -> None:
     hint = "decay={saved} extends the run"
-    needs_flag = Rule("decay", Verdict.FLAG, flag="checkpoint.other", hint=hint)
-    with refused(MismatchError, "decay", "checkpoint.other=true") as caught:
+    needs_flag = Rule("decay", Verdict.FLAG, flag="checkpoint.override_data", hint=hint)
+    with refused(MismatchError, "decay", "checkpoint.override_data=true") as caught:
         settle(differences({"decay": saved}, {"decay": 40}, [needs_flag]), flags=(), where="x")
     logged = Rule("decay", Verdict.LOGGED, says="rates differ", hint=hint)
     (line,) = settle(differences({"decay": saved}, {"decay": 40}, [logged]), flags=(), where="x")

@@ -108,7 +108,7 @@ NEVER, LOST, CHANGED = "checkpoint.ckpt_step.", "run.json", "its command has cha
         ("a start", "", Origin.initial, ""),
         ("saves", "", Origin.newest, ""),
         ("saves", STEP, Origin.newest, ""),
-        ("saves", ANEW, Origin.initial, ""),
+        ("saves", ANEW, Origin.initial, "sets aside 2 checkpoints of this run, the newest of iteration 8"),
         ("saves", LOAD, Origin.own, OWN_LINE),
         ("saves", f"{LOAD} {TUNE}", Origin.own, OWN_LINE),
         ("iteration 0", "", Origin.newest, ""),
