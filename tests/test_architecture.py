@@ -58,7 +58,7 @@ trainer.checkpoint trainer.errors trainer.workers trainer.metrics.json_lines tra
     trainer.schedules.lr trainer.parallel.topology
 trainer.metrics.log_file
 trainer.commands.arguments trainer.compare trainer.data
-trainer.config.terms
+trainer.config.terms trainer.interop.hf.config
 trainer.config trainer.record.data_origin trainer.launch
 trainer.optim.table
 trainer.record.resume_rules

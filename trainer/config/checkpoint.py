@@ -113,8 +113,8 @@ class LoadKeys:
         load: `auto` continues from the run's newest valid checkpoint, and starts fresh only where the run has none and
             recorded no save; `none` starts fresh; a path or URL names a run, its checkpoint folder, an iteration or,
             with `finetune`, a transformers folder or llm.c weight file. `none` and paths act once: restarts continue
-            from the run's own checkpoints. A path to a checkpoint, without ``model=`` and ``experiment=``, brings its
-            configuration.
+            from the run's own checkpoints. Without ``model=`` and ``experiment=``, a path to a checkpoint brings its
+            configuration, and one to a transformers folder its model.
         ckpt_step: iteration to load instead of the newest, once.
         no_load_optim: load the weights only, and continue at the saved iteration.
     """

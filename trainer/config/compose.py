@@ -35,6 +35,7 @@ from trainer.config.overrides import escape, is_other_text, quote, readable
 from trainer.config.schema import Config
 from trainer.config.suggest import closest
 from trainer.config.values import from_environment, path_problems
+from trainer.data.byte_level import END_OF_TEXT_ID
 from trainer.data.section import TOKEN_KINDS
 
 _log = logging.getLogger(__name__)
@@ -304,15 +305,22 @@ def over_saved(command: CommandLine, files: Files) -> DictConfig:
 def resolve_command(command: CommandLine, files: Files) -> Resolved:
     """Return the configuration of a command, resolved, over that of the checkpoint to load.
 
-    Texts without a tokenizer of their own have that of the weights.
+    Texts without a tokenizer of their own have that of the weights. A fresh model for bytes has the vocabulary of the
+    texts' tokenizer.
 
     Raises:
         TrainerError: see `resolve`; or a checkpoint is damaged, or its tokenizer of another form.
     """
     raw = over_saved(command, files)
     resolved = replace(resolve(raw), words=command.words)
-    if resolved.config.data.kind in TOKEN_KINDS or resolved.config.data.tokenizer or path_problems(resolved.config):
+    if resolved.config.data.kind in TOKEN_KINDS or path_problems(resolved.config):
         return resolved
+    if resolved.config.data.tokenizer is not None:
+        values = _vocabulary(resolved.config, command)
+        for key, value in values.items():
+            _log.info(f"{key}={value}, that of data.tokenizer={resolved.config.data.tokenizer}")
+        _update(raw, values)
+        return replace(resolve(raw), words=command.words) if values else resolved
     from trainer.config.load_saved import tokenizer_of_weights
 
     tokenizer = tokenizer_of_weights(resolved.config, files)
@@ -321,6 +329,29 @@ def resolve_command(command: CommandLine, files: Files) -> Resolved:
     _log.info(f"data.tokenizer={tokenizer}, that of the weights")
     _update(raw, {"data.tokenizer": tokenizer})
     return replace(resolve(raw), words=command.words)
+
+
+def _vocabulary(config: Config, command: CommandLine) -> dict[str, int]:
+    """Return what a model that begins with the vocabulary of bytes, its default, takes from the texts' tokenizer.
+
+    Raises:
+        DataError: the tokenizer cannot be read.
+    """
+    model, begins = config.model, config.checkpoint.load in ("auto", "none") and config.checkpoint.base is None
+    names = _keys_of(command)
+    if not begins or "model.vocab_size" in names or model.vocab_size != END_OF_TEXT_ID + 1:
+        return {}
+    from trainer.data.text import BYTES, open_encoder
+
+    encoder = open_encoder(config.data.tokenizer)
+    if encoder.label == BYTES:
+        return {}
+    values = {
+        "model.vocab_size": encoder.vocab_size,
+        "model.bos_token_id": encoder.end_of_text,
+        "model.eos_token_id": encoder.end_of_text,
+    }
+    return {key: value for key, value in values.items() if key not in names}
 
 
 def _update(raw: DictConfig, values: Mapping[str, object]) -> None:

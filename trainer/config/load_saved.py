@@ -28,10 +28,11 @@ from trainer.config.checkpoint import CheckpointSection
 from trainer.config.derived import command_line
 from trainer.config.overrides import text_value
 from trainer.config.run import RunSection
-from trainer.config.saved import RUN_CONFIG, saved_values
+from trainer.config.saved import RUN_CONFIG, model_values, saved_values
 from trainer.config.schema import Config
 from trainer.data.text import BYTES, TOKENIZER, TOKENIZER_CONFIG
 from trainer.data.tokenizer_beside import TOKENIZER_FILES, tokenizer_files_in, with_tokenizer
+from trainer.interop.hf.config import CONFIG, is_folder, read_folder_model
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +50,8 @@ class SavedConfig:
 def find_saved(load: Path, *, iteration: int | None, save: Path | None, files: Files) -> SavedConfig | None:
     """Return the configuration in the checkpoint at `load`; None if it is not ours, or has no configuration.
 
-    Of a run, the newest readable checkpoint is taken. Where `load` is gone, the newest checkpoint of the run itself is
-    taken, which began there.
+    A folder of transformers has the model alone. Of a run, the newest readable checkpoint is taken. Where `load` is
+    gone, the newest checkpoint of the run itself is taken, which began there.
 
     Args:
         load: `checkpoint.load`, a path.
@@ -61,6 +62,9 @@ def find_saved(load: Path, *, iteration: int | None, save: Path | None, files: F
         TrainerError: if an exactly named checkpoint is damaged, or its configuration is invalid.
     """
     try:
+        if not is_stored(load) and is_folder(load):
+            model, _ = read_folder_model(load)
+            return SavedConfig(load / CONFIG, model_values(model))
         source = load if save is None or _exists(load, save, files) else save
         reading = PatientFiles(files_of(source, files), Patience())
         checkpoint = _open(source, iteration, reading)

@@ -13,6 +13,7 @@ from dataclasses import fields, is_dataclass, replace
 from enum import Enum
 from typing import Any, get_type_hints
 
+from models.config import ModelConfig
 from reprise.errors import CheckpointError, MismatchError
 from trainer.config.derived import length_of
 from trainer.config.schema import Config
@@ -71,6 +72,12 @@ PARALLEL_KEYS = {
     "invariant_ranks": "invariant_ranks",
     "invariant_tensor_ranks": "invariant_tensor_ranks",
 }
+
+
+def model_values(model: ModelConfig) -> dict[str, object]:
+    """Return the values of another program's model for dotted keys; adapters and padding are the command's."""
+    names = [field.name for field in fields(model) if field.name not in ("lora", "pad_vocab_multiple")]
+    return {f"model.{name}": _plain(getattr(model, name)) for name in names}
 
 
 def is_secret(key: str) -> bool:

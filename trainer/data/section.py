@@ -60,6 +60,7 @@ class DataSection:
         path: with `text`: a file or glob, ``**`` allowed; plain, gzip, Zstandard or Parquet (column ``text``).
         tokenizer: a tokenizer.json or ``bytes``, saved in every checkpoint. With `text` and `stdlib`, null is that
             beside the weights that `checkpoint` names to start from, else bytes of text only; ``bytes`` takes any file.
+            A new model with the vocabulary of bytes, as in tiny presets, takes that of the file.
             With files of tokens, what wrote them; needed for sampled texts.
         train: with files of tokens: a file or glob; with `megatron` also a path without ``.bin``. A list ``[{path: A,
             weight: 0.7}, {path: B, weight: 1/3}]`` blends sources, of `data.kind=text` too, then without `data.path`;

@@ -19,8 +19,8 @@ from reprise.format import STATE
 from reprise.loading import Checkpoint, Chooser, LoadSource, LoadTerms, open_checkpoint
 from reprise.storage import Files, is_file
 from trainer.interop import llmc
-from trainer.interop.hf.config import differences
-from trainer.interop.hf.folder import folder_source, is_folder, open_folder, tensor_files
+from trainer.interop.hf.config import differences, is_folder
+from trainer.interop.hf.folder import folder_source, open_folder, tensor_files
 from trainer.interop.samples import digest_of_samples
 from trainer.interop.source import StateSource, adapters_of, holds_adapters, of_checkpoint
 

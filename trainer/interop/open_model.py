@@ -15,7 +15,8 @@ from models.network import Model
 from reprise.errors import CheckpointError
 from reprise.loading import Chooser, LoadSource, open_checkpoint
 from reprise.storage import FILE_SYSTEM, Files
-from trainer.interop.hf.folder import folder_source, is_folder, open_folder
+from trainer.interop.hf.config import is_folder
+from trainer.interop.hf.folder import folder_source, open_folder
 from trainer.interop.merge import check_adapters, merged
 from trainer.interop.source import of_checkpoint
 

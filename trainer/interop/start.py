@@ -22,9 +22,8 @@ from reprise.tensors import LiveTensor
 from trainer.config.checkpoint import CheckpointSection
 from trainer.interop import llmc
 from trainer.interop.finite import require_finite
-from trainer.interop.hf.config import differences
+from trainer.interop.hf.config import CONFIG, differences
 from trainer.interop.hf.folder import (
-    CONFIG,
     check_tied,
     file_of,
     open_folder,

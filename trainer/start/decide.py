@@ -21,7 +21,8 @@ from trainer.config.derived import save_folder
 from trainer.config.overrides import text_value
 from trainer.config.schema import Config
 from trainer.config.train import AUTO
-from trainer.interop.hf.folder import is_folder, no_folder, trainer_checkpoints
+from trainer.interop.hf.config import is_folder
+from trainer.interop.hf.folder import no_folder, trainer_checkpoints
 from trainer.interop.llmc import WEIGHTS, foreign
 from trainer.interop.megatron.refuse import refuse_megatron
 from trainer.interop.start import WeightsKind

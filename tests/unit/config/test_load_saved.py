@@ -6,18 +6,22 @@ import json
 import shlex
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from models.config import LoraConfig, ModelConfig
 from reprise.errors import DataError
 from reprise.storage import FILE_SYSTEM
-from tests.harness import TINY
+from tests.harness import TINY, launch, run_ok
 from tests.interop.test_import_checks import values, write_hf
 from tests.messages import refused
+from tests.unit.model_samples import LLAMA3, VARIANTS, open_with_transformers, random_values, save_as_transformers
 from trainer.commands import convert
 from trainer.config.compose import CommandLine, compose, resolve_command
 from trainer.config.load_saved import own_command
@@ -144,3 +148,68 @@ def test_an_import_without_data_has_the_tokenizer_of_the_folder(folder: Path, tm
         content = bytes_tokenizer() if word == "bytes" else Path(path).read_bytes()
         assert (checkpoint / "tokenizer.json").read_bytes() == content
         assert (checkpoint / "chat_template.jinja").exists() == (word == "copy.json")
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_folder_of_transformers_brings_its_model(tmp_path: Path, name: str) -> None:
+    model = replace(VARIANTS[name], bos_token_id=3, eos_token_id=5, stop_token_ids=[7, 9], vocab_size=300)
+    save_as_transformers(tmp_path, model, {})
+    words = ["train.micro_batch_size=1", f"run.dir={tmp_path}/run", f"checkpoint.load={tmp_path}"]
+
+    def found(*more: str) -> ModelConfig:
+        return resolve_command(CommandLine((*words, *more)), FILE_SYSTEM).config.model
+
+    assert found() == replace(model, dropout=found().dropout)
+    changed = found("model.norm_eps=0.5", "model.pad_vocab_multiple=64", "model.lora.rank=2")
+    assert changed == replace(found(), norm_eps=0.5, pad_vocab_multiple=64, lora=LoraConfig(rank=2))
+    assert found("model=gpt2_tiny").n_layer == found("experiment=demo").n_layer == 4
+
+
+def test_a_run_begins_from_a_folder_and_is_refused_in_one_go(tmp_path: Path, folder: Path) -> None:
+    model = replace(LLAMA3, bos_token_id=0, eos_token_id=0, stop_token_ids=None)
+    (source := tmp_path / "ours").mkdir()
+    save_as_transformers(source, model, random_values(model))
+    theirs = open_with_transformers(source)
+    theirs.save_pretrained(tmp_path / "theirs")
+    text = tmp_path / "library/0.py"
+    words = [f"checkpoint.load={folder}", "checkpoint.finetune=true", "data=text", f"data.path={text}"]
+    words += ["train.train_iters=1", "train.seq_length=16", "train.micro_batch_size=2", "train.global_batch_size=2"]
+    words += ["schedule.lr_warmup_iters=0", "checkpoint.save_steps=0", "checkpoint.weights_dtype=float32"]
+    ended = run_ok(tmp_path / "run", words)
+    assert f"data.tokenizer={folder}/tokenizer.json" in ended.text
+    begun = open_with_transformers(tmp_path / "run/checkpoints/weights/iter_0000000").state_dict()
+    assert all(torch.equal(value, begun[name]) for name, value in theirs.state_dict().items())
+    again = launch(tmp_path / "other", [*words, "model.n_layer=5", "model.rope_theta=7", "model.n_head=2"])
+    for line in ("n_layer: 3 there", "rope_theta: 100.0 there", "n_head: 6 there"):
+        assert f"model.{line}" in again.outputs[0]
+
+
+def test_a_fresh_model_has_the_vocabulary_of_its_tokenizer(
+    tmp_path: Path, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    for name, tokens in (("big", 270), ("small", 257)):
+        (tmp_path / f"{name}.json").write_bytes(train_bpe(["a text of texts, and other texts"] * 9, tokens))
+
+    def found(*words: str) -> tuple[int, int, int]:
+        caplog.clear()
+        command = CommandLine((f"run.dir={tmp_path}/run", *MODEL, *words))
+        model = resolve_command(command, FILE_SYSTEM).config.model
+        return model.vocab_size, model.bos_token_id, model.eos_token_id
+
+    big = f"data.tokenizer={tmp_path}/big.json"
+    assert found(*TEXTS, big) == found(big) == (270, 0, 0)
+    assert caplog.messages == [
+        f"model.{line}, that of {big}" for line in ("vocab_size=270", "bos_token_id=0", "eos_token_id=0")
+    ]
+    assert found(*TEXTS, f"data.tokenizer={tmp_path}/small.json") == (257, 0, 0)
+    assert found(*TEXTS, big, "model.bos_token_id=4", "checkpoint.load=none") == (270, 4, 0)
+    for words in (
+        *(["data.tokenizer=bytes"], [f"checkpoint.load={folder}", big], [f"checkpoint.base={folder}", big]),
+        *([big, "model.vocab_size=257"], ["data=token_file", "data.train=a.bin", big]),
+    ):
+        assert found(*words) == (257, 256, 256)
+        assert caplog.messages == []
+    assert found(*TEXTS, big, "model.vocab_size=300")[0] == 300
+    with refused(DataError, f"{tmp_path}/gone.json"):
+        found(*TEXTS, f"data.tokenizer={tmp_path}/gone.json")

@@ -28,7 +28,7 @@ from models.families import generation_config, hf_config, stored_tensors
 from reprise.errors import MismatchError
 from tests.unit.model_samples import fill
 from trainer.generate.sampling import Sampling, continue_with
-from trainer.interop.hf.folder import read_folder_model
+from trainer.interop.hf.config import read_folder_model
 
 CARRIED, REFUSED, NAMED, INERT = "carried", "refused", "named", "inert"
 PROMPT, LENGTH = [3, 1, 4], 12

@@ -1,4 +1,4 @@
-"""Reads the model from a `config.json` of transformers, and compares it with the configured model. Pure."""
+"""Reads the model from a `config.json` of transformers, and compares it with the configured model. Without torch."""
 
 from __future__ import annotations
 
@@ -10,10 +10,31 @@ from models import families
 from models.config import ModelConfig
 from models.hf_config import lost_generation
 from reprise.errors import MismatchError
-from reprise.storage import Json, shown
+from reprise.format import MANIFEST
+from reprise.storage import Json, exists, is_file, is_iteration_name, json_file, shown
 
+CONFIG, _GENERATION = "config.json", "generation_config.json"
 # Fields that affect neither the tensors nor the result: a difference is logged.
 _FREE = ("dropout", "initializer_range", "bos_token_id", "eos_token_id", "stop_token_ids")
+
+
+def is_folder(path: Path) -> bool:
+    """Return whether a path is a model folder of transformers, and not a checkpoint or run of ours."""
+    is_ours = exists(path / MANIFEST) or is_iteration_name(path.name)
+    return not is_ours and is_file(path / CONFIG)
+
+
+def read_folder_model(path: Path) -> tuple[ModelConfig, list[str]]:
+    """Return the model of a folder's JSON files, and a log line for each of them with settings not carried.
+
+    Raises:
+        MismatchError: for an unsupported model.
+        CheckpointError: for a malformed file.
+    """
+    table, beside = json_file.read(path / CONFIG), path / _GENERATION
+    generation = json_file.read(beside) if is_file(beside) else None
+    model = read_model(table, generation, where=path / CONFIG)
+    return model, lost_members(table, generation, model, where=path)
 
 
 def read_model(table: Json, generation: Json | None, *, where: object) -> ModelConfig:

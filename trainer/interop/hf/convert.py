@@ -20,7 +20,8 @@ from trainer.data.text import TOKENIZER, read_tokenizer
 from trainer.data.tokenizer_beside import TOKENIZER_FILES, tokenizer_files_in
 from trainer.data.tokenizer_files import require_rows
 from trainer.interop.formats import ExportOptions, Format, ImportOptions
-from trainer.interop.hf.folder import CONFIG, folder_source, open_folder, other_files_notes
+from trainer.interop.hf.config import CONFIG
+from trainer.interop.hf.folder import folder_source, open_folder, other_files_notes
 from trainer.interop.merge import merged
 from trainer.interop.new_output import new_output
 from trainer.interop.source import StateSource, adapters_of

@@ -14,17 +14,16 @@ from safetensors import SafetensorError, safe_open
 from models import families
 from models.config import ModelConfig
 from reprise.errors import CheckpointError, MismatchError
-from reprise.format import INDEX, MANIFEST
-from reprise.storage import Json, exists, is_dir, is_file, is_iteration_name, json_file, matching, shown
+from reprise.format import INDEX
+from reprise.storage import Json, exists, is_dir, is_file, json_file, matching, shown
 from trainer.data.tokenizer_beside import tokenizer_files_in
 from trainer.interop.formats import listed
-from trainer.interop.hf.config import differences, lost_members, read_model, require_layers
+from trainer.interop.hf.config import CONFIG, differences, is_folder, read_folder_model, require_layers
 from trainer.interop.pointers import refuse_pointers
 from trainer.interop.source import StateSource
 
 _log = logging.getLogger(__name__)
 
-CONFIG, _GENERATION = "config.json", "generation_config.json"
 SINGLE = "model.safetensors"
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -61,12 +60,6 @@ class HfFolder:
     files: Mapping[str, Path]
 
 
-def is_folder(path: Path) -> bool:
-    """Return whether a path is a model folder of transformers, and not a checkpoint or run of ours."""
-    is_ours = exists(path / MANIFEST) or is_iteration_name(path.name)
-    return not is_ours and is_file(path / CONFIG)
-
-
 def trainer_checkpoints(path: Path) -> list[str]:
     """Return the names of the model folders that transformers' Trainer saved in its output folder, in order."""
     folders = [child for child in matching(path, "checkpoint-[0-9]*") if is_folder(child)]
@@ -83,19 +76,6 @@ def no_folder(path: Path) -> CheckpointError:
         found=f"the Trainer's checkpoints in it: {', '.join(saved)}" if saved else None,
         fix=f"Name the newest, {path / saved[-1]}." if saved else None,
     )
-
-
-def read_folder_model(path: Path) -> tuple[ModelConfig, list[str]]:
-    """Return the model of a folder's JSON files, and a log line for each of them with settings not carried.
-
-    Raises:
-        MismatchError: for an unsupported model.
-        CheckpointError: for a malformed file.
-    """
-    table, beside = json_file.read(path / CONFIG), path / _GENERATION
-    generation = json_file.read(beside) if is_file(beside) else None
-    model = read_model(table, generation, where=path / CONFIG)
-    return model, lost_members(table, generation, model, where=path)
 
 
 def model_beside(folder: Path, tensors: int, configured: ModelConfig) -> ModelConfig:

@@ -24,7 +24,8 @@ from trainer.interop.dcp import folder as dcp_folder
 from trainer.interop.dcp import source as dcp
 from trainer.interop.formats import Format, ImportOptions, known_form, require_moments, require_trust
 from trainer.interop.hf import trainer_export
-from trainer.interop.hf.folder import CONFIG, SINGLE, folder_source, open_folder
+from trainer.interop.hf.config import CONFIG
+from trainer.interop.hf.folder import SINGLE, folder_source, open_folder
 from trainer.interop.hf.trainer_settings import with_settings
 from trainer.interop.numbered import MOMENTS, STEP, Table, check_moments, entries_by_name, no_order, steps_of
 from trainer.interop.source import StateSource
