@@ -2,6 +2,8 @@
 
 The first resume is tensor parallel, the second data parallel.
 
+It needs what `pip install '.[train]'` installs. With `plot` and `report` it also draws a picture and a page.
+
 The exit status is 0 if the two loss curves have equal bits, else not 0.
 """
 
@@ -15,6 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from reprise.errors import TrainerError
@@ -72,7 +75,7 @@ def kill_inside_iteration(run: Sequence[str], metrics: Path) -> int:
 
 
 def compare_runs(unbroken: Path, killed: Path, last: int, picture: Path) -> int:
-    """Print the comparison of both curves, draw it, and return 0 if they have equal bits.
+    """Print the comparison of both curves, draw it if it can be, and return 0 if they have equal bits.
 
     Args:
         last: the last iteration recorded before the kill.
@@ -81,11 +84,16 @@ def compare_runs(unbroken: Path, killed: Path, last: int, picture: Path) -> int:
     names = ("one rank", f"one rank, killed in iteration {last + 1}; resumed from {first - 1} on two ranks")
     try:
         comparison = compare(read_curve(unbroken), read_curve(killed), tolerance=None)
-        plot_comparisons([comparison], names, picture)
     except TrainerError as error:
         raise SystemExit(str(error)) from error
-    print(f"wrote {picture}")
-    print(f"wrote {write_report([unbroken, killed], picture.with_name('report.html'))}")
+    draw = partial(plot_comparisons, [comparison], names, picture)
+    write_page = partial(write_report, [unbroken, killed], page := picture.with_name("report.html"))
+    for path, write in ((picture, draw), (page, write_page)):
+        try:
+            write()
+            print(f"wrote {path}")
+        except TrainerError as error:
+            print(f"did not write {path}: {error}")
     print(report(comparison))
     return 0 if comparison.equal else 1
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 
 from scripts import demo
 from tests.harness import curve, tensor_files
-
-pytestmark = pytest.mark.slow
+from tests.reported_runs import twice_killed_run
 
 SMALL = (
     "model.n_layer=2",
@@ -22,6 +22,24 @@ SMALL = (
 LAST = "checkpoints/iter_0000100"
 
 
+def test_the_demo_needs_no_package_that_draws(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = twice_killed_run(tmp_path / "a"), twice_killed_run(tmp_path / "b")
+    log = runs[1] / "metrics.jsonl"
+    log.write_text(log.read_text().replace('"loss"', '"resumed": true, "loss"', 1))
+    for name in ("matplotlib", "bokeh"):
+        monkeypatch.setitem(sys.modules, name, None)
+    assert demo.compare_runs(*runs, 3, tmp_path / "overlay.png") == 0
+    lines = capsys.readouterr().out.splitlines()
+    for line, name, extra in zip(lines, ("overlay.png", "report.html"), ("plot", "report"), strict=False):
+        assert line.startswith(f"did not write {tmp_path}/{name}: ")
+        assert f"torch-reprise[{extra}]" in line
+    assert lines[-1].startswith("bit-identical: ")
+    assert not (tmp_path / "report.html").exists()
+
+
+@pytest.mark.slow
 def test_the_demo_ends_with_equal_bits_on_two_ranks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     folder = tmp_path / "demo"

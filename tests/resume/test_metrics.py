@@ -14,7 +14,7 @@ from trainer.report.history import read_history
 from trainer.report.life import life_of
 
 SAVES = ("save/seconds", "save/blocked_seconds", "save/slowdown_seconds", "save/written_bytes")
-SCALARS = ("train/loss", "train/grad_norm", "train/lr", "train/tokens_per_second", "checkpoint/blocked_seconds")
+SCALARS = ("loss/train", "train/grad_norm", "train/lr", "train/tokens_per_second", "train/blocked_seconds")
 EVERY = list(range(1, 9))
 
 
@@ -59,11 +59,12 @@ def points_shown(run: Path) -> dict[str, dict[int, float]]:
 def test_tensorboard_shows_every_point_once(reference: Path, killed: Path) -> None:
     for run in (reference, killed):
         points = points_shown(run)
+        assert min(points) == "loss/train"
         assert all([*points[tag]] == EVERY for tag in SCALARS)
-        assert [*points["valid/loss"]] == [4, 8]
+        assert [*points["loss/valid"]] == [4, 8]
         assert all([*points[tag]] == [2, 4, 6, 8] for tag in SAVES)
         losses = {int(str(row[0])): float.fromhex(row[1]) for row in curve(run)}
-        assert points["train/loss"] == pytest.approx(losses, rel=1e-6)
+        assert points["loss/train"] == pytest.approx(losses, rel=1e-6)
 
 
 def test_hexadecimal_and_decimal_values_are_the_same(killed: Path) -> None:

@@ -12,6 +12,7 @@ import json
 import logging
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -21,9 +22,11 @@ from tqdm import tqdm
 import reprise
 from reprise import CheckpointStatus, CheckpointSummary, HostPieces, ProgressCallback, VerifiedCheckpoint
 from reprise.errors import ConfigError, TrainerError, count_of
-from reprise.storage import FILE_SYSTEM, HOLD, FolderTerms, dumps, exists, is_url, shown_name
+from reprise.storage import FILE_SYSTEM, FolderTerms, dumps, exists, is_url, json_file, shown_name
+from reprise.stores import files_of
 from trainer.commands.arguments import any_path, local_path, natural, natural_or_all, positive
 from trainer.compare.text_table import format_table
+from trainer.config.saved import RUN_CONFIG
 from trainer.config.terms import LOCAL
 from trainer.metrics.json_lines import METRICS
 from trainer.report.goodput import measure_goodput
@@ -61,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def list_run(options: argparse.Namespace) -> int:
     """List the checkpoints of runs, without reading their tensors."""
     summaries = reprise.list(*options.runs, check=options.check)
-    rows = list[Row]()
+    rows, kept = list[Row](), _kept_by_rule(summaries)
     for summary in summaries:
         state = summary.state
         rows.append(
@@ -74,7 +77,7 @@ def list_run(options: argparse.Namespace) -> int:
                 "topology": "" if state is None else _topology(state),
                 "valid_loss": None if state is None else state.get("valid_loss"),
                 "intact": _finding(summary, whole="yes", part=_PART, damaged=f"no: {summary.problem}"),
-                "notes": ", ".join(_notes(summary)),
+                "notes": ", ".join([*kept.get(summary.path, ()), *_notes(summary)]),
                 "held": str(summary.share or ""),
             }
         )
@@ -159,7 +162,11 @@ def _report(
     if options.json and together:
         pairs = zip(rows, checkpoints, strict=True)
         rows = [{**row, "together": together.get(checkpoint.iteration)} for row, checkpoint in pairs]
-    _print_rows(rows, as_json=options.json)
+    _print_rows(rows if options.json else [*map(_without_problem, rows)], as_json=options.json)
+    damaged = (CheckpointStatus.DAMAGED, CheckpointStatus.UNREADABLE)
+    for checkpoint in () if options.json else checkpoints:
+        if checkpoint.status in damaged:
+            print(f"{checkpoint.path}: {checkpoint.problem}")
     for iteration, text in () if options.json else together.items():
         print(f"iteration {iteration}: {text}")
     statuses = {checkpoint.status for checkpoint in checkpoints}
@@ -168,6 +175,13 @@ def _report(
     if CheckpointStatus.UNREADABLE in statuses:
         return IMPOSSIBLE
     return BAD if together and _TOGETHER not in together.values() else FINE
+
+
+def _without_problem(row: Row) -> Row:
+    """Return a row without the problem of its checkpoint, which has a line below the table."""
+    column = "intact" if "intact" in row else "result"
+    words = str(row[column])
+    return {**row, column: words.partition(":")[0] if words.startswith(("no: ", "not known: ")) else words}
 
 
 def show(options: argparse.Namespace) -> int:
@@ -416,10 +430,46 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _kept_by_rule(summaries: Iterable[CheckpointSummary]) -> dict[Path, list[str]]:
+    """Return notes on the checkpoint with the lowest validation loss, and on those that a rule of retention keeps.
+
+    The rules are those of the configuration in a run's newest checkpoint.
+    """
+    notes, by_folder = defaultdict[Path, list[str]](list), defaultdict[Path, dict[int, CheckpointSummary]](dict)
+    for summary in summaries:
+        is_own = summary.path.parent == summary.folder and not (summary.is_superseded or summary.is_link)
+        if is_own and summary.iteration is not None:
+            by_folder[summary.folder][summary.iteration] = summary
+    for table in by_folder.values():
+        losses = {number: (row.state or {}).get("valid_loss") for number, row in table.items()}
+        best = sorted((loss, -number) for number, loss in losses.items() if loss is not None)
+        for _, number in best[:1]:
+            notes[table[-number].path].append("best")
+        numbers, rules = sorted(table), _retention(table[max(table)].path)
+        count, interval = rules.get("keep_best", 0), rules.get("save_retain_interval", 0)
+        for number in numbers[: -rules.get("max_checkpoint_keep", 0)]:
+            reasons = {
+                f"keep_best={count}": -number in [rank for _, rank in best[:count]],
+                f"save_retain_interval={interval}": interval > 0 and number % interval == 0,
+                "full_steps": number in rules.get("full_steps", ()),
+            }
+            notes[table[number].path] += [f"kept by {reason}" for reason, is_so in reasons.items() if is_so]
+    return notes
+
+
+def _retention(path: Path) -> dict[str, Any]:
+    """Return the section `checkpoint` of the configuration in a checkpoint; empty if it cannot be read."""
+    try:
+        section = json_file.parse(files_of(path).read_whole(path / RUN_CONFIG), where=path)["config"]["checkpoint"]
+    except (OSError, TrainerError, LookupError, TypeError):
+        return {}
+    return section if isinstance(section, dict) else {}
+
+
 def _notes(summary: CheckpointSummary) -> list[str]:
     notes = {
         "link": summary.is_link,
-        HOLD: summary.is_pinned,
+        "held": summary.is_pinned,
         "superseded": summary.is_superseded,
         "adapters": summary.has_adapters,
         "optimizer dropped": summary.is_lightened,
@@ -452,7 +502,8 @@ def _print_rows(rows: Sequence[Row], *, as_json: bool) -> None:
         return
     if not rows:
         return
-    cells = [list(rows[0]), *([_cell(name, value) for name, value in row.items()] for row in rows)]
+    head = ["size" if name == "bytes" else name for name in rows[0]]
+    cells = [head, *([_cell(name, value) for name, value in row.items()] for row in rows)]
     print("\n".join(format_table(cells, align="<")))
 
 

@@ -20,6 +20,13 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _EVENTS = "tensorboard"  # the folder of the event files
+# TensorBoard sorts the groups of tags by their names: the losses come first.
+_TAGS = {
+    "train/loss": "loss/train",
+    "valid/loss": "loss/valid",
+    "valid/ema_loss": "loss/valid_ema",
+    "checkpoint/blocked_seconds": "train/blocked_seconds",
+}
 # TensorBoard reads the files of a folder in the order of their names, which begin with the second of their creation.
 _NAME = re.compile(r"(events\.out\.tfevents\.)(\d{10})(\..*)")
 
@@ -56,7 +63,7 @@ class TensorboardSink(MetricSink):
             self._folder.mkdir(exist_ok=True)
             name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{time.time_ns()}"
             self._file = EventFile(self._folder / name, purge_step=self._purge_step)
-        values = [point(tag, value) for tag, value in record.curves.items()]
+        values = [point(_TAGS.get(tag, tag), value) for tag, value in record.curves.items()]
         values += [verbatim(tag, text) for tag, text in record.texts.items()]
         self._file.write([event(record.iteration, values)])
 

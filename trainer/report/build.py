@@ -24,6 +24,7 @@ from trainer.report.charts import (
     Values,
     bar_document,
     curve_document,
+    library,
     life_document,
 )
 from trainer.report.differences import difference_of
@@ -41,7 +42,12 @@ Runs = Sequence[tuple[str, History]]
 
 
 def report_sections(runs: Runs) -> list[PageSection]:
-    """Return the parts of the page about runs."""
+    """Return the parts of the page about runs.
+
+    Raises:
+        TrainerError: a package that draws is missing.
+    """
+    library()
     goodputs = [(name, measure_goodput(history)) for name, history in runs]
     measurements = _measurement_chart(runs)
     return [

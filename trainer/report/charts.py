@@ -21,6 +21,7 @@ X_KINDS = {"iteration": "i4", "tokens": "f8", "hours": "f4"}  # as numpy names t
 X_LABELS = {"iteration": "iteration", "tokens": "tokens", "hours": "hours since the first start"}
 POINTS = 8_000  # of the finest levels of all curves of a chart, 48 bytes each in the page
 FEWEST_POINTS = 400  # of a curve among many
+DASH = 40  # of the pattern of a curve, in pixels
 HEIGHT = 320  # of a chart, in pixels
 
 # Of the parts of a bar, the first is the share that counts.
@@ -136,11 +137,14 @@ def curve_document(chart: Chart) -> Json:
     figure.tags = [LinearScale(), LogScale(), *_axis_parts(is_log=False), *_axis_parts(is_log=True)]
     figure.yaxis.axis_label = chart.unit
     figure.xaxis.formatter = NumeralTickFormatter(format="0.[000]a")
-    hovered = []
-    for line in chart.lines:
+    hovered, count = [], len(chart.lines)
+    for number, line in enumerate(chart.lines):
         raw, mean, gaps = (ColumnDataSource({"x": [], "y": [], "iteration": [], "text": []}) for _ in range(3))
-        figure.line("x", "y", source=raw, color=line.colour, line_width=1.2, name=line.name)
-        figure.line("x", "y", source=mean, color=line.colour, line_width=2, name=line.name)
+        # Of equal curves, each leaves gaps for those below it.
+        length = max(2, DASH * (count - number) // count)
+        dash = [length, DASH - length] if number else []
+        figure.line("x", "y", source=raw, color=line.colour, line_width=1.6, line_dash=dash, name=line.name)
+        figure.line("x", "y", source=mean, color=line.colour, line_width=2, line_dash=dash, name=line.name)
         marker = "circle" if line.is_dotted else "x"
         edge = figure.scatter("x", "y", source=gaps, marker=marker, color="#d00000", size=8, name=line.name)
         hovered += [figure.renderers[-3], edge]

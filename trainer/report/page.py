@@ -8,7 +8,6 @@ from html import escape
 from importlib.resources import files
 
 from reprise.storage import Json, dumps
-from trainer.report.charts import library
 
 _LONG = 40  # characters of a cell that may break into lines
 
@@ -34,7 +33,6 @@ class PageSection:
 
 def render(title: str, sections: Sequence[PageSection]) -> str:
     """Return the page as HTML."""
-    library()
     from bokeh.resources import Resources
 
     scripts = Resources(mode="inline", components=["bokeh"], log_level="warn").js_raw

@@ -271,8 +271,9 @@ def _log_load(run: Run, report: LoadReport, what: str, path: Path) -> None:
     """Log the sizes and the rate of a load over all ranks. A call of all ranks."""
     (filled_bytes,) = run.cluster.counts([report.filled_bytes])
     if run.cluster.rank == 0:
-        rate = filled_bytes / max(report.seconds, 1e-9) / 1e9
+        megabytes = filled_bytes / 1e6
+        rate = megabytes / max(report.seconds, 1e-9) / 1e3
         _log.info(
-            f"loaded {report.tensors} of {report.expected} tensors, {filled_bytes} bytes, {report.seconds:.2f} s, "
+            f"loaded {report.tensors} of {report.expected} tensors, {megabytes:.1f} MB, {report.seconds:.2f} s, "
             f"{rate:.2f} GB/s: {what} from {path}"
         )

@@ -14,6 +14,7 @@ from reprise.ranks import single_rank_channel
 from reprise.saving import Checkpointer, SavePolicy
 from reprise.storage import FolderLock
 from tests.fakes import lone_contents
+from tests.harness import TINY, run_ok
 from tests.reported_runs import steady_run
 from trainer.commands.checkpoint import BAD, FINE, IMPOSSIBLE, main
 
@@ -51,7 +52,7 @@ def test_ls_says_what_there_is(tmp_path: Path, capsys: pytest.CaptureFixture[str
     (folder / "iter_0000005" / "hold").touch()
     for named in (tmp_path / "run", folder):
         held, newest = shown(capsys, FINE, "ls", named)
-        assert (held["iteration"], held["notes"], newest["iteration"], newest["notes"]) == (5, "hold", 10, "")
+        assert (held["iteration"], held["notes"], newest["iteration"], newest["notes"]) == (5, "held", 10, "best")
         assert (newest["intact"], newest["valid_loss"], newest["topology"]) == (
             "yes",
             2.5,
@@ -61,8 +62,20 @@ def test_ls_says_what_there_is(tmp_path: Path, capsys: pytest.CaptureFixture[str
         assert 0 <= newest["age"] < 60
     assert main(["ls", str(tmp_path / "run")]) == FINE
     table = capsys.readouterr().out.splitlines()
-    assert table[0].split() == ["checkpoint", "iteration", "bytes", "age", "topology", "valid_loss", "intact", "notes"]
+    assert table[0].split() == ["checkpoint", "iteration", "size", "age", "topology", "valid_loss", "intact", "notes"]
     assert table[2].startswith("iter_0000010  10")
+
+
+def test_ls_says_which_rule_keeps_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    keys = ["max_checkpoint_keep=1", "keep_best=1", "save_retain_interval=4", "full_steps=2", "save_interval=1"]
+    words = ["train.train_iters=6", "train.eval_interval=3", "optimizer.lr=1.0", "schedule.lr_decay_style=constant"]
+    run_ok(run, ["model=gpt2_tiny", *TINY, *words, *(f"checkpoint.{key}" for key in keys)])
+    notes = {row["iteration"]: (row["valid_loss"], row["notes"]) for row in shown(capsys, FINE, "ls", run)}
+    assert {number: note for number, (_, note) in notes.items()} == {
+        2: "kept by full_steps", 3: "best, kept by keep_best=1", 4: "kept by save_retain_interval=4", 6: "",
+    }  # fmt: skip
+    assert notes[3] < notes[6]
 
 
 def test_ls_names_what_is_damaged_and_lists_what_is_superseded(
@@ -73,6 +86,10 @@ def test_ls_names_what_is_damaged_and_lists_what_is_superseded(
     (folder / "iter_0000010").rename(folder / "iter_0000010.superseded-1")
     damaged, superseded = shown(capsys, BAD, "ls", tmp_path / "run")
     assert damaged["intact"].startswith("no: ")
+    assert main(["ls", str(tmp_path / "run")]) == BAD
+    table = capsys.readouterr().out.splitlines()
+    assert table[1].split()[-1] == "no"
+    assert table[3] == f"{folder}/iter_0000005: {damaged['intact'].removeprefix('no: ')}"
     assert (superseded["iteration"], superseded["intact"], superseded["notes"]) == (10, "yes", "superseded")
 
 
@@ -82,7 +99,8 @@ def test_ls_says_how_many_it_has_not_checked(tmp_path: Path, capsys: pytest.Capt
     for check, status, checked in (("0", FINE, 0), ("1", FINE, 1), ("2", FINE, 2), ("all", BAD, 3)):
         rows = shown(capsys, status, "ls", folder, "--check", check)
         assert [row["intact"] == "not checked" for row in rows] == [True] * (3 - checked) + [False] * checked
-        assert {row["notes"] for row in rows if row["intact"] in ("yes", "not checked")} <= {"optimizer dropped"}
+        intact = {row["notes"] for row in rows if row["intact"] in ("yes", "not checked")}
+        assert intact <= {"optimizer dropped", "best, optimizer dropped"}
         assert main(["ls", str(folder), "--check", check]) == status
         assert ("--check all" in capsys.readouterr().out) == (checked < 3)
     with pytest.raises(SystemExit):

@@ -162,7 +162,7 @@ def test_a_failing_disk_costs_tensorboard_points_not_the_run(tmp_path: Path, cap
     assert iterations(tmp_path / "metrics.jsonl") == [1, 2, 3]
     points = EventAccumulator(str(tmp_path / "tensorboard"))
     points.Reload()
-    assert [event.step for event in points.Scalars("train/loss")] == [3]
+    assert [event.step for event in points.Scalars("loss/train")] == [3]
 
 
 def test_training_goes_on_while_a_save_syncs_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
