@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from reprise.errors import ConfigError, TrainerError
-from reprise.format import Lineage
+from reprise.format import Journal
 from reprise.loading import Checkpoint, LoadSource, fill, no_folder, read_places
 from reprise.storage import FILE_SYSTEM, Json, dumps, exists, shown_name
 from reprise.tensors import LiveTensor
@@ -144,7 +144,7 @@ def _build(config: Config, cluster: Cluster) -> Run:
 def _evaluate(run: Run, path: Path, *, averages: bool) -> Json:
     """Fill a run with the weights of a checkpoint, or their averages, and return its line. Collective."""
     from trainer.interop.source import require_averages
-    from trainer.start.base import with_base
+    from trainer.start.base import load_base
     from trainer.start.decide import Start
     from trainer.start.fill import rebind
     from trainer.start.source import Checkpoints, Part
@@ -157,7 +157,7 @@ def _evaluate(run: Run, path: Path, *, averages: bool) -> Json:
     source = Checkpoints(LoadSource.named(path), loads_weights_alone=True)
     section = CheckpointSection(finetune=True)
     if run.config.model.is_adapted:
-        with_base(run, Start(source, section, Lineage(), began_elsewhere=True, keeps_weights=False))
+        load_base(run, Start(source, section, Journal(), began_elsewhere=True, keeps_weights=False))
     part = Part("", run.config.model, partial(run.state.shards, with_optimizer=False), section, refuse)
     restored = source.fill(run, part).restored
     assert restored is not None
@@ -168,7 +168,7 @@ def _evaluate(run: Run, path: Path, *, averages: bool) -> Json:
     rebind(run)
     loss, name = valid_loss(run), "ema_loss" if averages else "valid_loss"
     assert loss is not None
-    data, of_run = run.description["data"]["valid_fingerprint"], checkpoint.state.get("data", {})
+    data, of_run = run.course.description["data"]["valid_fingerprint"], checkpoint.state.get("data", {})
     if run.cluster.rank == 0 and of_run.get("valid_fingerprint", data) != data:
         _log.warning(f"{shown_name(checkpoint.path)}: the validation data is not that of the run")
     where = {"checkpoint": str(checkpoint.path), "iteration": checkpoint.iteration}

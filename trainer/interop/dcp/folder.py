@@ -259,10 +259,10 @@ def _unsound(key: str, tensor: DcpTensor) -> Iterator[str]:
 def _missing_files(folder: DcpFolder) -> Iterator[str]:
     """Yield the files missing, or too short for their parts."""
     ends = dict[Path, int]()
-    for part in (
-        *folder.values.values(),
-        *(part for stored in folder.tensors.values() for part in stored.chunks.values()),
-    ):
+    chunks = (part for stored in folder.tensors.values() for part in stored.chunks.values())
+    for part in (*folder.values.values(), *chunks):
+        if isinstance(part, Held):
+            continue
         ends[part.file] = max(ends.get(part.file, 0), part.offset + part.length)
     for file, end in ends.items():
         size = file.stat().st_size if file.parent == folder.path and is_file(file) else 0
