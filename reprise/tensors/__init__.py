@@ -1,4 +1,4 @@
-"""Live tensors of a model and its optimizer, and their memory."""
+"""A model's and its optimizer's live tensors, and their memory."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""The dtypes of stored tensors as torch's, and back."""
+"""Converts stored dtypes to torch's, and back."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ _STORED_DTYPES = {torch_dtype: dtype for dtype, torch_dtype in _TORCH_DTYPES.ite
 
 
 def torch_dtype(dtype: StoredDtype) -> torch.dtype:
-    """Return torch's dtype of a stored tensor."""
+    """Return torch's dtype for a stored one."""
     return _TORCH_DTYPES[dtype]
 
 
 def stored_dtype(dtype: torch.dtype, *, where: object) -> StoredDtype:
-    """Return the dtype in which a tensor of torch's `dtype` is stored.
+    """Return the stored dtype for torch's `dtype`.
 
     Args:
-        where: the name of the tensor, for the error.
+        where: The tensor name, for the error.
 
     Raises:
-        CheckpointError: for a dtype unknown to safetensors.
+        CheckpointError: Safetensors lacks the dtype.
     """
     if dtype not in _STORED_DTYPES:
         raise CheckpointError(

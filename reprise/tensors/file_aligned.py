@@ -21,16 +21,15 @@ def zeros_like_files(
 ) -> dict[str, torch.Tensor]:
     """Return zeros for parameters and moments, at addresses congruent to their file offsets, in file order.
 
-    Parameters on a device, and those whose rows are not contiguous in the file, are left out: saving copies them
-    anyway.
+    Parameters on a device, or without contiguous rows in the file, are left out: saving copies them anyway.
 
     Args:
-        parameters: each with the local memory around its live tensor.
-        prefixes: name prefixes of a parameter's tensors: empty for itself, `exp_avg.` for a moment.
-        alignment: tensors whose offset in their file is no multiple of it are left out too.
+        parameters: Each parameter's live tensor, with the local memory around it.
+        prefixes: Name prefixes for a parameter's tensors: empty for itself, `exp_avg.` for a moment.
+        alignment: Tensors whose file offset is not a multiple of this many bytes are left out too.
 
     Returns:
-        Tensors with the shape of the local memory and the dtype in the files, by stored name.
+        Tensors with the local memory's shape and the files' dtype, by stored name.
     """
     files: dict[str, list[tuple[int, str, torch.Tensor]]] = {}
     pairs = list(parameters)
@@ -51,7 +50,7 @@ def zeros_like_files(
 
 
 def _offset_in_file(live: LiveTensor, name: str, layout: Layout) -> int | None:
-    """Return a box's offset in the file of `name`, or None if its bytes are not contiguous there."""
+    """Return a box's offset in its file, or None if its bytes are not contiguous there."""
     if live.is_copy or name not in layout.places:
         return None
     place = layout.places[name]

@@ -1,4 +1,4 @@
-"""Tensors in the form of the files: memory of their own, of a dtype of safetensors."""
+"""Tensors in storable form: their own plain memory, in a dtype that safetensors has."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 @dataclass(frozen=True, slots=True)
 class StorableTensor:
-    """A tensor in the form of the files.
+    """A tensor in storable form.
 
     Args:
-        tensor: plain or a DTensor; its memory is the given tensor's, or a copy.
-        dtype: the name of the given tensor's dtype, if safetensors lacks it: `tensor` has the same bytes as real
-            numbers (complex dtypes, with a last dimension of 2) or as bytes (kinds of float8).
-        box: the position of `tensor` in a tensor of `shape`; None if its placement says so.
-        copy_back: after a load into `tensor`, copies it to the given tensor; None if they share memory.
+        tensor: Plain or a DTensor. Its memory is the given tensor's, or a copy.
+        dtype: The given tensor's dtype name, if safetensors lacks it. `tensor` then has the same bytes as real numbers
+            (complex dtypes, with a last dimension of 2) or as uint8 (some float8 dtypes).
+        box: The position of `tensor` in a tensor shaped `shape`. None if its placement tells.
+        copy_back: Copies `tensor` to the given tensor after a load. None if they share memory.
     """
 
     tensor: torch.Tensor
@@ -42,10 +42,10 @@ class StorableTensor:
 
 
 def resolve(tensor: torch.Tensor, where: Callable[[], str]) -> StorableTensor | None:
-    """Return a tensor in the form of the files; None if this rank has no part of it.
+    """Return a tensor in storable form, or None if this rank has no part in it.
 
     Args:
-        where: returns the place of the tensor, for errors.
+        where: Returns the tensor's place, for errors.
 
     Raises:
         CheckpointError: Names a lazy tensor, one whose class keeps its memory elsewhere, or one whose shards on this
@@ -53,7 +53,7 @@ def resolve(tensor: torch.Tensor, where: Callable[[], str]) -> StorableTensor | 
     """
     local = memory_holder(tensor)
     is_local = local is tensor
-    is_plain = type(local) in _PLAIN  # as nearly all are: each save asks for each of its tensors
+    is_plain = type(local) in _PLAIN  # the fast path: each save calls this for each tensor
     is_async = not is_plain and _is_a(local, "torch.distributed._functional_collectives", "AsyncCollectiveTensor")
     if is_async:
         local = local.trigger_wait()  # type: ignore[attr-defined]
@@ -85,7 +85,7 @@ def resolve(tensor: torch.Tensor, where: Callable[[], str]) -> StorableTensor | 
         return _joined([local[box.slices] for box in boxes], offsets, tuple(shape), where())
     local = source = local.detach()
     if local.is_nested or local.layout is not torch.strided or local.is_quantized:
-        return StorableTensor(tensor.detach())  # which `check_memory` refuses by name
+        return StorableTensor(tensor.detach())  # `check_memory` refuses it by name
     if local.is_neg() or local.is_conj() or _repeated(local):
         local = torch.empty(source.shape, dtype=source.dtype, device=source.device).copy_(source)
     stored = _stored(local)
@@ -98,10 +98,10 @@ def resolve(tensor: torch.Tensor, where: Callable[[], str]) -> StorableTensor | 
 
 
 def in_memory(stored: torch.Tensor, dtype: str | None) -> torch.Tensor:
-    """Return a tensor in the form of the files as a tensor of its dtype; None for its own dtype.
+    """Convert a tensor from storable form to `dtype`. None keeps its own dtype.
 
     Raises:
-        MismatchError: if it is not the form of a tensor of this dtype.
+        MismatchError: It is not a storable form for this dtype.
     """
     if dtype is None:
         return stored
@@ -114,7 +114,7 @@ def in_memory(stored: torch.Tensor, dtype: str | None) -> torch.Tensor:
 
 
 def materialized(tensor: torch.Tensor) -> torch.Tensor:
-    """Return uninitialized memory in place of a meta tensor: of torch's default device, or of a DTensor's mesh."""
+    """Return uninitialized memory replacing a meta tensor, on torch's default device or on a DTensor's mesh."""
     if not is_dtensor(tensor):
         default = torch.get_default_device()
         device = torch.device("cpu") if default.type == "meta" else default
@@ -124,7 +124,7 @@ def materialized(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _stored(local: torch.Tensor) -> torch.Tensor:
-    """Return the same memory in a dtype of safetensors, if there is any."""
+    """Return the same memory in a dtype that safetensors has, if there is one."""
     if local.is_complex():
         return torch.view_as_real(local)
     if not is_storable(local.dtype) and local.dtype.is_floating_point and local.dtype.itemsize == 1:
@@ -193,7 +193,7 @@ def _copy_back(packed: torch.Tensor, target: torch.Tensor, where: str) -> None:
 
 
 def _repeated(local: torch.Tensor) -> list[int]:
-    """Return the dimensions along which all elements are the same memory."""
+    """Return the dimensions along which all elements share memory."""
     if local.is_contiguous():
         return []
     sizes = zip(local.stride(), local.shape, strict=True)
@@ -201,11 +201,11 @@ def _repeated(local: torch.Tensor) -> list[int]:
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a plain tensor in C order, in one dimension."""
+    """Return a plain tensor's bytes in C order, as a 1-d uint8 tensor."""
     return _stored(tensor).contiguous().reshape(-1).view(torch.uint8)
 
 
 def _is_a(value: torch.Tensor, module: str, name: str) -> bool:
-    """Return whether a tensor is of a class, without importing its module."""
+    """Return whether a tensor is an instance of a class, without importing its module."""
     imported = sys.modules.get(module)
     return imported is not None and isinstance(value, getattr(imported, name))

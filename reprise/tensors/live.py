@@ -1,6 +1,6 @@
-"""The live tensors of a model and its optimizer, with their names and boxes on disk.
+"""A model's and its optimizer's live tensors, with their names and boxes on disk.
 
-No other module reads the internals of torch's DTensor.
+No other module reads DTensor internals.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """The on-disk form of a parameter, if it differs from the live form.
+    """A parameter's on-disk form, if it differs from the live form.
 
     Args:
-        shape: shape on disk.
-        view: a shape of the same C-ordered bytes with the live parameter's dimensions; the live parameter may be larger
-            (padding), and elements outside `view` are not stored.
+        shape: The shape on disk.
+        view: The same C-ordered bytes' shape with the live parameter's dimensions. The live parameter may be larger
+            (padding): elements outside `view` are not stored.
     """
 
     shape: tuple[int, ...]
@@ -45,11 +45,11 @@ class LiveTensor:
     """A rank's part of a logical tensor.
 
     Args:
-        box: its position, in coordinates of `spec.view`.
-        local: the live memory, of shape `box.shape`; writing to it changes the model.
-        replicas: all global ranks with this box, in ascending order.
-        is_copy: a second live copy of a tensor saved by other ranks: a load fills it, and a save skips it.
-        is_new: allocated by a load for itself: nobody sees its content before the load's end.
+        box: Its position, in `spec.view` coordinates.
+        local: The live memory, shaped `box.shape`. Writing to it changes the model.
+        replicas: All global ranks with this box, in ascending order.
+        is_copy: Whether this is a second live copy of a tensor saved by other ranks. A load fills it, a save skips it.
+        is_new: Whether a load allocated it for itself, so nobody sees its content before the load ends.
     """
 
     spec: TensorSpec
@@ -62,20 +62,20 @@ class LiveTensor:
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """All content of a checkpoint, as seen from a rank.
+    """A checkpoint's whole content, as seen from a rank.
 
     Args:
-        specs: every tensor of the checkpoint in model order, equal on all ranks.
-        live: the parts on this rank.
-        aliases: second names of stored tensors (tied parameters), alias -> stored name. Only the stored name's tensor
-            is saved, so the caller guarantees that both tensors are equal.
-        documents: files beside the tensors, by file name: JSON, or raw bytes. Only rank 0's are written.
-        optimizers: the optimizers of the live tensors; a background save delays their next step while it reads tensors
-            to be changed by the step. Tensors changed by none of them are copied.
-        constant: live tensors without change while a save is under way: they need no copy.
-        is_own: whether the live tensors are copies without change until the end of the save.
-        syncs: calls that make durable what no checkpoint may be newer than, such as a log. The rank that renames makes
-            them on a background thread, beside the syncs before the rename; they raise nothing but OSError.
+        specs: Every tensor in the checkpoint in model order, equal on all ranks.
+        live: The parts on this rank.
+        aliases: Stored tensors' second names (tied parameters), alias -> stored name. Only the stored name's tensor is
+            saved, so the caller guarantees that both tensors are equal.
+        documents: Files beside the tensors, by file name: JSON, or raw bytes. Only rank 0's are written.
+        optimizers: The optimizers that update the live tensors. A background save delays their next step while it reads
+            tensors that the step changes. Tensors outside these optimizers are copied.
+        constant: Live tensors that do not change during a save and need no copy.
+        is_own: Whether the live tensors are copies that stay unchanged until the save ends.
+        syncs: Calls that make durable anything the checkpoint must not precede, such as a log. The renaming rank makes
+            them on a background thread, together with the syncs before the rename. They raise only OSError.
         notes: calls after the commit, for a record of it. The ranks that rename make them on a background thread; they
             raise nothing.
     """
@@ -97,9 +97,9 @@ class Contents:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """The ranks of a model, or of a stage of it, as an array over named axes.
+    """The ranks holding a model or a pipeline stage, as an array over named axes.
 
-    A tensor without a placement on an axis is replicated along it; a plain tensor is replicated along all.
+    A tensor without a placement on an axis is replicated along it. A plain tensor is replicated along all axes.
     """
 
     ranks: npt.NDArray[np.int64]
@@ -107,7 +107,7 @@ class Grid:
 
     @staticmethod
     def flat(world_size: int) -> Grid:
-        """Return the grid of all ranks on a single axis, with a name used by no mesh."""
+        """Return a grid with all ranks on a single axis, whose name no mesh uses."""
         return Grid(np.arange(world_size), ("",))
 
     def holders(self, fixed: Mapping[str, int]) -> tuple[int, ...]:
@@ -117,10 +117,10 @@ class Grid:
 
 
 def free_gathered_parameters(model: nn.Module) -> None:
-    """Free every gathered FSDP2 parameter: `named_parameters()` are then the optimizer's again.
+    """Free every gathered FSDP2 parameter, so that `named_parameters()` returns the optimizer's parameters again.
 
-    After a forward without gradients FSDP2 may hold unsharded plain tensors: saving them would see wrong boxes, and
-    loading into them would leave the shards stale.
+    After a forward pass without gradients FSDP2 may hold unsharded plain tensors. A save would see wrong boxes, and a
+    load would leave the shards stale.
     """
     for module in model.modules():
         if is_fsdp_module(module):
@@ -134,15 +134,15 @@ def live_tensors(
     grid: Grid,
     stored: Mapping[str, Stored] | None = None,
 ) -> Iterator[LiveTensor]:
-    """Yield every tensor of the state: parameters, persistent buffers, then optimizer state by parameter name.
+    """Yield every tensor in the state: parameters, persistent buffers, then optimizer state by parameter name.
 
     Args:
-        grid: the ranks of this model.
-        stored: the on-disk form of parameters, by name, if it differs from the live form.
+        grid: The ranks holding this model.
+        stored: On-disk forms that differ from the live ones, by parameter name.
 
     Raises:
-        CheckpointError: for an optimizer whose parameters are not the model's, for a tensor not a box, sparse,
-            quantized, or with the memory of another, and on a big-endian host.
+        CheckpointError: The optimizer has parameters outside the model; a tensor is not a box, is sparse or quantized,
+            or shares memory with another; or the host is big-endian.
     """
     check_byteorder(sys.byteorder)
     free_gathered_parameters(model)
@@ -160,12 +160,12 @@ def live_tensors(
 
 
 def parameter_names(model: nn.Module) -> dict[nn.Parameter, str]:
-    """Return every parameter with its canonical name, in model order; a tied parameter's is the first registered."""
+    """Return every parameter's canonical name, in model order. A tied parameter keeps the first registered name."""
     return {parameter: canonical_name(name) for name, parameter in model.named_parameters()}
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield parameters and persistent buffers in the order of the model, tied ones under each of their names."""
+    """Yield parameters and persistent buffers in model order, tied ones under each name."""
     for name, parameter in model.named_parameters(remove_duplicate=False):
         yield canonical_name(name), parameter
     for prefix, module in model.named_modules(remove_duplicate=False):
@@ -175,25 +175,25 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def canonical_name(name: str) -> str:
-    """Return a parameter's name without the prefixes of torch's wrappers."""
+    """Return a parameter's name without prefixes from torch's wrappers."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's memory of a tensor or DTensor, detached."""
-    # Calls of a DTensor go through its dispatcher, which takes tens of microseconds.
+    """Return a tensor's or DTensor's memory on this rank, detached."""
+    # DTensor calls go through its dispatcher, which takes tens of microseconds.
     return memory_holder(tensor).detach()
 
 
 def memory_holder(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the plain tensor whose `data` is the memory of a tensor or DTensor."""
+    """Return the plain tensor that holds a tensor's or DTensor's memory."""
     return tensor._local_tensor if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def order_in_memory(tensor: torch.Tensor) -> list[int] | None:
-    """Return the dimensions of a plain tensor from the outermost in memory; None if they are in their own order."""
+    """Return a plain tensor's dimensions from the outermost in memory, or None if they are in C order."""
     local = memory_holder(tensor)
     if local is not tensor or local.is_contiguous():
         return None
@@ -204,7 +204,7 @@ def order_in_memory(tensor: torch.Tensor) -> list[int] | None:
 def with_memory(tensor: torch.Tensor, local: torch.Tensor, shape: tuple[int, ...] | None = None) -> torch.Tensor:
     """Return a tensor placed like `tensor`, plain or a DTensor, with local memory `local`; `shape` replaces its own.
 
-    The memory may be the host's beside a mesh of devices, as that of parameters which FSDP2 offloads.
+    The memory may be on the host while the mesh has devices, as for parameters offloaded by FSDP2.
     """
     if not is_dtensor(tensor):
         return local
@@ -221,7 +221,7 @@ def with_memory(tensor: torch.Tensor, local: torch.Tensor, shape: tuple[int, ...
 
 
 def memory_marks(model: nn.Module, optimizer: torch.optim.Optimizer) -> Marks:
-    """Return a value for comparison: it changes if a tensor of the state was replaced or moved since the last call.
+    """Return a value that changes if a tensor in the state was replaced or moved.
 
     Frees gathered FSDP2 parameters first, as enumerating the state does.
     """
@@ -235,10 +235,10 @@ def memory_marks(model: nn.Module, optimizer: torch.optim.Optimizer) -> Marks:
 
 
 def storages_of(optimizers: Iterable[torch.optim.Optimizer], constant: Iterable[torch.Tensor] = ()) -> frozenset[int]:
-    """Return the addresses of all storages changed by a step of these optimizers only, or by nothing at all.
+    """Return the addresses of all storages that only these optimizers' steps change, or nothing at all.
 
     Args:
-        constant: unchanging tensors, beside the parameters and the state of the optimizers.
+        constant: Constant tensors, beside the optimizers' parameters and state.
     """
     tensors = [
         tensor
@@ -264,7 +264,7 @@ def is_fsdp_module(module: nn.Module) -> bool:
 
 
 def _persistent_buffers(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Return the persistent buffers in the order of the model, each under its first name."""
+    """Return the persistent buffers in model order, each under its first name."""
     first = dict[int, tuple[str, torch.Tensor]]()
     for name, tensor in named_tensors(model):
         if not isinstance(tensor, nn.Parameter):
@@ -296,7 +296,7 @@ def _optimizer_tensors(
     grid: Grid,
     stored: Mapping[str, Stored],
 ) -> Iterator[LiveTensor]:
-    """Yield the optimizer's state moment by moment, each in model order; scalars last."""
+    """Yield the optimizer state moment by moment, each in model order, scalars last."""
     keys = {
         key: value.ndim for p in names for key, value in optimizer.state.get(p, {}).items() if _is_tensor(key, value)
     }
@@ -331,14 +331,14 @@ def _is_tensor(key: str, value: object) -> bool:
 def locate(
     kind: TensorKind, name: str, tensor: torch.Tensor, *, grid: Grid, stored: Stored | None = None
 ) -> Iterator[LiveTensor]:
-    """Yield the live tensor of `tensor`, or nothing if this rank has no part of it.
+    """Yield the live tensor for `tensor`, or nothing if this rank has no part in it.
 
     Args:
-        grid: the ranks of a plain tensor.
-        stored: its on-disk form, if it differs from the live form.
+        grid: The ranks holding a plain tensor.
+        stored: Its on-disk form, if it differs from the live form.
 
     Raises:
-        CheckpointError: for a placement other than a box, or a dtype unknown to safetensors.
+        CheckpointError: The placement is not a box, or safetensors lacks the dtype.
     """
     shape = tuple(tensor.shape)
     layout = stored or Stored(shape, shape)
@@ -363,13 +363,13 @@ def locate(
 def placed_box(
     name: str, tensor: torch.Tensor, coordinate: Mapping[str, int], grid: Grid
 ) -> tuple[Box, tuple[int, ...]]:
-    """Return the box of a tensor at a coordinate, in closed form, and the ranks with the same box.
+    """Return a tensor's box at a coordinate, in closed form, and the ranks with the same box.
 
     Args:
-        coordinate: a coordinate on the tensor's mesh axes, this rank's or any other.
+        coordinate: A coordinate on the tensor's mesh axes, this rank's or any other.
 
     Raises:
-        CheckpointError: for a placement other than a box.
+        CheckpointError: The placement is not a box.
     """
     if not is_dtensor(tensor):
         return whole(tuple(tensor.shape)), grid.holders({})
@@ -386,7 +386,7 @@ def placed_box(
             raise CheckpointError(
                 "A tensor's placement is not a box", where=name, found=placement, fix="Redistribute it."
             )
-        # In some releases a strided shard is a plain one's subclass, in others it is not.
+        # In some torch releases _StridedShard is a subclass of Shard, in others it is not.
         strided = int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
         splits.append(Split(placement.dim, coordinate[axis_name], mesh.size(axis), strided))
         fixed[axis_name] = coordinate[axis_name]
@@ -407,7 +407,7 @@ def _own_coordinate(tensor: torch.Tensor) -> dict[str, int] | None:
 
 
 def _grid_of(owner: torch.Tensor | None, grid: Grid) -> Grid:
-    """Return the grid of a DTensor: `grid` if it has the axes of its mesh, otherwise its mesh."""
+    """Return a DTensor's grid: `grid` if it has the mesh's axes, otherwise the mesh."""
     if owner is None:
         return grid
     mesh = owner.device_mesh  # type: ignore[attr-defined]
@@ -423,7 +423,7 @@ def check_byteorder(byteorder: str) -> None:
     """Refuse a host whose `sys.byteorder` differs from the files': memory is written unconverted.
 
     Raises:
-        CheckpointError: on a big-endian host.
+        CheckpointError: The host is big-endian.
     """
     if byteorder != "little":
         raise CheckpointError(
@@ -435,10 +435,10 @@ def check_byteorder(byteorder: str) -> None:
 
 
 def check_memory(name: str, local: torch.Tensor) -> None:
-    """Refuse a tensor other than strided memory with separate bytes for each element.
+    """Require strided memory with separate bytes for each element.
 
     Raises:
-        CheckpointError: naming a sparse, nested or quantized tensor, or a tensor whose elements share memory.
+        CheckpointError: Names a sparse, nested or quantized tensor, or a tensor whose elements share memory.
     """
     if local.layout is not torch.strided or local.is_quantized or local.is_nested:
         kind = "a nested tensor" if local.is_nested else local.dtype if local.is_quantized else local.layout
@@ -456,13 +456,13 @@ def check_memory(name: str, local: torch.Tensor) -> None:
 
 
 def check_disjoint(tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
-    """Refuse tensors with common memory: a load fills both, and the later wins.
+    """Refuse tensors that share memory: a load fills both, and the later wins.
 
     Args:
-        tensors: tensors approved by `check_memory`, each once.
+        tensors: Tensors approved by `check_memory`, each once.
 
     Raises:
-        CheckpointError: naming the first two.
+        CheckpointError: Names the first two.
     """
     spans = [
         (str(local.device), local.data_ptr(), local.data_ptr() + _extent_bytes(local), name, local)
@@ -483,7 +483,7 @@ def check_disjoint(tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
 
 
 def _may_overlap_itself(local: torch.Tensor) -> bool:
-    """Return False only if every element certainly has its own bytes: strides do not reach into each other."""
+    """Return False only if every element certainly has its own bytes, because the strides do not overlap."""
     reach = 0
     for stride, size in sorted(zip(local.stride(), local.shape, strict=True)):
         if size > 1 and local.numel():
@@ -499,7 +499,7 @@ def _extent_bytes(local: torch.Tensor) -> int:
 
 
 def _share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Return whether both contain a common byte: interleaved columns of a matrix do not."""
+    """Return whether both contain a common byte. A matrix's interleaved columns do not."""
     start = min(a.data_ptr(), b.data_ptr())
     end = max(a.data_ptr() + _extent_bytes(a), b.data_ptr() + _extent_bytes(b))
     is_taken = torch.zeros(end - start, dtype=torch.bool, device="cpu")
@@ -508,6 +508,6 @@ def _share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _bytes_of(local: torch.Tensor, memory: torch.Tensor, start: int) -> torch.Tensor:
-    """Return the view of `memory`, a byte map from address `start` on, with the layout of `local`."""
+    """Return `memory`, a byte map starting at address `start`, viewed with the layout of `local`."""
     strides = [stride * local.itemsize for stride in local.stride()]
     return memory.as_strided((*local.shape, local.itemsize), (*strides, 1), local.data_ptr() - start)

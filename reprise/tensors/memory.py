@@ -1,4 +1,4 @@
-"""Memory: that of live tensors, on the host or a device, and page-aligned memory for bytes on their way to files."""
+"""Live tensors' memory, on the host or a device, and page-aligned memory for bytes on their way to files."""
 
 from __future__ import annotations
 
@@ -23,22 +23,21 @@ Bytes = npt.NDArray[np.uint8]
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _MADV_POPULATE_WRITE = 23  # linux/mman.h, since Linux 5.14
-# While one call populates, no thread of the process can map memory: a training step that allocates 50 MB waits for it.
-# Beside 768 MiB in one call an mmap took as long as that call, 0.09 to 2 s; beside a thread with 8 MiB at a time, at
-# most 2 ms.
+# While one call populates pages, no thread in the process can map memory: a training step that allocates 50 MB waits.
+# During a 768 MiB call an mmap took as long as that call, 0.09 to 2 s; during 8 MiB calls at most 2 ms.
 _POPULATE_BYTES = 8 << 20
 _POPULATE_THREADS = 8
-_HUGE_BYTES = 2 << 20  # a huge page of x86-64, and of arm64 with small pages of 4 KiB
+_HUGE_BYTES = 2 << 20  # a huge page on x86-64, and on arm64 with 4 KiB pages
 
 
 class Arena:
     """A block of host memory, handed out in slices in order and freed all at once.
 
-    Not thread-safe; the caller serializes access.
+    Not thread-safe: the caller serializes access.
 
     Args:
-        total_bytes: the size in bytes; unused pages take no physical memory until `touch`.
-        is_pinned: pin the memory: copies from a CUDA device then do not block the host.
+        total_bytes: The size in bytes. Unused pages take no physical memory until `touch`.
+        is_pinned: Whether to pin the memory, so that copies from a CUDA device do not block the host.
     """
 
     def __init__(self, total_bytes: int, *, is_pinned: bool) -> None:
@@ -47,8 +46,8 @@ class Arena:
         self._used = 0
         self._is_pinned = is_pinned and total_bytes > 0
         if self._is_pinned:
-            # No thread launches a kernel while memory is pinned: 5.6 s for 19 GB on an H200's host, 0.4 s if the pages
-            # are there. Eight threads populate them in 0.8 s, and other threads launch kernels meanwhile.
+            # No thread can launch a kernel while memory is being pinned: 5.6 s for 19 GB on an H200's host, 0.4 s with
+            # populated pages. Eight threads populate them in 0.8 s, and other threads launch kernels meanwhile.
             populate(self._memory, threads=min(_POPULATE_THREADS, len(os.sched_getaffinity(0))))
             pin(self._memory)
 
@@ -65,12 +64,12 @@ class Arena:
         self._used = 0
 
     def touch(self) -> None:
-        """Populate the pages, to spare the first copy into them the faults. Their contents are kept."""
+        """Populate the pages, so that the first copy causes no page faults. Their contents stay."""
         if not self._is_pinned:
             populate(self._memory)
 
     def close(self) -> None:
-        """Unpin the memory, and free it once no slice of it is left. The arena must not be used afterwards."""
+        """Unpin the memory, and free it once no slice is left. The arena must not be used afterwards."""
         if self._is_pinned:
             _cudart().cudaHostUnregister(self._memory.ctypes.data)
             self._is_pinned = False
@@ -78,10 +77,10 @@ class Arena:
 
 
 def populate(memory: Bytes, *, threads: int = 1) -> None:
-    """Populate the pages of a mapping. Kernels before 5.14 refuse; pages are then populated on first use.
+    """Populate a mapping's pages. Linux before 5.14 refuses, and populates pages on first use.
 
-    The last pages come first: a save that begins meanwhile copies from the start, and two threads that fault on one
-    huge page both clear it.
+    The last pages come first: a save that starts meanwhile copies from the front, and two threads faulting on one huge
+    page would both clear it.
     """
     parts = [memory[at : at + _POPULATE_BYTES] for at in reversed(range(0, memory.nbytes, _POPULATE_BYTES))]
     run_together([functools.partial(_populate, part) for part in parts], name="checkpoint-populate", threads=threads)
@@ -92,10 +91,10 @@ def _populate(part: Bytes) -> None:
 
 
 def map_memory(total_bytes: int) -> Bytes:
-    """Return page-aligned zeros, on huge pages where the system provides them."""
-    # The part of a huge page at either end of a mapping would be small pages, with a fault for each of them.
+    """Return page-aligned zeros, on huge pages if the system provides them."""
+    # A partial huge page at either end of a mapping would become small pages, with a fault each.
     pages = -(-total_bytes // _HUGE_BYTES) + 1 if total_bytes >= _HUGE_BYTES else 0
-    # MAP_PRIVATE: a shared mapping, the default of mmap.mmap, gets small pages only.
+    # MAP_PRIVATE: a shared mapping, the default for mmap.mmap, gets only small pages.
     mapping = mmap.mmap(-1, pages * _HUGE_BYTES or max(total_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):
         mapping.madvise(mmap.MADV_HUGEPAGE)
@@ -105,9 +104,9 @@ def map_memory(total_bytes: int) -> Bytes:
 
 
 def map_like_file(extents: Sequence[tuple[int, int]]) -> list[Bytes]:
-    """Return zeros for extents `(offset, size)` of a file, at addresses congruent to the offsets modulo a page.
+    """Return zeros for file extents `(offset, size)`, at addresses congruent to the offsets modulo a page.
 
-    Extents adjacent in the file and in the list are adjacent in memory: a single O_DIRECT write covers them.
+    Extents adjacent in the file and in the list are adjacent in memory, so a single O_DIRECT write covers them.
     """
     starts, end = [], 0
     for offset, size in extents:
@@ -121,11 +120,11 @@ def pin(memory: Bytes) -> None:
     """Pin memory for copies from a CUDA device.
 
     Raises:
-        CheckpointError: if the runtime refuses, as where the host has no more memory.
+        CheckpointError: The runtime refuses, for example because the host has no more memory.
     """
     result = int(_cudart().cudaHostRegister(memory.ctypes.data, memory.nbytes, 0))
     if result != 0:
-        # The next launch of a kernel, whichever it is, would raise the error of this call: launch one for it.
+        # The next kernel launch, whichever it is, would raise this call's error: launch one for it.
         with contextlib.suppress(RuntimeError):
             torch.zeros(1, device="cuda")
         raise CheckpointError(
@@ -140,24 +139,24 @@ def _cudart() -> Any:
 
 
 class HostMemory:
-    """The packed image of a box on the host; `is_private` marks an unchanging copy."""
+    """A box's packed image on the host; `is_private` marks a constant copy."""
 
     is_on_device = False
 
     def __init__(self, packed: torch.Tensor, *, is_private: bool) -> None:
-        self._packed = packed  # keeps the memory
+        self._packed = packed  # keeps the memory alive
         self.address = packed.data_ptr()
         self.total_bytes = packed.nbytes
         self.is_private = is_private
 
     def copy_to(self, target: Bytes, lo: int) -> torch.Event | None:
-        """Copy bytes from `lo` on without torch, because the training step needs torch's threads."""
+        """Copy bytes starting at `lo` without torch, because the training step needs torch's threads."""
         ctypes.memmove(target.ctypes.data, self.address + lo, target.nbytes)
         return None
 
 
 class DeviceMemory:
-    """The packed image of a box on an accelerator, copied on a stream other than training's."""
+    """A box's packed image on an accelerator, copied on a stream other than training's."""
 
     is_on_device = True
     is_private = False
@@ -169,7 +168,7 @@ class DeviceMemory:
         self.total_bytes = self.bytes.numel()
 
     def copy_to(self, target: Bytes, lo: int) -> torch.Event | None:
-        """Start copying bytes from `lo` on; return the event recorded after the copy."""
+        """Start copying bytes at `lo`. Return the event recorded after the copy."""
         with torch.get_device_module(self.bytes.device).stream(self._stream):  # a stream's own context is no thread's
             torch.from_numpy(target).copy_(self.bytes[lo : lo + target.nbytes], non_blocking=True)
             return self._stream.record_event()
@@ -179,10 +178,10 @@ Memory = HostMemory | DeviceMemory
 
 
 class Sources:
-    """The memory of repeatedly saved tensors, without copying where possible.
+    """The memory of repeatedly saved tensors, without copies where possible.
 
     Args:
-        steady: addresses of the storages with changes at known times only; None for all. Tensors in other storages, and
+        steady: Addresses of storages that change only at known times. None means all. Tensors in other storages, and
             non-contiguous tensors, are copied at every `begin`.
     """
 
@@ -201,11 +200,11 @@ class Sources:
 
     @property
     def can_pin(self) -> bool:
-        """Return whether copies go to the host from a device whose runtime pins memory: CUDA's, and ROCm's."""
+        """Return whether copies go to the host from a device whose runtime pins memory: CUDA or ROCm."""
         return self._device is not None and self._device.type == "cuda"
 
     def begin(self) -> dict[str, Memory]:
-        """Return the memory of every tensor by name, as it is now. Main thread, at the start of a save."""
+        """Return every tensor's current memory by name. Call it on the main thread, at the start of a save."""
         copies: dict[str, Memory] = {}
         for tensor in self._copied:
             packed = tensor.local.detach().clone(memory_format=torch.contiguous_format)
@@ -224,12 +223,12 @@ class Sources:
 
 @functools.cache
 def _copy_stream(device: torch.device) -> torch.Stream:
-    """Return the stream of all copies from a device: they end in order, also copies into the same memory."""
+    """Return the stream for all copies from a device. They end in order, also copies into the same memory."""
     stream: torch.Stream = torch.get_device_module(device).Stream(device)
     return stream
 
 
 def memory_of(local: torch.Tensor) -> memoryview:
-    """Return the packed image of a tensor: its own memory if possible, otherwise a copy on the host."""
+    """Return a tensor's packed image: its own memory if possible, otherwise a copy on the host."""
     packed = local.detach().contiguous().cpu()
     return memoryview(packed.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
