@@ -40,7 +40,7 @@ from trainer.config.schema import Config
 from trainer.launch.process_group import Cluster
 from trainer.run.build import Run, build
 from trainer.run.inputs import open_inputs
-from trainer.run.saves import build_saves
+from trainer.saves.targets import build_saves
 from trainer.start.decide import decide
 from trainer.start.fill import fill
 from trainer.training.step import StepResult

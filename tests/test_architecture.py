@@ -51,8 +51,8 @@ def layers_of(text: str) -> list[list[str]]:
 
 # From bottom to top: a module imports from lower layers, and within its own package.
 LAYERS = layers_of("""
-models trainer reprise trainer.config.suggest trainer.compare.text_table trainer.record trainer.run \
-    trainer.schedules trainer.start trainer.training
+models trainer reprise trainer.config.suggest trainer.compare.text_table trainer.memory trainer.record \
+    trainer.run trainer.saves trainer.schedules trainer.start trainer.training
 trainer.checkpoint trainer.errors trainer.workers trainer.metrics.json_lines trainer.record.versions \
     trainer.schedules.batch_size trainer.optim.exact_sum trainer.parallel.lanes trainer.schedules.progress \
     trainer.schedules.lr trainer.parallel.topology
@@ -62,14 +62,14 @@ trainer.config.terms trainer.interop.hf.config
 trainer.config trainer.record.data_origin trainer.launch
 trainer.optim.table
 trainer.record.resume_rules
-trainer.record.environment trainer.run.memory_needs trainer.metrics trainer.optim trainer.parallel \
-    trainer.run.mirror trainer.run.random trainer.run.run_data trainer.record.run_record
+trainer.record.environment trainer.memory.needs trainer.metrics trainer.optim trainer.parallel \
+    trainer.saves.mirror trainer.run.random trainer.run.run_data trainer.record.run_record
 trainer.doctor trainer.follow trainer.publish trainer.report
 trainer.run.state trainer.start.journal
-trainer.run.batch_loaders trainer.training.evaluate trainer.generate trainer.run.parallelize trainer.run.saves \
+trainer.run.batch_loaders trainer.training.evaluate trainer.generate trainer.run.parallelize trainer.saves.targets \
     trainer.training.step
 trainer.run.inputs
-trainer.run.build trainer.run.dry_run
+trainer.run.build trainer.memory.dry_run
 trainer.run.fitting trainer.start.identity trainer.training.rewind
 trainer.interop
 trainer.start.source

@@ -31,8 +31,8 @@ from trainer.launch import streams
 from trainer.launch.environment import Environment
 from trainer.launch.exit_with_error import exit_with_error
 from trainer.launch.start_times import Phase, StartTimes, importing
+from trainer.memory.needs import out_of_memory, require_host_memory, require_memory
 from trainer.metrics.progress_bar import line_handler
-from trainer.run.memory_needs import out_of_memory, require_host_memory, require_memory
 
 if TYPE_CHECKING:
     from reprise.stores import MirrorProcess
@@ -201,7 +201,7 @@ def _train_from(
     """
     from trainer.metrics.launch_log import LaunchOutcome
     from trainer.run.build import build
-    from trainer.run.saves import build_saves
+    from trainer.saves.targets import build_saves
     from trainer.start.decide import decide
     from trainer.start.fill import fill
     from trainer.training.loop import train
@@ -228,7 +228,7 @@ def _train_from(
         course = fill(run, start)
         mirrors: tuple[MirrorProcess, ...] = ()
         if config.checkpoint.mirror is not None:
-            from trainer.run.mirror import mirrored
+            from trainer.saves.mirror import mirrored
 
             is_stopped = run.control.is_signalled
             mirrors = stack.enter_context(mirrored(config.checkpoint, cluster, is_stopped=is_stopped))
@@ -283,6 +283,6 @@ def _dry_run(config: Config, world_size: int) -> None:
         raise ConfigError("A dry run is one process", found=f"{world_size} ranks", fix="Start it without torchrun.")
     validate(config, config.train.dry_run_ranks)
     config = with_micro_batch(config, config.train.dry_run_ranks)
-    from trainer.run.dry_run import report
+    from trainer.memory.dry_run import report
 
     print(report(config, config.train.dry_run_ranks))

@@ -41,7 +41,7 @@ from scripts.bench.harness import Figures, table
 from trainer.config.compose import compose
 from trainer.config.derived import topology_of
 from trainer.launch.process_group import SWITCH_INTERVAL_S
-from trainer.run.dry_run import boxes_at, holdings_of, simulate
+from trainer.memory.dry_run import boxes_at, holdings_of, simulate
 from trainer.run.state import checkpoint_specs
 
 _TIMEOUT_S = 600.0

@@ -33,9 +33,9 @@ from tests.harness import Ended, around_iterations, call_on_ranks
 from tests.positions import methods_with
 from trainer.data.batches import Ints, OrderedSamples
 from trainer.launch.control import RunControl
-from trainer.run import saves
 from trainer.run.build import Run
 from trainer.run.state import TrainerState
+from trainer.saves import targets
 
 DEADLINE_S = 200.0
 BALLAST = "ballast"
@@ -183,7 +183,7 @@ def bad_data(first: int, end: int) -> None:
         noise = (positions[:, None] * 7919 + np.arange(windows.shape[1]) ** 3 * 104729) % 257
         return np.where(is_bad[:, None], noise, windows)
 
-    checkpointer: Any = vars(saves)["Checkpointer"]
+    checkpointer: Any = vars(targets)["Checkpointer"]
     save, wait, reports = checkpointer.save, checkpointer.wait, checkpointer.reports
     has_waited = False
 

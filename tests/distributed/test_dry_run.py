@@ -17,8 +17,8 @@ from reprise.saving.plan import plan
 from tests.harness import TINY, built, call_on_ranks, compose, launch
 from trainer.config.derived import topology_of
 from trainer.launch import process_group as launching
+from trainer.memory.dry_run import working_bytes_of
 from trainer.parallel.invariant import LocalLanes
-from trainer.run.dry_run import working_bytes_of
 from trainer.run.state import checkpoint_specs
 from trainer.training.loop import iterate
 

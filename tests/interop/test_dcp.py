@@ -52,7 +52,7 @@ from trainer.interop.torch_file import open_torch_file
 from trainer.launch.process_group import Cluster
 from trainer.record.resume_rules import RULES, compared, differences
 from trainer.run.build import describe_alone
-from trainer.run.saves import build_saves
+from trainer.saves.targets import build_saves
 from trainer.start.decide import decide
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")

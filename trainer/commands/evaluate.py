@@ -135,7 +135,7 @@ def _config(path: Path, options: argparse.Namespace, world_size: int) -> Config:
 def _build(config: Config, cluster: Cluster) -> Run:
     from trainer.run.build import build
     from trainer.run.inputs import open_inputs
-    from trainer.run.saves import build_saves
+    from trainer.saves.targets import build_saves
 
     inputs, saves = open_inputs(config, cluster, is_evaluation=True), build_saves(config, cluster, FILE_SYSTEM)
     return build(config, cluster, inputs=inputs, saves=saves)

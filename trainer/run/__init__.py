@@ -1,1 +1,1 @@
-"""A run as it is built: the model, the optimizer, the data, and what they need of memory."""
+"""A run as it is built: the model, the optimizer, the data and the record."""

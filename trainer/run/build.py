@@ -43,8 +43,8 @@ from trainer.run.batch_loaders import ValidData
 from trainer.run.inputs import RunInputs
 from trainer.run.parallelize import build_context, build_grid, build_models
 from trainer.run.run_data import RunData, open_data_alone
-from trainer.run.saves import Saves
 from trainer.run.state import TrainerState, build_part
+from trainer.saves.targets import Saves
 from trainer.schedules.batch_size import BatchSchedule
 from trainer.schedules.lr import Schedule, resolve
 from trainer.schedules.progress import Progress

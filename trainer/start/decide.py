@@ -30,7 +30,7 @@ from trainer.launch.process_group import Cluster
 from trainer.metrics.json_lines import METRICS
 from trainer.metrics.jsonl_file import last_recorded_iteration, last_saved_iteration
 from trainer.record.resume_rules import flattened
-from trainer.run.saves import Saves
+from trainer.saves.targets import Saves
 from trainer.start.identity import find_lineage, find_restart, saved_lineages
 from trainer.start.journal import RUN_FILE, newest_saved
 from trainer.start.source import Checkpoints, InitialValues, TensorSource, weights_of

@@ -30,7 +30,7 @@ from trainer.config.terms import LOCAL
 from trainer.launch.process_group import Cluster
 from trainer.metrics.jsonl_file import last_recorded_iteration
 from trainer.run.build import Run
-from trainer.run.saves import Saves
+from trainer.saves.targets import Saves
 from trainer.start.journal import RUN_FILE, read_journal, write_journal
 
 if TYPE_CHECKING:

@@ -179,7 +179,7 @@ def _record(
     from trainer.launch.process_group import final_barrier
     from trainer.run.build import build
     from trainer.run.inputs import open_inputs
-    from trainer.run.saves import build_saves
+    from trainer.saves.targets import build_saves
     from trainer.start.decide import decide
     from trainer.start.fill import fill
     from trainer.steps.recorder import record_steps

@@ -25,7 +25,7 @@ from trainer.optim.average import averages_in_place
 from trainer.run.build import Run
 from trainer.run.parallelize import check_tied_copies
 from trainer.run.random import dropout_key
-from trainer.run.saves import Moment, SaveTarget
+from trainer.saves.targets import Moment, SaveTarget
 from trainer.start.journal import note_saved
 from trainer.training.evaluate import evaluate
 from trainer.training.rewind import Rewind, react

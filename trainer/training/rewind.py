@@ -21,7 +21,7 @@ from trainer.metrics.jsonl_file import newest_side_file
 from trainer.metrics.launch_log import LAUNCHES
 from trainer.metrics.spikes import Spike, SpikeWatch
 from trainer.run.build import Run
-from trainer.run.saves import Saves
+from trainer.saves.targets import Saves
 
 _log = logging.getLogger(__name__)
 

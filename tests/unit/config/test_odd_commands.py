@@ -20,7 +20,7 @@ from trainer.config.checks import loose_threads, unused_keys, validate
 from trainer.config.compose import compose
 from trainer.config.options import CONFIGS, keys
 from trainer.launch.environment import Environment
-from trainer.run.memory_needs import require_host_memory
+from trainer.memory.needs import require_host_memory
 
 # Commands that cannot run, one a paragraph, most of them on one rank. The message names each key, or each after a bar.
 ODD = """

@@ -23,7 +23,7 @@ from trainer.interop.start import WeightsKind, load_pretrained
 from trainer.launch.process_group import Cluster
 from trainer.launch.relaunch import Launch
 from trainer.record.resume_rules import flattened
-from trainer.run.saves import build_saves
+from trainer.saves.targets import build_saves
 from trainer.start.decide import Origin, Past, Start, choose, decide
 from trainer.start.journal import note_saved
 from trainer.start.source import Checkpoints, InitialValues

@@ -8,8 +8,8 @@ import torch
 from reprise.errors import ConfigError, LaunchError
 from tests.messages import refused, says
 from trainer.config.compose import compose
-from trainer.run.dry_run import report
-from trainer.run.memory_needs import host_bytes, least_bytes, out_of_memory, require_memory
+from trainer.memory.dry_run import report
+from trainer.memory.needs import host_bytes, least_bytes, out_of_memory, require_memory
 
 
 def cpu_error() -> RuntimeError:

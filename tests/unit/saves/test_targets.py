@@ -15,7 +15,7 @@ from reprise.saving import SaveReport
 from reprise.storage import FILE_SYSTEM
 from tests.harness import compose
 from trainer.config.checkpoint import CheckpointSection, LocalSection
-from trainer.run.saves import Moment, Saves, SaveTarget, build_saves, named_iteration
+from trainer.saves.targets import Moment, Saves, SaveTarget, build_saves, named_iteration
 
 # A policy of every second iteration: is iteration 4, and is iteration 3, due in the shared, local and weights folder?
 _DUE = {

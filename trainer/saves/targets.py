@@ -330,6 +330,6 @@ def named_iteration(section: CheckpointSection) -> int | None:
 def _mirror_rule(section: CheckpointSection) -> MirrorRule | None:
     if section.mirror is None:
         return None
-    from trainer.run.mirror import rule_of
+    from trainer.saves.mirror import rule_of
 
     return rule_of(section)
