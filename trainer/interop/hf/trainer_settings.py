@@ -87,11 +87,11 @@ def _schedule(arguments: Json, state: Json, scheduler: Table, peak: float | None
     lowest = finite_number(options.get("min_lr", 0))
     warmup = 0 if name == "constant" else _warmup(arguments, end)
     schedule = Schedule(style, peak, lowest, warmup + 1, end + 1, 0)
-    here, (there, *_) = schedule.at(iteration + 1, 0), scheduler.get("_last_lr") or [None]
+    rate, (last_rate, *_) = schedule.at(iteration + 1, 0), scheduler.get("_last_lr") or [None]
     if iteration < warmup:
-        _log.warning(f"the warm-up rises from 0 at iteration 0 here, at iteration 1 there: the next rate is {here}")
-    elif there is not None and not math.isclose(finite_number(there), here, rel_tol=1e-6, abs_tol=1e-12):
-        _log.warning(f"not carried: the schedule, whose next rate is {there}, where {name} would have {here}")
+        _log.warning(f"the warm-up rises from 0 at iteration 0 here, at iteration 1 there: the next rate is {rate}")
+    elif last_rate is not None and not math.isclose(finite_number(last_rate), rate, rel_tol=1e-6, abs_tol=1e-12):
+        _log.warning(f"not carried: the schedule, whose next rate is {last_rate}, where {name} would have {rate}")
         return {}
     return {
         "schedule.lr_decay_style": style.value,
