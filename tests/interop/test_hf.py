@@ -28,7 +28,7 @@ from transformers import (
 
 from reprise.errors import CheckpointError, MismatchError, TrainerError
 from reprise.ranks import single_rank_channel
-from tests.harness import TINY, built, compose, filled, run_ok
+from tests.harness import TINY, built, compose, filled
 from tests.interop import states
 from tests.messages import refused
 from trainer.commands import convert
@@ -396,17 +396,3 @@ def test_wrong_command_lines_are_refused_with_the_reason(
     with pytest.raises(SystemExit):
         convert.main(["import", "hf"])
     assert "SOURCE, FOLDER" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_weights_imported_into_a_run_s_own_folder_begin_it_once(folder: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    assert convert.main(["import", "hf", str(folder), str(run / "checkpoints"), *TINY[5:]]) == 0
-    again = [*OURS_GPT2, f"checkpoint.load={run}/checkpoints", "checkpoint.save_interval=1", "train.train_iters=2"]
-    first = run_ok(run, [*again, "train.exit_interval=1"])
-    assert "iteration 0 from" in first.text
-    assert "step     1/" in first.text
-    second = run_ok(run, again)
-    assert "resumes from its own checkpoints" in second.text
-    assert "step     1/" not in second.text
-    assert sorted(path.name for path in (run / "checkpoints").glob("iter_*")) == [f"iter_{n:07d}" for n in range(3)]

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from math import prod
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import numpy as np
@@ -146,6 +146,20 @@ def test_a_common_state_of_another_form_is_refused(tmp_path: Path, value: object
     _replace_value(path, "common_state/shard_0_1", value)
     with refused(CheckpointError, "common_state"):
         opened(path)
+
+
+def test_metadata_changes_no_class_of_this_process(tmp_path: Path) -> None:
+    path = write(tmp_path, state_of("gpt2"), Way(), Form())
+    name = b"X\x07\0\0\0planted"
+    # The class itself on the stack, and then the state (None, {"planted": "planted"}) set on it.
+    (path / ".metadata").write_bytes(b"\x80\x02cpathlib\nPosixPath\nN}" + name * 2 + b"s\x86b.")
+    try:
+        with refused(CheckpointError, ".metadata"):
+            opened(path)
+        assert not hasattr(tmp_path, "planted")
+    finally:
+        if hasattr(PurePath, "planted"):
+            del PurePath.planted
 
 
 def test_objects_of_unknown_classes_are_left_alone(tmp_path: Path) -> None:
