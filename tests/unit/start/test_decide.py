@@ -13,7 +13,7 @@ from reprise.errors import CheckpointError, MismatchError
 from reprise.format import FRESH, Branch, Journal, Lineage
 from reprise.ranks import StoreChannel, single_rank_channel
 from reprise.storage import FILE_SYSTEM
-from tests.fakes import all_ranks, run_ranks
+from tests.fakes import run_ranks
 from tests.harness import TINY, built, compose, filled
 from tests.messages import refused, says
 from trainer.config.checkpoint import CheckpointSection
@@ -26,7 +26,7 @@ from trainer.record.resume_rules import flattened
 from trainer.saves.targets import build_saves
 from trainer.start.decide import Origin, Past, Start, choose, decide
 from trainer.start.journal import note_saved
-from trainer.start.source import Checkpoints, InitialValues
+from trainer.start.source import Checkpoints
 from trainer.training.loop import train
 
 NEW, FIRST, AGAIN = Launch(), Launch(("a", "b")), Launch(("c", "b"), ("c", "b"))
@@ -190,14 +190,6 @@ def test_a_journal_has_the_last_commit_and_loses_those_given_up(tmp_path: Path) 
     assert journal_in(run).saved == 9
 
 
-def test_a_new_run_begins_from_initial_values(tmp_path: Path) -> None:
-    start = started(config_in(tmp_path / "run"))
-    assert isinstance(start.source, InitialValues)
-    assert not start.source.is_own
-    assert not start.began_elsewhere
-    assert not start.keeps_weights
-
-
 def test_settings_of_a_beginning_end_with_the_own_checkpoint(tmp_path: Path) -> None:
     other = trained(tmp_path / "other")
     beginning = (f"checkpoint.load={other}", "checkpoint.finetune=true", "checkpoint.ckpt_step=2")
@@ -248,19 +240,6 @@ def test_a_launch_is_known_by_the_record_of_version_0_2(tmp_path: Path, began_at
     (folder / "launch.json").write_text("{")
     with refused(CheckpointError, "launch.json"):
         started(config_in(tmp_path / "run", ANEW), launch=AGAIN)
-
-
-def test_all_ranks_go_on_from_the_own_newest_checkpoint(tmp_path: Path) -> None:
-    folder = trained(tmp_path / "run")
-    config = config_in(tmp_path / "run")
-    starts = all_ranks(2, lambda channel: started(config, channel))
-    for start in starts:
-        assert isinstance(start.source, Checkpoints)
-        assert start.source.source.path == folder
-        assert start.source.source.lineage == start.journal.lineage == starts[0].journal.lineage != Lineage()
-        assert start.source.is_own
-        assert start.keeps_weights
-        assert not start.began_elsewhere
 
 
 def test_no_rank_starts_if_rank_0_cannot(tmp_path: Path) -> None:
