@@ -206,7 +206,7 @@ ONLY_IN = {
     "pyarrow": "trainer.data.text_file",
     "zstandard": "trainer.data.text_file",
     "obstore": "reprise.stores.client",
-    "tensorboard": "trainer.metrics.event_file",
+    "tensorboard": "trainer.compare.events trainer.metrics.event_file",
     "wandb": "trainer.publish.wandb_tracker",
     "swanlab": "trainer.publish.swanlab_tracker",
     "mlflow": "trainer.publish.mlflow_tracker",

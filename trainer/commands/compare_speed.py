@@ -1,7 +1,8 @@
 """Compare how fast runs were and what saving cost them: `reprise compare-speed RUN [RUN ...]`.
 
-Each argument is a run folder or a metrics.jsonl; ratios are to the first. The exit status is 0 when no run is slower
-than the first by more than --threshold, 1 when a run is, 2 when an input cannot be used.
+Each argument is a run folder, a metrics.jsonl or, with --tokens, another program's log; ratios are to the first. The
+exit status is 0 when no run is slower than the first by more than --threshold, 1 when a run is, 2 when an input cannot
+be used.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Sequence
 
 from reprise.errors import TrainerError
 from reprise.storage import dumps
-from trainer.commands.arguments import natural, share
+from trainer.commands.arguments import natural, positive, share
 from trainer.compare.defaults import SKIPPED, THRESHOLD
 
 FINE, SLOWER, UNUSABLE = 0, 1, 2
@@ -26,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from trainer.compare.table import name_runs
 
     try:
-        timings = [engine.read_timing(path).without_first(options.skip) for path in options.runs]
+        timings = [engine.read_timing(path, options.tokens).without_first(options.skip) for path in options.runs]
         names = name_runs([timing.source for timing in timings])
         speeds = {name: engine.measure(timing) for name, timing in zip(names, timings, strict=True)}
         if options.plot:
@@ -51,7 +52,12 @@ def _parser() -> argparse.ArgumentParser:
         description="Compare the speed of runs, and the cost of their saves.",
         epilog="Exit status: 0 none is slower than the first, 1 one is, 2 unusable input.",
     )
-    parser.add_argument("runs", metavar="RUN", nargs="+", help="run folder or metrics.jsonl; the first is the base")
+    parser.add_argument(
+        "runs", metavar="RUN", nargs="+", help="run folder, metrics.jsonl or log; the first is the base"
+    )
+    parser.add_argument(
+        "--tokens", type=positive, metavar="N", help="tokens of an iteration, for logs of other programs"
+    )
     parser.add_argument(
         "--skip",
         type=natural,

@@ -10,6 +10,8 @@ Comma = Literal["", "decimal", "thousands"]  # what a comma in a number is, if t
 
 # A whole number, with or without thousands separators.
 COUNT = r"\d{1,3}(?:[,.'_\u00a0\u2009\u202f]\d{3})+(?!\d)|\d+"
+# Times beside the quantities of a curve: milliseconds of an iteration, and seconds of a clock when it was logged.
+ELAPSED, CLOCK = "elapsed", "clock"
 _INSTEAD = "Compare what the program writes to a file or a tracker."
 
 
@@ -107,6 +109,13 @@ _HF = Meaning("HF Trainer", is_mean=True, single="logging_steps=1")
 _STEP, _LOSS = r"step|iteration|iter|(?:.*/)?global_step", r"(?:train[/_ ])?(?:lm[ _])?loss(?:_step)?"
 _RATES = {"grad_norm": "grad_norm", "lr": "lr|learning_rate"}
 
+_MEGATRON = {
+    "loss": r"(?:(?:train|lm)[ _])?loss:",
+    "grad_norm": "grad norm:",
+    "lr": "learning rate:",
+    ELAPSED: r"elapsed time per iteration \(ms\):",
+}
+
 LINE_FORMS = (
     LineForm(
         Meaning("step lines"),
@@ -116,11 +125,18 @@ LINE_FORMS = (
         {"loss": r"(?:(?:train|lm)\s+)?loss:?\s", "grad_norm": r"(?:grad\s+)?norm:?\s", "lr": r"lr:?\s"},
     ),
     LineForm(
+        Meaning("GPT-NeoX", is_mean=True, single="log_interval: 1"),
+        " samples/sec: 9.1 | iteration 10/ 100 | lm_loss: 4.2E+00 |",
+        r"\bsamples/sec:\s*[\d.]+\s*\|\s*iteration\s+COUNT\s*/\s*[\d,.]+\s*\|",
+        r"\|",
+        _MEGATRON,
+    ),
+    LineForm(
         Meaning("Megatron", is_mean=True, single="--log-interval 1"),
         " iteration 10/ 100 | lm loss: 4.2E+00 |",
         r"\biteration\s+COUNT\s*/\s*[\d,.]+\s*\|",
         r"\|",
-        {"loss": r"(?:(?:train|lm)[ _])?loss:", "grad_norm": "grad norm:", "lr": "learning rate:"},
+        _MEGATRON,
     ),
     LineForm(
         Meaning("nanoGPT", first=0, share="the last micro batch of rank 0"),
@@ -166,6 +182,13 @@ LINE_FORMS = (
 
 COLUMN_FORMS = (
     ColumnForm(
+        Meaning("TensorBoard", is_mean=None),
+        "event files of TensorBoard, or their folder",
+        {"iteration": "step", "loss": rf"{_LOSS}|.*/global_avg_loss", CLOCK: "wall_time"}
+        | {"grad_norm": "(?:.*/)?grad_norm", "lr": "(?:.*/)?lr|(?:.*/)?learning_rate"},
+        beside=("wall_time",),
+    ),
+    ColumnForm(
         Meaning("LLaMA-Factory", is_mean=True, single="logging_steps: 1"),
         "trainer_log.jsonl (LLaMA-Factory)",
         {"iteration": "current_steps", "loss": "loss", **_RATES},
@@ -179,13 +202,14 @@ COLUMN_FORMS = (
     ColumnForm(
         Meaning("TensorBoard", is_mean=None),
         "a CSV or JSON download of TensorBoard",
-        {"iteration": "step", "loss": "value"},
+        {"iteration": "step", "loss": "value", CLOCK: "wall time"},
         beside=("wall time",),
     ),
     ColumnForm(
         Meaning("W&B", is_mean=None),
         "a CSV or JSON export of W&B",
-        {"iteration": r"(?:.*/)?global_step|step|_step", "loss": rf"(?:.* - )?{_LOSS}|.*/global_avg_loss", **_RATES},
+        {"iteration": r"(?:.*/)?global_step|step|_step", "loss": rf"(?:.* - )?{_LOSS}|.*/global_avg_loss", **_RATES}
+        | {CLOCK: "_timestamp|_runtime"},
         beside=("_step|.* - .*",),
     ),
     ColumnForm(

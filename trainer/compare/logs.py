@@ -4,21 +4,36 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sized
+from collections.abc import Iterator, Mapping, Sequence, Sized
+from datetime import datetime
 
 from reprise.errors import DataError, count_of
 from reprise.storage import MAX_INTEGER
 from trainer.compare.curves import QUANTITIES, Curve
-from trainer.compare.formats import COUNT, FORMATS, LINE_FORMS, UNREADABLE, Comma, LineForm, Meaning, column_form_of
+from trainer.compare.formats import (
+    CLOCK,
+    COUNT,
+    ELAPSED,
+    FORMATS,
+    LINE_FORMS,
+    UNREADABLE,
+    Comma,
+    LineForm,
+    Meaning,
+    column_form_of,
+)
 from trainer.metrics.json_lines import ABSENT, DECIMAL, EXACT, JsonLines
 from trainer.metrics.log_file import VALID_LOSS, MetricColumns
 
 _CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
 # The rank before a line, as torchrun and srun write it, or a program itself.
 _RANK = re.compile(r"^\s*(?:\[[a-z_]+(?=\d+\]:)|(?=\d+:\s))(\d+)|\brank\W{0,3}(\d+)", re.IGNORECASE | re.MULTILINE)
+# The time before a line, as Python's logging and Megatron write it.
+_CLOCK = re.compile(r"\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d(?:[.,]\d{1,6})?")
 _GROUPED = re.compile(r"[+-]?\d{1,3}(?:(?:,\d{3})+\.\d*(?:e[+-]?\d+)?|(?:,\d{3}){2,})", re.IGNORECASE)
 _DECIMAL_COMMA = re.compile(r"[+-]?(?:\d+|\d{1,3}(?:\.\d{3})+),\d*(?:e[+-]?\d+)?", re.IGNORECASE)
 _TENSORBOARD = ("Wall time", "Step", "Value")  # of a row in its JSON
@@ -40,11 +55,7 @@ def parse_log(text: str, *, source: str, last_wins: bool = False) -> Curve:
     Raises:
         DataError: there is no training loss, one is not a number, or an iteration comes twice with other values.
     """
-    text = _CONTROL.sub("", text).replace("\r\n", "\n").replace("\r", "\n")
-    notes = list[str]()
-    meaning, entries = _entries_of_table(text, source, notes) or _entries_of_lines(text, source, notes)
-    points = _collect(entries, source, notes, last_wins=last_wins)
-    require_points(points, source, text)
+    meaning, points, notes = _parse(text, source, QUANTITIES, last_wins=last_wins)
     if meaning.first == 0:
         notes.append(f"{source} counts from 0, as {meaning.program} does: its step 0 is iteration 1")
     if max(points) > MAX_INTEGER:
@@ -53,6 +64,46 @@ def parse_log(text: str, *, source: str, last_wins: bool = False) -> Curve:
     cells = [[points[n].get(quantity, absent) for quantity in QUANTITIES] for n in iterations]
     none = MetricColumns.of([], [VALID_LOSS], [])
     return Curve(source, MetricColumns.of(iterations, QUANTITIES, cells), none, notes=tuple(notes), meaning=meaning)
+
+
+def parse_times(text: str, *, source: str) -> tuple[Meaning, MetricColumns]:
+    """Parse the seconds of iterations in a log: those that it has, or else from one line's time to the next one's.
+
+    A time between lines is the mean of their iterations, with saves and evaluations in it. A later launch replaces
+    what an earlier one has logged from its first iteration on.
+
+    Raises:
+        DataError: as `parse_log`, or there is no time.
+    """
+    meaning, points, _ = _parse(text, source, (*QUANTITIES, ELAPSED, CLOCK), last_wins=True)
+    seconds = {n: point[ELAPSED][0] / 1000 for n, point in points.items() if ELAPSED in point}
+    clocks = sorted((n, point[CLOCK][0]) for n, point in points.items() if CLOCK in point)
+    for (before, begin), (n, end) in itertools.pairwise(clocks if not seconds else ()):
+        if end > begin:  # else of another launch, whose clock begins anew
+            seconds[n] = (end - begin) / (n - before)
+    if not seconds:
+        raise DataError(
+            "A log has no time of an iteration",
+            where=source,
+            expected="elapsed time per iteration (ms), the time before each line, or a column _timestamp, _runtime or "
+            "wall_time",
+            found=meaning.program,
+            fix="The trainer_state.json of an HF Trainer has none: its event files do (report_to=tensorboard).",
+        )
+    return meaning, MetricColumns.of([*seconds], ["seconds"], [[(value, DECIMAL)] for value in seconds.values()])
+
+
+def _parse(
+    text: str, source: str, quantities: Sequence[str], *, last_wins: bool
+) -> tuple[Meaning, dict[int, Readings], list[str]]:
+    """Return what the losses of a log mean, the readings by iteration, and notes."""
+    text = _CONTROL.sub("", text).replace("\r\n", "\n").replace("\r", "\n")
+    notes = list[str]()
+    table = _entries_of_table(text, source, notes, quantities)
+    meaning, entries = table or _entries_of_lines(text, source, notes, quantities)
+    points = _collect(entries, source, notes, last_wins=last_wins)
+    require_points(points, source, text)
+    return meaning, points, notes
 
 
 def require_points(points: Sized, source: str, text: str = "") -> None:
@@ -97,21 +148,23 @@ def _collect(entries: Iterator[Entry], source: str, notes: list[str], *, last_wi
 
 
 def _bits(readings: Readings) -> dict[str, str]:
-    return {quantity: value.hex() for quantity, (value, _) in readings.items()}
+    return {quantity: value.hex() for quantity, (value, _) in readings.items() if quantity in QUANTITIES}
 
 
-def _entries_of_lines(text: str, source: str, notes: list[str]) -> tuple[Meaning, Iterator[Entry]]:
+def _entries_of_lines(
+    text: str, source: str, notes: list[str], quantities: Sequence[str]
+) -> tuple[Meaning, Iterator[Entry]]:
     end = _HEAD
     while True:
         for form in LINE_FORMS:
             if any(form.fields["loss"].search(match[2]) for match in form.pattern.finditer(text, 0, end)):
-                return form.meaning, _read_lines(text, form, source, notes)
+                return form.meaning, _read_lines(text, form, source, notes, quantities)
         if end >= len(text):
             return Meaning(), iter(())
         end *= 4
 
 
-def _read_lines(text: str, form: LineForm, source: str, notes: list[str]) -> Iterator[Entry]:
+def _read_lines(text: str, form: LineForm, source: str, notes: list[str], quantities: Sequence[str]) -> Iterator[Entry]:
     number, seen = 1, 0
     for match in form.pattern.finditer(text):
         start, fields = match.start(), match[2]
@@ -123,17 +176,22 @@ def _read_lines(text: str, form: LineForm, source: str, notes: list[str]) -> Ite
         readings = {
             quantity: _read_number(token[1].rstrip(",;)"), where, comma=form.comma)
             for quantity, pattern in form.fields.items()
-            if (token := pattern.search(fields))
+            if quantity in quantities and (token := pattern.search(fields))
         }
         if "loss" in readings:
-            rank = _RANK.search(text, text.rfind("\n", 0, start) + 1, start)
+            begin = text.rfind("\n", 0, start) + 1
+            rank, clock = _RANK.search(text, begin, start), _CLOCK.search(text, begin, start)
+            if clock and CLOCK in quantities:
+                readings[CLOCK] = datetime.fromisoformat(clock[0]).timestamp(), DECIMAL
             iteration = int(re.sub(r"\D", "", match[1])) + 1 - form.meaning.first
             yield where, rank[rank.lastindex or 0] if rank else "", iteration, readings
         elif is_torn:
             notes.append(f"{where} is torn (no newline at its end) and was left out")
 
 
-def _entries_of_table(text: str, source: str, notes: list[str]) -> tuple[Meaning, Iterator[Entry]] | None:
+def _entries_of_table(
+    text: str, source: str, notes: list[str], quantities: Sequence[str]
+) -> tuple[Meaning, Iterator[Entry]] | None:
     """Return the points of JSON or of a CSV file; None for a text of another form."""
     comma: Comma = ""
     names, rows = _rows_of_json(text, source, notes)
@@ -150,7 +208,7 @@ def _entries_of_table(text: str, source: str, notes: list[str]) -> tuple[Meaning
     if len(losses) > 1:
         fix = "Export one run and one loss."
         raise DataError("Several columns hold a loss", where=source, expected="one", found=", ".join(losses), fix=fix)
-    chosen = {quantity: matches[0] for quantity, matches in columns.items() if matches}
+    chosen = {name: matches[0] for name, matches in columns.items() if matches and name in ("iteration", *quantities)}
     return meaning, _read_rows(rows, chosen, meaning, comma)
 
 

@@ -8,13 +8,15 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from fnmatch import fnmatch
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy
 
 from reprise.errors import DataError
-from reprise.storage import SMALL_BYTES, exists, is_dir, is_file, read_regular
+from reprise.storage import SMALL_BYTES, exists, is_dir, is_file, matching, read_regular
 from trainer.compare.curves import QUANTITIES, Curve
 from trainer.compare.formats import column_form_of
 from trainer.compare.logs import first_object, parse_log, require_points
@@ -25,6 +27,7 @@ from trainer.workers import spawned_pool
 LLMC_LOG = "main.log"
 CONFIG_FILE = "config.yaml"
 DTYPES = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float32": "float32", "fp32": "float32"}  # by their names
+_EVENTS = "*tfevents*"
 _HEAD_BYTES = 1 << 16
 _UTF_16 = (b"\xff\xfe", b"\xfe\xff")
 _MOST_BYTES = 4 << 30  # of a text log, which is held in memory
@@ -67,10 +70,18 @@ def _size_of(path: str) -> int:
 
 
 def run_file(path: str | Path) -> Path:
-    """Return the file of a run: of a folder its metrics.jsonl, or llm.c's main.log if there is only that."""
+    """Return the file of a run: of a folder its metrics.jsonl, else llm.c's main.log, else itself with event files."""
     path = Path(path)
     file = path / METRICS if is_dir(path) else path
-    return path / LLMC_LOG if is_dir(path) and not exists(file) and exists(path / LLMC_LOG) else file
+    if not is_dir(path) or exists(file):
+        return file
+    return path / LLMC_LOG if exists(path / LLMC_LOG) else path if event_files(path) else file
+
+
+def event_files(path: Path) -> list[Path]:
+    """Return the event files of TensorBoard in a folder, or the file itself if it is one; else none."""
+    paths = matching(path, _EVENTS) if is_dir(path) else [path] if fnmatch(path.name, _EVENTS) else []
+    return sorted(paths)
 
 
 def read_run(path: str | Path, quantities: Sequence[str]) -> MetricsLog | tuple[Path, str]:
@@ -84,6 +95,12 @@ def read_run(path: str | Path, quantities: Sequence[str]) -> MetricsLog | tuple[
         DataError: the file cannot be read, is not a regular file, is a text larger than 4 GiB, or has a damaged line.
     """
     file = run_file(path)
+    if events := event_files(file):
+        if find_spec("tensorboard") is None:
+            raise DataError("Event files need tensorboard", where=file, fix="pip install 'torch-reprise[train]'.")
+        from trainer.compare.events import table_of
+
+        return file, table_of(events)
     with open_log(file) as stream:
         head = stream.read(_HEAD_BYTES)
         stream.seek(0)

@@ -13,9 +13,10 @@ import numpy
 
 from reprise.errors import DataError
 from reprise.storage import finite_number
+from trainer.compare.logs import parse_times
 from trainer.compare.read import read_run
 from trainer.compare.text_table import format_table
-from trainer.metrics.json_lines import ABSENT, METRICS
+from trainer.metrics.json_lines import ABSENT, DECIMAL, METRICS
 from trainer.metrics.log_file import Floats, MetricColumns, MetricsLog
 
 _COLUMNS = ("seconds", "tokens_per_second")
@@ -114,16 +115,18 @@ class Speed:
     tokens_per_second_overall: float
 
 
-def read_timing(path: str | Path) -> Timing:
-    """Read the timing of a run folder, or of its metrics.jsonl.
+def read_timing(path: str | Path, tokens: int | None = None) -> Timing:
+    """Read the timing of a run folder, of its metrics.jsonl, or of another program's log.
+
+    Args:
+        tokens: those of an iteration, for a log of another program, which does not say them.
 
     Raises:
-        DataError: the file cannot be read, is a text log, or has no timed iteration.
+        DataError: the file cannot be read, or has no timed iteration.
     """
     log = read_run(path, _COLUMNS)
     if not isinstance(log, MetricsLog):
-        expected = f"a run folder with {METRICS}, or such a file"
-        raise DataError("A text log has no timing of saves", where=log[0], expected=expected)
+        return _timing_of_log(*log, tokens)
     log.require_usable(*_COLUMNS)
     saves = [_save(record, log.place(line)) for line, record in log.events if record["event"] == "save"]
     is_timed = log.columns.kinds[0] != ABSENT
@@ -139,6 +142,24 @@ def read_timing(path: str | Path) -> Timing:
     resumed = [place for place, record in log.starts if record.get("resumed") is True]
     starts = numpy.cumsum(is_timed)[resumed] - 1
     return Timing(log.source, log.columns.take(is_timed), starts.tolist(), saves, log.notes)
+
+
+def _timing_of_log(file: Path, text: str, tokens: int | None) -> Timing:
+    if tokens is None:
+        raise DataError(
+            "A log of another program does not say the tokens of an iteration",
+            where=file,
+            expected=f"a run folder with {METRICS}, or such a file",
+            fix="Give them with --tokens: the global batch times the sequence length.",
+        )
+    meaning, times = parse_times(text, source=str(file))
+    columns = MetricColumns.of(
+        times.iterations.tolist(),
+        _COLUMNS,
+        [[(seconds, DECIMAL), (tokens / seconds, DECIMAL)] for seconds in times.column("seconds").tolist()],
+    )
+    note = f"{file}: times of {meaning.program}, whose saves and evaluations may be in them; {tokens} tokens each"
+    return Timing(str(file), columns, notes=(note,))
 
 
 def measure(timing: Timing) -> Speed:

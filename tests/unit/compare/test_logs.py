@@ -105,7 +105,7 @@ READ: dict[str, tuple[str | bytes, str, dict[int, float], str]] = {
         megatron(MEANS, label="lm_loss", before=" samples/sec: 12.345 |"),
         "a.log",
         MEANS,
-        "Megatron: mean of 10 iterations",
+        "GPT-NeoX: mean of 10 iterations",
     ),
     "nanoGPT": (NANOGPT, "a.log", LOSSES, "each iteration's, of the last micro batch of rank 0, counted from 0"),
     "llm.c by CUDA": (LLMC, "a.log", LOSSES, "step lines: each iteration's"),
