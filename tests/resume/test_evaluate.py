@@ -145,6 +145,7 @@ def test_what_cannot_be_evaluated_is_refused(tmp_path: Path, capsys: pytest.Capt
     run = tmp_path / "run"
     run_ok(run, [*BASE, *tokens_of(tmp_path), "data.valid=null", "train.eval_interval=0", "train.ema_decay=0"])
     (tmp_path / "empty").mkdir()
+    (tmp_path / "text.bin").write_text("no tokens")
     data = ["--data", str(tmp_path / "c.bin")]
     for words, key in {
         (str(tmp_path / "none"),): str(tmp_path / "none"),
@@ -153,6 +154,6 @@ def test_what_cannot_be_evaluated_is_refused(tmp_path: Path, capsys: pytest.Capt
         (str(run), *data, "--ema"): "--ema",
         (str(run), *data, "--set", "train.eval_itres=2"): "train.eval_iters",
         (str(run), *data, "--set", "parallel.tensor_model_parallel_size=3"): "parallel.tensor_model_parallel_size",
-        (str(run), "--data", str(run / "config.yaml")): "config.yaml",
+        (str(run), "--data", str(tmp_path / "text.bin")): "text.bin",
     }.items():
         refuses(words, key, capsys)
