@@ -42,7 +42,7 @@ def test_event_files_are_read_as_their_programs_name_losses(tmp_path: Path, tag:
 
 
 def test_a_resumed_run_replaces_what_it_repeats(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = write_events(tmp_path / "resumed", {**LOSSES, 4: 9.5})
+    folder = write_events(tmp_path / "resumed", {**LOSSES, 4: 9.5, 5: 9.25})
     (file,) = folder.iterdir()
     file.rename(folder / "events.out.tfevents.0000000001.host.1")
     write_events(folder, {3: 9.0, 4: 8.5})
