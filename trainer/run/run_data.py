@@ -223,8 +223,8 @@ def _open(config: Config, *, is_evaluation: bool = False) -> _OpenFiles:
     if section.kind is DataKind.module:
         length, rows = config.train.seq_length, config.model.vocab_size
         open_file = partial(ModuleFile, factory=section.factory or "", seq_length=length, vocab_size=rows)
-    opened = iter(open_token_files([*itertools.chain(*paths.values())], open_file))
-    sides = {key: list(itertools.islice(opened, len(members))) for key, members in paths.items()}
+    queue = iter(open_token_files([*itertools.chain(*paths.values())], open_file))
+    sides = {key: list(itertools.islice(queue, len(members))) for key, members in paths.items()}
     return _OpenFiles(sides, weights, _marks(config, corpora[0]) if config.data.document_mask else None)
 
 
