@@ -30,26 +30,6 @@ def look(folder: Path, tmp_path: Path, mounts: list[Mount], *, ranks: int = 2, r
     return call_on_ranks(ranks_of, [str(folder)], folder=tmp_path / "run", ranks=ranks)
 
 
-def test_two_hosts_with_one_folder_are_fine(tmp_path: Path) -> None:
-    shared = tmp_path / "shared"
-    shared.mkdir()
-    ended = look(shared / "runs", tmp_path, [], ranks=4, ranks_per_host=2)
-    assert ended.ok, ended.text
-    lines = ended.outputs[0].splitlines()
-    hosts = [number for number, line in enumerate(lines) if not line.startswith((looks.FINE, looks.WORSE))]
-    assert [lines[number] for number in hosts] == [
-        "host host0 (ranks 0 to 1)",
-        "host host1 (ranks 2 to 3)",
-        "all hosts",
-    ]
-    assert lines[hosts[-1] + 1 :] == [
-        "ok       ranks join                   4 on 2 hosts",
-        "ok       one folder for all hosts     2 hosts and every rank",
-    ]
-    assert "".join(ended.outputs[1:]) == ""
-    assert list(shared.iterdir()) == []
-
-
 @pytest.mark.parametrize("has_folder", [False, True], ids=["no such folder", "such a folder"])
 def test_hosts_that_share_no_folder_are_named(tmp_path: Path, has_folder: bool) -> None:
     shared, other = tmp_path / "shared", tmp_path / "other"

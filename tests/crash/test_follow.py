@@ -74,19 +74,6 @@ def run(trained: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(trained, tmp_path / "run"))
 
 
-@pytest.mark.slow
-def test_a_rewound_run_has_lines_of_both_branches(run: Path, tmp_path: Path) -> None:
-    words = ("--once", "--json-metric", "size", "--", "sh", "-c", COUNT, "sh", "{}", str(tmp_path / "ran"))
-    follow(run, *words)
-    run_ok(run, [*BASE, "train.train_iters=5", "checkpoint.ckpt_step=2"])
-    follow(run, *words)
-    assert [line["iteration"] for line in lines(run)] == [1, 2, 3, 4, 3, 4, 5]
-    first, second = lines(run)[0]["branch"], lines(run)[-1]["branch"]
-    assert [line["branch"] for line in lines(run)] == [first] * 4 + [second] * 3
-    assert first != second
-    assert [branch["began_at"] for branch in lines(run)[-1]["branches"]] == [-1, 2]
-
-
 @pytest.mark.parametrize("kills", [1, slow(25)])
 def test_random_kills_leave_each_checkpoint_one_line(trained: Path, run: Path, kills: int) -> None:
     ran = run.with_name("ran")

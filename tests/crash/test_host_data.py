@@ -15,7 +15,6 @@ from tests.crash.outcomes import assert_ends_as
 from tests.harness import DEADLINE_S, TINY, Ended, all_files, call_on_ranks, run_ok
 from tests.profiles import nightly
 from trainer.data.fingerprint import scan
-from trainer.data.indexed_file import write_indexed_file
 from trainer.data.token_file import open_token_file, write_token_file
 
 pytestmark = pytest.mark.slow
@@ -129,18 +128,6 @@ def test_a_host_whose_sources_have_other_files_is_named(data: Path) -> None:
     ]
     assert_refused(ended, "(host host1, rank 1)", f"rank 0: {words[0]}", f"found {words[1]}")
     assert not data.with_name("run").joinpath("metrics.jsonl").exists()
-
-
-def test_a_host_whose_index_has_other_documents_is_named(data: Path) -> None:
-    other, tokens = data.with_name("other"), [np.random.default_rng(1).integers(0, 256, TOKENS)]
-    shutil.rmtree(data)
-    for folder, end in ((data, 7), (other, 9)):  # the same tokens, which end documents elsewhere
-        folder.mkdir()
-        for name, of_document in (("a", 7), ("b", end)):
-            write_indexed_file(folder / f"{name}.bin", tokens, dtype=np.dtype(np.uint16), end_of_text=of_document)
-    samples = ("data=megatron", "data.samples=per_document", f"data.train={data}/*.bin")
-    ended = train(data, 4, *samples, *ALONE, other=other)
-    assert_refused(ended, "(host host1, rank 1)", f"host0, rank 0: {data}/b.bin", f"found {data}/b.bin", "documents")
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -56,12 +56,3 @@ def test_save_now_saves_without_stopping_and_is_taken_away(tmp_path: Path, ranks
     assert "stopping" not in ended.text
     assert sorted(path.name for path in (run / "checkpoints").iterdir() if path.is_file()) == [TRACKER, "lock"]
     assert curve(run) == curve(unbroken)
-
-
-@pytest.mark.slow
-@on_one_rank_and_two
-def test_a_save_is_due_after_so_many_minutes_of_training(tmp_path: Path, ranks: int) -> None:
-    # Time passes: 59 s of training before iteration 3, 2 s more before 4, and 61 s after the save of that.
-    time = {"name": "passing time", "seconds": {"1": 50.0, "3": 9.0, "4": 2.0, "6": 61.0}}
-    train(tmp_path, ("checkpoint.save_interval=0", "checkpoint.save_interval_mins=1"), time, ranks=ranks)
-    assert saved(tmp_path) == [4, 6, 8]

@@ -235,17 +235,6 @@ def new_files(names: dict[str, str]) -> None:
     around_iterations(before=act)
 
 
-def passing_time(seconds: dict[str, float]) -> None:
-    """Let time pass before some iterations, and at no other moment."""
-    now = [1000.0]
-
-    def act(_: Run, iteration: int) -> None:
-        now[0] += seconds.get(str(iteration), 0.0)
-
-    _set_clock(lambda: now[0])
-    around_iterations(before=act)
-
-
 def _set_clock(clock: Callable[[], float]) -> None:
     trainer.run.build.RunControl = partial(RunControl, clock=clock)  # type: ignore[assignment, misc]
 
@@ -264,6 +253,5 @@ _TROUBLES: dict[str, Callable[..., None]] = {
         death,
         losses,
         new_files,
-        passing_time,
     )
 }

@@ -70,6 +70,26 @@ def test_any_flipped_or_missing_byte_of_a_manifest_is_refused() -> None:
                 manifest.from_bytes(damaged, where="x")
 
 
+@pytest.mark.parametrize(
+    ("cuts", "digests", "shares"),
+    [
+        ([], 0, {}),
+        ([[]], 0, {}),
+        ([[0, 3]], 1, {}),
+        ([[1, 4]], 1, {}),
+        ([[0, 3, 3, 4]], 2, {}),
+        ([[0, 4]], 0, {}),
+        ([[0, 4]], 2, {}),
+        ([[0, 2, 4]], 1, {}),
+        ([[0, 4]], 2, {"1": [4]}),
+    ],
+)
+def test_cuts_that_do_not_fit_are_refused_though_the_digest_fits(cuts: object, digests: int, shares: object) -> None:
+    entry = {"view": [4], "cuts": cuts, "digests": "00" * 8 * digests, "shares": shares}
+    with pytest.raises(CheckpointError):
+        manifest.from_bytes(resealed(tensors={"w": entry}), where="x")
+
+
 def test_a_newer_manifest_is_refused_by_its_number() -> None:
     with refused(MismatchError, "reprise-manifest/2"):
         manifest.from_bytes(resealed(format="reprise-manifest/2"), where="x")

@@ -39,15 +39,6 @@ def test_a_copy_named_after_another_iteration_is_skipped(run: Path, caplog: pyte
             load(*named)
 
 
-@pytest.mark.parametrize(
-    ("command", "status"), [("ls", script.BAD), ("verify", script.BAD), ("show", script.IMPOSSIBLE)]
-)
-def test_the_command_reports_a_copy_with_another_s_name(run: Path, command: str, status: int) -> None:
-    assert script.main([command, str(run)]) == script.FINE
-    shutil.copytree(run / "iter_0000020", run / "iter_0000100")
-    assert script.main([command, str(run)]) == status
-
-
 def test_a_superseded_folder_of_another_iteration_is_refused(run: Path) -> None:
     (run / "iter_0000020").rename(run / "iter_0000100.superseded-1")
     with refused(CheckpointError, "iteration 100"):
