@@ -8,8 +8,7 @@ nothing temporary behind.
 
 `killing.py` counts the calls of a process below a folder, and ends it before, after or half-way through the n-th. This
 module runs `small_run.py` once for each call and looks at the folder twice: after the kill and after the next run. A
-new way of saving or deleting is a `Scenario` here; the tests run a sample of its calls. `Blind` in
-`test_kill_every_call.py` shows that the checks see what they are for: extend it with each new check.
+new way of saving or deleting is a `Scenario` here; the tests run a sample of its calls.
 """
 
 from __future__ import annotations

@@ -6,14 +6,11 @@ day's.
 
 from __future__ import annotations
 
-import os
-import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from reprise.storage import TRACKER, iteration_name
 from tests.crash.hosts import require_mounts
 from tests.crash.matrix import Case, Trial, drawn, scenarios, trial_of
 from tests.profiles import SEED, day
@@ -56,39 +53,3 @@ def test_a_kill_at_each_kind_of_call_is_survived(tmp_path: Path, name: str) -> N
 def test_a_kill_at_every_call_is_survived(tmp_path: Path) -> None:
     trial = prepared(tmp_path, NAMES[day() % len(NAMES)])
     kill(trial, trial.cases())
-
-
-def flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
-
-
-# What must never happen to a folder of checkpoints, or to the curve beside it, by what is wrong then.
-SPOILS: dict[str, Callable[[Path], object]] = {
-    "a flipped byte": lambda folder: flip(folder / iteration_name(4) / "model.safetensors"),
-    "a leftover": lambda folder: (folder / ".iter_0000003.n-1.partial").mkdir(),
-    "an old tracker": lambda folder: (folder / TRACKER).write_text("3\n"),
-    "a lost line": lambda folder: os.truncate(folder.parent / "metrics.jsonl", 30),
-    "a lost checkpoint": lambda folder: (folder / iteration_name(4)).rename(folder / "elsewhere"),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [NAMES[0], NAMES[-1]])
-def test_the_checks_see_what_must_not_be(tmp_path: Path, name: str) -> None:
-    trial = prepared(tmp_path, name)
-    plan, kept = trial.scenario.plan, tmp_path / "kept"
-    folder = plan.checkpoints if plan.copies is None else plan.disk(1)
-    shutil.copytree(plan.root, kept)
-    if plan.copies is not None:
-        plan.beside("resumed").write_text("3")
-        assert trial.after_the_end() != []
-        plan.beside("resumed").write_text("0")
-    for what, spoil in SPOILS.items():
-        shutil.rmtree(plan.root)
-        shutil.copytree(kept, plan.root)
-        assert trial.after_the_end() == []
-        spoil(folder)
-        assert trial.after_the_end() != [], what
-    assert trial.after_the_kill() != []

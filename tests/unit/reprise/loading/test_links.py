@@ -88,6 +88,14 @@ def test_a_save_that_meets_a_link_names_it_and_blames_no_disk(run: Path) -> None
     checkpointer.close()
 
 
+@pytest.mark.parametrize("command", ["ls", "verify"])
+def test_the_command_calls_no_link_valid(run: Path, command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert script.main([command, str(run)]) == script.BAD
+    linked = [line for line in capsys.readouterr().out.splitlines() if "a link to" in line]
+    assert linked
+    assert all("elsewhere30" in line and "iter_0000010" not in line for line in linked)
+
+
 @pytest.mark.parametrize("command", [["show"], ["prune", "--keep", "1"]])
 def test_a_command_that_needs_the_newest_refuses_a_link(
     run: Path, command: list[str], capsys: pytest.CaptureFixture[str]

@@ -24,11 +24,12 @@ from reprise.commit.joint_plan import tile
 from reprise.errors import CheckpointError, MismatchError
 from reprise.format import manifest
 from reprise.format.box import Box, whole
-from reprise.format.layout import TensorKind, TensorSpec, build_layout
+from reprise.format.dtype import StoredDtype
+from reprise.format.layout import Place, TensorKind, TensorSpec, build_layout
 from reprise.format.manifest import BLOCK_BYTES, WrittenPiece
 from reprise.format.names import FORMAT, STATE
 from reprise.loading import block_reader, blocks
-from reprise.loading.loader import fill
+from reprise.loading.loader import check_tensors, fill
 from reprise.loading.reader import Checkpoint, open_checkpoint, read_places
 from reprise.ranks.channel import StoreChannel, single_rank_channel
 from reprise.saving.checkpointer import Checkpointer
@@ -284,3 +285,29 @@ def test_a_whole_tensor_may_live_in_other_dimensions(large: Path, is_transposed:
     opened.live = [LiveTensor(replace(opened.places["a"].spec, view=shape), whole(shape), local, (0,))]
     opened.fill()
     assert torch.equal(local, torch.rand(2500, 1024, generator=torch.Generator().manual_seed(1)).reshape(shape))
+
+
+def test_check_tensors_lists_every_difference_in_one_message() -> None:
+    def spec(name: str, shape: tuple[int, ...] = (2, 3), dtype: StoredDtype = StoredDtype.F32) -> TensorSpec:
+        return TensorSpec(TensorKind.MODEL, name, shape, dtype, shape)
+
+    there = [spec("same"), spec("shape"), spec("dtype"), spec("both"), spec("extra")]
+    moment = TensorSpec(TensorKind.OPTIMIZER, "exp_avg.same", (2,), StoredDtype.F32, (2,))
+    places = {s.name: Place(s, "model.safetensors", 4096) for s in (*there, moment)}
+    wanted = [
+        spec("same"), spec("shape", (3, 2)), spec("dtype", dtype=StoredDtype.BF16),
+        spec("both", (6,), StoredDtype.F16), spec("gone"),
+    ]  # fmt: skip
+    with refused(MismatchError, "some/iter_0000001") as caught:
+        check_tensors(wanted, places, where="some/iter_0000001")
+    assert [line.split()[0] for line in str(caught.value.found).split("; ")] == [
+        "shape",
+        "dtype",
+        "both",
+        "both",
+        "gone",
+        "extra",
+    ]
+    check_tensors(there, places, where="x")
+    with refused(MismatchError, "30 more"):
+        check_tensors([spec(f"t{number}") for number in range(50)], {}, where="x")
