@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def list_run(options: argparse.Namespace) -> int:
     """List the checkpoints of runs, without reading their tensors."""
     summaries = reprise.list(*options.runs, check=options.check)
-    rows, kept = list[Row](), _kept_by_rule(summaries)
+    rows, marks = list[Row](), _kept_by_rule(summaries)
     for summary in summaries:
         state = summary.state
         rows.append(
@@ -77,7 +77,7 @@ def list_run(options: argparse.Namespace) -> int:
                 "topology": "" if state is None else _topology(state),
                 "valid_loss": None if state is None else state.get("valid_loss"),
                 "intact": _finding(summary, whole="yes", part=_PART, damaged=f"no: {summary.problem}"),
-                "notes": ", ".join([*kept.get(summary.path, ()), *_notes(summary)]),
+                "notes": ", ".join([*marks.get(summary.path, ()), *_notes(summary)]),
                 "held": str(summary.share or ""),
             }
         )

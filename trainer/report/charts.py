@@ -245,11 +245,11 @@ def life_document(
         figure.line([time * 1e3 for time in times], iterations, color=colour, line_dash=dash, line_width=1.6)
     hovered, legend = list(figure.renderers[:1]), list[list[object]]()
     for style, (marker, colour, size, is_filled) in MARKS.items():
-        if shown := [mark for mark in marks if mark.style == style]:
+        if events := [mark for mark in marks if mark.style == style]:
             columns = {
-                "x": [mark.time * 1e3 for mark in shown],
-                "y": [mark.iteration for mark in shown],
-                "text": [mark.text for mark in shown],
+                "x": [mark.time * 1e3 for mark in events],
+                "y": [mark.iteration for mark in events],
+                "text": [mark.text for mark in events],
             }
             fill = {"fill_color": colour} if is_filled else {"fill_alpha": 0.0}
             glyph = figure.scatter(
