@@ -100,7 +100,7 @@ def _optimizer(source: StateSource, adam: SavedAdam, peak: float, rate: float) -
         members = group["params"]
         group |= {"lr": rate, "initial_lr": peak, "fused": True}
         group["params"] = list(range(len(entries), len(entries) + len(members)))
-        entries += [{kind: source.read(f"{kind}.{name}") for kind in (STEP, *MOMENTS)} for name in members]
+        entries += [{kind: source.read(f"{kind}.{name}").float() for kind in (STEP, *MOMENTS)} for name in members]
     return {"state": dict(enumerate(entries)), "param_groups": groups}
 
 

@@ -52,5 +52,4 @@ def test_a_shard_of_another_dtype_is_congruent_to_its_place() -> None:
     layout = build_layout((spec, moment))
     live = LiveTensor(spec, Box((1000,), (999,)), torch.empty(999), (0,))
     (memory,) = zeros_like_files([(live, live.local)], ("exp_avg.",), layout).values()
-    assert (memory.dtype, memory.shape) == (torch.bfloat16, live.local.shape)
     assert (memory.data_ptr() - layout.places["exp_avg.w"].offset - 2000) % PAGE_BYTES == 0
