@@ -73,10 +73,10 @@ class Muon(EagerOptimizer):
 
 def _step_matrix(parameter: nn.Parameter, momentum_buffer: torch.Tensor, group: Mapping[str, Any]) -> None:
     assert parameter.grad is not None
-    weight, gradient, kept = local_of(parameter), local_of(parameter.grad), local_of(momentum_buffer)
-    momentum = kept.float()  # the tensor itself unless it is bfloat16
+    weight, gradient, buffer = local_of(parameter), local_of(parameter.grad), local_of(momentum_buffer)
+    momentum = buffer.float()  # the tensor itself unless it is bfloat16
     momentum.lerp_(gradient, 1 - group["momentum"])
-    kept.copy_(momentum)
+    buffer.copy_(momentum)
     full = _gathered(parameter, gradient.lerp(momentum, group["momentum"]))
     matrix = full.flatten(1)
     update = _own_part(parameter, orthogonalized(matrix, group["ns_steps"]).view(full.shape))
