@@ -7,16 +7,17 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 
 
-def importer(module: str, names: Mapping[str, str]) -> Callable[[str], object]:
+def importer(module: str, names: Mapping[str, str], *, root: str = "reprise.") -> Callable[[str], object]:
     """Return the `__getattr__` of a module (PEP 562), which imports a name and keeps it in the module.
 
     A type checker would take any name for one of a module with a `__getattr__`: assign it under `if not TYPE_CHECKING`.
 
     Args:
         module: its full name, `__name__`.
-        names: those of each module, separated by spaces, by its name below `reprise`.
+        names: those of each module, separated by spaces, by its name below `root`.
+        root: of the names of modules.
     """
-    places = {name: f"reprise.{place}" for place, members in names.items() for name in members.split()}
+    places = {name: f"{root}{place}" for place, members in names.items() for name in members.split()}
 
     def attribute(name: str) -> object:
         if name not in places:

@@ -86,6 +86,7 @@ LIBRARY = "reprise"
 # The same within reprise. Saving and loading are in one layer, so neither imports the other.
 LIBRARY_LAYERS = layers_of("""
 reprise.errors reprise.lazy
+reprise.torch_private
 reprise.storage
 reprise.format
 reprise.tensors reprise.stores
@@ -105,7 +106,7 @@ reprise.__main__
 
 # What others may import of reprise: the library, its errors, and the names that each room offers. Its unit tests may
 # import any module.
-FRONT = {LIBRARY, f"{LIBRARY}.errors", f"{LIBRARY}.storage.json_file"} | {
+FRONT = {LIBRARY, f"{LIBRARY}.errors", f"{LIBRARY}.torch_private", f"{LIBRARY}.storage.json_file"} | {
     f"{LIBRARY}.{room}"
     for room in "ranks storage format tensors nested saving loading commit local stores management".split()  # noqa: SIM905
 }
@@ -213,7 +214,9 @@ ONLY_IN = {
     "trackio": "trainer.publish.trackio_tracker",
     "requests": "trainer.publish.mlflow_tracker trainer.publish.swanlab_tracker",
     "yaml": "trainer.config.compose trainer.config.megatron_flags",
-    "torch.distributed.tensor": "reprise.tensors.live trainer.interop.dcp.by_rank trainer.parallel",
+    "torch.distributed.tensor": """
+        reprise.torch_private reprise.tensors.live trainer.interop.dcp.by_rank trainer.parallel
+    """,
 }
 
 # The modules with broad handlers that hand on what they catch, by exception.
@@ -391,6 +394,18 @@ def _upward_imports(sources: Sequence[Source], table: Sequence[Sequence[str]], r
             if other != entry and height.get(other, -1) >= height[entry]:
                 found.append(f"{source.module} imports {target}, which is not below it")
     return found
+
+
+def private_torch(sources: Sequence[Source]) -> list[str]:
+    """One module imports private names of torch; models import nothing of reprise and have one name of their own."""
+    return [
+        f"{source.module} imports {name}: take it from reprise.torch_private"
+        for source in sources
+        for name, _ in source.import_names
+        if name.startswith("torch.") and "._" in name
+        if (source.module, name) != ("models.layers", "torch._compile._disable_dynamo")
+        if source.module != "reprise.torch_private" and not is_or_in(source.module, "scripts")
+    ]
 
 
 def no_cycles(sources: Sequence[Source]) -> list[str]:
@@ -721,6 +736,7 @@ RULES: tuple[Rule, ...] = (
     layers,
     library_layers,
     front,
+    private_torch,
     no_cycles,
     foreign_imports,
     stores_are_handed_down,
@@ -787,6 +803,7 @@ BROKEN: list[tuple[Rule, str, str, str]] = [
         "from reprise.loading.reader import open_checkpoint",
         "reprise.loading.reader",
     ),
+    (private_torch, "trainer.run.build", "from torch._utils import x", "reprise.torch_private"),
     (front, "trainer.run.build", "from reprise.saving.policy import SavePolicy", "reprise.saving.policy"),
     (front, "tests.resume.test_x", "def f() -> None:\n    import reprise.saving.policy", "reprise.saving.policy"),
     (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +14,7 @@ from reprise.format.box import Box, intersect, relative
 from reprise.tensors.dtypes import is_storable
 from reprise.tensors.live import is_dtensor, memory_holder, with_memory
 from reprise.tensors.modes import overwrite
+from reprise.torch_private import is_a
 
 # The attributes of torch.distributed.checkpoint.protocol.CheckpointableTensor, new in torch 2.14: DCP saves a tensor
 # with them as shards of a global tensor.
@@ -54,14 +54,10 @@ def resolve(tensor: torch.Tensor, where: Callable[[], str]) -> StorableTensor | 
     local = memory_holder(tensor)
     is_local = local is tensor
     is_plain = type(local) in _PLAIN  # the fast path: each save calls this for each tensor
-    is_async = not is_plain and _is_a(local, "torch.distributed._functional_collectives", "AsyncCollectiveTensor")
+    is_async = not is_plain and is_a(local, "AsyncCollectiveTensor")
     if is_async:
         local = local.trigger_wait()  # type: ignore[attr-defined]
-    if (
-        not is_plain
-        and is_dtensor(tensor)
-        and _is_a(local, "torch.distributed.tensor._shards_wrapper", "LocalShardsWrapper")
-    ):
+    if not is_plain and is_dtensor(tensor) and is_a(local, "LocalShardsWrapper"):
         shards, offsets = local.local_shards(), local.local_offsets()  # type: ignore[attr-defined]
         return _joined(shards, offsets, tuple(tensor.shape), where())
     if not is_plain and is_lazy(local):
@@ -203,9 +199,3 @@ def _repeated(local: torch.Tensor) -> list[int]:
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return a plain tensor's bytes in C order, as a 1-d uint8 tensor."""
     return _stored(tensor).contiguous().reshape(-1).view(torch.uint8)
-
-
-def _is_a(value: torch.Tensor, module: str, name: str) -> bool:
-    """Return whether a tensor is an instance of a class, without importing its module."""
-    imported = sys.modules.get(module)
-    return imported is not None and isinstance(value, getattr(imported, name))

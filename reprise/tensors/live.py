@@ -213,7 +213,7 @@ def with_memory(tensor: torch.Tensor, local: torch.Tensor, shape: tuple[int, ...
     mesh, placements = tensor.device_mesh, tensor.placements  # type: ignore[attr-defined]
     like = tensor if shape in (None, tensor.shape) else torch.empty(shape, device="meta")
     if local.device.type != mesh.device_type:  # `from_local` would move it
-        from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+        from reprise.torch_private import DTensorSpec, TensorMeta
 
         meta = TensorMeta(like.shape, like.stride(), local.dtype)
         return DTensor(local, DTensorSpec(mesh, placements, tensor_meta=meta), requires_grad=False)  # type: ignore[no-untyped-call]
@@ -374,7 +374,8 @@ def placed_box(
     if not is_dtensor(tensor):
         return whole(tuple(tensor.shape)), grid.holders({})
     from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor.placement_types import _StridedShard
+
+    from reprise.torch_private import _StridedShard
 
     splits: list[Split] = []
     fixed: dict[str, int] = {}

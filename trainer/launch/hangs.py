@@ -57,7 +57,7 @@ def write_stacks(folder: Path | None, rank: int, reason: str) -> Path | None:
 
 def _flight_record() -> str:
     """Return the last collectives as JSON; empty where torch records none (TORCH_FR_BUFFER_SIZE)."""
-    from torch._C import _distributed_c10d
+    from reprise.torch_private import _distributed_c10d
 
     for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
         dump: Any = getattr(_distributed_c10d, name, None)

@@ -13,7 +13,6 @@ from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
-import torch.testing._internal.distributed.fake_pg as fake
 
 from models import families
 from models.adapters import saved_tensors
@@ -24,6 +23,7 @@ from reprise.errors import count_of
 from reprise.format import Box, Image, Layout, TensorSpec, build_layout, image, intersect, whole
 from reprise.saving import Holding, pieces_of
 from reprise.tensors import Grid, placed_box
+from reprise.torch_private import FakeStore
 from trainer.compare.text_table import format_table
 from trainer.config.derived import batch_schedule_of, lanes_of, reduces_lanes_over_ranks, rounded_itemsize, topology_of
 from trainer.config.frozen import frozen_names
@@ -118,7 +118,7 @@ def simulate(config: Config, topology: Topology) -> Iterator[Simulated]:
     This process must not be in a process group; a fake group exists while the generator runs.
     """
     inner = replace(topology, pp=1)
-    dist.init_process_group("fake", store=fake.FakeStore(), rank=0, world_size=inner.world_size)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=inner.world_size)
     try:
         mesh = build_mesh(inner, "cpu") if inner.world_size > 1 else None
         for pp in range(topology.pp):

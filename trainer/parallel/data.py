@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.distributed.device_mesh import DeviceMesh
 
 from reprise.tensors import is_fsdp_module, local_of
+from reprise.torch_private import _flatten_dense_tensors, _unflatten_dense_tensors
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule

@@ -14,12 +14,12 @@ from math import prod
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.distributed.device_mesh import DeviceMesh
 
 from models.layers import OutputGradient
 from models.network import Model
 from reprise.tensors import is_dtensor, local_of, with_memory
+from reprise.torch_private import _flatten_dense_tensors, _unflatten_dense_tensors
 from trainer.parallel.data import buckets, set_gradient_sync, sharded_modules
 from trainer.parallel.halving import sum_all, sum_scatter
 from trainer.parallel.lanes import Lanes, PairwiseSum

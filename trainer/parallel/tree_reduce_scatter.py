@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
+from reprise.torch_private import ReduceScatter
 from trainer.parallel.halving import sum_scatter
 
 
