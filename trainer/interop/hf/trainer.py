@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -27,7 +26,7 @@ from trainer.interop.hf import trainer_export
 from trainer.interop.hf.config import CONFIG
 from trainer.interop.hf.folder import SINGLE, folder_source, open_folder
 from trainer.interop.hf.trainer_settings import with_settings
-from trainer.interop.numbered import MOMENTS, STEP, Table, check_moments, entries_by_name, no_order, steps_of
+from trainer.interop.numbered import STEP, Table, check_moments, entries_by_name, no_order, steps_of
 from trainer.interop.source import StateSource
 from trainer.interop.torch_file import open_torch_file
 
@@ -93,9 +92,16 @@ def _open(path: Path, options: ImportOptions) -> tuple[StateSource, Sequence[Tab
     shapes = {name: stored.shape for name, stored in stored_tensors(source.model).items() if name not in frozen}
     entries = _entries(optimizer, shapes, where=file)
     check_moments(entries, shapes, where=file)
-    iteration = max(int(steps_of(entry)) for entry in entries.values())
-    source = replace(source, iteration=iteration, has_optimizer=True, read=partial(_read, source.read, entries))
-    return source, optimizer["param_groups"]
+    steps = {name: steps_of(entry) for name, entry in entries.items()}
+
+    def read(name: str) -> torch.Tensor:
+        kind, _, parameter = name.partition(".")
+        if parameter not in entries:
+            return source.read(name)
+        return torch.tensor(steps[parameter]) if kind == STEP else entries[parameter][kind]
+
+    iteration = int(max(steps.values()))
+    return replace(source, iteration=iteration, has_optimizer=True, read=read), optimizer["param_groups"]
 
 
 def _entries(optimizer: Table, shapes: Mapping[str, Sequence[int]], *, where: Path) -> dict[str, Table]:
@@ -125,14 +131,6 @@ def _entries(optimizer: Table, shapes: Mapping[str, Sequence[int]], *, where: Pa
         fix="Where parameters were frozen, name them with train.freeze.",
         where=where,
     )
-
-
-def _read(weights: Callable[[str], torch.Tensor], entries: Mapping[str, Table], name: str) -> torch.Tensor:
-    kind, _, parameter = name.partition(".")
-    if kind == STEP:
-        return torch.tensor(steps_of(entries[parameter]))
-    tensor: torch.Tensor = entries[parameter][kind] if kind in MOMENTS else weights(name)
-    return tensor
 
 
 FORMAT = Format(

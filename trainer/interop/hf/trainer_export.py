@@ -106,15 +106,15 @@ def _optimizer(source: StateSource, adam: SavedAdam, peak: float, rate: float) -
 
 def _arguments(adam: SavedAdam, schedule: Schedule) -> dict[str, object]:
     """Return the arguments of a Trainer with this optimizer and schedule; it counts the rates from 0."""
-    style, lowest = schedule.style, schedule.min_lr
+    style, lowest, betas = schedule.style, schedule.min_lr, adam.betas
     kind = None if style is DecayStyle.linear and lowest else _TYPES.get(style)
     if kind is None:
         _log.warning(f"the Trainer has no schedule like {schedule.record()}: pass it a scheduler of your own")
     return {
         "learning_rate": schedule.lr,
         "weight_decay": adam.weight_decay,
-        "adam_beta1": adam.betas[0],
-        "adam_beta2": adam.betas[1],
+        "adam_beta1": betas[0],
+        "adam_beta2": betas[1],
         "adam_epsilon": adam.eps,
         "lr_scheduler_type": kind,
         "lr_scheduler_kwargs": {"min_lr": lowest} if style is DecayStyle.cosine else None,

@@ -27,6 +27,13 @@ _STYLES = {
     "constant": DecayStyle.constant,
     "constant_with_warmup": DecayStyle.constant,
 }
+_ADAM = {
+    "lr": "learning_rate",
+    "weight_decay": "weight_decay",
+    "adam_beta1": "adam_beta1",
+    "adam_beta2": "adam_beta2",
+    "adam_eps": "adam_epsilon",
+}
 # Settings that change numbers and have no counterpart.
 _LOST = ("fp16", "label_smoothing_factor", "neftune_noise_alpha", "amsgrad", "maximize")
 
@@ -49,26 +56,25 @@ def with_settings(source: StateSource, path: Path, groups: Sequence[Table]) -> S
     if lost:
         _log.warning(f"not carried from {path}, and the losses differ: {few(lost)}")
     words = [f"{key}={value}" for key, value in settings.items()]
-    _log.info(f"epoch {state.get('epoch')} of the Trainer; its settings, where the command has no others: {words}")
-    _log.info("not carried: random generators and the order of samples, which is that of data.* here")
+    _log.info(
+        f"epoch {state.get('epoch')} there, with {' '.join(words)}; not carried: random generators, order of samples"
+    )
     batch = settings.get("train.global_batch_size")
     samples = None if batch is None else iteration * batch
-    log = list(_lines(state.get("log_history") or ()))
+    log = list(_lines(state.get("log_history", ())))
     return replace(source, iteration=iteration, consumed_samples=samples, settings=words, log=log)
 
 
 def _optimizer(groups: Sequence[Table], arguments: Json) -> dict[str, Any]:
     """Return AdamW's settings: those of its groups, else those of the arguments."""
-    values = [arguments.get(name) for name in ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2")]
-    values.append(arguments.get("adam_epsilon"))
+    values = [arguments.get(name) for name in _ADAM.values()]
     if groups:
         group = max(groups, key=lambda group: finite_number(group["weight_decay"]))
         values = [group.get("initial_lr", group["lr"]), group["weight_decay"], *group["betas"], group["eps"]]
     if len(groups) == 1 and values[1]:
         _log.warning("the optimizer decays all parameters there, here the matrices alone")
-    keys = ("lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps")
     return {
-        f"optimizer.{key}": finite_number(value) for key, value in zip(keys, values, strict=True) if value is not None
+        f"optimizer.{key}": finite_number(value) for key, value in zip(_ADAM, values, strict=True) if value is not None
     }
 
 
@@ -87,10 +93,11 @@ def _schedule(arguments: Json, state: Json, scheduler: Table, peak: float | None
     lowest = finite_number(options.get("min_lr", 0))
     warmup = 0 if name == "constant" else _warmup(arguments, end)
     schedule = Schedule(style, peak, lowest, warmup + 1, end + 1, 0)
-    rate, (last_rate, *_) = schedule.at(iteration + 1, 0), scheduler.get("_last_lr") or [None]
+    rate = schedule.at(iteration + 1, 0)
+    last_rate = finite_number(scheduler.get("_last_lr", [rate])[0])
     if iteration < warmup:
         _log.warning(f"the warm-up rises from 0 at iteration 0 here, at iteration 1 there: the next rate is {rate}")
-    elif last_rate is not None and not math.isclose(finite_number(last_rate), rate, rel_tol=1e-6, abs_tol=1e-12):
+    elif not math.isclose(last_rate, rate, rel_tol=1e-6, abs_tol=1e-12):
         _log.warning(f"not carried: the schedule, whose next rate is {last_rate}, where {name} would have {rate}")
         return {}
     return {
