@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import re
 import shutil
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +17,7 @@ import transformers
 from torch.utils.data import SequentialSampler
 from transformers.trainer_utils import SchedulerType
 
-from models.families import hf_config
+from models.families import hf_config, stored_tensors
 from reprise.errors import ConfigError, TrainerError
 from tests.harness import call_on_ranks, compose, run_ok
 from tests.interop import states
@@ -55,6 +58,7 @@ def theirs(config: Any, folder: Path, **arguments: Any) -> Any:
         "learning_rate": 0.01,
         "weight_decay": 0.1,
         "adam_beta2": 0.9,
+        "max_grad_norm": 0.5,
         "report_to": [],
         "use_cpu": True,
         "disable_tqdm": True,
@@ -97,9 +101,12 @@ def test_a_trainers_run_goes_on_here_and_returns(
     out = tmp_path / "ours/checkpoint-4"
     out.parent.mkdir()
     assert convert.main(["export", "trainer", str(run / "checkpoints/iter_0000004"), str(out)]) == 0
-    back = theirs(config, tmp_path / "back", lr_scheduler_type=kind, warmup_steps=SCHEDULES[kind])
+    told = re.search(r"TrainingArguments\(OUTPUT_DIR, \*\*(.*)\)", caplog.text)
+    assert told is not None
+    back = theirs(config, tmp_path / "back", **ast.literal_eval(told[1]))
     back.train(resume_from_checkpoint=str(out))
     assert_same(logged(back), losses_of(run)[4:])
+    assert (tmp_path / "back/checkpoint-5").is_dir()  # with our interval of saves
 
 
 # ---- what an import takes, tells and refuses
@@ -130,7 +137,9 @@ TOLD: dict[str, tuple[dict[str, Any], str, str]] = {
     "a rise": ({"warmup_steps": 5}, "the warm-up rises", "schedule.lr_warmup_iters=6"),
     "a part of the run": ({"warmup_ratio": 0.7, "warmup_steps": 0}, "the warm-up", "schedule.lr_warmup_iters=6"),
     "smoothing": ({"label_smoothing_factor": 0.1}, "label_smoothing_factor=0.1", "schedule.lr_decay_iters=7"),
-    "bfloat16": ({"bf16": True, "max_grad_norm": None}, "epoch 0.5", "train.dtype=bfloat16"),
+    "bfloat16": ({"bf16": True}, "epoch 0.5", "train.dtype=bfloat16"),
+    "no clipping": ({"max_grad_norm": None}, "epoch 0.5", "train.clip_grad=0.0"),
+    "two ranks": ({"distributed_state": Namespace(num_processes=2)}, "epoch 0.5", "train.global_batch_size=24"),
 }
 
 
@@ -142,7 +151,7 @@ def test_settings_without_a_counterpart_are_told(
     with caplog.at_level("INFO"):
         source = opened("trainer", rewritten(saved, tmp_path, **arguments), OURS)
     assert told in caplog.text
-    assert source.consumed_samples == SAVED * 12
+    assert source.consumed_samples == SAVED * (24 if case == "two ranks" else 12)
     assert setting in [*source.settings, ""]
     assert setting or not [word for word in source.settings if word.startswith("schedule")]
 
@@ -208,6 +217,19 @@ def test_what_cannot_be_read_is_named(saved: Path, tmp_path: Path, case: str) ->
     change(copy)
     with refused(TrainerError, named):
         opened("trainer", copy, OURS)
+
+
+def test_moments_by_name_are_those_by_number(saved: Path, tmp_path: Path) -> None:
+    source = opened("trainer", saved, OURS)
+    shapes = stored_tensors(source.model)
+    order = sorted(shapes, key=lambda name: len(shapes[name].shape) < 2)
+
+    def rename(table: Any) -> None:
+        table["state"] = {f"_orig_mod.{order[number]}": entry for number, entry in table["state"].items()}
+
+    copy = rewritten(saved, tmp_path)
+    edit("optimizer.pt", rename)(copy)
+    assert_carried(opened("trainer", copy, OURS), source)
 
 
 def test_pickles_are_trusted_by_name_alone(saved: Path) -> None:
