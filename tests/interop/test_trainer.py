@@ -69,13 +69,13 @@ def theirs(config: Any, folder: Path, **arguments: Any) -> Any:
     return InOrder(make(config.model), training, train_dataset=data)
 
 
-def losses_of(run: Path) -> list[float]:
+def losses_of(run: Path, figure: str = "loss") -> list[float]:
     records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    return [record["loss"] for record in records if "event" not in record]
+    return [record[figure] for record in records if "event" not in record]
 
 
-def logged(trainer: Any) -> list[float]:
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+def logged(trainer: Any, figure: str = "loss") -> list[float]:
+    return [entry[figure] for entry in trainer.state.log_history if "loss" in entry]
 
 
 def assert_same(found: list[float], expected: list[float]) -> None:
@@ -106,6 +106,7 @@ def test_a_trainers_run_goes_on_here_and_returns(
     back = theirs(config, tmp_path / "back", **ast.literal_eval(told[1]))
     back.train(resume_from_checkpoint=str(out))
     assert_same(logged(back), losses_of(run)[4:])
+    assert_same(logged(back, "learning_rate"), losses_of(run, "lr")[4:])
     assert (tmp_path / "back/checkpoint-5").is_dir()  # with our interval of saves
 
 
