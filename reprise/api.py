@@ -16,7 +16,7 @@ from reprise.nested.calls import fill, save_now
 from reprise.nested.documents import check_ranks
 from reprise.nested.loaded import LoadedState, Strictness
 from reprise.nested.optimizers import check_optimizer
-from reprise.nested.tree import Tree, tree_of, tree_of_dict
+from reprise.nested.tree import LoadedRandomState, Tree, declined, tree_of, tree_of_dict
 from reprise.ranks.group import CALL_TIMEOUT_S, open_call
 from reprise.tensors.live import free_gathered_parameters
 
@@ -85,8 +85,9 @@ def load(
     *,
     state: Mapping[str, object] | None = None,
     per_rank: Mapping[str, object] | None = None,
-    rng: bool | None = None,
+    rng: LoadedRandomState = None,
     strict: Strictness = True,
+    iteration: int | None = None,
     missing_ok: bool = False,
     timeout_s: float = CALL_TIMEOUT_S,
 ) -> LoadedState:
@@ -100,11 +101,13 @@ def load(
         state: what to fill: an object with `load_state_dict()` takes its state, tensors are filled, and values are
             replaced in their dict. Saved values of `state` absent from it come back in the result.
         per_rank: what to fill with this rank's own values, on as many ranks as saved them.
-        rng: set the saved random state of this rank, on as many ranks as saved theirs. What the checkpoint has and the
-            call does not take is logged; False, and an empty `state` or `per_rank`, says that this is meant.
+        rng: set the saved random state of this rank, on as many ranks as saved theirs; on others, `"if_same_ranks"`
+            leaves it, logs that, and draws go on from the program's own seed. What the checkpoint has and the call does
+            not take is logged; False, and an empty `state` or `per_rank`, says that this is meant.
         strict: True refuses names missing on either side, `"missing"` those missing in the checkpoint, `"model"` those
             of modules on either side, and False none. Other names are logged, and values missing in the checkpoint are
             kept.
+        iteration: the iteration in a run's folder, in place of the newest valid one.
         missing_ok: return `state` and iteration 0, and fill nothing, where the folder is missing or has no checkpoint.
         timeout_s: seconds to wait for ranks that have not made this call.
 
@@ -124,17 +127,16 @@ def load(
             rank = call.channel.rank
             tree = tree_of(model, optimizer, values, rank=rank, per_rank=per_rank, rng=rng, is_load=True)
             tree.takes_rest = True
-            arguments = {"state": state, "per_rank": per_rank, "rng": rng}
-            tree.declined = [name for name, value in arguments.items() if value is not None and not value]
+            tree.declined = declined({"state": state, "per_rank": per_rank, "rng": rng})
             return tree
 
         def check(checkpoint: Checkpoint) -> None:
             if optimizer is not None:
                 check_optimizer(checkpoint, optimizer)
-            if rng or per_rank:
+            if rng is True or per_rank:
                 check_ranks(checkpoint, call.channel.world_size)
 
-        result = fill(call, path, make_tree, strict=strict, missing_ok=missing_ok, check=check)
+        result = fill(call, path, make_tree, strict=strict, iteration=iteration, missing_ok=missing_ok, check=check)
     return LoadedState({**values, **result}, result.missing_keys, result.unexpected_keys)
 
 
@@ -204,6 +206,7 @@ def load_state_dict(
     coordinator_rank: int = 0,
     model: nn.Module | None = None,
     strict: Strictness = True,
+    iteration: int | None = None,
     missing_ok: bool = False,
     timeout_s: float = CALL_TIMEOUT_S,
 ) -> LoadedState:
@@ -218,8 +221,7 @@ def load_state_dict(
         model: names the parameters where an optimizer is given as `optimizer.state_dict()`. The missing state of such
             an optimizer, as before its first step, is made; give the result to `optimizer.load_state_dict`. Of a model
             of FSDP2, parameters gathered by a forward pass are freed, as they would be stale.
-        strict: as for `load`.
-        missing_ok: as for `load`.
+        strict, iteration, missing_ok: as for `load`.
         timeout_s: seconds to wait for ranks that have not made this call.
 
     Returns:
@@ -242,4 +244,4 @@ def load_state_dict(
         process_group=process_group,
         coordinator_rank=coordinator_rank,
     ) as call:
-        return fill(call, path, make_tree, strict=strict, missing_ok=missing_ok)
+        return fill(call, path, make_tree, strict=strict, iteration=iteration, missing_ok=missing_ok)

@@ -13,6 +13,7 @@ from reprise.format.host_file import PieceNumbers
 from reprise.format.lineage import Lineage, saved_lineage
 from reprise.format.names import MANIFEST
 from reprise.loading.blocks import check_first_blocks
+from reprise.loading.newest import advice_on_other_program
 from reprise.loading.reader import Checkpoint, misleading_files, open_checkpoint, read_places
 from reprise.storage.files import Files
 from reprise.storage.folder import CheckpointFolder, is_iteration_name, iteration_of, kind_of
@@ -330,7 +331,7 @@ class Chooser:
                 "A folder holds no checkpoint",
                 where=path,
                 expected="an iter_ folder",
-                fix=f"Correct {self._source.terms.path}.",
+                fix=f"{advice_on_other_program(path) or f'Correct {self._source.terms.path}'}.",
             )
         return [folder.iteration(iteration) for iteration in reversed(committed)]
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
+from reprise.errors import count_of
 from reprise.format.names import STATE
 from reprise.loading.choose import LoadSource
 from reprise.loading.newest import has_no_checkpoint
 from reprise.loading.reader import Checkpoint
 from reprise.loading.restorer import Restorer
 from reprise.nested.agreement import KnownTables, agree_on_state
-from reprise.nested.documents import document, read_values
+from reprise.nested.documents import document, read_values, saving_ranks
 from reprise.nested.filling import Filling
 from reprise.nested.held import LastTensors, local_tensors
 from reprise.nested.loaded import LoadedState, Strictness, check_strict
@@ -24,6 +26,7 @@ from reprise.nested.save_arguments import (
     require_path,
     target_folder,
 )
+from reprise.nested.stored_names import PER_RANK
 from reprise.nested.tree import Tree
 from reprise.ranks.channel import StoreChannel
 from reprise.ranks.joint_call import JointCall
@@ -158,6 +161,7 @@ def fill(
     make_tree: MakeTree,
     *,
     strict: Strictness,
+    iteration: int | None = None,
     missing_ok: bool = False,
     check: Callable[[Checkpoint], None] = lambda _: None,
 ) -> LoadedState:
@@ -165,6 +169,7 @@ def fill(
 
     Args:
         make_tree: returns this rank's tree to fill.
+        iteration: the iteration in a run's folder; None for the newest valid one.
         missing_ok: fill nothing, and return iteration 0, where there is no checkpoint; the same on all ranks.
         check: refuses a checkpoint before its tensors are compared with the tree's.
 
@@ -190,11 +195,18 @@ def fill(
         check(checkpoint)
 
     def live(checkpoint: Checkpoint) -> Sequence[LiveTensor]:
-        fillings.append(Filling(tree, shared, joint, strict, checkpoint))
+        asked = joint
+        if tree.may_drop_random_state and len(saved := saving_ranks(checkpoint)) != channel.world_size:
+            tree.drop_random_state()
+            asked = replace(joint, entries=frozenset(joint.entries) - {PER_RANK})
+            if channel.coordinates:
+                ranks = f"saved on {count_of(len(saved), 'rank')}, loaded on {channel.world_size}"
+                _log.warning(f"random state not loaded from {checkpoint.path}: {ranks}")
+        fillings.append(Filling(tree, shared, asked, strict, checkpoint))
         return fillings[-1].live()
 
     restorer = Restorer(channel, nonce=call.nonce)
-    restorer.restore(LoadSource(source), check=check_all, live=live, finish=lambda: fillings[-1].finish())
+    restorer.restore(LoadSource(source, iteration), check=check_all, live=live, finish=lambda: fillings[-1].finish())
     return fillings[-1].result(is_first=channel.coordinates)
 
 

@@ -163,16 +163,21 @@ def check_ranks(checkpoint: Checkpoint, world_size: int) -> None:
     Raises:
         MismatchError: naming the numbers.
     """
-    keys = map(keys_of_pointer, upgraded(checkpoint.state)["values"])
-    saved = {inner[1] for inner in keys if inner[0] == PER_RANK}
+    saved = saving_ranks(checkpoint)
     if saved and len(saved) != world_size:
         raise MismatchError(
             "The checkpoint has random state or other state of each rank, of another number of ranks",
             where=checkpoint.path,
             expected=f"{count_of(world_size, 'rank')}, as those that load",
             found=f"{count_of(len(saved), 'rank')}, as those that saved",
-            fix="Load on as many ranks, or without rng=True and per_rank.",
+            fix='Load on as many ranks, or with rng="if_same_ranks" and without per_rank.',
         )
+
+
+def saving_ranks(checkpoint: Checkpoint) -> set[str]:
+    """Return the numbers of the ranks of which a checkpoint has random state or other state of their own."""
+    keys = map(keys_of_pointer, upgraded(checkpoint.state)["values"])
+    return {inner[1] for inner in keys if inner[0] == PER_RANK}
 
 
 def upgraded(state: Json) -> Section:

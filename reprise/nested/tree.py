@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol, TypeGuard
+from typing import Any, Literal, Protocol, TypeGuard
 
 import torch
 from torch import nn
 
-from reprise.errors import CheckpointError
+from reprise.errors import CheckpointError, ConfigError
 from reprise.format.layout import TensorKind
 from reprise.nested.documents import Section
 from reprise.nested.folder_files import folder_files
@@ -18,11 +18,24 @@ from reprise.nested.modules import ModuleEntries, Receiver, entries_of, refuse_f
 from reprise.nested.optimizers import OptimizerState, is_optimizer_state, of_optimizer, of_state_dict
 from reprise.nested.pretrained import form_of
 from reprise.nested.random_state import RandomState
-from reprise.nested.stored_names import MODEL, OPTIMIZER, PER_RANK, RNG, Keys, keys_of_pointer, pointer, stored_name
+from reprise.nested.stored_names import (
+    MODEL,
+    OPTIMIZER,
+    PER_RANK,
+    RNG,
+    Keys,
+    is_random_state,
+    keys_of_pointer,
+    pointer,
+    stored_name,
+)
 from reprise.nested.typed_values import DICTS, encode, has_text_keys, leaves, require_text_keys
 from reprise.storage.json_file import Json
 from reprise.tensors.file_form import StorableTensor, materialized, resolve
 from reprise.tensors.live import free_gathered_parameters, is_dtensor, named_tensors, order_in_memory
+
+IF_SAME_RANKS = "if_same_ranks"
+LoadedRandomState = bool | Literal["if_same_ranks"] | None
 
 _Container = dict[str, Any] | list[Any] | tuple[Any, ...]
 Place = tuple[_Container, str | int]
@@ -69,6 +82,7 @@ class Tree:
         takes_rest: whether a load returns the values of `state` under outermost keys absent from the call.
         remark: what a save of the tree leaves out, and why.
         declined: names of the arguments of `load` that are written out as False or empty.
+        may_drop_random_state: whether a load leaves the random state that another number of ranks saved.
     """
 
     entries: tuple[str, ...]
@@ -88,6 +102,7 @@ class Tree:
     takes_rest: bool = False
     remark: str = ""
     declined: Collection[str] = ()
+    may_drop_random_state: bool = False
     _materialized: dict[int, torch.Tensor] = field(default_factory=dict)  # by the id of a meta tensor
 
     def add_dict(self, keys: Keys, members: dict[Any, Any]) -> None:
@@ -130,6 +145,11 @@ class Tree:
         elif isinstance(value, (list, tuple)):
             for number, member in enumerate(value):
                 self.add((*keys, str(number)), member, (value, number))
+
+    def drop_random_state(self) -> None:
+        """Leave the random state of a load as it is."""
+        kept = {where: each for where, each in self.receivers.items() if not is_random_state(keys_of_pointer(where))}
+        self.receivers, self.declined = kept, [*self.declined, RNG]
 
     def _is_by_leaf(self, value: dict[Any, Any]) -> bool:
         """Return whether members of a dict without tensors are values: a save stores a dict of a subclass as one."""
@@ -312,6 +332,11 @@ def with_tuples(template: object, value: object) -> object:
     return value
 
 
+def declined(arguments: Mapping[str, object]) -> list[str]:
+    """Return the names of the arguments of a load that are written out as False or empty."""
+    return [name for name, value in arguments.items() if value is not None and not value]
+
+
 def tree_of(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
@@ -319,7 +344,7 @@ def tree_of(
     *,
     rank: int = 0,
     per_rank: Mapping[str, object] | None = None,
-    rng: bool | None = None,
+    rng: LoadedRandomState = None,
     files: Mapping[str, object] | None = None,
     is_load: bool = False,
 ) -> Tree:
@@ -327,7 +352,7 @@ def tree_of(
 
     Args:
         rank, per_rank: this rank, and its own values.
-        rng: whether the random state is one of them.
+        rng: whether the random state is one of them; a load with `"if_same_ranks"` may leave it.
         files: see `folder_files`.
         is_load: build the tree for a load, which replaces the values in `state`, a dict, and gives objects their state.
 
@@ -342,6 +367,11 @@ def tree_of(
     if optimizer is not None:
         tree.add_object(OPTIMIZER[:1], optimizer)
     tree.add_dict((), state)
+    if isinstance(rng, str) and (rng != IF_SAME_RANKS or not is_load):
+        raise ConfigError(
+            "`rng` has no such value", expected=f'True, False or, for a load, "{IF_SAME_RANKS}"', found=repr(rng)
+        )
+    tree.may_drop_random_state = rng == IF_SAME_RANKS
     if per_rank or rng:
         tree.entries += (PER_RANK,)
         values = per_rank if isinstance(per_rank, dict) else dict(per_rank or {})

@@ -47,7 +47,7 @@ def go_on(folder: Path, rank: int) -> None:
             saver.save(iteration, model, per_rank={"position": position, "seen": [rank] * iteration}, rng=True)
             expected = {"at": position.state["at"], "draws": draws()}
     target, own = Position(0), {"seen": [0]}
-    load(folder / "saves", model, per_rank=own | {"position": target}, rng=True)
+    load(folder / "saves", model, per_rank=own | {"position": target}, rng="if_same_ranks")
     assert (target.state["at"], draws()) == (expected["at"], expected["draws"])
     assert target.state["generator"].tolist() == [10 + rank] * 3
     load(folder / "saves", model, per_rank=(given := {"seen": [0], "position": Position(0)}), strict=False)
@@ -105,9 +105,16 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
     return run_programs([go_on, shard, disagree], tmp_path_factory.mktemp("per_rank"))
 
 
-def test_each_rank_has_its_own_back(outcomes: dict[str, Outcome]) -> None:
+def test_each_rank_has_its_own_back(outcomes: dict[str, Outcome], caplog: pytest.LogCaptureFixture) -> None:
     saves = outcomes["go_on"].folder / "saves"
     _known.clear()
+    model, random_state = nn.Linear(2, 2), torch.get_rng_state()
+    assert load(saves, model, rng="if_same_ranks", iteration=1) == {"iteration": 1}
+    own, rest = caplog.messages
+    assert own == f"random state not loaded from {saves / 'iter_0000001'}: saved on 2 ranks, loaded on 1"
+    assert "position" in rest
+    assert "random state" not in rest
+    assert torch.equal(torch.get_rng_state(), random_state)
     with pytest.raises(MismatchError, match=r"expected 1 rank, .*found 2 ranks"):
         load(saves, nn.Linear(2, 2), rng=True)
     assert load(saves, nn.Linear(2, 2)) == {"iteration": 2}

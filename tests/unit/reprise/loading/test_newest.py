@@ -37,6 +37,25 @@ def test_a_load_may_find_no_checkpoint(tmp_path: Path, is_there: bool) -> None:
         load(folder, model)
 
 
+@pytest.mark.parametrize("name", [".metadata", "metadata.pkl", "step-3/.metadata"])
+@pytest.mark.parametrize("missing_ok", [False, True])
+def test_a_folder_of_another_program_is_named(tmp_path: Path, name: str, missing_ok: bool) -> None:
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).touch()
+    with refused(CheckpointError, f"reprise convert import dcp {(tmp_path / name).parent} "):
+        load(tmp_path, nn.Linear(2, 2), missing_ok=missing_ok)
+
+
+def test_an_iteration_is_loaded_by_its_number(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    for iteration in (1, 2):
+        save(tmp_path, model, iteration=iteration)
+    assert load(tmp_path, model, iteration=1) == {"iteration": 1}
+    assert load_state_dict(tmp_path, {"model": dict(model.state_dict())}, iteration=1) == {"iteration": 1}
+    with refused(CheckpointError, "one of 1, 2"):
+        load(tmp_path, model, iteration=3)
+
+
 def test_missing_ok_loads_a_checkpoint_that_is_there(tmp_path: Path) -> None:
     model, other = nn.Linear(2, 2), nn.Linear(2, 2)
     path = save_state_dict(tmp_path, {"model": dict(model.state_dict())}, iteration=4)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from reprise import AsyncSaver, load, save
-from reprise.errors import CheckpointError, MismatchError
+from reprise.errors import CheckpointError, ConfigError, MismatchError
 from reprise.nested.random_state import RandomState
 from tests.messages import refused
 
@@ -70,6 +70,11 @@ def test_random_state_that_was_not_saved_is_missing(tmp_path: Path) -> None:
     save(tmp_path, model, iteration=1)
     with refused(MismatchError, "/per_rank/0/rng is missing"):
         load(tmp_path, model, rng=True)
+
+
+def test_a_slip_in_the_value_of_rng_is_refused(tmp_path: Path) -> None:
+    with refused(ConfigError, "if_same_ranks"):
+        load(tmp_path, nn.Linear(2, 2), rng="if_same_rank", missing_ok=True)
 
 
 def test_a_key_for_the_random_state_is_refused(tmp_path: Path) -> None:
