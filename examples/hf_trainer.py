@@ -1,57 +1,56 @@
-"""transformers' Trainer: python examples/hf_trainer.py FOLDER; run it again after a kill."""
+"""transformers' Trainer: torchrun --nproc-per-node 2 examples/hf_trainer.py FOLDER; again after a kill, on 1 or 2."""
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import IterableDataset
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+import transformers
+from torch.utils.data import Dataset
 
-from reprise import AsyncSaver, load
+from reprise.integrations.hf_trainer import SavesWithReprise
 
-
-class Samples(IterableDataset[Any]):
-    """Samples by number, from any number on."""
-
-    start = 0
-
-    def __iter__(self) -> Any:
-        for number in range(self.start, 1 << 30):
-            ids = torch.randint(0, 64, (16,), generator=torch.Generator().manual_seed(number))
-            yield {"input_ids": ids, "labels": ids}
+MICRO_BATCHES = 2  # of an iteration, over all processes: halves and sums of two are exact in any order
 
 
-class Checkpoints(TrainerCallback):
-    """Saves with Reprise in place of the Trainer, and loads at the start."""
+class Samples(Dataset[Any]):
+    """Samples by number."""
 
-    def __init__(self, folder: Path, samples: Samples) -> None:
-        self.folder, self.samples = folder, samples
+    def __len__(self) -> int:
+        return 40
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        objects, optimizer = {"schedule": given["lr_scheduler"]}, given["optimizer"].optimizer
-        loaded = load(self.folder, given["model"], optimizer, state=objects, missing_ok=True)
-        state.global_step = loaded["iteration"]
-        self.samples.start = state.global_step * args.train_batch_size
-        self.saver = AsyncSaver(self.folder, max_checkpoint_keep=2)
+    def __getitem__(self, number: int) -> Any:
+        ids = torch.randint(0, 64, (16,), generator=torch.Generator().manual_seed(number))
+        return {"input_ids": ids, "labels": ids}
+
+
+class Trainer(SavesWithReprise, transformers.Trainer):
+    """A Trainer that saves with Reprise."""
+
+
+class Printer(transformers.TrainerCallback):
+    """Prints a figure of every iteration."""
 
     def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         print(state.global_step, given["model"].transformer.wpe.weight.sum().item().hex(), flush=True)
-        if state.global_step % 2 == 0:
-            schedule = {"schedule": given["lr_scheduler"]}
-            self.saver.save(state.global_step, given["model"], given["optimizer"].optimizer, state=schedule)
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        self.saver.close()
 
 
 def main(folder: Path, iterations: int = 12) -> None:
     torch.manual_seed(0)
     sizes: Any = {"vocab_size": 64, "n_embd": 16, "n_layer": 1, "n_head": 2, "bos_token_id": 0, "eos_token_id": 0}
-    config = GPT2Config(**sizes, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
-    quiet: Any = {"save_strategy": "no", "report_to": "none", "disable_tqdm": True, "use_cpu": True}
-    arguments, samples = TrainingArguments(str(folder), max_steps=iterations, **quiet), Samples()
-    Trainer(GPT2LMHeadModel(config), arguments, train_dataset=samples, callbacks=[Checkpoints(folder, samples)]).train()
+    config = transformers.GPT2Config(**sizes, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
+    accumulation = MICRO_BATCHES // int(os.environ.get("WORLD_SIZE", "1"))
+    settings: Any = {"save_steps": 2, "save_total_limit": 2, "report_to": "none", "disable_tqdm": True, "use_cpu": True}
+    arguments = transformers.TrainingArguments(
+        str(folder),
+        max_steps=iterations,
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=accumulation,
+        **settings,
+    )
+    model = transformers.GPT2LMHeadModel(config)
+    Trainer(model, arguments, train_dataset=Samples(), callbacks=[Printer()]).train(resume_from_checkpoint=True)
 
 
 if __name__ == "__main__":

@@ -100,6 +100,7 @@ reprise.management
 reprise.nested
 reprise.api
 reprise.async_saver
+reprise.integrations
 reprise
 reprise.__main__
 """)

@@ -113,7 +113,7 @@ def _kill_run(
         for output in folder.glob(f"{name}.rank*.log"):
             output.unlink()  # else its lines would count for this launch
         with started(run_main, arguments, folder=saves, ranks=loop.ranks) as running:
-            is_killed = tally.kills < kills and _kill(running, draw, workers)
+            is_killed = tally.kills < kills and kill(running, draw, workers)
             running.join(TIMEOUT_S)
         ended = running.ended()
         assert is_killed or ended.ok, ended.text
@@ -133,7 +133,7 @@ def _kill_run(
     assert tensor_files(saves / end) == tensor_files(folder / "whole" / end)
 
 
-def _kill(running: Running, draw: random.Random, workers: list[psutil.Process]) -> bool:
+def kill(running: Running, draw: random.Random, workers: list[psutil.Process]) -> bool:
     """Kill the ranks a moment after one has printed some lines; return whether they had not ended before.
 
     Args:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import random
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Subset
 
 from tests import ROOT
-from tests.resume.killed_loop import Loop, kill_at_random
+from tests.harness import call_on_ranks, started, tensor_files
+from tests.resume.killed_loop import TIMEOUT_S, Loop, figures, kill, kill_at_random, run_main, unbroken
 
 EXAMPLES = ROOT / "examples"
 FORKED = Loop("whole_loop", ("fork",))
@@ -20,7 +22,7 @@ SLOW = {
     "nested_state": Loop("nested_state"),
     "fsdp2": Loop("fsdp2", ranks=2),
     "ddp_batchnorm": Loop("ddp_batchnorm", ranks=2),
-    "hf_trainer": Loop("hf_trainer"),
+    "hf_trainer": Loop("hf_trainer", ranks=2),
     "accelerate_loop": Loop("accelerate_loop", ranks=2),
 }
 # Spawned workers take seconds an epoch, where forked ones take none.
@@ -48,6 +50,25 @@ def test_an_example_resumes_bitwise(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("name", [*SLOW, *(pytest.param(name, marks=pytest.mark.nightly) for name in NIGHTLY)])
 def test_a_further_example_resumes_bitwise(tmp_path: Path, name: str) -> None:
     check({**SLOW, **NIGHTLY}[name], tmp_path, kills=2)
+
+
+@pytest.mark.slow
+def test_a_killed_trainer_goes_on_with_half_of_its_ranks(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate", exc_type=ImportError)
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    expected = unbroken(Loop("hf_trainer", ranks=2), whole, ITERATIONS)
+    arguments = ["hf_trainer", str(killed), str(ITERATIONS)]
+    with started(run_main, arguments, folder=killed, ranks=2) as running:
+        assert kill(running, random.Random(1), [])
+    begun = max(map(int, (path.name[5:] for path in killed.glob("iter_*"))), default=0)
+    ended = call_on_ranks(run_main, arguments, folder=killed, ranks=1, timeout_s=TIMEOUT_S)
+    assert ended.ok, ended.text
+    printed = figures(ended.outputs[0])
+    assert min(printed) == begun + 1
+    assert printed.items() <= expected[0].items()
+    ends = [tensor_files(folder / f"iter_{ITERATIONS:07d}") for folder in (killed, whole)]
+    assert all(len([end.pop(name) for name in list(end) if name.startswith("extra/")]) == 1 for end in ends)
+    assert ends[0] == ends[1]  # apart from the random state of each rank
 
 
 @pytest.mark.nightly

@@ -1,0 +1,104 @@
+"""transformers' Trainer with checkpoints of Reprise, on as many ranks as there are."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from reprise.api import load, load_state_dict
+from reprise.async_saver import AsyncSaver
+from reprise.errors import ConfigError
+from reprise.nested.random_state import RandomState
+
+# The ends of what differs by rank: which it is, and times.
+_OF_A_RANK = ("_process_zero", "_runtime", "_per_second")
+
+
+class SavesWithReprise:
+    """A mixin for `transformers.Trainer` and its subclasses, with which they save in the background.
+
+        class Trainer(SavesWithReprise, transformers.Trainer): ...
+
+        Trainer(...).train(resume_from_checkpoint=True)
+
+    Checkpoints are `output_dir/iter_<step>`: model, optimizer, schedule, loss scale, random state and the Trainer's own
+    state. `save_strategy` and `save_steps` say when, and `save_total_limit` how many stay. The start and every restart
+    are the same line, under DDP and FSDP2 on any number of ranks; a path takes another folder or one iteration.
+    """
+
+    args: Any
+    state: Any
+    model: Any
+    optimizer: Any
+    lr_scheduler: Any
+    accelerator: Any
+    control: Any
+    callback_handler: Any
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *arguments: Any, **options: Any) -> Any:
+        """Train from the newest checkpoint, or from the start where there is none; see `Trainer.train`.
+
+        Args:
+            resume_from_checkpoint: True for `output_dir`, or a path as for `reprise.load`.
+
+        Raises:
+            TrainerError: if a checkpoint cannot be loaded, or a save did not become one.
+        """
+        if self.args.load_best_model_at_end or self.args.save_only_model:
+            raise ConfigError(
+                "A setting of the Trainer needs its own checkpoints",
+                found="load_best_model_at_end or save_only_model",
+                fix="Leave it out, and load the best iteration by its number.",
+            )
+        is_named = isinstance(resume_from_checkpoint, str)
+        self._source: Any = Path(resume_from_checkpoint if is_named else self.args.output_dir)  # type: ignore[arg-type]
+        saved: dict[str, Any] = {"trainer": {}}
+        iteration = 0
+        if resume_from_checkpoint:
+            iteration = load_state_dict(self._source, saved, missing_ok=not is_named)["iteration"]
+        keep = self.args.save_total_limit or 0
+        with TemporaryDirectory() as folder, AsyncSaver(self.args.output_dir, max_checkpoint_keep=keep) as self._saver:
+            if iteration:  # from here the Trainer takes the step and the position in its data
+                type(self.state)(**saved["trainer"]).save_to_json(str(Path(folder, "trainer_state.json")))
+            return super().train(folder if iteration else None, *arguments, **options)  # type: ignore[misc]
+
+    def _objects(self) -> dict[str, Any]:
+        scaler = getattr(self.accelerator, "scaler", None)
+        return {"schedule": self.lr_scheduler, **({} if scaler is None else {"scaler": scaler})}
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        for callback in [*self.callback_handler.callbacks, self.control]:
+            if hasattr(callback, "state") and callable(callback.state):
+                name, value = type(callback).__name__, callback.state()
+                if isinstance(self.state.stateful_callbacks.get(name), list):
+                    value = [value]
+                self.state.stateful_callbacks[name] = value
+        trainer = json.loads(json.dumps(dataclasses.asdict(self.state)))
+        for entry in (trainer, *trainer["log_history"]):
+            for key in [key for key in entry if key.endswith(_OF_A_RANK)]:
+                del entry[key]
+        state = {**self._objects(), "trainer": trainer}
+        self._saver.save(self.state.global_step, self.model, self.optimizer.optimizer, state=state, rng=True)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Leave the weights to the load of the optimizer, when both are in their places."""
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            iteration = self.state.global_step if self._source.name != f"iter_{self.state.global_step:07d}" else None
+            load(
+                self._source,
+                self.model,
+                self.optimizer.optimizer,
+                state=self._objects(),
+                rng="if_same_ranks",
+                iteration=iteration,
+            )
+            self._random_state = RandomState().state_dict()
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:  # after the Trainer has skipped the batches that were used
+            RandomState().load_state_dict(self._random_state)
