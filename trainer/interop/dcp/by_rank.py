@@ -124,7 +124,7 @@ def _leaves(path: Path, item: str, layouts: Mapping[int, Any], rank: int) -> dic
     def walk(value: Any, keys: tuple[str | int, ...]) -> Iterator[tuple[tuple[str | int, ...], Held]]:
         members = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else None
         if members is None:
-            yield keys, Held(name, getattr(value, "_local_tensor", value))
+            yield keys, Held(path / name, getattr(value, "_local_tensor", value))
         for key, member in members or ():
             yield from walk(member, (*keys, key))
 
@@ -147,7 +147,7 @@ def _of_shards(files: Sequence[Path]) -> dict[str, DcpTensor]:
                 for name, info in json.loads((content.metadata() or {})[_OFFSETS]).items():
                     tensor = content.get_tensor(name)
                     box = Box(tuple(map(int, info["saved_offsets"])), tuple(tensor.shape))
-                    parts.setdefault(name, {})[box] = Held(file.name, tensor)
+                    parts.setdefault(name, {})[box] = Held(file, tensor)
         except (OSError, SafetensorError) as error:
             raise CheckpointError("A file of safetensors cannot be read", where=file, found=str(error)) from error
     tensors = dict[str, DcpTensor]()

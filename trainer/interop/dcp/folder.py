@@ -49,7 +49,7 @@ class _Part:
 class Held:
     """A value of a file that is open, or a mapped tensor."""
 
-    file: str
+    file: Path
     value: Any
     offset: int = 0
     length: int = 0
