@@ -133,13 +133,14 @@ def _kill_run(
     assert tensor_files(saves / end) == tensor_files(folder / "whole" / end)
 
 
-def kill(running: Running, draw: random.Random, workers: list[psutil.Process]) -> bool:
+def kill(running: Running, draw: random.Random, workers: list[psutil.Process], *, lines: int | None = None) -> bool:
     """Kill the ranks a moment after one has printed some lines; return whether they had not ended before.
 
     Args:
         workers: receives the ranks' own children, which outlive them.
+        lines: how many; by default a random number.
     """
-    lines, pause_s = draw.randrange(4), draw.uniform(0.0, LONGEST_PAUSE_S)
+    lines, pause_s = draw.randrange(4) if lines is None else lines, draw.uniform(0.0, LONGEST_PAUSE_S)
     sentinels: Any = [process.sentinel for process in running.processes]
     while not wait(sentinels, 0.005):
         texts = [output.read_text() for output in running.outputs if output.exists()]

@@ -59,11 +59,12 @@ def test_a_killed_trainer_goes_on_with_half_of_its_ranks(tmp_path: Path) -> None
     expected = unbroken(Loop("hf_trainer", ranks=2), whole, ITERATIONS)
     arguments = ["hf_trainer", str(killed), str(ITERATIONS)]
     with started(run_main, arguments, folder=killed, ranks=2) as running:
-        assert kill(running, random.Random(1), [])
+        assert kill(running, random.Random(1), [], lines=5)
     begun = max(map(int, (path.name[5:] for path in killed.glob("iter_*"))), default=0)
     ended = call_on_ranks(run_main, arguments, folder=killed, ranks=1, timeout_s=TIMEOUT_S)
     assert ended.ok, ended.text
     printed = figures(ended.outputs[0])
+    assert begun
     assert min(printed) == begun + 1
     assert printed.items() <= expected[0].items()
     ends = [tensor_files(folder / f"iter_{ITERATIONS:07d}") for folder in (killed, whole)]
