@@ -1,1 +1,1 @@
-"""Import of checkpoints from other programs, and export to them."""
+"""Imports other programs' checkpoints, and exports to them."""

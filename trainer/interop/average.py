@@ -1,4 +1,4 @@
-"""A weighted mean of checkpoints of a run, written as a checkpoint of the weights alone."""
+"""Writes the weighted mean of a run's checkpoints as a weights-only checkpoint."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ from reprise.storage import WEIGHTS, CheckpointFolder, Document, Files, Json, is
 from trainer.interop.source import tensor_reader
 from trainer.interop.tensor_files import write_tensor_files
 
-MERGED = "merged"  # the member of trainer_state.json
+MERGED = "merged"  # key in trainer_state.json
 _KINDS = (TensorKind.MODEL, TensorKind.ADAPTER)
 _AVERAGED = (StoredDtype.F64, StoredDtype.F32, StoredDtype.F16, StoredDtype.BF16)
-_ITEMS = 1 << 20  # multiplied at once
+_ITEMS = 1 << 20  # elements multiplied at once
 _RULES = "mean, ema:D with 0 < D < 1, minus-sqrt, or a number for each checkpoint, joined by commas"
 
 
 @dataclass(frozen=True, slots=True)
 class MergeReport:
-    """A mean of checkpoints, and its parts from the oldest on.
+    """A mean of checkpoints, and its parts from oldest to newest.
 
     Args:
-        path: the folder of the checkpoint.
-        shares: the share of each part; their sum is 1.
+        path: The written checkpoint's folder.
+        shares: Each part's share. They sum to 1.
     """
 
     path: Path
@@ -50,15 +50,15 @@ class MergeReport:
 
 
 def factors_of(rule: str, count: int) -> list[float]:
-    """Return the factors of `count` checkpoints, from the oldest on; their sum need not be 1.
+    """Return factors for `count` checkpoints, oldest first. They need not sum to 1.
 
     Args:
-        rule: `mean`; `ema:D`, a moving average with decay D that begins with the oldest; `minus-sqrt`, by which the
-            updates between the checkpoints shrink as with a rate that decays from 1 to 0 as `1 - sqrt`; or the factors,
-            joined by commas.
+        rule: `mean`; `ema:D`, a moving average with decay D, starting with the oldest; `minus-sqrt`, which scales the
+            updates between checkpoints like a learning rate decaying from 1 to 0 as `1 - sqrt`; or the factors, joined
+            by commas.
 
     Raises:
-        ConfigError: for another rule, another number of factors, or a sum of 0.
+        ConfigError: The rule is unknown, the factor count is wrong, or the factors sum to 0.
     """
     try:
         factors = _factors(rule, count)
@@ -90,20 +90,20 @@ def _factors(rule: str, count: int) -> list[float]:
 def merge(run: Path, out: Path, *, first: int, last: int, rule: str, files: Files) -> MergeReport:
     """Write the mean of a run's checkpoints from iteration `first` to `last` into `out`, under the newest's number.
 
-    The tensors are weights or adapters, without the optimizer's. Each is summed in float64 from the oldest checkpoint
-    on, divided by the sum of the factors, and rounded once to its dtype; two tensors are in memory. Tensors not of
-    floating point are the newest's.
+    The tensors are weights or adapters, without optimizer state. Each is summed in float64, oldest checkpoint first,
+    divided by the factors' sum, and rounded once to its dtype. Two tensors are in memory at a time. Tensors without
+    floating-point numbers come from the newest checkpoint.
 
     Args:
-        run: the folder of a run, or of its checkpoints; `checkpoints/weights` in it for the saves of weights alone.
-        out: the checkpoint folder to write to, which is made if it is missing.
-        rule: see `factors_of`.
+        run: A run folder or its checkpoint folder. For weights-only saves, `checkpoints/weights` in the run folder.
+        out: The checkpoint folder to write to. It is created if missing.
+        rule: See `factors_of`.
 
     Raises:
-        ConfigError: for a wrong rule, or an `out` that is a folder of the run.
-        MismatchError: if the checkpoints hold other models or bases.
-        CheckpointError: if there are less than two checkpoints, one is damaged or holds the tensors of a state dict,
-            or the output cannot be written.
+        ConfigError: The rule is wrong, or `out` is one of the run's folders.
+        MismatchError: The checkpoints hold different models or bases.
+        CheckpointError: There are fewer than two checkpoints, one is damaged or holds state dict tensors, or the output
+            cannot be written.
     """
     parts = _parts(run, out, first, last, files)
     factors = factors_of(rule, len(parts))
@@ -129,10 +129,11 @@ def merge(run: Path, out: Path, *, first: int, last: int, rule: str, files: File
 
 
 def weighted_mean(reads: Sequence[Callable[[], torch.Tensor]], factors: Sequence[float]) -> torch.Tensor:
-    """Return the sum of tensors times factors, in this order, divided by the sum of the factors, in float64.
+    """Return the factor-weighted sum of tensors, in this order, divided by the factors' sum, in float64.
 
     Args:
-        reads: return the tensors, of one shape, each called once; one of the tensors is in memory at a time.
+        reads: Functions returning tensors with equal shapes. Each is called once. Only the sum and a single tensor are
+            in memory.
     """
     total = reads[0]().double().mul_(factors[0])
     sums = total.view(-1)
@@ -147,7 +148,7 @@ def _add(sums: torch.Tensor, values: torch.Tensor, factor: float) -> None:
 
 
 def _parts(run: Path, out: Path, first: int, last: int, files: Files) -> list[Checkpoint]:
-    """Return the checkpoints to merge, from the oldest on."""
+    """Return the checkpoints to merge, oldest first."""
     if not is_dir(run):
         raise no_folder(run)
     folder = CheckpointFolder(LoadSource.named(run).path, files)
@@ -167,7 +168,7 @@ def _parts(run: Path, out: Path, first: int, last: int, files: Files) -> list[Ch
 
 
 def _specs(parts: Sequence[Checkpoint]) -> list[TensorSpec]:
-    """Return the tensors that the checkpoints have in common, in the order of the newest's files."""
+    """Return the tensors shared by the checkpoints, in the newest checkpoint's file order."""
     places = [place for place in read_places(parts[-1]).values() if place.spec.kind is not TensorKind.OPTIMIZER]
     specs = [place.spec for place in sorted(places, key=lambda place: (place.file, place.offset))]
     if strange := [spec.name for spec in specs if spec.kind not in _KINDS]:
@@ -205,7 +206,7 @@ def _mismatch(part: Checkpoint, newest: Checkpoint, difference: str) -> Mismatch
 
 
 def _documents(parts: Sequence[Checkpoint], shares: Sequence[float], rule: str) -> dict[str, Document]:
-    """Return the newest's files without tensors, with a state that names the parts of the mean."""
+    """Return the newest checkpoint's files without tensors. Its state names the merged parts."""
     newest = parts[-1]
     names = [name for name, entry in newest.manifest.files.items() if not entry.is_tensor_file]
     documents: dict[str, Document] = {name: read_file(newest, name) for name in names if name not in (INDEX, STATE)}
@@ -215,5 +216,5 @@ def _documents(parts: Sequence[Checkpoint], shares: Sequence[float], rule: str) 
     ]
     state = {name: value for name, value in newest.state.items() if name not in (INTERIM, "owes_evaluation")}
     if "valid_loss" in state:
-        state["valid_loss"] = None  # that of other weights
+        state["valid_loss"] = None  # it belonged to other weights
     return {**documents, STATE: {**state, MERGED: {"weights": rule, "of": members}}}

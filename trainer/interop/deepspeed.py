@@ -1,8 +1,8 @@
-"""Reads DeepSpeed's universal checkpoints, without DeepSpeed: a folder for each parameter, with its moments.
+"""Reads DeepSpeed's universal checkpoints, without DeepSpeed: a folder per parameter, with its moments.
 
-DeepSpeed's `checkpoint/ds_to_universal.py` makes such a folder from those of `save_checkpoint`, of any ZeRO stage and
-any number of ranks: in `zero/NAME/`, `fp32.pt`, `exp_avg.pt` and `exp_avg_sq.pt` have a whole tensor each, beside
-`step.pt`. At stage 3 the tensors are flat, and the steps are in `zero/optimizer_state.pt` alone.
+DeepSpeed's `checkpoint/ds_to_universal.py` converts `save_checkpoint` folders from any ZeRO stage and rank count. In
+`zero/NAME/`, each of `fp32.pt`, `exp_avg.pt` and `exp_avg_sq.pt` contains a full tensor, beside `step.pt`. At stage 3
+the tensors are flat, and only `zero/optimizer_state.pt` has the steps.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class _Universal:
     """A universal checkpoint.
 
     Args:
-        names: DeepSpeed's name of each of our tensors, by our name.
-        trained: our names of those with moments.
-        module: the model's own weights by DeepSpeed's names, in its dtype; none at stage 3.
-        step: of the parameters without a `step.pt`; None if nothing tells it.
+        names: DeepSpeed's name for each tensor, by our name.
+        trained: Our names for parameters with moments.
+        module: The model's own weights in its dtype, by DeepSpeed's names. Empty at stage 3.
+        step: Step count for parameters without a `step.pt`. None if no file has it.
     """
 
     path: Path
@@ -56,7 +56,7 @@ class _Universal:
     step: float | None = None
 
     def read(self, name: str) -> torch.Tensor:
-        """Return a tensor; a frozen parameter has zero moments and step 0."""
+        """Return a tensor. A frozen parameter has zero moments and step 0."""
         kind, _, parameter = name.partition(".")
         if kind == _STEP:
             return torch.tensor(self._steps(parameter))
@@ -107,18 +107,18 @@ _FIX = (
 
 
 def read_source(path: Path, options: ImportOptions) -> StateSource:
-    """Open a universal checkpoint of a model under transformers' names, with at most one prefix.
+    """Open a universal checkpoint whose tensors have transformers' names, optionally with a common prefix.
 
-    The `config.json` of transformers' Trainer beside the tag's folder describes the model, otherwise the configuration
-    does. Every file is opened when its tensor is read.
+    The `config.json` written by transformers' Trainer beside the tag folder describes the model. Without it, the
+    configuration does. Each file is opened when its tensor is read.
 
     Args:
-        path: the folder of a tag, or that above it, for the tag in its file `latest_universal`.
+        path: A tag folder, or its parent, whose `latest_universal` file names the tag.
 
     Raises:
-        ConfigError: if pickles are not trusted: the files are pickles, although no code in them is run.
-        CheckpointError: if files are missing or damaged.
-        MismatchError: if it holds another model, or is a folder of `save_checkpoint` itself.
+        ConfigError: Pickles are not trusted. The files are pickles, although their code is never run.
+        CheckpointError: Files are missing or damaged.
+        MismatchError: The checkpoint holds another model, or `path` is a plain `save_checkpoint` folder.
     """
     require_trust(options, "DeepSpeed", where=path)
     folder = _tag(path)
@@ -151,11 +151,11 @@ def _source_of(folder: Path, options: ImportOptions) -> StateSource:
 
 
 def _tag(path: Path) -> Path:
-    """Return the folder of the requested tag.
+    """Return the requested tag's folder.
 
     Raises:
-        CheckpointError: if it is not there.
-        MismatchError: if it is not a universal checkpoint.
+        CheckpointError: The folder does not exist.
+        MismatchError: The folder is not a universal checkpoint.
     """
     if not is_dir(path):
         raise no_folder(path)
@@ -178,7 +178,7 @@ def _tag(path: Path) -> Path:
 
 
 def _model_file(folder: Path) -> Mapping[Any, Any]:
-    """Return the first model file, which has the counts."""
+    """Return the first model file's content, which includes the counts."""
     file = next(iter(sorted(matching(folder, _MODEL))), None)
     if file is None:
         raise CheckpointError("A universal checkpoint has no model file", where=folder, expected=_MODEL)
@@ -190,9 +190,9 @@ def _parameters(folder: Path) -> list[str]:
 
 
 def _names(kinds: Mapping[str, set[str]], model: ModelConfig, *, where: Path) -> dict[str, str]:
-    """Return DeepSpeed's name of every tensor of ours.
+    """Map our tensor names to DeepSpeed's.
 
-    A parameter without moments is frozen, or a buffer, or a second name of another one.
+    A parameter without moments is frozen, a buffer, or another parameter's second name.
     """
     stored, second = list(stored_tensors(model)), aliases(model)
     prefix = next((name.removesuffix(stored[0]) for name in kinds if name.endswith(stored[0])), "")
@@ -216,7 +216,7 @@ def _differences(kinds: Mapping[str, set[str]], expected: set[str], second: set[
 
 
 def _common_step(folder: Path) -> float | None:
-    """Return the steps in the optimizer's unsharded state, the same for all parameters."""
+    """Return the step count in the optimizer's unsharded state, shared by all parameters."""
     file = folder / _ZERO / _OPTIMIZER
     table = open_torch_file(file)
     state = (table.get("optimizer_state_dict") or {}).get("state") or {}
@@ -224,7 +224,7 @@ def _common_step(folder: Path) -> float | None:
 
 
 def _warn_of_position(samples: object, iteration: int, options: ImportOptions) -> None:
-    """Warn if DeepSpeed's count of samples is not a run's at this iteration."""
+    """Warn if DeepSpeed's sample count differs from a run's at this iteration."""
     expected = batch_schedule_of(options.config.train).consumed_after(iteration)
     if isinstance(samples, int) and samples != expected:
         _log.warning(

@@ -1,4 +1,4 @@
-"""Finds NaN and infinity in tensors of other programs: no run may begin with them."""
+"""Finds NaN and infinity in other programs' tensors: a run must not start with them."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import torch
 from reprise.errors import CheckpointError
 from reprise.format import Box, TensorSpec
 
-_ITEMS = 1 << 20  # looked at at once
+_ITEMS = 1 << 20  # elements checked at once
 
 
 def require_finite(tensor: torch.Tensor, *, where: object, part: tuple[TensorSpec, Box] | None = None) -> None:
     """Refuse a tensor with NaN or infinity.
 
     Args:
-        part: the form of a larger tensor and the box in its view, if these numbers are only a box of it.
+        part: A larger tensor's spec and the box in its view, if `tensor` is only that box.
 
     Raises:
-        CheckpointError: naming their number, and the index and value of the first.
+        CheckpointError: There are such numbers. The error has their count, and the first number's index and value.
     """
     flat, count, first = tensor.detach().reshape(-1), 0, -1
     for lo in range(0, flat.numel(), _ITEMS):

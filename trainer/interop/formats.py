@@ -1,4 +1,4 @@
-"""The interface of a format to convert. `table.py` lists the formats."""
+"""Defines a convertible format's interface. `table.py` lists the formats."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _SETTINGS = ("lr", "betas", "eps", "weight_decay")
 
 @dataclass(frozen=True, slots=True)
 class ImportOptions:
-    """Command-line options of an import.
+    """Command-line options for an import.
 
     Args:
-        config: configuration of the run to continue; its model is the expected model.
-        trusts_pickle: whether files may be unpickled, which can run code.
-        weights_only: whether the optimizer's state is left out.
-        overrides: the command-line overrides in `config`.
-        from_rank0: whether the first copy of a tensor is taken where copies on several ranks differ.
+        config: The continued run's configuration. Its model is the expected model.
+        trusts_pickle: Whether files may be unpickled, which can run code.
+        weights_only: Whether to leave out optimizer state.
+        overrides: The command-line overrides in `config`.
+        from_rank0: Whether to take the first copy of a tensor if ranks hold different copies.
     """
 
     config: Config
@@ -43,10 +43,10 @@ class ImportOptions:
 
 @contextmanager
 def known_form(program: str, path: Path) -> Iterator[None]:
-    """Refuse files whose content is not laid out as a reader expects.
+    """Refuse files whose content does not have the expected layout.
 
     Raises:
-        CheckpointError: in place of the error of the reader.
+        CheckpointError: The reader raised an error.
     """
     try:
         yield
@@ -60,10 +60,10 @@ def known_form(program: str, path: Path) -> Iterator[None]:
 
 
 def require_trust(options: ImportOptions, program: str, *, where: Path) -> None:
-    """Refuse files that are pickles unless they are trusted.
+    """Refuse pickles unless they are trusted.
 
     Raises:
-        ConfigError: with the option to add.
+        ConfigError: Pickles are not trusted. The error has the option to add.
     """
     if not options.trusts_pickle:
         raise ConfigError(
@@ -74,21 +74,21 @@ def require_trust(options: ImportOptions, program: str, *, where: Path) -> None:
 
 
 def listed(problems: Sequence[str], noun: str) -> str:
-    """Return the number of problems and the first of them, one a line."""
+    """Return the problem count and the first problems, each on its own line."""
     more = ["..."] if len(problems) > _MOST_LISTED else []
     return f"{count_of(len(problems), noun)}:\n" + "\n".join(f"  {line}" for line in [*problems[:_MOST_LISTED], *more])
 
 
 def few(names: Iterable[str]) -> str:
-    """Return the first of some names, for a message."""
+    """Return the first names, for a message."""
     return ", ".join(sorted(names)[:_MOST_NAMED]) or "nothing"
 
 
 def one_step(values: Iterable[object], *, where: object) -> float | None:
-    """Return the number of steps that all of `values` are, of which None stands for no number; None if there is none.
+    """Return the step count shared by all `values`, ignoring None. Return None if there is no count.
 
     Raises:
-        CheckpointError: if there are several, or one makes no sense.
+        CheckpointError: The counts differ, or a count is invalid.
     """
     steps = set[float]()
     for value in values:
@@ -103,7 +103,7 @@ def one_step(values: Iterable[object], *, where: object) -> float | None:
 
 
 def log_settings(groups: Iterable[object]) -> None:
-    """Log the settings of an optimizer's groups, which are not carried."""
+    """Log the settings of an optimizer's groups, which are not carried over."""
     tables = [group for group in groups if isinstance(group, Mapping)]
     for line in sorted({", ".join(f"{key} {shown(g[key])}" for key in _SETTINGS if key in g) for g in tables}):
         _log.info(f"the optimizer was set to {line}: not carried, the run that continues has its own, optimizer.*")
@@ -113,10 +113,10 @@ def require_moments(signs: Sequence[str], options: ImportOptions, *, where: obje
     """Refuse to import weights alone from a checkpoint saved with moments, unless `weights_only` is set.
 
     Args:
-        signs: evidence of moments at the save; empty if the checkpoint was saved without.
+        signs: Evidence for saved moments. Empty if the checkpoint was saved without them.
 
     Raises:
-        MismatchError: naming the signs.
+        MismatchError: There is such evidence. The error lists it.
     """
     if signs and not options.weights_only:
         raise MismatchError(
@@ -130,14 +130,14 @@ def require_moments(signs: Sequence[str], options: ImportOptions, *, where: obje
 
 @dataclass(frozen=True, slots=True)
 class ExportOptions:
-    """Command-line options of an export.
+    """Command-line options for an export.
 
     Args:
-        dtype: dtype of the exported tensors.
-        tokenizer: a file or a folder to copy tokenizer files from.
-        merge: the weights beneath the adapters of the checkpoint, to add the adapters to; None adds nothing.
-        averages: whether the moving averages are written in place of the parameters.
-        files: the store to write to.
+        dtype: The exported tensors' dtype.
+        tokenizer: A file or folder to copy tokenizer files from.
+        merge: The base weights to add the checkpoint's adapters to. None adds nothing.
+        averages: Whether to write moving averages in place of the parameters.
+        files: The store to write to.
     """
 
     dtype: torch.dtype = torch.float32
@@ -148,10 +148,10 @@ class ExportOptions:
 
 
 def require_float32(options: ExportOptions, program: str, *, where: Path) -> None:
-    """Refuse another dtype than float32, and a tokenizer, for a format that has neither.
+    """Refuse another dtype than float32, and a tokenizer, for a format that supports neither.
 
     Raises:
-        ConfigError: with what to leave out.
+        ConfigError: The options request either. The error names what to leave out.
     """
     if options.dtype is not torch.float32 or options.tokenizer is not None:
         raise ConfigError(
@@ -163,17 +163,17 @@ def require_float32(options: ExportOptions, program: str, *, where: Path) -> Non
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A format of other programs.
+    """Another program's format.
 
     Args:
-        summary: a short description.
-        read: opens a path for import; its source describes the model, and no override needs to.
-        write: writes a checkpoint of ours to a new path; None if the format is import only.
-        completes_model: whether it takes what its files leave open from the configured model, so a group `model=NAME`
-            need not equal the stored model.
-        merges: whether adapters can be merged with their base: `ExportOptions.merge` applies.
-        has_averages: whether an export can take the moving averages: `ExportOptions.averages` applies.
-        has_copies: whether several ranks may keep copies of a tensor: `ImportOptions.from_rank0` applies.
+        summary: A short description.
+        read: Opens a path for import. The source describes the model, so no override needs to.
+        write: Writes our checkpoint to a new path. None if the format is import only.
+        completes_model: Whether the configured model fills in whatever the files leave open. If so, a group
+            `model=NAME` may differ from the stored model.
+        merges: Whether adapters can be merged with their base: `ExportOptions.merge` applies.
+        has_averages: Whether an export can write moving averages: `ExportOptions.averages` applies.
+        has_copies: Whether several ranks may keep copies of a tensor: `ImportOptions.from_rank0` applies.
     """
 
     summary: str

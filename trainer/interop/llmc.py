@@ -1,8 +1,8 @@
-"""Weight files of llm.c for GPT-2 and LLaMA-3: imported as weights, and the start of a run on any topology.
+"""Reads llm.c weight files for GPT-2 and LLaMA-3, to import them or to start a run on any topology.
 
-Source: https://github.com/karpathy/llm.c, `write_model` and `write_tensors` of `train_gpt2.py` and `train_llama3.py`. A
-file is a header of 256 int32 and tensors without holes, all layers of a kind before the next kind. Weights of linear
-layers are [out, in]. The file is mapped: only the parts in use are read.
+Source: https://github.com/karpathy/llm.c, `write_model` and `write_tensors` in `train_gpt2.py` and `train_llama3.py`. A
+file is a header with 256 int32 numbers, then contiguous tensors, grouped by kind across all layers. Linear weights are
+[out, in]. The file is mapped: only the parts in use are read.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from trainer.interop.source import StateSource
 
 _HEADER = struct.Struct("<256i")
 _VERSIONS = {3: torch.float32, 5: torch.bfloat16}
-# Of each family: its magic number, and the sizes in a header from its third member on.
+# By magic number: the family, and the sizes in a header, starting with its third number.
 _FAMILIES = {
     20240326: (Family.gpt2, ("max_seq_len", "vocab_size", "n_layer", "n_head", "n_embd", "padded_vocab_size")),
     20240803: (Family.llama3, ("max_seq_len", "vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd")),
@@ -37,13 +37,13 @@ _FAMILIES = {
 WEIGHTS = f"a magic number of {' or '.join(map(str, _FAMILIES))}"
 _TOKENS = (20240520, 20240801)
 _MOST_LAYERS, _MOST = 10_000, 1 << 24
-_NORM_EPS = 1e-5  # of both models, if the file does not have it
+_NORM_EPS = 1e-5  # for both models, if the file does not state it
 _SCALED = RopeScaling(8.0, 1.0, 4.0, 8192)  # the scaling that `use_scaled_rope` selects: LLaMA 3.1
-# Begin and end of text, by the size of the vocabulary.
+# Token ids for the start and end of text, by vocabulary size.
 _ENDS = {50257: (50256, 50256), 128256: (128000, 128001)}
 
 
-# The tensors of a block in groups: a file has a group for all layers before the next. By default each is its own.
+# A block's tensors in groups: a file has a group for all layers before the next group. By default each is separate.
 _ROTATED = ("self_attn.q_proj.weight", "self_attn.k_proj.weight")
 _GROUPS = {
     Family.llama3: (
@@ -63,8 +63,8 @@ class WeightsFile:
     """A file with a valid header and size.
 
     Args:
-        data: its bytes, mapped.
-        parts: the shape of each tensor in the file and its first byte, by stored name.
+        data: The file's bytes, mapped.
+        parts: Each tensor's shape in the file and first byte, by stored name.
     """
 
     path: Path
@@ -74,7 +74,7 @@ class WeightsFile:
     parts: Mapping[str, tuple[tuple[int, ...], int]]
 
     def read(self, name: str) -> torch.Tensor:
-        """Return a tensor in the stored layout, without padding rows; a view of the file unless its rows move."""
+        """Return a tensor in the stored layout, without padding rows. It is a view of the file unless its rows move."""
         (shape, begin), spec = self.parts[name], spec_of(self.model)
         tensor = self.data[begin : begin + prod(shape) * self.dtype.itemsize].view(self.dtype).view(shape)
         if name.endswith(_ROTATED):
@@ -85,10 +85,10 @@ class WeightsFile:
 
 
 def foreign(path: Path) -> str | None:
-    """Return the format of a file by its first bytes, or None if it is a weight file of llm.c.
+    """Describe a file by its first bytes. Return None for an llm.c weight file.
 
     Raises:
-        OSError: if it cannot be read.
+        OSError: The file cannot be read.
     """
     with os.fdopen(open_regular(path), "rb") as file:
         data = file.read(16)
@@ -103,10 +103,10 @@ def foreign(path: Path) -> str | None:
 
 
 def open_file(path: Path) -> WeightsFile:
-    """Read the header of a weight file and check the size of the file against it.
+    """Read a weight file's header and check the file size against it.
 
     Raises:
-        CheckpointError: if the file is not a weight file, is truncated, or describes no valid model.
+        CheckpointError: The file is not a weight file, is truncated, or describes no valid model.
     """
     try:
         problem, size = foreign(path), path.stat().st_size
@@ -138,9 +138,9 @@ def read_source(path: Path, options: ImportOptions) -> StateSource:
     """Open a weight file, to be read tensor by tensor.
 
     Raises:
-        CheckpointError: if the file is not a weight file, is truncated, or describes no valid model.
+        CheckpointError: The file is not a weight file, is truncated, or describes no valid model.
     """
-    del options  # a file has all
+    del options  # a file is complete
     file = open_file(path)
     return StateSource(file.model, 0, has_optimizer=False, read=file.read)
 
@@ -148,7 +148,7 @@ def read_source(path: Path, options: ImportOptions) -> StateSource:
 def _described(
     path: Path, header: Sequence[int], tensor_bytes: int, dtype: torch.dtype
 ) -> tuple[ModelConfig, list[tuple[str, tuple[int, ...]]]]:
-    """Return the model of a file and its tensors; refuse a file of another size."""
+    """Return a file's model and tensors. Refuse a file whose size does not fit them."""
     family, names = _FAMILIES[header[0]]
     sizes = dict(zip(names, header[2:], strict=False))
     most = {name: _MOST_LAYERS if name == "n_layer" else _MOST for name in names}
@@ -176,10 +176,10 @@ def _described(
 
 
 def _model(family: Family, sizes: Mapping[str, int], header: Sequence[int], items: int) -> ModelConfig | None:
-    """Return the model of a sound header.
+    """Return the model for a valid header, or None if no MLP width fits.
 
-    A LLaMA header holds a multiplier for the width of the MLP, truncated to an integer by llm.c, so the file's number
-    of items determines it; None where no width fits.
+    A LLaMA header holds a multiplier for the MLP width, which llm.c truncates to an integer. So the element count in
+    the file determines the width.
     """
     vocab_size, n_layer, n_head, n_embd = (sizes[name] for name in ("vocab_size", "n_layer", "n_head", "n_embd"))
     begin, end = _ENDS.get(vocab_size, (vocab_size - 1, vocab_size - 1))
@@ -215,18 +215,18 @@ def _model(family: Family, sizes: Mapping[str, int], header: Sequence[int], item
 
 
 def _number(bits: int) -> float:
-    """Return a number from an integer, as written by llm.c, or from the bits of a float32, as written by others."""
+    """Decode a number stored as an integer, as llm.c writes it, or as float32 bits, as other programs do."""
     if 0 <= bits < _MOST:
         return float(bits)
     number = np.frombuffer(struct.pack("<i", bits), dtype="<f4")[0]
-    return float(str(number))  # the shortest decimal that has these bits: 1e-5 and not its neighbour
+    return float(str(number))  # the shortest decimal with these bits: 1e-5 and not its neighbor
 
 
 def _tensors(model: ModelConfig, rows: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield the name of each tensor and its shape in a file, in order.
+    """Yield each tensor's name and its shape in a file, in order.
 
     Args:
-        rows: of the tables of tokens, with padding.
+        rows: Token table rows, with padding.
     """
     spec, table = spec_of(model), (rows, model.n_embd)
     block = {

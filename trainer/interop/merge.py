@@ -1,6 +1,6 @@
-"""Adapters of a checkpoint merged with the weights beneath them, bit for bit as PEFT's `merge_and_unload` does.
+"""Merges a checkpoint's adapters into their base weights, bit for bit as PEFT's `merge_and_unload` does.
 
-Source: `Linear.merge` and `get_delta_weight` of `peft.tuners.lora.layer`, PEFT 0.21.
+Source: `Linear.merge` and `get_delta_weight` in `peft.tuners.lora.layer`, PEFT 0.21.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from trainer.interop.source import StateSource, adapters_of, holds_adapters, of_
 
 
 def merged(checkpoint: Checkpoint, base: Path, *, averages: bool = False) -> StateSource:
-    """Return the weights of a base with the adapters of a checkpoint added to them.
+    """Return base weights with a checkpoint's adapters added.
 
     Args:
-        base: a run, a checkpoint, an iteration, a model folder of transformers or a weight file of llm.c.
-        averages: take the moving averages of the adapters.
+        base: A run, a checkpoint, an iteration, a transformers model folder or an llm.c weight file.
+        averages: Whether to use the adapters' moving averages.
 
     Raises:
-        MismatchError: if there are no adapters, or they were trained on another base.
-        CheckpointError: if either is damaged.
+        MismatchError: The checkpoint has no adapters, or they were trained on another base.
+        CheckpointError: The checkpoint or the base is damaged.
     """
     if not holds_adapters(checkpoint):
         raise MismatchError("A checkpoint has no adapters to merge", where=checkpoint.path, fix="Name no base.")
@@ -56,7 +56,7 @@ def merged(checkpoint: Checkpoint, base: Path, *, averages: bool = False) -> Sta
         weight, module = weights.read(name), name.removesuffix(".weight")
         if module not in modules:
             return weight
-        # PEFT opens adapters of another dtype, as weights saved alone have, in float32, and so does a run.
+        # PEFT and a run open adapters in float32, even if a weights-only save has another dtype.
         first, second = (adapters.read(f"{PREFIX}{module}{factor}").float() for factor in (A, B))
         product = second @ first
         oriented = product.T if spec_of(model).fan_in_fan_out else product
@@ -67,10 +67,10 @@ def merged(checkpoint: Checkpoint, base: Path, *, averages: bool = False) -> Sta
 
 
 def check_adapters(checkpoint: Checkpoint) -> None:
-    """Read the adapters of a checkpoint, if any: later damage is then of their base.
+    """Read all adapters in a checkpoint, so a later damage error concerns the base.
 
     Raises:
-        CheckpointError: naming the damage.
+        CheckpointError: The adapters are damaged.
     """
     adapters = adapters_of(checkpoint)
     for name in adapter_tensors(adapters.model):
@@ -78,10 +78,10 @@ def check_adapters(checkpoint: Checkpoint) -> None:
 
 
 def _open_base(path: Path, model: ModelConfig, digest: object, files: Files) -> tuple[StateSource, dict[str, str]]:
-    """Return a base of adapters of `model`, and its identity as `trainer_state.json` has it.
+    """Return the base for adapters of `model`, and its identity as recorded in `trainer_state.json`.
 
     Args:
-        digest: of the base of their training; of a run, the base is the iteration with this digest.
+        digest: The training base's digest. In a run, the iteration with this digest is the base.
     """
     plain = base_of(model)
     if is_file(path):

@@ -1,8 +1,8 @@
 """Imports nanoGPT's `ckpt.pt`: weights, AdamW's moments and steps, without nanoGPT.
 
-Sources: `GPT` and `configure_optimizers` of nanoGPT's `model.py`, and the saving in its `train.py`, all versions up to
-commit 3adf61e. The activation is in no file. It follows from the order of the optimizer's parameters, which changed
-eleven days before the activation did, in May 2023.
+Sources: `GPT` and `configure_optimizers` in nanoGPT's `model.py`, and the saving code in `train.py`, all versions up to
+commit 3adf61e. No file records the activation. It is inferred from the optimizer's parameter order, which changed
+eleven days before the activation, in May 2023.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ _log = logging.getLogger(__name__)
 _EMBEDDING, _POSITIONS = "transformer.wte.weight", "transformer.wpe.weight"
 _LAYER = re.compile(r"transformer\.h\.(\d+)\.")
 _MASK = re.compile(r"transformer\.h\.\d+\.attn\.bias")
-# Ours are transformers' Conv1D, [in, out]; nanoGPT's are Linear, [out, in].
+# Ours are [in, out], as in transformers' Conv1D. nanoGPT's are [out, in], as in Linear.
 _TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
 _ARGUMENTS = {"n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size", "dropout"}
-_END_OF_TEXT = 50256  # of GPT-2's vocabulary, which nanoGPT pads to 50304
+_END_OF_TEXT = 50256  # in GPT-2's vocabulary, which nanoGPT pads to 50304
 
 
 @dataclass(frozen=True, slots=True)
 class _Saved:
-    """The content of a file.
+    """A file's content.
 
     Args:
-        weights: by their stored names; those of a model without biases lack them.
-        entries: the optimizer's entry of each weight; empty without moments.
+        weights: Weights by stored name. A model without biases has none.
+        entries: Each weight's optimizer entry. Empty without moments.
     """
 
     model: ModelConfig
@@ -52,7 +52,7 @@ class _Saved:
     entries: Mapping[str, Table] = field(default_factory=dict)
 
     def read(self, name: str) -> torch.Tensor:
-        """Return a tensor in our orientation; missing biases are zero, with zero moments and step 0."""
+        """Return a tensor in our orientation. Missing biases are zero, with zero moments and step 0."""
         key, _, parameter = name.partition(".")
         if key == STEP:
             return torch.tensor(steps_of(self.entries[parameter]) if parameter in self.weights else 0.0)
@@ -67,13 +67,13 @@ class _Saved:
 def read_source(path: Path, options: ImportOptions) -> StateSource:
     """Open a `ckpt.pt`, or its folder.
 
-    The tensors are mapped; beyond the map, at most one is in memory. A model without biases gets biases of zero, which
-    a run trains unless `train.freeze` names them.
+    The tensors are mapped. Beyond the mapping, at most a single tensor is in memory. A model without biases gets zero
+    biases, which a run trains unless `train.freeze` names them.
 
     Raises:
-        ConfigError: if pickles are not trusted: the file is a pickle, although no code in it is run.
-        CheckpointError: if the file is missing or damaged.
-        MismatchError: if the model is not nanoGPT's, or its moments cannot be assigned with certainty.
+        ConfigError: Pickles are not trusted. The file is a pickle, although its code is never run.
+        CheckpointError: The file is missing or damaged.
+        MismatchError: The model is not nanoGPT's, or its moments cannot be assigned with certainty.
     """
     require_trust(options, "nanoGPT", where=path)
     file = path / "ckpt.pt" if is_dir(path) else path
@@ -98,7 +98,7 @@ def read_source(path: Path, options: ImportOptions) -> StateSource:
 
 
 def _weights(module: Table, where: Path) -> dict[str, torch.Tensor]:
-    """Return the weights in the file's order by name, without names of compilation, masks and a tied output."""
+    """Return the weights by name, in file order, without compilation prefixes, masks and a tied output layer."""
     weights = {canonical_name(str(name)): tensor for name, tensor in module.items()}
     weights = {name: tensor for name, tensor in weights.items() if not _MASK.fullmatch(name)}
     if malformed := [name for name, tensor in weights.items() if not is_plain(tensor)]:
@@ -119,12 +119,12 @@ def _weights(module: Table, where: Path) -> dict[str, torch.Tensor]:
 def _order(
     groups: Sequence[Table], names: Sequence[str], weights: Mapping[str, torch.Tensor]
 ) -> tuple[list[str] | None, bool]:
-    """Return the optimizer's parameters in its order, None if unknown, and whether the order is the older.
+    """Return the optimizer's parameters in its order, or None if unknown, and whether it is the older order.
 
-    Until 6 May 2023 the names were sorted, and embeddings did not decay; an untied output layer did.
+    Until 6 May 2023 the names were sorted. Embeddings did not decay, but an untied output layer did.
 
     Args:
-        names: of the weights, in the module's order.
+        names: The weight names, in module order.
     """
     matrices = [name for name in names if weights[name].dim() >= 2]
     linear = sorted(name for name in matrices if name not in (_EMBEDDING, _POSITIONS))
@@ -148,7 +148,7 @@ def _of_no_order(groups: Sequence[Table], weights: Mapping[str, torch.Tensor], w
 
 
 def _model(arguments: Table, weights: Mapping[str, torch.Tensor], *, where: Path) -> ModelConfig:
-    """Return the model, with the sizes of the tensors; `model_args` must not contradict them."""
+    """Return the model, with sizes from the tensors. `model_args` must not contradict them."""
     if unknown := sorted(set(map(str, arguments)) - _ARGUMENTS):
         raise MismatchError(
             "The model has settings that nanoGPT's own does not have",
@@ -190,7 +190,7 @@ def _model(arguments: Table, weights: Mapping[str, torch.Tensor], *, where: Path
 
 
 def _check_model(weights: Mapping[str, torch.Tensor], model: ModelConfig, *, where: Path) -> None:
-    """Refuse missing or unexpected tensors, and other shapes; a model may lack all its biases."""
+    """Refuse missing or unexpected tensors, and other shapes. A model may lack all its biases."""
     expected = stored_tensors(model)
     has_bias = any(name.endswith(".bias") for name in weights)
     problems = [f"missing: {n}" for n in expected if n not in weights and (has_bias or not n.endswith(".bias"))]
@@ -211,7 +211,7 @@ def _check_model(weights: Mapping[str, torch.Tensor], model: ModelConfig, *, whe
 def _log_choices(
     saved: _Saved, iteration: int, groups: Sequence[Table], options: ImportOptions, *, is_sorted: bool
 ) -> None:
-    """Log the choices left open by the file, and its part not carried over."""
+    """Log choices left open by the file, and content not carried over."""
     since = "sorted names, before May 2023" if is_sorted else "since May 2023"
     _log.info(f"model.activation={saved.model.activation.value}, that of nanoGPT's version ({since})")
     if is_sorted:

@@ -1,4 +1,4 @@
-"""Writes an export, which appears at its path complete or not at all, and reports why it cannot."""
+"""Writes an export, which appears at its path complete or not at all, and reports failures."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from reprise.storage import Files, atomic_output, cannot_write, describe_free_sp
 
 @contextmanager
 def new_output(out: Path, files: Files) -> Iterator[Path]:
-    """Yield a temporary path to write a file or a folder to, which becomes `out`; the caller syncs its files.
+    """Yield a temporary path to write a file or folder to. It becomes `out` afterwards. The caller syncs its files.
 
     Raises:
-        CheckpointError: if `out` exists, its parent folder does not, or the file system fails; nothing is left behind.
+        CheckpointError: `out` exists, its parent folder does not, or the file system fails. Nothing is left behind.
     """
     _check_free(out)
     try:
         with atomic_output(out, files) as partial:
             yield partial
     except OSError as error:
-        _check_free(out)  # another process may have made it meanwhile
+        _check_free(out)  # another process may have created it meanwhile
         raise output_failed(out, error, files) from error
 
 

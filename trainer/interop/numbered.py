@@ -1,4 +1,4 @@
-"""Names an AdamW's state that goes by the numbers of its parameters, as `Optimizer.state_dict` returns it."""
+"""Names AdamW state keyed by parameter number, as in `Optimizer.state_dict`."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ MOMENTS, STEP = ("exp_avg", "exp_avg_sq"), "step"
 
 
 def entries_by_name(optimizer: Table, order: Sequence[str]) -> dict[str, Table]:
-    """Return the entry of each parameter that has one.
+    """Return the optimizer entry for each parameter with state.
 
     Args:
-        order: the names of the parameters in the order of the optimizer's groups.
+        order: The parameter names, in the order of the optimizer's groups.
     """
     numbers = [number for group in optimizer["param_groups"] for number in group["params"]]
     state = optimizer["state"]
@@ -27,7 +27,7 @@ def entries_by_name(optimizer: Table, order: Sequence[str]) -> dict[str, Table]:
 
 
 def no_order(program: str, groups: Sequence[Table], *, expected: str, fix: str, where: Path) -> MismatchError:
-    """Return the refusal of groups whose parameters are not known for certain."""
+    """Return an error for groups whose parameters are uncertain."""
     return MismatchError(
         f"It is not certain which moments belong to which parameter: {program} keeps them by number",
         where=where,
@@ -38,11 +38,11 @@ def no_order(program: str, groups: Sequence[Table], *, expected: str, fix: str, 
 
 
 def check_moments(entries: Mapping[str, Table], shapes: Mapping[str, Sequence[int]], *, where: Path) -> None:
-    """Refuse entries without the moments of every parameter, in its shape, or with several numbers of steps.
+    """Refuse entries lacking a parameter's moments in its shape, or whose step counts differ.
 
     Raises:
-        MismatchError: listing the parameters.
-        CheckpointError: if the numbers of steps differ.
+        MismatchError: Moments are missing or have another shape. The error lists the parameters.
+        CheckpointError: The step counts differ.
     """
     problems = list[str]()
     for name, shape in shapes.items():
@@ -61,5 +61,5 @@ def check_moments(entries: Mapping[str, Table], shapes: Mapping[str, Sequence[in
 
 
 def steps_of(entry: Table) -> float:
-    """Return the number of steps of a parameter."""
+    """Return a parameter's step count."""
     return one_step([entry.get(STEP)], where=STEP) or 0.0

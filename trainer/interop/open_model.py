@@ -1,4 +1,4 @@
-"""Opens the model of a run, a checkpoint or a transformers folder, unsharded on a single device, for inference."""
+"""Opens a model for inference, unsharded on a single device, from a run, a checkpoint or a transformers folder."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def open_model(
     """Return a model in float32, and its folder.
 
     Args:
-        path: a run's folder or its checkpoint folder, for the newest valid checkpoint; an iteration; or a folder
-            written by transformers' `save_pretrained`.
-        base: the weights beneath the adapters of the checkpoint, which are added to them; None for a complete model.
-        files: the store that they lie in.
-        averages: take the moving averages of a checkpoint.
+        path: A run or checkpoint folder, for its newest valid checkpoint; an iteration; or a folder written by
+            transformers' `save_pretrained`.
+        base: The base weights beneath the checkpoint's adapters, which are added to them. None for a complete model.
+        files: The store containing both.
+        averages: Whether to use a checkpoint's moving averages.
 
     Raises:
-        TrainerError: if there is no model, it is damaged, or its family is not supported.
+        TrainerError: There is no model, it is damaged, or its family is not supported.
     """
     if is_folder(path) and not averages:
         source = folder_source(open_folder(path))
@@ -54,7 +54,7 @@ def open_model(
                 break
             source = of_checkpoint(checkpoint, averages=averages)
             return _filled(source.model, source.read, device), chosen
-        except CheckpointError as error:  # every block is checked as it is read: an older one may be whole
+        except CheckpointError as error:  # every block is verified as it is read: an older checkpoint may be intact
             chooser.skip(error)
     source = merged(checkpoint, base, averages=averages)
     return _filled(source.model, source.read, device), chosen

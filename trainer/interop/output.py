@@ -1,4 +1,4 @@
-"""Writes a state as our checkpoint, equal to the save of a run with a single process."""
+"""Writes a state as our checkpoint, identical to a single-process run's save."""
 
 from __future__ import annotations
 
@@ -49,22 +49,21 @@ def write_checkpoint(
     stated: Sequence[str] | None = None,
     files: Files = FILE_SYSTEM,
 ) -> Path:
-    """Write `folder/iter_<iteration>` from a source, as a run with `config` on a single rank would; return its path.
+    """Write `folder/iter_<iteration>` from a source, as a single-rank run with `config` would, and return its path.
 
-    Tensors become float32 one by one, and moments `optimizer.moments_dtype`; NaN and infinity are refused. The folder
-    is locked meanwhile, as by a run.
+    Each tensor is cast to float32 in turn, and moments to `optimizer.moments_dtype`. NaN and infinity are refused. The
+    folder is locked meanwhile, as during a run.
 
     Args:
-        config: configuration of the run to continue; its parallel layout is ignored.
-        consumed_samples: number of samples trained on; by default the source's, otherwise a global batch per
-            iteration.
-        stated: the overrides in `config` by the user; the checkpoint names its other settings as assumed, and a resume
-            compares them with nothing. None for all settings.
-        files: the store to write to.
+        config: The configuration for the continued run. Its parallel layout is ignored.
+        consumed_samples: Number of consumed samples. By default the source's count, or a global batch per iteration.
+        stated: The user's overrides in `config`. The checkpoint marks all other settings as assumed, and a resume does
+            not compare them. None if all settings are stated.
+        files: The store to write to.
 
     Raises:
-        TrainerError: if the iteration exists already, the source holds another model, or the checkpoint cannot be
-            written; committed checkpoints are untouched.
+        TrainerError: The iteration exists already, the source holds another model, or the checkpoint cannot be written.
+            Committed checkpoints are untouched.
     """
     config = replace(config, parallel=ParallelSection(zero_stage=config.parallel.zero_stage))
     if source.has_optimizer and config.optimizer.name is not OptimizerName.adamw:
@@ -95,10 +94,10 @@ def write_checkpoint(
 
 
 def write_log(records: Sequence[Json], folder: Path, files: Files = FILE_SYSTEM) -> None:
-    """Write the log of a run that goes on here, unless there is one.
+    """Write the imported log to the run folder, unless it has a log already.
 
     Args:
-        folder: its checkpoint folder, `checkpoints` in the run's.
+        folder: The checkpoint folder. Without the name `checkpoints` it is not in a run folder, and nothing is written.
     """
     path = folder.parent / METRICS
     if folder.name != "checkpoints" or exists(path):
@@ -108,7 +107,7 @@ def write_log(records: Sequence[Json], folder: Path, files: Files = FILE_SYSTEM)
 
 
 def _check(config: Config) -> None:
-    """Refuse a configuration with which no checkpoint can be written. Training keys are validated by the run."""
+    """Refuse a configuration unfit for writing a checkpoint. The run validates training keys."""
     problems = model_problems(config.model)
     values = {
         "train.seq_length": config.train.seq_length,
@@ -128,7 +127,7 @@ def _check(config: Config) -> None:
 
 
 def _trainable(config: Config) -> TrainSection:
-    """Return the section `train` as recorded in the checkpoint, with `seq_length` limited to the model's positions."""
+    """Return the `train` section for the checkpoint, with `seq_length` limited to the model's positions."""
     most = config.model.max_position_embeddings
     if config.train.seq_length <= most:
         return config.train
@@ -140,7 +139,7 @@ def _trainable(config: Config) -> TrainSection:
 
 
 def _finite_reader(source: StateSource) -> Callable[[str], torch.Tensor]:
-    """Return the source's `read` with a refusal of NaN and infinity."""
+    """Return the source's `read`, with NaN and infinity refused."""
 
     def read(name: str) -> torch.Tensor:
         tensor = source.read(name)
@@ -151,9 +150,9 @@ def _finite_reader(source: StateSource) -> Callable[[str], torch.Tensor]:
 
 
 def _assumed(description: Json, stated: Sequence[str]) -> list[str]:
-    """Return the fields and sections of a record that neither a source nor an override has.
+    """Return the fields and sections in a record set neither by the source nor by an override.
 
-    The last word of an override's key ends with the name of its field, as that of `optimizer.adam_beta2` with `beta2`.
+    An override key's last word ends with its field name: `optimizer.adam_beta2` ends with `beta2`.
     """
     keys = [override.partition("=")[0].lstrip("+") for override in stated]
     if "experiment" in keys:
@@ -187,7 +186,7 @@ def _documents(
             "them.",
         ) from None
     train, batch = config.train, dict(description["batch"])
-    del batch["micro_batch_size"]  # no iteration has run with it, so a run may choose its own
+    del batch["micro_batch_size"]  # no iteration has used it, so a run may choose its own
     samples = source.consumed_samples if consumed_samples is None else consumed_samples
     if samples is None:
         samples = batch_schedule_of(train).consumed_after(source.iteration)
@@ -207,7 +206,9 @@ def _documents(
 
 
 def _tokenizer(source: StateSource, config: Config) -> dict[str, bytes]:
-    """Return the source's tokenizer files, unless another is configured, or else those of bytes if they fit."""
+    """Return the source's tokenizer files, the configured tokenizer's if it is another, or the byte tokenizer's if
+    it fits.
+    """
     if source.tokenizer and _names_no_other(config.data.tokenizer, source.tokenizer.get(TOKENIZER)):
         return {name: read_tokenizer(path) for name, path in source.tokenizer.items()}
     is_known = config.data.tokenizer is not None or config.model.vocab_size == bytes_encoder().vocab_size
@@ -220,6 +221,6 @@ def _names_no_other(tokenizer: str | None, beside: Path | None) -> bool:
     return read_tokenizer(Path(tokenizer).expanduser()) == read_tokenizer(beside)
 
 
-# Sections of a record whose values no source has.
+# Record sections whose values sources lack.
 _SETTINGS = ("environment", "precision", "evaluation", "clip_grad", "seed", "schedule", *SECTIONS)
 _MODEL_ALONE = CheckpointSection(finetune=True)

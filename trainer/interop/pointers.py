@@ -1,4 +1,4 @@
-"""Git-LFS pointers, which stand in place of files that a clone did not download."""
+"""Refuses Git LFS pointers, which replace files not downloaded by a clone."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from reprise.errors import CheckpointError
 from reprise.storage import is_dir, is_file, matching
 
 _START = b"version https://git-lfs.github.com/"
-_MOST_BYTES = 1024  # of a pointer, by Git LFS's specification
+_MOST_BYTES = 1024  # largest pointer in Git LFS's specification
 
 
 def refuse_pointers(path: Path) -> None:
-    """Refuse a file, or a folder with a file, that is a Git-LFS pointer.
+    """Refuse a Git LFS pointer, or a folder containing any.
 
     Raises:
-        CheckpointError: naming the pointers.
-        OSError: if a file cannot be read.
+        CheckpointError: There are pointers. The error names them.
+        OSError: A file cannot be read.
     """
     names = [file.name for file in (matching(path, "*") if is_dir(path) else [path]) if _is_pointer(file)]
     if names:

@@ -1,6 +1,6 @@
-"""Orders the rows of projections of queries, keys and values as other programs do. Pure.
+"""Orders the rows of query, key and value projections as other programs do. Pure.
 
-Letters in shapes: A heads, G query groups, D width of a head.
+Letters in shapes: A heads, G query groups, D head width.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from models.config import ModelConfig
 
 
 def split_groups(fused: torch.Tensor, config: ModelConfig) -> list[torch.Tensor]:
-    """Return queries, keys and values of a fused projection.
+    """Return the queries, keys and values from a fused projection.
 
-    Megatron and torchtitan order its rows by query group: for each of G groups the A / G heads of queries, then a
-    head of keys, then a head of values.
+    Megatron and torchtitan order its rows by query group. Each group has A / G query heads, a key head, and a value
+    head.
 
     Args:
         fused: [(A + 2 G) D, ...].
 
     Returns:
-        [A D, ...], [G D, ...], [G D, ...], without a change of the order of heads.
+        [A D, ...], [G D, ...], [G D, ...], with heads in the same order.
     """
     groups, head = config.n_kv_head, config.head_width
     queries = config.n_head // groups * head
@@ -32,7 +32,7 @@ def split_groups(fused: torch.Tensor, config: ModelConfig) -> list[torch.Tensor]
 
 
 def join_groups(parts: Sequence[torch.Tensor], config: ModelConfig) -> torch.Tensor:
-    """Return the fused projection of queries, keys and values; the inverse of `split_groups`."""
+    """Return the fused query, key and value projection. The inverse of `split_groups`."""
     groups = config.n_kv_head
     grouped = [part.reshape(groups, -1, *part.shape[1:]) for part in parts]
     joined = torch.cat(grouped, dim=1)
@@ -40,10 +40,10 @@ def join_groups(parts: Sequence[torch.Tensor], config: ModelConfig) -> torch.Ten
 
 
 def halves_from_pairs(tensor: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """Reorder the rows of each head from pairs to halves, [heads * head_dim, width].
+    """Reorder each head's rows from pairs to halves, [heads * head_dim, width].
 
-    torchtitan and llm.c rotate rows 2i and 2i + 1 of a head by the i-th angle, transformers and we rows i and
-    i + head_dim / 2; attention's sum over a head is the same.
+    torchtitan and llm.c rotate rows 2i and 2i + 1 in a head by the i-th angle. transformers and Reprise rotate rows i
+    and i + head_dim / 2. Attention sums over a head, so the result is the same.
     """
     heads = tensor.shape[0] // head_dim
     pairs = tensor.view(heads, head_dim // 2, 2, *tensor.shape[1:])

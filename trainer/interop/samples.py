@@ -1,4 +1,4 @@
-"""The identity of weight files of another program, without reading all of them."""
+"""Identifies another program's weight files without reading them in full."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import xxhash
 
 from reprise.storage import open_regular
 
-# So many extents of a file are digested, each of so many bytes.
+# How many samples each file has, and their size in bytes.
 _SAMPLES, _SAMPLE_BYTES = 16, 256 << 10
 
 
 def digest_of_samples(files: Iterable[Path]) -> bytes:
-    """Return the XXH3 digest of the names and sizes of files, and of samples of each from its first to its last bytes.
+    """Return the XXH3 digest of file names, sizes and samples, which cover each file from its first to its last byte.
 
-    A file of up to 256 KiB is read whole, and the headers of larger files are in their first sample.
+    A file of up to 256 KiB is read in full. A larger file's header is in its first sample.
 
     Args:
-        files: in the same order everywhere; only the last part of a path counts.
+        files: The files, in the same order on every host. Only a path's last component counts.
     """
     hasher = xxhash.xxh3_64()
     for path in files:

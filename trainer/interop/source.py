@@ -1,4 +1,4 @@
-"""A state read tensor by tensor, from another program's files or from our checkpoint."""
+"""A state read tensor by tensor, from another program's files or our checkpoint."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class StateSource:
     """A state to convert.
 
     Args:
-        iteration: optimizer steps done; 0 for weights alone.
-        read: returns a CPU tensor of the stored shape, of any floating-point dtype, by its stored name, which is
-            transformers' (`families.stored_tensors`); moments are `exp_avg.<name>` and `exp_avg_sq.<name>`, steps
-            `step.<name>`. Called once per tensor, in the order of our files.
-        tokenizer: the tokenizer files beside the model, by name.
-        consumed_samples: samples trained on, where the other program counted them.
-        settings: the overrides that continue the run as the other program would, ahead of the command's.
-        log: the records of its log for `metrics.jsonl`.
+        iteration: Completed optimizer steps. 0 for weights alone.
+        read: Returns a CPU tensor with the stored shape and any floating-point dtype. Its argument is a stored name, as
+            in transformers (`families.stored_tensors`). Moments are `exp_avg.<name>` and `exp_avg_sq.<name>`, steps
+            `step.<name>`. Called once per tensor, in our file order.
+        tokenizer: The tokenizer files beside the model, by name.
+        consumed_samples: The other program's count of consumed samples, if available.
+        settings: Overrides to continue the run as the other program would. The command's overrides win.
+        log: The other program's log records, for `metrics.jsonl`.
     """
 
     model: ModelConfig
@@ -45,10 +45,10 @@ class StateSource:
 
 
 def refuse_adapters(checkpoint: Checkpoint, *, fix: str) -> None:
-    """Refuse a checkpoint with adapters and no weights beneath them.
+    """Refuse a checkpoint with adapters and no base weights.
 
     Raises:
-        MismatchError: with what to do.
+        MismatchError: It has adapters alone. The error says what to do.
     """
     if holds_adapters(checkpoint):
         raise MismatchError(
@@ -57,19 +57,19 @@ def refuse_adapters(checkpoint: Checkpoint, *, fix: str) -> None:
 
 
 def holds_adapters(checkpoint: Checkpoint) -> bool:
-    """Return whether a checkpoint has adapters and no weights beneath them."""
+    """Return whether a checkpoint has adapters and no base weights."""
     return ADAPTERS in checkpoint.manifest.files
 
 
 def of_checkpoint(checkpoint: Checkpoint, *, averages: bool = False) -> StateSource:
-    """Return a checkpoint of ours as a source; every block read is verified against its digest.
+    """Return our checkpoint as a source. Every block read is verified against its digest.
 
     Args:
-        averages: see `adapters_of`.
+        averages: See `adapters_of`.
 
     Raises:
-        CheckpointError: if its state file or a header is damaged.
-        MismatchError: if it holds adapters alone, or no averages to read.
+        CheckpointError: The state file or a header is damaged.
+        MismatchError: The checkpoint holds adapters alone, or lacks the requested averages.
     """
     refuse_adapters(
         checkpoint,
@@ -80,10 +80,10 @@ def of_checkpoint(checkpoint: Checkpoint, *, averages: bool = False) -> StateSou
 
 
 def tensor_reader(checkpoint: Checkpoint) -> Callable[[str], torch.Tensor]:
-    """Return a function from a stored name to a CPU tensor of the stored shape, verified block by block.
+    """Return a function mapping a stored name to a CPU tensor with the stored shape, verified block by block.
 
     Raises:
-        CheckpointError: if a header is damaged.
+        CheckpointError: A header is damaged.
     """
     places = read_places(checkpoint)
 
@@ -99,15 +99,15 @@ def tensor_reader(checkpoint: Checkpoint) -> Callable[[str], torch.Tensor]:
 
 
 def has_averages(checkpoint: Checkpoint) -> bool:
-    """Return whether a checkpoint has moving averages of its parameters."""
+    """Return whether a checkpoint has moving averages."""
     return any(name.startswith(f"{AVERAGE}.") for name in checkpoint.manifest.tensors)
 
 
 def require_averages(checkpoint: Checkpoint) -> None:
-    """Refuse a checkpoint without moving averages of its parameters.
+    """Refuse a checkpoint without moving averages.
 
     Raises:
-        MismatchError: with what to do.
+        MismatchError: There are none. The error says what to do.
     """
     if not has_averages(checkpoint):
         raise MismatchError(
@@ -118,14 +118,14 @@ def require_averages(checkpoint: Checkpoint) -> None:
 
 
 def adapters_of(checkpoint: Checkpoint, *, averages: bool = False) -> StateSource:
-    """Return a checkpoint of ours, which may hold adapters alone, as a source.
+    """Return our checkpoint, which may hold adapters alone, as a source.
 
     Args:
-        averages: read the moving averages of the parameters in their place; a frozen one has none.
+        averages: Whether to read moving averages in place of parameters. Frozen parameters have none.
 
     Raises:
-        CheckpointError: if its state file or a header is damaged.
-        MismatchError: if it has no averages to read.
+        CheckpointError: The state file or a header is damaged.
+        MismatchError: The checkpoint lacks the requested averages.
     """
     if averages:
         require_averages(checkpoint)

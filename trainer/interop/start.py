@@ -1,4 +1,4 @@
-"""Starts a run, on any topology, from weights of another program: a transformers folder or an llm.c file."""
+"""Starts a run, on any topology, from another program's weights: a transformers folder or an llm.c file."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ _log = logging.getLogger(__name__)
 
 
 class WeightsKind(Enum):
-    """The kind of source of a run's initial weights."""
+    """The kind of source for a run's initial weights."""
 
-    folder = "folder"  # of transformers
-    file = "file"  # of llm.c
+    folder = "folder"  # a transformers folder
+    file = "file"  # an llm.c file
 
     @property
     def owner(self) -> str:
-        """Return the name of the program whose weights they are."""
+        """Return the writing program's name."""
         return "transformers" if self is WeightsKind.folder else "llm.c"
 
     def digest(self, path: Path) -> str:
-        """Return the digest of the weights at a path; see `Pretrained`."""
+        """Return the weights' digest. See `Pretrained`."""
         return digest_of_samples([path] if self is WeightsKind.file else tensor_files(open_folder(path))).hex()
 
 
@@ -60,7 +60,7 @@ class Pretrained:
     """Weights loaded from another program's files.
 
     Args:
-        digest: of the names and sizes of their files and of samples of each, the same at any path.
+        digest: Digest over the file names, sizes and samples. It does not depend on the path.
     """
 
     report: LoadReport
@@ -69,14 +69,14 @@ class Pretrained:
 
 @dataclass(frozen=True, slots=True)
 class ForeignWeights:
-    """Weights of the configured model.
+    """Weights for the configured model.
 
     Args:
-        fit: how they may differ from the model's tensors.
-        notes: log lines on allowed differences from the configuration.
-        files: their files, in an order that is the same on every host.
-        read: returns a tensor by its stored name, a view of a mapped file where possible.
-        file_of: returns its file.
+        fit: How they may differ from the model's tensors.
+        notes: Log lines on allowed differences from the configuration.
+        files: The weight files, in the same order on every host.
+        read: Returns a tensor by its stored name, as a view of a mapped file where possible.
+        file_of: Returns a tensor's file.
     """
 
     fit: Fit
@@ -86,10 +86,10 @@ class ForeignWeights:
     file_of: Callable[[str], Path]
 
     def fill(self, live: Sequence[LiveTensor], progress: Callable[[int], object] = lambda _: None) -> LoadReport:
-        """Copy each box of `live` from its file, of which no other part is read; `progress` gets the copied bytes.
+        """Copy each box in `live` from its file, reading nothing else. `progress` receives the copied bytes.
 
         Raises:
-            CheckpointError: if a number is NaN or infinite.
+            CheckpointError: A number is NaN or infinite.
         """
         start, read_bytes = time.perf_counter(), 0
         for tensor in live:
@@ -113,18 +113,18 @@ def load_pretrained(
     *,
     seed: int,
 ) -> Pretrained:
-    """Fill parameters from `path`, cast to float32. A call of all ranks.
+    """Fill parameters from `path`, cast to float32. All ranks must call it.
 
-    Rows and tensors left out, as `section` allows, get the initial values of `seed`.
-
-    Each rank reads only the bytes of its boxes. Other files of a trainer in the folder are named in the log.
+    Rows and tensors left out, as `section` allows, keep their initial values for `seed`. Each rank reads only its
+    boxes' bytes. The log names a trainer's other files in the folder.
 
     Args:
-        live: the parameters of `model`.
-        section: refused unless it asks for a start at iteration 0.
+        live: The parameters of `model`.
+        section: The checkpoint section, which must request a start at iteration 0.
 
     Raises:
-        TrainerError: on every rank; if it does not hold the configured model, before anything is filled.
+        TrainerError: The weights are damaged or do not fit the model. Every rank raises. A model mismatch is found
+            before any parameter is filled.
     """
     channel = cluster.channel
     with channel.agreed("pretrained/open"):
@@ -148,13 +148,13 @@ def load_pretrained(
 def open_weights(
     path: Path, kind: WeightsKind, model: ModelConfig, section: CheckpointSection, *, is_first: bool = True
 ) -> ForeignWeights:
-    """Open the weights of a model, whose files are mapped.
+    """Open a model's weight files, mapped into memory.
 
     Args:
-        is_first: whether the values of tied tensors are compared, which reads them: once is enough.
+        is_first: Whether to compare the values of tied tensors. That reads them, so once per run is enough.
 
     Raises:
-        TrainerError: if they are not those of the model.
+        TrainerError: The weights do not fit the model.
     """
     if kind is WeightsKind.file:
         return _open_file(path, model, section)
@@ -175,7 +175,7 @@ def _open_folder(path: Path, model: ModelConfig, section: CheckpointSection, *, 
 
 
 def _with_stored_sizes(stored: ModelConfig, model: ModelConfig) -> ModelConfig:
-    """Return the model with the sizes of the stored tables; padding rows of its vocabulary are no size of their own."""
+    """Return the model with the stored table sizes. Vocabulary padding rows do not count as a size difference."""
     vocab_size = model.vocab_size if stored.vocab_size == model.padded_vocab_size else stored.vocab_size
     return replace(model, vocab_size=vocab_size, max_position_embeddings=stored.max_position_embeddings)
 
@@ -212,7 +212,7 @@ def _other_weights(path: Path, digest: str, first: str) -> MismatchError:
 
 
 def _trainer_note(path: Path) -> str:
-    """Return what transformers' Trainer has in a folder that looks like a run's state."""
+    """Describe the Trainer's files in a folder mistaken for a run."""
     saved = trainer_checkpoints(path)
     return (
         f"; the {STATE} is that of transformers' Trainer, which `reprise convert import trainer` takes"

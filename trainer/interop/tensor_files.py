@@ -1,4 +1,4 @@
-"""Writes unsharded tensors into the files of a layout in sequence."""
+"""Writes unsharded tensors into a layout's files, one after another."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ Read = Callable[[str], torch.Tensor]
 
 
 def write_tensor_files(folder: Path, files: Files, layout: Layout, read: Read) -> list[WrittenPiece]:
-    """Write and sync every file of `layout` in an existing folder; return each tensor as a piece with digests.
+    """Write and sync every file in `layout` to an existing folder. Return each tensor as a piece with digests.
 
-    At most one tensor is in memory at a time, cast to the layout's dtype block by block. On a terminal, a progress bar
+    At most a single tensor is in memory, cast to the layout's dtype block by block. On a terminal, a progress bar
     on standard error counts the bytes.
 
     Raises:
-        CheckpointError: for a tensor of another shape than the layout's, or with values beyond the dtype; with path and
-            errno, if the file system fails.
+        CheckpointError: A tensor's shape differs from the layout's, a value is beyond the dtype, or the file system
+            fails. The last error has the path and errno.
     """
     pieces = []
     total = sum(place.spec.total_bytes for place in layout.places.values())
@@ -48,7 +48,7 @@ def _write_file(
         files.reserve(descriptor, file.total_bytes)
         files.write(descriptor, [memoryview(file.header)], offset=0)
         for place in file.places:
-            # A function of its own: a block that outlived the loop would keep its tensor while the next one is read.
+            # A separate function: a block outliving the loop would keep its tensor in memory during the next read.
             digests = _write_tensor(files, descriptor, place, read, progress)
             yield WrittenPiece(place.spec.name, whole(place.spec.view), 0, place.spec.total_bytes, digests)
         files.sync(descriptor)
@@ -57,7 +57,7 @@ def _write_file(
 
 
 def _write_tensor(files: Files, descriptor: int, place: Place, read: Read, progress: Callable[[int], object]) -> bytes:
-    """Write a tensor at its place in an open file; return the digests of its blocks, end to end."""
+    """Write a tensor at its offset in an open file. Return its concatenated block digests."""
     digests, offset, dtype = [], place.offset, torch_dtype(place.spec.dtype)
     for block in blocks_of(_checked(read(place.spec.name), place), dtype, where=place.spec.name):
         files.write(descriptor, [block], offset=offset)
@@ -79,10 +79,10 @@ def _checked(tensor: torch.Tensor, place: Place) -> torch.Tensor:
 
 
 def blocks_of(tensor: torch.Tensor, dtype: torch.dtype, *, where: str) -> Iterator[memoryview]:
-    """Yield the bytes of a tensor in C order, cast to `dtype`, in blocks of `BLOCK_BYTES`, the last shorter.
+    """Yield a tensor's bytes in C order, cast to `dtype`, in blocks of `BLOCK_BYTES`. The last may be shorter.
 
     Raises:
-        CheckpointError: for a tensor of another dtype that is not of floating point, or a finite value beyond `dtype`.
+        CheckpointError: A tensor with another dtype is not floating point, or a finite value is beyond `dtype`.
     """
     if not tensor.is_floating_point() and tensor.dtype is not dtype:
         raise CheckpointError("A tensor holds no floating-point numbers", where=where, found=tensor.dtype)
@@ -105,8 +105,8 @@ def blocks_of(tensor: torch.Tensor, dtype: torch.dtype, *, where: str) -> Iterat
 def _rounded(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return values in another dtype, rounded once.
 
-    torch rounds float64 to float32 on its way to 16 bits. So float32 is rounded to odd here: an inexact value is cut
-    off, and its last bit set, which decides every tie of the second rounding as the exact value does.
+    torch rounds float64 to float32 before rounding to 16 bits. So float32 is rounded to odd here: an inexact value is
+    truncated and its last bit set, which breaks every tie in the second rounding as the exact value would.
     """
     if values.dtype is not torch.float64 or dtype.itemsize >= torch.float32.itemsize:
         return values.to(dtype)

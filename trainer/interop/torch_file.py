@@ -1,6 +1,6 @@
-"""Opens pickles of other programs: files of `torch.save`, and the metadata of DCP. No code in them is run.
+"""Opens other programs' pickles, `torch.save` files and DCP metadata, without running their code.
 
-torch's own reader of weights does the former. Whatever else a file names, is a `PlainObject` here: it is neither
+torch's weights-only reader opens `torch.save` files. Any other class in a pickle becomes a `PlainObject`: it is neither
 imported nor called.
 """
 
@@ -24,7 +24,7 @@ from reprise.errors import CheckpointError
 from reprise.storage import failed_read, open_regular, shown
 
 _FLOATS = {torch.float32, torch.bfloat16, torch.float16, torch.float64}
-# What the readers of Python and torch raise for damaged files.
+# Errors that Python's and torch's readers raise for damaged files.
 _DAMAGE = (
     pickle.UnpicklingError,
     zipfile.BadZipFile,
@@ -41,20 +41,20 @@ _DAMAGE = (
 )
 
 
-# The reason in a message of torch, without its advice to run the code.
+# The reason in a torch message, without its advice to run the code.
 _REASON = re.compile(r"(?:error: |\n)([^\n]+?)(?: Please [^\n]*)?\n\nCheck the documentation")
 
 
 class PickleProblem(ValueError):
-    """A damaged pickle, or one of another form."""
+    """A damaged pickle, or a pickle with unexpected content."""
 
 
 class PlainObject:
-    """Stand-in for an object of a class that is not loaded.
+    """Stand-in for an object whose class is not loaded.
 
     Attributes:
-        values: the arguments of the class; for an enumeration's member, its value or its name.
-        attributes: its attributes by name, as of an `argparse.Namespace`.
+        values: The constructor's arguments. For an enumeration member, its value or name.
+        attributes: The object's attributes by name, such as an `argparse.Namespace`'s.
     """
 
     __slots__ = ("attributes", "values")
@@ -78,30 +78,30 @@ class PlainObject:
 
 
 class FilePart(io.RawIOBase):
-    """A part of a file as a file of its own."""
+    """A byte range presented as a separate file."""
 
     def __init__(self, path: Path, offset: int, length: int) -> None:
         self._descriptor, self._begin, self._length, self._at = open_regular(path), offset, length, 0
 
     def readable(self) -> bool:
-        """Return whether it can be read."""
+        """Return True."""
         return True
 
     def seekable(self) -> bool:
-        """Return whether it can be read from any byte on."""
+        """Return True."""
         return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Move to a byte of the part."""
+        """Move to an offset in the part."""
         self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
         return self._at
 
     def tell(self) -> int:
-        """Return the byte to read next."""
+        """Return the next byte's offset in the part."""
         return self._at
 
     def readinto(self, buffer: Any) -> int:
-        """Read the next bytes of the part into memory."""
+        """Read the part's next bytes into memory, and return their count."""
         count = max(0, min(len(buffer), self._length - self._at))
         count = os.preadv(self._descriptor, [memoryview(buffer)[:count]], self._begin + self._at)
         self._at += count
@@ -115,11 +115,11 @@ class FilePart(io.RawIOBase):
 
 
 def open_torch_file(path: Path) -> Mapping[Any, Any]:
-    """Return the dictionary in a file; its tensors are memory-mapped.
+    """Return a file's dictionary, with memory-mapped tensors.
 
     Raises:
-        CheckpointError: if it is damaged, or does not hold a dictionary.
-        UnreadableError: if it cannot be read at the moment.
+        CheckpointError: The file is damaged, or does not hold a dictionary.
+        UnreadableError: The file cannot be read at the moment.
     """
     content = read_torch_file(path)
     if not isinstance(content, Mapping):
@@ -128,11 +128,11 @@ def open_torch_file(path: Path) -> Mapping[Any, Any]:
 
 
 def read_torch_file(path: Path) -> Any:
-    """Return the content of a file; its tensors are memory-mapped.
+    """Return a file's content, with memory-mapped tensors.
 
     Raises:
-        CheckpointError: if it is damaged.
-        UnreadableError: if it cannot be read at the moment.
+        CheckpointError: The file is damaged.
+        UnreadableError: The file cannot be read at the moment.
     """
     try:
         with os.fdopen(open_regular(path), "rb") as file:
@@ -144,22 +144,22 @@ def read_torch_file(path: Path) -> Any:
 
 
 def load_plain(file: Any, path: Path | None = None, *, admits_all: bool = True) -> Any:
-    """Return the value of a `torch.save`.
+    """Return the value written by a `torch.save`.
 
     Args:
-        file: its bytes, whose checksums are compared.
-        path: the path of the same bytes, to map them; otherwise they are read.
-        admits_all: whether objects of other classes become `PlainObject`; otherwise they are refused.
+        file: The bytes. Their checksums are verified.
+        path: A path to the same bytes, which are then memory-mapped. Without it they are read.
+        admits_all: Whether objects with other classes become `PlainObject`. Otherwise they are refused.
 
     Raises:
-        PickleProblem: if it is damaged, or for an object not admitted.
+        PickleProblem: The bytes are damaged, or contain a refused object.
     """
     try:
         with zipfile.ZipFile(file) as archive:
             members = archive.infolist()
             if packed := [member.filename for member in members if member.compress_type]:
                 raise PickleProblem(f"{shown(packed[0])} is compressed, as torch writes nothing")
-            # torch writes 0 for all where it is set to leave checksums out.
+            # torch writes 0 everywhere if it is set to omit checksums.
             if any(member.CRC for member in members) and (name := archive.testzip()):
                 raise PickleProblem(f"another checksum of {shown(name)}")
         file.seek(0)
@@ -175,18 +175,18 @@ def load_plain(file: Any, path: Path | None = None, *, admits_all: bool = True) 
 
 
 class ForeignClass(PickleProblem):
-    """A class that DCP's metadata does not have."""
+    """A class not found in DCP metadata."""
 
 
-# Packages whose classes DCP's metadata has: those of torch and Megatron-Core, and paths. Python 3.11.0 to 3.11.3
-# pickles members of enumerations by `getattr`.
+# Packages with classes in DCP metadata: torch, Megatron-Core, and pathlib. Python 3.11.0 to 3.11.3 pickles enumeration
+# members by `getattr`.
 _RECORDS = ("torch.distributed.checkpoint.", "megatron.core.dist_checkpointing.", "pathlib", "torch.serialization")
 
 
 class _Reader(pickle.Unpickler):
-    """Reads a pickle in which classes of `_RECORDS` are plain objects, and which has no other class.
+    """Reads a pickle. Classes in `_RECORDS` become plain objects, and all others are refused.
 
-    A pickle can set attributes of a class, which would outlast the read, but not where a class has `__setstate__`.
+    A pickle could set class attributes, which would outlast the read, but not on a class with `__setstate__`.
     """
 
     def find_class(self, module: str, name: str) -> Any:
@@ -199,11 +199,11 @@ class _Reader(pickle.Unpickler):
 
 
 def unpickle_records(data: bytes) -> Any:
-    """Return the value in DCP's metadata, with plain objects in place of those of torch's classes.
+    """Return the value in DCP metadata, with plain objects in place of torch's classes.
 
     Raises:
-        ForeignClass: for another class.
-        PickleProblem: if it is damaged.
+        ForeignClass: The pickle names another class.
+        PickleProblem: The pickle is damaged.
     """
     try:
         return _Reader(io.BytesIO(data)).load()
@@ -214,16 +214,16 @@ def unpickle_records(data: bytes) -> Any:
 
 
 def is_plain(value: object) -> TypeGuard[torch.Tensor]:
-    """Return whether a value is a tensor of floating-point numbers, each with a place of its own in the file."""
+    """Return whether a value is a dense floating-point tensor whose elements each have their own bytes in the file."""
     if not isinstance(value, torch.Tensor) or value.dtype not in _FLOATS or value.layout is not torch.strided:
         return False
     return value.numel() * value.element_size() <= value.untyped_storage().nbytes()
 
 
 def attributes_of(value: object) -> dict[str, Any]:
-    """Return the attributes of parsed arguments, none for a value of another kind.
+    """Return the attributes of parsed arguments. Other values have none.
 
-    Their own class is loaded in a process that has imported Megatron-Core, which registers it with torch.
+    If the process has imported Megatron-Core, which registers its argument class with torch, that class is loaded.
     """
     if isinstance(value, PlainObject):
         return dict(value.attributes)

@@ -1,1 +1,1 @@
-"""Import and export of torch.distributed.checkpoint folders."""
+"""Imports and exports torch.distributed.checkpoint folders."""

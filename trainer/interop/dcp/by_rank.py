@@ -1,4 +1,4 @@
-"""Folders with a file for each rank: torch_checkpointing's, and those of transformers' sharded models."""
+"""Reads folders with a file per rank: torch_checkpointing's, and transformers' sharded models."""
 
 from __future__ import annotations
 
@@ -36,12 +36,14 @@ _OFFSETS = "DCP_SHARDING_INFO"
 
 
 def open_any(path: Path, options: ImportOptions) -> DcpFolder:
-    """Open a folder of DCP, of torch_checkpointing, or of transformers' `save_pretrained(distributed_checkpoint=True)`.
+    """Open a folder from DCP, torch_checkpointing, or transformers' `save_pretrained(distributed_checkpoint=True)`.
 
-    transformers saves the optimizer with DCP, which may be in the same folder.
+    transformers saves the optimizer with DCP, possibly in the same folder.
 
     Raises:
-        CheckpointError: if `path` is not such a folder, is damaged, or its pickles are not trusted.
+        ConfigError: The folder is torch_checkpointing's, and pickles are not trusted.
+        CheckpointError: `path` is not such a folder, is damaged, or its DCP metadata is not trusted.
+        MismatchError: The DCP metadata names other programs' classes.
     """
     if is_file(path / TABLE):
         require_trust(options, "torch_checkpointing", where=path)
@@ -55,9 +57,9 @@ def open_any(path: Path, options: ImportOptions) -> DcpFolder:
 
 
 def _of_torch_checkpointing(path: Path) -> DcpFolder:
-    """Return the tensors that the table of all ranks describes, and the values of rank 0.
+    """Return the tensors described by the table of all ranks, and rank 0's values.
 
-    Source: `DistributedMetadata.to_dict`, torch_checkpointing 0.1.1. An item without a resharder is not in the table.
+    Source: `DistributedMetadata.to_dict`, torch_checkpointing 0.1.1. The table omits items without a resharder.
     """
     try:
         table = unpickle_records(read_regular(path / TABLE, limit_bytes=MOST_METADATA_BYTES))
@@ -80,12 +82,12 @@ def _of_torch_checkpointing(path: Path) -> DcpFolder:
 def _tensor(
     keys: tuple[str | int, ...], groups: Sequence[Any], leaves: Callable[[int], Mapping[Any, Held]]
 ) -> DcpTensor:
-    """Return a tensor of the table.
+    """Return a tensor from the table.
 
     Args:
-        keys: of the tensor in a file.
-        groups: for ranks of the same placement, the placement and the ranks.
-        leaves: returns the content of a rank's file by keys.
+        keys: The tensor's keys in a rank's file.
+        groups: Placements, each with its ranks.
+        leaves: Returns a rank's file content by keys.
     """
     chunks = dict[Box, Held]()
     for group in groups:
@@ -101,7 +103,7 @@ def _tensor(
 
 
 def _box(shape: tuple[int, ...], placed: Mapping[str, Any], rank: int) -> Box:
-    """Return the box of a rank in a tensor."""
+    """Return a rank's box in a tensor."""
     mesh, splits = placed["mesh_spec"], list[Split]()
     at = mesh["mesh_data"].index(rank)
     for size, placement in reversed([*zip(mesh["mesh_shape"], placed["placements"], strict=True)]):
@@ -112,10 +114,10 @@ def _box(shape: tuple[int, ...], placed: Mapping[str, Any], rank: int) -> Box:
 
 
 def _leaves(path: Path, item: str, layouts: Mapping[int, Any], rank: int) -> dict[tuple[str | int, ...], Held]:
-    """Return the content of a rank's file by keys; of DTensors, their local parts."""
-    import torch.distributed.tensor  # noqa: F401 (with it, torch's reader of weights admits DTensors)
+    """Return a rank's file content by keys. A DTensor is represented by its local part."""
+    import torch.distributed.tensor  # noqa: F401 (makes torch's weights-only reader accept DTensors)
 
-    logging.getLogger("torch.distributed.device_mesh").setLevel(logging.ERROR)  # it warns of each mesh without ranks
+    logging.getLogger("torch.distributed.device_mesh").setLevel(logging.ERROR)  # warns about every mesh without ranks
     layout = layouts.get(rank) or {"file_path": f"{item}_{rank}.pt"}
     name = layout["file_path"]
     if not is_file_name(name) or not name.endswith(".pt"):
@@ -136,9 +138,9 @@ def _joined(item: str, keys: Sequence[object]) -> str:
 
 
 def _of_shards(files: Sequence[Path]) -> dict[str, DcpTensor]:
-    """Return the tensors in safetensors files of ranks, each of which states the offsets of its parts.
+    """Return the tensors in the ranks' safetensors files. Each file states its parts' offsets.
 
-    Source: `HuggingFaceStorageWriter(save_distributed=True)` of torch, which transformers 5.23 and 5.24 use.
+    Source: torch's `HuggingFaceStorageWriter(save_distributed=True)`, which transformers 5.23 and 5.24 use.
     """
     parts = dict[str, dict[Box, Held]]()
     for file in files:

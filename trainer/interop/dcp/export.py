@@ -1,4 +1,4 @@
-"""Writes a folder for torch.distributed.checkpoint to load into a transformers model and its AdamW."""
+"""Writes a torch.distributed.checkpoint folder for a transformers model and its AdamW."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from trainer.schedules.progress import Progress
 
 @dataclass(frozen=True, slots=True)
 class SavedAdam:
-    """The AdamW settings of a parameter group.
+    """A parameter group's AdamW settings.
 
-    `no_decay` names the parameters of the second group, `frozen` those of none.
+    `no_decay` names the parameters in the second group. `frozen` names those in neither group.
     """
 
     lr: float
@@ -42,15 +42,15 @@ class SavedAdam:
 
 
 def write(checkpoint: Checkpoint, out: Path, options: ExportOptions) -> None:
-    """Write `out`, a folder for `dcp.load`, atomically and with a single file's tensors in memory.
+    """Write `out`, a folder for `dcp.load`, atomically. Only a single file's tensors are in memory.
 
-    It holds `model`, with a tied output layer under both names, and, if the checkpoint has an optimizer, `optim` as
-    returned by `get_optimizer_state_dict`, both nested and flattened. The counts of iterations, samples and tokens are
-    0-d tensors; `config.json` lies beside.
+    It contains `model`, with a tied output layer under both names. If the checkpoint has an optimizer, it also contains
+    `optim` as returned by `get_optimizer_state_dict`, both nested and flattened. The iteration, sample and token counts
+    are 0-d tensors. `config.json` lies beside.
 
     Raises:
-        ConfigError: if a dtype other than float32, or a tokenizer, is requested.
-        CheckpointError: if `out` exists, the checkpoint is damaged, or the file system fails.
+        ConfigError: The options request another dtype than float32, or a tokenizer.
+        CheckpointError: `out` exists, the checkpoint is damaged, or the file system fails.
     """
     require_float32(options, "DCP", where=out)
     files, source = options.files, of_checkpoint(checkpoint)
@@ -71,10 +71,10 @@ def _read(source: StateSource, name: str | None) -> torch.Tensor | None:
 
 
 def saved_counters(checkpoint: Checkpoint) -> dict[str, int]:
-    """Return the iteration, and the samples and tokens consumed.
+    """Return the iteration, and the consumed sample and token counts.
 
     Raises:
-        CheckpointError: if the state file has none.
+        CheckpointError: The state file has no counts.
     """
     try:
         progress = Progress.from_record(checkpoint.state)
@@ -85,14 +85,14 @@ def saved_counters(checkpoint: Checkpoint) -> dict[str, int]:
 
 
 def saved_adam(checkpoint: Checkpoint, config: ModelConfig, *, to: str = "DCP") -> SavedAdam:
-    """Return the settings of a checkpoint's optimizer.
+    """Return a checkpoint's optimizer settings.
 
     Args:
-        to: the format, for messages.
+        to: The export format, for messages.
 
     Raises:
-        CheckpointError: if the state file lacks them.
-        MismatchError: if it is not AdamW.
+        CheckpointError: The state file lacks the settings.
+        MismatchError: The optimizer is not AdamW.
     """
     where = checkpoint.path / STATE
     optimizer = checkpoint.state.get("optimizer")
@@ -121,7 +121,7 @@ def _documents(model: ModelConfig) -> dict[str, dict[str, object]]:
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    """The arguments of `dcp.save`: tensors on `meta`, and the source's name of each by its key."""
+    """Arguments for `dcp.save`: tensors on `meta`, and each tensor's source name by its key."""
 
     nested: dict[str, Any]
     names: dict[str, str]
@@ -152,9 +152,9 @@ def _empty(shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def adam_groups(names: list[str], adam: SavedAdam) -> list[dict[str, Any]]:
-    """Return our two parameter groups with every setting of the installed torch's AdamW.
+    """Return our two parameter groups, with every setting in the installed torch's AdamW.
 
-    A torch scheduler adds `initial_lr` to a group: loading with a scheduler requires it, without one it is ignored.
+    A torch scheduler adds `initial_lr` to a group. With a scheduler, loading requires it. Otherwise loading ignores it.
     """
     settings = dict(torch.optim.AdamW([torch.nn.Parameter(torch.zeros(()))]).param_groups[0])
     settings |= {"lr": adam.lr, "betas": adam.betas, "eps": adam.eps, "initial_lr": adam.lr}

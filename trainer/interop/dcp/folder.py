@@ -1,4 +1,4 @@
-"""A torch.distributed.checkpoint folder: its metadata, which is a pickle, and its values by key."""
+"""Reads a torch.distributed.checkpoint folder: its metadata, which is a pickle, and its values by key."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from trainer.interop.torch_file import (
 )
 
 METADATA = ".metadata"
-MOST_METADATA_BYTES = 4 << 30  # 200 bytes for each chunk: room for twenty million
+MOST_METADATA_BYTES = 4 << 30  # 200 bytes per chunk: room for twenty million
 
-# Files of similar checkpoints, with what to do about them.
+# Files in similar checkpoints, with advice.
 _OTHER_FORMS = {
     "__*.metadata": "It was written by ranks on their own (use_collectives=False); save it again with collectives.",
     "model_0.pt": "torch_checkpointing wrote it without a table of its ranks' parts: save it with a resharder for each "
@@ -38,7 +38,7 @@ _OTHER_FORMS = {
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What `torch.save` wrote to a part of a file."""
+    """A byte range in a file, written by `torch.save`."""
 
     file: Path
     offset: int
@@ -47,7 +47,7 @@ class _Part:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A value of a file that is open, or a mapped tensor."""
+    """A value from an open file, or a mapped tensor."""
 
     file: Path
     value: Any
@@ -57,7 +57,7 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class DcpTensor:
-    """A tensor of the folder: its full shape and its dtype, and the chunks that tile it, each with its part."""
+    """A tensor in the folder: its full shape, its dtype, and the chunks tiling it, each with its part."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -69,8 +69,8 @@ class DcpFolder:
     """A DCP folder with validated metadata and all its files.
 
     Args:
-        tensors: every tensor by its key.
-        values: everything else by its key; each is a pickle of its own.
+        tensors: Every tensor by its key.
+        values: All other values by key, each pickled separately.
     """
 
     path: Path
@@ -78,18 +78,18 @@ class DcpFolder:
     values: Mapping[str, _Part | Held]
 
     def read_tensor(self, key: str) -> torch.Tensor:
-        """Return a full tensor on the CPU, assembled from its chunks with a single chunk in memory.
+        """Return a full tensor on the CPU. Only a single chunk is in memory beside it.
 
         Raises:
-            CheckpointError: if a chunk is damaged, or does not hold a tensor.
+            CheckpointError: A chunk is damaged, or does not hold a tensor.
         """
         return self.read_box(key, (0,) * len(self.tensors[key].shape), self.tensors[key].shape)
 
     def read_box(self, key: str, offset: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
-        """Return a box of a tensor on the CPU, assembled from its chunks with a single chunk in memory.
+        """Return a tensor's box on the CPU. Only a single chunk is in memory beside it.
 
         Raises:
-            CheckpointError: if a chunk is damaged, or does not hold a tensor.
+            CheckpointError: A chunk is damaged, or does not hold a tensor.
         """
         box, stored = Box(tuple(offset), tuple(shape)), self.tensors[key]
         target = torch.empty(box.shape, dtype=stored.dtype)
@@ -103,7 +103,7 @@ class DcpFolder:
         return target
 
     def fragments(self, key: str) -> tuple[int, ...]:
-        """Return the number of distinct offsets of a tensor's chunks in each dimension."""
+        """Count the distinct offsets of a tensor's chunks in each dimension."""
         stored = self.tensors[key]
         return tuple(len({chunk.offset[dim] for chunk in stored.chunks}) for dim in range(len(stored.shape)))
 
@@ -111,10 +111,10 @@ class DcpFolder:
         """Return a value other than a tensor, or a 0-d tensor as a number.
 
         Args:
-            admits_all: see `load_plain`.
+            admits_all: See `load_plain`.
 
         Raises:
-            CheckpointError: if it is damaged or refused.
+            CheckpointError: The value is damaged or refused.
         """
         if key in self.tensors:
             return self.read_tensor(key).item()
@@ -142,11 +142,11 @@ class DcpFolder:
 
 
 def open_folder(path: Path, *, trust_pickle: bool) -> DcpFolder:
-    """Read and validate the metadata of a DCP folder, and require all its files.
+    """Read and validate a DCP folder's metadata, and require all its files.
 
     Raises:
-        CheckpointError: if `path` is not such a folder, `trust_pickle` is not set, or anything is missing or damaged.
-        MismatchError: if the metadata names classes of other programs.
+        CheckpointError: `path` is not such a folder, `trust_pickle` is not set, or a part is missing or damaged.
+        MismatchError: The metadata names other programs' classes.
     """
     file = path / METADATA
     if not is_file(file):
@@ -163,13 +163,13 @@ def open_folder(path: Path, *, trust_pickle: bool) -> DcpFolder:
 
 
 def require_whole(folder: DcpFolder, problems: Sequence[str] = ()) -> DcpFolder:
-    """Return a folder whose files and chunks are all there.
+    """Return a folder after checking for missing files and chunks.
 
     Args:
-        problems: what is wrong with its metadata.
+        problems: Problems already found in its metadata.
 
     Raises:
-        CheckpointError: listing what is missing.
+        CheckpointError: There are problems. The error lists them.
     """
     with known_form("torch.distributed.checkpoint", folder.path):
         unsound = [problem for name, tensor in folder.tensors.items() for problem in _unsound(name, tensor)]
@@ -216,15 +216,15 @@ def _metadata(file: Path) -> Mapping[str, Any]:
 
 
 def _described(path: Path, metadata: Mapping[str, Any]) -> tuple[DcpFolder, list[str]]:
-    """Return the folder that metadata describe, with keys as without compilation, and the problems of its tensors.
+    """Return the folder described by the metadata, and its tensors' problems.
 
-    A compiled module adds `_orig_mod` to its keys.
+    A compiled module adds `_orig_mod` to its keys, which is removed here.
     """
     tensors, values, problems = dict[str, DcpTensor](), dict[str, _Part](), list[str]()
     with known_form("torch.distributed.checkpoint", path):
         table = metadata["state_dict_metadata"]
         renamed = {canonical_name(key): key for key in table}
-        if len(renamed) < len(table):  # the same key with and without it: two models
+        if len(renamed) < len(table):  # two models share a key once the prefix is removed
             renamed = {key: key for key in table}
         places = dict[tuple[str, tuple[int, ...]], _Part]()
         for index, info in metadata["storage_data"].items():
@@ -250,14 +250,14 @@ def _described(path: Path, metadata: Mapping[str, Any]) -> tuple[DcpFolder, list
 
 
 def _unsound(key: str, tensor: DcpTensor) -> Iterator[str]:
-    """Yield a problem if the chunks of a tensor do not tile it."""
+    """Yield a problem if a tensor's chunks do not tile it."""
     numbers = sum(intersect(chunk, whole(tensor.shape)).numel for chunk in tensor.chunks)
     if numbers != prod(tensor.shape):
         yield f"{key}: its chunks hold {numbers} of {prod(tensor.shape)} elements"
 
 
 def _missing_files(folder: DcpFolder) -> Iterator[str]:
-    """Yield the files missing, or too short for their parts."""
+    """Yield missing files, and files too short for their parts."""
     ends = dict[Path, int]()
     chunks = (part for stored in folder.tensors.values() for part in stored.chunks.values())
     for part in (*folder.values.values(), *chunks):

@@ -23,9 +23,9 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class KeyOrigin:
-    """The origin of our tensor: a name of the other program, its tensor's shape, and the part to take.
+    """Where our tensor comes from: the other program's name, its tensor's shape, and the part to take.
 
-    `take` maps a tensor of `shape` to ours; it applies to weight and moments alike.
+    `take` maps a tensor with `shape` to ours, for weights and moments alike.
     """
 
     name: str
@@ -35,14 +35,14 @@ class KeyOrigin:
 
 @dataclass(frozen=True, slots=True)
 class LocatedKeys:
-    """The tensors of a model in a folder.
+    """A model's tensors in a folder.
 
     Args:
-        scheme: the program whose names the folder uses.
-        keys: for each of our tensors, moments and steps, the folder's key and the part to take.
-        tied: for a tied tensor twice in the folder, the key of the second.
-        has_optimizer: whether moments and steps are among `keys`.
-        unmatched: keys neither of the model nor of its optimizer.
+        scheme: The program whose names the folder uses.
+        keys: The folder's key, and the part to take, for each tensor, moment and step.
+        tied: The second key, for each tied tensor stored twice.
+        has_optimizer: Whether `keys` include moments and steps.
+        unmatched: Keys belonging to neither the model nor its optimizer.
     """
 
     scheme: str
@@ -58,12 +58,12 @@ def locate(
     """Find a model's tensors, and its optimizer's, among keys with any prefix.
 
     Args:
-        shapes: the tensors of a folder by key.
-        with_optimizer: whether to look for the optimizer's.
+        shapes: The folder's tensor shapes, by key.
+        with_optimizer: Whether to look for optimizer state.
 
     Raises:
-        MismatchError: listing all problems if the folder is not of this model: another family, tensors missing or
-            unexpected, other shapes, or optimizer state for a part of the model only.
+        MismatchError: The folder does not fit the model: another family, missing or unexpected tensors, other shapes,
+            or optimizer state for only some parameters. The error lists all problems.
     """
     scheme, origins, prefix = _scheme(shapes, config, where=where)
     problems = list[str]()
@@ -102,7 +102,7 @@ def locate(
 def _scheme(
     shapes: Mapping[str, Shape], config: ModelConfig, *, where: object
 ) -> tuple[str, dict[str, list[KeyOrigin]], str]:
-    """Return the naming scheme of the folder, the origins under its names, and their prefix."""
+    """Return the folder's naming scheme, the origins under its names, and their prefix."""
     naming = {"transformers": _transformers, **_OTHER_SCHEMES.get(config.family, {})}
     schemes = {scheme: origins_of(config) for scheme, origins_of in naming.items()}
     for scheme, origins in schemes.items():
@@ -151,7 +151,7 @@ def _locate_moments(
 
 
 def _optimizer_root(shapes: Mapping[str, Shape], anchors: Sequence[KeyOrigin], *, where: object) -> str | None:
-    """Return the prefix of `state.` in the optimizer's keys, or None if there is no state by name."""
+    """Return the prefix before `state.` in the optimizer's keys, or None without optimizer state by name."""
     ends = [f"state.{origin.name}.{kind}" for origin in anchors for kind in MOMENTS]
     roots = {key.removesuffix(end) for key in shapes for end in ends if key == end or key.endswith("." + end)}
     for usual in ("optim.", "optimizer.", ""):
@@ -168,16 +168,16 @@ def _optimizer_root(shapes: Mapping[str, Shape], anchors: Sequence[KeyOrigin], *
 
 
 def is_numbered(keys: Set[str]) -> bool:
-    """Return whether there is optimizer state by parameter number, as in `Optimizer.state_dict`."""
+    """Return whether optimizer state is stored by parameter number, as in `Optimizer.state_dict`."""
     return any(re.search(rf"(^|\.)state\.\d+\.{MOMENTS[0]}$", key) for key in keys)
 
 
 def of_optimizer(keys: Iterable[str]) -> list[str]:
-    """Return the keys of an optimizer's state, whatever its parameters are called."""
+    """Return the optimizer state's keys, whatever the parameter names."""
     return [key for key in keys if re.search(r"(^|\.)state\..+\.\w+$", key)]
 
 
-# What is in state dicts of older releases and can be computed: masks, rotary frequencies.
+# Older releases' state dicts contain these, which can be computed: masks, rotary frequencies.
 _COMPUTED = re.compile(r"(attn\.(masked_)?bias|rotary_emb\.inv_freq|freqs_cis|rope\.cache)$")
 _ROOTS = {
     "transformers": ("transformer.", "model.", "lm_head."),
@@ -186,7 +186,7 @@ _ROOTS = {
 
 
 def _too_many(shapes: Mapping[str, Shape], prefix: str, scheme: str, used: Set[str]) -> Iterator[str]:
-    """Yield unexpected tensors under the model's own names: more layers, biases, adapters."""
+    """Yield unexpected tensors under the model's own names: extra layers, biases, adapters."""
     for key in shapes:
         is_ours = key.startswith(tuple(prefix + root for root in _ROOTS[scheme]))
         if is_ours and key not in used and not _COMPUTED.search(key):
@@ -211,7 +211,7 @@ def _other_model(problems: Sequence[str], scheme: str, config: ModelConfig, *, w
 
 
 def possessive(program: str) -> str:
-    """Return the possessive of a program's name."""
+    """Return a program name's possessive form."""
     return f"{program}'" if program.endswith("s") else f"{program}'s"
 
 
@@ -220,7 +220,7 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _transformers(config: ModelConfig) -> dict[str, list[KeyOrigin]]:
-    """Return the origins under our own names, which are transformers'; a tied tensor may have either name."""
+    """Return the origins under our own names, which are transformers'. A tied tensor may have either name."""
     second = {stored: alias for alias, stored in aliases(config).items()}
     return {
         name: [KeyOrigin(n, tensor.shape, _whole) for n in ([name, second[name]] if name in second else [name])]
@@ -228,7 +228,7 @@ def _transformers(config: ModelConfig) -> dict[str, list[KeyOrigin]]:
     }
 
 
-# Source: torchtitan/models/llama3/state_dict_adapter.py; the second name of a pair is that of newer releases.
+# Source: torchtitan/models/llama3/state_dict_adapter.py; in a pair, newer releases use the second name.
 _TITAN_ENDS = {
     "model.embed_tokens.weight": ("tok_embeddings.weight",),
     "model.norm.weight": ("norm.weight",),
@@ -250,7 +250,7 @@ _TITAN_ATTENTION = {
 
 
 def _torchtitan(config: ModelConfig) -> dict[str, list[KeyOrigin]]:
-    """Return the origins under torchtitan's names of LLaMA-3."""
+    """Return the origins under torchtitan's LLaMA-3 names."""
     second = {stored: alias for alias, stored in aliases(config).items()}
     origins = dict[str, list[KeyOrigin]]()
     for name, tensor in stored_tensors(config).items():
@@ -270,7 +270,7 @@ _OTHER_SCHEMES = {Family.llama3: {"torchtitan": _torchtitan}}
 
 
 def _titan_attention(config: ModelConfig, layer: str, part: str, shape: Shape) -> list[KeyOrigin]:
-    """Return the origins of a projection; release 0.3 fuses the three in the optimizer, and splits the weights."""
+    """Return a projection's origins. Release 0.3 fuses the three in the optimizer, and splits the weights."""
     projection, root = _TITAN_ATTENTION[part], f"layers.{layer}.attention."
     take = _whole if projection == "wv" else (lambda tensor: halves_from_pairs(tensor, config.head_width))
     number = list(_TITAN_ATTENTION).index(part)

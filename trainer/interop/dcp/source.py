@@ -1,4 +1,4 @@
-"""Reads checkpoints of torch.distributed.checkpoint by FSDP2, DDP and torchtitan."""
+"""Reads torch.distributed.checkpoint folders written by FSDP2, DDP and torchtitan."""
 
 from __future__ import annotations
 
@@ -25,27 +25,28 @@ from trainer.interop.source import StateSource
 _log = logging.getLogger(__name__)
 
 _FLOATS = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
-# A number of the optimizer's parameter groups, whether these are keyed by number or by parameter.
+# A setting in the optimizer's parameter groups, whether their key is a number or a parameter name.
 _SETTING = re.compile(r"(?:^|\.)param_groups\.(.*)\.(lr|betas|eps|weight_decay)$")
 _MOST_SETTINGS_READ = 4096
 _COUNT = re.compile(r"(?:^|\.)(iteration|iter|iter_num|step|global_step)$")
 
 
 def read_source(path: Path, options: ImportOptions) -> StateSource:
-    """Open a DCP folder with a model under transformers' or torchtitan's names, alone or with AdamW's state.
+    """Open a DCP folder with a model under transformers' or torchtitan's names, with or without AdamW state.
 
-    A `config.json` in the folder describes the model, otherwise the configuration does. Other content of the folder is
-    logged. At most two tensors are in memory at a time.
+    A `config.json` in the folder describes the model. Without it, the configuration does. The log lists the folder's
+    other content. At most two tensors are in memory at a time.
 
     Raises:
-        CheckpointError: if `path` is not such a folder, is damaged, or pickles are not trusted.
-        MismatchError: if it holds another model.
+        ConfigError: The folder is torch_checkpointing's, and pickles are not trusted.
+        CheckpointError: `path` is not such a folder, is damaged, or its DCP metadata is not trusted.
+        MismatchError: The folder holds another model.
     """
     return source_of(open_any(path, options), options)
 
 
 def source_of(folder: DcpFolder, options: ImportOptions) -> StateSource:
-    """Return an open folder as a source; see `read_source`."""
+    """Return an open folder as a source. See `read_source`."""
     path = folder.path
     model = model_beside(path, len(folder.tensors), options.config.model)
     shapes = {key: stored.shape for key, stored in folder.tensors.items()} | dict.fromkeys(_scalars(folder), ())
@@ -61,7 +62,7 @@ def source_of(folder: DcpFolder, options: ImportOptions) -> StateSource:
 
 
 def _scalars(folder: DcpFolder) -> Iterable[str]:
-    """Yield the keys of steps stored as Python numbers, as by some optimizers."""
+    """Yield the keys of steps stored as Python numbers, as some optimizers do."""
     return (key for key in folder.values if key.endswith(f".{STEP}"))
 
 
@@ -81,7 +82,7 @@ def _check_dtypes(folder: DcpFolder, located: LocatedKeys) -> None:
 
 
 def _steps(folder: DcpFolder, located: LocatedKeys) -> dict[str, torch.Tensor]:
-    """Return the step of every parameter, float32 and 0-d, by our name."""
+    """Return each parameter's step count, float32 and 0-d, by our name."""
     steps = dict[str, torch.Tensor]()
     for name, (key, _) in located.keys.items():
         if name.startswith(f"{STEP}."):
@@ -105,10 +106,10 @@ def _read(folder: DcpFolder, located: LocatedKeys, steps: Mapping[str, torch.Ten
 
 
 def _log_content(folder: DcpFolder, located: LocatedKeys, iteration: int) -> None:
-    """Log the naming scheme, the optimizer's settings, and the content not carried over.
+    """Log the naming scheme, the optimizer's settings, and content not carried over.
 
     Args:
-        iteration: of the import; a count of the folder with this value is carried.
+        iteration: The import's iteration. A count with this value is carried over, so it is not listed.
     """
     keys = located.unmatched | folder.values.keys() - {key for key, _ in located.keys.values()}
     keys = frozenset(key for key in keys if not (_COUNT.search(key) and _shown(folder, key) == shown(iteration)))
@@ -129,7 +130,7 @@ def _log_content(folder: DcpFolder, located: LocatedKeys, iteration: int) -> Non
 
 
 def _settings(folder: DcpFolder) -> dict[str, dict[str, object]]:
-    """Return the settings of each parameter group, or of each parameter, to set again for a resume."""
+    """Return the settings for each parameter group, or each parameter, to restore on resume."""
     groups = dict[str, dict[str, object]]()
     matches = [match for key in sorted(folder.values) if (match := _SETTING.search(key))]
     for match in matches[:_MOST_SETTINGS_READ]:

@@ -1,4 +1,4 @@
-"""Writes a folder of torch.distributed.checkpoint with the tensors of a single file in memory."""
+"""Writes a torch.distributed.checkpoint folder. Only a single file's tensors are in memory."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _FILE_BYTES = 256 << 20
 
 
 class StreamingPlanner(DefaultSavePlanner):
-    """Gives torch's writer the real value of a key only when the key is written.
+    """Supplies a key's real value only when torch's writer reaches it.
 
     Args:
-        read: returns the value at an index; None for a value in the state itself.
+        read: Returns the value at an index. None if the state itself contains the value.
     """
 
     def __init__(self, read: Callable[[MetadataIndex], Any], *, flatten_state_dict: bool = True) -> None:
@@ -49,7 +49,7 @@ class StreamingPlanner(DefaultSavePlanner):
 
 
 class _Writer(FileSystemWriter):
-    """Writes several files in sequence: torch holds the tensors of a file in memory until it is written."""
+    """Writes several files in sequence: torch holds a file's tensors in memory until it is written."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         prefix, results = plan.storage_data, list[WriteResult]()
@@ -62,7 +62,7 @@ class _Writer(FileSystemWriter):
 
 
 def _bundles(items: Sequence[WriteItem]) -> Iterator[list[WriteItem]]:
-    """Yield the items other than tensors, then bundles of tensors of at most `_FILE_BYTES`, or a larger tensor."""
+    """Yield the other items, then bundles of tensors up to `_FILE_BYTES`. A larger tensor is bundled alone."""
     yield [item for item in items if item.tensor_data is None]
     bundle, bundle_bytes = list[WriteItem](), 0
     for item in items:
@@ -82,11 +82,11 @@ def write_folder(folder: Path, state: dict[str, Any], planner: StreamingPlanner,
     """Write `state` to an existing folder, with a progress bar on a terminal.
 
     Args:
-        state: as for `dcp.save`; tensors to be read by `planner` are on `meta`.
+        state: The state dict for `dcp.save`. Tensors read by `planner` are on `meta`.
 
     Raises:
-        CheckpointError: if torch's writer fails.
-        OSError: if the file system fails.
+        CheckpointError: torch's writer fails.
+        OSError: The file system fails.
     """
     with (
         tqdm(total=total_bytes, desc=folder.name, unit="B", unit_scale=True, disable=None, leave=False) as bar,
@@ -102,7 +102,7 @@ def write_folder(folder: Path, state: dict[str, Any], planner: StreamingPlanner,
 
 
 def sync_folder(files: Files, folder: Path) -> None:
-    """Make every file durable: torch syncs its metadata before its last buffer is flushed."""
+    """Sync every file: torch syncs its metadata file before flushing its last buffer."""
     for path in sorted(folder.iterdir()):
         descriptor = files.open_for_reading(path)
         try:
@@ -112,7 +112,7 @@ def sync_folder(files: Files, folder: Path) -> None:
 
 
 def _reason(failed: BaseException, folder: Path) -> BaseException:
-    """Return the root cause: for a full disk torch only reports an unexpected file position."""
+    """Return the root cause. On a full disk torch only reports an unexpected file position."""
     reason: BaseException | None = failed
     while reason is not None and not isinstance(reason, OSError | TrainerError):
         reason = reason.__cause__ or reason.__context__

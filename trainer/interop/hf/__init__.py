@@ -1,1 +1,1 @@
-"""Folders written by transformers' `save_pretrained`, read without transformers."""
+"""Reads folders written by transformers' `save_pretrained`, without transformers."""

@@ -1,4 +1,4 @@
-"""Reads the model from a `config.json` of transformers, and compares it with the configured model. Without torch."""
+"""Reads a model from transformers' `config.json`, and compares it with the configured model. Without torch."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from reprise.format import MANIFEST
 from reprise.storage import Json, exists, is_file, is_iteration_name, json_file, shown
 
 CONFIG, _GENERATION = "config.json", "generation_config.json"
-# Fields that affect neither the tensors nor the result: a difference is logged.
+# Fields that affect neither tensors nor results. A difference is logged.
 _FREE = ("dropout", "initializer_range", "bos_token_id", "eos_token_id", "stop_token_ids")
 
 
 def is_folder(path: Path) -> bool:
-    """Return whether a path is a model folder of transformers, and not a checkpoint or run of ours."""
+    """Return whether a path is a transformers model folder, and not our checkpoint or run."""
     is_ours = exists(path / MANIFEST) or is_iteration_name(path.name)
     return not is_ours and is_file(path / CONFIG)
 
 
 def read_folder_model(path: Path) -> tuple[ModelConfig, list[str]]:
-    """Return the model of a folder's JSON files, and a log line for each of them with settings not carried.
+    """Return the model described by a folder's JSON files, and a log line per file with settings not carried over.
 
     Raises:
-        MismatchError: for an unsupported model.
-        CheckpointError: for a malformed file.
+        MismatchError: The model is not supported.
+        CheckpointError: A file is malformed.
     """
     table, beside = json_file.read(path / CONFIG), path / _GENERATION
     generation = json_file.read(beside) if is_file(beside) else None
@@ -38,15 +38,15 @@ def read_folder_model(path: Path) -> tuple[ModelConfig, list[str]]:
 
 
 def read_model(table: Json, generation: Json | None, *, where: object) -> ModelConfig:
-    """Return the model of a `config.json`.
+    """Return the model described by a `config.json`.
 
-    Missing token ids are replaced by an id in the vocabulary.
+    A missing token id is replaced by an id in the vocabulary.
 
     Args:
-        generation: the `generation_config.json` beside it; None where there is none.
+        generation: The content of `generation_config.json` beside it. None if there is no such file.
 
     Raises:
-        MismatchError: listing every unsupported field and invalid value.
+        MismatchError: Fields are unsupported or have invalid values. The error lists them.
     """
     family = families.family_of_type(table.get("model_type"))
     if family is None:
@@ -74,11 +74,11 @@ def read_model(table: Json, generation: Json | None, *, where: object) -> ModelC
 
 
 def lost_members(table: Json, generation: Json | None, model: ModelConfig, *, where: Path) -> list[str]:
-    """Return a log line for each of the two files with a setting that the model does not have.
+    """Return a log line for each of the two files with settings missing from the model.
 
     Args:
-        model: the model of both; see `read_model`.
-        where: the folder.
+        model: The result of `read_model` for both files.
+        where: The folder.
     """
     spec, document = families.spec_of(model), families.hf_config(model)
     lost = {"config.json": spec.hf.lost(table, generation, model)}
@@ -97,10 +97,10 @@ def _lost(name: str, value: object, document: Json) -> str:
 
 
 def require_layers(model: ModelConfig, tensors: int, *, where: object) -> None:
-    """Refuse a model with more layers than there are tensors, before its tensors are listed.
+    """Refuse a model with more layers than tensors, before listing its tensors.
 
     Raises:
-        MismatchError: naming both numbers.
+        MismatchError: There are too few tensors. The error has both counts.
     """
     if model.n_layer > tensors:
         raise MismatchError("There are fewer tensors than layers", where=where, expected=model.n_layer, found=tensors)
@@ -110,10 +110,10 @@ def differences(stored: ModelConfig, configured: ModelConfig, *, where: object, 
     """Return a line for each accepted difference.
 
     Args:
-        kind: `folder` or the noun for the file, for messages; only a folder has its own field names.
+        kind: `folder` or the file's noun, for messages. Only a folder has its own field names.
 
     Raises:
-        MismatchError: listing every other difference, with both values and the setting to resolve it.
+        MismatchError: There are other differences. The error lists them with both values and the setting to change.
     """
     if stored.family is not configured.family:
         raise MismatchError(

@@ -1,7 +1,7 @@
-"""Model folders of transformers: imported as weights at iteration 0, exported as the weights of a checkpoint.
+"""Imports transformers model folders as weights at iteration 0, and exports a checkpoint's weights.
 
-Starting a run from such a folder needs no conversion: `checkpoint.load` takes it. A checkpoint also opens in
-transformers directly; an export is smaller, without the optimizer's state.
+Starting a run from such a folder needs no conversion: `checkpoint.load` accepts it. transformers can also open a
+checkpoint directly. An export is smaller, because it omits optimizer state.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ FILE_BYTES = DEFAULT_FILE_BYTES
 
 
 def read_source(path: Path, options: ImportOptions) -> StateSource:
-    """Open a folder written by `save_pretrained`. Other files of a trainer in it are named in the log.
+    """Open a folder written by `save_pretrained`. The log names a trainer's other files in it.
 
     Raises:
-        CheckpointError: if it is not such a folder, or is damaged.
-        MismatchError: if its model is not supported.
+        CheckpointError: The path is not such a folder, or is damaged.
+        MismatchError: The model is not supported.
     """
-    del options  # a folder has all
+    del options  # a folder is complete
     source = folder_source(open_folder(path))
     for line in other_files_notes(path):
         _log.warning(line)
@@ -48,15 +48,15 @@ def read_source(path: Path, options: ImportOptions) -> StateSource:
 
 
 def write(checkpoint: Checkpoint, out: Path, options: ExportOptions) -> None:
-    """Write the weights as a folder for transformers, cast to the requested dtype.
+    """Write the weights as a transformers folder, cast to the requested dtype.
 
-    Adapters are added to their base with `merge`, else written as a folder for PEFT. The tokenizer is the option's,
-    otherwise the checkpoint's.
+    With `merge`, adapters are added to their base. Without it, they are written as a PEFT folder. The tokenizer comes
+    from the options or, by default, from the checkpoint.
 
     Raises:
-        CheckpointError: if `out` exists, the checkpoint is damaged, a number is beyond the dtype, or the file system
+        CheckpointError: `out` exists, the checkpoint is damaged, a number is beyond the dtype, or the file system
             fails.
-        MismatchError: if there is nothing to merge, or with another base than the adapters'.
+        MismatchError: The checkpoint has no adapters to merge, or they were trained on another base.
     """
     source = _source(checkpoint, options)
     with new_output(out, options.files) as partial:
@@ -64,7 +64,7 @@ def write(checkpoint: Checkpoint, out: Path, options: ExportOptions) -> None:
 
 
 def fill_folder(folder: Path, source: StateSource, options: ExportOptions) -> None:
-    """Make a folder with the weights, the configuration and the tokenizer; see `write`."""
+    """Create a folder with the weights, configuration and tokenizer. See `write`."""
     files, dtype = options.files, stored_dtype(options.dtype, where=folder)
     specs = [replace(spec, dtype=dtype) for spec in checkpoint_specs(source.model, None)]
     layout = build_layout(specs, file_bytes=FILE_BYTES)
@@ -91,7 +91,7 @@ def _source(checkpoint: Checkpoint, options: ExportOptions) -> StateSource:
 
 
 def _tokenizer_files(path: Path) -> dict[str, Path]:
-    """Return the tokenizer files to copy by their new names; a file of another name is a `tokenizer.json`."""
+    """Return the tokenizer files to copy, by new name. A file with another name becomes `tokenizer.json`."""
     if is_dir(path):
         paths = tokenizer_files_in(path)
     else:

@@ -1,4 +1,4 @@
-"""An open transformers folder: its model, and its tensors, mapped by safetensors."""
+"""Opens a transformers folder: its model, and its tensors, mapped by safetensors."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _log = logging.getLogger(__name__)
 SINGLE = "model.safetensors"
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-# Buffers that older versions of transformers stored, functions of the sizes: masks of GPT-2, frequencies of LLaMA.
+# Buffers stored by older transformers versions, which the sizes determine: GPT-2's masks, LLaMA's frequencies.
 _BUFFERS = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)|layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
-_ITEMS = 1 << 20  # compared at once
-# What transformers' Trainer and accelerate write beside a model: patterns of names, and what is in them.
+_ITEMS = 1 << 20  # elements compared at once
+# Files that transformers' Trainer and accelerate write beside a model: name patterns, and contents.
 _BESIDE = (
     (("optimizer.pt", "optimizer.bin", "optimizer", "optimizer_[0-9]*"), "the optimizer's moments"),
     (("scheduler.pt", "scheduler.bin"), "the schedule"),
@@ -48,9 +48,9 @@ class HfFolder:
     """A folder with validated JSON files and headers.
 
     Args:
-        lost: a log line for each JSON file with settings that `model` does not have.
-        tensors: views of the mapped files, by the names in them.
-        files: the path of each tensor's file.
+        lost: A log line per JSON file with settings missing from `model`.
+        tensors: Views of the mapped files, by stored name.
+        files: Each tensor's file path.
     """
 
     path: Path
@@ -61,13 +61,13 @@ class HfFolder:
 
 
 def trainer_checkpoints(path: Path) -> list[str]:
-    """Return the names of the model folders that transformers' Trainer saved in its output folder, in order."""
+    """Return the names of model folders in transformers' Trainer's output folder, oldest first."""
     folders = [child for child in matching(path, "checkpoint-[0-9]*") if is_folder(child)]
     return sorted((folder.name for folder in folders), key=lambda name: (len(name), name))
 
 
 def no_folder(path: Path) -> CheckpointError:
-    """Return the refusal of a folder without a model, with the newest of the Trainer's in it."""
+    """Return an error for a folder without a model, suggesting the newest Trainer checkpoint in it."""
     saved = trainer_checkpoints(path)
     return CheckpointError(
         "There is no model folder of transformers",
@@ -79,10 +79,10 @@ def no_folder(path: Path) -> CheckpointError:
 
 
 def model_beside(folder: Path, tensors: int, configured: ModelConfig) -> ModelConfig:
-    """Return the model of a `config.json` beside another program's tensors, otherwise the configured one.
+    """Return the model in a `config.json` beside another program's tensors, or the configured model.
 
     Args:
-        tensors: the number of tensors; no model has more layers.
+        tensors: Tensor count. A model with more layers is refused.
     """
     if not is_file(folder / CONFIG):
         return configured
@@ -95,13 +95,13 @@ def model_beside(folder: Path, tensors: int, configured: ModelConfig) -> ModelCo
 
 
 def open_folder(path: Path) -> HfFolder:
-    """Read the configuration and every safetensors header; links are followed, because caches use them.
+    """Read the configuration and every safetensors header. Links are followed, because caches use them.
 
-    The files are those that transformers opens. A warning names files of other weights in the folder.
+    It opens the same files as transformers. A warning names other weight files in the folder.
 
     Raises:
-        MismatchError: for an unsupported model.
-        CheckpointError: for missing, pickled or malformed files.
+        MismatchError: The model is not supported.
+        CheckpointError: Files are missing, pickled or malformed.
     """
     if not is_file(path / CONFIG):
         raise no_folder(path)
@@ -125,12 +125,12 @@ def open_folder(path: Path) -> HfFolder:
 
 
 def tensor_files(folder: HfFolder) -> list[Path]:
-    """Return the files of all tensors, in the order of their names."""
+    """Return the tensors' files, sorted by name."""
     return sorted(set(folder.files.values()))
 
 
 def other_files_notes(path: Path) -> list[str]:
-    """Return log lines on a trainer's other files in the folder, which loading the weights ignores."""
+    """Return log lines on a trainer's other files in the folder, which are ignored when loading weights."""
     summaries = list[str]()
     for patterns, what in _BESIDE:
         names = sorted(child.name for pattern in patterns for child in matching(path, pattern))
@@ -154,16 +154,17 @@ def other_files_notes(path: Path) -> list[str]:
 def stored_tensors(
     folder: HfFolder, model: ModelConfig, selects: Callable[[str], bool] = lambda _: True
 ) -> dict[str, torch.Tensor]:
-    """Return every selected stored tensor of `model`, by our name, as a view of its file.
+    """Return every selected stored tensor of `model`, by our name, as a view into its file.
 
-    Names may lack the prefix of the model with a head. A stored copy of a tied output layer, and buffers of older
-    versions, are left out, as are padding rows of the vocabulary.
+    Names may lack the prefix added by a model with a head. A tied output layer's stored copy, older versions' buffers,
+    and vocabulary padding rows are left out.
 
     Args:
-        selects: whether a tensor is needed, by our name. If some are not, the folder may have any others.
+        selects: Whether a tensor is needed, by our name. If any is not needed, the folder may contain unexpected
+            tensors.
 
     Raises:
-        MismatchError: listing every tensor missing, unexpected, of another shape or of another dtype.
+        MismatchError: Tensors are missing, unexpected, or have another shape or dtype. The error lists them.
     """
     stored, aliases = families.stored_tensors(model), families.aliases(model)
     prefix = next(iter(stored)).split(".")[0] + "."
@@ -198,7 +199,7 @@ def stored_tensors(
 
 
 def file_of(folder: HfFolder, name: str) -> Path:
-    """Return the file of a stored tensor, by our name."""
+    """Return the file containing a stored tensor, by our name."""
     return folder.files[_stored_name(folder, name)]
 
 
@@ -207,13 +208,13 @@ def _stored_name(folder: HfFolder, name: str) -> str:
 
 
 def folder_source(folder: HfFolder, model: ModelConfig | None = None) -> StateSource:
-    """Return the weights of a folder as a source, and log the settings of its files that the model does not have.
+    """Return a folder's weights as a source, and log settings missing from the model.
 
     Args:
-        model: the expected model; by default the folder's own.
+        model: The expected model. By default the folder's own.
 
     Raises:
-        MismatchError: if its tensors or its model are others.
+        MismatchError: The folder's tensors or model do not match.
     """
     expected = folder.model if model is None else model
     for line in [*([] if model is None else differences(folder.model, model, where=folder.path)), *folder.lost]:
@@ -224,10 +225,10 @@ def folder_source(folder: HfFolder, model: ModelConfig | None = None) -> StateSo
 
 
 def check_tied(folder: HfFolder, model: ModelConfig) -> None:
-    """Refuse a stored output layer with other bits, as float32, than the embedding tied to it.
+    """Refuse a stored output layer unequal, bit for bit as float32, to its tied embedding.
 
     Raises:
-        MismatchError: if it differs.
+        MismatchError: They differ.
     """
     for alias, name in families.aliases(model).items():
         if alias not in folder.tensors:
@@ -249,12 +250,12 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _weights_name(path: Path, table: Json) -> str:
-    """Return the file that transformers opens: that of `transformers_weights`, a single file, or an index.
+    """Return the file that transformers opens: the file named by `transformers_weights`, a single file, or an index.
 
     Source: `PreTrainedModel.from_pretrained` and `_get_resolved_checkpoint_files`, transformers 5.23.
 
     Args:
-        table: `config.json`.
+        table: The content of `config.json`.
     """
     if shards := matching(path, "shard-*-model-*-of-*.safetensors"):
         raise CheckpointError(

@@ -1,7 +1,7 @@
-"""Reads a checkpoint of transformers' Trainer, or a folder of accelerate's `save_state`, without either.
+"""Reads a checkpoint from transformers' Trainer, or accelerate's `save_state`, without either.
 
-Sources: `_save_checkpoint` and `create_optimizer` in `trainer.py` of transformers 5.23; `checkpointing.py` and
-`utils/fsdp_utils.py` of accelerate 1.15.
+Sources: `_save_checkpoint` and `create_optimizer` in `trainer.py`, transformers 5.23; `checkpointing.py` and
+`utils/fsdp_utils.py`, accelerate 1.15.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from trainer.interop.numbered import STEP, Table, check_moments, entries_by_name
 from trainer.interop.source import StateSource
 from trainer.interop.torch_file import open_torch_file
 
-_SHARDS = ("pytorch_model_fsdp_0", "optimizer_0")  # of FSDP, each a folder of DCP
+_SHARDS = ("pytorch_model_fsdp_0", "optimizer_0")  # FSDP's folders, each a DCP folder
 _OPTIMIZERS = ("optimizer.pt", "optimizer.bin")
 _AGAIN = "Resume there on as many ranks, and save with fsdp_state_dict_type SHARDED_STATE_DICT."
-# Forms that are not read, by the pattern of a file: that which stands in for it, and what to do.
+# Unsupported forms: a file pattern, the file that can replace it, and the advice.
 _UNREAD = (
     (
         "adapter_config.json",
@@ -53,14 +53,15 @@ _UNREAD = (
 
 
 def read_source(path: Path, options: ImportOptions) -> StateSource:
-    """Open a `checkpoint-N`: weights, AdamW's moments and steps, and the settings and the log of its run.
+    """Open a `checkpoint-N`: weights, AdamW's moments and steps, and its run's settings and log.
 
-    Folders of FSDP are read as DCP, and those of DeepSpeed as universal checkpoints.
+    FSDP folders are read as DCP, and DeepSpeed folders as universal checkpoints.
 
     Raises:
-        ConfigError: if pickles are not trusted: the files are pickles, although no code in them is run.
-        CheckpointError: if files are missing or damaged.
-        MismatchError: for another model or optimizer, or a form that is not read, with the command that converts it.
+        ConfigError: Moments are requested, but pickles are not trusted. The files are pickles, although their code is
+            never run.
+        CheckpointError: Files are missing or damaged.
+        MismatchError: The model, optimizer or form is not supported. For a form, the error has the conversion command.
     """
     for pattern, stand_in, fix in _UNREAD:
         if (files := matching(path, pattern)) and not is_file(path / stand_in):
@@ -73,7 +74,7 @@ def read_source(path: Path, options: ImportOptions) -> StateSource:
 
 
 def _open(path: Path, options: ImportOptions) -> tuple[StateSource, Sequence[Table]]:
-    """Return the tensors, and the parameter groups of a numbered optimizer."""
+    """Return the tensors, and a numbered optimizer's parameter groups."""
     if any(is_dir(child) for child in matching(path, "global_step[0-9]*")):
         return deepspeed.read_source(path, options), ()
     if is_dir(path / _SHARDS[0]):
@@ -105,10 +106,10 @@ def _open(path: Path, options: ImportOptions) -> tuple[StateSource, Sequence[Tab
 
 
 def _entries(optimizer: Table, shapes: Mapping[str, Sequence[int]], *, where: Path) -> dict[str, Table]:
-    """Return the state of each parameter; FSDP keeps it by name.
+    """Return each parameter's optimizer state. FSDP stores it by name.
 
-    By number, the parameters without weight decay come last: all but the matrices in the Trainer, biases or none in
-    loops of accelerate.
+    In a numbered optimizer, parameters without weight decay come last: in the Trainer all but the matrices, in
+    accelerate loops the biases or none.
     """
     groups, state = optimizer["param_groups"], optimizer["state"]
     if any(isinstance(key, str) for key in state):

@@ -1,4 +1,4 @@
-"""Writes a checkpoint that transformers' Trainer resumes from with `resume_from_checkpoint`."""
+"""Writes a checkpoint for transformers' Trainer and its `resume_from_checkpoint`."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ _TYPES = {
 
 
 def write(checkpoint: Checkpoint, out: Path, options: ExportOptions) -> None:
-    """Write the files of a `checkpoint-N`, and log the arguments of a Trainer that goes on as the run would.
+    """Write a `checkpoint-N`, and log the arguments with which a Trainer continues like the run.
 
-    The moments are in memory at once.
+    All moments are in memory at once.
 
     Raises:
-        CheckpointError: if `out` exists, the checkpoint is damaged, a number is beyond the dtype, or the file system
+        CheckpointError: `out` exists, the checkpoint is damaged, a number is beyond the dtype, or the file system
             fails.
-        MismatchError: if it has no state of AdamW, or a schedule over samples.
+        MismatchError: The checkpoint has no AdamW state, or its schedule counts samples.
     """
     source = of_checkpoint(checkpoint)
     if not source.has_optimizer:
@@ -93,7 +93,7 @@ def _config(checkpoint: Checkpoint) -> Json:
 
 
 def _optimizer(source: StateSource, adam: SavedAdam, peak: float, rate: float) -> dict[str, Any]:
-    """Return what `state_dict` of the Trainer's AdamW returns: its two groups, and their parameters by number."""
+    """Return the `state_dict` of the Trainer's AdamW: two groups, with parameters by number."""
     names = [name for name in stored_tensors(source.model) if name not in adam.frozen]
     groups, entries = adam_groups(names, adam), list[dict[str, torch.Tensor]]()
     for group in groups:
@@ -105,7 +105,7 @@ def _optimizer(source: StateSource, adam: SavedAdam, peak: float, rate: float) -
 
 
 def _arguments(adam: SavedAdam, schedule: Schedule) -> dict[str, object]:
-    """Return the arguments of a Trainer with this optimizer and schedule; it counts the rates from 0."""
+    """Return the Trainer's arguments for this optimizer and schedule. The Trainer numbers its learning rates from 0."""
     style, lowest, betas = schedule.style, schedule.min_lr, adam.betas
     kind = None if style is DecayStyle.linear and lowest else _TYPES.get(style)
     if kind is None:

@@ -1,4 +1,4 @@
-"""The settings and the log of a run of transformers' Trainer, beside its tensors."""
+"""Reads the settings and log in a transformers Trainer checkpoint."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ _ADAM = {
     "adam_beta2": "adam_beta2",
     "adam_eps": "adam_epsilon",
 }
-# Settings that change numbers and have no counterpart.
+# Settings that change the losses and have no counterpart here.
 _LOST = ("fp16", "label_smoothing_factor", "neftune_noise_alpha", "amsgrad", "maximize")
 
 
 def with_settings(source: StateSource, path: Path, groups: Sequence[Table]) -> StateSource:
-    """Return a source with the iteration, the settings and the log that its folder has.
+    """Return a source with the iteration, settings and log found in its folder.
 
     Args:
-        groups: the parameter groups of its optimizer; empty where they are not numbered.
+        groups: The optimizer's parameter groups. Empty if they are not numbered.
     """
     state = json_file.read(path / STATE) if is_file(path / STATE) else {}
     file = path / _ARGUMENTS
@@ -66,7 +66,7 @@ def with_settings(source: StateSource, path: Path, groups: Sequence[Table]) -> S
 
 
 def _optimizer(groups: Sequence[Table], arguments: Json) -> dict[str, Any]:
-    """Return AdamW's settings: those of its groups, else those of the arguments."""
+    """Return AdamW's settings, from its groups if there are any, or from the arguments."""
     values = [arguments.get(name) for name in _ADAM.values()]
     if groups:
         group = max(groups, key=lambda group: finite_number(group["weight_decay"]))
@@ -79,9 +79,9 @@ def _optimizer(groups: Sequence[Table], arguments: Json) -> dict[str, Any]:
 
 
 def _schedule(arguments: Json, state: Json, scheduler: Table, peak: float | None, iteration: int) -> dict[str, Any]:
-    """Return the schedule of the iterations to come; empty, with a log line, if none here has these rates.
+    """Return the schedule for coming iterations. Log a warning and return nothing if no schedule here has these rates.
 
-    The Trainer's iteration n + 1 has the rate after n steps of its scheduler, which begins with 0.
+    The Trainer's iteration n + 1 uses the rate after n scheduler steps, starting at 0.
     """
     kind = arguments.get("lr_scheduler_type")
     name = str(getattr(kind, "values", [kind])[-1]).lower()
@@ -109,13 +109,13 @@ def _schedule(arguments: Json, state: Json, scheduler: Table, peak: float | None
 
 
 def _warmup(arguments: Json, end: int) -> int:
-    """Return the warm-up steps; a part of the run is below 1, or the `warmup_ratio` of older versions."""
+    """Return the warmup steps. A value below 1, or `warmup_ratio` in older versions, is a fraction of the run."""
     steps = finite_number(arguments.get("warmup_steps") or arguments.get("warmup_ratio") or 0, least=0)
     return int(steps) if steps >= 1 else math.ceil(end * steps)
 
 
 def _training(arguments: Json, state: Json) -> dict[str, Any]:
-    """Return length, batch size, clipping and dtype."""
+    """Return the run length, batch sizes, gradient clipping and dtype."""
     settings = dict[str, Any]()
     if state.get("max_steps"):
         settings["train.train_iters"] = integer(state["max_steps"])
@@ -130,7 +130,7 @@ def _training(arguments: Json, state: Json) -> dict[str, Any]:
 
 
 def _lines(history: Sequence[Mapping[str, Any]]) -> Iterator[Json]:
-    """Yield the records of a log; a loss is that of an iteration where every iteration is logged, otherwise a mean."""
+    """Yield log records. A loss belongs to its iteration if every iteration is logged; otherwise it is a mean."""
     previous = 0
     for entry in history:
         line = {"iteration": integer(entry["step"])}

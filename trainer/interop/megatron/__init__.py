@@ -1,1 +1,1 @@
-"""Import and export of checkpoints of Megatron-LM and Megatron-Core."""
+"""Imports and exports Megatron-LM and Megatron-Core checkpoints."""

@@ -1,8 +1,8 @@
-"""Describes the model of a Megatron checkpoint from the arguments of the program that saved it. Pure.
+"""Describes a Megatron checkpoint's model from the saving program's arguments. Pure.
 
-Megatron-LM saves its parsed command line, `args`, in every checkpoint. Much of a model is in no tensor: the number of
-heads, the form of the GELU, the base of the rotary frequencies, the padded part of the vocabulary. Source:
-`megatron/training/arguments.py` (`core_transformer_config_from_args`) of Megatron-LM.
+Megatron-LM saves its parsed command line, `args`, in every checkpoint. Tensors do not reveal the whole model: head
+count, GELU variant, rotary base, vocabulary padding. Source: `megatron/training/arguments.py`
+(`core_transformer_config_from_args`) in Megatron-LM.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from trainer.interop.formats import ImportOptions, listed
 from trainer.interop.megatron.hybrid import as_gpt, in_sub_blocks, pattern_of
 from trainer.interop.megatron.names import Correspondence, correspondences, names_of
 
-# Fields of ours and the argument of the same meaning. All must be known, from `args` or from overrides.
+# Our fields and the equivalent arguments. All must be set, by `args` or by overrides.
 _SIZES = {
     "n_layer": "num_layers",
     "n_head": "num_attention_heads",
@@ -30,12 +30,12 @@ _SIZES = {
     "max_position_embeddings": "max_position_embeddings",
 }
 _NUMBERS = {"norm_eps": "norm_epsilon", "initializer_range": "init_method_std"}
-# All that is computed with: integers, and numbers that may be fractions.
+# Arguments used in computations: integers, and numbers that may be fractions.
 _INTEGERS = (*_SIZES.values(), "num_query_groups", "kv_channels", "vocab_size", "consumed_train_samples")
 _FRACTIONS = (*_NUMBERS.values(), "rotary_base", "rope_scaling_factor", "hidden_dropout", "attention_dropout")
 _ROTARY_BASE = 10000.0  # Megatron's default
 _NONE = (None, 0, False)
-# Options that none of our models has, with the values that mean that the model has no such thing.
+# Options unsupported by our models, with the values that turn them off.
 _LACKING: Mapping[str, tuple[object, ...]] = {
     "num_experts": _NONE,
     "multi_latent_attention": _NONE,
@@ -63,13 +63,13 @@ _LACKING: Mapping[str, tuple[object, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class DescribedModel:
-    """A model of ours that computes as Megatron's does.
+    """Our equivalent of a Megatron model.
 
     Args:
-        padded_vocab_size: rows of Megatron's embedding, at least `model.vocab_size`.
-        adds_one: whether weights of norms are stored minus 1 (`apply_layernorm_1p`).
-        notes: log lines on allowed differences.
-        is_hybrid: whether Megatron's is a `HybridModel`, whose sub-blocks are numbered in place of layers.
+        padded_vocab_size: Rows in Megatron's embedding, at least `model.vocab_size`.
+        adds_one: Whether norm weights are stored minus 1 (`apply_layernorm_1p`).
+        notes: Log lines on allowed differences.
+        is_hybrid: Whether Megatron's model is a `HybridModel`, which numbers sub-blocks in place of layers.
     """
 
     model: ModelConfig
@@ -79,7 +79,7 @@ class DescribedModel:
     is_hybrid: bool = False
 
     def correspondences(self) -> list[Correspondence]:
-        """Return every tensor of Megatron's model with ours."""
+        """Return every tensor in Megatron's model with ours."""
         tensors = correspondences(self.model, self.padded_vocab_size)
         return in_sub_blocks(tensors) if self.is_hybrid else tensors
 
@@ -87,23 +87,23 @@ class DescribedModel:
 def describe(
     args: Mapping[str, Any], rows: int, layers: int, options: ImportOptions, *, where: object, names: Iterable[str] = ()
 ) -> DescribedModel:
-    """Return the model that `args` describe.
+    """Return the model described by `args`.
 
-    Fields that `args` lack, as those of programs other than Megatron-LM do, are taken from the overrides
+    Fields missing from `args`, as in checkpoints from programs other than Megatron-LM, come from the overrides
     `model=...` and `model.KEY=...`.
 
     Args:
-        args: the attributes of `args`; empty if the checkpoint has none.
-        rows: rows of the embedding in the checkpoint, with padding.
-        layers: layers with tensors in the checkpoint; no model may have more.
-        names: of the tensors; by them a `HybridModel` is recognized.
+        args: Attributes of `args`. Empty if the checkpoint has none.
+        rows: Embedding rows in the checkpoint, with padding.
+        layers: Layers with tensors in the checkpoint. A model with more layers is refused.
+        names: Tensor names, which identify a `HybridModel`.
 
     Raises:
-        MismatchError: listing every option our models lack, and every field without a value.
+        MismatchError: Our models lack an option, or a field has no value. The error lists all such options and fields.
     """
     pattern = pattern_of(names)
     args, problems = as_gpt(args, pattern)
-    if args.get("use_rotary_position_embeddings"):  # the older spelling
+    if args.get("use_rotary_position_embeddings"):  # older spelling
         args = {**args, POSITIONS: "rope"}
     family, unnamed = _family(args, options, where=where)
     problems += unnamed
@@ -141,12 +141,12 @@ def describe(
 
 
 def _family(args: Mapping[str, Any], options: ImportOptions, *, where: object) -> tuple[Family | None, list[str]]:
-    """Return the family of an override, or else the family with the arguments of `args`, and the problems.
+    """Return the family from an override or, by default, the best match for `args`, and the problems.
 
-    `_unsupported` has the arguments against an override.
+    `_unsupported` lists arguments contradicting an override.
 
     Raises:
-        MismatchError: if the override names a family without Megatron names.
+        MismatchError: The override names a family without Megatron names.
     """
     if _is_named(options, "family"):
         names_of(options.config.model.family, where=where)
@@ -166,13 +166,13 @@ def _family(args: Mapping[str, Any], options: ImportOptions, *, where: object) -
 
 
 def _fit(args: Mapping[str, Any], table: Mapping[str, tuple[object, ...]]) -> tuple[int, int]:
-    """Return the number of arguments of a family contradicted by `args`, and of those not confirmed by `args`."""
+    """Count a family's arguments contradicted by `args`, and those not confirmed by `args`."""
     values = {name: args.get(name) in allowed for name, allowed in table.items()}
     return sum(name in args and not fits for name, fits in values.items()), sum(not fits for fits in values.values())
 
 
 def _out_of_range(args: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the arguments outside the range of usable numbers."""
+    """Yield arguments outside the usable range."""
     checks: dict[str, Callable[[object], object]] = {
         **dict.fromkeys(_INTEGERS, integer),
         **dict.fromkeys(_FRACTIONS, finite_number),
@@ -196,7 +196,7 @@ def _unsupported(args: Mapping[str, Any], family: Family | None) -> Iterator[str
 
 
 def _unnamed(args: Mapping[str, Any], options: ImportOptions) -> Iterator[str]:
-    """Yield the fields named neither by `args` nor by overrides."""
+    """Yield fields set neither by `args` nor by overrides."""
     switches = {"norm_eps": "norm_epsilon", "tie_word_embeddings": "untie_embeddings_and_output_weights"}
     for key, argument in (_SIZES | switches).items():
         if args.get(argument) is None and not _is_named(options, key):
@@ -204,7 +204,7 @@ def _unnamed(args: Mapping[str, Any], options: ImportOptions) -> Iterator[str]:
 
 
 def _vocabulary(args: Mapping[str, Any], rows: int, options: ImportOptions) -> Iterator[str]:
-    """Yield a line if the vocabulary exceeds the rows of the embedding, unless an override names another size."""
+    """Yield a line if the vocabulary exceeds the embedding rows, unless an override sets another size."""
     vocab_size = args.get("vocab_size")
     if isinstance(vocab_size, int) and not 0 < vocab_size <= rows and not _is_set(options, "vocab_size"):
         yield (
@@ -214,7 +214,7 @@ def _vocabulary(args: Mapping[str, Any], rows: int, options: ImportOptions) -> I
 
 
 def _invisible(args: Mapping[str, Any], model: ModelConfig, options: ImportOptions) -> Iterator[str]:
-    """Yield lines on fields missing in `args` and in every shape of a tensor, unless an override names them."""
+    """Yield lines on fields missing in `args` and invisible in tensor shapes, unless an override sets them."""
     fields = {"n_head": "num_attention_heads", "norm_eps": "norm_epsilon"}
     if spec_of(model).is_rotary:
         fields["rope_theta"] = "rotary_base"
@@ -224,23 +224,23 @@ def _invisible(args: Mapping[str, Any], model: ModelConfig, options: ImportOptio
 
 
 def _is_named(options: ImportOptions, key: str) -> bool:
-    """Return whether an override names a field of the model, or a whole model."""
+    """Return whether an override sets a model field, directly or through a whole model."""
     names = {override.partition("=")[0].lstrip("+") for override in options.overrides}
     return "model" in names or f"model.{key}" in names
 
 
 def _is_set(options: ImportOptions, key: str) -> bool:
-    """Return whether an override names this field of the model itself."""
+    """Return whether an override sets this model field directly."""
     return any(override.partition("=")[0].lstrip("+") == f"model.{key}" for override in options.overrides)
 
 
 def _vocab_size(args: Mapping[str, Any], rows: int, options: ImportOptions, notes: list[str]) -> int:
-    """Return the tokens of our vocabulary, and note the padded rows."""
+    """Return our vocabulary size, and note padding rows."""
     saved = args.get("vocab_size")
     true = saved if isinstance(saved, int) else None
     if _is_set(options, "vocab_size"):
         chosen = options.config.model.vocab_size
-        size = chosen if 0 < chosen <= rows else rows  # another one is refused where the two models are compared
+        size = chosen if 0 < chosen <= rows else rows  # comparing the two models refuses any other size
     elif true is None:
         notes.append(
             f"args name no vocabulary: all {rows} rows of the embedding are kept, as they took part in Megatron's "
@@ -273,7 +273,7 @@ def _heads(args: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]:
 
 
 def _groups(args: Mapping[str, Any], model: ModelConfig) -> int:
-    """Return the query groups of a model with a group for each head; `problems` refuses any other number."""
+    """Return the query groups for a family with a group per head. `problems` refuses any other number."""
     return model.n_kv_head if args.get("num_attention_heads") is not None else model.n_head
 
 
@@ -298,10 +298,10 @@ def _positions(args: Mapping[str, Any], family: Family, options: ImportOptions) 
 
 
 def _activation(args: Mapping[str, Any], options: ImportOptions, notes: list[str]) -> Activation:
-    """Return the form of the GELU.
+    """Return the GELU variant.
 
-    Megatron-Core computes the tanh form where it fuses it with the bias. Megatron-LM's own models do so for
-    `openai_gelu` too.
+    Megatron-Core computes the tanh form when it fuses GELU with the bias. Megatron-LM's older models also do so for
+    `openai_gelu`.
     """
     if "bias_gelu_fusion" not in args and "openai_gelu" not in args:
         chosen = options.config.model.activation
@@ -316,7 +316,7 @@ def _activation(args: Mapping[str, Any], options: ImportOptions, notes: list[str
 
 
 def _dropout(model: ModelConfig, args: Mapping[str, Any], options: ImportOptions, notes: list[str]) -> ModelConfig:
-    """Return the model with Megatron's dropout, or with the override's."""
+    """Return the model with Megatron's dropout, or the override's."""
     hidden, attention = args.get("hidden_dropout"), args.get("attention_dropout")
     if not has_field(model.family, "dropout"):
         if hidden or attention:
@@ -330,12 +330,12 @@ def _dropout(model: ModelConfig, args: Mapping[str, Any], options: ImportOptions
 
 
 _NO_DROPOUT = "the family has no dropout here"
-# Of a vocabulary of this size: the tokens that begin and end a document.
+# By vocabulary size: the tokens that start and end a document.
 _TOKENS = {128256: (128000, 128001)}
 
 
 def _tokens(model: ModelConfig, options: ImportOptions, notes: list[str]) -> ModelConfig:
-    """Return the model with its first and last token of a document: those of overrides, or the vocabulary's last."""
+    """Return the model with its document start and end tokens, from overrides or the vocabulary size."""
     begin, end = _TOKENS.get(model.vocab_size, (model.vocab_size - 1,) * 2)
     chosen: dict[str, Any] = {
         "bos_token_id": options.config.model.bos_token_id if _is_set(options, "bos_token_id") else begin,

@@ -1,12 +1,12 @@
-"""Finds parameters in the flat buffers of Megatron's distributed optimizer, which have no names.
+"""Finds parameters in the unnamed flat buffers of Megatron's distributed optimizer.
 
-A buffer holds the parameters of a stage in the reverse order of `model.parameters()`, in buckets. A parameter begins at
-a multiple of 64 elements of its bucket, or right behind its predecessor in older versions. Buckets are stored singly or
-end to end, with or without the padding at their ends. Their size follows from a run's settings, so no offset is
-computed here: the master weights in the buffer, rounded, must be the model's own weights, parameter by parameter.
-Moments lie at the offsets of the master weights.
+A buffer holds a stage's parameters in buckets, in reverse `model.parameters()` order. A parameter starts at a multiple
+of 64 elements in its bucket or, in older versions, directly after its predecessor. Buckets are stored separately or end
+to end, with or without padding. Their size depends on run settings, so offsets cannot be computed. Instead, the
+buffer's master weights, rounded, must equal the model's own weights, parameter by parameter. Moments lie at the same
+offsets as the master weights.
 
-Sources: `_compute_per_buffer_param_layout` and `get_parameter_state_dp_zero` of `distrib_optimizer.py`, and
+Sources: `_compute_per_buffer_param_layout` and `get_parameter_state_dp_zero` in `distrib_optimizer.py`, and
 `param_and_grad_buffer.py`, in `megatron/core`.
 """
 
@@ -27,29 +27,29 @@ _ALIGNMENT = 64  # elements
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """The place of a parameter: the number of a bucket, and its first element there."""
+    """A parameter's place: a bucket number, and its first element there."""
 
     bucket: int
     offset: int
 
     def take(self, buckets: Sequence[torch.Tensor], shape: Sequence[int]) -> torch.Tensor:
-        """Return a view of the parameter's numbers in the buckets of a key."""
+        """Return a view of the parameter in the buckets."""
         return buckets[self.bucket][self.offset : self.offset + prod(shape)].view(*shape)
 
 
 @dataclass(frozen=True, slots=True)
 class _End:
-    """A state of the search: the end of a parameter in a bucket, and where the run's bucket begins, modulo 64."""
+    """A search state: where a parameter ends in a stored bucket, and where the run's bucket starts, modulo 64."""
 
     bucket: int
     offset: int
     base: int
 
     def next(self, buckets: Sequence[torch.Tensor]) -> list[_End]:
-        """Return the places where the next parameter may begin."""
+        """Return the places where the next parameter may start."""
         aligned = self.offset + (self.base - self.offset) % _ALIGNMENT
         starts = [_End(self.bucket, aligned, self.base)]
-        if aligned != self.offset:  # a bucket of the run ends here, or nothing is aligned
+        if aligned != self.offset:  # the run's bucket ends here, or parameters are not aligned
             starts.append(_End(self.bucket, self.offset, self.offset % _ALIGNMENT))
         if self.bucket + 1 < len(buckets) and self.offset:
             starts.append(_End(self.bucket + 1, 0, 0))
@@ -59,16 +59,16 @@ class _End:
 def locate(
     parameters: Mapping[str, RankPiece], buckets: Sequence[torch.Tensor], *, is_padded: bool, where: object
 ) -> dict[str, Slot]:
-    """Return the place of every parameter in the buckets of master weights.
+    """Return every parameter's place in the master weight buckets.
 
     Args:
-        parameters: the parameters of a stage on one rank, in the order of `model.parameters()`.
-        buckets: 1-d tensors of float32 master weights, in order; of one buffer.
-        is_padded: whether numbers of no parameter may follow the last parameter.
+        parameters: A stage's parameters on one rank, in `model.parameters()` order.
+        buckets: One buffer's float32 master weights as 1-d tensors, in order.
+        is_padded: Whether padding may follow the last parameter.
 
     Raises:
-        CheckpointError: if the numbers at each possible place of a parameter are not its weights.
-        MismatchError: if several places have its weights: its moments are uncertain then.
+        CheckpointError: No possible place holds a parameter's weights, or the buffer is too long.
+        MismatchError: Several places hold a parameter's weights, so its moments are uncertain.
     """
     backwards = list(parameters.items())[::-1]
     reached: dict[_End, tuple[Slot, ...]] = {_End(0, 0, 0): ()}

@@ -1,4 +1,4 @@
-"""Writes a folder for megatron-core's `dist_checkpointing`, which loads it into a `GPTModel` and its optimizer."""
+"""Writes a folder for megatron-core's `dist_checkpointing`, which loads into a `GPTModel` and its optimizer."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _log = logging.getLogger(__name__)
 
 TRACKER = "latest_checkpointed_iteration.txt"
 _SHARDING = "fully_reshardable"
-_MASTERS = "param"  # the optimizer's copy of a weight, in this form of sharding
+_MASTERS = "param"  # the optimizer's weight copies in this sharding form
 _DECAY_STYLES = {
     DecayStyle.cosine: "cosine",
     DecayStyle.linear: "linear",
@@ -45,21 +45,21 @@ _DECAY_STYLES = {
     DecayStyle.wsd: "WSD",
 }
 _SCALED_FROM = (1.0, 4.0, 8192)  # constants of Megatron's rotary scaling
-# Modules with a state besides tensors; it is empty, but `load` asks for it.
+# Modules with extra state. It is empty, but `load` requests it.
 _EXTRA = ("self_attention.linear_proj", "self_attention.linear_qkv", "mlp.linear_fc1", "mlp.linear_fc2")
-_Place = tuple[str, tuple[int, ...]]  # a key, and the offset of a chunk
+_Place = tuple[str, tuple[int, ...]]  # a key, and a chunk's offset
 
 
 def write(checkpoint: Checkpoint, out: Path, options: ExportOptions) -> None:
-    """Write `out`, a folder of Megatron-LM with one iteration, atomically and with one file's tensors in memory.
+    """Write `out`, a Megatron-LM folder with one iteration, atomically. Only a single file's tensors are in memory.
 
     Weights and moments are float32, stacked by layer, without padded vocabulary rows: `load` fills a padded table from
-    the first row on. The optimizer has the fully reshardable form of `--use-distributed-optimizer`.
+    its first row. The optimizer has the fully reshardable form used with `--use-distributed-optimizer`.
 
     Raises:
-        ConfigError: if a dtype other than float32, or a tokenizer, is requested.
-        MismatchError: if Megatron has no such model, or the optimizer is not AdamW.
-        CheckpointError: if `out` exists, the checkpoint is damaged, or the file system fails.
+        ConfigError: The options request another dtype than float32, or a tokenizer.
+        MismatchError: Megatron lacks such a model or schedule, or the optimizer is not AdamW.
+        CheckpointError: `out` exists, the checkpoint is damaged, or the file system fails.
     """
     require_float32(options, "Megatron", where=out)
     files, source = options.files, of_checkpoint(checkpoint)
@@ -117,7 +117,7 @@ def _refuse_scaling(model: ModelConfig, *, where: object) -> None:
 
 
 class _Planner(StreamingPlanner):
-    """Plans a chunk for every layer of every tensor, and reads each when it is written."""
+    """Plans a chunk for every layer in every tensor, and reads each chunk when it is written."""
 
     def __init__(self, source: StateSource, adam: SavedAdam | None) -> None:
         super().__init__(self._value, flatten_state_dict=False)
@@ -174,7 +174,7 @@ def _item(key: str, offset: tuple[int, ...], sizes: tuple[int, ...], full: tuple
 
 
 def _steps(source: StateSource, adam: SavedAdam) -> float:
-    """Return the optimizer's steps, a single number in Megatron: those of most parameters."""
+    """Return the optimizer's step count. Megatron keeps a single count, so this is the most common count."""
     trained = [name for name in stored_tensors(source.model) if name not in adam.frozen]
     counts = Counter(float(source.read(f"step.{name}")) for name in trained)
     listed = sorted(counts, key=lambda steps: (counts[steps], steps), reverse=True)
@@ -187,10 +187,10 @@ def _steps(source: StateSource, adam: SavedAdam) -> float:
 def _common(
     model: ModelConfig, adam: SavedAdam | None, schedule: Schedule, counters: Mapping[str, int], steps: float
 ) -> dict[str, Any]:
-    """Return the content of `common.pt`.
+    """Return the content for `common.pt`.
 
     Args:
-        steps: of the optimizer, which need not be the iteration.
+        steps: The optimizer's step count, which may differ from the iteration.
     """
     iteration, samples = counters["iteration"], counters["consumed_samples"]
     content: dict[str, Any] = {
@@ -223,7 +223,7 @@ def _common(
 
 
 def _group(adam: SavedAdam, schedule: Schedule, steps: float, wd_mult: float) -> dict[str, Any]:
-    """Return a parameter group with the settings of torch's AdamW and Megatron's own."""
+    """Return a parameter group with torch AdamW's settings and Megatron's own."""
     settings = dict(torch.optim.AdamW([torch.nn.Parameter(torch.zeros(()))]).param_groups[0])
     del settings["params"]
     return {
@@ -244,7 +244,7 @@ def _group(adam: SavedAdam, schedule: Schedule, steps: float, wd_mult: float) ->
 
 
 def arguments_of(model: ModelConfig) -> dict[str, Any]:
-    """Return the arguments of Megatron-LM for a model; `arguments.describe` reads them back."""
+    """Return Megatron-LM's arguments for a model. `arguments.describe` reads them back."""
     names, scaling = names_of(model.family, where="the model"), model.rope_scaling
     fuses_gelu = has_field(model.family, "activation") and model.activation is Activation.gelu_tanh
     return {
@@ -274,7 +274,7 @@ def arguments_of(model: ModelConfig) -> dict[str, Any]:
         "pipeline_model_parallel_size": 1,
         "use_distributed_optimizer": True,
         "consumed_valid_samples": 0,
-        # With --vocab-file, Megatron-LM asserts that a run has these values too.
+        # With --vocab-file, Megatron-LM asserts these values in a run too.
         "make_vocab_size_divisible_by": 128,
         "tokenizer_type": names.tokenizer_type,
         "add_qkv_bias": False,

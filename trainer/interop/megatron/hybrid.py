@@ -1,9 +1,9 @@
-"""Reads a `HybridModel` of attention and MLP in turn as the equivalent `GPTModel`. Pure.
+"""Reads a `HybridModel` with alternating attention and MLP blocks as the equivalent `GPTModel`. Pure.
 
-Megatron-LM advises `HybridModel` for new runs. Its decoder is a pattern of sub-blocks: `*` is attention, `-` an MLP,
-and other letters are Mamba, experts and more. `*-*-` computes as a `GPTModel` of two layers. The tensors have the same
-names with two differences: they are numbered by sub-block, and the last norm is `final_norm`. Sources:
-`megatron/core/models/hybrid` and `dist_checkpointing/gpt_checkpoint_interop.py` of Megatron-LM at commit `d98e8a6`.
+Megatron-LM recommends `HybridModel` for new runs. Its decoder is a pattern of sub-blocks: `*` is attention, `-` an MLP,
+and other letters are Mamba, experts and more. `*-*-` computes the same as a `GPTModel` with two layers. The tensors
+have the same names with two differences: they are numbered by sub-block, and the last norm is `final_norm`. Sources:
+`megatron/core/models/hybrid` and `dist_checkpointing/gpt_checkpoint_interop.py` in Megatron-LM at commit `d98e8a6`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _PAIR = "*-"
 
 
 def pattern_of(names: Iterable[str]) -> str | None:
-    """Return the sub-blocks of the tensors, in Megatron's letters; None for the tensors of a `GPTModel`."""
+    """Return the tensors' sub-blocks in Megatron's letters, or None for a `GPTModel`."""
     blocks = dict[int, set[str]]()
     for name in names:
         if match := _BLOCK.fullmatch(name):
@@ -40,10 +40,10 @@ def pattern_of(names: Iterable[str]) -> str | None:
 
 
 def as_gpt(args: Mapping[str, Any], pattern: str | None) -> tuple[Mapping[str, Any], list[str]]:
-    """Return the arguments of the equivalent `GPTModel`, and problems if there is none.
+    """Return the equivalent `GPTModel`'s arguments, and problems if there is no equivalent.
 
     Args:
-        pattern: the sub-blocks of a `HybridModel`; None if the model is a `GPTModel`.
+        pattern: A `HybridModel`'s sub-blocks. None for a `GPTModel`.
     """
     argument = args.get("hybrid_layer_pattern") or args.get("hybrid_override_pattern")
     if pattern is None and not argument:
@@ -60,7 +60,7 @@ def as_gpt(args: Mapping[str, Any], pattern: str | None) -> tuple[Mapping[str, A
 
 
 def in_sub_blocks(tensors: Sequence[Correspondence]) -> list[Correspondence]:
-    """Return the tensors of a `GPTModel` with the numbers of a `HybridModel`'s sub-blocks in place of layers."""
+    """Return a `GPTModel`'s tensors, numbered by a `HybridModel`'s sub-blocks in place of layers."""
     return [replace(tensor, tensor=replace(tensor.tensor, layer=_sub_block(tensor))) for tensor in tensors]
 
 
@@ -70,5 +70,5 @@ def _sub_block(correspondence: Correspondence) -> int | None:
 
 
 def stored_name(name: str) -> str:
-    """Return the name of a tensor in a folder of a `HybridModel`."""
+    """Return a tensor's name in a `HybridModel` folder."""
     return name.replace("decoder.final_layernorm.", "decoder.final_norm.")

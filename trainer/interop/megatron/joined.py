@@ -1,4 +1,4 @@
-"""The state of a Megatron run from the parts of its ranks."""
+"""Builds a Megatron run's state from its ranks' parts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trainer.interop.megatron.state import MOMENTS, WEIGHTS, MegatronState
 
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 
-# The parts of each of Megatron's tensors, by tensor-parallel rank, under `MegatronTensor.numbered`.
+# The parts of Megatron's tensors, by tensor-parallel rank, under `MegatronTensor.numbered`.
 Pieces = Mapping[str, Sequence[RankPiece]]
 
 
@@ -34,11 +34,11 @@ def joined_state(
     """Return a state from its pieces, which are read tensor by tensor.
 
     Args:
-        optimizer: the parts of the optimizer's copies (`MASTERS`) and of each moment; empty for weights alone.
-        copies: compares tensors held in full by several ranks.
+        optimizer: Parts of the optimizer's copies (`MASTERS`) and each moment. Empty for weights alone.
+        copies: Compares tensors held in full by several ranks.
 
     Raises:
-        MismatchError: listing tensors that are missing, unexpected or of another shape than the model's.
+        MismatchError: Tensors are missing, unexpected or have another shape than the model's. The error lists them.
     """
     pieces_of = {WEIGHTS: weights, **optimizer}
     for kind, pieces in pieces_of.items():
@@ -63,7 +63,7 @@ def joined_state(
 
 
 def _check(pieces: Pieces, described: DescribedModel, *, where: object) -> None:
-    """Refuse pieces of another model; a tied output layer may be there twice."""
+    """Refuse pieces from another model. A tied output layer may be stored twice."""
     model = described.model
     expected = {correspondence.tensor.numbered: correspondence.tensor for correspondence in described.correspondences()}
     problems = [f"missing: {name}" for name in expected if name not in pieces]

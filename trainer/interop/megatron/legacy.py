@@ -1,7 +1,7 @@
-"""Reads Megatron-LM's format `torch`: a folder `mp_rank_TT[_PPP]` for each rank of tensor and pipeline parallelism.
+"""Reads Megatron-LM's `torch` format: a folder `mp_rank_TT[_PPP]` for each tensor- and pipeline-parallel rank.
 
-Sources: `get_checkpoint_name`, `save_checkpoint` and `generate_state_dict` of `megatron/training/checkpointing.py`,
-`save_parameter_state` of `megatron/core/optimizer/distrib_optimizer.py`.
+Sources: `get_checkpoint_name`, `save_checkpoint` and `generate_state_dict` in `megatron/training/checkpointing.py`,
+`save_parameter_state` in `megatron/core/optimizer/distrib_optimizer.py`.
 """
 
 from __future__ import annotations
@@ -51,16 +51,16 @@ Table = Mapping[Any, Any]
 _RANK = re.compile(r"mp_rank_(\d\d)(?:_(\d\d\d))?")
 _MODEL, _FLAT = "model_optim_rng.pt", "distrib_optim.pt"
 _CHUNK = re.compile(r"model(\d*)")
-_OWN = "language_model"  # of Megatron-LM's own models, before those of Megatron-Core
+_OWN = "language_model"  # in Megatron-LM's own models, which preceded Megatron-Core's
 _MASTER_KEY = "param"
 
 
 @dataclass(frozen=True, slots=True)
 class _Rank:
-    """The files of a rank: its model file, and the buffers of the distributed optimizer, if any.
+    """A rank's files: its model file, and the distributed optimizer's buffers, if any.
 
     Args:
-        chunks: the parameters of each virtual stage, in the order of `model.parameters()`, as the file has them.
+        chunks: Each virtual stage's parameters, in the file's order, which is `model.parameters()` order.
     """
 
     path: Path
@@ -70,16 +70,16 @@ class _Rank:
 
 
 def is_legacy(path: Path) -> bool:
-    """Return whether a folder holds an iteration in the format `torch`."""
+    """Return whether a folder holds an iteration in the `torch` format."""
     return is_dir(path) and any(_RANK.match(child.name) for child in path.iterdir())
 
 
 def read_legacy(path: Path, options: ImportOptions) -> tuple[MegatronState, DescribedModel]:
-    """Open the folder of an iteration in the format `torch`. The files are mapped.
+    """Open an iteration folder in the `torch` format. The files are mapped.
 
     Raises:
-        CheckpointError: if files are missing, damaged, or of several saves.
-        MismatchError: if the model is none of ours, or moments cannot be assigned with certainty.
+        CheckpointError: Files are missing, damaged, or from different saves.
+        MismatchError: The model is not supported, or moments cannot be assigned with certainty.
     """
     ranks = _ranks(path, options)
     first = ranks[0][0].model
@@ -114,7 +114,7 @@ def read_legacy(path: Path, options: ImportOptions) -> tuple[MegatronState, Desc
 
 
 def _ranks(path: Path, options: ImportOptions) -> list[list[_Rank]]:
-    """Return the ranks of each stage, by tensor-parallel rank."""
+    """Return each stage's ranks, by tensor-parallel rank."""
     names = sorted(entry.name for entry in path.iterdir() if entry.name.startswith("mp_rank_"))
     if beyond := [name for name in names if not _RANK.fullmatch(name)]:
         raise MismatchError(
@@ -175,7 +175,7 @@ def _stages(ranks: Sequence[Sequence[_Rank]]) -> list[tuple[int, int]]:
 
 
 def _arguments(table: Table) -> dict[str, Any]:
-    """Return the attributes of `args`, with the defaults of versions from before an argument."""
+    """Return the attributes of `args`, with defaults for arguments that older versions lack."""
     arguments = attributes_of(table.get("args"))
     if not arguments:
         return {}
@@ -192,7 +192,7 @@ def _arguments(table: Table) -> dict[str, Any]:
 def _optimizer(
     ranks: Sequence[Sequence[_Rank]], options: ImportOptions, path: Path
 ) -> tuple[dict[str, Pieces], float | None]:
-    """Return the pieces of master weights and moments by global name, and the number of steps."""
+    """Return the pieces of master weights and moments by global name, and the step count."""
     first = ranks[0][0]
     if first.model.get("optimizer") is None and first.flat is None:
         require_moments(signs_of_moments(first.model, path), options, where=path)
@@ -208,7 +208,7 @@ def _optimizer(
 
 
 def _of_rank(rank: _Rank) -> list[dict[str, dict[str, RankPiece]]]:
-    """Return the pieces of master weights and moments of each chunk of a rank, by name."""
+    """Return a rank's pieces of master weights and moments by name, for each chunk."""
     if rank.flat is not None:
         return _of_buffers(rank)
     entry = _entry(rank.model, rank.path)
@@ -237,7 +237,7 @@ def _entry(table: Table, where: Path) -> Table:
 
 
 def _of_buffers(rank: _Rank) -> list[dict[str, dict[str, RankPiece]]]:
-    """Return the pieces in the flat buffers; each chunk has a buffer."""
+    """Return the pieces in the flat buffers. Each chunk has a buffer."""
     assert rank.flat is not None
     where = rank.path / _FLAT
     buffers = [value for key, value in sorted((k, v) for k, v in rank.flat.items() if isinstance(k, int))]
@@ -267,7 +267,7 @@ def _of_buffers(rank: _Rank) -> list[dict[str, dict[str, RankPiece]]]:
 
 
 def _buckets(buffer: Table, key: str, where: Path) -> list[torch.Tensor]:
-    """Return a buffer's buckets, or what has all of them end to end."""
+    """Return a buffer's buckets, or a single tensor concatenating them."""
     content = buffer.get(key)
     every = list(content) if isinstance(content, list) else [content]
     tensors = [tensor for tensor in every if is_plain(tensor) and tensor.dim() == 1]
@@ -289,7 +289,7 @@ def _step(rank: _Rank) -> float | None:
 
 
 def _log_layout(ranks: Sequence[Sequence[_Rank]], path: Path, *, has_optimizer: bool) -> None:
-    """Log the layout of the checkpoint."""
+    """Log the checkpoint's layout."""
     kind = "the distributed optimizer" if ranks[0][0].flat is not None else "an unsharded optimizer"
     carried = f"weights and moments of {kind}" if has_optimizer else "weights alone"
     sizes = f"tp {len(ranks[0])}, pp {len(ranks)}, {count_of(len(ranks[0][0].chunks), 'virtual stage')}"

@@ -1,8 +1,8 @@
-"""The tensors of a rank in Megatron-LM's format `torch`, under the names of Megatron-Core's `GPTModel`.
+"""Maps a rank's tensors in Megatron-LM's `torch` format to the names in Megatron-Core's `GPTModel`.
 
-A rank's model is a flat dictionary (Megatron-Core) or dictionaries within each other (Megatron-LM's own models, also
-under older names). Sources: `state_dict_for_save_checkpoint` of `megatron/model/{gpt_model,language_model}.py` from
-Megatron-LM 2.0 to core_r0.12, `fix_query_key_value_ordering` of `megatron/training/checkpointing.py`.
+A rank's model is a flat dictionary (Megatron-Core) or nested ones (Megatron-LM's own models, also under older names).
+Sources: `state_dict_for_save_checkpoint` in `megatron/model/{gpt_model,language_model}.py`, Megatron-LM 2.0 to
+core_r0.12, and `fix_query_key_value_ordering` in `megatron/training/checkpointing.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from trainer.interop.megatron.shards import RankPiece
 from trainer.interop.torch_file import is_plain
 
 _QUERY_KEY_VALUE = ".self_attention.linear_qkv."
-# Each rewrites the start, or the end, of a name.
+# Each rewrites part of a name.
 _RENAMED = tuple(
     (re.compile(pattern), name)
     for pattern, name in (
@@ -38,17 +38,17 @@ _NOT_PARAMETERS = re.compile(r"(_extra_state|rotary_pos_emb\.inv_freq)$")
 
 
 def _core_name(name: str) -> str:
-    """Return the name of a parameter in Megatron-Core, with fused norms."""
+    """Return a parameter's name in Megatron-Core, with fused norms."""
     for pattern, replacement in _RENAMED:
         name = pattern.sub(replacement, name)
     return name
 
 
 def stage_of(model: Mapping[Any, Any], *, where: object) -> dict[str, RankPiece]:
-    """Return the parameters of a rank's part of the model in its own order, by Megatron-Core's names.
+    """Return the parameters in a rank's part of the model, in the rank's order, by Megatron-Core's names.
 
     Raises:
-        CheckpointError: if an entry is no dense tensor of floating point, or two entries are the same parameter.
+        CheckpointError: An entry is not a dense floating-point tensor, or two entries name the same parameter.
     """
     pieces = dict[str, RankPiece]()
     for name, tensor in _flat(model, ""):
@@ -74,10 +74,10 @@ def _flat(table: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:
 
 
 def require_known_version(version: object, *, where: object) -> None:
-    """Refuse files whose fused projections are not ordered by query group, those of before 2021.
+    """Refuse files from before 2021, whose fused projections are not ordered by query group.
 
     Raises:
-        MismatchError: naming the version.
+        MismatchError: The version is not supported.
     """
     if version not in (2, 3):
         raise MismatchError(

@@ -1,10 +1,10 @@
-"""Megatron-Core's tensors and ours: names, fused projections, orientation, padded vocabulary. Pure.
+"""Maps Megatron-Core's tensors to ours: names, fused projections, orientation, padded vocabulary. Pure.
 
-A mapping applies to a weight and to its moments alike. Every tensor here is whole: joined over the ranks of tensor and
-pipeline parallelism. Sources: `megatron/core/models/gpt/gpt_model.py`, `transformer/attention.py`
-(`SelfAttention.get_query_key_value_tensors`) and `transformer/mlp.py` of megatron-core 0.16.
+A mapping applies to a weight and to its moments alike. All tensors here are full: joined over tensor- and
+pipeline-parallel ranks. Sources: `megatron/core/models/gpt/gpt_model.py`, `transformer/attention.py`
+(`SelfAttention.get_query_key_value_tensors`) and `transformer/mlp.py` in megatron-core 0.16.
 
-Letters in shapes: H hidden size, F width of the MLP, A heads, G query groups, D width of a head, V tokens.
+Letters in shapes: H hidden size, F MLP width, A heads, G query groups, D head width, V tokens.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ LAYERS = "decoder.layers"
 
 @dataclass(frozen=True, slots=True)
 class MegatronTensor:
-    """A tensor of a `GPTModel`, or a layer of it.
+    """A tensor in a `GPTModel`, or a single layer in it.
 
     Args:
-        name: within the model; of a tensor of a layer, within the layer.
-        layer: the number of the layer in the whole model, from 0; None outside the layers.
-        shape: of the full tensor of a layer, with padded vocabulary rows.
-        cut: the dimension along which tensor parallelism cuts it; None if every rank holds all of it.
-        is_gated: whether it is gate above up, of which each rank holds its part of both: ranks' tensors, end to end,
+        name: The name within the model, or within the layer if `layer` is set.
+        layer: The layer's number in the whole model, from 0. None outside the layers.
+        shape: The full shape for a layer, with padded vocabulary rows.
+        cut: The dimension split by tensor parallelism. None if every rank holds the full tensor.
+        is_gated: Whether it stacks gate above up. Each rank holds a part of both, so the ranks' concatenated tensors
             are gate 0, up 0, gate 1, up 1.
     """
 
@@ -47,23 +47,23 @@ class MegatronTensor:
 
     @property
     def stacked(self) -> str:
-        """Return the name in a file whose layers are dimension 0 of a single tensor."""
+        """Return the name in a file that stacks all layers along dimension 0."""
         return self.name if self.layer is None else f"{LAYERS}.{self.name}"
 
     @property
     def numbered(self) -> str:
-        """Return the name in a file where each layer has tensors of its own."""
+        """Return the name in a file with separate tensors for each layer."""
         return self.name if self.layer is None else f"{LAYERS}.{self.layer}.{self.name}"
 
 
 @dataclass(frozen=True, slots=True)
 class Correspondence:
-    """A tensor of Megatron's and our tensors in it.
+    """A Megatron tensor and our tensors in it.
 
     Args:
-        names: our stored names, several where projections are fused.
-        split: returns ours, in the order of `names`, from Megatron's; may be views of it.
-        join: returns Megatron's from ours, without padded vocabulary rows.
+        names: Our stored names, several for fused projections.
+        split: Returns our tensors, in the order of `names`, from Megatron's. They may be views.
+        join: Returns Megatron's tensor from ours, without padded vocabulary rows.
     """
 
     tensor: MegatronTensor
@@ -77,10 +77,10 @@ class Correspondence:
 
 
 def names_of(family: Family, *, where: object) -> MegatronNames:
-    """Return the Megatron names of a family.
+    """Return a family's Megatron names.
 
     Raises:
-        MismatchError: for a family whose spec has no Megatron names.
+        MismatchError: The family's spec has no Megatron names.
     """
     if (names := FAMILIES[family].megatron) is None:
         raise MismatchError(
@@ -94,19 +94,21 @@ def names_of(family: Family, *, where: object) -> MegatronNames:
 
 
 def supported_families() -> list[str]:
-    """Return the names of the families whose specs have Megatron's names."""
+    """Return the families whose specs have Megatron names."""
     return [family.value for family, spec in FAMILIES.items() if spec.megatron is not None]
 
 
 def correspondences(config: ModelConfig, padded_vocab_size: int | None = None) -> list[Correspondence]:
-    """Return every tensor of a model in the order of `GPTModel.sharded_state_dict`; each of ours is in exactly one.
+    """Return a model's tensors in `GPTModel.sharded_state_dict` order, with our tensors in each.
+
+    Each of ours appears exactly once.
 
     Args:
-        padded_vocab_size: rows of Megatron's embedding and output layer; those beyond `config.vocab_size` are dropped
-            by `split`. By default there are none.
+        padded_vocab_size: Rows in Megatron's embedding and output layer. `split` drops those beyond
+            `config.vocab_size`. By default there are none.
 
     Raises:
-        MismatchError: for a family whose spec has no Megatron names.
+        MismatchError: The family's spec has no Megatron names.
     """
     rows = config.vocab_size if padded_vocab_size is None else padded_vocab_size
     spec, names = spec_of(config), names_of(config.family, where="the model")
@@ -124,12 +126,12 @@ def correspondences(config: ModelConfig, padded_vocab_size: int | None = None) -
 
 
 def by_our_name(tensors: Sequence[Correspondence]) -> Mapping[str, Correspondence]:
-    """Return the correspondence of each of our tensors, by our name."""
+    """Return our tensors' correspondences, by our name."""
     return {name: tensor for tensor in tensors for name in tensor.names}
 
 
 def is_norm(tensor: MegatronTensor) -> bool:
-    """Return whether a tensor is the weight of a norm, which Megatron may store minus 1 (`apply_layernorm_1p`)."""
+    """Return whether a tensor is a norm weight, which Megatron may store minus 1 (`apply_layernorm_1p`)."""
     return tensor.name.endswith(("layer_norm_weight", "layernorm.weight"))
 
 
@@ -141,12 +143,12 @@ def _correspondence(
     layer: int | None = None,
     prefix: str = "",
 ) -> Correspondence:
-    """Return a part of a whole model, or of a layer.
+    """Return the correspondence for a part of the whole model, or of a layer.
 
     Args:
-        stored: the tensors of the model, or of a block.
-        rows: of Megatron's tables.
-        prefix: of the stored names of the layer.
+        stored: The model's tensors, or a block's.
+        rows: Rows in Megatron's tables.
+        prefix: Prefix of the layer's stored names.
     """
     names = tuple(prefix + name for name in part.stored)
     shapes = [stored[name].shape for name in part.stored]
@@ -182,10 +184,10 @@ def _correspondence(
 
 
 def _fused(tensor: MegatronTensor, names: tuple[str, ...], config: ModelConfig) -> Correspondence:
-    """Return `c_attn` of GPT-2: all queries, all keys, all values, along the last dimension."""
+    """Return the correspondence for GPT-2's `c_attn`: all queries, keys and values, along the last dimension."""
 
     def split(fused: torch.Tensor) -> Sequence[torch.Tensor]:
-        # GPT-2 has a group for each head. The three are turned in one copy, so that two are in memory.
+        # GPT-2 has a group per head. The three are transposed in one copy, so two tensors are in memory.
         heads = fused.reshape(config.n_head, 3, config.head_width, *fused.shape[1:])
         joined = heads.transpose(0, 1).reshape(fused.shape)
         return (joined.T if joined.dim() == 2 else joined,)

@@ -1,7 +1,7 @@
-"""Names the state of Megatron's optimizer without `--use-distributed-optimizer`, which goes by numbers.
+"""Names numbered state from Megatron's optimizer without `--use-distributed-optimizer`.
 
-A rank's parameters are in two groups: with weight decay, and without, which has biases and vectors. A group has the
-order of `model.parameters()`, chunk by chunk. Source: `_get_param_groups` of `megatron/core/optimizer`.
+A rank's parameters are in two groups: with weight decay, and without, for biases and vectors. A group follows
+`model.parameters()` order, chunk by chunk. Source: `_get_param_groups` in `megatron/core/optimizer`.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ _MASTERS = ("fp32_from_fp16_params", "fp32_from_fp16")
 
 
 def named_state(optimizer: Table, chunks: Sequence[Stage], *, where: object) -> list[dict[str, dict[str, RankPiece]]]:
-    """Return, for each chunk of a rank, its moments and master weights by name.
+    """Return moments and master weights by name for each of a rank's chunks.
 
     Args:
-        optimizer: the rank's entry `optimizer`.
-        chunks: the rank's weights, a chunk for each virtual stage.
+        optimizer: The rank's `optimizer` entry.
+        chunks: The rank's weights, a chunk per virtual stage.
 
     Raises:
-        CheckpointError: if copies of weights are missing.
-        MismatchError: if the numbers do not have the shapes of the parameters, or are of another optimizer than Adam.
+        CheckpointError: Weight copies are missing.
+        MismatchError: The shapes do not match the parameters', or the optimizer is not Adam.
     """
     groups, state = parameter_groups(optimizer), optimizer.get("optimizer", optimizer)["state"]
     every = [(number, name) for number, chunk in enumerate(chunks) for name in chunk]
@@ -46,7 +46,7 @@ def named_state(optimizer: Table, chunks: Sequence[Stage], *, where: object) -> 
             chunk_state[MASTERS] = {}
         for number, (chunk, name) in ordered.items():
             copy = copies.get(number)
-            # A parameter that is float32 itself has no copy.
+            # A float32 parameter has no copy.
             state_of_chunks[chunk][MASTERS][name] = chunks[chunk][name] if copy is None else RankPiece.of(copy)
     return state_of_chunks
 
@@ -59,7 +59,7 @@ def _ordered(
     *,
     where: object,
 ) -> dict[int, tuple[int, str]]:
-    """Return the chunk and name of every numbered parameter: the only order that fits groups and shapes."""
+    """Return every numbered parameter's chunk and name, in the first order fitting groups and shapes."""
     numbers = [list(group.get("params", ())) for group in groups]
     entries = {n: state.get(n) for group in numbers for n in group}
     if incomplete := [n for n, entry in entries.items() if not _is_adam(entry)]:
@@ -73,7 +73,7 @@ def _ordered(
     decayed = [parameter for parameter in every if decays(parameter[1], chunks[parameter[0]][parameter[1]])]
     undecayed = [parameter for parameter in every if not decays(parameter[1], chunks[parameter[0]][parameter[1]])]
     filled = [members for members in numbers if members]
-    # Both orders of the groups occur; a matrix and a vector never have one shape.
+    # Both group orders occur. A matrix and a vector never have the same shape.
     for groupings in ([decayed, undecayed], [undecayed, decayed], [every]):
         order = dict(zip(entries, (parameter for group in groupings for parameter in group), strict=False))
         sizes = [len(group) for group in groupings if group]

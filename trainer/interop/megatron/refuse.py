@@ -1,4 +1,4 @@
-"""Recognizes checkpoints of Megatron-LM, Megatron-Core and NeMo where another format is expected."""
+"""Recognizes Megatron-LM, Megatron-Core and NeMo checkpoints where another format is expected."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _LEGACY = "mp_rank_*/model_optim_rng.pt"  # Megatron-LM, --ckpt-format torch
 
 
 def refuse_megatron(path: Path) -> None:
-    """Refuse a Megatron checkpoint, or a folder of them, recognized by its files alone: no pickle is read.
+    """Refuse a Megatron checkpoint, or a folder containing some, without unpickling anything.
 
     Raises:
-        MismatchError: if it is a Megatron checkpoint, with the command of the import.
+        MismatchError: It is a Megatron checkpoint. The error has the import command.
     """
     if not is_dir(path):
         return
@@ -35,7 +35,7 @@ def refuse_megatron(path: Path) -> None:
 
 
 def _form(path: Path) -> str | None:
-    """Return the form of a Megatron checkpoint; None for any other folder."""
+    """Return a Megatron checkpoint's form, or None for any other folder."""
     if is_file(path / _METADATA):
         try:
             backend = json_file.read(path / _METADATA).get(_BACKEND)

@@ -1,12 +1,11 @@
-"""Reads the optimizer's state of the format `dp_reshardable`: buckets of flat buffers, without names.
+"""Reads optimizer state in the `dp_reshardable` format: flat buffers' buckets, without names.
 
-For each rank of tensor and pipeline parallelism, and for each chunk of a virtual pipeline, a buffer holds the
-parameters of the stage, in buckets. They lie in the reverse order of `model.parameters()`, each from a multiple of 64
-elements on. The sizes of the buckets are known, so the offsets follow from the order of the parameters, of which there
-are two: the local modules', and TransformerEngine's, whose norms are part of the linear layers behind them. In the
-right order the master weights, rounded, are the model's own; every other parameter is compared when it is read.
-
-Source: `sharded_param_state_dp_reshardable` of `megatron/core/optimizer/distrib_optimizer.py`, and
+For each tensor- and pipeline-parallel rank, and each virtual pipeline chunk, a buffer holds the stage's parameters, in
+buckets. They lie in reverse `model.parameters()` order, each starting at a multiple of 64 elements. The bucket sizes
+are known, so the offsets follow from the parameter order. There are two orders: the local modules', and
+TransformerEngine's, where norms belong to the linear layers after them. In the right order the master weights round to
+the model's own. Samples are compared at the start, other parameters when they are read. Source:
+`sharded_param_state_dp_reshardable` in `megatron/core/optimizer/distrib_optimizer.py`, and
 `megatron/core/distributed/param_and_grad_buffer.py`.
 """
 
@@ -43,7 +42,7 @@ def is_bucket(key: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Buffer:
-    """The buckets of a buffer, in order: the part of the key before the kind, and the number of elements."""
+    """A buffer's buckets in order: each key without the kind, and each element count."""
 
     keys: tuple[str, ...]
     counts: tuple[int, ...]
@@ -51,11 +50,11 @@ class _Buffer:
 
 @dataclass(frozen=True, slots=True)
 class Buckets:
-    """The places of all parameters in the buckets of a folder.
+    """The places of all parameters in a folder's buckets.
 
     Args:
-        places: for each parameter, by `MegatronTensor.numbered`: its buffer on each tensor-parallel rank, and its place
-            there, the same for all of them.
+        places: By `MegatronTensor.numbered`, each parameter's buffer on each tensor-parallel rank, and its place there,
+            which is the same on all of them.
     """
 
     dcp: DcpFolder
@@ -73,11 +72,11 @@ class Buckets:
         """Find every parameter.
 
         Args:
-            weights: returns a weight of the model, to compare with.
-            tensors: all tensors of the model, in the order of the local modules.
+            weights: Returns a model weight, to compare with.
+            tensors: All the model's tensors, in the local modules' order.
 
         Raises:
-            MismatchError: if the buckets do not hold the model's parameters in a known order.
+            MismatchError: The buckets do not hold the model's parameters in a known order.
         """
         table = next(key for key in dcp.tensors if key.endswith(_TABLE))
         tp = dcp.fragments(table)[0]
@@ -99,10 +98,10 @@ class Buckets:
         raise _unknown_layout(dcp, "; ".join(dict.fromkeys(tried)) or "sizes that no division of the layers explains")
 
     def read(self, kind: str, tensor: MegatronTensor) -> torch.Tensor:
-        """Return a whole tensor of a kind, joined over tensor parallelism.
+        """Return a full tensor for a kind, joined over tensor-parallel ranks.
 
         Raises:
-            CheckpointError: if `copies` refuses those of several ranks.
+            CheckpointError: The ranks' copies differ, and `copies` refuses them.
         """
         return self._joined(kind, tensor, self.copies)
 
@@ -117,17 +116,17 @@ class Buckets:
         return self.dcp.read_box(f"{buffer.keys[slot.bucket]}.{kind}", (slot.offset,), (prod(shape),)).view(shape)
 
     def _problem(self, tensor: MegatronTensor, weights: Callable[[MegatronTensor], torch.Tensor]) -> str | None:
-        """Return a problem if the master weights of a parameter do not round to the model's own."""
+        """Return a problem if a parameter's master weights do not round to the model's own."""
         try:
             masters = partial(self._joined, _MASTERS, tensor, RankCopies(self.copies.takes_first, is_silent=True))
             master = rounding_to(partial(weights, tensor), masters)
-        except CheckpointError:  # at a wrong offset too
+        except CheckpointError:  # a wrong offset also raises this
             return f"copies that differ at {tensor.numbered}"
         return f"other values at {tensor.numbered}" if master is None else None
 
 
 def _buffers(dcp: DcpFolder) -> list[list[_Buffer]]:
-    """Return the buffers of each model-parallel rank by chunk of its virtual pipeline."""
+    """Return each model-parallel rank's buffers, by virtual pipeline chunk."""
     buckets_of_buffer = dict[tuple[int, int], dict[int, tuple[str, int]]]()
     for key, stored in dcp.tensors.items():
         match = _KEY.fullmatch(key)
@@ -157,7 +156,7 @@ def _local_order(tensors: Sequence[MegatronTensor]) -> list[MegatronTensor]:
 
 
 def _fused_order(tensors: Sequence[MegatronTensor]) -> list[MegatronTensor]:
-    """Return the order of TransformerEngine's modules: the first norm of a layer is behind the output projection."""
+    """Return the order in TransformerEngine's modules, where a layer's first norm follows the output projection."""
     ordered = list[MegatronTensor]()
     norms = list[MegatronTensor]()
     for tensor in tensors:
@@ -179,7 +178,7 @@ def _places(
     stages: int,
     alignment: int,
 ) -> dict[str, tuple[Sequence[_Buffer], Slot]] | None:
-    """Return the place of every parameter, or None if the sizes of the buckets are not those of this order."""
+    """Return every parameter's place, or None if the bucket sizes do not fit this order."""
     first, places = 0, dict[str, tuple[Sequence[_Buffer], Slot]]()
     n_layer = 1 + max(tensor.layer or 0 for tensor in tensors)
     order = stage_order(stages, len(buffers[0]))
@@ -204,7 +203,7 @@ def _places(
 def _stage(
     tensors: Sequence[MegatronTensor], layers: range, ends: tuple[bool, bool], *, is_cut: bool
 ) -> list[MegatronTensor]:
-    """Return the parameters of a stage; the last of several has a copy of a tied embedding as its output layer."""
+    """Return a stage's parameters. With several stages, the last has a copy of a tied embedding as its output layer."""
     members = list[MegatronTensor]()
     for tensor in tensors:
         if tensor.layer is not None:
@@ -219,10 +218,10 @@ def _stage(
 
 
 def _slots(counts: Sequence[int], buckets: Sequence[int], alignment: int) -> list[Slot] | None:
-    """Return the place of each parameter, from the last to the first; None if a bucket ends within a parameter.
+    """Return the parameters' places, last to first, or None if a bucket ends within a parameter.
 
     Args:
-        counts: elements of the parameters in the order of `model.parameters()`.
+        counts: Element counts in `model.parameters()` order.
     """
     slots, bucket, at = list[Slot](), 0, 0
     for count in reversed(counts):
@@ -240,12 +239,12 @@ def _slots(counts: Sequence[int], buckets: Sequence[int], alignment: int) -> lis
 
 
 def _shard(tensor: MegatronTensor, tp: int) -> Shape:
-    """Return the shape of a tensor on a rank of tensor parallelism."""
+    """Return a tensor's shape on a tensor-parallel rank."""
     return tuple(size // tp if dim == tensor.cut else size for dim, size in enumerate(tensor.shape))
 
 
 def _samples(tensors: Sequence[MegatronTensor]) -> Iterator[MegatronTensor]:
-    """Yield the parameters to compare before anything is written: of the first and the last layer, and of the ends."""
+    """Yield parameters to compare before writing: the first and last layer, and those outside the layers."""
     last = max(tensor.layer or 0 for tensor in tensors)
     return (tensor for tensor in tensors if tensor.layer in (0, last, None))
 

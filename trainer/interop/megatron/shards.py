@@ -1,7 +1,7 @@
-"""Joins the tensors of Megatron's ranks: from those of tensor and pipeline parallelism to those of the whole model.
+"""Joins tensors from Megatron's tensor- and pipeline-parallel ranks into the whole model's.
 
-Sources: `megatron/core/tensor_parallel/layers.py`, `transformer/mlp.py` and `get_transformer_layer_offset` of
-`transformer/transformer_layer.py`. A rank numbers the layers of a stage from 0. With virtual stages, stage p of chunk v
+Sources: `megatron/core/tensor_parallel/layers.py`, `transformer/mlp.py`, and `get_transformer_layer_offset` in
+`transformer/transformer_layer.py`. A rank numbers its stage's layers from 0. With virtual stages, stage p of chunk v
 comes before stage p + 1, and all stages of chunk v before those of chunk v + 1.
 """
 
@@ -29,8 +29,8 @@ class RankPiece:
     """A rank's part of a tensor.
 
     Args:
-        shape: of the part.
-        read: returns it; a view of a mapped file where possible, to keep nothing in memory.
+        shape: The part's shape.
+        read: Returns the part, as a view of a mapped file where possible, to keep nothing in memory.
     """
 
     shape: Shape
@@ -38,20 +38,21 @@ class RankPiece:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> RankPiece:
-        """Return a piece from a tensor, usually of a mapped file."""
+        """Return a piece from a tensor, usually in a mapped file."""
         return cls(tuple(tensor.shape), lambda: tensor)
 
 
 @dataclass(slots=True)
 class RankCopies:
-    """Compares the copies of a tensor on several ranks. The sign of a zero does not count.
+    """Compares a tensor's copies on several ranks. The sign of a zero does not count.
 
-    Megatron's ranks compute the gradient of a norm or a bias each for itself, so kernels with a changing order of
-    additions make the copies drift apart. Megatron-Core's own `torch_dist` stores the first copy without a comparison.
+    Megatron's ranks each compute a norm's or bias's gradient themselves, so copies drift apart if kernels add in
+    varying order. Megatron-Core's own `torch_dist` stores the first copy without comparing.
 
     Args:
-        takes_first: whether the first copy is taken where others differ, with a line in the log; else they are refused.
-        is_silent: whether the line is left out.
+        takes_first: Whether to take the first copy and log the difference if others differ. Otherwise they are
+            refused.
+        is_silent: Whether to omit the log line.
     """
 
     takes_first: bool = False
@@ -62,8 +63,7 @@ class RankCopies:
         """Compare two copies.
 
         Raises:
-            CheckpointError: naming the number of differences, unless the first copy is to be taken; always for another
-                shape or dtype.
+            CheckpointError: The numbers differ and `takes_first` is not set, or the shapes or dtypes differ.
         """
         has_one_form = first.shape == second.shape and first.dtype == second.dtype
         if not has_one_form:
@@ -87,25 +87,24 @@ class RankCopies:
             _log.warning(f"{where}: {difference} on {what}, by at most {most:.2g}: the first copy is taken")
 
 
-# The tensors of one rank's stage, by the names that they have there.
+# One rank's tensors in a stage, by their names there.
 Stage = Mapping[str, RankPiece]
 
 
 def stage_order(stages: int, chunks: int) -> list[tuple[int, int]]:
-    """Return the pairs of a pipeline rank and its chunk in the order of their layers."""
+    """Return pairs of pipeline rank and chunk, in layer order."""
     return [(stage, chunk) for chunk in range(chunks) for stage in range(stages)]
 
 
 def by_global_name(stages: Sequence[Sequence[Stage]], *, where: object) -> dict[str, list[RankPiece]]:
-    """Return the pieces of every tensor of the model, by tensor-parallel rank, with layers numbered through the model.
+    """Return every tensor's pieces, by tensor-parallel rank, with layers numbered through the whole model.
 
     Args:
-        stages: for each stage, in the order of the layers, the tensors of each tensor-parallel rank, under the names of
-            Megatron-Core's `GPTModel`, whose layers are `decoder.layers.N`.
+        stages: For each stage, in layer order, the tensors on each tensor-parallel rank, under the names in
+            Megatron-Core's `GPTModel`, where layers are `decoder.layers.N`.
 
     Raises:
-        CheckpointError: if the ranks of a stage hold other tensors, layers are missing, or two stages hold the same
-            tensor.
+        CheckpointError: A stage's ranks hold different tensors, layers are missing, or two stages hold the same tensor.
     """
     pieces, first = dict[str, list[RankPiece]](), 0
     for number, ranks in enumerate(stages):
@@ -134,12 +133,16 @@ def by_global_name(stages: Sequence[Sequence[Stage]], *, where: object) -> dict[
 
 
 def layers_of(names: Iterable[str]) -> int:
-    """Return the number of layers among the names of tensors."""
+    """Count the layers among tensor names."""
     return len({match[1] for name in names if (match := _LAYER.fullmatch(name))})
 
 
 def joined_shape(pieces: Sequence[RankPiece], cut: int | None) -> Shape:
-    """Return the shape of a tensor cut along dimension `cut`; None if every rank holds all of it."""
+    """Return the full shape of a tensor.
+
+    Args:
+        cut: The dimension split by tensor parallelism. None if every rank holds the full tensor.
+    """
     shape = list(pieces[0].shape)
     if cut is not None and cut < len(shape):
         shape[cut] = sum(piece.shape[cut] for piece in pieces)
@@ -149,15 +152,15 @@ def joined_shape(pieces: Sequence[RankPiece], cut: int | None) -> Shape:
 def join(
     pieces: Sequence[RankPiece], *, cut: int | None, is_gated: bool, copies: RankCopies, where: object
 ) -> torch.Tensor:
-    """Return a whole tensor from the parts of the tensor-parallel ranks; a single whole part is returned as a view.
+    """Return a full tensor from the tensor-parallel ranks' parts. A single part is returned as a view.
 
     Args:
-        cut: the dimension along which it is cut; None if every rank holds all of it.
-        is_gated: whether each part is a part of the gate above a part of the up projection.
-        copies: compares the ranks with the full tensor.
+        cut: The dimension split by tensor parallelism. None if every rank holds the full tensor.
+        is_gated: Whether each part stacks a part of the gate above a part of the up projection.
+        copies: Compares the ranks' copies of a full tensor.
 
     Raises:
-        CheckpointError: if `copies` refuses them, or parts do not fit together.
+        CheckpointError: Copies differ, and `copies` refuses them; or parts do not fit together.
     """
     if len(pieces) == 1:
         return pieces[0].read()
@@ -170,7 +173,7 @@ def join(
 
 
 def _concatenated(pieces: Sequence[RankPiece], cut: int, halves: int, *, where: object) -> torch.Tensor:
-    """Return all first halves of the parts, then all second halves; a single part is in memory beside the whole."""
+    """Return the parts' first halves, then their second halves. Only a single part is in memory beside the result."""
     shape, joined = joined_shape(pieces, cut), None
     begins = [half * (shape[cut] // halves) for half in range(halves)]
     for rank, piece in enumerate(pieces):
@@ -188,6 +191,6 @@ def _concatenated(pieces: Sequence[RankPiece], cut: int, halves: int, *, where: 
                 )
             target.copy_(values)
             begins[half] += values.shape[cut]
-        del part, values  # gone before the next one is read
+        del part, values  # free it before reading the next part
     assert joined is not None
     return joined

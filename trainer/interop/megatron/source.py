@@ -1,4 +1,4 @@
-"""Reads checkpoints of Megatron-LM and Megatron-Core, without either."""
+"""Reads Megatron-LM and Megatron-Core checkpoints, without either."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from trainer.interop.source import StateSource
 def read_source(path: Path, options: ImportOptions) -> StateSource:
     """Open a Megatron checkpoint.
 
-    The saved arguments describe the model; fields they lack are those of the overrides.
+    The saved arguments describe the model. Overrides supply missing fields.
 
     Args:
-        path: an `iter_` folder, or a folder of them, for the iteration named in `latest_checkpointed_iteration.txt`.
+        path: An `iter_` folder, or its parent, for the iteration named in `latest_checkpointed_iteration.txt`.
 
     Raises:
-        ConfigError: if pickles are not trusted.
-        CheckpointError: if files are missing or damaged.
-        MismatchError: if it holds another model, or was saved in an unsupported way.
+        ConfigError: Pickles are not trusted.
+        CheckpointError: Files are missing or damaged.
+        MismatchError: The checkpoint holds another model, or was saved in an unsupported way.
     """
     folder = newest(path)
     require_trust(options, "Megatron", where=folder)
@@ -38,10 +38,11 @@ def read_source(path: Path, options: ImportOptions) -> StateSource:
 
 
 def newest(path: Path) -> Path:
-    """Return the folder of the iteration in the tracker file, or `path` itself without such a file.
+    """Return the folder for the tracker file's iteration, or `path` itself if it has no such file.
 
     Raises:
-        CheckpointError: if there is no such folder.
+        CheckpointError: The folder does not exist.
+        MismatchError: `path` holds no Megatron checkpoint.
     """
     if not is_dir(path):
         raise no_folder(path)

@@ -1,4 +1,4 @@
-"""The state of a Megatron run with its ranks joined, and the same state under our names."""
+"""Represents a Megatron run's state with its ranks joined, and converts it to our names."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from trainer.interop.source import StateSource
 _log = logging.getLogger(__name__)
 
 WEIGHTS, MASTERS, MOMENTS = "weights", "masters", ("exp_avg", "exp_avg_sq")
-RELEASE = "release"  # the folder of a model that is not to be continued
+RELEASE = "release"  # the folder of a released model, which has no run to continue
 _STEP = "step"
 _SCHEDULE = ("lr_decay_style", "max_lr", "min_lr", "lr_warmup_steps", "lr_decay_steps")
 
@@ -34,13 +34,13 @@ Readers = Mapping[str, Callable[[MegatronTensor], torch.Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class MegatronState:
-    """Tensors of a Megatron run, each joined over the ranks.
+    """A Megatron run's tensors, each joined over the ranks.
 
     Args:
-        readers: by kind, a function that returns this kind of a tensor: `WEIGHTS`, in the model's dtype; `MASTERS`, if
-            the optimizer has copies of weights; and `MOMENTS`, if there is the state of an optimizer.
-        step: of the optimizer, the same for all parameters.
-        consumed_samples: samples trained on; None if the checkpoint does not name it.
+        readers: By kind, a function returning a tensor: `WEIGHTS`, in the model's dtype; `MASTERS`, if the optimizer
+            has weight copies; and `MOMENTS`, if there is optimizer state.
+        step: The optimizer's step count, shared by all parameters.
+        consumed_samples: Samples trained on. None if the checkpoint does not state it.
     """
 
     readers: Readers
@@ -50,10 +50,10 @@ class MegatronState:
 
 
 def as_source(state: MegatronState, described: DescribedModel, *, where: object) -> StateSource:
-    """Return a state of Megatron as a source of ours.
+    """Return a Megatron state as our source.
 
-    Weights are the optimizer's copies, which must round to the model's own. A single tensor of Megatron's is in memory
-    at a time, beside ours.
+    Weights are the optimizer's copies, which must round to the model's own. One Megatron tensor is in memory at a time,
+    beside ours.
     """
     model = described.model
     tensors = by_our_name(described.correspondences())
@@ -75,7 +75,7 @@ def as_source(state: MegatronState, described: DescribedModel, *, where: object)
 
 
 def _weight(state: MegatronState, tensor: MegatronTensor, *, where: object) -> torch.Tensor:
-    """Return a weight, or the optimizer's copy of it, which must round to the model's own."""
+    """Return a weight or, if it exists, the optimizer's copy, which must round to the model's own."""
     if MASTERS not in state.readers:
         return state.readers[WEIGHTS](tensor)
     weights, masters = partial(state.readers[WEIGHTS], tensor), partial(state.readers[MASTERS], tensor)
@@ -95,19 +95,19 @@ def _weight(state: MegatronState, tensor: MegatronTensor, *, where: object) -> t
 
 
 def rounding_to(weights: Callable[[], torch.Tensor], masters: Callable[[], torch.Tensor]) -> torch.Tensor | None:
-    """Return the optimizer's copy of a weight; None if it does not round to the model's own.
+    """Return the optimizer's copy of a weight, or None if it does not round to the model's own.
 
-    The two are compared by digests, so only one of them is in memory.
+    Digests are compared first. If they agree, only a single tensor is in memory at a time.
 
     Args:
-        weights: reads the weight in the model's dtype.
-        masters: reads the optimizer's copy.
+        weights: Reads the weight in the model's dtype.
+        masters: Reads the optimizer's copy.
     """
     weight = weights()
     digest, dtype = _digest(weight), weight.dtype
     del weight
     master = masters()
-    # The zeros of the two may differ in sign.
+    # Zeros may differ in sign.
     return master if _digest(master.to(dtype)) == digest or torch.equal(master.to(dtype), weights()) else None
 
 
@@ -117,7 +117,7 @@ def _digest(tensor: torch.Tensor) -> bytes:
 
 
 def consumed_samples(table: Mapping[str, Any], args: Mapping[str, Any]) -> int | None:
-    """Return the samples trained on: those of the arguments, otherwise those of the schedule, which counts samples."""
+    """Return the consumed samples from the arguments or, by default, from the schedule, which counts samples."""
     schedule = table.get("opt_param_scheduler")
     counted = schedule.get("num_steps") if isinstance(schedule, Mapping) else None
     counts = [args.get("consumed_train_samples"), counted]
@@ -130,12 +130,12 @@ def log_omissions(
     args: Mapping[str, Any],
     groups: Sequence[Mapping[str, Any]] = (),
 ) -> None:
-    """Log the notes on the model, the schedule and the order of samples, which are not carried, and their length.
+    """Log notes on the model, and what is not carried over: the schedule, and the sample order and length.
 
     Args:
         args: Megatron's arguments.
-        table: the unsharded part of a checkpoint: `common.pt`, or a rank's file of the format `torch`.
-        groups: the optimizer's parameter groups; by default those of `table`.
+        table: A checkpoint's unsharded part: `common.pt`, or a rank's file in the `torch` format.
+        groups: The optimizer's parameter groups. By default those in `table`.
     """
     for note in described.notes:
         _log.warning(note)
@@ -156,11 +156,11 @@ def log_omissions(
 
 
 def signs_of_moments(table: Mapping[str, Any], folder: Path) -> list[str]:
-    """Return the signs of a checkpoint with moments: its optimizer, and an iteration of training.
+    """Return the evidence for saved moments: an optimizer, or a training iteration.
 
     Args:
-        table: the unsharded part of a checkpoint, as for `log_omissions`.
-        folder: of the iteration; a release's has weights alone.
+        table: A checkpoint's unsharded part. See `log_omissions`.
+        folder: The iteration's folder. A `release` folder has weights alone.
     """
     signs = ["the settings of an optimizer"] if table.get("optimizer") is not None else []
     iteration = table.get("iteration")

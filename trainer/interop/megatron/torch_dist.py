@@ -1,8 +1,8 @@
-"""Reads the format `torch_dist` of megatron-core's `dist_checkpointing`: a DCP folder.
+"""Reads `torch_dist`, the DCP folders written by megatron-core's `dist_checkpointing`.
 
-The unsharded state is an object in the folder, or before release 0.19 a file `common.pt`. Tensors are joined over
-tensor and pipeline parallelism in the folder. The state of the optimizer is under the names of the parameters, as full
-tensors or, of older versions, as flattened tensors; or it is in buckets without names (`reshardable`). Sources:
+The unsharded state is an object in the folder or, before release 0.19, a file `common.pt`. Tensors in the folder are
+already joined over tensor- and pipeline-parallel ranks. Optimizer state is stored under parameter names, as full
+tensors or, in older versions, as flattened tensors. Alternatively it is in unnamed buckets (`reshardable`). Sources:
 `megatron/core/dist_checkpointing` and `optimizer/distrib_optimizer.py`, releases 0.16 and 0.19.
 """
 
@@ -48,7 +48,7 @@ _COMMON_OBJECT = "common_state/shard_0_1"
 _TABLE = "embedding.word_embeddings.weight"
 _STACKED = f"{LAYERS}.self_attention.linear_proj.weight"
 _STATE = "optimizer.state."
-_COPIES = ("param", "fp32_param")  # fully_reshardable; the other optimizers
+_COPIES = ("param", "fp32_param")  # in fully_reshardable; in the other optimizers
 _FLOATS = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
 
 
@@ -56,8 +56,8 @@ def read_torch_dist(folder: Path, options: ImportOptions) -> tuple[MegatronState
     """Open an `iter_` folder.
 
     Raises:
-        CheckpointError: if files are missing or damaged, or pickles are not trusted.
-        MismatchError: if it holds another model, or was saved in an unsupported way.
+        CheckpointError: Files are missing or damaged, or pickles are not trusted.
+        MismatchError: The folder holds another model, or was saved in an unsupported way.
     """
     backend = json_file.read(folder / METADATA).get(BACKEND)
     if backend != TORCH_DIST:
@@ -90,7 +90,7 @@ def read_torch_dist(folder: Path, options: ImportOptions) -> tuple[MegatronState
 
 
 def _common(dcp: DcpFolder) -> Mapping[str, Any]:
-    """Return what is not sharded: the iteration, the arguments and the optimizer's settings."""
+    """Return the unsharded state: the iteration, the arguments and the optimizer's settings."""
     if is_file(dcp.path / COMMON):
         return open_torch_file(dcp.path / COMMON)
     if _COMMON_OBJECT not in dcp.values:
@@ -114,12 +114,12 @@ def _common(dcp: DcpFolder) -> Mapping[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Files:
-    """The tensors of a folder, by the model's tensors.
+    """A folder's tensors, addressed by Megatron's model tensors.
 
     Args:
-        prefix: of the model's names, such as `module.`.
-        is_stacked: whether all layers of a name are a single tensor.
-        is_hybrid: whether the names are those of a `HybridModel`.
+        prefix: Prefix of the model's names, such as `module.`.
+        is_stacked: Whether a single tensor stacks all layers.
+        is_hybrid: Whether the names are a `HybridModel`'s.
     """
 
     dcp: DcpFolder
@@ -138,7 +138,7 @@ class _Files:
         return (layers, *tensor.shape) if self.is_stacked and tensor.layer is not None else tensor.shape
 
     def read(self, root: str, tensor: MegatronTensor) -> torch.Tensor:
-        """Return a tensor, or its layer where layers are stacked, joined from flattened parts where it has such."""
+        """Return a tensor, or its layer from a stacked tensor. Flattened parts are joined."""
         key = self.key(root, tensor)
         is_layer = self.is_stacked and tensor.layer is not None
         stored = self.dcp.tensors[key].shape
@@ -152,10 +152,10 @@ class _Files:
 
 
 def _unflattened(parts: torch.Tensor, shape: Shape) -> torch.Tensor:
-    """Return a tensor of `shape` from its parts of a regular grid, each flattened along the last dimension.
+    """Return a tensor with `shape` from a regular grid of parts, each flattened along the last dimension.
 
     Args:
-        parts: [parts of dimension 0, parts of dimension 1, ..., numbers of a part].
+        parts: [parts in dimension 0, parts in dimension 1, ..., elements per part].
     """
     grid = parts.shape[:-1]
     inner = [size // count for size, count in zip(shape, grid, strict=True)]
@@ -196,7 +196,7 @@ def _is_stacked(dcp: DcpFolder, prefix: str) -> bool:
 
 
 def _layers(dcp: DcpFolder, prefix: str) -> int:
-    """Return the number of layers; stacked ones are not counted beyond their numbers."""
+    """Count the layers. A stacked tensor without elements has none."""
     stacked = dcp.tensors.get(f"{prefix}{_STACKED}")
     if stacked is not None:
         return min(stacked.shape[0], prod(stacked.shape)) if stacked.shape else 0
@@ -204,7 +204,7 @@ def _layers(dcp: DcpFolder, prefix: str) -> int:
 
 
 def _check_model(files: _Files, tensors: Sequence[MegatronTensor]) -> None:
-    """Refuse a folder with tensors missing, unexpected, or of another shape or kind."""
+    """Refuse a folder with missing or unexpected tensors, or with another shape or dtype."""
     problems = list(_differences(files, "", tensors))
     expected = {files.key("", tensor) for tensor in tensors}
     problems += [f"not of the model: {key}" for key in files.dcp.tensors.keys() - expected if not _is_optimizers(key)]
@@ -242,7 +242,7 @@ def _optimizer(
     common: Mapping[str, Any],
     options: ImportOptions,
 ) -> tuple[Readers, list[Mapping[str, Any]]]:
-    """Return the readers of master weights and of moments, and the parameter groups; none without an optimizer."""
+    """Return readers for master weights and moments, and the parameter groups. Both are empty without an optimizer."""
     dcp = files.dcp
     if options.weights_only:
         if any(map(_is_optimizers, dcp.tensors)):
@@ -268,7 +268,7 @@ def _optimizer(
 
 
 def _saved_groups(dcp: DcpFolder) -> list[Mapping[str, Any]]:
-    """Return the parameter groups of an optimizer whose settings are stored for each model-parallel rank."""
+    """Return the parameter groups from optimizer settings stored per model-parallel rank."""
     groups = list[Mapping[str, Any]]()
     for key in sorted(dcp.values):
         if re.fullmatch(r"optimizer\.distributed\.dp_group_idx_\d+\.optimizer/shard_0_1", key):
@@ -279,7 +279,7 @@ def _saved_groups(dcp: DcpFolder) -> list[Mapping[str, Any]]:
 
 
 def _refuse_others(dcp: DcpFolder) -> None:
-    """Refuse the state of an optimizer in an unsupported form."""
+    """Refuse optimizer state in an unsupported form."""
     keys = sorted(key for key in (*dcp.tensors, *dcp.values) if _is_optimizers(key))
     if keys:
         raise _partial_optimizer(dcp.path, f"{count_of(len(keys), 'key')}: {', '.join(keys[:5])} ...")
@@ -297,7 +297,7 @@ def _partial_optimizer(path: Path, content: str) -> MismatchError:
 
 
 def _step(groups: Sequence[Mapping[str, Any]], common: Mapping[str, Any], iteration: int, *, where: object) -> float:
-    """Return the optimizer's steps, the same for all parameters."""
+    """Return the optimizer's step count, shared by all parameters."""
     step = one_step([*(group.get("step") for group in groups), *_common_steps(common)], where=where)
     if step is None:
         _log.warning(f"The optimizer names no step: taken as {iteration}, the iteration")
@@ -305,7 +305,7 @@ def _step(groups: Sequence[Mapping[str, Any]], common: Mapping[str, Any], iterat
 
 
 def _common_steps(table: object) -> list[Any]:
-    """Return `common_step` of an undistributed optimizer."""
+    """Return an undistributed optimizer's `common_step`."""
     if not isinstance(table, Mapping):
         return []
     state = table.get("state")
