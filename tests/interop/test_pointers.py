@@ -1,4 +1,4 @@
-"""A Git-LFS pointer in place of a tensor file is called that, whatever reads it."""
+"""A Git LFS pointer in place of a tensor file is called that, whatever reads it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_every_import_names_a_pointer(tmp_path: Path, capsys: pytest.CaptureFixt
     (source / name if name else source).write_bytes(POINTER)
     assert convert.main(["import", form, str(source), str(tmp_path / "out")]) == 2
     text = capsys.readouterr().err
-    assert "is a Git-LFS pointer" in text
+    assert "is a Git LFS pointer" in text
     assert f"found {name or 'source'}." in text
     assert not (tmp_path / "out").exists()
 

@@ -350,7 +350,7 @@ def test_fields_that_arguments_lack_come_from_overrides() -> None:
     few = {"num_layers": 4, "hidden_size": 24, "vocab_size": 257}
     found = described(few, "model=gpt2_tiny", "model.intermediate_size=36")
     assert (found.model.n_layer, found.model.n_head, found.model.intermediate_size) == (4, 4, 36)
-    assert any("args do not name the form of the GELU" in note for note in found.notes)
-    assert "args have no num_attention_heads, and no tensor shows it: taken as model.n_head=4" in found.notes
+    assert any("args do not name the GELU variant" in note for note in found.notes)
+    assert "args have no num_attention_heads, and no tensor shows it: assumed to be model.n_head=4" in found.notes
     named = described(few, "model=gpt2_tiny", "model.intermediate_size=36", "model.n_head=4")
     assert not any("num_attention_heads" in note for note in named.notes)

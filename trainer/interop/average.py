@@ -63,13 +63,11 @@ def factors_of(rule: str, count: int) -> list[float]:
     try:
         factors = _factors(rule, count)
     except ValueError:
-        raise ConfigError("There is no such rule of weights", expected=_RULES, found=rule) from None
+        raise ConfigError("The weighting rule is unknown", expected=_RULES, found=rule) from None
     if len(factors) != count:
-        raise ConfigError(
-            "A merge needs a factor for each of its checkpoints", expected=f"{count} of them", found=len(factors)
-        )
+        raise ConfigError("A merge needs a factor per checkpoint", expected=f"{count} factors", found=len(factors))
     if not math.isfinite(math.fsum(factors)) or math.fsum(factors) == 0:
-        raise ConfigError("The factors of a merge must be finite, with a sum other than 0", found=rule)
+        raise ConfigError("Merge factors must be finite, with a nonzero sum", found=rule)
     return factors
 
 
@@ -153,12 +151,12 @@ def _parts(run: Path, out: Path, first: int, last: int, files: Files) -> list[Ch
         raise no_folder(run)
     folder = CheckpointFolder(LoadSource.named(run).path, files)
     if out.resolve() in (path.resolve() for path in (run, folder.root, folder.root / WEIGHTS)):
-        raise ConfigError("The output is a folder of the run", where=out, fix="Name another folder.")
+        raise ConfigError("The output folder belongs to the run", where=out, fix="Name another folder.")
     committed = folder.committed()
     iterations = [iteration for iteration in committed if first <= iteration <= last]
     if len(iterations) < 2:
         raise CheckpointError(
-            "A merge needs two checkpoints or more",
+            "A merge needs at least two checkpoints",
             where=folder.root,
             expected=f"iterations from {first} to {last}",
             found=", ".join(map(str, committed)) or "none",
@@ -173,7 +171,7 @@ def _specs(parts: Sequence[Checkpoint]) -> list[TensorSpec]:
     specs = [place.spec for place in sorted(places, key=lambda place: (place.file, place.offset))]
     if strange := [spec.name for spec in specs if spec.kind not in _KINDS]:
         raise CheckpointError(
-            "A checkpoint holds the tensors of a state dict, which have no mean",
+            "A checkpoint holds state dict tensors, which cannot be averaged",
             where=parts[-1].path,
             found=strange[0],
             fix="Merge checkpoints of weights, with or without an optimizer.",
@@ -199,7 +197,7 @@ def _mismatch(part: Checkpoint, newest: Checkpoint, difference: str) -> Mismatch
     return MismatchError(
         "Two checkpoints to merge hold different models",
         where=part.path,
-        expected=f"that of {newest.path.name}",
+        expected=f"the model in {newest.path.name}",
         found=f"another {difference}",
         fix="Correct --from and --to.",
     )

@@ -72,7 +72,7 @@ class _Universal:
         file = self.path / _ZERO / self.names[parameter] / f"{_STEP}.pt"
         step = one_step([read_torch_file(file)], where=file) if is_file(file) else self.step
         if step is None:
-            raise CheckpointError("A parameter's number of steps is missing", where=file)
+            raise CheckpointError("A parameter's step count is missing", where=file)
         return step
 
     def _tensor(self, kind: str, name: str) -> torch.Tensor:
@@ -93,16 +93,15 @@ class _Universal:
             raise CheckpointError(
                 "The optimizer's copy of a parameter differs from the model's",
                 where=file,
-                fix="Where round_robin_gradients was set, ds_to_universal.py gives parameters the numbers of others: "
-                "load the checkpoint in DeepSpeed without it, and save it again. Otherwise the files are of several "
-                "saves.",
+                fix="With round_robin_gradients, ds_to_universal.py mixes up parameters: load the checkpoint in "
+                "DeepSpeed without it, and save it again. Otherwise the files come from different saves.",
             )
         return values
 
 
 _FIX = (
     "Choose its model by overrides, such as model=gpt2_124m or model.tie_word_embeddings=false; a config.json beside "
-    "the tag's folder goes before them."
+    "the tag folder takes precedence."
 )
 
 
@@ -138,14 +137,14 @@ def _source_of(folder: Path, options: ImportOptions) -> StateSource:
         return StateSource(model, 0, has_optimizer=False, read=_Universal(folder, model, names, trained, module).read)
     if not trained:
         raise MismatchError(
-            "A universal checkpoint has no moments of Adam",
+            "A universal checkpoint has no Adam moments",
             where=folder / _ZERO,
             expected=" and ".join(f"{kind}.pt" for kind in _MOMENTS),
-            fix="Take the weights alone with --weights-only.",
+            fix="Import the weights alone with --weights-only.",
         )
     iteration, step = integer(saved.get("global_steps")), _common_step(folder)
     if frozen:
-        _log.warning(f"the moments of {count_of(len(frozen), 'frozen parameter')} begin as zeros: {few(frozen)}")
+        _log.warning(f"the moments of {count_of(len(frozen), 'frozen parameter')} start as zeros: {few(frozen)}")
     _warn_of_position(saved.get("global_samples"), iteration, options)
     return StateSource(model, iteration, True, _Universal(folder, model, names, trained, module, step).read)
 
@@ -163,16 +162,17 @@ def _tag(path: Path) -> Path:
     if latest := next((path / name for name in _LATEST if is_file(path / name)), None):
         tag = latest.read_bytes()[:1000].decode("utf-8", "replace").strip()
         if not is_file_name(tag) or not is_dir(path / tag):
-            raise CheckpointError("The newest tag of a folder is not there", where=latest, found=shown(tag))
+            raise CheckpointError("A folder's newest tag does not exist", where=latest, found=shown(tag))
         folder = path / tag
     if not is_dir(folder / _ZERO):
         raise MismatchError(
-            "A folder is not a universal checkpoint of DeepSpeed",
+            "A folder is not a DeepSpeed universal checkpoint",
             where=folder,
             expected=f"a folder {_ZERO}, with a folder for each parameter",
             found=few(child.name for child in folder.iterdir()),
             fix=f"Where DeepSpeed is installed, run `{_COMMAND} --input_folder {folder} --output_folder "
-            f"{folder}_universal`, and import what it writes. Weights alone are in what save_pretrained writes: `hf`.",
+            f"{folder}_universal`, and import its output. For the weights alone, import a save_pretrained folder as "
+            "`hf`.",
         )
     return folder
 
@@ -228,8 +228,8 @@ def _warn_of_position(samples: object, iteration: int, options: ImportOptions) -
     expected = batch_schedule_of(options.config.train).consumed_after(iteration)
     if isinstance(samples, int) and samples != expected:
         _log.warning(
-            f"DeepSpeed counted {count_of(samples, 'sample')} in {count_of(iteration, 'iteration')}, where its batch "
-            f"size makes {expected}: --consumed-samples={samples} begins behind them"
+            f"DeepSpeed counted {count_of(samples, 'sample')} in {count_of(iteration, 'iteration')}, but its batch "
+            f"size implies {expected}: --consumed-samples={samples} continues after them"
         )
 
 

@@ -34,10 +34,10 @@ def require_finite(tensor: torch.Tensor, *, where: object, part: tuple[TensorSpe
         inside = (int(i) + lo for i, lo in zip(np.unravel_index(first, box.shape), box.offset, strict=True))
         shape, at = spec.shape, int(np.ravel_multi_index(tuple(inside), spec.view))
     raise CheckpointError(
-        "A tensor holds numbers that are not finite",
+        "A tensor holds non-finite numbers",
         where=where,
         found=f"{count} of {flat.numel()}, the first at {[int(n) for n in np.unravel_index(at, shape)]}: "
         f"{float(flat[first])}",
-        fix="A model with such a weight computes nothing but NaN. Take an earlier checkpoint of the program that "
-        "wrote it, or repair the tensor there.",
+        fix="A model with such a weight computes nothing but NaN. Import an earlier checkpoint, or repair the tensor "
+        "in the program that wrote it.",
     )

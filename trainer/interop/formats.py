@@ -52,10 +52,10 @@ def known_form(program: str, path: Path) -> Iterator[None]:
         yield
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise CheckpointError(
-            f"A checkpoint of {program} has a form that is not known",
+            f"A checkpoint from {program} has an unknown form",
             where=path,
             found=f"{type(error).__name__}: {str(error)[:200]}",
-            fix=f"It is damaged, or its version of {program} lays it out in another way.",
+            fix=f"It is damaged, or its version of {program} uses another layout.",
         ) from error
 
 
@@ -69,7 +69,7 @@ def require_trust(options: ImportOptions, program: str, *, where: Path) -> None:
         raise ConfigError(
             f"{program}'s files are pickles",
             where=where,
-            fix="If you know who wrote them, add --trust-pickle: no class of theirs is imported and no code is run.",
+            fix="If you trust their author, add --trust-pickle: their classes are not imported and no code is run.",
         )
 
 
@@ -96,9 +96,9 @@ def one_step(values: Iterable[object], *, where: object) -> float | None:
             if value is not None:
                 steps.add(step_count(value.item() if isinstance(value, torch.Tensor) else value))
         except (ValueError, RuntimeError) as error:
-            raise CheckpointError("A number of steps makes no sense", where=where, found=shown(value)) from error
+            raise CheckpointError("A step count is invalid", where=where, found=shown(value)) from error
     if len(steps) > 1:
-        raise CheckpointError("The numbers of steps of an optimizer differ", where=where, found=sorted(steps))
+        raise CheckpointError("An optimizer's step counts differ", where=where, found=sorted(steps))
     return steps.pop() if steps else None
 
 
@@ -106,7 +106,7 @@ def log_settings(groups: Iterable[object]) -> None:
     """Log the settings of an optimizer's groups, which are not carried over."""
     tables = [group for group in groups if isinstance(group, Mapping)]
     for line in sorted({", ".join(f"{key} {shown(g[key])}" for key in _SETTINGS if key in g) for g in tables}):
-        _log.info(f"the optimizer was set to {line}: not carried, the run that continues has its own, optimizer.*")
+        _log.info(f"the optimizer's settings were {line}: not carried over, the continued run has its own, optimizer.*")
 
 
 def require_moments(signs: Sequence[str], options: ImportOptions, *, where: object) -> None:
@@ -120,11 +120,11 @@ def require_moments(signs: Sequence[str], options: ImportOptions, *, where: obje
     """
     if signs and not options.weights_only:
         raise MismatchError(
-            "The optimizer's moments of a checkpoint are not there, and a run would begin again without them",
+            "A checkpoint's optimizer moments are missing, and a run would restart without them",
             where=where,
-            expected="the state of Adam",
+            expected="Adam's state",
             found=f"none, beside {' and '.join(signs)}",
-            fix="Copy the files that are missing, or take the weights alone with --weights-only.",
+            fix="Copy the missing files, or import the weights alone with --weights-only.",
         )
 
 

@@ -99,7 +99,7 @@ def foreign(path: Path) -> str | None:
         return "tokens, which data.train reads"
     if data[8:10] == b'{"':
         return "a safetensors file; name its folder if that holds config.json"
-    return f"{number}, of the bytes {data[:8].hex(' ') or 'none'}"
+    return f"{number}, from the bytes {data[:8].hex(' ') or 'none'}"
 
 
 def open_file(path: Path) -> WeightsFile:
@@ -113,14 +113,14 @@ def open_file(path: Path) -> WeightsFile:
         if problem is None and size < _HEADER.size:
             problem = f"{size} B"
         if problem is not None:
-            raise CheckpointError("A file is not a weight file of llm.c", where=path, expected=WEIGHTS, found=problem)
+            raise CheckpointError("A file is not an llm.c weight file", where=path, expected=WEIGHTS, found=problem)
         data = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
     except OSError as error:
         raise CheckpointError("A weight file cannot be read", where=path, found=error.strerror) from error
     header = list(_HEADER.unpack(data[: _HEADER.size].numpy().tobytes()))
     if header[1] not in _VERSIONS:
         raise CheckpointError(
-            "A file of weights has another version",
+            "A weight file has an unsupported version",
             where=path,
             expected=" or ".join(f"{number} ({dtype})" for number, dtype in _VERSIONS.items()),
             found=header[1],
@@ -161,13 +161,13 @@ def _described(
         model = _model(family, sizes, header, items)
         problems = [] if model is None else model_problems(model)
     if problems:
-        raise CheckpointError("A file of weights describes no model", where=path, found="; ".join(problems))
+        raise CheckpointError("A weight file describes no valid model", where=path, found="; ".join(problems))
     if model is not None:
         tensors = list(_tensors(model, rows))
         expected = sum(prod(shape) for _, shape in tensors) * dtype.itemsize
     if model is None or expected != tensor_bytes:
         raise CheckpointError(
-            "A file of weights has another size",
+            "A weight file has the wrong size",
             where=path,
             expected=f"{_HEADER.size + expected} B" if expected else "a size with a whole number of columns",
             found=f"{_HEADER.size + tensor_bytes} B",

@@ -40,7 +40,7 @@ def merged(checkpoint: Checkpoint, base: Path, *, averages: bool = False) -> Sta
         raise MismatchError("A checkpoint has no adapters to merge", where=checkpoint.path, fix="Name no base.")
     adapters, expected = adapters_of(checkpoint, averages=averages), checkpoint.state.get("base")
     if not (isinstance(expected, Mapping) and adapters.model.is_adapted):
-        raise CheckpointError("A state file of adapters describes none, or no base", where=checkpoint.path / STATE)
+        raise CheckpointError("An adapter state file describes no adapters, or no base", where=checkpoint.path / STATE)
     weights, identity = _open_base(base, adapters.model, expected.get("xxh3_64"), checkpoint.files)
     if identity != dict(expected):
         raise MismatchError(
@@ -48,7 +48,7 @@ def merged(checkpoint: Checkpoint, base: Path, *, averages: bool = False) -> Sta
             where=base,
             expected=f"{expected.get('format')}, digest {expected.get('xxh3_64')}",
             found=f"{identity['format']}, digest {identity['xxh3_64']}",
-            fix="Name the weights that the run of these adapters named.",
+            fix="Name the base weights that these adapters' run used.",
         )
     model, modules = adapters.model, frozenset(adapted_modules(adapters.model))
 

@@ -102,11 +102,11 @@ def _weights(module: Table, where: Path) -> dict[str, torch.Tensor]:
     weights = {canonical_name(str(name)): tensor for name, tensor in module.items()}
     weights = {name: tensor for name, tensor in weights.items() if not _MASK.fullmatch(name)}
     if malformed := [name for name, tensor in weights.items() if not is_plain(tensor)]:
-        raise CheckpointError("A weight is no dense tensor of floating point", where=where, found=", ".join(malformed))
+        raise CheckpointError("A weight is not a dense floating-point tensor", where=where, found=", ".join(malformed))
     for name in (_EMBEDDING, _POSITIONS):
         if name not in weights or weights[name].dim() != 2:
             raise MismatchError(
-                "The file holds no model of nanoGPT",
+                "The file holds no nanoGPT model",
                 where=where,
                 expected=f"a matrix {name}",
                 found=few(weights),
@@ -142,7 +142,7 @@ def _of_no_order(groups: Sequence[Table], weights: Mapping[str, torch.Tensor], w
         "nanoGPT",
         groups,
         expected=f"two groups: {matrices} parameters with decay (or {matrices - 2}, before May 2023) and the others",
-        fix="The optimizer is not that of nanoGPT's configure_optimizers.",
+        fix="The optimizer does not come from nanoGPT's configure_optimizers.",
         where=where,
     )
 
@@ -151,11 +151,11 @@ def _model(arguments: Table, weights: Mapping[str, torch.Tensor], *, where: Path
     """Return the model, with sizes from the tensors. `model_args` must not contradict them."""
     if unknown := sorted(set(map(str, arguments)) - _ARGUMENTS):
         raise MismatchError(
-            "The model has settings that nanoGPT's own does not have",
+            "The model has settings that nanoGPT lacks",
             where=f"{where}, model_args",
             expected=", ".join(sorted(_ARGUMENTS)),
             found=", ".join(f"{name}={shown(arguments[name])}" for name in unknown),
-            fix="It is of a program derived from nanoGPT, whose model may compute something else: not imported.",
+            fix="A program derived from nanoGPT wrote it, whose model may compute something else: not imported.",
         )
     vocab_size, width = weights[_EMBEDDING].shape
     positions, heads = len(weights[_POSITIONS]), integer(arguments.get("n_head"))
@@ -170,7 +170,9 @@ def _model(arguments: Table, weights: Mapping[str, torch.Tensor], *, where: Path
     if heads < 1 or width % heads:
         problems.append(f"n_head={heads} of n_embd={width}")
     if problems:
-        raise CheckpointError("model_args and the tensors are of two models", where=where, found="; ".join(problems))
+        raise CheckpointError(
+            "model_args and the tensors describe different models", where=where, found="; ".join(problems)
+        )
     end = _END_OF_TEXT if vocab_size > _END_OF_TEXT else vocab_size - 1
     return ModelConfig(
         family=Family.gpt2,

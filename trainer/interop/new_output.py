@@ -30,7 +30,9 @@ def _check_free(out: Path) -> None:
     if lexists(out):
         raise CheckpointError("There is something already", where=out, fix="Move it away, or name another path.")
     if not is_dir(out.parent):
-        raise CheckpointError("There is no folder to write to", where=out.parent, fix="Make it, or name another path.")
+        raise CheckpointError(
+            "The parent folder does not exist", where=out.parent, fix="Create it, or name another path."
+        )
 
 
 def output_failed(path: Path, error: OSError, files: Files) -> CheckpointError:

@@ -29,11 +29,11 @@ def entries_by_name(optimizer: Table, order: Sequence[str]) -> dict[str, Table]:
 def no_order(program: str, groups: Sequence[Table], *, expected: str, fix: str, where: Path) -> MismatchError:
     """Return an error for groups whose parameters are uncertain."""
     return MismatchError(
-        f"It is not certain which moments belong to which parameter: {program} keeps them by number",
+        f"The moments cannot be matched to parameters: {program} stores them by number",
         where=where,
         expected=expected,
         found=f"groups of {' and '.join(str(len(group['params'])) for group in groups)}",
-        fix=f"{fix} Take the weights alone with --weights-only.",
+        fix=f"{fix} Import the weights alone with --weights-only.",
     )
 
 
@@ -51,10 +51,10 @@ def check_moments(entries: Mapping[str, Table], shapes: Mapping[str, Sequence[in
             problems.append(f"{name}: no {' and '.join(MOMENTS)} of shape {list(shape)}")
     if problems:
         raise MismatchError(
-            "The optimizer's moments are not those of the model",
+            "The optimizer's moments do not fit the model",
             where=where,
             found=listed(problems, "problem"),
-            fix="It was saved before the first step, or by another optimizer than AdamW. Take the weights alone with "
+            fix="It was saved before the first step, or by another optimizer than AdamW. Import the weights alone with "
             "--weights-only.",
         )
     one_step((entry.get(STEP) for entry in entries.values()), where=where)

@@ -68,10 +68,10 @@ def write_checkpoint(
     config = replace(config, parallel=ParallelSection(zero_stage=config.parallel.zero_stage))
     if source.has_optimizer and config.optimizer.name is not OptimizerName.adamw:
         raise ConfigError(
-            "The source holds the state of AdamW",
+            "The source holds AdamW state",
             expected="optimizer=adamw",
             found=f"optimizer.name={config.optimizer.name.value}",
-            fix="Take the weights alone with --weights-only.",
+            fix="Import the weights alone with --weights-only.",
         )
     _check(config)
     config = replace(config, train=_trainable(config))
@@ -133,7 +133,7 @@ def _trainable(config: Config) -> TrainSection:
         return config.train
     _log.info(
         f"train.seq_length={config.train.seq_length} is above the model's {most} positions: the checkpoint records "
-        f"{most}, and a run that continues from it needs train.seq_length={most} or less"
+        f"{most}, and a run continued from it needs train.seq_length={most} or less"
     )
     return replace(config.train, seq_length=most)
 
@@ -180,10 +180,9 @@ def _documents(
         settle(differing, flags=set(), where="the source")
     except MismatchError as error:
         raise MismatchError(
-            "The source holds another model than the one configured",
+            "The source does not hold the configured model",
             found=error.found,
-            fix="\nThe source names these fields: leave out each model.KEY=VALUE of theirs, or model= where that sets "
-            "them.",
+            fix="\nThe source names these fields: omit each model.KEY=VALUE for them, or model= if it sets them.",
         ) from None
     train, batch = config.train, dict(description["batch"])
     del batch["micro_batch_size"]  # no iteration has used it, so a run may choose its own
@@ -192,7 +191,7 @@ def _documents(
         samples = batch_schedule_of(train).consumed_after(source.iteration)
     most = (2**63 - 1) // train.seq_length  # tokens are counted in int64
     if not 0 <= samples <= most:
-        raise ConfigError("No run can have trained on so many samples", expected=f"0 to {most}", found=samples)
+        raise ConfigError("The consumed sample count is out of range", expected=f"0 to {most}", found=samples)
     lr = schedule.at(source.iteration, samples) if source.iteration else 0.0  # the first iteration is 1
     progress = Progress(source.iteration, samples, samples * train.seq_length)
     assumed = {} if stated is None else {ASSUMED: _assumed(description, stated)}

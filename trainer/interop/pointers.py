@@ -21,7 +21,7 @@ def refuse_pointers(path: Path) -> None:
     names = [file.name for file in (matching(path, "*") if is_dir(path) else [path]) if _is_pointer(file)]
     if names:
         raise CheckpointError(
-            "A file is a Git-LFS pointer, and what it points to was not downloaded",
+            "A file is a Git LFS pointer, and its content was not downloaded",
             where=path,
             found=", ".join(sorted(names)),
             fix="Download it with `git lfs pull` in the clone, or with `hf download`.",

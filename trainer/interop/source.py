@@ -51,9 +51,7 @@ def refuse_adapters(checkpoint: Checkpoint, *, fix: str) -> None:
         MismatchError: It has adapters alone. The error says what to do.
     """
     if holds_adapters(checkpoint):
-        raise MismatchError(
-            "A checkpoint holds adapters alone, and not the weights beneath them", where=checkpoint.path, fix=fix
-        )
+        raise MismatchError("A checkpoint holds adapters without their base weights", where=checkpoint.path, fix=fix)
 
 
 def holds_adapters(checkpoint: Checkpoint) -> bool:

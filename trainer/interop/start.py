@@ -184,7 +184,7 @@ def _open_file(path: Path, model: ModelConfig, section: CheckpointSection) -> Fo
     for name in ("resize", "partial"):
         if getattr(section, name):
             raise MismatchError(
-                "A file of llm.c is loaded as a whole",
+                "An llm.c file must be loaded in full",
                 where=path,
                 found=f"checkpoint.{name}={getattr(section, name)}",
                 fix="Convert it first with `reprise convert import llmc`, and load the checkpoint.",
@@ -203,7 +203,7 @@ def _digest(path: Path, files: Sequence[Path]) -> str:
 
 def _other_weights(path: Path, digest: str, first: str) -> MismatchError:
     return MismatchError(
-        "This host sees other weights than rank 0 under the same path",
+        "This host sees different weights from rank 0 at the same path",
         where=on_this_host(path),
         expected=f"digest {first}",
         found=f"digest {digest}",
@@ -224,10 +224,10 @@ def _trainer_note(path: Path) -> str:
 def _require_finetune(path: Path, kind: WeightsKind, section: CheckpointSection) -> None:
     if not section.finetune:
         raise MismatchError(
-            f"The {kind.value} holds weights of {kind.owner}, and no run to continue",
+            f"The {kind.value} holds {kind.owner} weights, and no run to continue",
             where=path,
-            found=f"no {MANIFEST}, by which a checkpoint of a run is known{_trainer_note(path)}",
-            fix="To start at iteration 0 from its weights set checkpoint.finetune=true.",
+            found=f"no {MANIFEST}, which every checkpoint has{_trainer_note(path)}",
+            fix="To start at iteration 0 from its weights, set checkpoint.finetune=true.",
         )
     if section.ckpt_step is not None:
         raise MismatchError(

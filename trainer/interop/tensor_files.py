@@ -70,7 +70,7 @@ def _write_tensor(files: Files, descriptor: int, place: Place, read: Read, progr
 def _checked(tensor: torch.Tensor, place: Place) -> torch.Tensor:
     if tuple(tensor.shape) != place.spec.shape:
         raise CheckpointError(
-            "A tensor has another shape than the model's",
+            "A tensor's shape differs from the model's",
             where=place.spec.name,
             expected=list(place.spec.shape),
             found=list(tensor.shape),
@@ -97,7 +97,7 @@ def blocks_of(tensor: torch.Tensor, dtype: torch.dtype, *, where: str) -> Iterat
                 where=where,
                 expected=f"at most {torch.finfo(dtype).max}, the largest of {dtype}",
                 found=float(values.abs().max()),
-                fix="Take bfloat16 or float32.",
+                fix="Use bfloat16 or float32.",
             )
         yield memoryview(cast.view(torch.uint8).numpy())  # type: ignore[arg-type]
 

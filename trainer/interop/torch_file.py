@@ -138,7 +138,7 @@ def read_torch_file(path: Path) -> Any:
         with os.fdopen(open_regular(path), "rb") as file:
             return load_plain(file, path)
     except OSError as error:
-        raise failed_read("A file of torch cannot be read", error, where=path) from error
+        raise failed_read("A torch file cannot be read", error, where=path) from error
     except PickleProblem as error:
         raise _unreadable(path, str(error)) from error
 
@@ -158,7 +158,7 @@ def load_plain(file: Any, path: Path | None = None, *, admits_all: bool = True) 
         with zipfile.ZipFile(file) as archive:
             members = archive.infolist()
             if packed := [member.filename for member in members if member.compress_type]:
-                raise PickleProblem(f"{shown(packed[0])} is compressed, as torch writes nothing")
+                raise PickleProblem(f"{shown(packed[0])} is compressed, which torch never does")
             # torch writes 0 everywhere if it is set to omit checksums.
             if any(member.CRC for member in members) and (name := archive.testzip()):
                 raise PickleProblem(f"another checksum of {shown(name)}")
@@ -195,7 +195,7 @@ class _Reader(pickle.Unpickler):
             return member
         if module.startswith(_RECORDS) or (module, name) == ("builtins", "getattr"):
             return PlainObject
-        raise ForeignClass(f"{module[:200]}.{name[:200]}, which is no part of DCP's metadata")
+        raise ForeignClass(f"{module[:200]}.{name[:200]}, which is not part of DCP metadata")
 
 
 def unpickle_records(data: bytes) -> Any:
@@ -232,9 +232,9 @@ def attributes_of(value: object) -> dict[str, Any]:
 
 def _unreadable(path: Path, actual: str) -> CheckpointError:
     return CheckpointError(
-        "A file of torch cannot be read",
+        "A torch file cannot be read",
         where=path,
-        expected="a dictionary that torch.save wrote, whole",
+        expected="a complete dictionary written by torch.save",
         found=actual,
-        fix="The file is missing, cut short or damaged; copy it again, or take another checkpoint.",
+        fix="The file is missing, truncated or damaged: copy it again, or use another checkpoint.",
     )

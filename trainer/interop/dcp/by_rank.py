@@ -64,7 +64,7 @@ def _of_torch_checkpointing(path: Path) -> DcpFolder:
     try:
         table = unpickle_records(read_regular(path / TABLE, limit_bytes=MOST_METADATA_BYTES))
     except OSError as error:
-        raise failed_read("A table of torch_checkpointing cannot be read", error, where=path / TABLE) from error
+        raise failed_read("A torch_checkpointing table cannot be read", error, where=path / TABLE) from error
     if table["version"] != _VERSION:
         raise ValueError(f"version {table['version']}, not {_VERSION}")
     tensors, values = dict[str, DcpTensor](), dict[str, Any]()
@@ -121,7 +121,7 @@ def _leaves(path: Path, item: str, layouts: Mapping[int, Any], rank: int) -> dic
     layout = layouts.get(rank) or {"file_path": f"{item}_{rank}.pt"}
     name = layout["file_path"]
     if not is_file_name(name) or not name.endswith(".pt"):
-        raise ValueError(f"{name[:200]} for {item} of rank {rank}, not a file of torch in the folder")
+        raise ValueError(f"{name[:200]} for {item} of rank {rank}, not a torch file in the folder")
 
     def walk(value: Any, keys: tuple[str | int, ...]) -> Iterator[tuple[tuple[str | int, ...], Held]]:
         members = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else None
@@ -151,7 +151,7 @@ def _of_shards(files: Sequence[Path]) -> dict[str, DcpTensor]:
                     box = Box(tuple(map(int, info["saved_offsets"])), tuple(tensor.shape))
                     parts.setdefault(name, {})[box] = Held(file, tensor)
         except (OSError, SafetensorError) as error:
-            raise CheckpointError("A file of safetensors cannot be read", where=file, found=str(error)) from error
+            raise CheckpointError("A safetensors file cannot be read", where=file, found=str(error)) from error
     tensors = dict[str, DcpTensor]()
     for name, boxes in parts.items():
         shape = tuple(map(max, zip(*(box.end for box in boxes), strict=True)))

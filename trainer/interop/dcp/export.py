@@ -99,7 +99,7 @@ def saved_adam(checkpoint: Checkpoint, config: ModelConfig, *, to: str = "DCP") 
     name = optimizer.get("name") if isinstance(optimizer, Mapping) else None
     if name not in (None, "AdamW"):
         raise MismatchError(
-            f"Only the state of AdamW is exported to {to}",
+            f"Only AdamW state can be exported to {to}",
             where=where,
             expected="AdamW",
             found=name,

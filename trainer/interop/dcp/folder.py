@@ -29,7 +29,7 @@ MOST_METADATA_BYTES = 4 << 30  # 200 bytes per chunk: room for twenty million
 
 # Files in similar checkpoints, with advice.
 _OTHER_FORMS = {
-    "__*.metadata": "It was written by ranks on their own (use_collectives=False); save it again with collectives.",
+    "__*.metadata": "Each rank wrote it separately (use_collectives=False): save it again with collectives.",
     "model_0.pt": "torch_checkpointing wrote it without a table of its ranks' parts: save it with a resharder for each "
     "item, ItemSpec(resharder=DefaultResharder()).",
     "*.safetensors": "It holds safetensors files: import it as `hf`.",
@@ -98,7 +98,7 @@ class DcpFolder:
             if part.numel:
                 values = self._read(key, place, admits_all=False)
                 if not isinstance(values, torch.Tensor) or tuple(values.shape) != chunk.shape:
-                    raise self._damaged(key, place, f"{shown(values)}, no tensor of shape {list(chunk.shape)}")
+                    raise self._damaged(key, place, f"{shown(values)}, not a tensor of shape {list(chunk.shape)}")
                 target[relative(part, box).slices] = values[relative(part, chunk).slices]
         return target
 
@@ -132,9 +132,9 @@ class DcpFolder:
 
     def _damaged(self, key: str, place: _Part | Held, actual: str) -> CheckpointError:
         return CheckpointError(
-            "A tensor of a DCP folder is damaged"
+            "A tensor in a DCP folder is damaged"
             if key in self.tensors
-            else "A value of a DCP folder is damaged, or is no plain data",
+            else "A value in a DCP folder is damaged, or is not plain data",
             where=f"{place.file}, {key}, bytes from {place.offset} on",
             found=actual,
             fix="Import another checkpoint; this one cannot be trusted.",
@@ -153,10 +153,10 @@ def open_folder(path: Path, *, trust_pickle: bool) -> DcpFolder:
         raise _no_folder(path)
     if not trust_pickle:
         raise CheckpointError(
-            "The metadata of a DCP folder is a pickle, and to read a pickle can run code",
+            "A DCP folder's metadata is a pickle, and reading a pickle can run code",
             where=file,
-            fix="If you trust who wrote it, say so with --trust-pickle. Even then nothing is admitted but the classes "
-            "of torch's own metadata.",
+            fix="If you trust its author, add --trust-pickle. Even then only torch's own metadata classes are "
+            "accepted.",
         )
     folder, problems = _described(path, _metadata(file))
     return require_whole(folder, problems)
@@ -174,20 +174,23 @@ def require_whole(folder: DcpFolder, problems: Sequence[str] = ()) -> DcpFolder:
     with known_form("torch.distributed.checkpoint", folder.path):
         unsound = [problem for name, tensor in folder.tensors.items() for problem in _unsound(name, tensor)]
     if all_problems := [*problems, *unsound, *_missing_files(folder)]:
-        raise CheckpointError("A DCP folder is not whole", where=folder.path, found=listed(all_problems, "problem"))
+        raise CheckpointError("A DCP folder is incomplete", where=folder.path, found=listed(all_problems, "problem"))
     return folder
 
 
 def _no_folder(path: Path) -> CheckpointError:
     if not is_dir(path):
-        return CheckpointError("There is no folder to import", where=path, fix="Correct the path.")
+        return CheckpointError("The folder to import does not exist", where=path, fix="Correct the path.")
     below = sorted(child.name for child in path.iterdir() if is_file(child / METADATA))
     if below:
         return CheckpointError(
-            "A folder is no DCP checkpoint, but holds some", where=path, found=", ".join(below), fix="Name one of them."
+            "A folder is not a DCP checkpoint, but contains some",
+            where=path,
+            found=", ".join(below),
+            fix="Name one of them.",
         )
     fix = next((advice for pattern, advice in _OTHER_FORMS.items() if matching(path, pattern)), None)
-    return CheckpointError("A folder is no DCP checkpoint", where=path, expected=f"a file {METADATA}", fix=fix)
+    return CheckpointError("A folder is not a DCP checkpoint", where=path, expected=f"a file {METADATA}", fix=fix)
 
 
 def _metadata(file: Path) -> Mapping[str, Any]:
@@ -202,8 +205,8 @@ def _metadata(file: Path) -> Mapping[str, Any]:
             where=file,
             expected="a pickle of torch.distributed.checkpoint.metadata.Metadata and nothing else",
             found=str(error),
-            fix="Another program than torch wrote it, or a release of torch that is not known here, or it is damaged. "
-            "Where that program can save a Hugging Face folder, import that as `hf`.",
+            fix="Another program or an unknown torch release wrote it, or it is damaged. If that program can save a "
+            "Hugging Face folder, import that as `hf`.",
         ) from None
     except PickleProblem as error:
         raise CheckpointError(
@@ -232,7 +235,7 @@ def _described(path: Path, metadata: Mapping[str, Any]) -> tuple[DcpFolder, list
             name = where["relative_path"]
             part = _Part(path / name, int(where["offset"]), int(where["length"]))
             if not is_file_name(name) or min(part.offset, part.length) < 0:
-                problems.append(f"{shown(name)}: no part of a file in the folder")
+                problems.append(f"{shown(name)}: not part of a file in the folder")
             place = attributes_of(index)
             places[place["fqn"], tuple(place.get("offset") or ())] = part
         for name, key in renamed.items():

@@ -88,11 +88,11 @@ def locate(
         moments, problems = _locate_moments(shapes, origins, root)
         if problems:
             raise MismatchError(
-                "A DCP folder holds an AdamW of a part of the model only",
+                "A DCP folder holds AdamW state for only part of the model",
                 where=where,
-                expected=f"{', '.join(MOMENTS)} and {STEP} of every parameter",
+                expected=f"{', '.join(MOMENTS)} and {STEP} for every parameter",
                 found=listed(problems, "difference"),
-                fix="Save it with all parameters trained, or take the weights alone with --weights-only.",
+                fix="Save it with all parameters trained, or import the weights alone with --weights-only.",
             )
         keys |= moments
         used |= {key for key, _ in moments.values()}

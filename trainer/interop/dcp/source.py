@@ -74,7 +74,7 @@ def _check_dtypes(folder: DcpFolder, located: LocatedKeys) -> None:
     ]
     if unsupported:
         raise MismatchError(
-            "A DCP folder holds tensors of another kind",
+            "A DCP folder holds tensors with an unsupported dtype",
             where=folder.path,
             expected="float32, bfloat16, float16 or float64",
             found="; ".join(unsupported[:10]),
@@ -117,7 +117,7 @@ def _log_content(folder: DcpFolder, located: LocatedKeys, iteration: int) -> Non
     _log.info(f"{folder.path}: {moments} under {possessive(located.scheme)} names")
     if not located.has_optimizer and is_numbered(keys):
         _log.warning(
-            "The optimizer's state goes by the numbers of its parameters and is not carried: get it by name from "
+            "Optimizer state is stored by parameter number and is not carried over: get it by name from "
             "torch.distributed.checkpoint.state_dict.get_optimizer_state_dict"
         )
     log_settings(_settings(folder).values())

@@ -143,7 +143,7 @@ def differences(stored: ModelConfig, configured: ModelConfig, *, where: object, 
             )
     if refused:
         raise MismatchError(
-            f"The {kind} holds another model than the one configured",
+            f"The {kind} does not hold the configured model",
             where=where,
             found="these differences:\n" + "\n".join(refused),
             fix=f"\nSet the keys in brackets, or set checkpoint.load to another {kind}.",

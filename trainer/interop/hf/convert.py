@@ -98,7 +98,7 @@ def _tokenizer_files(path: Path) -> dict[str, Path]:
         name = path.name if path.name in TOKENIZER_FILES else TOKENIZER_FILES[0]
         paths = {name: path} if is_file(path) else {}
     if not paths:
-        raise CheckpointError("There is no tokenizer", where=path, expected=" or ".join(TOKENIZER_FILES))
+        raise CheckpointError("The tokenizer is missing", where=path, expected=" or ".join(TOKENIZER_FILES))
     return paths
 
 

@@ -70,7 +70,7 @@ def no_folder(path: Path) -> CheckpointError:
     """Return an error for a folder without a model, suggesting the newest Trainer checkpoint in it."""
     saved = trainer_checkpoints(path)
     return CheckpointError(
-        "There is no model folder of transformers",
+        "The folder is not a transformers model folder",
         where=path,
         expected=f"{CONFIG} in it",
         found=f"the Trainer's checkpoints in it: {', '.join(saved)}" if saved else None,
@@ -86,7 +86,7 @@ def model_beside(folder: Path, tensors: int, configured: ModelConfig) -> ModelCo
     """
     if not is_file(folder / CONFIG):
         return configured
-    _log.info(f"the model is that of {folder / CONFIG}")
+    _log.info(f"the model comes from {folder / CONFIG}")
     model, lost = read_folder_model(folder)
     for line in lost:
         _log.warning(line)
@@ -119,7 +119,7 @@ def open_folder(path: Path) -> HfFolder:
     for name, file_name in weight_map.items():
         if files.get(name) != path / file_name:
             expected = f"{name} in {file_name}"
-            raise CheckpointError("A tensor is not in the file of the index", where=index, expected=expected)
+            raise CheckpointError("A tensor is not in the file that the index names", where=index, expected=expected)
     require_layers(model, len(tensors), where=path / CONFIG)
     return HfFolder(path, model, lost, tensors, files)
 
@@ -140,8 +140,8 @@ def other_files_notes(path: Path) -> list[str]:
     lines = []
     if summaries:
         lines.append(
-            f"not carried from {path}: {', '.join(summaries)}; a run begins with the weights alone, at iteration 0 "
-            "and with zero moments, and `reprise convert import trainer` takes the others"
+            f"not carried from {path}: {', '.join(summaries)}; a run starts with the weights alone, at iteration 0 "
+            "with zero moments; `reprise convert import trainer` imports the rest"
         )
     if steps := [child.name for child in matching(path, _DEEPSPEED) if is_dir(child)]:
         lines.append(
@@ -238,9 +238,9 @@ def check_tied(folder: HfFolder, model: ModelConfig) -> None:
         parts = zip(*(torch.split(tensor.reshape(-1), _ITEMS) for tensor in pair), strict=False)
         if pair[0].shape != pair[1].shape or not all(torch.equal(*map(_bits, halves)) for halves in parts):
             raise MismatchError(
-                "Parameters are tied, and the folder holds two different ones",
+                "Tied parameters differ in the folder",
                 where=folder.path,
-                expected=f"{alias} and {origin} of the same bits",
+                expected=f"{alias} and {origin} with the same bits",
                 fix="Set tie_word_embeddings to false in its config.json, and model.tie_word_embeddings=false.",
             )
 
@@ -259,7 +259,7 @@ def _weights_name(path: Path, table: Json) -> str:
     """
     if shards := matching(path, "shard-*-model-*-of-*.safetensors"):
         raise CheckpointError(
-            "A folder holds parts of tensors by rank, which transformers opens before any other file",
+            "A folder holds each rank's tensor parts, which transformers opens before any other file",
             where=shards[0],
             fix=f"Import it: reprise convert import dcp {path} RUN/checkpoints.",
         )
@@ -304,7 +304,7 @@ def _no_tensors(path: Path) -> CheckpointError:
         "A folder holds pickled tensors only, and loading a pickle can run code",
         where=path / pickled[0],
         expected=f"{SINGLE} or {INDEX}",
-        fix="Where you trust it, load it in transformers and save_pretrained(folder, safe_serialization=True).",
+        fix="If you trust it, load it in transformers and save_pretrained(folder, safe_serialization=True).",
     )
 
 
@@ -315,4 +315,4 @@ def _mapped(file: Path) -> dict[str, torch.Tensor]:
         with safe_open(file, "pt") as tensors:
             return {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
-        raise CheckpointError("A file of safetensors cannot be read", where=file, found=str(error)) from error
+        raise CheckpointError("A safetensors file cannot be read", where=file, found=str(error)) from error

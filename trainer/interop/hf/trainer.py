@@ -65,7 +65,7 @@ def read_source(path: Path, options: ImportOptions) -> StateSource:
     """
     for pattern, stand_in, fix in _UNREAD:
         if (files := matching(path, pattern)) and not is_file(path / stand_in):
-            raise MismatchError("A checkpoint of the Trainer has a form that is not read", where=files[0], fix=fix)
+            raise MismatchError("A Trainer checkpoint has an unsupported form", where=files[0], fix=fix)
     if not options.weights_only:
         require_trust(options, "The Trainer", where=path)
     with known_form("transformers' Trainer", path):
@@ -129,7 +129,7 @@ def _entries(optimizer: Table, shapes: Mapping[str, Sequence[int]], *, where: Pa
         "the Trainer",
         groups,
         expected=f"two groups: {matrices} matrices and {len(shapes) - matrices} others",
-        fix="Where parameters were frozen, name them with train.freeze.",
+        fix="If parameters were frozen, name them with train.freeze.",
         where=where,
     )
 

@@ -47,7 +47,7 @@ def write(checkpoint: Checkpoint, out: Path, options: ExportOptions) -> None:
     source = of_checkpoint(checkpoint)
     if not source.has_optimizer:
         raise MismatchError(
-            "A checkpoint of the weights alone is none to resume from",
+            "A weights-only checkpoint cannot be resumed",
             where=checkpoint.path,
             fix="Export it as `hf`, and start a Trainer with these weights.",
         )
@@ -109,7 +109,7 @@ def _arguments(adam: SavedAdam, schedule: Schedule) -> dict[str, object]:
     style, lowest, betas = schedule.style, schedule.min_lr, adam.betas
     kind = None if style is DecayStyle.linear and lowest else _TYPES.get(style)
     if kind is None:
-        _log.warning(f"the Trainer has no schedule like {schedule.record()}: pass it a scheduler of your own")
+        _log.warning(f"the Trainer has no schedule like {schedule.record()}: pass it your own scheduler")
     return {
         "learning_rate": schedule.lr,
         "weight_decay": adam.weight_decay,

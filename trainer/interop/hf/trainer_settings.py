@@ -57,7 +57,7 @@ def with_settings(source: StateSource, path: Path, groups: Sequence[Table]) -> S
         _log.warning(f"not carried from {path}, and the losses differ: {few(lost)}")
     words = [f"{key}={value}" for key, value in settings.items()]
     _log.info(
-        f"epoch {state.get('epoch')} there, with {' '.join(words)}; not carried: random generators, order of samples"
+        f"epoch {state.get('epoch')} there, with {' '.join(words)}; not carried over: random generators, sample order"
     )
     batch = settings.get("train.global_batch_size")
     samples = None if batch is None else iteration * batch
@@ -96,7 +96,7 @@ def _schedule(arguments: Json, state: Json, scheduler: Table, peak: float | None
     rate = schedule.at(iteration + 1, 0)
     last_rate = finite_number(scheduler.get("_last_lr", [rate])[0])
     if iteration < warmup:
-        _log.warning(f"the warm-up rises from 0 at iteration 0 here, at iteration 1 there: the next rate is {rate}")
+        _log.warning(f"the warmup rises from 0 at iteration 0 here, at iteration 1 there: the next rate is {rate}")
     elif not math.isclose(last_rate, rate, rel_tol=1e-6, abs_tol=1e-12):
         _log.warning(f"not carried: the schedule, whose next rate is {last_rate}, where {name} would have {rate}")
         return {}

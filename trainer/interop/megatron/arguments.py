@@ -189,7 +189,7 @@ def _unsupported(args: Mapping[str, Any], family: Family | None) -> Iterator[str
     names = None if family is None else FAMILIES[family].megatron
     for name, allowed in {**_LACKING, **({} if names is None else names.arguments)}.items():
         if name in args and args[name] not in allowed:
-            reason = "none of our models has it"
+            reason = "our models do not support it"
             if family is not None and name not in _LACKING:
                 reason = f"{family.value} has {allowed[0]}"
             yield f"{name}={shown(args[name])}: {reason}"
@@ -220,7 +220,7 @@ def _invisible(args: Mapping[str, Any], model: ModelConfig, options: ImportOptio
         fields["rope_theta"] = "rotary_base"
     for key, argument in fields.items():
         if args.get(argument) is None and not _is_set(options, key):
-            yield f"args have no {argument}, and no tensor shows it: taken as model.{key}={getattr(model, key)}"
+            yield f"args have no {argument}, and no tensor shows it: assumed to be model.{key}={getattr(model, key)}"
 
 
 def _is_named(options: ImportOptions, key: str) -> bool:
@@ -252,7 +252,7 @@ def _vocab_size(args: Mapping[str, Any], rows: int, options: ImportOptions, note
     if size < rows:
         notes.append(
             f"{rows - size} of the embedding's {rows} rows are padding and are dropped; they took part in Megatron's "
-            f"softmax, so a loss is that of Megatron only where they have no probability. model.vocab_size={rows} "
+            f"softmax, so a loss equals Megatron's only if they have no probability. model.vocab_size={rows} "
             "keeps them"
         )
     return size
@@ -307,8 +307,8 @@ def _activation(args: Mapping[str, Any], options: ImportOptions, notes: list[str
         chosen = options.config.model.activation
         if not _is_set(options, "activation"):
             notes.append(
-                f"args do not name the form of the GELU: taken as model.activation={chosen.value}. Megatron computes "
-                "gelu_tanh where it fuses bias and GELU (its default), else gelu"
+                f"args do not name the GELU variant: assumed to be model.activation={chosen.value}. Megatron computes "
+                "gelu_tanh if it fuses bias and GELU (its default), else gelu"
             )
         return chosen
     is_tanh = args.get("bias_gelu_fusion") or (args.get("openai_gelu") and args.get("use_legacy_models"))
@@ -343,14 +343,14 @@ def _tokens(model: ModelConfig, options: ImportOptions, notes: list[str]) -> Mod
     }
     if not (_is_set(options, "bos_token_id") and _is_set(options, "eos_token_id")):
         listed = " ".join(f"model.{name}={token}" for name, token in chosen.items())
-        notes.append(f"args do not name the tokens that begin and end a document: taken as {listed}")
+        notes.append(f"args do not name a document's start and end tokens: assumed to be {listed}")
     return replace(model, **chosen)
 
 
 def _refused(problems: Sequence[str], *, where: object) -> MismatchError:
     is_lacking = any(problem.startswith("args have no ") for problem in problems)
     return MismatchError(
-        "A Megatron checkpoint holds a model that is not one of ours, or does not describe it",
+        "A Megatron checkpoint holds an unsupported model, or does not describe it",
         where=where,
         found=listed(problems, "problem"),
         fix="\nFields that args lack come from model=NAME and model.KEY=VALUE." if is_lacking else None,

@@ -82,11 +82,11 @@ def locate(
         if not fitting:
             require_finite(weights, where=name)  # NaN is never equal to itself
             raise CheckpointError(
-                "The optimizer's buffer does not hold the weights of a parameter where it has to",
+                "The optimizer's buffer does not hold a parameter's weights at any possible place",
                 where=f"{where}, {name}",
                 expected=f"{weights.numel()} numbers that round to the model's, at {_listed(begun)}",
-                fix="The files are of several saves, or of a version that lays the buffer out in another way. Take the "
-                "weights alone with --weights-only.",
+                fix="The files come from different saves, or a version with another buffer layout. Import the weights "
+                "alone with --weights-only.",
             )
         if any(len(slots) > 1 for slots in fitting.values()):
             raise _not_certain(where, name)
@@ -99,7 +99,7 @@ def locate(
             where=where,
             expected=f"{sum(prod(piece.shape) for piece in parameters.values())} numbers and the gaps between them",
             found=sum(bucket.numel() for bucket in buckets),
-            fix="The files are of several saves. Take the weights alone with --weights-only.",
+            fix="The files come from different saves. Import the weights alone with --weights-only.",
         )
     if len(ends) > 1:
         raise _not_certain(where, backwards[-1][0])
@@ -121,8 +121,8 @@ def _listed(starts: Mapping[_End, object]) -> str:
 
 def _not_certain(where: object, name: str) -> MismatchError:
     return MismatchError(
-        "It is not certain where the optimizer's buffer holds a parameter",
+        "A parameter's place in the optimizer's buffer is uncertain",
         where=f"{where}, {name}",
         found="the same weights at several possible places",
-        fix="Take the weights alone with --weights-only.",
+        fix="Import the weights alone with --weights-only.",
     )

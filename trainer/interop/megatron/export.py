@@ -70,7 +70,7 @@ def write(checkpoint: Checkpoint, out: Path, options: ExportOptions) -> None:
     schedule, _ = saved_schedule(checkpoint.state, OptimizerSection(), where=where)
     if schedule.style not in _DECAY_STYLES:
         raise MismatchError(
-            "Megatron has no learning-rate schedule of this form",
+            "Megatron does not support this learning-rate schedule",
             where=where,
             expected=f"schedule.lr_decay_style={' or '.join(style.value for style in _DECAY_STYLES)}",
             found=f"schedule.lr_decay_style={schedule.style.value}",
@@ -109,9 +109,9 @@ def _refuse_scaling(model: ModelConfig, *, where: object) -> None:
     )
     if constants and constants != _SCALED_FROM:
         raise MismatchError(
-            "Megatron has no rotary scaling of this form",
+            "Megatron does not support this rotary scaling",
             where=where,
-            expected=f"model.rope_scaling with the constants of LLaMA 3.1, {_SCALED_FROM}",
+            expected=f"model.rope_scaling with LLaMA 3.1's constants, {_SCALED_FROM}",
             found=constants,
         )
 
@@ -180,7 +180,7 @@ def _steps(source: StateSource, adam: SavedAdam) -> float:
     listed = sorted(counts, key=lambda steps: (counts[steps], steps), reverse=True)
     if len(listed) > 1:
         text = ", ".join(f"{steps:.0f} of {count_of(counts[steps], 'parameter')}" for steps in listed)
-        _log.warning(f"AdamW's numbers of steps differ: {text}. Megatron keeps one, and the first is written")
+        _log.warning(f"AdamW's step counts differ: {text}. Megatron keeps a single count, and the first is written")
     return listed[0] if listed else 0.0
 
 

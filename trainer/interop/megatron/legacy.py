@@ -93,7 +93,7 @@ def read_legacy(path: Path, options: ImportOptions) -> tuple[MegatronState, Desc
     iteration = integer(first.get("iteration")) if optimizer else 0
     if optimizer and step is None:
         step = float(iteration)
-        _log.warning(f"the optimizer names no step: taken as that of the iteration, {iteration}")
+        _log.warning(f"the optimizer has no step count: assumed to be the iteration, {iteration}")
     require_known_version(first.get("checkpoint_version"), where=path)
     _log_layout(ranks, path, has_optimizer=bool(optimizer))
     log_omissions(first, described, args)
@@ -118,10 +118,10 @@ def _ranks(path: Path, options: ImportOptions) -> list[list[_Rank]]:
     names = sorted(entry.name for entry in path.iterdir() if entry.name.startswith("mp_rank_"))
     if beyond := [name for name in names if not _RANK.fullmatch(name)]:
         raise MismatchError(
-            "A folder is not that of a rank of tensor and pipeline parallelism",
+            "A folder does not belong to a tensor- and pipeline-parallel rank",
             where=path / beyond[0],
             expected="mp_rank_TT or mp_rank_TT_PPP",
-            fix="Experts, whose ranks have a third number, are not read.",
+            fix="Experts, whose ranks have a third number, are not supported.",
         )
     names_of_places = {(int(m[1]), int(m[2] or 0)): name for name in names if (m := _RANK.fullmatch(name))}
     opened_ranks = {
@@ -138,11 +138,11 @@ def _ranks(path: Path, options: ImportOptions) -> list[list[_Rank]]:
     places = ((tp, pp) for pp in range(sizes[1]) for tp in range(sizes[0]) if (tp, pp) not in opened_ranks)
     if lacking := list(itertools.islice(places, 10)):
         raise CheckpointError(
-            "Files of a Megatron checkpoint are missing",
+            "Megatron checkpoint files are missing",
             where=path,
-            expected=f"those of {count_of(sizes[0], 'tensor-parallel rank')} in each of {count_of(sizes[1], 'stage')}",
+            expected=f"files for {count_of(sizes[0], 'tensor-parallel rank')} in each of {count_of(sizes[1], 'stage')}",
             found="no " + few(f"mp_rank_{tp:02d}" + (f"_{pp:03d}" if sizes[1] > 1 else "") for tp, pp in lacking),
-            fix="Every node writes those of its own ranks: bring them all into this folder.",
+            fix="Every node writes only its own ranks' files: copy them all into this folder.",
         )
     ranks = [[opened_ranks[(tp, pp)] for tp in range(sizes[0])] for pp in range(sizes[1])]
     _check_one_save(ranks, path)
@@ -167,7 +167,7 @@ def _check_one_save(ranks: Sequence[Sequence[_Rank]], path: Path) -> None:
         marks.setdefault(", ".join(f"{key} {shown(value)}" for key, value in content.items()), rank.path.name)
     if len(marks) > 1:
         listing = "; ".join(f"{name}: {mark}" for mark, name in marks.items())
-        raise CheckpointError("The files of a Megatron checkpoint are of several saves", where=path, found=listing)
+        raise CheckpointError("A Megatron checkpoint's files come from different saves", where=path, found=listing)
 
 
 def _stages(ranks: Sequence[Sequence[_Rank]]) -> list[tuple[int, int]]:
@@ -196,7 +196,7 @@ def _optimizer(
     first = ranks[0][0]
     if first.model.get("optimizer") is None and first.flat is None:
         require_moments(signs_of_moments(first.model, path), options, where=path)
-        _log.warning(f"{path}: there is no optimizer's state (--no-save-optim); the weights alone are carried")
+        _log.warning(f"{path}: there is no optimizer state (--no-save-optim); only the weights are imported")
         return {}, None
     states = [[_of_rank(rank) for rank in stage] for stage in ranks]
     step = one_step([_step(rank) for stage in ranks for rank in stage], where=path)
@@ -214,11 +214,11 @@ def _of_rank(rank: _Rank) -> list[dict[str, dict[str, RankPiece]]]:
     entry = _entry(rank.model, rank.path)
     if not any("params" in group for group in parameter_groups(entry)):
         raise CheckpointError(
-            "The state of the distributed optimizer is missing",
+            "The distributed optimizer's state is missing",
             where=rank.path,
             expected=_FLAT,
             found="groups without numbers in " + _MODEL,
-            fix="Copy it too, or take the weights alone with --weights-only.",
+            fix="Copy it too, or import the weights alone with --weights-only.",
         )
     return named_state(entry, rank.chunks, where=rank.path / _MODEL)
 
@@ -227,11 +227,11 @@ def _entry(table: Table, where: Path) -> Table:
     entry = table.get("optimizer")
     if not isinstance(entry, Mapping):
         raise MismatchError(
-            "The optimizer's state is not one that is read",
+            "The optimizer's state is not supported",
             where=where,
             expected="a dictionary",
             found=type(entry).__name__,
-            fix="Several chained optimizers are not read. Take the weights alone with --weights-only.",
+            fix="Chained optimizers are not supported. Import the weights alone with --weights-only.",
         )
     return entry
 
@@ -243,18 +243,18 @@ def _of_buffers(rank: _Rank) -> list[dict[str, dict[str, RankPiece]]]:
     buffers = [value for key, value in sorted((k, v) for k, v in rank.flat.items() if isinstance(k, int))]
     if len(buffers) != len(rank.chunks) or not all(isinstance(b, Mapping) and len(b) == 1 for b in buffers):
         raise MismatchError(
-            "The distributed optimizer has other buffers than one for each chunk of the model",
+            "The distributed optimizer does not have one buffer per model chunk",
             where=where,
             expected=len(rank.chunks),
             found=len(buffers),
-            fix="Parameters of several dtypes are not read. Take the weights alone with --weights-only.",
+            fix="Mixed parameter dtypes are not supported. Import the weights alone with --weights-only.",
         )
     state = []
     for chunk, (buffer,) in zip(rank.chunks, (tuple(b.values()) for b in buffers), strict=True):
         flats = {key: _buckets(buffer, key, where) for key in (_MASTER_KEY, *MOMENTS)}
         masters = flats.pop(_MASTER_KEY)
         if any([b.numel() for b in moments] != [b.numel() for b in masters] for moments in flats.values()):
-            raise CheckpointError("A buffer of moments is not as long as that of weights", where=where)
+            raise CheckpointError("A moment buffer and the weight buffer differ in length", where=where)
         slots = locate(chunk, masters, is_padded="numel_unpadded" not in buffer, where=where)
         buckets_by_key = {MASTERS: masters, **flats}
         state.append(
@@ -277,7 +277,7 @@ def _buckets(buffer: Table, key: str, where: Path) -> list[torch.Tensor]:
             where=where,
             expected=f"1-d tensors {key}",
             found=", ".join(map(str, buffer)),
-            fix="Take the weights alone with --weights-only.",
+            fix="Import the weights alone with --weights-only.",
         )
     return tensors
 

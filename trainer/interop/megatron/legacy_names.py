@@ -56,11 +56,11 @@ def stage_of(model: Mapping[Any, Any], *, where: object) -> dict[str, RankPiece]
             continue
         if not is_plain(tensor):
             raise CheckpointError(
-                "A weight is no dense tensor of floating point", where=f"{where}, {name}", found=type(tensor).__name__
+                "A weight is not a dense floating-point tensor", where=f"{where}, {name}", found=type(tensor).__name__
             )
         core = _core_name(name)
         if core in pieces:
-            raise CheckpointError("Two entries are one parameter", where=f"{where}, {name}", found=core)
+            raise CheckpointError("Two entries name the same parameter", where=f"{where}, {name}", found=core)
         pieces[core] = RankPiece.of(tensor.detach())
     return pieces
 
@@ -81,9 +81,9 @@ def require_known_version(version: object, *, where: object) -> None:
     """
     if version not in (2, 3):
         raise MismatchError(
-            "A Megatron checkpoint has a version that is not read",
+            "A Megatron checkpoint has an unsupported version",
             where=where,
             expected="checkpoint_version 2 or 3",
             found=shown(version),
-            fix="Load it in a Megatron-LM of 2023, and save it again.",
+            fix="Load it in a 2023 Megatron-LM, and save it again.",
         )

@@ -84,7 +84,7 @@ def names_of(family: Family, *, where: object) -> MegatronNames:
     """
     if (names := FAMILIES[family].megatron) is None:
         raise MismatchError(
-            f"Megatron's names of the family {family.value} are not described, so it cannot be converted",
+            f"The family {family.value} has no Megatron names, so it cannot be converted",
             where=where,
             expected=f"model.family={' or '.join(supported_families())}",
             found=f"model.family={family.value}",

@@ -64,11 +64,11 @@ def _ordered(
     entries = {n: state.get(n) for group in numbers for n in group}
     if incomplete := [n for n, entry in entries.items() if not _is_adam(entry)]:
         raise MismatchError(
-            "The optimizer has no moments of some parameters, or is not Adam",
+            "The optimizer lacks moments for some parameters, or is not Adam",
             where=where,
             expected=" and ".join(MOMENTS),
             found=f"{len(incomplete)} of {len(entries)} without them, the first is number {incomplete[0]}",
-            fix="Take the weights alone with --weights-only.",
+            fix="Import the weights alone with --weights-only.",
         )
     decayed = [parameter for parameter in every if decays(parameter[1], chunks[parameter[0]][parameter[1]])]
     undecayed = [parameter for parameter in every if not decays(parameter[1], chunks[parameter[0]][parameter[1]])]
@@ -84,12 +84,11 @@ def _ordered(
         ):
             return order
     raise MismatchError(
-        "It is not certain which moments belong to which parameter: Megatron keeps them by number",
+        "The moments cannot be matched to parameters: Megatron stores them by number",
         where=where,
-        expected=f"two groups: {len(decayed)} matrices, {len(undecayed)} biases and vectors, in the shapes of the "
-        "model",
+        expected=f"two groups: {len(decayed)} matrices, {len(undecayed)} biases and vectors, in the model's shapes",
         found=f"groups of {' and '.join(str(len(members)) for members in numbers)}",
-        fix="Parameters were frozen or grouped in another way. Take the weights alone with --weights-only.",
+        fix="Parameters were frozen or grouped differently. Import the weights alone with --weights-only.",
     )
 
 
@@ -108,8 +107,6 @@ def _copies(masters: Any, groups: Sequence[Table], *, where: object) -> dict[int
     for group, tensors in zip(groups, masters, strict=True):
         numbers = list(group.get("params", ()))
         if len(tensors) not in (0, len(numbers)) or not all(map(is_plain, tensors)):
-            raise CheckpointError(
-                "Copies of weights are missing", where=where, expected=len(numbers), found=len(tensors)
-            )
+            raise CheckpointError("Weight copies are missing", where=where, expected=len(numbers), found=len(tensors))
         copies |= dict(zip(numbers, (tensor.detach() for tensor in tensors), strict=False))
     return copies

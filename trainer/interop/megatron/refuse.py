@@ -27,7 +27,7 @@ def refuse_megatron(path: Path) -> None:
     if not forms:
         return
     raise MismatchError(
-        "The folder holds a Megatron checkpoint, which has to be imported first",
+        "The folder holds a Megatron checkpoint, which must be imported first",
         where=path,
         found=few(forms),
         fix=f"Run `reprise convert import megatron {path} FOLDER --trust-pickle`, and load FOLDER.",

@@ -95,7 +95,7 @@ class Buckets:
                 if problem is None:
                     return buckets
                 tried.append(f"{order.__name__.strip('_')}: {problem}")
-        raise _unknown_layout(dcp, "; ".join(dict.fromkeys(tried)) or "sizes that no division of the layers explains")
+        raise _unknown_layout(dcp, "; ".join(dict.fromkeys(tried)) or "bucket sizes that fit no division of the layers")
 
     def read(self, kind: str, tensor: MegatronTensor) -> torch.Tensor:
         """Return a full tensor for a kind, joined over tensor-parallel ranks.
@@ -251,11 +251,11 @@ def _samples(tensors: Sequence[MegatronTensor]) -> Iterator[MegatronTensor]:
 
 def _unknown_layout(dcp: DcpFolder, content: str) -> MismatchError:
     return MismatchError(
-        "The buckets of Megatron's optimizer do not hold the parameters of the model in a known order",
+        "The Megatron optimizer's buckets do not hold the model's parameters in a known order",
         where=dcp.path,
         expected="master weights that round to the model's own, in the order of the local or of TransformerEngine's "
         "modules",
         found=content,
-        fix="Save it with --dist-ckpt-optim-fully-reshardable, or take the weights alone with --weights-only. If the "
-        "ranks of tensor parallelism drifted apart, --from-rank0 takes the first copies.",
+        fix="Save it with --dist-ckpt-optim-fully-reshardable, or import the weights alone with --weights-only. If the "
+        "tensor-parallel ranks drifted apart, --from-rank0 takes the first copies.",
     )

@@ -74,11 +74,12 @@ class RankCopies:
             difference = f"{int((first != second).count_nonzero())} of {first.numel()} numbers differ"
         if not has_one_form or not self.takes_first:
             raise CheckpointError(
-                f"The copies of a tensor on {what} differ",
+                f"A tensor's copies on {what} differ",
                 where=where,
                 expected="the same bits on each",
                 found=difference,
-                fix="The ranks of that run drifted apart, or the files are of several saves. --from-rank0 takes the "
+                fix="The ranks of that run drifted apart, or the files come from different saves. --from-rank0 takes "
+                "the "
                 "first copy, as Megatron-Core's torch_dist does.",
             )
         if not self.is_silent and str(where) not in self._named:  # a tensor may be read several times
@@ -112,21 +113,21 @@ def by_global_name(stages: Sequence[Sequence[Stage]], *, where: object) -> dict[
         for rank, tensors in enumerate(ranks):
             if differences := names ^ set(tensors):
                 raise CheckpointError(
-                    "Two tensor-parallel ranks of a stage hold other tensors",
+                    "Two tensor-parallel ranks in a stage hold different tensors",
                     where=f"{where}, stage {number}, ranks 0 and {rank}",
                     found=few(differences),
-                    fix="The files are of several saves.",
+                    fix="The files come from different saves.",
                 )
         layers = {int(match[1]) for name in names if (match := _LAYER.fullmatch(name))}
         if layers != set(range(len(layers))):
             raise CheckpointError(
-                "Layers of a stage are missing", where=f"{where}, stage {number}", found=f"layers {sorted(layers)}"
+                "A stage lacks layers", where=f"{where}, stage {number}", found=f"layers {sorted(layers)}"
             )
         for name in ranks[0]:
             match = _LAYER.fullmatch(name)
             full = f"decoder.layers.{first + int(match[1])}.{match[2]}" if match else name
             if full in pieces:
-                raise CheckpointError("Two stages hold one tensor", where=f"{where}, stage {number}", found=full)
+                raise CheckpointError("Two stages hold the same tensor", where=f"{where}, stage {number}", found=full)
             pieces[full] = [rank[name] for rank in ranks]
         first += len(layers)
     return pieces
@@ -167,7 +168,7 @@ def join(
     if cut is None:
         first = pieces[0].read()
         for rank, piece in enumerate(pieces[1:], start=1):
-            copies.compare(first, piece.read(), what=f"ranks 0 and {rank} of tensor parallelism", where=where)
+            copies.compare(first, piece.read(), what=f"tensor-parallel ranks 0 and {rank}", where=where)
         return first
     return _concatenated(pieces, cut, 2 if is_gated else 1, where=where)
 
@@ -183,11 +184,11 @@ def _concatenated(pieces: Sequence[RankPiece], cut: int, halves: int, *, where: 
             target = joined.narrow(cut, begins[half], values.shape[cut])
             if (target.shape, target.dtype) != (values.shape, values.dtype):
                 raise CheckpointError(
-                    "The parts of a tensor on the ranks of tensor parallelism do not fit together",
+                    "A tensor's parts on the tensor-parallel ranks do not fit together",
                     where=where,
                     expected=f"{list(target.shape)} of {target.dtype}, as on rank 0",
                     found=f"{list(values.shape)} of {values.dtype} on rank {rank}",
-                    fix="The files are of several saves.",
+                    fix="The files come from different saves.",
                 )
             target.copy_(values)
             begins[half] += values.shape[cut]

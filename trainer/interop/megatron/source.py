@@ -62,11 +62,11 @@ def newest(path: Path) -> Path:
     name = text if text == RELEASE else f"iter_{int(text):07d}" if text.isascii() and text.isdigit() else None
     if name is None or not is_dir(path / name):
         raise CheckpointError(
-            "The newest iteration of a Megatron folder is not there",
+            "A Megatron folder's newest iteration is missing",
             where=tracker,
             expected=f"a number or {RELEASE!r}, and its folder",
             found=repr(text),
-            fix="Copy that iteration too, or name the folder of another one.",
+            fix="Copy that iteration too, or name another iteration's folder.",
         )
     return path / name
 

@@ -90,7 +90,7 @@ def _weight(state: MegatronState, tensor: MegatronTensor, *, where: object) -> t
         where=name,
         expected=f"the same numbers, rounded to {weight.dtype}",
         found=f"{int((master.to(weight.dtype) != weight).count_nonzero())} of {weight.numel()} differ",
-        fix="The files are of several saves, or the optimizer's state is laid out in another way.",
+        fix="The files come from different saves, or the optimizer's state has another layout.",
     )
 
 
@@ -143,16 +143,14 @@ def log_omissions(
     if isinstance(schedule, Mapping):
         settings = ", ".join(f"{name} {shown(schedule[name])}" for name in _SCHEDULE if name in schedule)
         _log.info(
-            f"the schedule was {settings.replace(chr(39), '')}, in samples: not carried, the run that continues has "
-            "its own, schedule.*"
+            f"the schedule was {settings.replace(chr(39), '')}, in samples: not carried over, the continued run "
+            "has its own, schedule.*"
         )
     log_settings(groups or parameter_groups(table.get("optimizer")))
     length = args.get("seq_length")
     if type(length) is int:
         _log.info(f"consumed samples are counted in samples of {length} tokens: import with train.seq_length={length}")
-    _log.warning(
-        "The order of samples is not carried: a run counts on from Megatron's consumed samples, in an order of its own"
-    )
+    _log.warning("Sample order is not carried over: a run counts on from Megatron's consumed samples, in its own order")
 
 
 def signs_of_moments(table: Mapping[str, Any], folder: Path) -> list[str]:

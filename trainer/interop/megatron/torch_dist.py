@@ -62,7 +62,7 @@ def read_torch_dist(folder: Path, options: ImportOptions) -> tuple[MegatronState
     backend = json_file.read(folder / METADATA).get(BACKEND)
     if backend != TORCH_DIST:
         raise MismatchError(
-            "A Megatron checkpoint has a form that is not read",
+            "A Megatron checkpoint has an unsupported form",
             where=folder / METADATA,
             expected=f"{BACKEND} {TORCH_DIST}",
             found=backend,
@@ -97,16 +97,16 @@ def _common(dcp: DcpFolder) -> Mapping[str, Any]:
         raise CheckpointError(
             "A Megatron checkpoint has no iteration and no arguments",
             where=dcp.path,
-            expected=f"the object {_COMMON_OBJECT}, or a file {COMMON} of Megatron-Core before 0.19",
+            expected=f"the object {_COMMON_OBJECT}, or a file {COMMON} from Megatron-Core before 0.19",
             found="neither",
             fix=f"If that folder was copied, copy {COMMON} too; otherwise take another checkpoint.",
         )
     state = dcp.read_value(_COMMON_OBJECT, admits_all=True)
     if not (isinstance(state, list) and len(state) == 1 and isinstance(state[0], Mapping)):
         raise CheckpointError(
-            "The unsharded state of a Megatron checkpoint has another form",
+            "A Megatron checkpoint's unsharded state has an unknown form",
             where=f"{dcp.path}, {_COMMON_OBJECT}",
-            expected="a list of one dictionary",
+            expected="a list with one dictionary",
             found=type(state).__name__,
         )
     return state[0]
@@ -213,8 +213,8 @@ def _check_model(files: _Files, tensors: Sequence[MegatronTensor]) -> None:
             "A Megatron checkpoint holds another model",
             where=files.dcp.path,
             found=listed(sorted(problems), "difference"),
-            fix="Choose its model by overrides, such as model.n_layer=N or model.tie_word_embeddings=false, where its "
-            "arguments do not.",
+            fix="If its arguments do not describe the model, choose it by overrides, such as model.n_layer=N or "
+            "model.tie_word_embeddings=false.",
         )
 
 
@@ -246,7 +246,9 @@ def _optimizer(
     dcp = files.dcp
     if options.weights_only:
         if any(map(_is_optimizers, dcp.tensors)):
-            _log.warning("not carried, as --weights-only asks: the optimizer's state; the weights are the model's own")
+            _log.warning(
+                "not carried over, because of --weights-only: the optimizer's state; the weights are the model's own"
+            )
         return {}, []
     if any(key.startswith(f"{_STATE}{MOMENTS[0]}.") for key in dcp.tensors):
         copies = [kind for kind in _COPIES if f"{_STATE}{kind}.{files.prefix}{_TABLE}" in dcp.tensors][:1]
@@ -263,7 +265,7 @@ def _optimizer(
         return {key: partial(buckets.read, kind) for key, kind in kinds}, _saved_groups(dcp)
     _refuse_others(dcp)
     require_moments(signs_of_moments(common, dcp.path), options, where=dcp.path)
-    _log.warning("The checkpoint has no state of the optimizer: the weights are imported alone, as iteration 0")
+    _log.warning("The checkpoint has no optimizer state: only the weights are imported, as iteration 0")
     return {}, []
 
 
@@ -287,11 +289,11 @@ def _refuse_others(dcp: DcpFolder) -> None:
 
 def _partial_optimizer(path: Path, content: str) -> MismatchError:
     return MismatchError(
-        "A Megatron checkpoint holds the state of its optimizer in a form that is not read",
+        "A Megatron checkpoint holds optimizer state in an unsupported form",
         where=path,
-        expected="exp_avg and exp_avg_sq of every parameter by name, or buckets of dp_reshardable",
+        expected="exp_avg and exp_avg_sq for every parameter by name, or buckets of dp_reshardable",
         found=content,
-        fix="Save it with --dist-ckpt-optim-fully-reshardable and one Adam for all parameters, or take the weights "
+        fix="Save it with --dist-ckpt-optim-fully-reshardable and one Adam for all parameters, or import the weights "
         "alone with --weights-only.",
     )
 
@@ -300,7 +302,7 @@ def _step(groups: Sequence[Mapping[str, Any]], common: Mapping[str, Any], iterat
     """Return the optimizer's step count, shared by all parameters."""
     step = one_step([*(group.get("step") for group in groups), *_common_steps(common)], where=where)
     if step is None:
-        _log.warning(f"The optimizer names no step: taken as {iteration}, the iteration")
+        _log.warning(f"The optimizer has no step count: assumed to be the iteration, {iteration}")
     return float(iteration) if step is None else step
 
 
