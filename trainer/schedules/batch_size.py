@@ -1,4 +1,4 @@
-"""The global batch size as a function of the consumed samples: a resume needs no other state. Pure."""
+"""The global batch size as a function of consumed samples: a resume needs no other state. Pure."""
 
 from __future__ import annotations
 
@@ -13,44 +13,44 @@ _UNITS = {"": 1, "k": 1_000, "M": 1_000_000}
 
 @dataclass(frozen=True, slots=True)
 class BatchSchedule:
-    """The global batch sizes of a run. Megatron-LM's `--rampup-batch-size` has equal steps.
+    """A run's global batch sizes. Megatron-LM's `--rampup-batch-size` has equal steps.
 
-    The size at its first sample holds for all of an iteration. So a size takes effect at the first iteration at or
-    after its border, and no iteration is cut.
+    An iteration keeps the size in force at its first sample. So a size takes effect at the first iteration at or after
+    its border, and no iteration is cut.
 
     Args:
-        steps: (first sample, size) in ascending order; the first begins at sample 0.
+        steps: Pairs (first sample, size) in ascending order. The first pair starts at sample 0.
     """
 
     steps: tuple[tuple[int, int], ...]
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Return every size once, in ascending order."""
+        """Return all distinct sizes in ascending order."""
         return tuple(sorted({size for _, size in self.steps}))
 
     @property
     def last(self) -> int:
-        """Return the size from the last border on."""
+        """Return the final size."""
         return self.steps[-1][1]
 
     def at(self, consumed_samples: int) -> int:
-        """Return the size of the iteration after so many samples."""
+        """Return the size for the iteration starting at this sample count."""
         return self.steps[bisect_right(self.steps, consumed_samples, key=lambda step: step[0]) - 1][1]
 
     def steps_from(self, consumed_samples: int) -> tuple[tuple[int, int], ...]:
-        """Return the steps in force from a count of consumed samples on; earlier ones will never be again."""
+        """Return the steps in force from a consumed sample count on, without those already over."""
         return self.steps[bisect_right(self.steps, consumed_samples, key=lambda step: step[0]) - 1 :]
 
     def consumed_after(self, iterations: int, consumed: int = 0) -> int:
-        """Return the samples consumed by so many iterations, after the samples `consumed` before them."""
+        """Return the consumed samples after `iterations` more iterations, starting from `consumed`."""
         for count, size in self._segments(consumed):
             completed = iterations if count is None else min(count, iterations)
             consumed, iterations = consumed + completed * size, iterations - completed
         return consumed
 
     def iterations(self, consumed_samples: int, end: int) -> int:
-        """Return how many whole iterations fit between two counts of consumed samples, 0 if `end` is passed."""
+        """Return how many complete iterations fit between two sample counts; 0 if `end` is passed."""
         total = 0
         for count, size in self._segments(consumed_samples):
             fitting = max(0, end - consumed_samples) // size
@@ -60,7 +60,7 @@ class BatchSchedule:
         return total
 
     def _segments(self, consumed: int) -> Iterator[tuple[int | None, int]]:
-        """Yield how many iterations of each size follow, from a count of consumed samples on; None for the last."""
+        """Yield (iteration count, size) per size, from a consumed sample count on. The last count is None."""
         borders = [*(first for first, _ in self.steps[1:]), None]
         for border, (_, size) in zip(borders, self.steps, strict=True):
             if border is None:
@@ -71,18 +71,18 @@ class BatchSchedule:
                 consumed += count * size
 
     def __str__(self) -> str:
-        """Return the schedule as it is written in a configuration, without suffixes."""
+        """Return the schedule as written in a configuration, without unit suffixes."""
         return " ".join(f"{first}:{size}" for first, size in self.steps)
 
 
 def parse_batch_schedule(text: str) -> BatchSchedule:
-    """Return the schedule of a text such as ``0:8 4k:16 16k:32``.
+    """Parse a schedule such as ``0:8 4k:16 16k:32``.
 
     Args:
-        text: `SAMPLES:SIZE` for each size, separated by spaces; k stands for thousand and M for million samples.
+        text: `SAMPLES:SIZE` for each size, separated by spaces. The suffix k means thousand samples, M million.
 
     Raises:
-        ValueError: with the reason.
+        ValueError: The text is malformed. The message says why.
     """
     steps = []
     for word in text.split():

@@ -1,4 +1,4 @@
-"""The learning rate as a function of the iteration or the consumed samples: a resume needs no scheduler state. Pure."""
+"""The learning rate as a function of iterations or consumed samples: a resume needs no scheduler state. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import assert_never
 
 
 class DecayStyle(Enum):
-    """The shape of the decay after warm-up; the names are Megatron-LM's, in lower case."""
+    """The decay's shape after warmup. Names are Megatron-LM's, in lower case."""
 
     cosine = "cosine"
     linear = "linear"
@@ -19,20 +19,20 @@ class DecayStyle(Enum):
 
 @dataclass
 class ScheduleSection:
-    """The learning-rate schedule, over iterations or over consumed samples.
+    """The learning-rate schedule, over iterations or consumed samples.
 
-    It is over samples with a key in samples, and with `train.train_samples` unless `lr_decay_iters` is set.
+    Any `*_samples` key selects samples, as does `train.train_samples` unless `lr_decay_iters` is set.
 
     Args:
-        lr_decay_style: decay after warm-up; `wsd` holds the peak rate, then decays linearly.
-        lr_warmup_iters: iterations of the linear rise from 0; null is 10, or half of an `lr_decay_iters` below 10.
-        lr_decay_iters: iteration at which `min_lr` is reached; null is `train.train_iters`.
-        min_lr: learning rate after the decay.
-        lr_wsd_decay_iters: iterations of `wsd`'s decay; null is a tenth of `lr_decay_iters`.
-        lr_warmup_samples: `lr_warmup_iters` in samples; null is 10 times `train.global_batch_size`, or half of a
+        lr_decay_style: Decay after warmup. `wsd` holds the peak rate, then decays linearly.
+        lr_warmup_iters: Iterations for the linear rise from 0. Null is 10, or half of a decay shorter than 10.
+        lr_decay_iters: Iteration that reaches `min_lr`. Null is `train.train_iters`.
+        min_lr: Learning rate after the decay.
+        lr_wsd_decay_iters: Iterations for the `wsd` decay. Null is a tenth of `lr_decay_iters`.
+        lr_warmup_samples: `lr_warmup_iters` in samples. Null is 10 times `train.global_batch_size`, or half of a
             smaller `lr_decay_samples`.
-        lr_decay_samples: `lr_decay_iters` in consumed samples; null is the run's length.
-        lr_wsd_decay_samples: `lr_wsd_decay_iters` in samples; null is a tenth of `lr_decay_samples`.
+        lr_decay_samples: `lr_decay_iters` in consumed samples. Null is the run's length.
+        lr_wsd_decay_samples: `lr_wsd_decay_iters` in samples. Null is a tenth of `lr_decay_samples`.
     """
 
     lr_decay_style: DecayStyle = DecayStyle.cosine
@@ -50,11 +50,11 @@ _WARMUP_ITERS = 10  # the default, for schedules of at least this length
 
 @dataclass(frozen=True, slots=True)
 class RunLength:
-    """The length of a run.
+    """A run's length.
 
     Args:
-        is_in_samples: whether it was given in samples.
-        batch_size: the last global batch size.
+        is_in_samples: Whether the configuration sets it in samples.
+        batch_size: The last global batch size.
     """
 
     iters: int
@@ -65,10 +65,10 @@ class RunLength:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """A schedule with every default filled in; equal values give equal curves.
+    """A schedule with all defaults filled in. Equal values give equal curves.
 
     Args:
-        warmup, decay, wsd_decay: iterations; consumed samples if `is_in_samples`.
+        warmup: Warmup length, in consumed samples if `is_in_samples`, else in iterations, like `decay` and `wsd_decay`.
     """
 
     style: DecayStyle
@@ -80,13 +80,13 @@ class Schedule:
     is_in_samples: bool = False
 
     def at(self, iteration: int, consumed_samples: int) -> float:
-        """Return the rate of an iteration; 0 before the first.
+        """Return the rate at an iteration; 0 before the first.
 
         Cosine: Loshchilov and Hutter 2017, "SGDR"; wsd: Hu et al. 2024, "MiniCPM", with a linear decay.
 
         Args:
-            iteration: counted from 1.
-            consumed_samples: those of this iteration included.
+            iteration: The iteration, counted from 1.
+            consumed_samples: Consumed samples, including this iteration's.
         """
         count = consumed_samples if self.is_in_samples else iteration
         if count < 1:
@@ -113,7 +113,7 @@ class Schedule:
         return self.min_lr + shape((count - begin) / (self.decay - begin)) * (self.lr - self.min_lr)
 
     def record(self) -> dict[str, object]:
-        """Return the schedule as JSON; the names of its counts say their unit."""
+        """Return the schedule as JSON, whose keys name the unit."""
         unit = "samples" if self.is_in_samples else "iters"
         return {
             "style": self.style.value,
@@ -124,7 +124,7 @@ class Schedule:
 
 
 def _cosine(progress: float) -> float:
-    """Return the height above the lowest rate, from 1 to 0, after a part of the decay."""
+    """Return the height above the lowest rate, from 1 to 0, at a fraction of the decay."""
     return 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
@@ -132,11 +132,11 @@ def _linear(progress: float) -> float:
     return 1.0 - progress
 
 
-COUNTS = ("warmup", "decay", "wsd_decay")  # the members of a schedule that are iterations or samples
+COUNTS = ("warmup", "decay", "wsd_decay")  # schedule fields counting iterations or samples
 
 
 def resolve(section: ScheduleSection, length: RunLength, lr: float) -> Schedule:
-    """Return the schedule of a section for a run of some length with peak rate `lr`."""
+    """Resolve a section into a schedule for a run, with peak rate `lr`."""
     counts = _Counts.of(section, length)
     wsd = counts.decay // 10 if counts.wsd_decay is None else counts.wsd_decay
     return Schedule(
@@ -151,7 +151,7 @@ def resolve(section: ScheduleSection, length: RunLength, lr: float) -> Schedule:
 
 
 def section_of(schedule: Schedule) -> ScheduleSection:
-    """Return a section for a schedule, independent of the length of the run and its unit."""
+    """Convert a schedule back to a section that does not depend on the run's length and unit."""
     wsd = schedule.wsd_decay if schedule.style is DecayStyle.wsd else None
     wsd = None if wsd == schedule.decay // 10 else wsd
     section = ScheduleSection(lr_decay_style=schedule.style, min_lr=schedule.min_lr)
@@ -172,7 +172,7 @@ def section_of(schedule: Schedule) -> ScheduleSection:
 
 @dataclass(frozen=True, slots=True)
 class _Counts:
-    """The counts of a section in a unit, `iters` or `samples`, and the run's length in this unit."""
+    """A section's counts in a unit, `iters` or `samples`, and the run's length in the same unit."""
 
     unit: str
     length: int
@@ -203,7 +203,7 @@ def _set_keys(section: ScheduleSection, unit: str) -> list[str]:
 
 
 def problems(section: ScheduleSection, length: RunLength, lr: float) -> list[str]:
-    """Return every problem of a section, each with its key and value."""
+    """Return all problems in a section, each with its key and value."""
     lines = []
     in_samples, in_iters = (_set_keys(section, unit) for unit in ("samples", "iters"))
     if in_iters and in_samples:
@@ -233,12 +233,12 @@ def problems(section: ScheduleSection, length: RunLength, lr: float) -> list[str
         lines.append(f"{wsd}={counts.wsd_decay}: belongs to schedule.lr_decay_style=wsd")
     elif counts.wsd_decay is not None and not 0 < counts.wsd_decay <= counts.decay - max(counts.warmup, 0):
         end = decay.removeprefix("schedule.")
-        lines.append(f"{wsd}={counts.wsd_decay}: must fit between warm-up and {end}={counts.decay}")
+        lines.append(f"{wsd}={counts.wsd_decay}: must fit between warmup and {end}={counts.decay}")
     return lines
 
 
 def _length_text(length: RunLength, counts: _Counts) -> str:
-    """Return the length of a run in the unit of a schedule, with its key."""
+    """Describe the run's length in the schedule's unit, with its key."""
     unit = "samples" if length.is_in_samples else "iters"
     if counts.unit == unit:
         return f"train.train_{unit}={counts.length}"

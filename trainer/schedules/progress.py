@@ -1,4 +1,4 @@
-"""The progress of a run in integers: a resume needs nothing else besides the tensors."""
+"""A run's progress in integers: a resume needs nothing else besides the tensors."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class Progress:
     """Finished iterations, the samples and tokens they consumed, and the validation loss.
 
     Args:
-        best_loss: the lowest validation loss so far; None before the first evaluation.
-        valid_loss: the validation loss of this iteration; None if it was not evaluated.
-        owes_evaluation: whether the evaluation after this iteration was interrupted; the resumed run does it first.
+        best_loss: Lowest validation loss so far. None before the first evaluation.
+        valid_loss: This iteration's validation loss. None if it was not evaluated or the loss was not finite.
+        owes_evaluation: Whether the evaluation after this iteration was interrupted. The resumed run does it first.
     """
 
     iteration: int = 0
@@ -28,17 +28,17 @@ class Progress:
     owes_evaluation: bool = False
 
     def after_iteration(self, samples: int, tokens: int) -> Progress:
-        """Return the progress after an iteration with these numbers of samples and tokens."""
+        """Return the progress after an iteration with these sample and token counts."""
         return Progress(
             self.iteration + 1, self.consumed_samples + samples, self.consumed_tokens + tokens, self.best_loss
         )
 
     def without_evaluation(self) -> Progress:
-        """Return the progress with an interrupted evaluation."""
+        """Return the progress with its evaluation marked as interrupted."""
         return replace(self, owes_evaluation=True)
 
     def after_evaluation(self, loss: float) -> Progress:
-        """Return the progress after an evaluation; a nonfinite loss never becomes the best."""
+        """Return the progress after an evaluation. A nonfinite loss never becomes the best."""
         best = self.best_loss
         if math.isfinite(loss) and (best is None or loss < best):
             best = loss
@@ -46,7 +46,7 @@ class Progress:
         return replace(self, best_loss=best, valid_loss=valid_loss, owes_evaluation=False)
 
     def record(self) -> dict[str, object]:
-        """Return the progress as members of `trainer_state.json`."""
+        """Return the progress as `trainer_state.json` members."""
         return {
             "iteration": self.iteration,
             "consumed_samples": self.consumed_samples,
@@ -57,17 +57,17 @@ class Progress:
         }
 
     def state_record(self, lr: float, description: Json) -> Json:
-        """Return the whole `trainer_state.json`.
+        """Return the complete `trainer_state.json`.
 
         Args:
-            lr: the learning rate of the last iteration.
-            description: the constant part of the run's record.
+            lr: The last iteration's learning rate.
+            description: The constant part of the run's record.
         """
         return {"format": FORMAT, **self.record(), "lr": lr, **description}
 
     @staticmethod
     def from_record(record: Mapping[str, object]) -> Progress:
-        """Return the progress in a `trainer_state.json`."""
+        """Return the progress from a `trainer_state.json`."""
         return Progress(
             integer(record["iteration"]),
             integer(record["consumed_samples"]),
