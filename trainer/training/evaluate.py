@@ -1,4 +1,4 @@
-"""The validation loss over the first windows of the validation data, in order."""
+"""Computes the validation loss over the first validation windows, in order."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def evaluate(
     share: float | None = None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> float | None:
-    """Return the mean loss over global batches, the same bits on every rank. Collective.
+    """Return the mean loss over global batches, the same bits on every rank. A collective call.
 
     Args:
-        batches: per global batch this rank's micro batches, int64 windows [micro_batch_size, seq_length + 1] on the
+        batches: This rank's micro-batches in each global batch, int64 windows [micro_batch_size, seq_length + 1] on the
             device, shaped as in training.
-        share: the mean number of micro batches of a data-parallel rank; by default all have as many.
-        should_stop: called after every batch; if it returns True on any rank, all ranks stop and return None.
+        share: Mean micro-batch count per data-parallel rank. By default, equal to this rank's count.
+        should_stop: Called after every batch. If it returns True on any rank, all ranks stop and return None.
     """
     losses: list[float] = []
     is_stopped = False
@@ -62,4 +62,4 @@ def _losses(
     passes = passes_of(model, count, count if share is None else share)
     batches = (context.form.split(micro_batches[min(number, count - 1)]) for number in range(passes))
     losses = [context.loss(model(inputs.tokens, **inputs.keywords()), inputs.targets) for inputs in batches]
-    return losses[:count]  # the last fills the passes that other ranks have more
+    return losses[:count]  # the last micro-batch fills other ranks' extra passes

@@ -35,15 +35,15 @@ _log = logging.getLogger(__name__)
 
 
 def train(run: Run) -> Rewind | None:
-    """Train a restored run to its last iteration, and save it. Collective.
+    """Train a restored run to its last iteration, and save it. A collective call.
 
     Saves run in the background. A failed save is logged, and training continues.
 
     Returns:
-        The rewind to make, if the run has ended at a spike to be passed over.
+        The rewind to make if the run stopped at a spike and should skip it, else None.
 
     Raises:
-        TrainerError: if the last save failed: the final state is not on disk.
+        TrainerError: The last save failed, so the final state is not on disk.
     """
     state, settings = run.state, run.config.train
     last = run.train_iters
@@ -59,7 +59,7 @@ def train(run: Run) -> Rewind | None:
         log.started(run.start_times)
         if settings.compile:
             _log.info("compiling the model: the first iteration may take minutes")
-    if _goes_on(run):  # what the interruption has kept from one of the folders
+    if _goes_on(run):  # saves that the interruption prevented
         _save_due(run, Moment.evaluated if is_late else Moment.loaded, slowdown)
     is_stopped = state.progress.owes_evaluation
     while _goes_on(run):
@@ -88,13 +88,13 @@ def train(run: Run) -> Rewind | None:
 
 
 def _save_at_end(run: Run, slowdown: Slowdown, *, is_stopped: bool) -> None:
-    """Save the last state, and wait for it.
+    """Save the last state, and wait for the save.
 
     Args:
-        is_stopped: whether a signal or a time limit ends the run, without time to wait for copies.
+        is_stopped: Whether a signal or time limit ends the run, leaving no time to wait for copies.
 
     Raises:
-        TrainerError: if no checkpoint that outlives the run has the last state.
+        TrainerError: The last state is in no checkpoint that outlives the run.
     """
     is_at_end = run.state.progress.iteration >= run.train_iters
     if run.saves.local is not None and not is_stopped:
@@ -123,7 +123,7 @@ def _goes_on(run: Run) -> bool:
 
 
 def _train_and_record(run: Run, slowdown: Slowdown) -> tuple[ControlFlags, StepResult]:
-    """Train an iteration, record it and the finished saves; return the control flags of all ranks, and the result."""
+    """Train an iteration, and record it and the finished saves. Return all ranks' control flags, and the result."""
     saving_s, is_saving = run.saves.take_blocked_s(), run.saves.is_saving
     samples = run.state.progress.consumed_samples
     start = time.perf_counter()
@@ -140,19 +140,19 @@ def _train_and_record(run: Run, slowdown: Slowdown) -> tuple[ControlFlags, StepR
 
 
 def _rewind_at_spike(run: Run, result: StepResult, slowdown: Slowdown) -> Rewind | None:
-    """Return the rewind to make after an iteration, if it has a spike to be passed over. A call of all ranks."""
+    """Return the rewind to make after an iteration, if a spike calls for it. A collective call."""
     settings = run.config.train
     for watch in () if result.skipped is not None and _skips(settings.on_nonfinite) else run.spikes:
         spike = watch.add(run.state.progress.iteration, result.loss, result.grad_norm)
         if spike is not None:
-            if settings.on_spike is not OnSpike.warn:  # the save under way may be that to go back to
+            if settings.on_spike is not OnSpike.warn:  # the pending save may be the rewind's target
                 _await_saves(run, slowdown)
             return react(run, watch, spike)
     return None
 
 
 def iterate(run: Run) -> StepResult:
-    """Train an iteration on its batch and count it. A call of all ranks."""
+    """Train an iteration on its batch and count it. A collective call."""
     state, settings = run.state, run.config.train
     progress = state.progress
     iteration, size = progress.iteration + 1, run.batch_schedule.at(progress.consumed_samples)
@@ -186,7 +186,7 @@ def iterate(run: Run) -> StepResult:
 
 
 def _skips(reaction: OnNonfinite) -> bool:
-    """Return whether training goes on after an iteration without finite numbers."""
+    """Return whether training continues after a nonfinite iteration."""
     match reaction:
         case OnNonfinite.skip:
             return True
@@ -221,7 +221,7 @@ def _record(run: Run, result: StepResult, *, samples: int, seconds: float, block
 
 
 def _evaluate(run: Run) -> None:
-    """Evaluate and record the loss; after a signal, stop and leave the evaluation to the resumed run."""
+    """Evaluate and record the loss. After a signal, stop and leave the evaluation to the resumed run."""
     run.cluster.activity.begin("the evaluation", run.state.progress.iteration)
     loss = valid_loss(run)
     average_loss = None
@@ -239,15 +239,15 @@ def _evaluate(run: Run) -> None:
 
 
 def _evaluate_averages(run: Run) -> float | None:
-    """Return the validation loss of the moving averages; None after a signal."""
-    for target in run.saves:  # which may read the parameters in their memory
+    """Return the moving averages' validation loss, or None after a signal."""
+    for target in run.saves:  # a pending save may still read the parameters
         target.saver.wait()
     with averages_in_place([part.optimizer for part in run.state.parts]):
         return valid_loss(run)
 
 
 def valid_loss(run: Run) -> float | None:
-    """Return the validation loss; None after a signal."""
+    """Return the validation loss, or None after a signal."""
     return evaluate(
         run.state,
         run.valid_data.batches(),
@@ -259,7 +259,7 @@ def valid_loss(run: Run) -> float | None:
 
 
 def _evaluate_late(run: Run) -> None:
-    """Do the interrupted evaluation; checkpoints of the iteration are then saved again, with its loss."""
+    """Do the interrupted evaluation. This iteration's checkpoints are then saved again, with its loss."""
     _evaluate(run)
     progress = run.state.progress
     if not progress.owes_evaluation:
@@ -268,7 +268,7 @@ def _evaluate_late(run: Run) -> None:
 
 
 def _sample(run: Run) -> None:
-    """Log a text of the model; after a signal, stop and omit it."""
+    """Log a text sample. After a signal, stop and omit it."""
     run.cluster.activity.begin("the sample", run.state.progress.iteration)
     sampler, stop = run.sampler, run.control.is_signalled
     tokens = sample(sampler, run.state, context=run.context, cluster=run.cluster, should_stop=stop)
@@ -278,7 +278,7 @@ def _sample(run: Run) -> None:
 
 
 def _check_replicas(run: Run) -> None:
-    """Raise ReplicaError if the bits of a tensor differ between its ranks."""
+    """Compare each tensor's replicas across ranks, and raise ReplicaError if their bits differ."""
     if run.context.embedding_group is not None:
         check_tied_copies(run.state, run.context.embedding_group)
     shards = (*run.state.shards(), *run.state.base_shards())
@@ -286,9 +286,9 @@ def _check_replicas(run: Run) -> None:
 
 
 def _save_due(run: Run, moment: Moment, slowdown: Slowdown) -> list[SaveTarget]:
-    """Save the current state into the due targets, and return these.
+    """Save the current state to the due targets, and return them.
 
-    A save goes on in the background unless `checkpoint.async_save=false`.
+    A save continues in the background unless `checkpoint.async_save=false`.
     """
     iteration = run.state.progress.iteration
     due = run.saves.due(iteration, moment)
@@ -313,7 +313,7 @@ def _save_due(run: Run, moment: Moment, slowdown: Slowdown) -> list[SaveTarget]:
 
 
 def _documents(run: Run, *, is_interim: bool = False) -> dict[str, Document]:
-    """Return the files without tensors of a checkpoint of the current state."""
+    """Return the non-tensor files for a checkpoint of the current state."""
     record = run.state.progress.state_record(_lr(run), run.course.description)
     for watch in run.spikes:
         record[SPIKES] = watch.record()
@@ -326,7 +326,7 @@ def _documents(run: Run, *, is_interim: bool = False) -> dict[str, Document]:
 
 
 def _lr(run: Run) -> float:
-    """Return the learning rate of the last iteration."""
+    """Return the last iteration's learning rate."""
     return run.course.schedule.at(run.state.progress.iteration, run.state.progress.consumed_samples)
 
 
@@ -343,7 +343,7 @@ def _record_saves(run: Run, target: SaveTarget, reports: Sequence[SaveReport], s
 
 
 def _failed_saves(run: Run, results: SaveResults, limit: int | None = None) -> TrainerError:
-    """Return the error of a run whose last saves all failed: at its end, or where their number reaches a limit."""
+    """Return the error for a run whose last saves all failed, at its end or at the `limit`."""
     return CheckpointError(
         "The last saves of the run failed" if limit is None else "Saving failed too often in a row",
         where=save_folder(run.config.checkpoint),

@@ -1,4 +1,4 @@
-"""What a run does about a spike: a warning, an end, or a way back to the checkpoint before it."""
+"""Reacts to a loss spike: warns, ends the run, or rewinds to the checkpoint before it."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Rewind:
-    """The way back from a spike.
+    """A rewind from a spike.
 
     Args:
-        iteration: of the checkpoint to go on from.
-        gap: the positions to pass over, the end excluded.
-        rewound: those of all rewinds of the run, this one the last.
-        saved: the lineage in the checkpoint.
-        control: of the run, whose time limit goes on; None for a rewind of an earlier launch.
+        iteration: The checkpoint iteration to continue from.
+        gap: Positions to skip, end excluded.
+        rewound: The gaps for all rewinds in the run, this rewind's last.
+        saved: The lineage in the checkpoint.
+        control: The run's control, whose time limit keeps running. None for a rewind from an earlier launch.
     """
 
     iteration: int
@@ -46,7 +46,7 @@ class Rewind:
     control: RunControl | None = None
 
     def config(self, config: Config) -> Config:
-        """Return the configuration of the start that makes the rewind."""
+        """Return the configuration for the start that makes the rewind."""
         source = replace(
             config.checkpoint,
             load="auto",
@@ -60,7 +60,7 @@ class Rewind:
         return replace(config, checkpoint=source, train=replace(config.train, skip_samples=skips))
 
     def begin(self, run: Run) -> None:
-        """Tell a run that it has gone back; log the rewind, unless an earlier launch has."""
+        """Tell a run about its rewind, and log the rewind unless an earlier launch has."""
         for watch in run.spikes:
             watch.rewound = list(self.rewound)
         for log in () if self.control is None else run.logs:
@@ -74,14 +74,14 @@ class Rewind:
             log.rewound(self.iteration, self.record())
 
     def record(self) -> Json:
-        """Return the rewind for the record of launches."""
+        """Return the rewind for the launch record."""
         spike = self.spike
         figures = {"figure": spike.figure, "value": spike.value.hex(), "limit": spike.limit.hex()}
         return {"from": spike.iteration, **figures, "gap": self.gap, "rewound": self.rewound, "saved": self.saved}
 
     @staticmethod
     def from_record(line: Json) -> Rewind:
-        """Return the rewind of a line in the record of launches."""
+        """Return the rewind from a line in the launch record."""
         value, limit = float.fromhex(line["value"]), float.fromhex(line["limit"])
         spike = Spike(integer(line["from"]), str(line["figure"]), value, limit)
         rewound = tuple(PositionMap.from_record([gap]).gaps[0] for gap in line["rewound"])
@@ -89,7 +89,7 @@ class Rewind:
 
 
 def unfinished_rewind(config: Config, cluster: Cluster, saves: Saves) -> Rewind | None:
-    """Return the last rewind of an earlier launch, if it was killed before its next save. A call of all ranks."""
+    """Return the last rewind from an earlier launch, if it was killed before its next save. A collective call."""
     section = config.checkpoint
     if config.train.on_spike is not OnSpike.rewind or section.load == "none" or section.ckpt_step is not None:
         return None
@@ -113,10 +113,12 @@ def unfinished_rewind(config: Config, cluster: Cluster, saves: Saves) -> Rewind 
 
 
 def react(run: Run, watch: SpikeWatch, spike: Spike) -> Rewind | None:
-    """Log a spike of the watch, and return the rewind to make, if any. A call of all ranks, with no save under way.
+    """Log a spike, and return the rewind to make, if any. A collective call.
+
+    All saves have finished, unless spikes only warn.
 
     Raises:
-        TrainerError: on every rank, if the spike ends the run; nothing of its iteration is saved.
+        TrainerError: The spike ends the run, on every rank. Nothing from its iteration is saved.
     """
     settings = run.config.train
     members = {"figure": spike.figure, "value": spike.value, "limit": spike.limit}
@@ -135,12 +137,12 @@ def react(run: Run, watch: SpikeWatch, spike: Spike) -> Rewind | None:
 
 
 def newest_before(saves: Saves, channel: StoreChannel, key: str, iteration: int | None) -> tuple[int, int, Json]:
-    """Return the newest checkpoint that all hosts have, its consumed samples and lineage; -1, 0, {} without any.
+    """Return the newest checkpoint on all hosts, its consumed samples and lineage, or -1, 0, {} if there is none.
 
-    A call of all ranks.
+    A collective call.
 
     Args:
-        iteration: the checkpoint is older; None for any.
+        iteration: The checkpoint must be older than this iteration. None accepts any.
     """
     local = [folder for folder in saves.folders if folder is not saves.shared]
     rows = channel.gather(f"{key}/local", json.dumps([n for folder in local for n in folder.committed()]).encode())

@@ -1,4 +1,4 @@
-"""A training iteration: the gradients of a global batch, their norm, and an optimizer step."""
+"""A training iteration: the gradients for a global batch, their norm, and an optimizer step."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from trainer.run.state import TrainerState
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The result of an iteration, bit-identical on every rank.
+    """An iteration's result, bit-identical on every rank.
 
     Args:
-        loss: mean over the global batch.
-        grad_norm: L2 norm of all gradients before clipping.
-        flags: on how many ranks each flag is set.
-        skipped: the error because of which the parameters stayed unchanged (`skips_nonfinite`), or None.
-        slowest: the rank with the most seconds of own work since the last line of the log; None without such a line.
-        memory: the largest of all ranks; None without a line.
+        loss: Mean over the global batch.
+        grad_norm: L2 norm over all gradients before clipping.
+        flags: How many ranks set each flag.
+        skipped: The error for which the parameters stayed unchanged (`skips_nonfinite`), or None.
+        slowest: The rank with the most seconds spent on its own work since the last log line. None without a log line.
+        memory: The maxima over all ranks. None without a log line.
     """
 
     loss: float
@@ -59,19 +59,19 @@ def train_step(
     own_time: OwnTime | None = None,
     is_logged: bool = False,
 ) -> StepResult:
-    """Run an iteration on this rank's micro batches and step the optimizers. A collective call.
+    """Run an iteration on this rank's micro-batches and step the optimizers. A collective call.
 
     Args:
         micro_batches: int64 windows [micro_batch_size, seq_length + 1] on the device.
-        keys: the dropout key of each micro batch.
-        share: the mean number of micro batches of a data-parallel rank; by default all have as many.
-        flags: called after the backward pass; equally many on each rank.
-        skips_nonfinite: leave the parameters unchanged instead of raising for a nonfinite loss or gradient norm.
-        own_time: this rank's own work since the last line of the log; this iteration's is added.
-        is_logged: whether the iteration has a line, for which the times of ranks are compared.
+        keys: Each micro-batch's dropout key.
+        share: Mean micro-batch count per data-parallel rank. By default, equal to this rank's count.
+        flags: Called after the backward pass. All ranks return equally many flags.
+        skips_nonfinite: Leave the parameters unchanged instead of raising for a nonfinite loss or gradient norm.
+        own_time: This rank's own work since the last log line, to which this iteration adds.
+        is_logged: Whether the iteration has a log line, for which the ranks' times are compared.
 
     Raises:
-        NonFiniteError: on every rank, before any parameter changes, for a nonfinite loss or gradient norm.
+        NonFiniteError: The loss or gradient norm is not finite. Raised on every rank, before any parameter changes.
     """
     for parameter in state.parameters():
         parameter.grad = None
@@ -102,12 +102,12 @@ def reduce_figures(
     cluster: Cluster,
     times: RankTime | None,
 ) -> StepResult:
-    """Return the mean loss, the gradient norm and the flags of all ranks. A collective call.
+    """Return the mean loss, the gradient norm and all ranks' flags. A collective call.
 
-    Ranks reduce a message of fixed size on their devices, and the host waits for its result alone.
+    Ranks reduce a fixed-size message on their devices; the host waits only for the result.
 
     Args:
-        times: of this rank, for a line of the log; None without a line.
+        times: This rank's times, for a log line. None without a log line.
     """
     if cluster.world_size == 1 and context.lanes is None:
         return _figures_alone(losses, flags, context, cluster, is_logged=times is not None)
@@ -126,14 +126,14 @@ def _figures_alone(
     *,
     is_logged: bool,
 ) -> StepResult:
-    """Return the figures of a single rank, with the bits that a reduced message would give."""
+    """Return a single rank's figures, with the same bits as from a reduced message."""
     loss, square = _sums(losses, context, cluster.device).tolist()
     memory = rank_memory(cluster.device) if is_logged else None
     return StepResult(loss, math.sqrt(square), tuple(map(int, flags)), memory=memory)
 
 
 def _sums(losses: Sequence[torch.Tensor], context: ParallelContext, device: torch.device) -> torch.Tensor:
-    """Return this rank's sum of losses and its part of the squared norm, float64 [2]."""
+    """Return this rank's loss sum and its part of the squared norm, float64 [2]."""
     total = sum(losses, torch.zeros((), dtype=torch.float64, device=device))
     return torch.stack([total, squared_norm(context.grad_norm_parameters).to(device)])
 
@@ -145,9 +145,10 @@ def _message(
     cluster: Cluster,
     times: RankTime | None,
 ) -> torch.Tensor:
-    """Return the message of a rank, int64 on the device.
+    """Return a rank's message, int64 on the device.
 
-    Limbs of its loss and of its squared norm, whether it reports a loss, its flags, and microseconds of its own work.
+    It has the limbs for the loss and the squared norm, whether the rank reports a loss, its flags, and the microseconds
+    spent on its own work.
     """
     if not context.reports_loss:
         losses = ()
@@ -161,12 +162,12 @@ def _message(
 
 
 def _filled(numbers: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Return numbers as int64 [n] on the device, filled there: the host waits for a copy to a device."""
+    """Return numbers as int64 [n], filled on the device: a copy to the device would block the host."""
     return torch.cat([torch.full((1,), number, dtype=torch.int64, device=device) for number in numbers])
 
 
 def _result(row: Sequence[int], context: ParallelContext, cluster: Cluster, times: RankTime | None) -> StepResult:
-    """Return the figures of an iteration from the sums of all messages, followed for a line by maxima."""
+    """Return an iteration's figures from the summed messages, followed by maxima if there is a log line."""
     columns = exact_sum.COLUMNS
     loss, square = exact_sum.value(row[:columns]), exact_sum.value(row[columns : 2 * columns])
     divisor = row[2 * columns] if context.lanes is None else context.lanes.micro_batches
@@ -179,7 +180,7 @@ def _result(row: Sequence[int], context: ParallelContext, cluster: Cluster, time
 
 
 def _poisoned(state: TrainerState, loss: float, grad_norm: float, cluster: Cluster) -> NonFiniteError:
-    """Return the error for the first parameter in model order with a non-finite gradient. A collective call."""
+    """Return the error, naming the first parameter in model order with a nonfinite gradient. A collective call."""
     names = list(saved_tensors(state.config))
     second = aliases(state.config)
     indices = [
@@ -207,13 +208,13 @@ def forward_backward(
     context: ParallelContext,
     share: float | None = None,
 ) -> list[torch.Tensor]:
-    """Accumulate the gradients of the micro batches; return their losses, 0-d float64, on ranks with losses.
+    """Accumulate gradients over the micro-batches. Return their losses, 0-d float64, on ranks with losses.
 
-    Each loss is divided by `GradientReduction.loss_divisor`. Where other ranks have a pass more, the last micro batch
-    fills it, with a weight of 0.
+    Each loss is divided by `GradientReduction.loss_divisor`. If other ranks have an extra pass, the last micro-batch
+    fills it with weight 0.
 
     Args:
-        share: see `train_step`.
+        share: See `train_step`.
     """
     reduction, count = context.reduction, len(micro_batches)
     share = count if share is None else share
