@@ -1,1 +1,1 @@
-"""Tokens from files to batches, in an order that is a function of seed and position."""
+"""Tokens from files to batches, in an order computed from seed and position."""

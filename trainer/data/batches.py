@@ -1,4 +1,4 @@
-"""Samples of fixed length cut from token files, and the order of the samples of several sources."""
+"""Fixed-length samples cut from token files, and the sample order over several sources."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ _ALONE, _NO_GAPS = Blend([Fraction(1)]), PositionMap()
 
 
 def positions_of(position_map: PositionMap, counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Return the positions of the samples with these counts from 0."""
+    """Return the positions for samples counted from 0."""
     borders, totals = (np.array(numbers, np.int64) for numbers in position_map.steps())
     return counts + totals[np.searchsorted(borders, counts, side="right")]
 
 
 class Samples:
-    """Windows of ``seq_length + 1`` tokens, one every ``seq_length`` tokens within each file, or each document.
+    """Windows with ``seq_length + 1`` tokens, starting every ``seq_length`` tokens within each file or document.
 
-    The last token of a window is the first of the next, so every token except the first is a target once. Windows
-    never cross files. An incomplete window at the end of a file is not used; a warning names files without a window.
-    With `per_document` windows begin with the documents of a file and never cross their ends: the last window of a
-    document is padded, and its padding, which `trainer.data.documents` marks, is no target.
+    A window's last token is the next window's first, so every token except the first is a target once. Windows never
+    cross files. A file's incomplete last window is not used; a warning names files without a window. With
+    `per_document`, windows start with a file's documents and never cross their ends. A document's last window is
+    padded; its padding, marked by `trainer.data.documents`, has no targets.
 
     Args:
-        marks: marks the begins of documents in the windows; None leaves them as they are.
-        per_document: cut documents, by the index of each file, see `trainer.data.document_table`.
-        seq_length: the number of inputs (and of targets) of a sample.
-        cache: the folder of prepared data; without, every process reads the complete index.
+        marks: Marks document starts in the windows. None leaves the windows as they are.
+        per_document: Cut documents, using each file's index; see `trainer.data.document_table`.
+        seq_length: Inputs (and targets) per sample.
+        cache: Folder for prepared data. None makes every process read the complete index.
 
     Raises:
-        DataError: no window fits any file, or an index cannot be read.
+        DataError: No window fits any file, or an index cannot be read.
         ValueError: ``seq_length`` is not positive.
     """
 
@@ -71,7 +71,7 @@ class Samples:
         if per_document:
             tables = [table for table in self._tables if table is not None]
             sizes, lengths = [table.samples for table in tables], [table.longest for table in tables]
-        # The samples of file i are bounds[i] to bounds[i + 1] - 1.
+        # File i has samples bounds[i] to bounds[i + 1] - 1.
         self._bounds = np.cumsum([0, *sizes])
         unit, least = (
             ("document", "2 tokens") if per_document else ("file", f"{seq_length + 1} tokens (seq_length + 1)")
@@ -92,7 +92,7 @@ class Samples:
 
     @property
     def count(self) -> int:
-        """Return the number of samples in all files."""
+        """Return the sample count over all files."""
         return int(self._bounds[-1])
 
     @property
@@ -101,18 +101,18 @@ class Samples:
         return self._files[0].path
 
     def windows(self, ids: Ints) -> Ints:
-        """Copy samples out of the files.
+        """Copy samples from the files.
 
         Args:
-            ids: shape [n], values in range(count), in any order, repeats allowed.
+            ids: Shape [n], values in range(count), in any order, repeats allowed.
 
         Returns:
-            int64 of shape [n, seq_length + 1]; inputs are ``[:, :-1]``, targets ``[:, 1:]``; with `marks`, see
+            int64 [n, seq_length + 1]. Inputs are ``[:, :-1]``, targets ``[:, 1:]``. For `marks`, see
             `trainer.data.documents`.
 
         Raises:
-            DataError: a file was cut since it was opened, or cannot be read.
-            IndexError: an id is outside range(count).
+            DataError: A file was truncated after it was opened, or cannot be read.
+            IndexError: An id is outside range(count).
         """
         if ids.size and (int(ids.min()) < 0 or int(ids.max()) >= self.count):
             raise IndexError(f"expected samples in range({self.count}), found {int(ids.min())} to {int(ids.max())}")
@@ -126,11 +126,11 @@ class Samples:
         return out
 
     def _extents(self, numbers: Ints, samples: Ints) -> tuple[Ints, Ints]:
-        """Return the first token and the end of samples, each int64 [n].
+        """Return each sample's first token and end, both int64 [n].
 
         Args:
-            numbers: int64 [n], of the file of each sample.
-            samples: int64 [n], of each sample in its file.
+            numbers: int64 [n], each sample's file number.
+            samples: int64 [n], each sample's number in its file.
         """
         starts = samples * self.seq_length
         if not self._cuts_documents:
@@ -145,13 +145,13 @@ class Samples:
 
 @dataclass(frozen=True, slots=True)
 class OrderedSamples:
-    """The samples of sources by weight, each in an order and epochs of its own, and some passed over.
+    """Samples from weighted sources, each with its own order and epochs, with skipped positions left out.
 
     Args:
-        blend: of as many sources.
-        position: the global position at which the blend begins.
-        consumed: for each source the number of samples consumed before; zeros by default.
-        position_map: the positions of the samples that a run counts.
+        sources: The sources, as many as in `blend`.
+        position: The global position where the blend starts.
+        consumed: Samples consumed before from each source. Zeros by default.
+        position_map: The positions for the run's sample counts.
     """
 
     sources: Sequence[Samples]
@@ -159,7 +159,7 @@ class OrderedSamples:
     position: int = 0
     consumed: Sequence[int] | None = None
     position_map: PositionMap = _NO_GAPS
-    # The samples of source i are bounds[i] to bounds[i + 1] - 1 of all.
+    # Source i has samples bounds[i] to bounds[i + 1] - 1.
     _bounds: Ints = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -167,18 +167,18 @@ class OrderedSamples:
 
     @property
     def count(self) -> int:
-        """Return the number of samples of all sources."""
+        """Return the sample count over all sources."""
         return int(self._bounds[-1])
 
     def sample_ids(self, counts: Ints, seed: int) -> Ints:
-        """Return the samples with these counts from 0, int64 [n], numbered through all sources."""
+        """Return the sample ids for counts from 0, int64 [n]. Ids number the samples through all sources."""
         sources, index = self.blend.locate(positions_of(self.position_map, counts) - self.position)
         if self.consumed is not None:
             index = index + np.array(self.consumed, np.int64)[sources]
         return self._bounds[sources] + sample_ids_at(index, epoch_sizes=np.diff(self._bounds)[sources], seed=seed)
 
     def windows(self, ids: Ints) -> Ints:
-        """Copy samples, by their numbers through all sources, out of the files; see `Samples.windows`."""
+        """Copy samples, given by their numbers through all sources, from the files; see `Samples.windows`."""
         if len(self.sources) == 1:
             return self.sources[0].windows(ids)
         numbers = np.searchsorted(self._bounds, ids, side="right") - 1

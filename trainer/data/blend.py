@@ -1,12 +1,13 @@
-"""The source of every position of a blend, and its index within that source, in closed form.
+"""Computes a blend's source and sample index at every position, in closed form.
 
-A blend repeats a period of D positions, in which source i has exactly its a_i places. The places are an earliest-
-deadline schedule: copy j of source i may not be taken before its share is above j - 1, and must be taken before its
-share exceeds j. Such a schedule exists for any weights (Tijdeman 1980, "The chairman assignment problem"; Steiner and
-Yeomans 1993, "Level schedules for mixed-model, just-in-time processes"), so at every position the count of every source
-differs from its exact share by less than 1. Memory holds a single period, at most `MOST_PERIOD` positions.
+A blend repeats a period with D positions, in which source i has exactly its a_i places. The places follow an
+earliest-deadline schedule: source i's copy j may be taken only once the source's share is above j - 1, and must be
+taken before its share exceeds j. Such a schedule exists for any weights (Tijdeman 1980, "The chairman assignment
+problem"; Steiner and Yeomans 1993, "Level schedules for mixed-model, just-in-time processes"), so at every position
+each source's count differs from its exact share by less than 1. Memory holds a single period, at most `MOST_PERIOD`
+positions.
 
-Invariant: the values never change between versions, or every run in flight would see samples twice.
+Invariant: values never change between versions, or every running job would see samples twice.
 """
 
 from __future__ import annotations
@@ -23,18 +24,18 @@ from trainer.data.section import MOST_SOURCES
 
 Ints = npt.NDArray[np.int64]
 
-# A start schedules a period in Python, about 0.5 us for each position.
+# A start schedules a period in Python, at about 0.5 us per position.
 MOST_PERIOD = 2**17
 
 
 class Blend:
-    """The order of sources by weight.
+    """The order in which weighted sources are read.
 
     Args:
-        weights: positive, of any sum; their order is part of the order of the blend.
+        weights: Positive, with any sum. Their order affects the blend order.
 
     Raises:
-        ValueError: there are no weights or too many, or a weight is not positive.
+        ValueError: There are no weights or too many, or a weight is not positive.
     """
 
     __slots__ = ("_places", "_ranks", "_sources", "is_exact")
@@ -47,7 +48,7 @@ class Blend:
 
     @property
     def shares(self) -> list[Fraction]:
-        """Return the share of every source: its weight divided by their sum, rounded if not `is_exact`."""
+        """Return each source's share: its weight divided by the weight sum, rounded if not `is_exact`."""
         return [Fraction(places, self.period) for places in self._places]
 
     @property
@@ -56,28 +57,28 @@ class Blend:
         return len(self._sources)
 
     def locate(self, positions: Ints) -> tuple[Ints, Ints]:
-        """Return the source of every position, and how many earlier positions have the same source.
+        """Return each position's source, and how many earlier positions have the same source.
 
         Args:
-            positions: any shape, not negative.
+            positions: Not negative, any shape.
         """
         rounds, offsets = np.divmod(positions, self.period)
         sources = self._sources[offsets]
         return sources, rounds * np.asarray(self._places, np.int64)[sources] + self._ranks[offsets]
 
     def counts(self, position: int) -> list[int]:
-        """Return how many of the first `position` positions have each source."""
+        """Count each source's samples among the first `position` positions."""
         rounds, offset = divmod(position, self.period)
         remainder = np.bincount(self._sources[:offset], minlength=len(self._places)).tolist()
         return [rounds * places + more for places, more in zip(self._places, remainder, strict=True)]
 
 
 def places_of(weights: Sequence[Fraction]) -> tuple[list[int], bool]:
-    """Return the places of every source in a period, and whether they have exactly the weights.
+    """Return each source's places in a period, and whether they match the weights exactly.
 
     If the weights need a period above `MOST_PERIOD`, they are rounded to multiples of 1 / `MOST_PERIOD`: down, then up
-    by 1 for the largest remainders, and never to 0. If no weight is below 1 / `MOST_PERIOD`, each share differs from
-    its weight by less.
+    by 1 for the largest remainders, and never to 0. If no weight is below 1 / `MOST_PERIOD`, the rounding error is
+    below 1 / `MOST_PERIOD` for each share.
     """
     total = sum(weights, Fraction())
     shares = [weight / total for weight in weights]
@@ -86,7 +87,7 @@ def places_of(weights: Sequence[Fraction]) -> tuple[list[int], bool]:
         return [int(share * period) for share in shares], True
     scaled = [share * MOST_PERIOD for share in shares]
     places = [max(1, math.floor(share)) for share in scaled]
-    # Remainders are negative where a share was raised to 1 place.
+    # Remainders are negative if a share was raised to 1 place.
     remainders = sorted(range(len(places)), key=lambda i: (places[i] - scaled[i], i))
     missing = MOST_PERIOD - sum(places)
     for number in remainders[: max(0, missing)]:
@@ -98,7 +99,7 @@ def places_of(weights: Sequence[Fraction]) -> tuple[list[int], bool]:
 
 
 def _schedule(places: Sequence[int]) -> tuple[Ints, Ints]:
-    """Return the source of every position of a period, and its number among the positions of its source."""
+    """Return each position's source within a period, and its number among that source's positions."""
     period, count = sum(places), len(places)
     releases, jobs = [], []
     for source, share in enumerate(places):

@@ -1,6 +1,6 @@
 """Divides files into the two sides of a split, and reads a side in blocks: complete lines, or parts of a text or array.
 
-A block depends on its file and the tokenizer alone, so its tokens do not depend on the number of processes that encode.
+A block depends only on its file and the tokenizer, so its tokens do not depend on how many processes encode.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from trainer.data.text_file import PARQUET, not_utf8, open_text, plain_name
 from trainer.data.token_file import MAGICS
 
 BLOCK_BYTES = 256 << 10
-# A line is parsed whole, and a text encoded whole up to a cut. Some bytes of a compressed file may be gigabytes of it.
+# Lines are parsed whole, and texts encoded whole up to a cut. A few compressed bytes may expand to gigabytes.
 MOST_BLOCK_BYTES = 256 << 20
 _HASHES = 2**64
-# RFC 3629: they continue a character, at most three of them.
+# RFC 3629: at most three such bytes continue a character.
 _CONTINUATION = bytes(range(0x80, 0xC0))
 
 
 class TextForm(Enum):
-    """The form of a file: a text, a JSON object with a text on every line, or in every row of Parquet, or tokens.
+    """A file's form: text, a JSON object with a text per line or Parquet row, or tokens.
 
     Tokens are little-endian arrays without a header, such as nanoGPT's `train.bin`. A run does not read them directly:
     without a header their dtype is unknown, and truncation goes unnoticed.
@@ -47,15 +47,15 @@ _NUMPY_MAGIC = b"\x93NUMPY"
 
 @dataclass(frozen=True, slots=True)
 class SplitOptions:
-    """Options of reading and splitting texts.
+    """Options for reading and splitting texts.
 
     Args:
-        form: form of all files but Parquet; None takes what each shows.
-        key: key of the text in a JSON object, and the column of a Parquet file.
-        takes_bytes: accept files that are not text, as bytes.
-        valid_fraction: share that is held out; 0 holds out none.
-        held_out: arrays of tokens for validation.
-        block_bytes: size of a block, about.
+        form: Form of all files except Parquet. None detects each file's form.
+        key: Key for the text in a JSON object, and Parquet column.
+        takes_bytes: Accept files that are not text, as bytes.
+        valid_fraction: Held-out share. 0 holds out nothing.
+        held_out: Token arrays for validation.
+        block_bytes: Approximate block size.
     """
 
     form: TextForm | None = None
@@ -68,12 +68,13 @@ class SplitOptions:
 
 @dataclass(frozen=True, slots=True)
 class TextPart:
-    """What a side of a split has of a file.
+    """A file's part on a side of the split.
 
     Args:
-        size_bytes: of the text; None where the file is compressed.
-        start, stop: bytes of a text, up to its end if `stop` is None.
-        share: take only documents whose hash lies in `[lo, hi)`.
+        size_bytes: Text size. None if the file is compressed.
+        start: First byte in a text.
+        stop: End byte in a text. None means the text's end.
+        share: Only documents with a hash in `[lo, hi)` belong to the part.
     """
 
     source: TextSource
@@ -87,7 +88,7 @@ class TextPart:
 
 @dataclass(frozen=True, slots=True)
 class TextBlock:
-    """Bytes of a file's text: complete lines of JSON from number `line` on, or a part of it from byte `offset` on."""
+    """Bytes from a file's text: complete JSON lines from line number `line` on, or a text part from byte `offset`."""
 
     part: TextPart
     offset: int
@@ -97,15 +98,15 @@ class TextBlock:
 
 
 def split(sources: Sequence[TextSource], options: SplitOptions) -> dict[str, list[TextPart]]:
-    """Return the parts of each side, training data first; without `valid_fraction` there is no other side.
+    """Return each side's parts, training data first. Without `valid_fraction` there is only that side.
 
-    JSON lines are split by the hash of their text, so equal texts are on the same side. Several texts are split by
-    file: a file is valid if the hash of its name, without the suffix of a compression, falls into the fraction, so it
-    stays on its side when others are added or removed; the file nearest to the limit moves if a side would be empty.
-    The last ``valid_fraction`` of a single text is valid, cut between two characters.
+    JSON lines are split by a hash over their text, so equal texts are on the same side. Several texts are split by
+    file: a file is held out if the hash of its name, without a compression suffix, falls into the fraction. So it stays
+    on its side when others are added or removed. If a side would be empty, the file nearest to the limit moves. For a
+    single text, the last ``valid_fraction`` is held out, cut between two characters.
 
     Raises:
-        DataError: a file cannot be read, or is no text.
+        DataError: A file cannot be read, or is not text.
     """
     if options.form in RAW_FORMS:
         sides = {"train": sources, "valid": options.held_out}
@@ -116,7 +117,7 @@ def split(sources: Sequence[TextSource], options: SplitOptions) -> dict[str, lis
         return {"train": parts}
     texts = [part for part in parts if part.form is TextForm.text]
     ranks = [_rank(part.source.name) for part in texts]
-    # Between the lowest and the highest rank neither side is empty.
+    # Between the lowest and the highest rank, neither side is empty.
     highest = min(max(limit, min(ranks) + 1), max(ranks)) if ranks else 0
     train, valid = list[TextPart](), list[TextPart]()
     for part in parts:
@@ -143,7 +144,7 @@ def _part(source: TextSource, options: SplitOptions) -> TextPart:
 
 
 def _array(source: TextSource, options: SplitOptions) -> TextPart:
-    """Return an array of tokens; refuse one with the header of a known format."""
+    """Return a token array. Refuse a file with a known format's header."""
     assert options.form is not None
     with source.path.open("rb") as file:
         head = file.read(8)
@@ -169,7 +170,7 @@ def _rank(name: str) -> int:
 
 
 def _cut(part: TextPart) -> int:
-    """Return the start of the held-out end of a single text, between two characters; compressed, it is read twice."""
+    """Return where a single text's held-out end starts, between two characters. A compressed text is read twice."""
     options, path = part.options, part.source.path
     with open_text(path, takes_bytes=options.takes_bytes) as text:
         start, size = text.at, part.size_bytes
@@ -184,14 +185,13 @@ def _cut(part: TextPart) -> int:
 
 
 def read_blocks(part: TextPart, cuts: Cuts) -> Iterator[TextBlock]:
-    """Yield the blocks of a part, about `block_bytes` each; a line of JSON is never cut.
+    """Yield a part's blocks, about `block_bytes` each. A JSON line is never cut.
 
     Args:
-        cuts: where a text may be cut for its tokenizer.
+        cuts: Where the tokenizer allows cuts in a text.
 
     Raises:
-        DataError: the file cannot be read, is no text, or has changed; a line, or a text that must not be cut, is too
-            long.
+        DataError: The file cannot be read, is not text, or has changed; or a line, or an uncuttable text, is too long.
     """
     options, path, waiting, line, ends = part.options, part.source.path, bytearray(), 1, False
     if part.form is not TextForm.text:
@@ -206,7 +206,7 @@ def read_blocks(part: TextPart, cuts: Cuts) -> Iterator[TextBlock]:
             data = text.read(min(options.block_bytes, most))
             waiting += data
             ends = text.at == part.stop or not text.has_more()
-            # What follows the last byte that was read before may make a cut behind that byte.
+            # New bytes may allow a cut behind the last byte read before.
             cut = len(waiting) if ends else cuts.last(waiting, max(0, len(waiting) - len(data) - 1))
             if cut or ends:
                 yield TextBlock(part, offset, line, bytes(waiting[:cut]), ends_text=ends)
@@ -219,12 +219,13 @@ def read_blocks(part: TextPart, cuts: Cuts) -> Iterator[TextBlock]:
 
 
 def texts(block: TextBlock) -> list[str]:
-    """Return the texts of a block: the documents of its lines, or its part of a text.
+    """Return a block's texts: its lines' documents, or its part of a text.
 
-    Bytes of a file that is not text become lone surrogates, as in file names.
+    With `takes_bytes`, undecodable bytes in a text become lone surrogates, as in file names.
 
     Raises:
-        DataError: naming the file and the byte that is not UTF-8, or the line that is no JSON object with a text.
+        DataError: A byte is not UTF-8, or a line is not a JSON object with a text. The message names file and byte or
+            line.
     """
     part = block.part
     if part.form is TextForm.text:
@@ -239,7 +240,7 @@ def texts(block: TextBlock) -> list[str]:
 
 
 def _too_long(part: TextPart, line: int, cuts: Cuts) -> DataError:
-    """Return the error of a line, or of a text without a place to cut it."""
+    """Return the error for a line, or a text without a cut."""
     place = "the next letter or digit before white space, or the end of the line"
     if cuts.obstacle:
         place = f"its end, since the tokenizer's {cuts.obstacle} allows no cut"
@@ -253,7 +254,7 @@ def _too_long(part: TextPart, line: int, cuts: Cuts) -> DataError:
 
 
 def _document(part: TextPart, number: int, line: bytes) -> tuple[str, int]:
-    """Return the text of a line and its hash."""
+    """Return a line's text and its hash."""
     key, value = part.options.key, None
     try:
         value = json.loads(line)

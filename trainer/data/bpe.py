@@ -1,4 +1,4 @@
-"""Trains a byte-level BPE tokenizer on texts, like GPT-2's: tokens of any text decode to that text.
+"""Trains a byte-level BPE tokenizer on texts, like GPT-2's: any text's tokens decode to the same text.
 
 Source: Sennrich et al. 2016, "Neural Machine Translation of Rare Words with Subword Units"; Radford et al. 2019,
 "Language Models are Unsupervised Multitask Learners", section 2.2, for bytes as its alphabet.
@@ -16,12 +16,12 @@ LEAST_TOKENS = 257
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> bytes:
-    """Return a ``tokenizer.json`` with at most `vocab_size` tokens, 0 being the end of text.
+    """Train and return a ``tokenizer.json`` with at most `vocab_size` tokens; token 0 is the end of text.
 
-    The result depends on the texts alone. Memory holds a single text and the distinct words of all.
+    The result depends only on the texts. Memory holds a single text and all distinct words.
 
     Raises:
-        DataError: the `tokenizers` package is missing, or the vocabulary does not hold all bytes.
+        DataError: The `tokenizers` package is missing, or the vocabulary is too small for all bytes.
     """
     try:
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers

@@ -1,6 +1,6 @@
-"""The tokenizer of bytes as a ``tokenizer.json``, for other programs to produce the same tokens.
+"""The byte tokenizer as a ``tokenizer.json``, from which other programs produce the same tokens.
 
-Source: the vocabulary of GPT-2, `bytes_to_unicode` of its encoder.py, for the characters of bytes.
+Source: GPT-2's vocabulary, `bytes_to_unicode` in its encoder.py, for the bytes' characters.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ END_OF_TEXT_ID = 256
 
 @cache
 def bytes_tokenizer() -> bytes:
-    """Return the ``tokenizer.json`` whose tokens are the bytes 0 to 255 and whose end of text is 256."""
+    """Return the ``tokenizer.json`` with bytes 0 to 255 as tokens and 256 as end of text."""
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     end = {"id": END_OF_TEXT_ID, "content": END_OF_TEXT, "single_word": False, "lstrip": False, "rstrip": False}
     document: dict[str, object] = {
@@ -43,7 +43,7 @@ def bytes_tokenizer() -> bytes:
 
 
 def _characters() -> list[str]:
-    """Return the character for each byte: a printable byte itself, any other a character from U+0100 on."""
+    """Return each byte's character: a printable byte stays itself, any other maps to a character from U+0100 on."""
     seen = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     substitutes = iter(range(0x100, 0x200))
     return [chr(byte if byte in seen else next(substitutes)) for byte in range(256)]

@@ -1,4 +1,4 @@
-"""Token files for the data section of a configuration: given files, or text tokenized into a cache."""
+"""Token files for the configuration's data section: existing files, or text tokenized into a cache."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from trainer.data.sources import TextSource, find_files, stdlib_sources, text_so
 from trainer.data.text import BYTES, Encoder, open_encoder
 from trainer.data.token_file import MAX_TOKENS, open_token_file, write_token_file
 
-# Part of every cache name: raise it when the same texts give other token files.
+# Part of every cache name: increase it when the same texts give different token files.
 _CACHE_VERSION = 3
-# Finders of files by a pattern; all other kinds have globs.
+# How to find files by pattern; all other kinds use globs.
 _FINDERS: Mapping[DataKind, Callable[[str], list[Path]]] = {
     DataKind.megatron: find_indexed,
     DataKind.module: lambda path: [Path(path)],
@@ -34,7 +34,7 @@ _FINDERS: Mapping[DataKind, Callable[[str], list[Path]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """Token files in reading order, and their vocabulary, as far as it is known (None: unknown)."""
+    """Token files in reading order, and their vocabulary (None if unknown)."""
 
     train: tuple[Path, ...]
     valid: tuple[Path, ...]
@@ -52,18 +52,18 @@ def default_cache(environment: Mapping[str, str], home: Path) -> Path:
 
 
 def prepare(section: DataSection, *, cache: Path) -> Corpus:
-    """Return the token files of the section, which has one source, writing missing ones into the cache.
+    """Return the token files for a section with a single source, writing missing files to the cache.
 
-    The files are a pure function of the texts, their relative names, the encoder and ``valid_fraction``. The cache is
-    keyed by names, sizes and times of change, so a hit does not read the texts. Any number of processes may call this
-    at the same time; each then does the work, and a single result stays.
+    The files are a pure function of the texts, their relative names, the encoder and ``valid_fraction``. The cache key
+    covers names, sizes and modification times, so a hit does not read the texts. Any number of processes may call this
+    at the same time: each does the work, and a single result remains.
 
     Args:
-        section: a section without `trainer.data.section.problems`.
-        cache: the cache folder; made if needed.
+        section: A section without `trainer.data.section.problems`.
+        cache: The cache folder, created if needed.
 
     Raises:
-        DataError: files are missing, unreadable, of the wrong form, or need more than ``section.vocab_size``.
+        DataError: Files are missing, unreadable or malformed, or need more than ``section.vocab_size``.
     """
     if section.kind in TOKEN_KINDS:
         find = _FINDERS.get(section.kind, find_files)
@@ -98,15 +98,14 @@ def prepare(section: DataSection, *, cache: Path) -> Corpus:
 
 def _key(sources: Sequence[TextSource], encoder: Encoder, valid_fraction: float, *, takes_bytes: bool) -> str:
     files = [[source.name, source.size_bytes, source.mtime_ns] for source in sources]
-    # The folder counts too: two data sets may hold files of the same names, sizes and times.
+    # The folder counts too: two data sets may have the same file names, sizes and times.
     root = os.path.abspath(sources[0].path)
     parts = [_CACHE_VERSION, platform.python_version(), encoder.label, valid_fraction, takes_bytes, root, files]
     return xxhash.xxh3_64_hexdigest(json.dumps(parts, separators=(",", ":")).encode("ascii"))
 
 
 def _is_whole(path: Path) -> bool:
-    # The rename that made it was the last step, so the name and the size in the header are enough; what is damaged
-    # later is written again.
+    # A rename creates the file last, so its name and header size are enough. A file damaged later is rewritten.
     try:
         open_token_file(path)
     except DataError:

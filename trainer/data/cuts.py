@@ -1,11 +1,12 @@
-"""Tells where a tokenizer's texts may be cut, for tokens equal to those of the uncut text.
+"""Finds where to cut a tokenizer's texts without changing the tokens.
 
-A place is behind a letter or digit of ASCII and before white space. It is safe if
+A cut comes after an ASCII letter or digit and before white space. It is safe if
 
-* every component treats each side alike with and without the other, and keeps the letter or digit and the white space,
+* every component treats each side the same with and without the other, and keeps the letter or digit and the white
+  space,
 * and a pre-tokenizer separates the two: the model sees one piece at a time.
 
-The components and patterns named here do so. A text of any other tokenizer is not cut.
+This holds for the components and patterns listed here. Texts for any other tokenizer are not cut.
 """
 
 from __future__ import annotations
@@ -21,38 +22,38 @@ _SEAM = re.compile(r"[A-Za-z0-9](?=[ \t\r\n])")
 
 @dataclass(frozen=True, slots=True)
 class Cuts:
-    """Places at which a text may be cut.
+    """Where a text may be cut.
 
     Args:
-        pattern: matches up to the last of them.
-        obstacle: the component of a tokenizer with which there are none.
+        pattern: Matches up to the last cut.
+        obstacle: The tokenizer component that rules out cuts, if any.
     """
 
     pattern: re.Pattern[bytes]
     obstacle: str = ""
 
     def last(self, text: bytes | bytearray, start: int) -> int:
-        """Return the last place in a text from byte `start` on; 0 if there is none."""
+        """Return the last cut in a text from byte `start` on, or 0."""
         match = self.pattern.match(text, start)
         return 0 if match is None else match.end()
 
 
 ANYWHERE = Cuts(re.compile(rb"(?s:.*)"))
-CHARACTERS = Cuts(re.compile(rb"(?s:.+)(?=[\x00-\x7f\xc0-\xff])"))  # of UTF-8
+CHARACTERS = Cuts(re.compile(rb"(?s:.+)(?=[\x00-\x7f\xc0-\xff])"))  # UTF-8 characters
 LINES = Cuts(re.compile(rb"(?s:.*)\n"))
 WORDS = Cuts(re.compile(rb"(?s:.*)" + _SEAM.pattern.encode()))
 
-# These map a character alone, or with those after it that combine with it, which no letter, digit or space does.
+# These map a character alone or with the combining characters after it. Letters, digits and spaces do not combine.
 _NORMALIZERS = {"BertNormalizer", "Lowercase", "NFC", "NFD", "NFKC", "NFKD", "Nmt", "StripAccents"}
 _WORDS, _NOTHING = frozenset({"letters", "digits"}), frozenset[str]()
-# What these separate from white space behind it. The last three look at a single character at a time.
+# What these separate from following white space. The last three look at a single character at a time.
 _SEPARATED = dict.fromkeys(("BertPreTokenizer", "Whitespace", "WhitespaceSplit"), _WORDS)
 _SEPARATED |= dict.fromkeys(("CharDelimiterSplit", "Digits", "Punctuation"), _NOTHING)
-# These look at a piece alone, wherever it stands, so anything they do is safe behind a separation.
+# These look at each piece alone, whatever its position, so they are safe after a separation.
 _BY_PIECE = {*_SEPARATED, "ByteLevel", "FixedLength", "Metaspace", "Split", "UnicodeScripts"}
 
-# In an alternative of these patterns, nothing for white space comes after a letter or digit, and `(?!\S)`, their only
-# assertion, holds before white space as at the end.
+# In these patterns' alternatives, no white space follows a letter or digit, and the only assertion, `(?!\S)`, treats a
+# cut before white space like the end of the text.
 _PATTERNS = {
     # GPT-2.
     r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+": _WORDS,
@@ -79,13 +80,13 @@ _PATTERNS = {
 
 
 def cuts_of(tokenizer: Any) -> Cuts:
-    """Return where the texts of a `tokenizers.Tokenizer` may be cut."""
+    """Return where a `tokenizers.Tokenizer` allows cuts."""
     obstacle = _normalizer_obstacle(tokenizer) or _pre_tokenizer_obstacle(tokenizer) or _added_token_obstacle(tokenizer)
     return Cuts(re.compile(rb"(?!)"), obstacle) if obstacle else WORDS
 
 
 def _members(component: Any, key: str) -> Iterator[Mapping[str, Any]]:
-    """Yield a component, or the members of a sequence, as in a ``tokenizer.json``."""
+    """Yield a component, or a sequence's members, as in a ``tokenizer.json``."""
     waiting = [] if component is None else [json.loads(component.__getstate__())]
     while waiting:
         table = waiting.pop()
@@ -113,7 +114,7 @@ def _pre_tokenizer_obstacle(tokenizer: Any) -> str:
 
 
 def _separated(table: Mapping[str, Any]) -> frozenset[str] | None:
-    """Return what is separated from white space behind it; None if the sides depend on each other."""
+    """Return the character classes separated from following white space. None if the sides depend on each other."""
     match table:
         case {"type": "ByteLevel", "add_prefix_space": False} if table.get("use_regex", True):
             return _WORDS
@@ -124,10 +125,10 @@ def _separated(table: Mapping[str, Any]) -> frozenset[str] | None:
 
 
 def _added_token_obstacle(tokenizer: Any) -> str:
-    """Return an added token that could lie across a cut: they are looked for before and after the normalizer."""
+    """Return an added token that could span a cut, if any. Added tokens are matched before and after normalization."""
     normalizer = tokenizer.normalizer
     for token in tokenizer.get_added_tokens_decoder().values():
-        before, after = "a" * token.single_word, " " * token.rstrip  # these look at, or take, what is beside them
+        before, after = "a" * token.single_word, " " * token.rstrip  # these flags inspect, or consume, neighboring text
         for content in (
             token.content,
             token.content if normalizer is None else normalizer.normalize_str(token.content),

@@ -1,7 +1,7 @@
-"""Files of data that stay open: read by position and never mapped into memory, written atomically.
+"""Data files that stay open: read by position, never mapped into memory, and written atomically.
 
-Truncating a mapped file ends the process with SIGBUS and without a message; pread returns fewer bytes. If a file is
-replaced under the same name, the old content is still read.
+Truncating a mapped file kills the process with SIGBUS and without a message; pread returns fewer bytes. If a file is
+replaced under the same name, reads still return the old content.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class DataFile:
     """An open regular file, whose descriptor is closed with this object.
 
     Raises:
-        DataError: the file cannot be read.
+        DataError: The file cannot be read.
     """
 
     def __init__(self, path: Path) -> None:
@@ -39,7 +39,7 @@ class DataFile:
         weakref.finalize(self, os.close, self._descriptor)
 
     def status(self) -> os.stat_result:
-        """Return the status of the file."""
+        """Return the file's status."""
         return os.fstat(self._descriptor)
 
     @property
@@ -48,10 +48,10 @@ class DataFile:
         return self.status().st_size
 
     def fill(self, values: npt.NDArray[Any], at: int) -> int:
-        """Fill an array with the bytes from a position on, and return how many bytes are missing.
+        """Fill an array with bytes from a position on, and return how many bytes are missing.
 
         Raises:
-            DataError: the file cannot be read.
+            DataError: The file cannot be read.
         """
         unread = values.view(np.uint8).data
         while unread.nbytes:
@@ -66,7 +66,7 @@ class DataFile:
 
 
 def unreadable(path: Path, error: OSError) -> DataError:
-    """Return the error of an unreadable file."""
+    """Return the error for an unreadable file."""
     fix = "Raise the limit of open files (ulimit -Hn), or make fewer, larger files."
     return DataError(
         "a file cannot be read",
@@ -79,10 +79,10 @@ def unreadable(path: Path, error: OSError) -> DataError:
 
 @contextmanager
 def new_file(path: Path) -> Iterator[BinaryIO]:
-    """Yield a file to write, which appears under its name durable and whole. Processes may race to write it.
+    """Yield a file to write, which appears under its name complete and durable. Processes may race to write it.
 
     Raises:
-        DataError: the file system fails.
+        DataError: The file system fails.
     """
     try:
         with atomic_output(path, FileCalls(), replaces=True) as partial, partial.open("xb") as file:
@@ -101,11 +101,11 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
 def fitting_chunks(
     path: Path, chunks: Iterable[TokenArray], dtype: np.dtype[Any], *, largest: int
 ) -> Iterator[TokenArray]:
-    """Yield the chunks with a token, in the dtype of a file.
+    """Yield the nonempty chunks, converted to a file's dtype.
 
     Raises:
-        DataError: a token does not fit the file.
-        ValueError: a chunk is not a 1-D array of integers.
+        DataError: A token does not fit the file.
+        ValueError: A chunk is not a 1-D array of integers.
     """
     for chunk in chunks:
         if not chunk.size:

@@ -1,9 +1,9 @@
-"""datatrove's files: tokens in `PATH`, the ends of documents in `PATH.index`, a description in `PATH.metadata`.
+"""datatrove's files: tokens in `PATH`, document ends in `PATH.index`, a description in `PATH.metadata`.
 
-The format is that of datatrove (``datatrove/pipeline/tokens/tokenizer.py``, ``TokenizedFile``). `PATH`, in `.ds` by
-its writer, is a flat array of uint16, or of uint32 for vocabularies above 65536. `.index` has the end of each document
-in tokens, as uint64. The first line of `.metadata`, which may be absent, ends with the bytes of a token. `.loss`, which
-`save_loss_metadata` writes, has a byte for each token.
+The format is datatrove's (``datatrove/pipeline/tokens/tokenizer.py``, ``TokenizedFile``). `PATH`, which its writer
+names `.ds`, is a flat array, uint16, or uint32 for vocabularies above 65536. `.index` has each document's end in
+tokens, as uint64. The first line in `.metadata`, which may be absent, ends with the bytes per token. `.loss`, written
+for `save_loss_metadata`, has a byte per token.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _METADATA_BYTES = 64 * 1024  # its first line is the path of a tokenizer
 
 
 class DatatroveDocuments(DocumentIndex):
-    """The documents of a file of datatrove, by its index."""
+    """A datatrove file's documents, from its index."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -34,7 +34,7 @@ class DatatroveDocuments(DocumentIndex):
         self.end = int(self._array(self.size - _END_BYTES, 1)[0]) if self.count else 0
 
     def borders(self, first: int = 0, stop: int | None = None) -> npt.NDArray[np.int64]:
-        """Return the first positions of documents, and the end of the last; ascending, shape [stop - first + 1]."""
+        """Return the documents' first positions and the last document's end, ascending, shape [stop - first + 1]."""
         stop, begin = self.count if stop is None else stop, max(0, first - 1)
         borders = self._array(begin * _END_BYTES, stop - begin)
         if not first:
@@ -43,10 +43,10 @@ class DatatroveDocuments(DocumentIndex):
 
 
 def open_datatrove_file(path: Path) -> TokenFile:
-    """Open a file of tokens by the index beside it, whose last end must be that of the tokens. Takes constant time.
+    """Open a token file by the index beside it, whose last end must match the token count. Takes constant time.
 
     Raises:
-        DataError: a file cannot be read, the tokens do not fit their index or their description, or have loss masks.
+        DataError: A file cannot be read, the tokens do not match their index or description, or there are loss masks.
     """
     place, masks = Path(f"{path}.index"), Path(f"{path}.loss")
     if not lexists(place):
@@ -71,7 +71,7 @@ def open_datatrove_file(path: Path) -> TokenFile:
 
 
 def _stated_bytes(place: Path) -> tuple[int, ...]:
-    """Return the bytes of a token by the description of the file; without one, all that there are."""
+    """Return the bytes per token from the file's description. Without a description, return both possible sizes."""
     try:
         description = read_regular(place, limit_bytes=_METADATA_BYTES)
     except FileNotFoundError:

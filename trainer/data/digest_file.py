@@ -1,11 +1,12 @@
-"""Keeps what was computed from a file of data, such as its digest, to spare the next start from reading it.
+"""Caches results computed from a data file, such as its digest, so that the next start need not read the file.
 
-The digest of a token file lies beside it, or in the cache of prepared data if the folder is not writable. What is kept
-is valid only for a file of the same size and times of change, to the nanosecond. The time of the last change of status
-(``st_ctime``) cannot be set back, so an overwritten or replaced file is read again, even if its size and modification
-time are the same. What is malformed is ignored and rewritten.
+A token file's digest lies beside it, or in the prepared data cache if the folder is not writable. A result is valid
+only for a file with the same size and change times, to the nanosecond. The last status change time (``st_ctime``)
+cannot be set back, so an overwritten or replaced file is read again, even if its size and modification time are
+unchanged. Malformed results are ignored and rewritten.
 
-The first line has words, among them size and times of the file, and ends with the xxh3_64 of these and of the rest.
+The first line has words, among them the file's size and times. It ends with an xxh3_64 over these words and the
+remaining bytes.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ _MOST_BYTES = 256 << 20
 
 
 def digest_of(file: TokenFile, *, cache: Path, read_again: bool = False) -> TokenDigest:
-    """Return the digest of a file, from the cache if it is valid, otherwise from its tokens, and cache it.
+    """Return a file's digest: a valid cached one, or else computed from its tokens and cached.
 
     Args:
-        cache: folder for the digests of files in read-only folders.
-        read_again: ignore the cache.
+        cache: Folder for the digests of files in read-only folders.
+        read_again: Ignore cached digests.
 
     Raises:
-        DataError: the file cannot be read, or was written to meanwhile.
+        DataError: The file cannot be read, or was written to meanwhile.
     """
 
     def compute() -> tuple[str, bytes]:
@@ -58,16 +59,17 @@ def kept(
     *,
     read_again: bool = False,
 ) -> tuple[list[str], bytes]:
-    """Return words and bytes computed from a file, from the first valid place, else computed and kept there.
+    """Return words and bytes computed from a file: a valid cached result, or else a new result, which is cached.
 
     Args:
-        places: in order; without a right to write the next is tried, and without any, the next start computes again.
-        form: name and version of what is kept.
-        about: what it depends on beside the file.
-        read_again: ignore what is kept.
+        places: Cache paths, in order. If a path is not writable, the next is tried. If none is, the next start computes
+            again.
+        form: The result's name and version.
+        about: What the result depends on besides the file.
+        read_again: Ignore cached results.
 
     Raises:
-        DataError: as `compute`, or the file was written to meanwhile.
+        DataError: See `compute`; or the file was written to meanwhile.
     """
     before = file.status()
     begin = f"{form} {identity(before)} {about} "
@@ -97,21 +99,21 @@ def kept(
 
 
 def beside(path: Path) -> Path:
-    """Return the digest file's path beside the token file: hidden from globs."""
+    """Return the digest path beside the token file, hidden from globs."""
     return path.with_name(f".{path.name}{SUFFIX}")
 
 
 def in_cache(path: Path, status: os.stat_result, folder: Path, suffix: str) -> Path:
-    """Return the path in a folder of the cache for what was computed from a file.
+    """Return the path in a cache folder for results computed from a file.
 
-    Size and times are part of the name: hosts with a common cache may have different files under the same path.
+    The name covers size and times: hosts sharing a cache may have different files under the same path.
     """
     key = f"{os.path.abspath(path)}\n{identity(status)}".encode(errors="surrogateescape")
     return folder / f"{xxhash.xxh3_64_hexdigest(key)}{suffix}"
 
 
 def identity(status: os.stat_result) -> str:
-    """Return size and times of a file, by which it is the same later."""
+    """Return a file's size and times, by which a later start recognizes it."""
     return f"{status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}"
 
 
@@ -120,16 +122,16 @@ def _digest(data: bytes) -> bytes:
 
 
 def _write(place: Path, data: bytes, *, changed_ns: int) -> None:
-    """Write what was computed from a file atomically, unless that file could still change unnoticed.
+    """Write results computed from a file atomically, unless that file could still change unnoticed.
 
-    A file that changes twice within one clock tick of its file system has the same times after both. If the result,
-    written after the file was read, is not newer than the file's last change, it is discarded.
+    A file changing twice within one clock tick has the same times after both changes. If the result, written after the
+    file was read, is not newer than the file's last change, it is discarded.
 
     Args:
-        changed_ns: time of the last change of the status of the file.
+        changed_ns: The file's last status change time.
 
     Raises:
-        OSError: the path cannot be written.
+        OSError: The path cannot be written.
     """
     place.parent.mkdir(parents=True, exist_ok=True)
     with atomic_output(place, FileCalls(), replaces=True) as partial:

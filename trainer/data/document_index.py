@@ -1,4 +1,4 @@
-"""The documents of a file of tokens, read from their open index by position: nothing is held in memory."""
+"""Reads a token file's documents from their open index by position, keeping nothing in memory."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ import numpy.typing as npt
 from reprise.errors import DataError
 from trainer.data.data_file import DataFile
 
-READ_DOCUMENTS = 1 << 18  # a pass over an index reads so many at once
+READ_DOCUMENTS = 1 << 18  # documents read at once in a pass over an index
 
 
 class DocumentIndex(DataFile, ABC):
-    """An open index of `count` documents, whose format a subclass knows."""
+    """An open index with `count` documents, in a format known to the subclass."""
 
     count: int
 
     @abstractmethod
     def borders(self, first: int = 0, stop: int | None = None) -> npt.NDArray[np.int64]:
-        """Return the first positions of documents `first` to `stop` - 1, by default of all, and the end of the last.
+        """Return the first positions of documents `first` to `stop` - 1, by default all, and the last document's end.
 
         Returns:
             Ascending, shape [stop - first + 1].
 
         Raises:
-            DataError: the index cannot be read, or is damaged there.
+            DataError: The index cannot be read, or is damaged there.
         """
 
     def _array(self, at: int, count: int, dtype: str = "<i8") -> npt.NDArray[np.int64]:
-        """Return `count` numbers from a byte of the index on."""
+        """Return `count` numbers from a byte offset in the index on."""
         values = np.empty(count, dtype=dtype)
         if missing_bytes := self.fill(values, at):
             raise damaged(self.path, f"{values.nbytes} bytes", f"{missing_bytes} fewer")
         return values
 
     def _checked(self, borders: npt.NDArray[np.int64], end: int) -> npt.NDArray[np.int64]:
-        """Return borders, or ends, which must ascend from 0 to an end at most."""
+        """Return borders, or ends, after checking that they ascend from at least 0 to at most `end`."""
         if borders.size and (int(borders[0]) < 0 or int(borders[-1]) > end or (borders[1:] < borders[:-1]).any()):
             actual = f"{int(borders[0])} to {int(borders[-1])}, or in another order"
             raise damaged(self.path, f"ascending borders of documents, up to {end}", actual)
@@ -46,7 +46,7 @@ class DocumentIndex(DataFile, ABC):
 
 
 def damaged(place: Path, expected: str, actual: str) -> DataError:
-    """Return the error of an index whose numbers cannot be right."""
+    """Return the error for an index whose numbers cannot be right."""
     return DataError(
         "An index of documents is damaged, or has another format",
         where=place,
@@ -57,7 +57,7 @@ def damaged(place: Path, expected: str, actual: str) -> DataError:
 
 
 def other_size(path: Path, index: Path, expected: str, size: int) -> DataError:
-    """Return the error of a file of tokens with another size than its index tells."""
+    """Return the error for a token file whose size contradicts its index."""
     return DataError(
         "The size of a file of tokens differs from its index",
         where=path,

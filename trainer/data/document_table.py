@@ -1,8 +1,8 @@
-"""Where documents and their samples begin: the counts and positions of each 512 documents, in a file of the cache.
+"""Where documents and their samples start: a cached table with a count and a position per 512 documents.
 
-A sample, or a document, is found by a search in these and a read of 513 borders from the open index, so a process holds
-16 bytes for each 512 documents. The process that finds no valid table makes one in a single pass over the index, in
-pieces of bounded size. A table is kept like a digest (`trainer.data.digest_file`).
+To find a sample or document, a process searches the table and reads 513 borders from the open index. So it holds 16
+bytes per 512 documents. A process that finds no valid table makes one in a single pass over the index, in pieces of
+bounded size. Tables are cached like digests (`trainer.data.digest_file`).
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ STRIDE = 512  # documents; READ_DOCUMENTS is a multiple
 
 @dataclass(frozen=True, slots=True)
 class DocumentTable:
-    """The samples of the documents of a file.
+    """The samples in a file's documents.
 
     Args:
-        seq_length: the most inputs of a sample; samples overlap by a token.
-        digest: 16 hex digits, xxh3_64 of the borders of all documents as int64.
-        longest: tokens of the longest document.
-        counts: int64 [ceil(documents / STRIDE) + 1], the samples of all documents before each document whose number
-            is a multiple of `STRIDE`, and of all documents.
-        begins: int64 [the same], the positions of these documents, and the end of the last.
+        seq_length: Maximum inputs per sample. Samples overlap by a token.
+        digest: 16 hex digits, xxh3_64 over all document borders as int64.
+        longest: The longest document's tokens.
+        counts: int64 [ceil(documents / STRIDE) + 1], the number of samples before each document whose number is a
+            multiple of `STRIDE`, then the total.
+        begins: int64 [the same], these documents' positions, then the last document's end.
     """
 
     documents: DocumentIndex
@@ -45,17 +45,17 @@ class DocumentTable:
 
     @property
     def samples(self) -> int:
-        """Return the number of samples."""
+        """Return the sample count."""
         return int(self.counts[-1])
 
     def locate(self, samples: Ints) -> tuple[Ints, Ints]:
-        """Return the first token of each sample and the end of its document, each int64 [n].
+        """Return each sample's first token and its document's end, both int64 [n].
 
         Args:
-            samples: int64 [n], of range(self.samples).
+            samples: int64 [n], each in range(self.samples).
 
         Raises:
-            DataError: the index cannot be read, or was changed since the table was made.
+            DataError: The index cannot be read, or has changed since the table was made.
         """
         blocks = np.unique(np.searchsorted(self.counts, samples, side="right") - 1)
         borders = np.array([self._borders(block) for block in blocks.tolist()]).reshape(-1, STRIDE + 1)
@@ -64,25 +64,25 @@ class DocumentTable:
         bounds[:, 1:] = bounds[:, :1] + np.cumsum(_sample_counts(borders, self.seq_length), axis=1)
         if (bounds[:, -1] != self.counts[blocks + 1]).any():
             raise damaged(self.documents.path, "the documents of the start", "others: it was overwritten")
-        # Both ascend over all blocks, and no sample begins at the last border of a block.
+        # Both ascend over all blocks, and no sample starts at a block's last border.
         positions, before = borders.ravel(), bounds.ravel()
         numbers = np.searchsorted(before, samples, side="right") - 1
         return positions[numbers] + (samples - before[numbers]) * self.seq_length, positions[numbers + 1]
 
     def begins_in(self, start: int, stop: int) -> Ints:
-        """Return the positions in range(start, stop) at which a document begins, in ascending order.
+        """Return the positions in range(start, stop) at which a document starts, in ascending order.
 
         Raises:
-            DataError: the index cannot be read, or was changed since the table was made.
+            DataError: The index cannot be read, or has changed since the table was made.
         """
         first, end = np.searchsorted(self.begins, (start, stop)).tolist()
         blocks = range(max(0, first - 1), min(end, self.begins.size - 1))
         borders = np.concatenate([np.empty(0, np.int64), *(self._borders(block)[:-1] for block in blocks)])
-        # An empty document begins where the next one does; those at the end begin nowhere.
+        # An empty document starts where the next does. Empty documents at the end start nowhere.
         return np.unique(borders[(start <= borders) & (borders < min(stop, self.begins[-1]))])
 
     def _borders(self, block: int) -> Ints:
-        """Return the borders of a block of documents; behind the last, its end is repeated."""
+        """Return a block's document borders. Past the last document, its end is repeated."""
         first = block * STRIDE
         borders = self.documents.borders(first, min(first + STRIDE, self.documents.count))
         if (borders[0], borders[-1]) != (self.begins[block], self.begins[block + 1]):
@@ -91,15 +91,15 @@ class DocumentTable:
 
 
 def table_of(file: TokenFile, *, seq_length: int, cache: Path | None, read_again: bool = False) -> DocumentTable:
-    """Return the table of a file's index, from the cache if it is valid, otherwise from the index, and cache it.
+    """Return the table for a file's index: a valid cached one, or else made from the index and cached.
 
     Args:
-        seq_length: the most inputs of a sample; samples overlap by a token.
-        cache: the folder of prepared data; None caches nothing.
-        read_again: ignore the cache.
+        seq_length: Maximum inputs per sample. Samples overlap by a token.
+        cache: Folder for prepared data. None caches nothing.
+        read_again: Ignore the cache.
 
     Raises:
-        DataError: the index cannot be read, is damaged, or was written to meanwhile.
+        DataError: The index cannot be read, is damaged, or was written to meanwhile.
     """
     documents = file.documents
     assert documents is not None, "only files with an index are cut by document"
@@ -117,13 +117,13 @@ def table_of(file: TokenFile, *, seq_length: int, cache: Path | None, read_again
 
 
 def _sample_counts(borders: Ints, seq_length: int) -> Ints:
-    """Return the number of samples of each document [..., n] between its borders [..., n + 1]."""
+    """Count each document's samples [..., n] from the borders [..., n + 1]."""
     counts: Ints = (np.maximum(np.diff(borders) - 1, 0) + seq_length - 1) // seq_length
     return counts
 
 
 def _pass(documents: DocumentIndex, seq_length: int) -> tuple[str, bytes]:
-    """Return digest and longest document of a table, and its counts and begins, by a pass over the index."""
+    """Read the index once, and return a table's digest and longest document, and its counts and positions."""
     hasher, longest, total, count = xxhash.xxh3_64(), 0, 0, documents.count
     counts, begins = [np.zeros(1, np.int64)], list[Ints]()
     for first in range(0, max(count, 1), READ_DOCUMENTS):

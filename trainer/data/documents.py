@@ -1,8 +1,8 @@
-"""Documents within windows: where they begin and end, as bits of the tokens, so a window stays a single tensor.
+"""Documents within windows: token bits mark their starts and ends, so a window stays a single tensor.
 
-The first token of a document has `BEGINS` added, and a token behind the end of its window's document is `PADDED`.
-Both are above every token. Micro batches have these bits wherever they are split or sent, and `WindowForm.split` takes
-them off for a model.
+A document's first token has `BEGINS` added, and a token behind the end of its window's document is `PADDED`. Both are
+above every token. The bits stay with micro-batches when they are split or sent; `WindowForm.split` removes them before
+the model.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from trainer.data.section import DataKind, DataSection, SampleCut
 BEGINS = 1 << 32  # tokens are uint16 or uint32
 PADDED = 1 << 33
 _TOKEN = BEGINS - 1
-IGNORED = -100  # the target that `models.layers.token_loss` leaves out
+IGNORED = -100  # a target ignored by `models.layers.token_loss`
 
 
 class ModelInputs(NamedTuple):
@@ -28,8 +28,8 @@ class ModelInputs(NamedTuple):
 
     Args:
         tokens: int64 [b, t].
-        targets: int64 [b, t]; `IGNORED` where there is none.
-        starts: int64 [b, t], the position at which the document of each token begins; None without document masks.
+        targets: int64 [b, t], `IGNORED` where there is no target.
+        starts: int64 [b, t], the position at which each token's document starts. None without document masks.
     """
 
     tokens: torch.Tensor
@@ -37,17 +37,17 @@ class ModelInputs(NamedTuple):
     starts: torch.Tensor | None = None
 
     def keywords(self) -> dict[str, torch.Tensor]:
-        """Return the arguments of a model beside the tokens and the dropout key."""
+        """Return the model's keyword arguments besides tokens and dropout key."""
         return {} if self.starts is None else {"starts": self.starts}
 
 
 @dataclass(frozen=True, slots=True)
 class WindowForm:
-    """The bits of the windows of a run.
+    """The mark bits in a run's windows.
 
     Args:
-        masks_documents: attention and positions stay within documents.
-        is_padded: windows end with their documents.
+        masks_documents: Whether attention and positions stay within documents.
+        is_padded: Whether windows end with their documents.
     """
 
     masks_documents: bool = False
@@ -66,34 +66,34 @@ class WindowForm:
 
 
 def window_form(section: DataSection) -> WindowForm:
-    """Return the form of the windows of a run."""
+    """Return a run's window form."""
     return WindowForm(
         section.document_mask, is_padded=section.samples is SampleCut.per_document or section.kind is DataKind.module
     )
 
 
 def uses_index(marks: DocumentMarks | None, *, per_document: bool) -> bool:
-    """Return whether samples depend on the index of documents beside the tokens."""
+    """Return whether samples depend on the document index beside the tokens."""
     return per_document or (marks is not None and marks.end_of_text is None)
 
 
 @dataclass(frozen=True, slots=True)
 class DocumentMarks:
-    """Where documents begin: behind every token `end_of_text`; if it is None, where the index of the file says.
+    """Where documents start: behind every token `end_of_text` or, if it is None, at the file index's document starts.
 
-    A token of another file, or of no file, begins a document too: the first token of every window does.
+    The first token in every window starts a document too, whatever token precedes it in the file.
     """
 
     end_of_text: int | None
 
     def mark(self, window: npt.NDArray[np.int64], table: DocumentTable | None, start: int) -> None:
-        """Mark the begins of documents in a window [t + 1], read from `start` of a file, in place.
+        """Mark document starts in a window [t + 1], read from a file's position `start`, in place.
 
         Args:
-            table: the documents of the file by its index, which is read if there is no end of text.
+            table: The file's documents from its index, which is read if there is no end of text.
 
         Raises:
-            DataError: the index of the file cannot be read.
+            DataError: The file's index cannot be read.
         """
         if self.end_of_text is not None:
             window[1:] += (window[:-1] == self.end_of_text) * np.int64(BEGINS)

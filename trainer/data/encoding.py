@@ -1,4 +1,4 @@
-"""Encodes blocks, on several processes too, in order, with a bounded number of blocks in memory."""
+"""Encodes blocks in order, optionally on several processes, with a bounded number of blocks in memory."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from trainer.data.data_file import TokenArray
 from trainer.data.text import Encoder, open_encoder
 from trainer.workers import spawned_pool
 
-# Blocks that wait for each process, so that none waits for the file.
+# Blocks queued per process, to keep all processes busy.
 _AHEAD = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """The tokens of a block, including end-of-text tokens, and the number of documents with their end in the block."""
+    """A block's tokens, including end-of-text tokens, and the number of documents ending in it."""
 
     tokens: TokenArray
     documents: int
@@ -37,12 +37,12 @@ Encode = Callable[[Iterable[TextBlock]], Iterator[Encoded]]
 
 @contextmanager
 def encoding(encoder: Encoder, tokenizer: Path | None, *, workers: int) -> Iterator[Encode]:
-    """Yield a function to encode blocks, in order, on `workers` processes; 1 means this process.
+    """Yield a function that encodes blocks, in order, on `workers` processes; 1 means this process.
 
-    An error of the function names the first text, in block order, with a failure.
+    If texts fail to encode, the function's error names the first in block order.
 
     Args:
-        encoder: that of the tokenizer, which other processes open anew.
+        encoder: The tokenizer's encoder. Other processes open their own.
     """
     if workers == 1:
         yield partial(map, partial(encode_block, encoder=encoder))
@@ -57,10 +57,10 @@ def encoding(encoder: Encoder, tokenizer: Path | None, *, workers: int) -> Itera
 
 
 def encode_block(block: TextBlock, encoder: Encoder) -> Encoded:
-    """Encode the texts of a block; the end of a text is followed by the end-of-text token.
+    """Encode a block's texts, with an end-of-text token at each text's end.
 
     Raises:
-        DataError: naming the file and the line, or the byte.
+        DataError: A text is malformed. The message names the file and the line, or the byte.
     """
     form = block.part.form
     if form in RAW_FORMS:
@@ -76,10 +76,10 @@ def encode_block(block: TextBlock, encoder: Encoder) -> Encoded:
 
 
 def in_order(jobs: Iterable[Future[Encoded]], *, most: int) -> Iterator[Encoded]:
-    """Yield the results of jobs in order; each starts as it is taken from the iterable, at most `most` ahead.
+    """Yield job results in order. A job starts when taken from the iterable, at most `most` jobs ahead.
 
     Raises:
-        DataError: a text cannot be encoded, or a process has died.
+        DataError: A text cannot be encoded, or a process has died.
     """
     waiting = deque[Future[Encoded]]()
     try:

@@ -1,6 +1,6 @@
-"""The identity of tokens in 16 hex digits: the digest of a file, and the fingerprint of a data set.
+"""Token identity in 16 hex digits: a file's digest, and a data set's fingerprint.
 
-Invariant: the values never change between versions, or no run in flight would find its data again.
+Invariant: values never change between versions, or running jobs could not find their data again.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _SCAN_TOKENS = 4 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class TokenDigest:
-    """The tokens of a file in brief.
+    """A digest of a file's tokens.
 
     Args:
-        token_bytes: size of the tokens, without the header.
+        token_bytes: Token size in bytes, without the header.
         dtype: uint16 or uint32.
-        digest: 16 hex digits, xxh3_64 of the token bytes.
-        largest: the largest token; -1 if there is none.
+        digest: 16 hex digits, xxh3_64 over the token bytes.
+        largest: The largest token. -1 if there are no tokens.
     """
 
     token_bytes: int
@@ -36,10 +36,10 @@ class TokenDigest:
 
 
 def scan(file: TokenFile) -> TokenDigest:
-    """Read all tokens of a file once and return their digest.
+    """Read a file's tokens once and return their digest.
 
     Raises:
-        DataError: the file cannot be read to its end.
+        DataError: The file cannot be read to its end.
     """
     digest, largest = xxhash.xxh3_64(), -1
     for _, chunk in _chunks(file):
@@ -49,9 +49,9 @@ def scan(file: TokenFile) -> TokenDigest:
 
 
 def fingerprint(digests: Sequence[TokenDigest]) -> str:
-    """Return 16 hex digits for the content of files in this order, independent of their paths.
+    """Return 16 hex digits for the files' content in this order, independent of their paths.
 
-    xxh3_64 over a line ``<bytes> <dtype> <content digest>`` a file.
+    It is xxh3_64 over a line ``<bytes> <dtype> <content digest>`` per file.
     """
     hasher = xxhash.xxh3_64()
     for digest in digests:
@@ -60,17 +60,17 @@ def fingerprint(digests: Sequence[TokenDigest]) -> str:
 
 
 def fingerprint_of_sources(fingerprints: Sequence[str]) -> str:
-    """Return the fingerprint of a source, or 16 hex digits for several in this order: xxh3_64 over a line each."""
+    """Return a single source's fingerprint, or for several in this order 16 hex digits: xxh3_64 over a line each."""
     if len(fingerprints) == 1:
         return fingerprints[0]
     return xxhash.xxh3_64_hexdigest("".join(f"{value}\n" for value in fingerprints).encode("ascii"))
 
 
 def check_tokens(file: TokenFile, vocab_size: int) -> None:
-    """Read all tokens of a file and refuse any above the ``vocab_size`` rows of a model's embedding.
+    """Read a file's tokens and refuse any outside a model's ``vocab_size`` embedding rows.
 
     Raises:
-        DataError: a token is not below ``vocab_size``; names file, position and token.
+        DataError: A token is not below ``vocab_size``. The message names file, position and token.
     """
     for start, chunk in _chunks(file):
         if int(chunk.max()) >= vocab_size:

@@ -1,9 +1,9 @@
-"""Megatron's data files: tokens in `PREFIX.bin`, their dtype and the lengths of the documents in `PREFIX.idx`.
+"""Megatron's data files: tokens in `PREFIX.bin`, their dtype and the document lengths in `PREFIX.idx`.
 
-The format is that of Megatron-Core (``megatron/core/datasets/indexed_dataset.py``). `.bin` is a flat array of tokens.
-`.idx` is, all little-endian: the magic, version 1 as uint64, the code of the dtype as uint8, the numbers of sequences
-and of document borders as uint64; then the length of each sequence in tokens as int32, its offset in `.bin` in bytes as
-int64, and the borders, as numbers of sequences, as int64. Multimodal files add an int8 for each sequence.
+The format is Megatron-Core's (``megatron/core/datasets/indexed_dataset.py``). `.bin` is a flat token array. `.idx` is,
+all little-endian: the magic, version 1 as uint64, the dtype code as uint8, the sequence count and the document border
+count as uint64; then each sequence's length in tokens as int32, its byte offset in `.bin` as int64, and the borders, as
+sequence numbers, as int64. Multimodal files add an int8 per sequence.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from trainer.data.token_file import TokenFile
 MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
 _VERSION = 1
-# `DType` of indexed_dataset.py. Tokens are not negative, so int32 is read as uint32; a negative one is then outside
+# `DType` in indexed_dataset.py. Tokens are not negative, so int32 is read as uint32. A negative value is then outside
 # every vocabulary.
 _DTYPES: dict[int, np.dtype[Any]] = {8: np.dtype("<u2"), 4: np.dtype("<u4")}
 _LENGTH_BYTES, _OFFSET_BYTES, _BORDER_BYTES, _MODE_BYTES = 4, 8, 8, 1
-_MOST_TOKEN = 2**31 - 1  # of int32
+_MOST_TOKEN = 2**31 - 1  # int32's maximum
 
 
 class IndexedDocuments(DocumentIndex):
-    """The documents of a `.bin` file, by its `.idx` file, which is checked at both of its ends, in constant time.
+    """A `.bin` file's documents, from its `.idx` file, which is checked at both ends, in constant time.
 
-    ``end`` is where, in bytes of `.bin`, the last sequence ends.
+    ``end`` is the byte offset in `.bin` at which the last sequence ends.
     """
 
     def __init__(self, path: Path) -> None:
@@ -56,7 +56,7 @@ class IndexedDocuments(DocumentIndex):
         if size not in (end, end + self._sequences * _MODE_BYTES):
             sizes = f"{end} bytes for {self._sequences} sequences and {borders} borders of documents"
             raise damaged(path, sizes, f"{size} bytes")
-        # Without borders every sequence is a document.
+        # Without borders, every sequence is a document.
         self.count, self.end = borders - 1 if self._has_borders else self._sequences, 0
         if self._sequences:
             first, last = (int(self._array(at, 1)[0]) for at in (self._offsets_at, self._borders_at - _OFFSET_BYTES))
@@ -68,7 +68,7 @@ class IndexedDocuments(DocumentIndex):
                 raise damaged(path, f"{self._sequences} sequences that begin at byte 0", actual)
 
     def borders(self, first: int = 0, stop: int | None = None) -> npt.NDArray[np.int64]:
-        """Return the first positions of documents, and the end of the last; ascending, shape [stop - first + 1]."""
+        """Return the documents' first positions and the last document's end, ascending, shape [stop - first + 1]."""
         last = self.count if stop is None else stop
         sequences = np.arange(first, last + 1)
         if self._has_borders:
@@ -85,17 +85,17 @@ class IndexedDocuments(DocumentIndex):
             offsets[begin:end] = part[sequences[begin:end] - low]
             begin = end
         self._checked(offsets, self.end)
-        bits = self.dtype.itemsize.bit_length() - 1  # a division would take longer than the read
+        bits = self.dtype.itemsize.bit_length() - 1  # a division would be slower than the read
         if (offsets & self.dtype.itemsize - 1).any():
             raise damaged(self.path, f"offsets of tokens of {self.dtype.itemsize} bytes", "others")
         return offsets >> bits
 
 
 def find_indexed(pattern: str) -> list[Path]:
-    """Return the `.bin` files of a path, a glob, or a prefix as in Megatron's `--data-path`, sorted.
+    """Return the `.bin` files for a path, a glob, or a prefix as in Megatron's `--data-path`, sorted.
 
     Raises:
-        DataError: there is none, or something else matches.
+        DataError: Nothing matches, or another file does.
     """
     of_prefix = Path(f"{Path(pattern).expanduser()}.bin")
     if is_file(of_prefix):
@@ -116,7 +116,7 @@ def open_indexed_file(path: Path) -> TokenFile:
     """Open a `.bin` file by the `.idx` file beside it, in constant time.
 
     Raises:
-        DataError: a file cannot be read, has another format or dtype, or the two do not fit together.
+        DataError: A file cannot be read or has another format or dtype, or the two do not match.
     """
     index, file = IndexedDocuments(path.with_suffix(".idx")), DataFile(path)
     count, odd_bytes = divmod(file.size, index.dtype.itemsize)
@@ -126,19 +126,19 @@ def open_indexed_file(path: Path) -> TokenFile:
 
 
 def write_indexed_file(path: Path, chunks: Iterable[TokenArray], *, dtype: np.dtype[Any], end_of_text: int) -> None:
-    """Write the chunks in order as `path`, a `.bin` file, and its index, each atomically.
+    """Write chunks, in order, as `path`, a `.bin` file, and its index, each atomically.
 
-    A sequence ends after each end-of-text token and at the end of the file. Each is a document.
+    A sequence ends after each end-of-text token and at the end. Each sequence is a document.
 
     Raises:
-        DataError: a token does not fit, or the file system fails.
-        ValueError: for a dtype other than uint16 and uint32.
+        DataError: A token does not fit, or the file system fails.
+        ValueError: The dtype is neither uint16 nor uint32.
     """
     dtype = np.dtype(dtype).newbyteorder("<")
     code = next((code for code, stored in _DTYPES.items() if stored == dtype), None)
     if code is None:
         raise ValueError(f"Megatron's files hold uint16 or int32 tokens, not {dtype}")
-    ends, size = list[int](), 0  # of sequences, in tokens
+    ends, size = list[int](), 0  # sequence ends, in tokens
     with new_file(path) as file:
         for chunk in fitting_chunks(path, chunks, dtype, largest=min(int(np.iinfo(dtype).max), _MOST_TOKEN)):
             file.write(chunk.data)

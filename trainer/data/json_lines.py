@@ -1,7 +1,7 @@
-"""Tells files of documents, JSON lines and Parquet, from files that are one text.
+"""Distinguishes document files, JSON lines and Parquet, from files with a single text.
 
-JSON lines are known by their name, or else by their content: the first line is an object with a text under the key, or
-the first two lines are objects. An array of such objects is refused. Any other JSON, such as a `package.json` among
+JSON lines are recognized by file name or else by content: the first line is an object with a text under the key, or the
+first two lines are objects. An array of such objects is refused. Any other JSON, such as a `package.json` among
 sources, is a text.
 """
 
@@ -14,21 +14,21 @@ from pathlib import Path
 from reprise.errors import DataError
 from trainer.data.text_file import PARQUET, open_text, plain_name
 
-# Of a file, read one after the other until it shows what it is.
+# Piece sizes read from a file, in order, until its form shows.
 _BYTES = (8 << 10, 64 << 20)
 _SUFFIXES = (".jsonl", ".ndjson")
 _AFTER_OBJECT = re.compile(r"[ \t\r]*(?:\n\s*|\Z)")
 
 
 def is_json_lines(path: Path, key: str = "text", *, takes_bytes: bool = False) -> bool:
-    """Return whether a file has a document on each line, or in each row, by its form, its name or its first objects.
+    """Return whether a file has a document per line or row, judged by its form, its name or its first objects.
 
     Args:
-        key: of the text in an object, or in a row.
-        takes_bytes: accept files of any bytes, and an array of documents as one text.
+        key: Key for the text in an object or a row.
+        takes_bytes: Accept files with any bytes, and an array of documents as a single text.
 
     Raises:
-        DataError: the file cannot be read, is no text, or is an array of documents.
+        DataError: The file cannot be read, is not text, or is an array of documents.
     """
     with open_text(path, key=key, takes_bytes=takes_bytes) as reader:
         if reader.form == PARQUET or plain_name(path.name).endswith(_SUFFIXES):
@@ -52,10 +52,13 @@ def is_json_lines(path: Path, key: str = "text", *, takes_bytes: bool = False) -
 
 
 def _begins_with_documents(text: str, key: str) -> bool | None:
-    """Return whether the first value is an object on a line with a text, or before an object, or an array of them.
+    """Return whether a text starts with documents, as JSON lines or in an array.
+
+    In JSON lines, the first line is an object with a text, or an object followed by another. In an array, the first
+    object has a text.
 
     Returns:
-        None if that does not show in the text, which may be the beginning of a longer one.
+        None if the text does not show it, as it may be the beginning of a longer text.
     """
     start, decode = re.match(r"(?:\[\s*)?(?=\{)", text), json.JSONDecoder().raw_decode
     if start is None:

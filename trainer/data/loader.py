@@ -1,4 +1,4 @@
-"""This rank's micro batches as tensors on its device: a function of the samples consumed, with no iterator to save."""
+"""Loads this rank's micro-batches to its device: a function of consumed samples, without an iterator state to save."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ import torch
 from trainer.data.batches import Ints, OrderedSamples
 from trainer.data.position_map import PositionMap
 
-_SAMPLES = 1024  # of a lookup, which costs about the same for one; an iteration with more is looked up by itself
+_SAMPLES = 1024  # per lookup, which takes as long for 1 sample; an iteration with more is looked up alone
 
 
 @dataclass(frozen=True, slots=True)
 class BatchLoader:
-    """Windows of token files for a data-parallel coordinate.
+    """Token file windows for a data-parallel rank.
 
     Args:
-        global_batch_size, micro_batch_size: in samples; iterations of training may be smaller.
-        numbers: this coordinate's micro batches, by their numbers in an iteration over all coordinates; a smaller
-            iteration has the first of them.
+        global_batch_size: Largest global batch size, in samples. Training iterations may be smaller.
+        micro_batch_size: Samples per micro-batch.
+        numbers: This rank's micro-batches, numbered in an iteration over all data-parallel ranks. A smaller iteration
+            has the first of them.
     """
 
     samples: OrderedSamples
@@ -29,28 +30,28 @@ class BatchLoader:
     micro_batch_size: int
     numbers: Sequence[int]
     device: torch.device
-    # The samples of the next iterations, each by its consumed samples, size and seed.
+    # The next iterations' samples, by consumed samples, size and seed.
     _ahead: dict[tuple[int, int, int], Ints] = field(init=False, compare=False, repr=False, default_factory=dict)
 
     def starting_at(self, position: int, consumed: Sequence[int]) -> BatchLoader:
-        """Return the loader whose sources go on, from a global position, after samples of each were consumed."""
+        """Return a loader whose sources continue from a global position, given each source's consumed samples."""
         return replace(self, samples=replace(self.samples, position=position, consumed=consumed))
 
     def mapped(self, position_map: PositionMap) -> BatchLoader:
-        """Return the loader with other samples passed over."""
+        """Return a loader with another position map."""
         return replace(self, samples=replace(self.samples, position_map=position_map))
 
     def numbers_of(self, size: int) -> Sequence[int]:
-        """Return the numbers of this coordinate's micro batches in an iteration of `size` samples."""
+        """Return the numbers of this rank's micro-batches in an iteration with `size` samples."""
         if size == self.global_batch_size:
             return self.numbers
         return [number for number in self.numbers if number < size // self.micro_batch_size]
 
     def train_batch(self, consumed_samples: int, seed: int, size: int | None = None) -> list[torch.Tensor]:
-        """Return the micro batches of the iteration after `consumed_samples`, int64 [b, seq_length + 1].
+        """Return the micro-batches for the iteration after `consumed_samples`, int64 [b, seq_length + 1].
 
         Args:
-            size: samples of the iteration, over all coordinates; by default as many as there can be.
+            size: Samples in the iteration, over all data-parallel ranks. By default, `global_batch_size`.
         """
         size = size or self.global_batch_size
         key = consumed_samples, size, seed
@@ -64,13 +65,13 @@ class BatchLoader:
         return self._micro_batches(self._ahead[key])
 
     def eval_batches(self, global_batches: int) -> Iterator[list[torch.Tensor]]:
-        """Yield the micro batches of each of the first global batches in data order, cycling."""
+        """Yield the micro-batches for each global batch in data order, from the first, cycling."""
         size = self.global_batch_size
         for batch in range(global_batches):
             yield self._micro_batches(self._positions(batch * size, size) % self.samples.count)
 
     def _positions(self, consumed_samples: int, size: int) -> Ints:
-        """Return the global positions of this coordinate's samples in an iteration."""
+        """Return the global positions of this rank's samples in an iteration."""
         begins = consumed_samples + np.array(self.numbers_of(size), np.int64) * self.micro_batch_size
         return np.add.outer(begins, np.arange(self.micro_batch_size)).ravel()
 
@@ -79,6 +80,6 @@ class BatchLoader:
 
 
 def to_device(windows: Ints, device: torch.device) -> torch.Tensor:
-    """Return windows on a device. The host does not wait: torch keeps the pinned memory until the copy has finished."""
+    """Copy windows to a device. The host does not wait: torch keeps the pinned memory until the copy has finished."""
     tensor = torch.from_numpy(windows)
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

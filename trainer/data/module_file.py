@@ -1,4 +1,4 @@
-"""Samples of a user's own map-style object, in the form of a token file whose windows they are."""
+"""Samples from a user's map-style object, presented as a token file with the samples as its windows."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from trainer.data.token_file import TokenFile
 
 
 class ModuleFile(TokenFile):
-    """The samples that a factory returns for a path: sample n is the window at token n * seq_length.
+    """The samples a factory returns for a path: sample n is the window at token n * seq_length.
 
     Args:
-        factory: `package:function`. Its function takes a path of the configuration and returns an object with
-            `__len__` and `__getitem__`, and a text that names its content. An item has 2 to `seq_length` + 1 tokens,
-            or is a pair of these and a mask, false where a token is no target.
-        vocab_size: the upper bound of tokens, exclusive.
+        factory: `package:function`. The function takes a path from the configuration and returns an object with
+            `__len__` and `__getitem__`, and a text naming its content. An item has 2 to `seq_length` + 1 tokens, or is
+            a pair with these and a mask, false where a token is not a target.
+        vocab_size: Upper bound for tokens, exclusive.
 
     Attributes:
-        digest: of the text that names the content, with the number of samples.
+        digest: Digest over the text naming the content, with the sample count.
 
     Raises:
-        DataError: the factory cannot be imported, or returns another object.
+        DataError: The factory cannot be imported, or returns another object.
     """
 
     def __init__(self, path: Path, *, factory: str, seq_length: int, vocab_size: int) -> None:
@@ -71,10 +71,10 @@ class ModuleFile(TokenFile):
         self.digest = TokenDigest(len(samples), "samples", xxhash.xxh3_64_hexdigest(content.encode()), -1)
 
     def read(self, start: int = 0, stop: int | None = None) -> TokenArray:
-        """Return the window at token `start`, int64 [seq_length + 1]; `PADDED` marks what is no target.
+        """Return the window at token `start`, int64 [seq_length + 1]. `PADDED` marks positions that are not targets.
 
         Raises:
-            DataError: the sample does not fit the run.
+            DataError: The sample does not fit the run.
         """
         number, length = start // self._seq_length, self._seq_length + 1
         item = self._samples[number]

@@ -1,6 +1,6 @@
-"""The order of samples: a pure function of seed and global position, so a resume needs a single integer.
+"""The sample order: a pure function of seed and global position, so a resume needs a single integer.
 
-Invariant: the values never change between versions, or every run in flight would see samples twice.
+Invariant: values never change between versions, or every running job would see samples twice.
 """
 
 from __future__ import annotations
@@ -13,35 +13,35 @@ import numpy.typing as npt
 
 _Words: TypeAlias = npt.NDArray[np.uint64]
 
-# splitmix64: Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators"; the constants are those of
-# Vigna's public-domain splitmix64.c.
+# splitmix64: Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators"; the constants come
+# from Vigna's public-domain splitmix64.c.
 _GAMMA = 0x9E3779B97F4A7C15
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
 _MASK_64 = 2**64 - 1
 
 _ROUNDS = 8
-# Small enough for the temporaries of a round to stay in the cache of a core.
+# Small enough to keep a round's temporaries in a core's cache.
 _BLOCK = 2**15
 
 
 def sample_ids_at(
     positions: npt.NDArray[np.int64], *, epoch_sizes: npt.NDArray[np.int64], seed: int
 ) -> npt.NDArray[np.int64]:
-    """Return the samples at global positions, each of an order of its own size.
+    """Return the samples at global positions, each in an order for its own epoch size.
 
-    Position p lies in epoch ``p // epoch_size``; every epoch has its own permutation of range(epoch_size), so each
-    sample comes exactly once an epoch however the positions are cut into calls.
+    Position p lies in epoch ``p // epoch_size``. Every epoch has its own permutation of range(epoch_size), so each
+    sample comes exactly once per epoch, whatever calls the positions are split into.
 
     Args:
-        positions: shape [n], not negative.
-        epoch_sizes: shape [n], at least 1; few different ones.
+        positions: Shape [n], not negative.
+        epoch_sizes: Shape [n], at least 1, with few distinct values.
 
     Returns:
-        int64 of shape [n], each below its epoch size.
+        int64 [n], each below its epoch size.
 
     Raises:
-        ValueError: a position is negative, or an epoch size is not positive.
+        ValueError: A position is negative, or an epoch size is not positive.
     """
     if positions.size and (int(positions.min()) < 0 or int(epoch_sizes.min()) < 1):
         raise ValueError("expected positions that are not negative and positive epoch sizes")
@@ -59,17 +59,17 @@ def sample_ids_at(
 
 
 def _sides(count: int) -> tuple[int, int]:
-    """Return the sides of the domain of a permutation of range(count), whose product is at least `count`."""
+    """Return the permutation domain's sides for range(count). Their product is at least `count`."""
     a = math.isqrt(count - 1) + 1
     return a, -(-count // a)
 
 
 def _walk(values: _Words, keys: _Words, counts: _Words, a: _Words, b: _Words) -> _Words:
-    """Permute values [n], each of range(its count); keys are [rounds, n], the rest [n].
+    """Permute values [n], each in range(its count). Keys are [rounds, n], the other arguments [n].
 
-    The permutation is the generalized Feistel network of Black and Rogaway 2002, "Ciphers with arbitrary finite
-    domains", on ``a * b >= count`` with ``a = ceil(sqrt(count))``; results of ``count`` or above go through it again
-    (cycle walking, same paper), which at most ``a - 1`` values of the domain need.
+    The permutation is the generalized Feistel network from Black and Rogaway 2002, "Ciphers with arbitrary finite
+    domains", on ``a * b >= count`` with ``a = ceil(sqrt(count))``. Results at or above ``count`` go through it again
+    (cycle walking, same paper), which at most ``a - 1`` values in the domain need.
     """
     values = _feistel(values, keys, a, b)
     outside = np.flatnonzero(values >= counts)
@@ -81,10 +81,10 @@ def _walk(values: _Words, keys: _Words, counts: _Words, a: _Words, b: _Words) ->
 
 
 def _feistel(values: _Words, keys: _Words, a: _Words, b: _Words) -> _Words:
-    """Permute range(a * b): left is taken modulo a and right modulo b, the roles change every round."""
+    """Permute range(a * b): left is taken modulo a and right modulo b, with roles swapping every round."""
     right, left = np.divmod(values, a)
     for turn, key in enumerate(keys):
-        # One bit less, so that the sum cannot wrap: a wrap would let two values of left meet.
+        # One bit less, to keep the sum from wrapping: a wrap could map two left values to the same result.
         shift = _mix(right + key) >> np.uint64(1)
         left, right = right, (left + shift) % (a if turn % 2 == 0 else b)
     # After an even number of rounds left is again below a and right below b.
@@ -92,7 +92,7 @@ def _feistel(values: _Words, keys: _Words, a: _Words, b: _Words) -> _Words:
 
 
 def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Apply the finalizer of splitmix64 to an array, in place."""
+    """Apply splitmix64's finalizer to an array, in place."""
     values ^= values >> np.uint64(30)
     values *= _MIX_1
     values ^= values >> np.uint64(27)
@@ -102,15 +102,15 @@ def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def _round_keys(keys: _Words) -> _Words:
-    """Return the first outputs of splitmix64 seeded with each key [...], as [rounds, ...]."""
+    """Return splitmix64's first outputs for each seed in keys [...], as [rounds, ...]."""
     turns = np.arange(1, _ROUNDS + 1, dtype=np.uint64) * np.uint64(_GAMMA)
     return _mix(np.add.outer(turns, keys))
 
 
 def _epoch_keys(seed: int, epochs: npt.NDArray[np.int64]) -> _Words:
-    """Return for each epoch [...] its output of splitmix64 seeded with a scrambled ``seed``.
+    """Return splitmix64's output for each epoch [...], seeded with a scrambled ``seed``.
 
-    Without the scrambling, seeds would share epochs if they differ by a multiple of the increment.
+    Without scrambling, seeds differing by a multiple of the increment would share epochs.
     """
     start = _mix(np.array(seed & _MASK_64, dtype=np.uint64).reshape(1))[0]
     return _mix((epochs.astype(np.uint64) + np.uint64(1)) * np.uint64(_GAMMA) + start)

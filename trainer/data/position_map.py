@@ -1,8 +1,8 @@
-"""Ranges of positions in the order of samples that a run passes over. Pure.
+"""Position ranges in the sample order that a run skips. Pure.
 
-A run counts the samples that it trains on. Where it passes over some, their positions are further on: the map from
-counts to positions is a list of gaps. What lies behind a run never changes: a resume with other ranges changes the map
-ahead of the position alone, so no sample comes twice, and no gap is made again.
+A run counts the samples it trains on. Skipped samples shift all later positions: the map from counts to positions is a
+list of gaps. A run's past never changes: a resume with other ranges changes the map only ahead of the position, so no
+sample comes twice, and no gap is repeated.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from itertools import accumulate
 
 from reprise.storage import integer
 
-SKIPPED = "skipped"  # the member of trainer_state.json
+SKIPPED = "skipped"  # key in trainer_state.json
 _RANGE = re.compile(r"(\d{1,18})-(\d{1,18})")
 
 
 @dataclass(frozen=True, slots=True)
 class PositionMap:
-    """The position of each sample that a run trains on.
+    """Maps a run's sample counts to positions.
 
     Args:
-        gaps: ranges of positions to pass over, each with its end excluded; ascending, and apart from each other.
+        gaps: Position ranges to skip, end excluded, ascending and disjoint.
     """
 
     gaps: tuple[tuple[int, int], ...] = ()
 
     @staticmethod
     def of(ranges: Iterable[tuple[int, int]]) -> PositionMap:
-        """Return the map with these gaps, which may meet or overlap."""
+        """Return the map with these gaps, which may touch or overlap."""
         gaps = list[tuple[int, int]]()
         for first, end in sorted(gap for gap in ranges if gap[0] < gap[1]):
             if gaps and first <= gaps[-1][1]:
@@ -43,10 +43,10 @@ class PositionMap:
 
     @staticmethod
     def from_record(record: object) -> PositionMap:
-        """Return the map in a `trainer_state.json`.
+        """Return the map from a `trainer_state.json`.
 
         Raises:
-            TypeError, ValueError: if it is malformed.
+            TypeError, ValueError: The record is malformed.
         """
         if not isinstance(record, list):
             raise TypeError(f"gaps are {record!r}")
@@ -60,17 +60,17 @@ class PositionMap:
         return [list(gap) for gap in self.gaps]
 
     def steps(self) -> tuple[list[int], list[int]]:
-        """Return the counts from which on positions are further ahead, and by how much, with a 0 in front."""
+        """Return the counts at which positions shift further ahead, and the total shifts, with a 0 in front."""
         totals = [0, *accumulate(end - first for first, end in self.gaps)]
         return [first - total for (first, _), total in zip(self.gaps, totals, strict=False)], totals
 
     def end(self, count: int) -> int:
-        """Return the position behind the last of so many samples; a gap that begins there lies ahead."""
+        """Return the position behind the last of `count` samples. A gap starting there lies ahead."""
         borders, totals = self.steps()
         return count + totals[bisect_right(borders, count - 1)] if count else 0
 
     def within(self, first: int, stop: float = math.inf) -> PositionMap:
-        """Return the map with the gaps in a range of positions alone."""
+        """Return the map restricted to gaps in a position range."""
         return PositionMap.of((max(begin, first), int(min(end, stop))) for begin, end in self.gaps)
 
     def __str__(self) -> str:
@@ -79,10 +79,10 @@ class PositionMap:
 
 
 def parse_ranges(texts: Sequence[str]) -> PositionMap:
-    """Return the map with the gaps of `train.skip_samples`, such as `120000-124000`.
+    """Return the map with the gaps from `train.skip_samples`, such as `120000-124000`.
 
     Raises:
-        ValueError: with the reason.
+        ValueError: A range is malformed. The message says why.
     """
     ranges = []
     for text in texts:
@@ -95,12 +95,12 @@ def parse_ranges(texts: Sequence[str]) -> PositionMap:
 
 @dataclass(frozen=True, slots=True)
 class ResumedMap:
-    """The map of a resumed run.
+    """A resumed run's map.
 
     Args:
-        map: from here on.
-        position: of the run, in samples of its present length.
-        lines: to log, where the run asks for another map than its checkpoint.
+        map: The map from here on.
+        position: The run's position, in samples with the current length.
+        lines: Log lines, if the requested map differs from the checkpoint's.
     """
 
     map: PositionMap
@@ -111,11 +111,11 @@ class ResumedMap:
 def resume_map(
     saved: PositionMap, requested: PositionMap, saved_count: int, count: int, *, lengths: tuple[int, int]
 ) -> ResumedMap:
-    """Return the map of a run that goes on after `count` samples: the saved gaps behind it, the requested ahead.
+    """Return the map for a run that continues after `count` samples: the saved gaps behind it, the requested ahead.
 
     Args:
-        saved_count: the same count in samples of the saved length.
-        lengths: tokens of a sample, saved and present; where they differ, the gaps behind become a single one.
+        saved_count: The same count in samples with the saved length.
+        lengths: Tokens per sample, saved and current. If they differ, the gaps behind merge into a single gap.
     """
     position = saved.end(saved_count)
     behind, ahead = saved.within(0, position), saved.within(position)

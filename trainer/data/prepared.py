@@ -1,6 +1,6 @@
-"""Writes a folder of token files from large files of text or tokens, atomically.
+"""Writes a folder with token files from large text or token files, atomically.
 
-Runs read it with ``data=token_file``, or with ``data=megatron`` where it has Megatron's format.
+Runs read it with ``data=token_file``, or ``data=megatron`` for Megatron's format.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ from trainer.data.text import BYTES, TOKENIZER, open_encoder
 from trainer.data.token_file import MAX_TOKENS, write_token_file
 
 FILE_TOKENS = 1 << 30
-# A run that reads the folder keeps digests of the token files in it, see `trainer.data.digest_file`.
+# A run that reads the folder stores token file digests in it, see `trainer.data.digest_file`.
 _OURS = re.compile(
     r"(train|valid)_\d{6}\.(bin|idx)|tokenizer\.json|\.(train|valid)_\d{6}\.bin\.digest(\.[0-9a-f]{16})?"
     r"|\.\.(train|valid)_\d{6}\.bin\.digest\.\d+-[0-9a-f]{8}\.partial"
 )
 
-# Takes the name of a step and the number of bytes it reads, None if unknown; returns the function that counts them.
+# Takes a step's name and the bytes it will read (None if unknown). Returns a function that counts bytes.
 Progress = Callable[[str, int | None], Callable[[int], object]]
 
 
 @dataclass(frozen=True, slots=True)
 class PrepareOptions(SplitOptions):
-    """Options of preparing a folder.
+    """Options for preparing a folder.
 
     Args:
-        tokenizer: a ``tokenizer.json``; None for bytes. Arrays of tokens without it and without `takes_bytes` are of
-            unknown origin: the largest token is taken for the end of text, and the vocabulary ends with it.
-        train_vocab_size: train a tokenizer with this many tokens on the training documents; 0 trains none.
-        file_tokens: maximum number of tokens per file.
-        kind: format of the files, `token_file` or `megatron`.
+        tokenizer: A ``tokenizer.json``. None for bytes. Token arrays without it and without `takes_bytes` have unknown
+            origin: their largest token is taken as end of text, and ends the vocabulary.
+        train_vocab_size: Train a tokenizer with this vocabulary size on the training documents. 0 trains none.
+        file_tokens: Maximum tokens per file.
+        kind: File format, `token_file` or `megatron`.
     """
 
     tokenizer: Path | None = None
@@ -60,7 +60,7 @@ class PrepareOptions(SplitOptions):
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """A side of the split as written; `documents` is 0 if the input was tokens without document boundaries."""
+    """A written side of the split. `documents` is 0 if the input was tokens without document boundaries."""
 
     files: tuple[Path, ...]
     documents: int
@@ -69,7 +69,7 @@ class Side:
 
     @property
     def name(self) -> str:
-        """Return its name, which its files begin with."""
+        """Return the side's name, which its file names start with."""
         return self.files[0].name.partition("_")[0]
 
 
@@ -78,8 +78,8 @@ class Prepared:
     """A complete folder, with the values a run needs to read it.
 
     Args:
-        tokenizer: a ``tokenizer.json``; None for bytes, and for tokens of unknown origin.
-        has_text: whether tokens can be shown as text, by `tokenizer` or as bytes.
+        tokenizer: A ``tokenizer.json``. None for bytes, and for tokens with unknown origin.
+        has_text: Whether tokens can be shown as text, by `tokenizer` or as bytes.
     """
 
     sides: tuple[Side, ...]
@@ -99,14 +99,14 @@ def write_prepared(
     replace: bool = False,
     progress: Progress = lambda _title, _total: lambda _count: None,
 ) -> Prepared:
-    """Write the token files of the inputs, in their order, as a folder, which appears by one rename.
+    """Write the inputs' token files, in order, as a folder, which appears by a single rename.
 
     Args:
-        workers: processes that encode; the bytes of the folder never depend on them.
-        replace: replace a folder with nothing except the output of an earlier call.
+        workers: Encoding processes. The folder's bytes never depend on their number.
+        replace: Replace a folder containing only an earlier call's output.
 
     Raises:
-        DataError: an input cannot be read or encoded, or the folder cannot be made.
+        DataError: An input cannot be read or encoded, or the folder cannot be created.
     """
     _check(options)
     folder, tokenizer, sides = Path(os.path.realpath(folder)), options.tokenizer, list[Side]()
@@ -162,14 +162,14 @@ def _check(options: PrepareOptions) -> None:
 
 @contextmanager
 def _new_folder(folder: Path, read: Sequence[Path], *, replace: bool) -> Iterator[Path]:
-    """Yield a new folder to write to, which becomes `folder`, a real path; it is removed on an error.
+    """Yield a new folder to write to, which becomes `folder`, a real path. It is removed on an error.
 
     Args:
-        read: the input files; none may lie in `folder`.
-        replace: replace a folder with nothing except the output of an earlier call.
+        read: The input files, none of them in `folder`.
+        replace: Replace a folder containing only an earlier call's output.
 
     Raises:
-        DataError: the folder cannot be made, or an existing folder must not be replaced.
+        DataError: The folder cannot be created, or an existing folder must not be replaced.
     """
     try:
         _refuse_to_overwrite(folder, read, replace=replace)
@@ -202,7 +202,7 @@ def _refuse_to_overwrite(folder: Path, read: Iterable[Path], *, replace: bool) -
 
 
 def _train(parts: Sequence[TextPart], vocab_size: int, path: Path, progress: Progress) -> None:
-    """Train a tokenizer on the documents of a side and write it."""
+    """Train a tokenizer on a side's documents and write it."""
     count = progress("tokenizer", _total(parts))
 
     def training_texts() -> Iterator[str]:
@@ -221,20 +221,20 @@ def write_side(
     file_tokens: int,
     count: Callable[[int], object] = lambda _count: None,
 ) -> Side:
-    """Write a side of a split as token files of at most `file_tokens` tokens; without tokens, one that is empty.
+    """Write a side of the split as token files with at most `file_tokens` tokens. Without tokens, write an empty file.
 
     Args:
-        path: of the files; its name is a format of their numbers.
-        write: writes a file of tokens.
-        count: called with the number of input bytes consumed since the last call.
+        path: The files' path. Its name is a format string for the file number.
+        write: Writes a token file.
+        count: Called with the number of input bytes consumed since the last call.
 
     Raises:
-        DataError: a file cannot be written.
+        DataError: A file cannot be written.
     """
     files, documents, tokens, largest = list[Path](), 0, 0, -1
 
     def pieces() -> Iterator[tuple[int, TokenArray]]:
-        """Yield the tokens in pieces of a single file, with its number."""
+        """Yield pieces of the tokens, each within a single file, with the file's number."""
         nonlocal documents, tokens, largest
         for block in blocks:
             documents += block.documents
@@ -256,12 +256,12 @@ def write_side(
 
 
 def blocks_of(parts: Iterable[TextPart], cuts: Cuts) -> Iterator[TextBlock]:
-    """Yield the blocks of all parts of a side."""
+    """Yield the blocks from all parts on a side."""
     for part in parts:
         yield from read_blocks(part, cuts)
 
 
 def _total(parts: Sequence[TextPart]) -> int | None:
-    """Return the bytes of the text; None where a file is compressed."""
+    """Return the text size in bytes, or None if a file is compressed."""
     ends = [end for part in parts if (end := part.size_bytes if part.stop is None else part.stop) is not None]
     return sum(ends) - sum(part.start for part in parts) if len(ends) == len(parts) else None

@@ -1,4 +1,4 @@
-"""The section `data` of a configuration, and its validation. Reads no files."""
+"""The configuration's `data` section and its validation. Reads no files."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 
 from reprise.storage import is_url, url_problem
 
-MOST_SOURCES = 4096  # of a blend
-_MOST_DIGITS = 400  # of a weight, which a float has at most
+MOST_SOURCES = 4096  # in a blend
+_MOST_DIGITS = 400  # in a weight; enough for any float
 
 
 class DataKind(Enum):
-    """The source of tokens."""
+    """Where tokens come from."""
 
     stdlib = "stdlib"
     text = "text"
@@ -27,21 +27,21 @@ class DataKind(Enum):
 
 
 class SampleCut(Enum):
-    """How samples are cut from the documents of a file."""
+    """How samples are cut from a file's documents."""
 
     across_documents = "across_documents"
     per_document = "per_document"
 
 
 class DataPosition(Enum):
-    """Where a source begins after it replaces another in the middle of a run."""
+    """Where a source starts after it replaces another in mid-run."""
 
     run = "run"
     start = "start"
 
 
 class DigestSource(Enum):
-    """The source of the digests of token files at a start."""
+    """Where a start takes token file digests from."""
 
     sidecar = "sidecar"
     full = "full"
@@ -49,34 +49,36 @@ class DigestSource(Enum):
 
 @dataclass
 class DataSection:
-    """The source of tokens; keys that its kind does not use must stay null.
+    """The token source. Keys not used by its kind must stay null.
 
     Args:
-        kind: `stdlib`, source text of Python's standard library; `text`, text files; `token_file`, token files;
-            `megatron`, pairs of `.bin` and `.idx`; `datatrove`, of `.ds` and `.ds.index`; `module`, samples of
+        kind: `stdlib`, the Python standard library's source text; `text`, text files; `token_file`, token files;
+            `megatron`, pairs `.bin` and `.idx`; `datatrove`, pairs `.ds` and `.ds.index`; `module`, samples from
             `factory`.
-        factory: with `module`: ``package:function``, which returns samples and their fingerprint for each path of
-            `train` and `valid`; no checkpoint carries it.
-        path: with `text`: a file or glob, ``**`` allowed; plain, gzip, Zstandard or Parquet (column ``text``).
-        tokenizer: a tokenizer.json or ``bytes``, saved in every checkpoint. With `text` and `stdlib`, null is that
-            beside the weights that `checkpoint` names to start from, else bytes of text only; ``bytes`` takes any file.
-            A new model with the vocabulary of bytes, as in tiny presets, takes that of the file.
-            With files of tokens, what wrote them; needed for sampled texts.
-        train: with files of tokens: a file or glob; with `megatron` also a path without ``.bin``. A list ``[{path: A,
-            weight: 0.7}, {path: B, weight: 1/3}]`` blends sources, of `data.kind=text` too, then without `data.path`;
-            weights have any sum.
-        valid: validation tokens, a path or list of paths, in order; null for none.
-        position: where a source that replaces another at a resume begins: `run`, at the run's consumed samples;
-            `start`, at its first, once.
-        samples: `across_documents` cuts a file's next tokens; `per_document` (`megatron`, `datatrove`) starts at each
-            document and pads its last sample, without targets.
-        document_mask: keep attention and positions within documents, ended by end-of-text tokens or the index.
-        end_of_text: token that ends a document for `document_mask`; null takes the index, else the tokenizer's.
-        valid_fraction: fraction held out for validation: of texts whole files, of a single text bytes, else documents.
-        cache: folder of prepared token files; null is the user's cache.
-        verify: digests of token files: `sidecar` computes them if size or times of change differ from a record beside
-            the file; `full`, at every start.
-        vocab_size: upper bound of token ids, exclusive; null takes the tokenizer's, with files of tokens none.
+        factory: With `module`, ``package:function``, which returns samples and their fingerprint for each path in
+            `train` and `valid`. Checkpoints do not carry it.
+        path: With `text`, a file or glob (``**`` allowed): plain, gzip, Zstandard or Parquet (column ``text``).
+        tokenizer: A tokenizer.json or ``bytes``, saved in every checkpoint. With `text` and `stdlib`, null takes the
+            tokenizer beside the weights that `checkpoint` starts from, else bytes for text only; ``bytes`` takes any
+            file. A new model with the byte vocabulary, as in tiny presets, takes the file's vocabulary. With tokenized
+            files, it names the tokenizer that wrote them; sampled texts need it.
+        train: With tokenized files (all kinds but `text` and `stdlib`), a file or glob; with `megatron` also a path
+            without ``.bin``. A list ``[{path: A, weight: 0.7}, {path: B, weight: 1/3}]`` blends sources, with
+            `data.kind=text` too, then without `data.path`. Weights may have any sum.
+        valid: With tokenized files, validation tokens: a path or an ordered list of paths. Null means none.
+        position: Where a source starts when it replaces another at a resume: `run`, at the run's consumed samples;
+            `start`, at its first sample, once.
+        samples: `across_documents` cuts a file into consecutive windows. `per_document` (`megatron`, `datatrove`)
+            starts a window at each document and pads the document's last window, without targets.
+        document_mask: Keep attention and positions within documents, which end at end-of-text tokens or by the index.
+        end_of_text: Token ending a document for `document_mask`. Null takes the index, else the tokenizer's token.
+        valid_fraction: Fraction held out for validation: complete files for texts, bytes for a single text, else
+            documents.
+        cache: Folder for prepared token files. Null is the user's cache.
+        verify: Token file digests: `sidecar` recomputes them if size or change times differ from a record beside the
+            file; `full` recomputes them at every start.
+        vocab_size: Upper bound for token ids, exclusive. Null takes the tokenizer's vocabulary size; tokenized files
+            then have no bound.
     """
 
     kind: DataKind = DataKind.stdlib
@@ -97,15 +99,15 @@ class DataSection:
 
 @dataclass(frozen=True, slots=True)
 class WeightedSection:
-    """A section with the path of a source of training data, and the weight of the source."""
+    """A section for a single training source, with the source's weight."""
 
     section: DataSection
     weight: Fraction
 
 
-# Kinds whose files have an index of their documents.
+# Kinds with a document index.
 INDEXED_KINDS = frozenset({DataKind.megatron, DataKind.datatrove})
-# Kinds whose files are tokens already: their tokenizer is known only where it is named.
+# Kinds with tokenized files: their tokenizer is known only if the configuration names it.
 TOKEN_KINDS = INDEXED_KINDS | {DataKind.token_file, DataKind.module}
 _KEYS_OF_KIND = {kind: {"tokenizer", *(("train", "valid") if kind in TOKEN_KINDS else ())} for kind in DataKind}
 _KEYS_OF_KIND[DataKind.text].add("path")
@@ -114,10 +116,10 @@ _NEEDED_KEY = {DataKind.text: "path", **dict.fromkeys(TOKEN_KINDS, "train")}
 
 
 def sources_of(section: DataSection) -> list[WeightedSection]:
-    """Return a section for each source of the training data; the first has all validation data of token files.
+    """Return a section for each training source. The first has all validation data for tokenized files.
 
     Args:
-        section: a section without `problems`.
+        section: A section without `problems`.
     """
     if not isinstance(section.train, list):
         return [WeightedSection(section, Fraction(1))]
@@ -134,28 +136,28 @@ def sources_of(section: DataSection) -> list[WeightedSection]:
 
 
 def valid_paths(section: DataSection) -> list[str]:
-    """Return the paths of the validation data of token files."""
+    """Return the validation paths for tokenized files."""
     return list(section.valid) if isinstance(section.valid, list) else [section.valid] if section.valid else []
 
 
 def weight_of(value: object) -> Fraction | None:
-    """Return a weight exactly as written in decimal digits or as a fraction; None if it is no positive number."""
+    """Return a weight exactly as written in decimal digits or as a fraction, or None if it is not a positive number."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     if isinstance(value, float) and not math.isfinite(value):
         return None
-    text = str(value).replace("_", "")  # which separates digits for Fraction
+    text = str(value).replace("_", "")  # Fraction's digit separator
     if len(text) > _MOST_DIGITS or re.search(r"[eE][+-]?\d{4}", text):
-        return None  # a fraction of that many digits takes minutes
+        return None  # a fraction with more digits takes minutes
     try:
-        weight = Fraction(str(value))  # the shortest digits of a float, not its binary value
+        weight = Fraction(str(value))  # a float's shortest digits, not its binary value
     except (ValueError, ZeroDivisionError):
         return None
     return weight if weight > 0 else None
 
 
 def problems(section: DataSection) -> list[str]:
-    """Return the problems of the section on its own, each as `key=value: reason`; reads no files."""
+    """Return the section's own problems, each as `key=value: reason`. Reads no files."""
     messages = []
     allowed, needed = _KEYS_OF_KIND[section.kind], _NEEDED_KEY.get(section.kind)
     is_blend = needed is not None and isinstance(section.train, list)
@@ -199,7 +201,7 @@ def _knows_documents(section: DataSection) -> bool:
 
 
 def _blend_problems(entries: list[object]) -> list[str]:
-    """Return the problems of a list of sources."""
+    """Return the problems in a source list."""
     if not 1 <= len(entries) <= MOST_SOURCES:
         return [f"data.train={'[]' if not entries else 'a list'}: must have 1 to {MOST_SOURCES} sources"]
     messages, seen = [], dict[str, int]()
@@ -221,7 +223,7 @@ def _blend_problems(entries: list[object]) -> list[str]:
 
 
 def _path_problems(key: str, value: object) -> list[str]:
-    """Return the problems of paths in a list; a path alone is checked with all others of the configuration."""
+    """Return the problems in a path list. A single path is checked with all other configuration paths."""
     if isinstance(value, str):
         return []
     if not isinstance(value, list):

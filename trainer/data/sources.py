@@ -1,4 +1,4 @@
-"""Finds the files of a corpus, in an order and with names that do not depend on where it lies."""
+"""Finds a corpus's files, in an order and with names independent of its location."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from trainer.data.token_file import listed
 
 _log = logging.getLogger(__name__)
 
-# Tests say little about the language and much about their fixtures; the others hold programs and their tests.
+# Tests show fixtures more than the language; the other folders hold programs and their tests.
 _STDLIB_EXCLUDED_FOLDERS = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idle_test", "idlelib", "lib2to3", "turtledemo", "__pycache__"}
 )
-# Written by the build or the distribution: the text differs between two installations of one version.
+# Written by the build or distribution: the text differs between installations with the same version.
 _STDLIB_EXCLUDED_PREFIXES = ("_sysconfigdata", "_sysconfig_vars", "sitecustomize", "usercustomize")
 _BEGINNING_BYTES = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
 class TextSource:
-    """A text file as it was found; ``name`` is its posix path relative to the root of its data set."""
+    """A text file as first found; ``name`` is its posix path relative to the data set's root."""
 
     path: Path
     name: str
@@ -39,10 +39,10 @@ class TextSource:
     mtime_ns: int
 
     def check_unchanged(self) -> None:
-        """Refuse a file with another size or time than it was found with, by which a cache is named.
+        """Check the file's size and modification time against those first found, which a cache name includes.
 
         Raises:
-            DataError: it has, or cannot be found again.
+            DataError: They differ, or the file is gone.
         """
         now = _source(self.path, self.name)
         if now != self:
@@ -56,13 +56,13 @@ class TextSource:
 
 
 def find_files(pattern: str) -> list[Path]:
-    """Return the regular files matching a path or a glob (``**`` allowed), sorted, each once.
+    """Return the regular files matching a path or a glob (``**`` allowed), sorted, without duplicates.
 
     Raises:
-        DataError: there is none, or a folder cannot be listed.
+        DataError: Nothing matches, a match is neither a file nor a folder, or a folder cannot be listed.
     """
     expanded = Path(pattern).expanduser()
-    # A name that happens to hold glob characters still names itself.
+    # A file name containing glob characters still matches itself.
     if is_file(expanded):
         return [expanded]
     _require_listable(expanded)
@@ -85,7 +85,7 @@ def find_files(pattern: str) -> list[Path]:
 
 
 def _require_listable(pattern: Path) -> None:
-    """Raise a DataError for a folder that a glob would pass over: its files would be missing without a word."""
+    """Raise DataError for an unreadable folder: a glob would silently skip its files."""
     for depth, part in enumerate(pattern.parts):
         if not glob.has_magic(part):
             continue
@@ -105,26 +105,26 @@ def text_sources(pattern: str) -> list[TextSource]:
     """Return the files matching ``pattern``, sorted by name relative to the folders before its first wildcard.
 
     Raises:
-        DataError: no file matches, or a file cannot be read.
+        DataError: No file matches, or a file cannot be read.
     """
     paths = find_files(pattern)
     fixed = Path(pattern).expanduser()
     if paths == [fixed]:
         return _sources(fixed.parent, paths)
-    # Not the deepest folder in common: that one moves, and with it every name, when a file is added.
+    # The deepest common folder would change, and every name with it, when a file is added.
     while glob.has_magic(str(fixed)):
         fixed = fixed.parent
     return _sources(fixed, paths)
 
 
 def stdlib_sources(root: Path) -> list[TextSource]:
-    """Return the Python files of a standard library, without tests and installed packages, sorted by relative name.
+    """Return a standard library's Python files, without tests and installed packages, sorted by relative name.
 
     Args:
-        root: the folder of the library, ``sysconfig.get_paths()["stdlib"]`` for the running interpreter.
+        root: The library folder, ``sysconfig.get_paths()["stdlib"]`` for the running interpreter.
 
     Raises:
-        DataError: there is none, or a folder cannot be listed.
+        DataError: There are no files, or a folder cannot be listed.
     """
     paths = []
     for folder, folders, names in os.walk(root, onerror=_refuse_folder):
@@ -158,12 +158,12 @@ def _source(path: Path, name: str) -> TextSource:
 
 
 def refuse_shared(train: Sequence[Path], valid: Sequence[Path]) -> None:
-    """Refuse a file of the validation data that is in the training data too, be it a link or a copy.
+    """Refuse validation files that are also in the training data, as links or copies.
 
-    Only the beginnings of files of one size are read, and then copies.
+    Only same-sized files are compared: first their beginnings, then possible copies in full.
 
     Raises:
-        DataError: naming both, or a file that cannot be read.
+        DataError: A file is in both, or cannot be read. The message names the files.
     """
     beginnings: dict[tuple[int, bytes], list[Path]] = {}
     try:

@@ -1,4 +1,4 @@
-"""Texts to tokens and back, as bytes or with a tokenizer."""
+"""Converts texts to tokens and back, as bytes or with a tokenizer."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ _log = logging.getLogger(__name__)
 
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 END_OF_TEXT_NAMES = (END_OF_TEXT, "</s>", "<|end_of_text|>")
-# It is saved beside every checkpoint; the largest in use are below 40 MiB.
+# Every checkpoint saves the file; the largest in use are below 40 MiB.
 MOST_TOKENIZER_BYTES = 64 << 20
 BYTES = "bytes"
 
 
 @dataclass(frozen=True, slots=True)
 class Encoder:
-    """Converts texts to tokens and back; two encoders with the same ``label`` give the same tokens.
+    """Converts texts to tokens and back. Encoders with the same ``label`` give the same tokens.
 
-    ``decode`` takes any numbers: an invalid token, or a part of a character, appears as such or not at all. ``cuts``
-    returns where a text may be cut: the tokens of its parts are then those of the whole.
+    ``decode`` takes any numbers: an invalid token, or part of a character, appears as such or not at all. ``cuts``
+    returns where a text may be cut: its parts then have the same tokens as the uncut text.
     """
 
     label: str
@@ -46,12 +46,12 @@ class Encoder:
 
     @property
     def dtype(self) -> np.dtype[np.unsignedinteger[Any]]:
-        """Return the smallest dtype of a token file for the tokens."""
+        """Return the smallest token file dtype for the tokens."""
         return np.dtype(np.uint16 if self.vocab_size <= 2**16 else np.uint32)
 
 
 def bytes_encoder() -> Encoder:
-    """Return the encoder whose tokens are the bytes 0 to 255 and whose end of text is 256."""
+    """Return the encoder with bytes 0 to 255 as tokens and 256 as end of text."""
 
     def decode(tokens: Sequence[int]) -> str:
         pieces = (bytes([t]) if t < 256 else END_OF_TEXT.encode() if t == END_OF_TEXT_ID else b"" for t in tokens)
@@ -68,16 +68,16 @@ def bytes_encoder() -> Encoder:
 
 
 def open_encoder(name: str | Path | None) -> Encoder:
-    """Return the encoder of a ``tokenizer.json``, by the package `tokenizers`, or of bytes for "bytes" or None.
+    """Return the encoder for a ``tokenizer.json``, using the package `tokenizers`, or for bytes if "bytes" or None.
 
-    Truncation, padding and dropout in the file are switched off, and a line says so.
+    The file's truncation, padding and dropout are switched off, with a log line.
 
     Raises:
-        DataError: the package is missing, the file is not a tokenizer, or it has no end-of-text token.
+        DataError: The package is missing, the file is not a tokenizer, or it has no end-of-text token.
     """
     if name is None or str(name) == BYTES:
         return bytes_encoder()
-    path = name if isinstance(name, Path) else Path(name).expanduser()  # that of a store stays one
+    path = name if isinstance(name, Path) else Path(name).expanduser()  # a store path stays a store path
     raw = read_tokenizer(path)
     if raw == bytes_tokenizer():
         return bytes_encoder()
@@ -117,12 +117,12 @@ def open_encoder(name: str | Path | None) -> Encoder:
         return str(tokenizer.decode(list(tokens), skip_special_tokens=False))
 
     label = f"tokenizers {tokenizers.__version__} {xxhash.xxh3_64_hexdigest(raw)} {end_of_text} {changes}"
-    # Ids may have holes, so the largest counts, not how many there are.
+    # Ids may have holes, so the largest id counts, not the number of ids.
     return Encoder(label, max(vocabulary.values()) + 1, end_of_text, encode, decode, partial(cuts_of, tokenizer))
 
 
 def _switch_off_changes(tokenizer: Any) -> str:
-    """Switch off whatever leaves out, adds or draws tokens, and return its names."""
+    """Switch off all settings that drop, add or randomize tokens, and return their names."""
     dropout = getattr(tokenizer.model, "dropout", None)
     settings = {"truncation": tokenizer.truncation, "padding": tokenizer.padding, "dropout": dropout}
     tokenizer.no_truncation()
@@ -138,18 +138,18 @@ def _report_once(line: str) -> None:
 
 
 def end_of_text_name(path: Path, names: Collection[str], special: Collection[str]) -> str | None:
-    """Return the token that ends a text, or None.
+    """Return the end-of-text token, or None.
 
-    It is the ``eos_token`` of the ``tokenizer_config.json`` beside a ``tokenizer.json``, else the first of
+    It is the ``eos_token`` in the ``tokenizer_config.json`` beside a ``tokenizer.json``, else the first of
     `END_OF_TEXT_NAMES` among the special tokens, else the first among all.
 
     Args:
-        path: the tokenizer's file; a `NAME.json` has its configuration in `NAME_config.json`.
-        names: all of its tokens.
-        special: its special tokens.
+        path: The tokenizer file. A `NAME.json` has its configuration in `NAME_config.json`.
+        names: All its tokens.
+        special: Its special tokens.
 
     Raises:
-        DataError: the configuration cannot be read, or names a token that the tokenizer lacks.
+        DataError: The configuration cannot be read, or names a token missing from the tokenizer.
     """
     config = path.with_name(f"{path.stem}_config.json")
     try:
@@ -174,13 +174,13 @@ def end_of_text_name(path: Path, names: Collection[str], special: Collection[str
 
 
 def read_tokenizer(path: Path) -> bytes:
-    """Return the content of a ``tokenizer.json``.
+    """Return a ``tokenizer.json`` file's bytes.
 
     Raises:
-        DataError: it cannot be read, is not a regular file, or is larger than `MOST_TOKENIZER_BYTES`.
+        DataError: It cannot be read, is not a regular file, or is larger than `MOST_TOKENIZER_BYTES`.
     """
     try:
-        if is_stored(path):  # beside a checkpoint of a store
+        if is_stored(path):  # beside a checkpoint in a store
             return files_of(path).read_whole(path)
         return read_regular(path, limit_bytes=MOST_TOKENIZER_BYTES)
     except OSError as error:
@@ -188,10 +188,10 @@ def read_tokenizer(path: Path) -> bytes:
 
 
 def prompt_tokens(encoder: Encoder, prompt: str, vocab_size: int) -> list[int]:
-    """Return the tokens of a prompt; for an empty prompt the end-of-text token.
+    """Return a prompt's tokens. For an empty prompt, return the end-of-text token.
 
     Raises:
-        DataError: the prompt is not Unicode, or a token is not below ``vocab_size``.
+        DataError: The prompt is not Unicode, or a token is not below ``vocab_size``.
     """
     try:
         prompt.encode()

@@ -1,6 +1,6 @@
-"""Tells the form of a text file by its first bytes, and reads its text in pieces: plain, gzip, Zstandard or Parquet.
+"""Detects a text file's form from its first bytes, and reads its text in pieces: plain, gzip, Zstandard or Parquet.
 
-Parquet gives a line of JSON for each row. Anything else is refused, unless its bytes are asked for.
+Each Parquet row becomes a JSON line. Other forms are refused, unless the caller asks for bytes.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from trainer.data.data_file import unreadable
 
 _HEAD_BYTES = 8 << 10
 _CHUNK_BYTES = 256 << 10
-# A block of Zstandard takes at least 4 bytes and holds at most 128 KiB (RFC 8878, sections 3.1.1.2.2 and 3.1.1.2.4), so
-# a piece of the file never becomes more than 64 MiB.
+# A Zstandard block takes at least 4 bytes and holds at most 128 KiB (RFC 8878, sections 3.1.1.2.2 and 3.1.1.2.4), so a
+# file piece never expands to more than 64 MiB.
 _ZSTD_PIECE_BYTES = 2 << 10
-# Arrow holds the values of so many rows, and reads the file in pieces of so many bytes.
+# Rows Arrow holds at a time, and bytes it reads at a time.
 _BATCH_ROWS, _BUFFER_BYTES = 64, 1 << 20
 
 PARQUET = "Parquet"
 _COMPRESSED_SUFFIX = re.compile(r"\.(gz|gzip|zst|zstd)\Z")
-# RFC 1952, section 2.3.1; RFC 8878, sections 3.1.1 and 3.1.2; Apache Parquet, "File Format". The others are no text, by
-# their first bytes or a NUL in them; the rest shows in bytes that are not UTF-8.
+# RFC 1952, section 2.3.1; RFC 8878, sections 3.1.1 and 3.1.2; Apache Parquet, "File Format". The other
+# forms are not text, by their first bytes or a NUL in them. Any further binary file fails to decode as UTF-8.
 _FORM = re.compile(
     rb"(?P<gzip>\x1f\x8b)|(?P<Zstandard>\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18)|(?P<Parquet>PAR1)"
     rb"|(?P<xz>\xfd7zXZ\0)|(?P<bzip2>BZh[1-9]1AY)|(?P<zip>PK\x03\x04)|(?P<PDF>%PDF-)|(?P<NumPy>\x93NUMPY)"
@@ -42,7 +42,7 @@ _AS_BYTES = (
 
 
 def plain_name(name: str) -> str:
-    """Return the name of a file without the suffix of its compression."""
+    """Return a file name without its compression suffix."""
     return _COMPRESSED_SUFFIX.sub("", name)
 
 
@@ -50,16 +50,16 @@ def plain_name(name: str) -> str:
 def open_text(
     path: Path, *, start: int = 0, key: str = "text", takes_bytes: bool = False, is_raw: bool = False
 ) -> Iterator[TextReader]:
-    """Yield a reader of the text in a file.
+    """Yield a reader for a file's text.
 
     Args:
-        start: the first byte of the text to read.
-        key: the column of a Parquet file.
-        takes_bytes: accept any bytes. Compressed files are decompressed even so.
-        is_raw: accept any bytes, as they are.
+        start: First text byte to read.
+        key: Parquet column.
+        takes_bytes: Accept any bytes. Compressed files are decompressed even so.
+        is_raw: Accept any bytes, unchanged.
 
     Raises:
-        DataError: the file cannot be read, is damaged, or is no text by its first bytes.
+        DataError: The file cannot be read, is damaged, or is not text by its first bytes.
     """
     try:
         with path.open("rb") as file:
@@ -70,10 +70,9 @@ def open_text(
 
 
 class TextReader:
-    """Reads the text of a file to its end, see `open_text`. Memory holds little beyond what is read.
+    """Reads a file's text to its end, see `open_text`. Memory holds little more than what a call reads.
 
-    A byte-order mark is passed over, unless any bytes are accepted. ``at`` is the position in the file's text, in
-    bytes.
+    A byte-order mark is skipped, unless any bytes are accepted. ``at`` is the position in the file's text, in bytes.
     """
 
     def __init__(self, path: Path, file: BinaryIO, form: str, *, start: int, key: str, takes_bytes: bool) -> None:
@@ -101,10 +100,10 @@ class TextReader:
         return bool(self._peek(1))
 
     def read(self, size: int) -> bytes:
-        """Return the next `size` bytes; fewer only at the end.
+        """Return the next `size` bytes, or fewer only at the end.
 
         Raises:
-            DataError: the file cannot be decompressed.
+            DataError: The file cannot be decompressed.
         """
         data = self._peek(size)
         del self._waiting[: len(data)]
@@ -118,10 +117,10 @@ class TextReader:
 
 
 def not_utf8(path: Path, offset: int, error: UnicodeDecodeError) -> DataError:
-    """Return the error of a text with bytes other than UTF-8.
+    """Return the error for a text with bytes that are not UTF-8.
 
     Args:
-        offset: of the decoded bytes in the text of the file.
+        offset: Offset of the decoded bytes in the file's text.
     """
     return DataError(
         "a text is not UTF-8",
@@ -133,19 +132,19 @@ def not_utf8(path: Path, offset: int, error: UnicodeDecodeError) -> DataError:
 
 
 def _form_of(head: bytes) -> str:
-    """Return the form of a file by its first bytes; empty for a text."""
+    """Return a file's form by its first bytes. Empty for text."""
     match = _FORM.match(head)
     return str(match.lastgroup).replace("_", "-") if match else ""
 
 
 def _chunks(form: str, file: BinaryIO, path: Path, key: str, start: int = 0) -> Iterator[bytes]:
-    """Yield the text of an open file in pieces of any size.
+    """Yield an open file's text in pieces of any size.
 
     Args:
-        start: the first byte to read.
+        start: First byte to read.
 
     Raises:
-        DataError: a package is missing, the file is damaged, or a row has no text in the column `key`.
+        DataError: A package is missing, the file is damaged, or a row has no text in the column `key`.
     """
     file.seek(start)
     if not form:
@@ -195,7 +194,7 @@ def _zstd_chunks(file: BinaryIO, path: Path, key: str) -> Iterator[bytes]:
 
 
 def _parquet_chunks(file: BinaryIO, path: Path, key: str) -> Iterator[bytes]:
-    """Yield a line of JSON for the text of each row, in the column `key`."""
+    """Yield a JSON line for each row's text in the column `key`."""
     from pyarrow import parquet
 
     table, rows = parquet.ParquetFile(file, buffer_size=_BUFFER_BYTES, pre_buffer=False), 0
@@ -210,7 +209,7 @@ def _parquet_chunks(file: BinaryIO, path: Path, key: str) -> Iterator[bytes]:
             yield json.dumps({key: text}, ensure_ascii=False).encode() + b"\n"
 
 
-# The reader of each form, the package that it needs and its extra, and the package's error.
+# Each form's reader, the package it needs, the pip extra with the package, and the package's error class.
 _READERS: dict[str, tuple[Callable[[BinaryIO, Path, str], Iterator[bytes]], str, str, str]] = {
     "gzip": (_gzip_chunks, "zlib", "", "error"),
     "Zstandard": (_zstd_chunks, "zstandard", "zstd", "ZstdError"),

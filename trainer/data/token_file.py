@@ -1,6 +1,6 @@
-"""Token files: a 1024-byte header and a flat array of tokens.
+"""Token files: a 1024-byte header and a flat token array.
 
-The format is that of llm.c (``dev/data/data_common.py``, ``write_datafile``): 256 little-endian int32 values ``[magic,
+The format is llm.c's (``dev/data/data_common.py``, ``write_datafile``): 256 little-endian int32 values ``[magic,
 version, n_tokens, 0, ...]``, then the tokens.
 """
 
@@ -20,23 +20,23 @@ from trainer.data.data_file import DataFile, TokenArray, fitting_chunks, new_fil
 from trainer.data.document_index import DocumentIndex
 
 HEADER_BYTES = 256 * 4
-# The count is an int32 in the header.
+# The header stores the count as int32.
 MAX_TOKENS = 2**31 - 1
 _MOST_LISTED = 20
-_OTHER_DESCRIPTORS = 1024  # what the rest of a rank may have open
+_OTHER_DESCRIPTORS = 1024  # descriptors for a rank's other files
 
 
-# What token files begin with, two int32, and the dtype of their tokens: llm.c, dev/data/data_common.py, HEADERS_INFO.
+# A token file's first two int32, and its dtype: llm.c, dev/data/data_common.py, HEADERS_INFO.
 _FORMATS: dict[tuple[int, int], np.dtype[Any]] = {(20240520, 1): np.dtype("<u2"), (20240801, 7): np.dtype("<u4")}
 MAGICS = tuple(np.array(magic, "<i4").tobytes() for magic in _FORMATS)
 
 
 class TokenFile:
-    """A file of `count` tokens, uint16 or uint32.
+    """A file with `count` tokens, uint16 or uint32.
 
     Args:
-        first_byte: where the tokens begin.
-        documents: where documents begin, from a file beside it.
+        first_byte: Offset of the first token.
+        documents: The document starts, from a file beside it.
     """
 
     def __init__(
@@ -53,19 +53,19 @@ class TokenFile:
 
     @property
     def nbytes(self) -> int:
-        """Return the size of the tokens in bytes, without the header."""
+        """Return the token size in bytes, without the header."""
         return self.count * self.dtype.itemsize
 
     def status(self) -> os.stat_result:
-        """Return the status of the open file."""
+        """Return the open file's status."""
         return self._file.status()
 
     def read(self, start: int = 0, stop: int | None = None) -> TokenArray:
-        """Return a copy of tokens `start` to `stop` - 1, by default all; shape [stop - start].
+        """Return a copy of tokens `start` to `stop` - 1, by default all, shape [stop - start].
 
         Raises:
-            DataError: the file was truncated after it was opened, or cannot be read.
-            IndexError: the file never had such tokens.
+            DataError: The file was truncated after it was opened, or cannot be read.
+            IndexError: The file never had such tokens.
         """
         stop = self.count if stop is None else stop
         if not 0 <= start <= stop <= self.count:
@@ -83,7 +83,7 @@ class TokenFile:
 
 
 def listed(paths: Sequence[Path]) -> str:
-    """Return paths as words; of many, the first and the number of the rest."""
+    """Return paths as text; for a long list, the first paths and the remaining count."""
     more = f" and {len(paths) - _MOST_LISTED} more" if len(paths) > _MOST_LISTED else ""
     return ", ".join(map(str, paths[:_MOST_LISTED])) + more
 
@@ -92,7 +92,7 @@ def open_token_file(path: str | Path) -> TokenFile:
     """Open a token file and check its header and size.
 
     Raises:
-        DataError: the file cannot be read, has another magic or version, or its size contradicts its header.
+        DataError: The file cannot be read, has another magic or version, or its size contradicts its header.
     """
     file, header = DataFile(Path(path)), np.zeros(HEADER_BYTES // 4, "<i4")
     missing = file.fill(header, 0)
@@ -123,13 +123,13 @@ def open_token_file(path: str | Path) -> TokenFile:
 def open_token_files(
     paths: Sequence[Path], open_file: Callable[[Path], TokenFile] = open_token_file
 ) -> list[TokenFile]:
-    """Open all files of a data set, raising this process's soft limit of open files if necessary.
+    """Open all files in a data set, raising this process's soft limit on open files if necessary.
 
     Args:
-        open_file: opens a file of the set.
+        open_file: Opens a file in the set.
 
     Raises:
-        DataError: as `open_file`, or the hard limit is too low.
+        DataError: See `open_file`; or the hard limit is too low.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed_descriptors = len(os.listdir("/proc/self/fd")) + 2 * len(paths) + _OTHER_DESCRIPTORS
@@ -139,13 +139,13 @@ def open_token_files(
 
 
 def write_token_file(path: str | Path, chunks: Iterable[TokenArray], *, dtype: npt.DTypeLike) -> None:
-    """Write the chunks in order as a token file, atomically.
+    """Write chunks, in order, as a token file, atomically.
 
-    Processes may race to write the same content. ``chunks`` are 1-D arrays of any integer dtype; memory holds a single
-    chunk.
+    Processes may race to write the same content. ``chunks`` are 1-D arrays with any integer dtype; memory holds a
+    single chunk.
 
     Raises:
-        DataError: a token does not fit ``dtype``, there are more than 2**31 - 1 tokens, or the file system fails.
+        DataError: A token does not fit ``dtype``, there are more than 2**31 - 1 tokens, or the file system fails.
         ValueError: ``dtype`` is neither uint16 nor uint32, or a chunk is not a 1-D array of integers.
     """
     path, count, dtype = Path(path), 0, np.dtype(dtype).newbyteorder("<")

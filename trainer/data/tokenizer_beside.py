@@ -1,4 +1,4 @@
-"""The tokenizer beside weights, which is that of a run's texts unless the run names another."""
+"""The tokenizer beside weights, which a run's texts use unless the run names another."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trainer.data.byte_level import bytes_tokenizer
 from trainer.data.section import TOKEN_KINDS, DataSection
 from trainer.data.text import BYTES, TOKENIZER, TOKENIZER_CONFIG, read_tokenizer
 
-# What tokenizers of transformers save themselves as.
+# The files transformers tokenizers are saved as.
 TOKENIZER_FILES = (
     TOKENIZER,
     TOKENIZER_CONFIG,
@@ -27,21 +27,21 @@ _OTHER_VOCABULARIES = ("tokenizer.model", "vocab.json")
 
 
 def tokenizer_files_in(folder: Path) -> dict[str, Path]:
-    """Return the tokenizer files in a folder, by name."""
+    """Return a folder's tokenizer files, by name."""
     return {name: folder / name for name in TOKENIZER_FILES if is_file(folder / name)}
 
 
 def with_tokenizer(section: DataSection, files: Mapping[str, Path]) -> str | None:
-    """Return `data.tokenizer` of texts trained on with weights: theirs, unless the section names one.
+    """Return `data.tokenizer` for training on texts: the weights' tokenizer, unless the section names another.
 
     Args:
-        files: the tokenizer files beside the weights, by name.
+        files: The tokenizer files beside the weights, by name.
 
     Returns:
-        None for the tokenizer of bytes, and for files of tokens, whose tokenizer is not known.
+        None for the byte tokenizer, and for tokenized files, whose tokenizer is unknown.
 
     Raises:
-        DataError: the weights have a tokenizer in another form, or it cannot be read.
+        DataError: The weights have a tokenizer in another form, or it cannot be read.
     """
     if section.kind in TOKEN_KINDS or section.tokenizer is not None:
         return section.tokenizer

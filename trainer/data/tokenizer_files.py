@@ -1,7 +1,7 @@
-"""The tokenizer of a run as files for transformers beside a model.
+"""A run's tokenizer as transformers files beside a model.
 
-Needs no `tokenizers` package. A tokenizer is copied byte for byte, unless it adds tokens to every text by itself,
-truncates, pads or drops out: a run trains without all of this, and so does the copy.
+Does not need the `tokenizers` package. A tokenizer is copied byte for byte, unless it adds tokens to every text,
+truncates, pads or drops out: a run trains without all this, and so does the copy.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ _log = logging.getLogger(__name__)
 
 
 def tokenizer_files(section: DataSection, *, rows: int, bos: int, eos: int, positions: int) -> dict[str, bytes]:
-    """Return the files by name; none for token files if `section.tokenizer` does not name their tokenizer.
+    """Return the files by name. Empty if the data is tokenized and `section.tokenizer` does not name its tokenizer.
 
-    A mismatch of the model's and the tokenizer's end of text is logged.
+    A mismatch between the model's and the tokenizer's end of text is logged.
 
     Args:
-        rows: the model's vocabulary size.
-        bos: the model's `bos_token_id`; it becomes the tokenizer's if it is a special token there.
-        eos: the same for the end of text.
-        positions: the model's context length in tokens.
+        rows: The model's vocabulary size.
+        bos: The model's `bos_token_id`. It becomes the tokenizer's if it is a special token there.
+        eos: The model's `eos_token_id`, with the same rule.
+        positions: The model's context length in tokens.
 
     Raises:
-        DataError: the tokenizer cannot be read, is not a JSON object with a vocabulary, or has more tokens than rows.
+        DataError: The tokenizer cannot be read, is not a JSON object with a vocabulary, or has more tokens than rows.
     """
     if section.kind in TOKEN_KINDS and section.tokenizer is None:
         return {}
@@ -41,7 +41,7 @@ def tokenizer_files(section: DataSection, *, rows: int, bos: int, eos: int, posi
     where = path or BYTES
     raw, tokens, special = _as_trained(bytes_tokenizer() if path is None else read_tokenizer(path), where, rows)
     end = END_OF_TEXT if path is None else end_of_text_name(path, tokens, special.values())
-    # Any other token would become a special one for transformers, and texts would be tokenized differently.
+    # transformers would turn any other token into a special token, and tokenize texts differently.
     special |= {tokens[name]: name for name in (*END_OF_TEXT_NAMES, end or "") if name in tokens}
     if eos not in special:
         number = "ID" if end is None else tokens[end]
@@ -67,7 +67,7 @@ def require_rows(tokenizer: Path, rows: int) -> None:
     """Refuse a ``tokenizer.json`` with more tokens than a model has rows.
 
     Raises:
-        DataError: it has, or cannot be read.
+        DataError: The tokenizer has more tokens, or cannot be read.
     """
     _as_trained(read_tokenizer(tokenizer), tokenizer, rows)
 
@@ -85,7 +85,7 @@ def _as_trained(raw: bytes, where: object, rows: int) -> tuple[bytes, dict[str, 
         added = {str(entry["content"]): entry["id"] for entry in entries}
         special = {added[entry["content"]]: entry["content"] for entry in entries if entry["special"]}
         vocabulary = table["model"]["vocab"]
-        if not isinstance(vocabulary, Mapping):  # tokens with their scores, whose places are their ids
+        if not isinstance(vocabulary, Mapping):  # a list of (token, score), indexed by id
             vocabulary = {name: number for number, (name, _) in enumerate(vocabulary)}
         tokens = {**vocabulary, **added}
         largest = max(map(operator.index, tokens.values()), default=0)
