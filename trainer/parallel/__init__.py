@@ -1,1 +1,1 @@
-"""Parallelism, applied to a single-device model from outside: a module per axis."""
+"""Parallelism, applied to a single-device model from outside, with a module per axis."""

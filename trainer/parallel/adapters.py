@@ -1,8 +1,8 @@
-"""Low-rank adapters on the projections of a model, added from outside, and their division over tensor-parallel ranks.
+"""Low-rank adapters, added to a model's projections from outside and divided over tensor-parallel ranks.
 
-A projection cut by its outputs has A whole and B cut, a projection cut by its inputs A cut and B whole. The product of
-the two is added to the projection's own before tensor parallelism sums or gathers it, and costs no further message in
-the forward pass. The gradient of a whole factor is a sum over ranks, each of which has a part of it.
+In a column-parallel projection A is whole and B is cut; in a row-parallel projection A is cut and B is whole. Their
+product is added to the projection's own before tensor parallelism sums or gathers it, so the forward pass needs no
+further message. A whole factor's gradient is a sum over ranks, because each rank computes a part.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from models.layers import seed_site
 from models.network import Model
 from models.spec import Cut
 
-_FIRST_SITE = 1 << 32  # sites below it are those of `models.layers.Site`
+_FIRST_SITE = 1 << 32  # `models.layers.Site` uses the sites below it
 
 
 def add_adapters(model: Model, mesh: DeviceMesh | None) -> None:
-    """Give every adapted projection of a model, or of a stage of it, its factors A and B, without values.
+    """Add the factors A and B, without values, to each adapted projection in a model or stage.
 
-    After tensor parallelism, before FSDP2.
+    Call it after tensor parallelism and before FSDP2.
 
     Args:
-        mesh: the one-dimensional tensor-parallel mesh of the model, or None.
+        mesh: The model's one-dimensional tensor-parallel mesh, or None.
     """
     config, spec = model.config, spec_of(model.config)
     tensors = adapter_tensors(config)
@@ -49,7 +49,7 @@ def add_adapters(model: Model, mesh: DeviceMesh | None) -> None:
                 tensor = tensors[stored_name(f"{module}.{factor}.weight")]
                 projection.add_module(factor, _Factor(tensor, mesh, _placement(factor, cut, tensor)))
             update = _Update(scale_of(config), dropout, cut, mesh)
-            # In front of the hooks by which tensor parallelism lays out the output.
+            # Before the hooks in which tensor parallelism lays out the output.
             projection.register_forward_hook(update, prepend=True)
             dropouts.append(dropout)
         if config.lora.dropout:
@@ -57,7 +57,7 @@ def add_adapters(model: Model, mesh: DeviceMesh | None) -> None:
 
 
 def _placement(factor: str, cut: Cut, tensor: StoredTensor) -> Placement:
-    """Return how a factor is divided: A [rank, in] by inputs, B [..., out, rank] by outputs, or not at all."""
+    """Return a factor's placement: A [rank, in] cut by inputs, B [..., out, rank] cut by outputs, or replicated."""
     match factor, cut:
         case "lora_A", Cut.rows:
             return Shard(1)
@@ -68,7 +68,7 @@ def _placement(factor: str, cut: Cut, tensor: StoredTensor) -> Placement:
 
 
 def _pass_key(dropouts: list[AdapterDropout], _: nn.Module, inputs: tuple[object, ...]) -> None:
-    """Give the dropout key of a block, its last input, to its adapters: also where the block is computed again."""
+    """Pass a block's dropout key, its last input, to its adapters. Also runs when the block is recomputed."""
     key = inputs[-1]
     assert key is None or isinstance(key, int)
     for dropout in dropouts:
@@ -76,7 +76,7 @@ def _pass_key(dropouts: list[AdapterDropout], _: nn.Module, inputs: tuple[object
 
 
 class _Factor(nn.Module):
-    """A factor of an adapter, `weight` in its live form."""
+    """An adapter factor, with `weight` in its live form."""
 
     def __init__(self, tensor: StoredTensor, mesh: DeviceMesh | None, placement: Placement) -> None:
         super().__init__()
@@ -86,12 +86,12 @@ class _Factor(nn.Module):
 
 @dataclass(slots=True)
 class AdapterDropout:
-    """The dropout of the input of an adapter; its mask depends on key, module, layer and shard alone.
+    """Dropout on an adapter's input. Its mask depends only on key, module, layer and shard.
 
     Args:
-        module: the name of the projection within its block.
-        shard: the tensor-parallel coordinate where ranks hold different parts of the input, else 0.
-        key: of the current pass; None for no dropout.
+        module: The projection's name within its block.
+        shard: The tensor-parallel coordinate if ranks hold different parts of the input, else 0.
+        key: The current pass's key. None disables dropout.
     """
 
     p: float
@@ -101,7 +101,7 @@ class AdapterDropout:
     key: int | None = None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Drop elements of `x`, of any shape."""
+        """Drop elements of `x`, which has any shape."""
         if self.key is None or self.p == 0:
             return x
         site = _FIRST_SITE + xxhash.xxh32_intdigest(self.module.encode())
@@ -111,7 +111,7 @@ class AdapterDropout:
 
 @dataclass(frozen=True, slots=True)
 class _Update:
-    """A hook to add `scale B A x` to the output of a projection, as PEFT's `Linear.forward` does."""
+    """A hook adding `scale B A x` to a projection's output, as PEFT's `Linear.forward` does."""
 
     scale: float
     dropout: AdapterDropout
@@ -134,7 +134,7 @@ class _Update:
         return output + DTensor.from_local(product, self.mesh, (placement,), run_check=False)
 
     def _product(self, x: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-        """Return [..., out], or [..., parts, out] of a fused projection."""
+        """Return the update [..., out], or [..., parts, out] for a fused projection."""
         low = F.linear(self.dropout(x), first.to(x.dtype))
         product = F.linear(low, second.to(x.dtype).flatten(0, -2)) * self.scale
         return product.view(*x.shape[:-1], *second.shape[:-1])

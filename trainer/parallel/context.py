@@ -1,4 +1,4 @@
-"""The parallel axes of a run, as training and evaluation use them."""
+"""A run's parallel axes, as training and evaluation use them."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from trainer.parallel.reduction import GradientReduction
 
 @dataclass(frozen=True, slots=True)
 class ParallelContext:
-    """The parallel axes of size greater than 1, with the groups and functions of an iteration.
+    """The parallel axes larger than 1, with an iteration's process groups and functions.
 
     Args:
-        reduction: makes the gradients of an iteration the mean over its global batch.
-        lanes: the lanes of an iteration, if losses and gradients have the same bits on any number of ranks, else None.
-        needs_loss_parallel: whether torch's `loss_parallel` computes the loss, of logits sharded over ranks.
-        loss: the mean cross entropy of this rank's logits and targets.
-        gather_logits: gathers the logits [batch, local rows] of a position over the vocabulary; a collective call
-            with tensor parallelism, the identity without.
-        pipeline: this rank's stages, or None.
-        embedding_group: the group over which tied embeddings of the first and last stage sum their gradients, or None.
-        reports_loss: whether this rank's losses count in the mean; of replicas, a single rank's do.
-        grad_norm_shares: this rank's parameters in the gradient norm.
-        form: of the windows of micro batches.
-        waits_in_passes: whether ranks exchange messages within the forward and backward pass.
+        reduction: Turns an iteration's gradients into the mean over its global batch.
+        lanes: An iteration's lanes, if losses and gradients have the same bits on any number of ranks. Otherwise None.
+        needs_loss_parallel: Whether torch's `loss_parallel` computes the loss, from logits sharded over ranks.
+        loss: Returns the mean cross entropy, given this rank's logits and targets.
+        gather_logits: Gathers a position's logits [batch, local rows] over the vocabulary. A collective call with
+            tensor parallelism, the identity without it.
+        pipeline: This rank's stages, or None.
+        embedding_group: The process group in which the first and last stage sum a tied embedding's gradients, or None.
+        reports_loss: Whether this rank's losses count in the mean. Among replicas, only a single rank's do.
+        grad_norm_shares: This rank's parameters in the gradient norm.
+        form: The form of micro-batch windows.
+        waits_in_passes: Whether ranks exchange messages during forward and backward passes.
     """
 
     reduction: GradientReduction
@@ -50,11 +50,11 @@ class ParallelContext:
 
     @property
     def grad_norm_parameters(self) -> list[nn.Parameter]:
-        """Return the parameters counted by this rank in the gradient norm if the first of all replicas counts."""
+        """Return the parameters counted by this rank in the gradient norm if only the first replica counts."""
         return [share.parameter for share in self.grad_norm_shares if share.index == 0]
 
     def loss_context(self) -> contextlib.AbstractContextManager[None]:
-        """Return the context in which a loss over sharded logits is computed and differentiated."""
+        """Return the context for computing and differentiating a loss over sharded logits."""
         if not self.needs_loss_parallel:
             return contextlib.nullcontext()
         from torch.distributed.tensor.parallel import loss_parallel

@@ -1,4 +1,4 @@
-"""Data parallelism: ZeRO stages 1 to 3 with torch's FSDP2, stage 0 with an all-reduce of full gradients."""
+"""Data parallelism: ZeRO stages 1 to 3 with torch's FSDP2, and stage 0 with an all-reduce over full gradients."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from reprise.torch_private import _flatten_dense_tensors, _unflatten_dense_tenso
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
-# Gradients are reduced in buckets of this size, as DistributedDataParallel does by default.
+# The bucket size for gradient reduction, DistributedDataParallel's default.
 BUCKET_BYTES = 25 << 20
 
 T = TypeVar("T")
@@ -33,22 +33,22 @@ def shard(
     compute_dtype: torch.dtype,
     rest_dtype: torch.dtype,
 ) -> None:
-    """Shard the rows of each parameter over the last dimension of a mesh; stage 0 leaves the model unchanged.
+    """Shard each parameter's rows over a mesh's last dimension. Stage 0 leaves the model unchanged.
 
-    Over a first dimension of a two-dimensional mesh, FSDP2 keeps copies.
+    On a two-dimensional mesh, FSDP2 keeps copies over the first dimension.
 
-    Every block is its own FSDP group. All other parameters form a single group, because separate groups would untie
-    the embedding from the output layer.
+    Every block is its own FSDP group. All other parameters form a single group, because separate groups would untie the
+    embedding from the output layer.
 
     Args:
-        compute_dtype: in which the parameters of the blocks are gathered.
-        rest_dtype: the same of all other parameters.
+        compute_dtype: The dtype in which block parameters are gathered.
+        rest_dtype: The dtype in which all other parameters are gathered.
     """
     if zero_stage == 0:
         return
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    # Logits sharded over tensor-parallel ranks are a view. FSDP2 warns about in-place changes of views; none are made.
+    # Logits sharded over tensor-parallel ranks are a view. FSDP2 warns about in-place changes to views; there are none.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     reshard_after_forward = zero_stage == 3
 
@@ -61,15 +61,15 @@ def shard(
 
 
 def sharded_modules(model: nn.Module) -> list[FSDPModule]:
-    """Return the FSDP2 modules of a model."""
+    """Return a model's FSDP2 modules."""
     return [cast("FSDPModule", module) for module in model.modules() if is_fsdp_module(module)]
 
 
 def set_gradient_sync(model: nn.Module, *, is_on: bool, over_copies: bool = True) -> None:
-    """Set whether the next backward pass of a sharded model reduces gradients over ranks.
+    """Set whether the next backward pass reduces a sharded model's gradients over ranks.
 
     Args:
-        over_copies: over the copies of the state too, and not only over the ranks of each.
+        over_copies: Whether to reduce over the state's copies too, and not only over each copy's ranks.
     """
     if is_fsdp_module(model):
         module = cast("FSDPModule", model)
@@ -79,18 +79,18 @@ def set_gradient_sync(model: nn.Module, *, is_on: bool, over_copies: bool = True
 
 
 def passes_of(model: nn.Module, count: int, share: float) -> int:
-    """Return the number of passes of a rank with `count` micro batches in an iteration.
+    """Return a rank's pass count in an iteration, given its `count` micro-batches.
 
-    With FSDP2 a pass is a collective call, so all ranks have as many as the rank with the most micro batches.
+    With FSDP2 a pass is a collective call, so all ranks make as many passes as the rank with the most micro-batches.
 
     Args:
-        share: the mean number of micro batches of a data-parallel rank.
+        share: The mean micro-batch count per data-parallel rank.
     """
     return math.ceil(share) if is_fsdp_module(model) else count
 
 
 def buckets(items: Iterable[T], nbytes: Callable[[T], int]) -> Iterator[list[T]]:
-    """Yield lists of successive items, a list per collective call; it ends once it has `BUCKET_BYTES` or more."""
+    """Group successive items into lists, each for a collective call. A list ends at `BUCKET_BYTES` or more."""
     bucket, size = list[T](), 0
     for item in items:
         bucket.append(item)
@@ -103,7 +103,7 @@ def buckets(items: Iterable[T], nbytes: Callable[[T], int]) -> Iterator[list[T]]
 
 
 def average_gradients(parameters: Iterable[nn.Parameter], mesh: DeviceMesh) -> None:
-    """Average full gradients over a 1-D mesh, in place, in buckets. A collective call."""
+    """Average full gradients over a 1-D mesh, in place and in buckets. A collective call."""
     gradients = (local_of(parameter.grad) for parameter in parameters if parameter.grad is not None)
     for bucket in buckets(gradients, lambda gradient: gradient.nbytes):
         _average(bucket, mesh)

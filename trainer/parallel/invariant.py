@@ -1,8 +1,8 @@
-"""The same gradient, bit for bit, on any number of data-parallel ranks: lanes of micro batches, added in a tree.
+"""The same gradient, bit for bit, on any number of data-parallel ranks: lanes of micro-batches, added in a tree.
 
-The gradient of a parameter is the sum of the lanes' gradients in the tree of `trainer.parallel.lanes`, divided once by
-the number of micro batches. `ShardedLanes` reduces every lane over ranks and adds the rest of the tree in shards;
-`LocalLanes` adds a block of lanes on the rank and reduces once. Both have the same tree.
+A parameter's gradient is the sum of its lane gradients, added in the tree from `trainer.parallel.lanes` and divided
+once by the micro-batch count. `ShardedLanes` reduces every lane over ranks and adds the tree's upper levels in shards.
+`LocalLanes` adds a block of lanes on the rank and reduces once. Both use the same tree.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from trainer.parallel.reduction import GradientReduction
 
 
 class ShardedLanes(GradientReduction):
-    """ZeRO stages 2 and 3: FSDP2 reduces every lane over ranks, and sharded sums wait for their partner in the tree.
+    """Reduction for ZeRO stages 2 and 3: FSDP2 reduces every lane over ranks, then sharded sums are added in the tree.
 
     Args:
-        model: sharded over data-parallel ranks.
-        parameters: its trainable parameters.
-        copies: the group of the ranks with the same shards, or None.
+        model: A model sharded over data-parallel ranks.
+        parameters: Its trainable parameters.
+        copies: The process group of ranks with the same shards, or None.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class ShardedLanes(GradientReduction):
         self._sum = PairwiseSum[list[torch.Tensor]](_add_all)
         for module in sharded_modules(model):
             module.set_custom_reduce_scatter(TreeReduceScatter())
-            # The sum, not the mean over ranks.
+            # Sum over ranks; do not average.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
         output = keep_ends_apart(model, lanes)
@@ -64,36 +64,36 @@ class ShardedLanes(GradientReduction):
 
     def after_backward(self, number: int) -> None:
         if self._ends_lane():
-            self._sum.push([_taken(parameter) for parameter in self._parameters])
+            self._sum.push([_take_gradient(parameter) for parameter in self._parameters])
 
     def finish(self) -> None:
         totals = self._sum.take()
         if self._copies is not None:
-            bucketed = buckets(totals, lambda total: total.nbytes)
-            totals = [total for bucket in bucketed for total in _summed(bucket, self._copies)]
+            grouped = buckets(totals, lambda total: total.nbytes)
+            totals = [total for bucket in grouped for total in _sum_gradients(bucket, self._copies)]
         _set_means(self._parameters, totals, self._lanes.micro_batches)
 
     def _ends_lane(self) -> bool:
         return self._passes % self._lanes.length == 0
 
     def _add_output_gradient(self, output: OutputGradient, table: torch.Tensor) -> None:
-        """Complete the unsharded gradient of a tied table at the end of a lane, before FSDP2 reduces it."""
+        """Complete a tied table's unsharded gradient at the end of a lane, before FSDP2 reduces it."""
         if self._ends_lane():
             assert table.grad is not None
             table.grad.add_(output.take())
 
 
 class LocalLanes(GradientReduction):
-    """A single rank, ZeRO stages 0 and 1, and pipelines: a rank adds a block of lanes before any reduction over ranks.
+    """Reduction for a single rank, ZeRO stages 0 and 1, and pipelines: a rank adds a block of lanes, then ranks reduce.
 
-    Autograd's gradients are taken parameter by parameter as they are accumulated, so this works inside torch's pipeline
-    schedules, which run the backward passes of every stage in the order of the micro batches.
+    It takes each parameter's gradient as soon as autograd accumulates it, so it works inside torch's pipeline
+    schedules, which run every stage's backward passes in micro-batch order.
 
     Args:
-        models: this rank's stages.
-        data: the mesh of the data-parallel ranks, or of those of a copy, or None.
-        copies: see `ShardedLanes`.
-        embedding_group: see `ParallelContext`.
+        models: This rank's stages.
+        data: The mesh of the data-parallel ranks, or of a single copy's ranks, or None.
+        copies: See `ShardedLanes`.
+        embedding_group: See `ParallelContext`.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class LocalLanes(GradientReduction):
             set_gradient_sync(model, is_on=False)
 
     def after_backward(self, number: int) -> None:
-        """The hooks have added the gradients."""
+        """Do nothing: the hooks have added the gradients."""
 
     def finish(self) -> None:
         for bucket in buckets(self._sums, lambda sums: 4 * prod(sums.parameter.shape)):
@@ -137,25 +137,27 @@ class LocalLanes(GradientReduction):
             parameters = [sums.parameter for sums in bucket]
             if self._group is not None:
                 totals = (
-                    _scattered(parameters, totals, self._group) if self._is_sharded else _summed(totals, self._group)
+                    _sum_scatter_gradients(parameters, totals, self._group)
+                    if self._is_sharded
+                    else _sum_gradients(totals, self._group)
                 )
             if self._copies is not None:
-                totals = _summed(totals, self._copies)
+                totals = _sum_gradients(totals, self._copies)
             _set_means(parameters, totals, self._lanes.micro_batches)
 
 
 class _LaneSums:
-    """The sums of a parameter's gradients: within the current lane, and of complete lanes.
+    """Sums of a parameter's gradients: over the current lane, and over complete lanes.
 
     Args:
-        parameter: its `grad` is set at the end of an iteration.
-        length: the micro batches of a lane.
+        parameter: The parameter, whose `grad` is set at the end of an iteration.
+        length: Micro-batches per lane.
     """
 
     def __init__(self, parameter: nn.Parameter, length: int) -> None:
         self.parameter = parameter
-        self.output: OutputGradient | None = None  # of a tied table, where this rank has both ends
-        self.waits = False  # where another rank has the other end: lanes are added after those of both are
+        self.output: OutputGradient | None = None  # for a tied table with both ends on this rank
+        self.waits = False  # another rank has the other end: lanes wait until both ends' gradients are added
         self._length = length
         self._passes = 0
         self._lane: torch.Tensor | None = None
@@ -163,7 +165,7 @@ class _LaneSums:
         self._sum = PairwiseSum[torch.Tensor](torch.Tensor.add_)
 
     def accumulate(self, unsharded: torch.Tensor) -> None:
-        """Take the gradient of a micro batch from the parameter as the backward pass uses it."""
+        """Take a micro-batch's gradient from the unsharded parameter used by the backward pass."""
         gradient, unsharded.grad = unsharded.grad, None
         assert gradient is not None
         self._lane = gradient.float() if self._lane is None else self._lane.add_(gradient)
@@ -179,19 +181,22 @@ class _LaneSums:
             self._sum.push(lane)
 
     def total(self, embedding_group: dist.ProcessGroup | None) -> torch.Tensor:
-        """Return the sum of all lanes on this rank. A collective call of both ends of a tied table."""
+        """Return the sum of all lanes on this rank.
+
+        A collective call for a tied table, on the two ranks with its ends.
+        """
         for lane in self._waiting:
-            dist.all_reduce(lane, group=embedding_group)  # of two ranks, so there is but one order
+            dist.all_reduce(lane, group=embedding_group)  # two ranks, so there is only one order
             self._sum.push(lane)
         self._waiting = []
         return self._sum.take()
 
 
 def keep_ends_apart(model: Model, lanes: Lanes) -> OutputGradient | None:
-    """Let the output layer accumulate its gradient of a tied table apart.
+    """Make the output layer accumulate a tied table's gradient separately, and return the accumulator.
 
-    None if the model does not have both ends, or if a single function adds the two sums of a lane of a micro batch, or
-    if the table is frozen.
+    Returns None without both ends in the model, with a frozen table, or if a lane is a single micro-batch and a fused
+    function adds both ends' gradients.
     """
     embedding = model.tied_embedding()
     if embedding is None or not embedding.weight.requires_grad:
@@ -204,10 +209,10 @@ def keep_ends_apart(model: Model, lanes: Lanes) -> OutputGradient | None:
 
 
 def _unsharded(model: Model) -> list[tuple[nn.Parameter, torch.Tensor]]:
-    """Return every trainable parameter with its target of accumulation in a backward pass. Collective.
+    """Return each trainable parameter with the tensor that accumulates its gradient in a backward pass. Collective.
 
-    The second is the same object for all iterations; without FSDP2 it is the parameter itself. FSDP2 modules are
-    gathered singly, since a complete model may not fit into the memory of a rank.
+    That tensor is the same object in all iterations. Without FSDP2 it is the parameter itself. FSDP2 modules are
+    gathered individually, because a complete model may not fit into a rank's memory.
     """
     parameters = dict(model.named_parameters())
     unsharded = dict(parameters)
@@ -220,13 +225,13 @@ def _unsharded(model: Model) -> list[tuple[nn.Parameter, torch.Tensor]]:
 
 
 def _over_tensor_parallel(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Return the local gradient, summed over tensor-parallel ranks where each has it for its part of the input."""
+    """Return the local gradient, summed over tensor-parallel ranks if each computed only its part of the input."""
     if is_dtensor(gradient) and is_dtensor(parameter):
         return local_of(gradient.redistribute(placements=parameter.placements))  # type: ignore[attr-defined]
     return gradient
 
 
-def _taken(parameter: nn.Parameter) -> torch.Tensor:
+def _take_gradient(parameter: nn.Parameter) -> torch.Tensor:
     gradient, parameter.grad = parameter.grad, None
     assert gradient is not None
     return local_of(gradient)
@@ -237,18 +242,18 @@ def _add_all(first: list[torch.Tensor], second: list[torch.Tensor]) -> list[torc
     return first
 
 
-def _summed(gradients: list[torch.Tensor], group: dist.ProcessGroup) -> list[torch.Tensor]:
-    """Return the sums over ranks of equal parts of gradients. A collective call."""
+def _sum_gradients(gradients: list[torch.Tensor], group: dist.ProcessGroup) -> list[torch.Tensor]:
+    """Sum gradients with equal shapes over ranks. A collective call."""
     total = sum_all(_flatten_dense_tensors(gradients), group)  # type: ignore[no-untyped-call]
     return list(_unflatten_dense_tensors(total, gradients))  # type: ignore[no-untyped-call]
 
 
-def _scattered(
+def _sum_scatter_gradients(
     parameters: Sequence[nn.Parameter], gradients: list[torch.Tensor], group: dist.ProcessGroup
 ) -> list[torch.Tensor]:
     """Return this rank's rows of the sums over ranks, as FSDP2 shards the parameters. A collective call."""
     ranks = dist.get_world_size(group)
-    # Like FSDP2, cut rows as `torch.chunk` does, and pad every gradient to chunks of one size.
+    # Like FSDP2, cut rows as `torch.chunk` does, and pad every gradient to equal chunks.
     chunks = torch._chunk_cat(gradients, 0, ranks)
     chunk = sum_scatter(chunks.flatten(), group)
     sizes = [-(-gradient.shape[0] // ranks) * prod(gradient.shape[1:]) for gradient in gradients]

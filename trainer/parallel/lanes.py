@@ -1,4 +1,4 @@
-"""Deals the micro batches of an iteration into lanes, whose gradients are added in a fixed binary tree. Pure."""
+"""Distributes an iteration's micro-batches over lanes, whose gradients are added in a fixed binary tree. Pure."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ _Value = TypeVar("_Value")
 
 @dataclass(frozen=True, slots=True)
 class Lanes:
-    """The lanes of an iteration: lane l holds micro batches l * length to (l + 1) * length, added in order.
+    """An iteration's lanes. Lane l holds micro-batches l * length to (l + 1) * length, added in order.
 
-    The sums of the lanes are added as a balanced binary tree: (0 + 1), (2 + 3), then the pairs, and so on. A rank adds
-    its lanes, and ranks add the rest, so the tree is the same for every number of data-parallel ranks that divides
-    `count`.
+    Lane sums are added in a balanced binary tree: (0 + 1), (2 + 3), then pairs, and so on. A rank adds its own lanes,
+    and ranks add the upper levels, so the tree is the same for any number of data-parallel ranks dividing `count`.
 
     Args:
-        count: a power of two; the largest number of data-parallel ranks.
-        micro_batches: in an iteration, over all ranks; a multiple of `count`.
+        count: The lane count, a power of two. Also the largest number of data-parallel ranks.
+        micro_batches: The micro-batch count in an iteration over all ranks, a multiple of `count`.
     """
 
     count: int
@@ -27,32 +26,32 @@ class Lanes:
 
     @property
     def length(self) -> int:
-        """Return how many micro batches a lane has."""
+        """Return the micro-batch count per lane."""
         return self.micro_batches // self.count
 
     def of_rank(self, rank: int, ranks: int, *, blocks: int) -> list[int]:
-        """Return the lanes of a data-parallel rank, in order.
+        """Return a data-parallel rank's lanes, in order.
 
         Args:
-            blocks: of contiguous lanes, each of as many ranks. The lowest levels of the tree within a block are sums
-                over its ranks, so neighbors have neighboring lanes. With a block for each rank, a rank adds its own
-                before anything is sent.
+            blocks: The number of blocks. Each has contiguous lanes and an equal number of ranks. The lowest tree levels
+                within a block are sums over its ranks, so neighboring ranks have neighboring lanes. With one block per
+                rank, each rank adds its own lanes before it sends anything.
         """
         size, members = self.count // blocks, ranks // blocks
         block, place = divmod(rank, members)
         return list(range(block * size + place, (block + 1) * size, members))
 
     def micro_batches_of(self, rank: int, ranks: int, *, blocks: int) -> list[int]:
-        """Return the numbers in the iteration of a rank's micro batches, lane by lane."""
+        """Return the numbers of a rank's micro-batches within the iteration, lane by lane."""
         lanes = self.of_rank(rank, ranks, blocks=blocks)
         return [lane * self.length + number for lane in lanes for number in range(self.length)]
 
 
 class PairwiseSum(Generic[_Value]):
-    """Adds values in a balanced binary tree as they come; it holds a partial sum per bit of their number.
+    """Adds values in a balanced binary tree as they arrive. It holds a partial sum per bit of their count.
 
     Args:
-        add: returns the sum of two values; it may reuse the memory of either.
+        add: Returns the sum of two values. It may reuse either value's memory.
     """
 
     def __init__(self, add: Callable[[_Value, _Value], _Value]) -> None:
@@ -63,25 +62,25 @@ class PairwiseSum(Generic[_Value]):
     def push(self, value: _Value) -> None:
         """Add the next value."""
         count = self._count
-        while count & 1:  # a sum of as many values as `value` now stands for is waiting
+        while count & 1:  # a partial sum over as many values as `value` is waiting
             value = self._add(self._partial.pop(), value)
             count >>= 1
         self._partial.append(value)
         self._count += 1
 
     def take(self) -> _Value:
-        """Return the sum of all values, whose number is a power of two, and start over."""
+        """Return the sum of all values and start over. Their count must be a power of two."""
         (total,) = self._partial
         self._count, self._partial = 0, []
         return total
 
 
 def invariant_ranks_problems(count: int, *, ranks: int, micro_batches: int) -> list[str]:
-    """Return the problems of `parallel.invariant_ranks=count`, with the possible numbers.
+    """Return the problems with `parallel.invariant_ranks=count`, naming the possible values.
 
     Args:
-        ranks: the data-parallel ranks.
-        micro_batches: in an iteration, over all ranks.
+        ranks: The number of data-parallel ranks.
+        micro_batches: The micro-batch count in an iteration over all ranks.
     """
     powers = [1 << power for power in range(micro_batches.bit_length()) if micro_batches % (1 << power) == 0]
     counts = [power for power in powers if power % ranks == 0]
@@ -96,5 +95,5 @@ def invariant_ranks_problems(count: int, *, ranks: int, micro_batches: int) -> l
 
 
 def listed(numbers: list[int]) -> str:
-    """Return numbers as "1, 2 or 4"."""
+    """Format numbers as "1, 2 or 4"."""
     return " or ".join(", ".join(map(str, numbers)).rsplit(", ", 1))

@@ -1,4 +1,4 @@
-"""Builds torch's device mesh and the grid of a pipeline rank from a topology."""
+"""Builds torch's device mesh and a pipeline rank's grid from a topology."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from trainer.parallel.topology import Topology
 
 
 def build_mesh(topology: Topology, device_type: str) -> DeviceMesh:
-    """Return the mesh of all ranks with `Topology.mesh_axes`. A collective call of all ranks."""
+    """Return the mesh over all ranks, with `Topology.mesh_axes`. A collective call on all ranks."""
     axes = topology.mesh_axes
     return init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
 
 def stage_grid(topology: Topology, pp: int) -> Grid:
-    """Return the ranks with the stages of pipeline rank `pp`, on the axes after pp."""
+    """Return the grid of ranks with pipeline rank `pp`'s stages, on the axes after pp."""
     axes = topology.mesh_axes
     ranks = np.arange(topology.world_size).reshape(tuple(axes.values()))
     return Grid(ranks[pp], tuple(axes)[1:])

@@ -1,4 +1,4 @@
-"""Pipeline parallelism: the layers of each stage, and torch's 1F1B and interleaved schedules over the stages.
+"""Pipeline parallelism: divides layers among stages, and runs torch's 1F1B and interleaved schedules.
 
 Source: Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM".
 """
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 
 def divide_layers(n_layer: int, stages: int) -> list[range]:
-    """Return the layers of each stage: equal shares, and another layer for `n_layer % stages` stages in the middle.
+    """Return each stage's layers: equal shares, plus another layer in `n_layer % stages` middle stages.
 
-    The first and last stages get fewer layers, because they also hold the embedding and the output layer. If the number
-    of smaller stages is odd, the end, where the loss is computed, has more of them. LLaMA-3 405B has 126 layers to
+    The first and last stages get fewer layers, because they also hold the embedding and the output layer. If an odd
+    number of stages is smaller, the extra one is at the end, where the loss is computed. LLaMA-3 405B has 126 layers to
     balance 16 stages in the same way (Grattafiori et al. 2024, "The Llama 3 Herd of Models", section 3.3.2).
     """
     share, more = divmod(n_layer, stages)
@@ -40,7 +40,7 @@ def divide_layers(n_layer: int, stages: int) -> list[range]:
 
 
 def stages_of(n_layer: int, *, pp: int, vpp: int, rank: int) -> list[Stage]:
-    """Return the stages of pipeline rank `rank`: numbers rank, rank + pp, ... of pp * vpp."""
+    """Return the stages on pipeline rank `rank`: numbers rank, rank + pp, ... out of pp * vpp."""
     layers = divide_layers(n_layer, pp * vpp)
     last = pp * vpp - 1
     return [Stage(layers[n], first=n == 0, last=n == last) for n in range(rank, pp * vpp, pp)]
@@ -48,13 +48,13 @@ def stages_of(n_layer: int, *, pp: int, vpp: int, rank: int) -> list[Stage]:
 
 @dataclass(frozen=True, slots=True)
 class BatchShape:
-    """Sizes of the activations between stages.
+    """The activation sizes between stages.
 
     Args:
-        sequence: this rank's part of `seq_length`.
-        width: n_embd.
-        rows: this rank's rows of the padded vocabulary.
-        shards: the virtual shards that the rows are divided into, 0 without any.
+        sequence: This rank's part of `seq_length`.
+        width: The hidden width, n_embd.
+        rows: This rank's rows in the padded vocabulary.
+        shards: How many virtual shards divide the rows. 0 without virtual shards.
     """
 
     micro_batches: int
@@ -68,13 +68,12 @@ class BatchShape:
 
 
 class Pipeline:
-    """The stages of a rank and their schedule. Every rank of the pipeline makes the same calls.
+    """A rank's stages and their schedule. Every rank in the pipeline makes the same calls.
 
     Args:
-        loss: called on the last stage with the logits and targets of a micro batch.
-        takes_mean: whether gradients are divided by the number of this rank's micro batches after the last.
-        form: see `ParallelContext`. Every rank has the windows, so each stage gets their documents from its
-            own rank.
+        loss: Called on the last stage with a micro-batch's logits and targets.
+        takes_mean: Whether to divide gradients by this rank's micro-batch count after the last micro-batch.
+        form: See `ParallelContext`. Every rank has the windows, so each stage reads their documents locally.
     """
 
     def __init__(
@@ -109,30 +108,30 @@ class Pipeline:
         self._loss = loss
         self._form = form
         self._on_logits: Callable[[torch.Tensor], None] | None = None
-        # By the number of micro batches; they share the stages, which keep what they receive of each.
+        # By micro-batch count. They share the stages, which keep receive buffers for each micro-batch.
         self._schedules: dict[int, PipelineScheduleSingle | PipelineScheduleMulti] = {}
 
     def forward_backward(self, windows: torch.Tensor, keys: torch.Tensor) -> list[torch.Tensor]:
-        """Accumulate the gradients of the loss; return the loss of each micro batch on the last stage, else [].
+        """Accumulate the loss gradients. Return each micro-batch's loss on the last stage, else [].
 
         Args:
-            windows: int64 [samples of this coordinate, seq_length + 1], a multiple of the micro batch size.
-            keys: int64 [micro batches], the dropout keys.
+            windows: int64 [samples, seq_length + 1], this coordinate's samples: a multiple of the micro-batch size.
+            keys: int64 [micro-batches], the dropout keys.
         """
         return self._run(self._schedule_of(windows).step, windows, {"dropout_key": keys})
 
     def evaluate(self, windows: torch.Tensor) -> list[torch.Tensor]:
-        """Return the loss of each micro batch on the last stage, else []. Windows have the shape of training."""
+        """Return each micro-batch's loss on the last stage, else []. Windows must have the training shape."""
         losses = self._run(self._schedule_of(windows).eval, windows, {})
         for stage in self._stages:
             _require_gradients(stage)
         return losses
 
     def logits(self, window: torch.Tensor, at: int) -> torch.Tensor | None:
-        """Return the logits [1, local rows] at position `at` of a window on the last stage, else None.
+        """Return a window's logits [1, local rows] at position `at` on the last stage, else None.
 
         Args:
-            window: int64 [1, seq_length + 1]; it is repeated to the batch shape of training.
+            window: int64 [1, seq_length + 1], repeated to fill the training batch.
         """
         captured: list[torch.Tensor] = []
 
@@ -148,7 +147,7 @@ class Pipeline:
         return captured[0] if captured else None
 
     def _schedule_of(self, windows: torch.Tensor) -> PipelineScheduleSingle | PipelineScheduleMulti:
-        """Return the schedule of a batch, and prepare the stages for its number of micro batches."""
+        """Return a batch's schedule, and prepare the stages for its micro-batch count."""
         from torch.distributed.pipelining import Schedule1F1B, ScheduleInterleaved1F1B
 
         count = windows.shape[0] // self._micro_batch_size
@@ -173,7 +172,7 @@ class Pipeline:
     ) -> list[torch.Tensor]:
         losses: list[torch.Tensor] = []
         inputs = self._form.split(windows)
-        # Evaluation with torch 2.11 refuses inputs with other strides than those of `_input`.
+        # torch 2.11 refuses evaluation inputs whose strides differ from those in `_input`.
         arguments = (inputs.tokens.contiguous(),) if self._is_first else ()
         extra = extra | inputs.keywords()
         if self._is_last:
@@ -184,7 +183,7 @@ class Pipeline:
 
 
 def _require_gradients(stage: PipelineStage) -> None:
-    """Let a later step send gradients of received activations: torch 2.11 has none of what an evaluation prepared."""
+    """Make receive buffers require gradients: torch 2.11 leaves that out if an evaluation prepared them."""
     for infos in stage.args_recv_info.values():
         for info in infos:
             if isinstance(buffer := getattr(info, "buffer", None), torch.Tensor):
@@ -214,13 +213,13 @@ def _hidden(shape: BatchShape, device: torch.device) -> torch.Tensor:
 
 
 def embedding_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
-    """Return the group of this rank's first and last stage, None on stages between. A collective call of all ranks.
+    """Return the group with this rank's first and last stage. None on stages between. A collective call on all ranks.
 
     Args:
-        mesh: the mesh of all ranks, pp first.
+        mesh: The mesh over all ranks, pp first.
     """
     local_group: dist.ProcessGroup | None = None
-    columns = mesh.mesh.flatten(1)  # [pp, ranks of a stage]
+    columns = mesh.mesh.flatten(1)  # [pp, ranks per stage]
     for column in range(columns.shape[1]):
         ranks = [int(columns[0, column]), int(columns[-1, column])]
         group = dist.new_group(ranks)
@@ -230,7 +229,7 @@ def embedding_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
 
 
 def sum_tied_gradients(parts: Sequence[Model], group: dist.ProcessGroup) -> None:
-    """All-reduce the gradients of both copies of a tied embedding, which keeps the copies bit-identical."""
+    """All-reduce the gradients for both copies of a tied embedding, which keeps the copies bit-identical."""
     for part in parts:
         for parameter in tied_parameters(part):
             if parameter.grad is not None:
@@ -238,6 +237,6 @@ def sum_tied_gradients(parts: Sequence[Model], group: dist.ProcessGroup) -> None
 
 
 def tied_parameters(part: Model) -> list[nn.Parameter]:
-    """Return the parameters of a stage with a tie to another parameter."""
+    """Return a stage's parameters tied to another parameter."""
     tied = {name for pair in aliases(part.config).items() for name in pair}
     return [parameter for name, parameter in part.named_parameters() if name in tied]

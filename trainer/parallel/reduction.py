@@ -1,4 +1,4 @@
-"""The reduction of gradients over micro batches and ranks: an interface, and the mean in the order of the library."""
+"""Gradient reduction over micro-batches and ranks: the interface, and the mean in the library's own order."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from trainer.parallel.pipeline import sum_tied_gradients
 
 
 class GradientReduction(Protocol):
-    """The reduction of the gradients of an iteration into the mean over its global batch.
+    """Reduces an iteration's gradients to the mean over its global batch.
 
-    Without a pipeline, `before_backward` and `after_backward` are called around the passes of every micro batch. All
-    ranks call `finish` after the last; then `grad` of every parameter is the mean.
+    Without a pipeline, `before_backward` and `after_backward` are called around each micro-batch's passes. All ranks
+    call `finish` after the last micro-batch. Then every parameter's `grad` is the mean.
     """
 
     def loss_divisor(self, share: float) -> float:
-        """Return the number by which the loss of each of this rank's micro batches is divided before its backward.
+        """Return the divisor for each micro-batch loss on this rank, applied before its backward pass.
 
         Args:
-            share: the mean number of micro batches of a data-parallel rank.
+            share: The mean micro-batch count per data-parallel rank.
         """
 
     def before_backward(self, number: int, micro_batches: int) -> None:
-        """Prepare for this rank's pass `number`, from 0, of `micro_batches`."""
+        """Prepare this rank's pass `number`, counted from 0, out of `micro_batches` passes."""
 
     def after_backward(self, number: int) -> None:
-        """Collect the gradients of micro batch `number`."""
+        """Collect the gradients from micro-batch `number`."""
 
     def finish(self) -> None:
         """Reduce over all ranks and set the gradients. A collective call."""
@@ -41,13 +41,13 @@ class GradientReduction(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class MeanReduction(GradientReduction):
-    """Autograd adds the micro batches, FSDP2 or an all-reduce averages over ranks; the order depends on the topology.
+    """Adds micro-batches in autograd, and averages over ranks with FSDP2 or an all-reduce. The topology sets the order.
 
     Args:
-        parameters: this rank's trainable parameters.
-        data: the data-parallel mesh, or None.
-        embedding_group: see `ParallelContext`.
-        has_copies: whether there are several copies of the sharded state, see `parallel.replicate`.
+        parameters: This rank's trainable parameters.
+        data: The data-parallel mesh, or None.
+        embedding_group: See `ParallelContext`.
+        has_copies: Whether the sharded state has several copies, see `parallel.replicate`.
     """
 
     models: Sequence[Model]
@@ -67,7 +67,7 @@ class MeanReduction(GradientReduction):
         set_gradient_sync(model, is_on=self.zero_stage >= 2 or is_last, over_copies=is_last or not self.has_copies)
 
     def after_backward(self, number: int) -> None:
-        """Autograd has added the gradients."""
+        """Do nothing: autograd has added the gradients."""
 
     def finish(self) -> None:
         if self.is_tensor_parallel:

@@ -1,4 +1,4 @@
-"""Products of virtual tensor-parallel shards, whose gradients meet in the memory of one weight without a copy."""
+"""Products of virtual tensor-parallel shards, which write their gradients into one weight's memory without a copy."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 from reprise.tensors import is_dtensor
 from trainer.parallel.shard_sums import ALIGNMENT, is_operand, operand
 
-# The least rows and columns of a matrix that products take in place. Kernels for vectors and narrow matrices add in
-# another order at another stride, those for larger ones copy blocks of a matrix before they multiply.
+# The fewest rows and columns in a matrix that products use in place. Kernels for vectors and narrow matrices add in
+# another order at another stride. Those for larger ones copy a matrix's blocks before they multiply.
 _LEAST = 64
 
 
 class ShardWeight(NamedTuple):
-    """A shard's part of a weight, as a tensor of its own; `number` is that of the part in `memory`."""
+    """A shard's part of a weight, as a separate tensor. `number` is the part's number in `memory`."""
 
     tensor: torch.Tensor
     memory: GradientMemory | None
@@ -23,14 +23,14 @@ class ShardWeight(NamedTuple):
 
 
 class GradientMemory:
-    """The gradient of a weight while the products of its parts compute theirs.
+    """A weight's gradient while its parts' products compute theirs.
 
-    Concatenated afterwards, the gradients of parts would take twice the memory, and at 124M a seventh of a step of 256
-    tokens.
+    Concatenating the parts' gradients afterwards would double the memory, and at 124M parameters take a seventh of a
+    step with 256 tokens.
 
     Args:
-        like: the weight on this rank.
-        count: of the parts, along `dimension`.
+        like: The weight on this rank.
+        count: The number of parts along `dimension`.
     """
 
     def __init__(self, like: torch.Tensor, count: int, dimension: int) -> None:
@@ -39,13 +39,13 @@ class GradientMemory:
         self._memory: torch.Tensor | None = None
 
     def place(self, number: int, dtype: torch.dtype, tokens: int) -> torch.Tensor | None:
-        """Return the memory of a part, if a product over tokens has the bits there that it has in its own."""
+        """Return a part's memory, if a product over tokens gives the same bits there as in memory of its own."""
         place = self._places()[number]
         fits = is_operand(place) or (tokens >= _LEAST and is_factor(place))
         return place if place.dtype == dtype and fits else None
 
     def take(self, gradients: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """Return the gradient with those of its parts, and forget it."""
+        """Return the complete gradient, and drop its memory."""
         for place, gradient in zip(self._places(), gradients, strict=True):
             if place.data_ptr() != gradient.data_ptr():
                 place.copy_(gradient)
@@ -59,12 +59,12 @@ class GradientMemory:
 
 
 def local_part(parameter: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a parameter cut over tensor-parallel ranks, or a parameter itself."""
+    """Return this rank's part of a parameter cut over tensor-parallel ranks, or the parameter itself."""
     return cast(torch.Tensor, parameter.to_local()) if is_dtensor(parameter) else parameter  # type: ignore[attr-defined]
 
 
 def parts_of(parameter: torch.Tensor, count: int, dimension: int, dtype: torch.dtype) -> list[ShardWeight]:
-    """Return the parts of a parameter for each of this rank's shards, in a dtype."""
+    """Return a parameter's parts for each shard on this rank, in a dtype."""
     local = local_part(parameter)
     if count == 1:
         return [ShardWeight(operand(local.to(dtype)), None, 0)]
@@ -74,7 +74,7 @@ def parts_of(parameter: torch.Tensor, count: int, dimension: int, dtype: torch.d
 
 
 def is_factor(tensor: torch.Tensor) -> bool:
-    """Return whether products of a part of a matrix have the bits of those of a copy: it is large and aligned."""
+    """Return whether a matrix part is large and aligned, so products with it have the same bits as with a copy."""
     if tensor.dim() != 2 or min(tensor.shape) < _LEAST or tensor.stride(1) != 1:
         return False
     pitch = tensor.stride(0) * tensor.element_size()
@@ -92,7 +92,7 @@ def product(
     """Return x [..., in] times a weight [out, in], or [in, ...out] if transposed, as [..., out].
 
     Args:
-        out: the memory of the result, in the form of an operand.
+        out: Memory for the result, in operand form.
     """
     return cast(torch.Tensor, _Product.apply(x, weight.tensor, bias, weight, is_transposed, out))  # type: ignore[no-untyped-call]
 
@@ -128,7 +128,7 @@ class _Product(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.part, ctx.is_transposed = part, is_transposed
         columns = _as_rows(weight, is_transposed).t()
-        # Not a view of the memory that shards share, which autograd would see change under it.
+        # Not a view of the shards' shared memory: autograd would see it change.
         output = x.new_empty(*x.shape[:-1], columns.shape[1]) if out is None else out.data
         flat = output.flatten(0, -2)
         if bias is None:
@@ -141,18 +141,18 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         rows, inputs = gradient.flatten(0, -2), x.flatten(0, -2)
-        of_x = of_weight = of_bias = None
+        grad_x = grad_weight = grad_bias = None
         if ctx.needs_input_grad[0]:
-            of_x = torch.mm(rows, _as_rows(weight, ctx.is_transposed)).view(x.shape)
+            grad_x = torch.mm(rows, _as_rows(weight, ctx.is_transposed)).view(x.shape)
         if ctx.needs_input_grad[1]:
             place = None
             if ctx.part.memory is not None:
                 place = ctx.part.memory.place(ctx.part.number, weight.dtype, len(rows))
             factors = (inputs.t(), rows) if ctx.is_transposed else (rows.t(), inputs)
-            of_weight = torch.mm(*factors, out=None if place is None else place.flatten(1)).view(weight.shape)
+            grad_weight = torch.mm(*factors, out=None if place is None else place.flatten(1)).view(weight.shape)
         if ctx.needs_input_grad[2]:
-            of_bias = rows.sum(0)
-        return of_x, of_weight, of_bias, None, None, None
+            grad_bias = rows.sum(0)
+        return grad_x, grad_weight, grad_bias, None, None, None
 
 
 def _as_rows(weight: torch.Tensor, is_transposed: bool) -> torch.Tensor:

@@ -1,7 +1,7 @@
-"""Sums over virtual tensor-parallel shards, in one binary tree at every number of ranks.
+"""Sums over virtual tensor-parallel shards, in the same binary tree for every rank count.
 
-A rank has a contiguous block of the shards. It adds these first, then ranks add, the nearest first: the tree is
-((0 + 1) + (2 + 3)) + ... wherever the ranks end.
+A rank has a contiguous block of shards. It adds these first, then ranks add, the nearest first: the tree is ((0 + 1) +
+(2 + 3)) + ... wherever the rank boundaries lie.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ import torch.distributed as dist
 
 from trainer.parallel.halving import sum_all, sum_scatter
 
-_SEQUENCE = 1  # the dimension of [batch, sequence, width] that is cut into blocks of tokens
-ALIGNMENT = 64  # bytes; the alignment of all memory that torch allocates on a CPU
+_SEQUENCE = 1  # the dimension of [batch, sequence, width] divided into token blocks
+ALIGNMENT = 64  # bytes; torch's alignment for CPU memory
 
 
 @dataclass(frozen=True, slots=True)
 class Shards:
-    """The virtual shards of tensor parallelism, and those of this rank.
+    """All virtual shards in tensor parallelism, and this rank's.
 
     Args:
-        count: of all shards, a power of two and a multiple of the ranks.
-        group: the tensor-parallel ranks; None for a single rank.
-        is_sequence_parallel: whether activations between the cut products are cut along the sequence over the ranks.
+        count: The number of all shards, a power of two and a multiple of the rank count.
+        group: The tensor-parallel process group. None for a single rank.
+        is_sequence_parallel: Whether activations between the cut products are sharded over ranks along the sequence.
     """
 
     count: int
@@ -40,23 +40,24 @@ class Shards:
 
     @property
     def share(self) -> int:
-        """Return the number of shards of a rank."""
+        """Return the number of shards per rank."""
         return self.count // self.ranks
 
     @property
     def first(self) -> int:
-        """Return the number of this rank's first shard."""
+        """Return this rank's first shard number."""
         return 0 if self.group is None else dist.get_rank(self.group) * self.share
 
     @property
     def first_block(self) -> int:
-        """Return the number of this rank's first block of tokens."""
+        """Return this rank's first token block number."""
         return self.first if self.is_sequence_parallel else 0
 
     def fork(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return hidden states [B, T, width] of all tokens for each shard of this rank; the gradient is a tree's sum.
+        """Return all tokens' hidden states [B, T, width] for each shard on this rank.
 
-        A collective call, forward with sequence parallelism and backward with several ranks.
+        Gradients are added in the tree. A collective call: forward with sequence parallelism, backward with several
+        ranks.
         """
         return cast(tuple[torch.Tensor, ...], _Fork.apply(x, self))  # type: ignore[no-untyped-call]
 
@@ -67,25 +68,25 @@ class Shards:
     def copies(
         self, weights: Sequence[torch.Tensor], count: int, *, over_ranks: bool
     ) -> list[tuple[torch.Tensor, ...]]:
-        """Return `count` uses of uncut weights; the gradient of each is a tree's sum over the uses.
+        """Return `count` copies of uncut weights, whose gradients are added in the tree.
 
         Args:
-            over_ranks: whether other ranks have other uses.
+            over_ranks: Whether other ranks have further copies, whose gradients are added too.
         """
         flat = _Copies.apply(self, count, over_ranks, *weights)  # type: ignore[no-untyped-call]
         return [flat[number * len(weights) : (number + 1) * len(weights)] for number in range(count)]
 
     def tokens(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """Return the blocks of tokens of `x` [B, T, ...] on this rank: `count` equal ones divide the sequence."""
+        """Return this rank's token blocks of `x` [B, T, ...]. `count` equal blocks divide the sequence."""
         length = x.shape[_SEQUENCE] * (self.ranks if self.is_sequence_parallel else 1)
         return [operand(block) for block in torch.split(x, max(1, -(-length // self.count)), _SEQUENCE)]
 
     def scatter(self, x: torch.Tensor) -> torch.Tensor:
-        """Return this rank's tokens of hidden states [B, T, width] that all ranks have. A collective call backward."""
+        """Return this rank's tokens, given hidden states [B, T, width] for all tokens. A collective call backward."""
         return cast(torch.Tensor, _Scatter.apply(x, self))  # type: ignore[no-untyped-call]
 
     def gathered(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the tokens of all ranks. A collective call."""
+        """Return all ranks' tokens. A collective call."""
         assert self.group is not None
         parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.ranks)]
         dist.all_gather(parts, x.contiguous(), group=self.group)
@@ -97,7 +98,7 @@ class Shards:
         if self.group is None:
             return local
         flat = local.reshape(-1)
-        # `sum_all` writes into the memory that it is given.
+        # `sum_all` overwrites its argument.
         return sum_all(flat if len(values) > 1 else flat.clone(), self.group).view(local.shape)
 
     def scattered_total(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -109,7 +110,7 @@ class Shards:
 
 
 def tree_sum(values: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return ((0 + 1) + (2 + 3)) + ...; a value without a partner waits for the next level."""
+    """Return ((0 + 1) + (2 + 3)) + ... A value without a partner waits for the next level."""
     level = list(values)
     while len(level) > 1:
         pairs = [level[number : number + 2] for number in range(0, len(level), 2)]
@@ -118,7 +119,7 @@ def tree_sum(values: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def operand(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a part of a tensor in the form that it has as a tensor of its own: contiguous and aligned.
+    """Return a tensor, or a copy of it, in operand form: contiguous and aligned, like a newly allocated tensor.
 
     A kernel may add in another order at another address or stride.
     """
@@ -126,24 +127,24 @@ def operand(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_operand(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor has the form of one of its own, see `operand`."""
+    """Return whether a tensor is contiguous and aligned, see `operand`."""
     return tensor.is_contiguous() and tensor.data_ptr() % ALIGNMENT == 0
 
 
 def join_tokens(blocks: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return blocks of tokens [B, t, width] as one tensor; each gets its gradient as a tensor of its own."""
+    """Concatenate token blocks [B, t, width]. Each block gets its gradient as a separate tensor."""
     return blocks[0] if len(blocks) == 1 else cast(torch.Tensor, _JoinTokens.apply(*blocks))  # type: ignore[no-untyped-call]
 
 
 def aligned_stack(count: int, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
-    """Return memory [count, *shape] of the dtype and device of `like`, whose parts have the form of operands."""
+    """Return memory [count, *shape] with the dtype and device of `like`. Each part is in operand form."""
     size = math.prod(shape)
     pitch = size + -size % (ALIGNMENT // like.element_size())
     return like.new_empty(count, pitch)[:, :size].view(count, *shape)
 
 
 def stacked(parts: Sequence[torch.Tensor], memory: torch.Tensor) -> torch.Tensor:
-    """Return tensors of the shards as the memory that they are in, see `aligned_stack`, with their gradients."""
+    """Return the shards' tensors as the memory that holds them, with gradients, see `aligned_stack`."""
     return cast(torch.Tensor, _Stack.apply(memory, *parts))  # type: ignore[no-untyped-call]
 
 

@@ -1,7 +1,7 @@
 """Tensor and sequence parallelism: shards the weights of single-device modules over a mesh axis.
 
 Source: Shoeybi et al. 2019, "Megatron-LM", and Korthikanti et al. 2022, "Reducing Activation Recomputation in Large
-Transformer Models" (sequence parallelism), on torch's DTensor styles.
+Transformer Models" (sequence parallelism), built on torch's DTensor styles.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from models.layers import Conv1D, Dropout, FusedConv1D, Site, token_loss
 from models.network import Model
 from models.spec import Cut
 
-_SEQUENCE = 1  # the dimension of [batch, sequence, width] that sequence parallelism cuts
-_HEADS = 2  # the dimension of [batch, sequence, heads, head width] that tensor parallelism cuts
+_SEQUENCE = 1  # the dimension of [batch, sequence, width] sharded by sequence parallelism
+_HEADS = 2  # the dimension of [batch, sequence, heads, head width] sharded by tensor parallelism
 
 
 def shard(model: Model, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
-    """Shard a model, or a stage of it, over a one-dimensional mesh.
+    """Shard a model or stage over a one-dimensional mesh.
 
     Attention is sharded by heads and the vocabulary by rows. With `sequence_parallel`, norms, residuals and their
-    dropout are sharded along the sequence. Logits stay sharded; `vocab_parallel_cross_entropy` computes the loss. The
-    caller must tie weights again afterwards.
+    dropout are sharded along the sequence. Logits stay sharded, and `vocab_parallel_cross_entropy` computes the loss.
+    The caller must tie weights again afterwards.
     """
     parallelize_module(model, mesh, _styles(model, Shard(_SEQUENCE) if sequence_parallel else Replicate()))
     if sequence_parallel:
@@ -50,7 +50,7 @@ def shard(model: Model, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
 
 
 def shards_of_dropout(model: nn.Module, *, sequence_parallel: bool) -> set[str]:
-    """Return the names of the dropout modules with sharded activations, whose masks must differ between ranks.
+    """Return the names of dropout modules with sharded activations, whose masks must differ between ranks.
 
     Attention dropout is always sharded, by heads. With sequence parallelism all other dropout is sharded too, except
     the embedding's, which precedes the sharding. At every other site the ranks hold replicas and must draw the same
@@ -64,13 +64,14 @@ def shards_of_dropout(model: nn.Module, *, sequence_parallel: bool) -> set[str]:
 def vocab_parallel_cross_entropy(
     logits: torch.Tensor, targets: torch.Tensor, mesh: DeviceMesh, *, rows: int
 ) -> torch.Tensor:
-    """Return the mean cross entropy of logits sharded over the vocabulary, 0-d float32, equal on all ranks.
+    """Return the mean cross entropy, 0-d float32, equal on all ranks, from logits sharded over the vocabulary.
 
     The logits are never gathered. Forward and backward must run under torch's `loss_parallel`.
 
     Args:
-        logits: [batch, sequence, local rows]; targets: int64 [batch, sequence].
-        rows: rows of the whole vocabulary, padding included.
+        logits: [batch, sequence, local rows].
+        targets: int64 [batch, sequence].
+        rows: Rows in the whole vocabulary, including padding.
     """
     size = torch.Size((*logits.shape[:-1], rows))
     stride = (size[1] * rows, rows, 1)
@@ -82,7 +83,7 @@ def gather_logits(logits: torch.Tensor, mesh: DeviceMesh, *, rows: int) -> torch
     """Gather logits [batch, local rows], sharded over the vocabulary, into [batch, rows]. A collective call.
 
     Args:
-        rows: rows of the whole vocabulary, padding included.
+        rows: Rows in the whole vocabulary, including padding.
     """
     size = torch.Size((logits.shape[0], rows))
     cut = DTensor.from_local(logits, mesh, (Shard(-1),), run_check=False, shape=size, stride=(rows, 1))
@@ -90,7 +91,7 @@ def gather_logits(logits: torch.Tensor, mesh: DeviceMesh, *, rows: int) -> torch
 
 
 def reduce_partial_gradients(model: nn.Module) -> None:
-    """Sum the partial gradients of replicated weights, which each rank has for its part of the sequence only."""
+    """Sum replicated weights' partial gradients, which each rank computes only for its part of the sequence."""
     for parameter in model.parameters():
         gradient = parameter.grad
         if isinstance(gradient, DTensor) and gradient.placements != cast(DTensor, parameter).placements:
@@ -98,7 +99,7 @@ def reduce_partial_gradients(model: nn.Module) -> None:
 
 
 def _styles(model: Model, between: Placement) -> dict[str, ParallelStyle]:
-    """Return torch's style for each module of the family's plan in this stage; `Cut` defines `between`."""
+    """Return torch's style for each module in the family's plan and this stage. `Cut` defines `between`."""
     spec = families.spec_of(model.config)
     cuts = dict(spec.plan.ends)
     for layer in model.stage.layers:
@@ -109,7 +110,7 @@ def _styles(model: Model, between: Placement) -> dict[str, ParallelStyle]:
 
 
 def _style(cut: Cut, module: nn.Module, between: Placement) -> ParallelStyle | None:
-    """Return the style of a module, None to leave it unchanged."""
+    """Return a module's style, or None to leave it unchanged."""
     is_cut = isinstance(between, Shard)
     match cut:
         case Cut.columns if isinstance(module, FusedConv1D):
@@ -119,7 +120,7 @@ def _style(cut: Cut, module: nn.Module, between: Placement) -> ParallelStyle | N
         case Cut.rows:
             return Rows(between) if isinstance(module, Conv1D) else RowwiseParallel(output_layouts=between)
         case Cut.gather:
-            return _gathered(between, inputs=len(inspect.signature(module.forward).parameters))
+            return _gather_input(between, inputs=len(inspect.signature(module.forward).parameters))
         case Cut.embedding:
             return RowwiseParallel(input_layouts=Replicate(), output_layouts=between)
         case Cut.whole_embedding:
@@ -134,14 +135,14 @@ def _style(cut: Cut, module: nn.Module, between: Placement) -> ParallelStyle | N
             return ColwiseParallel(input_layouts=between, output_layouts=Shard(-1))
 
 
-def _gathered(between: Placement, *, inputs: int) -> PrepareModuleInput:
-    """Gather the first input of a module, once for all of its products."""
+def _gather_input(between: Placement, *, inputs: int) -> PrepareModuleInput:
+    """Gather a module's first input, once for all its products."""
     unchanged = (None,) * (inputs - 1)
     return PrepareModuleInput(input_layouts=(between, *unchanged), desired_input_layouts=(Replicate(), *unchanged))
 
 
 class Columns(ParallelStyle):
-    """Shard a Conv1D [in, out] by outputs: a replicated input gives an output sharded in its last dimension."""
+    """Shards a Conv1D [in, out] by outputs: a replicated input gives an output sharded in its last dimension."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         placements = {"weight": Shard(1), "bias": Shard(0)}
@@ -149,7 +150,7 @@ class Columns(ParallelStyle):
 
 
 class Rows(ParallelStyle):
-    """Shard a Conv1D [in, out] by inputs; the partial products are summed into the layout `output`."""
+    """Shards a Conv1D [in, out] by inputs. Partial products are summed into the layout `output`."""
 
     def __init__(self, output: Placement) -> None:
         super().__init__()
@@ -164,10 +165,10 @@ class Rows(ParallelStyle):
 
 
 class FusedColumns(ParallelStyle):
-    """Shard a FusedConv1D [in, parts, out] by outputs: each rank has the same heads of every part.
+    """Shards a FusedConv1D [in, parts, out] by outputs: each rank has the same heads in every part.
 
-    The product runs on local tensors, because no DTensor layout describes `parts` and a sharded `out` flattened into
-    a single dimension.
+    The product runs on local tensors, because no DTensor layout describes `parts` and a sharded `out` flattened into a
+    single dimension.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:

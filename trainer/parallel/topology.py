@@ -1,4 +1,4 @@
-"""How ranks are arranged along the axes, in integers. Meshes and process groups are made elsewhere."""
+"""How ranks are arranged along the axes, in integers. Other modules create meshes and process groups."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from dataclasses import dataclass
 from math import prod
 from typing import ClassVar
 
-# The types of accelerators that `train.device` may name, as torch does; a device of ROCm is a `cuda` one.
+# Accelerator types that `train.device` may name, as in torch; a ROCm device is a `cuda` device.
 ACCELERATORS = ("cuda", "xpu")
-# More threads of one rank than any host has cores; OpenMP would fail to start them.
+# The most threads per rank, more than any host has cores; OpenMP would fail to start more.
 MOST_THREADS = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class Coordinate:
-    """A rank's place on the axes."""
+    """A rank's coordinates on the axes."""
 
     pp: int
     dp: int
@@ -23,15 +23,15 @@ class Coordinate:
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """The sizes of the axes: pipeline, data and tensor parallel.
+    """Axis sizes: pipeline, data and tensor parallel.
 
     Args:
-        vpp: virtual stages of each pipeline rank.
-        sp: whether activations between tensor-parallel products are cut along the sequence.
-        replicate: copies of the state that data-parallel ranks shard; consecutive ranks share a copy.
+        vpp: Virtual stages per pipeline rank.
+        sp: Whether activations between tensor-parallel products are sharded along the sequence.
+        replicate: Copies of the state that data-parallel ranks shard. Consecutive ranks share a copy.
     """
 
-    # The one order of the axes; consecutive ranks differ in the last first.
+    # The only axis order; consecutive ranks differ in the last axis first.
     AXES: ClassVar[tuple[str, ...]] = ("pp", "dp", "tp")
 
     pp: int
@@ -43,17 +43,17 @@ class Topology:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Return the sizes of `AXES`."""
+        """Return the sizes in `AXES` order."""
         return tuple(getattr(self, axis) for axis in self.AXES)
 
     @property
     def shards(self) -> int:
-        """Return the number of data-parallel ranks that share a copy of the state."""
+        """Return the number of data-parallel ranks per copy of the state."""
         return self.dp // self.replicate
 
     @property
     def mesh_axes(self) -> dict[str, int]:
-        """Return the axes of meshes and grids with their sizes; where there are copies, `dp` has the ranks of one."""
+        """Return the mesh and grid axes with their sizes. With several copies, `dp` counts a single copy's ranks."""
         copies = {"replicate": self.replicate} if self.replicate > 1 else {}
         return {"pp": self.pp, **copies, "dp": self.shards, "tp": self.tp}
 
@@ -62,7 +62,7 @@ class Topology:
         return prod(self.sizes)
 
     def coordinate(self, rank: int) -> Coordinate:
-        """Return where `rank` stands."""
+        """Return a rank's coordinates."""
         places = {}
         for axis, size in zip(reversed(self.AXES), reversed(self.sizes), strict=True):
             rank, places[axis] = divmod(rank, size)

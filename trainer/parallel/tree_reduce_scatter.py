@@ -1,4 +1,4 @@
-"""The reduce-scatter of FSDP2 in a fixed binary tree. Apart from the tree itself, because it imports FSDP2."""
+"""FSDP2's reduce-scatter in a fixed binary tree. Separate from the tree itself, because it imports FSDP2."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trainer.parallel.halving import sum_scatter
 
 
 class TreeReduceScatter(ReduceScatter):
-    """The reduce-scatter of an FSDP2 module as a fixed tree, see `sum_scatter`."""
+    """An FSDP2 module's reduce-scatter as a fixed tree, see `sum_scatter`."""
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return memory for the input or the output."""
@@ -26,6 +26,6 @@ class TreeReduceScatter(ReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> None:
-        """Write this rank's chunk of the sum of `input_tensor` over the group into `output_tensor`."""
+        """Sum `input_tensor` over the group, and write this rank's chunk into `output_tensor`."""
         assert not async_op
         output_tensor.copy_(sum_scatter(input_tensor, group))

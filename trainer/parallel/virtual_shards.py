@@ -1,10 +1,10 @@
-"""The same bits at any tensor parallelism up to M ranks: every product that M ranks would have, wherever they are.
+"""The same bits at any tensor parallelism up to M ranks: the ranks run all products that M ranks would run.
 
-Attention, MLP, and output layer run once for each virtual shard, on the shard's heads, inner width, or rows of the
-vocabulary. A rank runs a contiguous block of the M shards, on tensors of the shapes, strides and alignment that M ranks
-would have, and sums over shards are a tree (`shard_sums`). Between these products, whatever adds over tokens or draws a
-mask works on one of M blocks of tokens at a time. Elements of one operation by element, and rows of a norm, could be
-rounded differently in tensors of other shapes, so these run by shard or block too.
+Attention, MLP, and output layer run once per virtual shard, on the shard's heads, inner width, or vocabulary rows. A
+rank runs a contiguous block of the M shards, on tensors shaped, strided and aligned as on M ranks. Sums over shards
+form a tree (`shard_sums`). Between these products, any code adding over tokens or drawing a mask works on one of M
+token blocks at a time. Elementwise operations and norm rows could be rounded differently in tensors with other shapes,
+so these run by shard or block too.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from models.spec import Cut
 from trainer.parallel.shard_products import ShardWeight, local_part, parts_of, product
 from trainer.parallel.shard_sums import Shards, aligned_stack, join_tokens, stacked
 
-# A parameter by its module and its name there.
+# A parameter, as its module and its name in the module.
 _Place = tuple[nn.Module, str]
 
 
 def shard(model: Model, shards: Shards, mesh: DeviceMesh | None) -> None:
-    """Let a model, or a stage of it, compute by virtual shards; with a mesh, cut its weights over the ranks.
+    """Make a model or stage compute by virtual shards. With a mesh, cut its weights over the ranks.
 
-    Logits become [B, T, shards of this rank, rows of a shard], see `cross_entropy`. The caller must tie weights again.
+    Logits become [B, T, shards on this rank, rows per shard], see `cross_entropy`. The caller must tie weights again.
     """
     spec, modules = families.spec_of(model.config), dict(model.named_modules())
     if mesh is not None:
@@ -62,7 +62,7 @@ def shard(model: Model, shards: Shards, mesh: DeviceMesh | None) -> None:
 
 
 def cut_parameters(model: Model) -> dict[_Place, int]:
-    """Return the parameters cut over virtual shards, with the dimension."""
+    """Return the parameters cut over virtual shards, with their cut dimension."""
     spec, modules = families.spec_of(model.config), dict(model.named_modules())
     cuts = {name: cut for name, cut in spec.plan.ends.items() if name in modules}
     for layer in model.stage.layers:
@@ -75,7 +75,7 @@ def cut_parameters(model: Model) -> dict[_Place, int]:
 
 
 def _dimensions(module: nn.Module, cut: Cut) -> dict[str, int]:
-    """Return the dimension in which each cut parameter of a module is cut."""
+    """Return the dimension in which each parameter in a module is cut. Uncut parameters are left out."""
     match cut:
         case Cut.columns if isinstance(module, FusedConv1D):
             return {"weight": 2, "bias": 1}
@@ -97,7 +97,7 @@ def _distribute(module: nn.Module, name: str, dimension: int, mesh: DeviceMesh) 
 
 
 def _replace_end(module: nn.Module, cut: Cut, shards: Shards) -> None:
-    """Replace the forward pass of a module in front of the blocks or behind them."""
+    """Replace the forward pass of a module before or after the blocks."""
     match cut:
         case Cut.embedding | Cut.whole_embedding if shards.group is not None:
             stays_whole = cut is Cut.whole_embedding or not shards.is_sequence_parallel
@@ -113,7 +113,7 @@ def _replace_end(module: nn.Module, cut: Cut, shards: Shards) -> None:
 
 
 def _replace(module: nn.Module, forward: Any) -> None:
-    """Let a module call an object, which is no part of the module and has no parameters of its own."""
+    """Make a module call an object, which is not a submodule and has no parameters."""
 
     def call(_: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return forward(*args, **kwargs)
@@ -123,7 +123,7 @@ def _replace(module: nn.Module, forward: Any) -> None:
 
 @dataclass(slots=True)
 class _Projection:
-    """The product of a projection with one shard's part of its weight, which `use` sets."""
+    """A projection's product with a shard's part of its weight, which `use` sets."""
 
     module: nn.Module
     cut: Cut
@@ -131,7 +131,7 @@ class _Projection:
     bias: torch.Tensor | None = None
 
     def parts(self, count: int, dtype: torch.dtype) -> list[tuple[ShardWeight, torch.Tensor | None]]:
-        """Return the weight of each shard, and its bias where that is cut too."""
+        """Return each shard's weight, with its bias if it is cut too."""
         dimensions = _dimensions(self.module, self.cut)
         columns = [
             parts_of(getattr(self.module, name), count, dimension, dtype) for name, dimension in dimensions.items()
@@ -139,7 +139,7 @@ class _Projection:
         return [(weight, bias[0].tensor.flatten() if bias else None) for weight, *bias in zip(*columns, strict=True)]
 
     def use(self, weight: ShardWeight | None, bias: torch.Tensor | None) -> None:
-        """Set the tensors of the next product."""
+        """Set the tensors for the next product."""
         self.weight, self.bias = weight, bias
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -151,12 +151,12 @@ class _Projection:
 
 
 class _ShardedModule:
-    """Attention or an MLP: its own forward pass once for each shard of the rank, then the sum over all shards.
+    """Attention or an MLP: its own forward pass once per shard on the rank, then the sum over all shards.
 
-    The bias of the sum and the dropout of the residual follow the sum, block of tokens by block.
+    The bias after the sum and the residual dropout run token block by token block.
 
     Args:
-        parts: the projections and head norms of the module.
+        parts: The module's projections and head norms.
     """
 
     def __init__(self, module: nn.Module, parts: Mapping[nn.Module, Cut], shards: Shards) -> None:
@@ -185,7 +185,7 @@ class _ShardedModule:
                 self._attention_dropout.shard = shards.first + number
             for projection, parts in zip(self._projections, weights, strict=True):
                 projection.use(*parts[number])
-            with _exchanged(places, uses):
+            with _replaced_parameters(places, uses):
                 outputs.append(type(self._module).forward(self._module, hidden, *args))
         for projection in self._projections:
             projection.use(None, None)
@@ -215,7 +215,7 @@ def _unchanged(x: torch.Tensor, key: int | None) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _TokenNorm:
-    """A norm of hidden states, block of tokens by block."""
+    """A norm over hidden states, token block by token block."""
 
     norm: nn.Module
     shards: Shards
@@ -227,14 +227,14 @@ class _TokenNorm:
         uses = shards.copies(weights, len(blocks), over_ranks=shards.is_sequence_parallel)
         outputs = []
         for block, tensors in zip(blocks, uses, strict=True):
-            with _exchanged(places, tensors):
+            with _replaced_parameters(places, tensors):
                 outputs.append(type(self.norm).forward(self.norm, block))
         return join_tokens(outputs)
 
 
 @dataclass(frozen=True, slots=True)
 class _Scattered:
-    """The dropout of embeddings, of all tokens, and this rank's part of its output."""
+    """Embedding dropout over all tokens, and this rank's part of its output."""
 
     dropout: nn.Module
     shards: Shards
@@ -245,9 +245,9 @@ class _Scattered:
 
 @dataclass(frozen=True, slots=True)
 class _VocabularyEmbedding:
-    """A table cut by rows: a rank looks up its own tokens, and ranks add what they have.
+    """A table cut by rows: a rank looks up its own tokens, then ranks add their vectors.
 
-    The vector of another rank's token is -0.0, which leaves every number as it is: a lookup has no rounding.
+    Another rank's token has the vector -0.0, which leaves every number unchanged in a sum, so a lookup has no rounding.
     """
 
     embedding: Embedding
@@ -266,7 +266,7 @@ class _VocabularyEmbedding:
 
 @dataclass(frozen=True, slots=True)
 class _VocabularyOutput:
-    """The projection onto the vocabulary, once for each shard's rows; logits [B, T, shards of the rank, rows]."""
+    """The projection onto the vocabulary, once per shard. Logits are [B, T, shards on this rank, rows per shard]."""
 
     output: OutputLayer
     shards: Shards
@@ -286,7 +286,7 @@ class _VocabularyOutput:
 
 
 def gather_logits(logits: torch.Tensor, shards: Shards) -> torch.Tensor:
-    """Gather logits [batch, shards of this rank, rows of a shard] into [batch, rows]. Collective with several ranks."""
+    """Gather logits [batch, shards on this rank, rows per shard] into [batch, rows]. Collective with several ranks."""
     local = logits.flatten(1)
     if shards.group is None:
         return local
@@ -299,14 +299,15 @@ def cross_entropy(logits: torch.Tensor, targets: torch.Tensor, *, shards: Shards
     """Return the mean cross entropy, 0-d float32, equal on all ranks. A collective call with several ranks.
 
     Args:
-        logits: [batch, sequence, shards of this rank, rows of a shard].
-        targets: int64 [batch, sequence] of the whole vocabulary; -100 is ignored, NaN if all are.
+        logits: [batch, sequence, shards on this rank, rows per shard].
+        targets: int64 [batch, sequence], in the whole vocabulary. -100 is ignored. If all are ignored, the result is
+            NaN.
     """
     return cast(torch.Tensor, _CrossEntropy.apply(logits, targets, shards))  # type: ignore[no-untyped-call]
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """The maximum is exact in any order; sums of exponentials, and the target's logit beside zeros, go up the tree."""
+    """Cross entropy over shards. The maximum is exact in any order. Exponentials and the target logits use the tree."""
 
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor, shards: Shards) -> torch.Tensor:
@@ -350,8 +351,8 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 @contextmanager
-def _exchanged(places: Sequence[_Place], tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Let modules use other tensors in place of their parameters."""
+def _replaced_parameters(places: Sequence[_Place], tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Temporarily replace modules' parameters with other tensors."""
     parameters = [module._parameters[name] for module, name in places]
     try:
         for (module, name), tensor in zip(places, tensors, strict=True):
