@@ -1,4 +1,4 @@
-"""AdamW with its state there from the start, and the gradient norm with the same bits on every rank."""
+"""AdamW with its full state from the start, and a gradient norm with the same bits on every rank."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from trainer.optim.table import MOMENTS, OPTIMIZERS, group_options, no_decay_nam
 
 # Squares are summed in float32 within a chunk and in float64 between chunks: as exact as float64, eight times faster.
 _CHUNK = 1 << 16
-_SMALL = 1 << 14  # elements of a gradient whose rows are squared together with those of others
+_SMALL = 1 << 14  # gradients up to this many elements are squared together
 
-# The moments of a parameter in AdamW: all the state that has its shape.
+# A parameter's moments in AdamW: all state in its shape.
 _MOMENTS = tuple(key for key, shape in OPTIMIZERS[OptimizerName.adamw].state((1,), False).items() if shape)
-# Elements of bfloat16 moments that are in float32 at once: in a processor's cache; by few launches on a device.
+# How many bfloat16 moments are in float32 at once: fits a processor's cache; takes few launches on a device.
 _ITEMS_CPU, _ITEMS_DEVICE = 1 << 17, 1 << 24
 
 
@@ -39,11 +39,11 @@ def build_optimizer(
     *,
     is_invariant: bool = False,
 ) -> torch.optim.Optimizer:
-    """Return the optimizer of a stage of a model, with its full state from the start.
+    """Return the optimizer for a model stage, with its full state from the start.
 
     Args:
-        memory: zeros for the local part of its state, by `<key>.<name>`, where the state is to lie in chosen memory.
-        is_invariant: whether a step has the same bits however the parameters are cut over ranks.
+        memory: Zeros for the state's local part, by `<key>.<name>`. State without an entry gets new memory.
+        is_invariant: Whether a step has the same bits however the parameters are sharded over ranks.
     """
     module, function = OPTIMIZERS[section.name].build
     build = getattr(import_module(module), function)
@@ -54,23 +54,23 @@ def build_optimizer(
 def apply_settings(
     optimizer: torch.optim.Optimizer, config: ModelConfig, model: nn.Module, section: OptimizerSection
 ) -> None:
-    """Give every parameter group the settings of `section`, except the learning rate."""
+    """Set every parameter group's options from `section`, except the learning rate."""
     names, no_decay = stored_names(model), no_decay_names(config)
     for group in optimizer.param_groups:
         group.update(group_options(section, group.keys()))
-        # Which group decays is known by its names: the rate that the command gave it may be 0.
+        # The parameter names tell which group decays: the configured rate may be 0.
         decays = all(names[parameter] not in no_decay for parameter in group["params"])
         group["weight_decay"] = section.weight_decay if decays else 0.0
 
 
 def stored_names(model: nn.Module) -> dict[nn.Parameter, str]:
-    """Return every parameter with its name on disk, in model order."""
+    """Return each parameter's name on disk, in model order."""
     return {parameter: stored_name(name) for parameter, name in parameter_names(model).items()}
 
 
 @dataclass(frozen=True, slots=True)
 class AdamSettings:
-    """The numbers of AdamW and the dtype of its moments; `no_decay` names the parameters without weight decay."""
+    """AdamW's hyperparameters and its moments' dtype. `no_decay` names the parameters without weight decay."""
 
     lr: float
     weight_decay: float
@@ -82,7 +82,7 @@ class AdamSettings:
 
     @classmethod
     def of(cls, config: ModelConfig, section: OptimizerSection) -> AdamSettings:
-        """Return the numbers of a configuration."""
+        """Return a configuration's settings."""
         numbers = section.lr, section.weight_decay, section.adam_beta1, section.adam_beta2, section.adam_eps
         return cls(*numbers, no_decay_names(config), torch_dtype(MOMENTS[section.moments_dtype]))
 
@@ -94,7 +94,7 @@ def adamw(
     memory: Mapping[str, torch.Tensor],
     is_invariant: bool,
 ) -> torch.optim.Optimizer:
-    """Return the AdamW of a stage of a model, see `build_optimizer`."""
+    """Return the AdamW for a model stage, see `build_optimizer`."""
     return build_adamw(model, AdamSettings.of(config, section), memory, is_invariant=is_invariant)
 
 
@@ -106,16 +106,16 @@ def build_adamw(
     without: Collection[str] = (),
     is_invariant: bool = False,
 ) -> torch.optim.AdamW:
-    """Return a fused AdamW over the trainable parameters, with zero moments and steps for each of them.
+    """Return a fused AdamW over the trainable parameters, with zero moments and step counts.
 
-    Having the state from the start makes the layout of a checkpoint a function of the model alone; the values are
-    torch's at the first step.
+    With the state present from the start, the checkpoint layout depends on the model alone. The values equal torch's at
+    the first step.
 
     Args:
-        memory: zeros for the local part of moments, by `exp_avg.<name>` and `exp_avg_sq.<name>`, where they are to lie
-            in chosen memory.
-        without: the parameters of another optimizer.
-        is_invariant: see `build_optimizer`.
+        memory: Zeros for the moments' local part, by `exp_avg.<name>` and `exp_avg_sq.<name>`. Moments without an entry
+            get new memory.
+        without: Names of parameters in another optimizer.
+        is_invariant: See `build_optimizer`.
     """
     memory = memory or {}
     names = {p: name for p, name in stored_names(model).items() if p.requires_grad and name not in without}
@@ -123,7 +123,7 @@ def build_adamw(
     for parameter, name in names.items():
         # A fused step takes either plain tensors or DTensors.
         groups.setdefault((name not in settings.no_decay, is_dtensor(parameter)), []).append((name, parameter))
-    groups = groups or {(True, False): []}  # of a stage that is frozen: torch refuses an optimizer without groups
+    groups = groups or {(True, False): []}  # for a frozen stage: torch refuses an optimizer without groups
     kind = InvariantAdamW if is_invariant else EagerAdamW
     kind = kind if settings.moments_dtype is torch.float32 else RoundingAdamW
     optimizer = kind(
@@ -145,26 +145,26 @@ def build_adamw(
 
 
 class EagerOptimizer(torch.optim.Optimizer):
-    """An optimizer outside of compiled graphs.
+    """An optimizer outside compiled graphs.
 
-    torch wraps methods of its optimizers for graphs, and the wrappers import torch._dynamo at their first call, 0.8 s
-    of a start. These are the methods without them.
+    torch wraps its optimizers' methods for graphs, and the wrappers import torch._dynamo at their first call, which
+    takes 0.8 s at a start. These are the unwrapped methods.
     """
 
     add_param_group = unwrap(torch.optim.Optimizer.add_param_group)
 
 
 class EagerAdamW(EagerOptimizer, torch.optim.AdamW):
-    """torch's AdamW, which is not part of a compiled graph."""
+    """torch's AdamW outside compiled graphs."""
 
     step = torch.no_grad()(unwrap(torch.optim.AdamW.step))
 
 
 class InvariantAdamW(EagerAdamW):
-    """A fused AdamW whose step has the same bits for an element, however a tensor is cut into shards.
+    """A fused AdamW whose step has the same bits for each element, however a tensor is sharded.
 
-    On a CPU torch's fused kernel updates vectors of elements, and the rest of a tensor singly with other roundings
-    (ATen, `native/cpu/FusedAdamKernel.cpp`). Here the rest is updated as a vector of its own, filled up with zeros.
+    On a CPU torch's fused kernel updates whole vectors, and a tensor's last elements individually with other roundings
+    (ATen, `native/cpu/FusedAdamKernel.cpp`). Here the last elements are padded with zeros and updated as a vector too.
     """
 
     @torch.no_grad()
@@ -178,21 +178,18 @@ class InvariantAdamW(EagerAdamW):
             columns = [[local_of(parameter).view(-1) for parameter in parameters]]
             columns += [[gradient.reshape(-1) for gradient in _gradients(parameters, with_empty=True)]]
             columns += [[local_of(state[key]).view(-1) for state in states] for key in _MOMENTS]
-            rests = [_Rest(column) for column in columns]
+            tails = [_Tails(column) for column in columns]
             steps = [state["step"] for state in states]
             self._update(
                 group,
-                *(
-                    [*map(_vectors_of, column), *remainder.vectors]
-                    for column, remainder in zip(columns, rests, strict=True)
-                ),
+                *([*map(_vectors_of, column), *tail.vectors] for column, tail in zip(columns, tails, strict=True)),
                 steps=[*steps, *(step.clone() for step in steps)],
             )
-            for remainder in rests:
-                remainder.write_back()
+            for tail in tails:
+                tail.write_back()
 
     def _update(self, group: Mapping[str, Any], *columns: list[torch.Tensor], steps: list[torch.Tensor]) -> None:
-        """Step tensors of whole vectors: columns of weights, gradients, and each moment."""
+        """Step tensors made up of whole vectors. The columns are weights, gradients, and each moment."""
         beta1, beta2 = group["betas"]
         numbers = {key: group[key] for key in ("amsgrad", "lr", "weight_decay", "eps", "maximize")}
         weights, gradients, exp_avgs, exp_avg_sqs = columns
@@ -202,7 +199,7 @@ class InvariantAdamW(EagerAdamW):
 
 
 class RoundingAdamW(InvariantAdamW):
-    """An `InvariantAdamW` with moments in bfloat16: updated in float32, chunk by chunk, and rounded to nearest even."""
+    """An `InvariantAdamW` with bfloat16 moments: updated in float32, chunk by chunk, and rounded to nearest even."""
 
     def _update(self, group: Mapping[str, Any], *columns: list[torch.Tensor], steps: list[torch.Tensor]) -> None:
         items = _ITEMS_CPU if steps[0].device.type == "cpu" else _ITEMS_DEVICE
@@ -221,17 +218,17 @@ class RoundingAdamW(InvariantAdamW):
         torch._foreach_add_(steps, 1)
 
 
-# The number of float32 elements in the widest vector, and in the fused kernel's unit of work.
+# float32 elements in the widest vector, and in the fused kernel's unit of work.
 _VECTOR = 16
 
 
 def _vectors_of(flat: torch.Tensor) -> torch.Tensor:
-    """Return the elements of a tensor [n] in full vectors."""
+    """Return a tensor's elements [n] up to the last whole vector's end."""
     return flat[: flat.numel() // _VECTOR * _VECTOR]
 
 
-class _Rest:
-    """The elements after the last whole vector of each tensor, copied into a vector each."""
+class _Tails:
+    """Each tensor's elements after the last whole vector, copied into a vector."""
 
     def __init__(self, flats: Sequence[torch.Tensor]) -> None:
         self.vectors = flats[0].new_zeros(len(flats), _VECTOR).unbind()
@@ -247,19 +244,19 @@ class _Rest:
 
 
 def zeros_for(parameter: nn.Parameter, local: torch.Tensor | None, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Return zeros with the placements of a parameter, in the local memory given for them or in new memory."""
+    """Return zeros with a parameter's placements, in the given local memory or in new memory."""
     like = parameter.detach()
     return torch.zeros_like(like, dtype=dtype) if local is None else with_memory(like, local)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Set the rate of the next step."""
+    """Set the learning rate for the next step."""
     for group in optimizer.param_groups:
         group["lr"] = lr
 
 
 def squared_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
-    """Return the sum of squares of this rank's gradients, 0-d float64 on their device."""
+    """Return the sum of squares over this rank's gradients, 0-d float64 on their device."""
     rows, remainders = list[torch.Tensor](), list[torch.Tensor]()
     for gradient in _gradients(parameters):
         end = gradient.numel() // _CHUNK * _CHUNK
@@ -275,9 +272,9 @@ def squared_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
 
 
 def row_squares(shares: Iterable[exact_sum.NormShare], device: torch.device) -> torch.Tensor:
-    """Return the squares of this rank's rows of gradients, float32 [rows], see `exact_sum.row_squares`.
+    """Return the squared norm of each gradient row on this rank, float32 [rows], see `exact_sum.row_squares`.
 
-    Ranks with the same rows divide them among themselves, since no division changes an exact sum.
+    Ranks with the same rows divide them among themselves: the exact sum does not depend on how.
     """
     rows, small = list[torch.Tensor](), defaultdict[tuple[int, torch.dtype], list[torch.Tensor]](list)
     for share in shares:
@@ -286,7 +283,7 @@ def row_squares(shares: Iterable[exact_sum.NormShare], device: torch.device) -> 
             continue
         rows_of_rank = local_of(gradient) if share.count == 1 else _share_of(local_of(gradient), share)
         for part in rows_of_rank.chunk(share.shards, share.dimension) if share.dimension else [rows_of_rank]:
-            if part.numel() > _SMALL:  # squared before the next: a part of columns may be a copy as a table
+            if part.numel() > _SMALL:  # squared at once: reshaping a column part may copy it
                 rows.append(exact_sum.row_squares(part))
             elif part.numel():  # a call costs more than a copy
                 table = part.reshape(part.shape[0], -1)
@@ -301,7 +298,7 @@ def _share_of(gradient: torch.Tensor, share: exact_sum.NormShare) -> torch.Tenso
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], norm: float, clip_grad: float) -> None:
-    """Scale gradients of a given norm to a norm of at most `clip_grad`; 0 leaves them."""
+    """Scale gradients with the given norm down to at most `clip_grad`. 0 disables clipping."""
     if clip_grad > 0 and norm > clip_grad:
         gradients = _gradients(parameters)
         if gradients:

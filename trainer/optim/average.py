@@ -1,4 +1,4 @@
-"""An exponential moving average of the parameters: a part of the optimizer's state, saved and loaded with it."""
+"""An exponential moving average of the parameters, which belongs to the optimizer state and is saved with it."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from reprise.tensors import local_of
 from trainer.optim.adamw import stored_names, zeros_for
 from trainer.optim.table import AVERAGE
 
-# Elements moved at once: in a processor's cache the difference costs no memory traffic, on a device no launch.
+# How many elements are moved at once: the difference stays in a processor's cache; a device needs few launches.
 _ITEMS_CPU, _ITEMS_DEVICE = 1 << 16, 1 << 24
 
-Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]  # of averages and their parameters
+Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]  # (average, parameter)
 
-# Moves that a thread makes behind the step, by optimizer.
+# Moves under way on a thread after the step, by optimizer.
 moves: WeakKeyDictionary[torch.optim.Optimizer, Future[None]] = WeakKeyDictionary()
 
 
 def keep_average(
     optimizer: torch.optim.Optimizer, model: nn.Module, decay: float, memory: Mapping[str, torch.Tensor]
 ) -> None:
-    """Let an optimizer average its parameters after each step; the averages are zeros until they are filled.
+    """Make an optimizer average its parameters after each step. The averages are zeros until they are filled.
 
     Args:
-        decay: the share of the average that stays.
-        memory: zeros for the local part of the averages, by `ema.<name>`, where they are to lie in chosen memory.
+        decay: How much of the average each step keeps, from 0 to 1.
+        memory: Zeros for the averages' local part, by `ema.<name>`. Averages without an entry get new memory.
     """
     for parameter, name in stored_names(model).items():
         if parameter in optimizer.state:
@@ -42,11 +42,11 @@ def keep_average(
 def begin_average(
     optimizer: torch.optim.Optimizer, model: nn.Module, stored: Collection[str], names: Mapping[str, str]
 ) -> None:
-    """Let averages begin with the parameters, except those filled from a checkpoint.
+    """Copy parameters into their averages, except averages filled from a checkpoint.
 
     Args:
-        stored: the names of the tensors of the checkpoint.
-        names: the stored names of tied parameters by their other names.
+        stored: The checkpoint's tensor names.
+        names: Tied parameters' stored names, by their other names.
     """
     with torch.no_grad():
         for parameter, name in stored_names(model).items():
@@ -56,7 +56,7 @@ def begin_average(
 
 @contextmanager
 def averages_in_place(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[None]:
-    """Exchange parameters and averages meanwhile. No save may be under way, and no parameter gathered."""
+    """Exchange parameters and averages within the block. No save may be under way, and no parameter gathered."""
     pairs = list[tuple[torch.Tensor, torch.Tensor]]()
     for optimizer in optimizers:
         finish_move(optimizer)
@@ -69,18 +69,18 @@ def averages_in_place(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[N
 
 
 def move_averages(share: float, optimizer: torch.optim.Optimizer, *_: object) -> None:
-    """Move the averages of an optimizer by a share of their difference to the parameters."""
+    """Move an optimizer's averages toward the parameters, by a share of their difference."""
     _by_chunks(local_pairs(optimizer), partial(_move, share))
 
 
 def finish_move(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    """Wait until the averages of an optimizer are those of its last step."""
+    """Wait until an optimizer's averages include its last step."""
     if optimizer in moves:
         moves.pop(optimizer).result()
 
 
 def local_pairs(optimizer: torch.optim.Optimizer) -> Pairs:
-    """Return the local part of each average and of its parameter."""
+    """Return the local part of each average, with its parameter's."""
     return [
         (local_of(state[AVERAGE]).view(-1), local_of(parameter.detach()).view(-1))
         for parameter, state in optimizer.state.items()
@@ -92,7 +92,7 @@ def _by_chunks(
     pairs: Pairs,
     call: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object],
 ) -> None:
-    """Call a function with chunks of both tensors of each pair, and memory of the same size."""
+    """Call a function with chunks of each pair's tensors, and scratch memory of the same size."""
     memory: torch.Tensor | None = None
     for average, parameter in pairs:
         items = _ITEMS_CPU if parameter.device.type == "cpu" else _ITEMS_DEVICE
@@ -104,7 +104,7 @@ def _by_chunks(
 
 
 def _move(share: float, average: torch.Tensor, parameter: torch.Tensor, memory: torch.Tensor) -> None:
-    # Three roundings: a fused kernel rounds the elements behind the last whole vector otherwise, on a CPU.
+    # Three roundings: a fused CPU kernel would round the elements after the last whole vector differently.
     torch.sub(parameter, average, out=memory)
     average.add_(memory.mul_(share))
 

@@ -1,7 +1,7 @@
-"""Sums of floating-point values without rounding, independent of the order of the values and of their ranks.
+"""Sums of floating-point values without rounding, independent of their order and ranks.
 
-A sum is kept as the digits of a whole number, its limbs: int64 whose sums over ranks are exact in any order, so that
-ranks need a single reduction of fixed size on their device. `value` rounds a sum of limbs once. The numbers lie between
+A sum is stored as the digits of a whole number, its limbs. Limbs are int64 and add exactly over ranks in any order, so
+ranks need only a single reduction of fixed size on their device. `value` rounds the total once. Numbers lie between
 2^-298, the last bit of a squared float32, and 2^310.
 """
 
@@ -14,15 +14,15 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-_LIMB_BITS = 32  # with int64 limbs, 2^31 ranks can be added
+_LIMB_BITS = 32  # int64 limbs allow sums over 2^31 ranks
 _LIMBS = 19
 _LOWEST = -298
-# After the limbs: how often a number was infinity, minus infinity, NaN.
+# After the limbs: how many numbers were infinity, minus infinity, NaN.
 COLUMNS = _LIMBS + 3
-# Exponents of float32, as of `torch.frexp`, from -148 to 128.
+# float32 exponents, as `torch.frexp` returns them, from -148 to 128.
 _BINS, _BIN_OF_0 = 277, 148
 _SIGNIFICAND_BITS = 24
-_CHUNK = 1 << 18  # elements that are squared at a time, so that they stay in a core's cache
+_CHUNK = 1 << 18  # elements squared at a time, to stay in a core's cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +30,11 @@ class NormShare:
     """A rank's parameter in the gradient norm.
 
     Args:
-        index: the number of this rank among the ranks with the same rows.
-        count: the number of these ranks.
-        shards: the virtual shards of tensor parallelism on this rank, 0 without any. Their parts of a row are added
-            apart: a rank of another topology has them alone.
-        dimension: in which they cut the parameter.
+        index: This rank's number among the ranks with the same rows.
+        count: The number of these ranks.
+        shards: This rank's virtual tensor-parallel shards, 0 without any. Their parts of a row are summed separately,
+            because at another topology each may be on its own rank.
+        dimension: The dimension in which the shards cut the parameter.
     """
 
     parameter: nn.Parameter
@@ -45,7 +45,7 @@ class NormShare:
 
 
 def limbs(numbers: torch.Tensor) -> torch.Tensor:
-    """Return the limbs of each number, int64 [n, COLUMNS] on their device.
+    """Return each number's limbs, int64 [n, COLUMNS] on their device.
 
     Args:
         numbers: float64 [n], each a multiple of 2^-298 below 2^310, or not finite.
@@ -54,16 +54,16 @@ def limbs(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def sum_limbs(vectors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the limbs of the sum of each vector, int64 [k, COLUMNS] on their device.
+    """Return the limbs of each vector's sum, int64 [k, COLUMNS] on their device.
 
     Args:
-        vectors: k tensors [n], fewer than 2^29 values each, exact in float32.
+        vectors: k tensors [n], with fewer than 2^29 values each, exact in float32.
     """
     significands, exponents = torch.frexp(torch.cat([vector.float() for vector in vectors]).nan_to_num(0.0, 0.0, 0.0))
     bins = exponents.long()
     for number, part in enumerate(torch.split(bins, [vector.numel() for vector in vectors])):
         part += number * _BINS + _BIN_OF_0
-    # Whole numbers below 2^24, so that their sums by exponent are exact.
+    # Whole numbers below 2^24, so their sums by exponent are exact.
     wholes = (significands * 2.0**_SIGNIFICAND_BITS).long()
     sums = wholes.new_zeros(len(vectors) * _BINS).index_add_(0, bins, wholes).view(len(vectors), _BINS)
     numbers = sums.double() * _bin_scales(sums.device)
@@ -72,20 +72,20 @@ def sum_limbs(vectors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _digits(numbers: torch.Tensor) -> torch.Tensor:
-    """Return the digits of finite numbers, with their sign, int64 [n, _LIMBS]."""
+    """Return finite numbers' signed digits, int64 [n, _LIMBS]."""
     # Powers of two scale without rounding. The difference is a whole number below 2^32, and exact like both terms.
     multiples = (numbers.unsqueeze(1) * _scales(numbers.device)).trunc_()
     return torch.sub(multiples[:, :-1], multiples[:, 1:], alpha=1 << _LIMB_BITS).long()
 
 
 def _kinds(numbers: torch.Tensor) -> torch.Tensor:
-    """Return for each number whether it is infinity, minus infinity, or NaN, int64 [n, 3]."""
+    """Return whether each number is infinity, minus infinity, or NaN, int64 [n, 3]."""
     column = numbers.unsqueeze(1)
     return torch.cat([column == _infinities(numbers.device), column != column], dim=1).long()
 
 
 def value(sums: Sequence[int]) -> float:
-    """Return the number of `COLUMNS` sums of limbs, rounded once; not finite if a number of the sum was not."""
+    """Return the number given by `COLUMNS` limb sums, rounded once. Not finite if any summand was not."""
     positive, negative, nan = sums[_LIMBS:]
     if nan or (positive and negative):
         return float("nan")
@@ -99,7 +99,7 @@ def value(sums: Sequence[int]) -> float:
 
 @functools.cache
 def _scales(device: torch.device) -> torch.Tensor:
-    """Return the factors by which the unit of each limb, and of a limb above them, becomes 1."""
+    """Return the factors scaling each limb's unit, and the unit of a limb above them, to 1."""
     scales = [2.0 ** -(_LOWEST + _LIMB_BITS * number) for number in range(_LIMBS + 1)]
     return torch.tensor(scales, dtype=torch.float64, device=device)
 
@@ -111,19 +111,18 @@ def _infinities(device: torch.device) -> torch.Tensor:
 
 @functools.cache
 def _bin_scales(device: torch.device) -> torch.Tensor:
-    """Return the value of one unit in each bin, float64 [_BINS]."""
+    """Return each bin's unit, float64 [_BINS]."""
     scales = [2.0 ** (number - _BIN_OF_0 - _SIGNIFICAND_BITS) for number in range(_BINS)]
     return torch.tensor(scales, dtype=torch.float64, device=device)
 
 
 def row_squares(gradient: torch.Tensor) -> torch.Tensor:
-    """Return the sum of squares of each row, float32 [rows], added in an order by the row's length alone.
+    """Return each row's sum of squares, float32 [rows], in an order depending only on the row length.
 
-    A library's reduction may choose another order for another number of rows. Here every addition is a kernel by
-    element.
+    A library reduction may change the order with the row count. Here every addition is an elementwise kernel.
 
     Args:
-        gradient: [rows, ...]; of one dimension, every element is a row.
+        gradient: [rows, ...]. With a single dimension, every element is a row.
     """
     table = gradient.reshape(gradient.shape[0], -1)
     at_once = max(1, _CHUNK // max(1, table.shape[1]))
@@ -134,7 +133,7 @@ def _fold(squares: torch.Tensor) -> torch.Tensor:
     """Add the second half of the columns to the first until a single column is left."""
     columns = squares.shape[1]
     while columns > 1:
-        half = (columns + 1) // 2  # of an odd number, the middle column waits for the next round
+        half = (columns + 1) // 2  # with an odd count, the middle column waits for the next round
         squares.narrow(1, 0, columns - half).add_(squares.narrow(1, half, columns - half))
         columns = half
     return squares[:, 0]

@@ -1,8 +1,8 @@
-"""Muon for the matrices of the blocks, AdamW for all other parameters, as a single optimizer.
+"""Muon for the blocks' matrices and AdamW for all other parameters, as a single optimizer.
 
 Sources: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"; Liu et al. 2025, "Muon is
-Scalable for LLM Training"; `torch.optim.Muon`, whose bits a step on one rank has. Torch's class takes neither a fused
-weight of three dimensions nor a shard: an update is orthogonal only as a whole matrix.
+Scalable for LLM Training"; `torch.optim.Muon`, which gives the same bits on one rank. Torch's class supports neither
+three-dimensional fused weights nor shards: only a whole matrix can be orthogonalized.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def muon(
     memory: Mapping[str, torch.Tensor],
     is_invariant: bool,
 ) -> torch.optim.Optimizer:
-    """Return the Muon of a stage of a model, with AdamW for its other parameters, see `optim.build_optimizer`."""
+    """Return Muon for a model stage, with AdamW for its other parameters, see `optim.build_optimizer`."""
     matrices = block_matrices(config)
     settings = AdamSettings.of(config, section)
     adamw = build_adamw(model, settings, memory, without=matrices, is_invariant=is_invariant)
@@ -49,21 +49,21 @@ def muon(
 class Muon(EagerOptimizer):
     """Steps a group of matrices by their orthogonalized momentum, and the groups of `adamw` by AdamW.
 
-    A parameter cut over ranks is gathered for its update, and every rank keeps its own part of it: all compute the same
-    whole matrix, in the same order, so a step has the same bits on each of them. A fused weight is a single matrix, as
-    stored: GPT-2's query, key and value together, [n_embd, 3 n_embd].
+    A sharded parameter is gathered for its update, and every rank keeps its own part. All ranks compute the same whole
+    matrix in the same order, so a step has the same bits on each. A fused weight is a single matrix, as stored: GPT-2's
+    query, key and value together, [n_embd, 3 n_embd].
     """
 
     def __init__(self, group: dict[str, Any], adamw: torch.optim.AdamW, *, lr: float) -> None:
         super().__init__([group], {"lr": lr})
         self._adamw = adamw
-        self.param_groups += adamw.param_groups  # the same objects: a rate set here is set there
+        self.param_groups += adamw.param_groups  # the same objects: a learning rate set here applies there
         self.state.update(adamw.state)
         adamw.state = self.state
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Step all parameters with a gradient. A collective call where parameters are cut over ranks."""
+        """Step all parameters with a gradient. A collective call if parameters are sharded."""
         group = self.param_groups[0]
         for parameter in group["params"]:
             if parameter.grad is not None:
@@ -77,7 +77,7 @@ def _step_matrix(parameter: nn.Parameter, momentum_buffer: torch.Tensor, group: 
     momentum = buffer.float()  # the tensor itself unless it is bfloat16
     momentum.lerp_(gradient, 1 - group["momentum"])
     buffer.copy_(momentum)
-    full = _gathered(parameter, gradient.lerp(momentum, group["momentum"]))
+    full = _gather(parameter, gradient.lerp(momentum, group["momentum"]))
     matrix = full.flatten(1)
     update = _own_part(parameter, orthogonalized(matrix, group["ns_steps"]).view(full.shape))
     rows, columns = matrix.shape
@@ -91,21 +91,21 @@ def orthogonalized(matrix: torch.Tensor, steps: int) -> torch.Tensor:
     a, b, c = _NEWTON_SCHULZ
     is_tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.bfloat16().T if is_tall else matrix.bfloat16()
-    x = x / x.norm().clamp(min=_EPS)  # so that no singular value is above 1
+    x = x / x.norm().clamp(min=_EPS)  # so no singular value exceeds 1
     for _ in range(steps):
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return (x.T if is_tall else x).contiguous()
 
 
-def _gathered(parameter: nn.Parameter, local: torch.Tensor) -> torch.Tensor:
-    """Return the full tensor of shards cut as a parameter is."""
+def _gather(parameter: nn.Parameter, local: torch.Tensor) -> torch.Tensor:
+    """Gather a full tensor from shards placed like a parameter's."""
     full = with_memory(parameter.detach(), local)
     return cast(torch.Tensor, full.full_tensor()) if is_dtensor(full) else full  # type: ignore[attr-defined]
 
 
 def _own_part(parameter: nn.Parameter, full: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a whole tensor."""
+    """Return this rank's part of a full tensor."""
     if not is_dtensor(parameter):
         return full
     mesh: Any = parameter.device_mesh  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Moving averages in the host's memory: a thread moves them behind the step, from parameters on any device."""
+"""Moving averages in host memory: a thread moves them after each step, from parameters on any device."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from trainer.optim.adamw import stored_names
 from trainer.optim.average import Pairs, finish_move, local_pairs, moves
 from trainer.optim.table import AVERAGE
 
-# Elements moved at once: in a processor's cache; or by one transfer from a device, into 16 MiB of pinned memory.
+# How many elements are moved at once: fits a processor's cache; one device transfer into 16 MiB of pinned memory.
 _ITEMS_CPU, _ITEMS_DEVICE = 1 << 16, 1 << 22
 
 
 def keep_average_on_host(
     optimizer: torch.optim.Optimizer, model: nn.Module, decay: float, memory: Mapping[str, torch.Tensor]
 ) -> None:
-    """Let an optimizer average its parameters in the host's memory; see `average.keep_average`.
+    """Make an optimizer average its parameters in host memory, see `average.keep_average`.
 
-    A thread moves the averages after each step, and the next step waits for it. The parameters stay as they are between
-    two steps, so they need no copy.
+    A thread moves the averages after each step, and the next step waits for it. Parameters do not change between two
+    steps, so they need no copy.
     """
     for parameter, name in stored_names(model).items():
         if parameter in optimizer.state:
@@ -36,7 +36,7 @@ def keep_average_on_host(
 
 
 def _zeros_on_host(parameter: nn.Parameter, local: torch.Tensor | None) -> torch.Tensor:
-    """Return zeros with the placements of a parameter, in the memory given for them or in pinned memory."""
+    """Return zeros with a parameter's placements, in the given memory or in pinned memory."""
     like = parameter.detach()
     part = local_of(like)
     if local is None:
@@ -57,7 +57,7 @@ def _begin_move(thread: ThreadPoolExecutor, share: float, optimizer: torch.optim
 
 
 def _move_from_device(share: float, pairs: Pairs, module: Any, step_is_over: Any) -> None:
-    """Move averages on a stream of their own, beside the passes of the next iteration."""
+    """Move averages on a separate stream, during the next iteration's passes."""
     with module.stream(module.Stream(pairs[0][1].device)):
         module.current_stream().wait_event(step_is_over)
         _move(share, pairs, _ITEMS_DEVICE, pin_memory=True)
@@ -65,7 +65,7 @@ def _move_from_device(share: float, pairs: Pairs, module: Any, step_is_over: Any
 
 @torch.no_grad()
 def _move(share: float, pairs: Pairs, items: int, *, pin_memory: bool = False) -> None:
-    """Move averages by a share of their difference to the parameters, with the bits of `average.move_averages`."""
+    """Move averages toward the parameters by a share of their difference, with the bits of `average.move_averages`."""
     largest = max((average.numel() for average, _ in pairs), default=0)
     memory = torch.empty(min(items, largest), pin_memory=pin_memory)
     for average, parameter in pairs:

@@ -1,4 +1,4 @@
-"""The optimizers in one table: what each keeps of a parameter, and which keys of `optimizer` set it. Without torch."""
+"""All optimizers in one table: their state per parameter, and the `optimizer` keys that set them. Without torch."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from trainer.config.optimizer import MomentsDtype, OptimizerName, OptimizerSecti
 
 Shape: TypeAlias = tuple[int, ...]
 
-AVERAGE = "ema"  # the key of a parameter's moving average, beside those of its optimizer
+AVERAGE = "ema"  # the state key for a parameter's moving average
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerSpec:
-    """The properties of an optimizer, apart from its step.
+    """An optimizer's properties, apart from its step.
 
     Args:
-        name: as `trainer_state.json` has it.
-        build: the module and the function that builds it, see `optim.build_optimizer`.
-        state: the tensors it keeps of a parameter, by torch's key, given the parameter's shape and whether it is a
-            matrix of a block. A tensor has the parameter's shape, and then `moments_dtype`, or is a float32 scalar.
-        numbers: the sections of `trainer_state.json` with its settings: the names there, and the keys of `optimizer`.
-        options: the settings as its parameter groups have them, without `lr` and `weight_decay`.
+        name: The name in `trainer_state.json`.
+        build: The module and function that builds it, see `optim.build_optimizer`.
+        state: Returns the tensors it keeps for a parameter, by torch's key, given the parameter's shape and whether it
+            is a block matrix. A tensor either has the parameter's shape and `moments_dtype`, or is a float32 scalar.
+        numbers: The sections in `trainer_state.json` with its settings. Each maps names there to `optimizer` keys.
+        options: Returns its parameter group options, without `lr` and `weight_decay`.
     """
 
     name: str
@@ -63,14 +63,14 @@ OPTIMIZERS: dict[OptimizerName, OptimizerSpec] = {
         "Muon", ("trainer.optim.muon", "muon"), _muon_state, {"adam": _ADAM, "muon": _MUON}, _muon_options
     ),
 }
-# The sections of `trainer_state.json` that hold the settings of any optimizer.
+# All sections in `trainer_state.json` with optimizer settings.
 SECTIONS = tuple(dict.fromkeys(section for spec in OPTIMIZERS.values() for section in spec.numbers))
 MOMENTS = {MomentsDtype.float32: StoredDtype.F32, MomentsDtype.bfloat16: StoredDtype.BF16}
 
 
 @dataclass(frozen=True, slots=True)
 class StateTensor:
-    """A tensor of an optimizer on disk: the state `key` of `parameter`."""
+    """An optimizer tensor on disk: the state `key` for `parameter`."""
 
     key: str
     parameter: str
@@ -85,11 +85,11 @@ class StateTensor:
 def state_tensors(
     section: OptimizerSection, model: ModelConfig, frozen: Collection[str] = (), *, averages: bool = False
 ) -> Iterator[StateTensor]:
-    """Yield every tensor of an optimizer's state, in the order of the files: by key, scalars last, in model order.
+    """Yield every optimizer state tensor in file order: by key, scalars last, then in model order.
 
     Args:
-        frozen: the parameters no optimizer changes.
-        averages: whether there is a moving average of each parameter.
+        frozen: Parameters without an optimizer, by name.
+        averages: Whether each parameter has a moving average.
     """
     stored, matrices, state = saved_tensors(model), block_matrices(model), OPTIMIZERS[section.name].state
     shapes_by_name = {
@@ -106,23 +106,23 @@ def state_tensors(
 
 
 def no_decay_names(model: ModelConfig) -> frozenset[str]:
-    """Return the parameters without weight decay: biases and norms, all but the matrices on disk."""
+    """Return the parameters without weight decay: biases and norms. Only matrices, as stored, decay."""
     return frozenset(name for name, tensor in stored_tensors(model).items() if len(tensor.shape) < 2)
 
 
 def settings_record(section: OptimizerSection) -> dict[str, dict[str, object]]:
-    """Return the sections of `trainer_state.json` with the settings."""
+    """Return the sections in `trainer_state.json` with the settings."""
     numbers = OPTIMIZERS[section.name].numbers
     return {name: {their: getattr(section, key) for their, key in keys.items()} for name, keys in numbers.items()}
 
 
 def optimizer_record(model: ModelConfig, section: OptimizerSection, frozen: Collection[str] = ()) -> dict[str, Any]:
-    """Return the optimizer's name and its groups: the parameters with weight decay, then those without.
+    """Return the optimizer's name and groups: parameters with weight decay, then those without.
 
-    The dtype of its moments is a member too, unless it is float32.
+    The moments' dtype is a member too, unless it is float32.
 
     Args:
-        frozen: the parameters no optimizer changes; they are in no group.
+        frozen: Parameters without an optimizer, by name. They are in no group.
     """
     no_decay, names = no_decay_names(model), [name for name in saved_tensors(model) if name not in frozen]
     is_float32 = section.moments_dtype is MomentsDtype.float32
@@ -137,6 +137,6 @@ def optimizer_record(model: ModelConfig, section: OptimizerSection, frozen: Coll
 
 
 def group_options(section: OptimizerSection, group: Collection[str]) -> dict[str, object]:
-    """Return the settings, less `lr` and `weight_decay`, of a parameter group with the keys `group`."""
+    """Return the options for a parameter group with the keys `group`, without `lr` and `weight_decay`."""
     options = OPTIMIZERS[section.name].options(section)
     return {key: value for key, value in options.items() if key in group}
