@@ -1,1 +1,1 @@
-"""The launch of a job: process group, rendezvous, watchdog, signals, and control requests."""
+"""Launches a job: process group, rendezvous, watchdog, signals, and control requests."""

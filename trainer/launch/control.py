@@ -1,4 +1,4 @@
-"""Requests of users and schedulers to a running job: stop, or save now. All ranks agree on them once an iteration."""
+"""Requests from users and schedulers to a running job: stop, or save now. All ranks agree on them every iteration."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _LOOK_EVERY_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class ControlFlags:
-    """The requests after an iteration: those of a single rank, or those of all ranks after they agree.
+    """Requests after an iteration, from a single rank, or from all ranks after they agree.
 
     Args:
-        stop: save and end the run.
-        save: save, and continue.
-        exit_on_save_failure: end the run with an error, since too many saves in a row have failed.
+        stop: Save and end the run.
+        save: Save, and continue.
+        exit_on_save_failure: End the run with an error, because too many consecutive saves have failed.
     """
 
     stop: bool = False
@@ -34,22 +34,24 @@ class ControlFlags:
     exit_on_save_failure: bool = False
 
     def flags(self) -> list[bool]:
-        """Return the flags, to count them over ranks with an iteration's figures."""
+        """Return the flags as a list, to be counted over ranks along with an iteration's figures."""
         return [self.stop, self.save, self.exit_on_save_failure]
 
     @staticmethod
     def of(counts: Sequence[int]) -> ControlFlags:
-        """Return the flags that any rank has set, by how many have."""
+        """Return the flags set by any rank, given rank counts per flag."""
         return ControlFlags(*(count > 0 for count in counts))
 
 
 @dataclass(frozen=True, slots=True)
 class ControlRules:
-    """When a run ends or saves; 0 for never.
+    """When a run ends or saves. 0 means never.
 
     Args:
-        exit_interval: the number of iterations between them; the next two are in minutes.
-        exit_on_save_failure: the number of failed saves in a row.
+        exit_interval: End at multiples of this iteration.
+        exit_duration_in_mins: End after this many minutes.
+        save_interval_mins: Save at least every this many minutes.
+        exit_on_save_failure: End after this many consecutive failed saves.
     """
 
     exit_interval: int = 0
@@ -59,10 +61,10 @@ class ControlRules:
 
 
 class RunControl:
-    """The requests to a rank. Only rank 0 reads the clock and the files, since ranks could see them differ.
+    """Requests to a rank. Only rank 0 reads the clock and the files, because ranks could see them differ.
 
     Args:
-        folder: the checkpoint folder, in which a file named `save_now` requests a save; None if nothing is saved.
+        folder: The checkpoint folder, where a file named `save_now` requests a save. None without saves.
     """
 
     def __init__(
@@ -82,13 +84,13 @@ class RunControl:
         self._ignored: tuple[int, int] | None = None
 
     def begin(self) -> None:
-        """Note the begin of the first iteration."""
+        """Start the save interval before the first iteration, and tell the signal handler about the loop."""
         if self._signals is not None:
             self._signals.await_iteration()
         self._saved = self._clock()
 
     def now(self, *, failed_saves: int = 0) -> ControlFlags:
-        """Return the requests to this rank, given the number of failed saves in a row."""
+        """Return the requests to this rank, given the number of consecutive failed saves."""
         has_failed = 0 < self._rules.exit_on_save_failure <= failed_saves
         if self._rank:
             return ControlFlags(stop=self.is_signalled(), exit_on_save_failure=has_failed)
@@ -99,13 +101,13 @@ class RunControl:
         return ControlFlags(self.is_signalled() or is_over, is_due or self._is_file_touched(now), has_failed)
 
     def saving(self) -> None:
-        """Note the begin of a save, and clear the requests for it."""
+        """Restart the save interval at a save, and clear the requests for it."""
         self._saved = self._clock()
         if self._is_touched and self._file is not None:
             self._is_touched = False
             try:
                 self._file.unlink(missing_ok=True)
-            except OSError as error:  # one request must not repeat every second
+            except OSError as error:  # a request must not repeat every second
                 self._ignore(f"it cannot be removed: {error.strerror}")
 
     def exits_after(self, iteration: int) -> bool:
@@ -140,7 +142,7 @@ class RunControl:
         return self._is_touched
 
     def _ignore(self, reason: str) -> None:
-        """Ignore the present file until it is touched or replaced."""
+        """Ignore the current file until it is touched or replaced."""
         if self._file is not None:
             with contextlib.suppress(OSError):
                 self._ignored = _identity(self._file.lstat())

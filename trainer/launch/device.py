@@ -1,4 +1,4 @@
-"""The device of a rank, under torch's names for every accelerator; ROCm's are `cuda`."""
+"""A rank's device, under torch's names for all accelerators. ROCm devices are `cuda`."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ CPU = "cpu"
 
 
 def choose_device(name: str, local_rank: int) -> torch.device:
-    """Return the device of a rank, and make it the current device of this thread.
+    """Return a rank's device, and make it this thread's current device.
 
     Args:
-        name: `cpu`, the type of an accelerator, or `auto` for the accelerator of this host, if any.
+        name: `cpu`, an accelerator type, or `auto` for this host's accelerator, if any.
 
     Raises:
-        LaunchError: if this rank has no device of the type.
+        LaunchError: This rank has no device of this type.
     """
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     kind = None if accelerator is None else accelerator.type
@@ -39,12 +39,12 @@ def choose_device(name: str, local_rank: int) -> torch.device:
 
 
 def device_name(device: torch.device) -> str:
-    """Return the maker's name of an accelerator, as in `NVIDIA H200`, or `cpu`."""
+    """Return an accelerator's product name, such as `NVIDIA H200`, or `cpu`."""
     if device.type == CPU:
         return CPU
     return str(torch.get_device_module(device).get_device_name(device))
 
 
 def memory_bytes(device: torch.device) -> int:
-    """Return the size of an accelerator's memory in bytes."""
+    """Return an accelerator's memory size in bytes."""
     return int(torch.get_device_module(device).get_device_properties(device).total_memory)

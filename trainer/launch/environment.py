@@ -10,11 +10,11 @@ from reprise.errors import LaunchError
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """The place of a rank in the launch, from torchrun's variables; a plain `python` is a world of a single rank.
+    """A rank's place in the launch, from torchrun's variables. A plain `python` process is a world with a single rank.
 
     Args:
-        has_agent_store: whether the ranks meet in the store of torchrun's agent.
-        is_torchrun: whether torchrun started this process.
+        has_agent_store: Whether the ranks meet in the store of torchrun's agent.
+        is_torchrun: Whether torchrun started this process.
     """
 
     rank: int
@@ -28,7 +28,7 @@ class Environment:
 
     @property
     def store_host(self) -> str:
-        """Return a description of the store's process."""
+        """Describe the process hosting the store."""
         return "torchrun's agent on the first node" if self.has_agent_store else "rank 0"
 
     @staticmethod
@@ -36,7 +36,7 @@ class Environment:
         """Read torchrun's variables (https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables).
 
         Raises:
-            LaunchError: if a variable is not a number or is out of range, or is missing for several ranks.
+            LaunchError: A variable is not a number or out of range, or is missing with several ranks.
         """
         number = {name: _number(name, variables.get(name, default)) for name, default in _NUMBERS.items()}
         for name, (least, most) in _ranges(number).items():
@@ -68,7 +68,7 @@ class Environment:
 
     @property
     def local_ranks(self) -> tuple[int, ...]:
-        """Return the ranks on this host, including this one; torchrun numbers them consecutively."""
+        """Return the ranks on this host, including this one. torchrun numbers them consecutively."""
         first = self.rank - self.local_rank
         return tuple(range(first, min(first + self.local_world_size, self.world_size)))
 
@@ -84,7 +84,7 @@ _MOST_RANKS = 1 << 20
 
 
 def _ranges(number: Mapping[str, int]) -> dict[str, tuple[int, int]]:
-    """Return the range of each variable, the sizes before the numbers dependent on them."""
+    """Return each variable's range. Sizes come before the numbers they bound."""
     return {
         "WORLD_SIZE": (1, _MOST_RANKS),
         "RANK": (0, number["WORLD_SIZE"] - 1),

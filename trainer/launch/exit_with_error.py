@@ -1,4 +1,4 @@
-"""The end of a process by an error: a message a host, in torchrun's own report too, and the exit status."""
+"""Ends a process on an error: one message per host, torchrun's error file, and the exit status."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from typing import NoReturn
 from reprise.errors import TrainerError
 from trainer.launch.environment import Environment
 
-# Errors that a defect of this program can cause, so that their traceback is of use.
+# Errors that a bug in this program can cause, so their traceback is useful.
 _OF_PROGRAMS = (errno.ENOENT, errno.EEXIST, errno.EISDIR, errno.ENOTDIR, errno.EBADF, errno.EINVAL)
 
-# torchrun looks ten times a second for a rank that has ended, then ends the others with SIGTERM.
+# torchrun checks ten times per second for a rank that has ended, then ends the others with SIGTERM.
 _TURN_S = 1.0
 
 
@@ -34,13 +34,13 @@ def exit_with_error(
 ) -> NoReturn:
     """Print why this process ends, and end it.
 
-    Under torchrun, ranks of a host with the same error take turns: the failed rank, or else the first, prints it and
-    ends, and torchrun ends the others. A rank not ended prints it too.
+    Under torchrun, ranks failing with the same error on a host take turns. The failed rank, or else the first, prints
+    the error and ends, and torchrun ends the others. A rank still alive at its turn prints it too.
 
     Args:
-        environment: None if torchrun's variables cannot be read.
-        turn_s: the seconds for which the next rank waits.
-        leave: ends the process with a status; None for `os._exit`.
+        environment: The launch environment. None if torchrun's variables cannot be read.
+        turn_s: Seconds until the next rank's turn.
+        leave: Ends the process with a status. None uses `os._exit`.
     """
     leave = leave or os._exit
     status = 130 if isinstance(error, KeyboardInterrupt) else 1
@@ -57,7 +57,7 @@ def exit_with_error(
 
 
 def describe(error: BaseException) -> str:
-    """Return the message of a TrainerError or of a failing file system, the traceback of any other error."""
+    """Return the message for a TrainerError or a failing file system, and the traceback for any other error."""
     if isinstance(error, TrainerError):
         return f"{type(error).__name__}: {error}"
     if isinstance(error, OSError) and error.filename is not None and error.errno not in _OF_PROGRAMS:
@@ -69,7 +69,7 @@ def describe(error: BaseException) -> str:
 
 
 def _await_turn(error: BaseException, environment: Environment, turn_s: float, leave: Callable[[], NoReturn]) -> None:
-    """Wait while another rank of this host may end first; end silently if torchrun asks for it meanwhile."""
+    """Wait while another rank on this host may end first. End silently if torchrun sends SIGTERM meanwhile."""
 
     def end(_number: int, _frame: FrameType | None) -> None:
         leave()
@@ -82,7 +82,7 @@ def _await_turn(error: BaseException, environment: Environment, turn_s: float, l
 
 
 def _write_error_file(text: str) -> None:
-    """Give torchrun the message, for its report (torch/distributed/elastic/multiprocessing/errors)."""
+    """Write the message to torchrun's error file, for its report (torch/distributed/elastic/multiprocessing/errors)."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
         times = {"py_callstack": text, "timestamp": str(int(time.time()))}

@@ -1,4 +1,4 @@
-"""Facts about a rank that hangs: what it does, and the stacks of its threads."""
+"""Facts about a hung rank: its activity, and its threads' stacks."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ FOLDER = "hangs"  # in the run's folder
 
 
 class Activity:
-    """What the main thread of a rank does. It alone sets it; any thread reads it."""
+    """What a rank's main thread is doing. Only the main thread sets it. Any thread may read it."""
 
     def __init__(self) -> None:
         self._text = ("the start", 0)
 
     def begin(self, noun: str, iteration: int) -> None:
-        """Note what begins, such as `the step` of an iteration. Costs no more than an assignment."""
+        """Note an activity, such as `the step`, and its iteration. Costs no more than an assignment."""
         self._text = (noun, iteration)
 
     def __str__(self) -> str:
-        """Return it as `the step of iteration 12`."""
+        """Return the activity as `the step of iteration 12`."""
         noun, iteration = self._text
         return f"{noun} of iteration {iteration}" if iteration else noun
 
 
 def write_stacks(folder: Path | None, rank: int, reason: str) -> Path | None:
-    """Write the stacks of all threads of this process, and torch's flight recorder where it records.
+    """Write the stacks of all threads in this process, and torch's flight recorder if it records.
 
     Args:
-        folder: of the files, made if needed; None for no files.
-        reason: why the rank ends.
+        folder: The folder for the files, created if needed. None writes no files.
+        reason: Why the rank ends.
 
     Returns:
-        The file of the stacks; None if it cannot be written.
+        The stack file, or None if it cannot be written.
     """
     if folder is None:
         return None
@@ -56,7 +56,7 @@ def write_stacks(folder: Path | None, rank: int, reason: str) -> Path | None:
 
 
 def _flight_record() -> str:
-    """Return the last collectives as JSON; empty where torch records none (TORCH_FR_BUFFER_SIZE)."""
+    """Return the last collectives as JSON. Empty if torch records none (TORCH_FR_BUFFER_SIZE)."""
     from reprise.torch_private import _distributed_c10d
 
     for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):

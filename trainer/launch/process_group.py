@@ -1,4 +1,4 @@
-"""Starts and ends the process group of a run: device, threads, store, and backend."""
+"""Starts and ends a run's process group: device, threads, store, and backend."""
 
 from __future__ import annotations
 
@@ -25,29 +25,29 @@ from trainer.launch.relaunch import Launch, identify
 from trainer.launch.rendezvous import rendezvous
 from trainer.parallel.topology import MOST_THREADS
 
-# Time for ranks to find out which ranks are missing.
+# Time for finding out which ranks are missing.
 _GRACE_S = 5.0
 
-# Seconds for which a thread that writes a save holds the interpreter while training waits for it, at each return from
-# torch; see sys.setswitchinterval. Python's own 5 ms were the longest pause that a commit made.
+# Seconds that a thread writing a save holds the interpreter while training waits for it, at each return from torch; see
+# sys.setswitchinterval. Python's default of 5 ms was a commit's longest pause.
 SWITCH_INTERVAL_S = 0.0005
 
-# glibc's parameter numbers, see mallopt(3), and the largest threshold that it takes.
+# glibc's parameter numbers, see mallopt(3), and the largest threshold it accepts.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4
 _MMAP_THRESHOLD_BYTES = 32 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """The ranks of a run, seen from a rank.
+    """A run's ranks, as seen from one rank.
 
     Args:
-        threads: the thread count of this process; bits depend on it.
-        nonce: a random name of this launch, equal on all ranks.
-        store_host: a description of the store's process.
-        local_ranks: the ranks on this host, if torchrun started them.
-        launch: the identity of this launch; known on rank 0.
-        activity: what this rank does.
+        threads: This process's thread count, which affects bits.
+        nonce: This launch's random name, equal on all ranks.
+        store_host: A description of the process hosting the store.
+        local_ranks: The ranks on this host, if torchrun started them.
+        launch: This launch's identity. Known only on rank 0.
+        activity: What this rank is doing.
     """
 
     rank: int
@@ -62,7 +62,7 @@ class Cluster:
     activity: Activity = field(default_factory=Activity, compare=False)
 
     def total(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Return the sums over ranks of int64 numbers on the device, exact in any order. A collective call.
+        """Sum int64 numbers on the device over ranks, exact in any order. A collective call.
 
         The host does not wait for the device.
         """
@@ -73,7 +73,7 @@ class Cluster:
         return self._reduced(numbers, dist.ReduceOp.MAX)
 
     def counts(self, numbers: Sequence[int]) -> list[int]:
-        """Return the sums over ranks of whole numbers. A collective call, for which the host waits."""
+        """Sum whole numbers over ranks. A collective call, for which the host waits."""
         if self.world_size == 1:
             return list(numbers)
         totals: list[int] = self.total(torch.tensor(numbers, dtype=torch.int64, device=self.device)).tolist()
@@ -93,14 +93,14 @@ def start(
     timeout_s: float = 600.0,
     variables: Mapping[str, str] = os.environ,
 ) -> Cluster:
-    """Fix threads and device, and join the other ranks. A call of all ranks.
+    """Set threads and device, and join the other ranks. All ranks must call it.
 
     Args:
-        threads: the number of compute threads of this rank; 0 for the number of `thread_count`.
-        timeout_s: how long a rank waits for the others, here and in every collective and message.
+        threads: This rank's compute thread count. 0 selects the default, see `thread_count`.
+        timeout_s: Seconds a rank waits for the others, here and in every collective and message.
 
     Raises:
-        LaunchError: if the requested device is missing or a rank does not join.
+        LaunchError: The requested device is missing, or a rank does not join.
     """
     environment = Environment.read(variables)
     threads = thread_count(threads, variables, environment.local_world_size)
@@ -132,15 +132,15 @@ def start(
 
 
 def thread_count(threads: int = 0, variables: Mapping[str, str] = os.environ, local_world_size: int = 1) -> int:
-    """Return the number of compute threads of a rank: OMP_NUM_THREADS, else its share of the cores of its host.
+    """Return a rank's compute thread count: OMP_NUM_THREADS, or else its share of the host's cores.
 
-    `threads`, the configured number, is used instead of both unless it is 0.
+    A configured count, `threads`, overrides both unless it is 0.
 
-    torchrun sets OMP_NUM_THREADS=1 for several ranks on a host where the user has not set it, so the value 1 is used
-    for a single rank only. OMP_NUM_THREADS may be a list with a count per level of nesting; the first is used.
+    For several ranks on a host, torchrun sets OMP_NUM_THREADS=1 unless the user has set it, so the value 1 counts only
+    with a single rank. OMP_NUM_THREADS may be a list with a count per nesting level. The first count is used.
 
     Raises:
-        LaunchError: if OMP_NUM_THREADS is not a positive integer.
+        LaunchError: OMP_NUM_THREADS is not a positive integer.
     """
     if threads:
         return threads
@@ -177,12 +177,12 @@ def destroy(cluster: Cluster) -> None:
 
 
 def keep_freed_memory(device: torch.device) -> None:
-    """Make the allocator keep freed blocks of any size on a CPU: every iteration allocates the same sizes again.
+    """Make the CPU allocator keep freed blocks of any size, because every iteration allocates the same sizes again.
 
-    From its start a process keeps blocks of up to 32 MiB, and glibc returns larger ones to the system, so that those of
-    a load and a build are gone before the first iteration. The system clears each page on its next use: 4 % of a step
-    of 40 ms, and a tenth of an iteration of GPT-2 124M, whose peak of memory is 6 % higher for it. Other C libraries
-    keep their settings.
+    From the start of the process, blocks up to 32 MiB are kept, and glibc returns larger ones to the system, so blocks
+    from loading and building are gone before the first iteration. The system would clear each returned page on its next
+    use: 4 % of a 40 ms step, and a tenth of a GPT-2 124M iteration. Keeping its blocks raises the latter's peak memory
+    by 6 %. Other C libraries keep their settings.
     """
     if device.type == CPU:
         _set_allocator({_M_MMAP_MAX: 0})
@@ -199,7 +199,7 @@ def _make_deterministic(device: torch.device) -> None:
     if device.type == "cuda":
         # https://docs.nvidia.com/cuda/cublas/#results-reproducibility
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)  # the compiler takes no kernel by its time then: orders of sums differ
+    torch.use_deterministic_algorithms(True)  # also stops the compiler from choosing kernels by timing
 
 
 @contextmanager
@@ -225,7 +225,7 @@ def _exit_after(environment: Environment, seconds: float) -> Iterator[None]:
 
 
 def _identify_alone(environment: Environment, variables: Mapping[str, str]) -> Launch:
-    """Return the identity of a launch of a single rank; if torchrun's agent does not answer, its store is unused."""
+    """Return the identity of a single-rank launch. If torchrun's agent does not answer, its store is not used."""
     if not environment.has_agent_store:
         return identify(variables, None)
     timeout = timedelta(seconds=_GRACE_S)
@@ -239,10 +239,10 @@ def _identify_alone(environment: Environment, variables: Mapping[str, str]) -> L
 def _rendezvous(
     environment: Environment, timeout_s: float, variables: Mapping[str, str]
 ) -> tuple[PrefixStore, str, Launch]:
-    """Join the other ranks; return a store of this launch alone, the name of the rendezvous and rank 0's launch.
+    """Join the other ranks. Return a store for this launch only, the rendezvous name, and rank 0's launch.
 
-    torchrun's agent keeps its store over restarts, and gloo fails or hangs on the keys of a dead launch, so each
-    launch has its own prefix.
+    torchrun's agent keeps its store over restarts, and gloo fails or hangs on a dead launch's keys, so each launch has
+    its own prefix.
     """
     is_host = environment.rank == 0 and not environment.has_agent_store
     try:
@@ -266,7 +266,7 @@ def _rendezvous(
 def _form_group(
     environment: Environment, device: torch.device, *, store: PrefixStore, channel: StoreChannel, timeout_s: float
 ) -> None:
-    """Form the process group after the rendezvous; if it fails, the ranks find out which ranks are missing."""
+    """Form the process group after the rendezvous. On failure, find out which ranks are missing."""
     try:
         dist.init_process_group(
             dist.get_default_backend_for_device(device),  # gloo for a CPU, nccl for CUDA and ROCm, xccl for XPU
@@ -284,7 +284,7 @@ def _form_group(
 
 
 def _join_error(environment: Environment, error: Exception, silent: Sequence[int]) -> LaunchError:
-    """Return the error of missing ranks; the `silent` ranks do not answer."""
+    """Return the error for missing ranks. The `silent` ranks do not answer."""
     missing = f"no answer from rank {', '.join(map(str, silent))}: " if silent else ""
     return LaunchError(
         "The ranks did not all join",

@@ -1,4 +1,4 @@
-"""Names a launch, so that a restart by its launcher is known; the settings of a run's start act once a launch."""
+"""Identifies a launch, so a restart by its launcher is recognized: options about a run's start act once per launch."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """The identity of a launch.
+    """A launch's identity.
 
     Args:
-        names: its names, which stay the same when its launcher restarts it; empty without such a launcher.
-        earlier: those names under which this launch may have run before.
-        is_restarted: whether torchrun has restarted its workers.
+        names: Its names, which stay the same when its launcher restarts it. Empty without such a launcher.
+        earlier: The names under which this launch may have run before.
+        is_restarted: Whether torchrun has restarted its workers.
     """
 
     names: tuple[str, ...] = ()
@@ -25,18 +25,18 @@ class Launch:
 
 
 def identify(variables: Mapping[str, str], agent_store: Store | None) -> Launch:
-    """Return the identity of this launch from torchrun and SLURM.
+    """Return this launch's identity from torchrun and SLURM.
 
-    torchrun's agent keeps its store until the launch ends, so a random name in the store identifies this launch among
+    torchrun's agent keeps its store until the launch ends, so a random name in the store distinguishes this launch from
     all others, whatever their rdzv-id. Without access to the store, the rdzv-id and a restart count above zero identify
-    it. A SLURM job keeps its number when it is requeued, and SLURM counts the requeues.
+    it. A requeued SLURM job keeps its number, and SLURM counts the requeues.
 
     Args:
-        variables: the environment.
-        agent_store: the store of torchrun's agent, if this rank is connected to it.
+        variables: The environment variables.
+        agent_store: The store of torchrun's agent, if this rank is connected to it.
 
     Raises:
-        DistError: if the agent's store is gone.
+        DistError: The agent's store is gone.
     """
     names, earlier, is_restarted = [], [], False
     run = variables.get("TORCHELASTIC_RUN_ID")

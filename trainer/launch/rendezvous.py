@@ -1,4 +1,4 @@
-"""Rendezvous of the ranks of a launch on a store, which may outlive the launch."""
+"""Rendezvous for a launch's ranks in a store, which may outlive the launch."""
 
 from __future__ import annotations
 
@@ -14,17 +14,16 @@ from reprise.errors import LaunchError
 def rendezvous(store: Store, rank: int, *, world_size: int, timeout_s: float) -> str:
     """Return a new name, the same on all ranks, once all ranks have joined. Collective.
 
-    torchrun's agents keep the store over restarts, and each agent counts only the restarts of its own node. Neither
-    the count nor a key in the store distinguishes this launch from a dead launch. So rank 0 draws a random name. Every
-    other rank stores a random word under the name in the store, until the word comes back: only a living rank 0
-    returns it.
+    torchrun's agents keep the store over restarts, and each agent counts only its own node's restarts. Neither the
+    count nor a key in the store distinguishes this launch from a dead launch. So rank 0 draws a random name. Every other
+    rank stores a random word under the name in the store, until the word comes back: only a living rank 0 returns it.
 
     Raises:
-        LaunchError: if a rank does not join within `timeout_s`; rank 0 names the missing ranks.
-        DistError: if the store is gone.
+        LaunchError: A rank does not join within `timeout_s`. Rank 0 names the missing ranks.
+        DistError: The store is gone.
     """
     deadline = time.monotonic() + timeout_s
-    pause_s = 0.02 + world_size / 20_000  # at most some 20,000 requests a second to the store, for any number of ranks
+    pause_s = 0.02 + world_size / 20_000  # at most about 20,000 store requests per second, for any rank count
     key = f"rendezvous/{world_size}"
     if rank:
         return _join(store, rank, key, lambda: _pause(deadline, pause_s), timeout_s)

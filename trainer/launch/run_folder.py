@@ -1,4 +1,4 @@
-"""The lock of a run's folder: a single job writes to it at a time."""
+"""The lock on a run's folder: only one job at a time writes to it."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from trainer.config.terms import RUN
 
 @contextmanager
 def hold_run_folder(folder: Path, checkpoints: Path | None, channel: StoreChannel, nonce: str) -> Iterator[None]:
-    """Hold the lock of a run's folder, which is created if needed. Collective; rank 0 holds the lock.
+    """Hold the lock on a run's folder, creating the folder if needed. Collective. Rank 0 holds the lock.
 
     Args:
-        folder: `run.dir`.
-        checkpoints: `checkpoint.save`, which has its own lock; no second lock is taken where it is the same folder.
+        folder: The run's folder, `run.dir`.
+        checkpoints: The checkpoint folder, `checkpoint.save`, which has its own lock. If it is the same folder, no
+            second lock is taken.
 
     Raises:
-        LockError: on every rank, if another job writes to the folder.
-        TrainerError: on every rank, if the folder cannot be written.
+        LockError: Another job writes to the folder. Every rank raises.
+        TrainerError: The folder cannot be written. Every rank raises.
     """
     lock = FolderLock(folder, nonce, kind="run folder", another=RUN.another)
     has_lock = channel.rank == 0 and (checkpoints is None or checkpoints.resolve() != folder.resolve())
@@ -39,5 +40,5 @@ def hold_run_folder(folder: Path, checkpoints: Path | None, channel: StoreChanne
 
 
 def run_folder_failed(folder: Path, error: OSError) -> TrainerError:
-    """Return the error of a run's unwritable folder."""
+    """Return the error for an unwritable run folder."""
     return cannot_write(folder, error, what="The run's folder", another=RUN.another)

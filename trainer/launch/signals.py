@@ -14,24 +14,24 @@ from types import FrameType
 
 _log = logging.getLogger(__name__)
 
-# Of users and schedulers, submitit, a limit of CPU time, and a closed terminal.
+# From users and schedulers, submitit, a CPU time limit, and a closed terminal.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU, signal.SIGHUP)
-# Launchers and terminals may send a signal twice in a row; only a later one means to end at once.
+# Launchers and terminals may send a signal twice in a row; only a later signal means "end at once".
 _SECOND_S = 2.0
 _EXIT_GRACE_S = 1.0
 
 
 class SignalHandler:
-    """Stops the run after the first signal, and ends the process on a second at least two seconds later.
+    """Stops the run after the first signal. Ends the process on a second signal at least two seconds later.
 
-    Python runs a signal's handler on the main thread only between two instructions, and the thread may be in a
-    collective for minutes. So the interpreter writes the number of each signal to a socket at once
-    (`signal.set_wakeup_fd`), and a thread reads it.
+    Python runs a signal handler only on the main thread between two instructions, and the main thread may spend minutes
+    in a collective. So the interpreter writes each signal's number to a socket at once (`signal.set_wakeup_fd`), and a
+    thread reads it.
 
     Args:
-        notice_s: the longest time from the first signal to the end of the process.
-        report: called with the reason before the process is ended.
-        leave: ends the process with a status.
+        notice_s: Seconds from the first signal until the process is ended.
+        report: Called with the reason before the process is ended.
+        leave: Ends the process with a status.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class SignalHandler:
         self._is_over = threading.Event()
 
     def start(self) -> None:
-        """Start listening. Main thread."""
+        """Start listening. Main thread only."""
         for number in SIGNALS:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
                 signal.signal(number, _ignore)
@@ -59,15 +59,15 @@ class SignalHandler:
         threading.Thread(target=self._listen, name="signals", daemon=True).start()
 
     def await_iteration(self) -> None:
-        """Note: from now on the loop reads `name` after every iteration; before, a signal ends the process."""
+        """Note: from now on the loop reads `name` after every iteration. Before, a signal ends the process."""
         self._is_awaited = True
         if self._first is not None:
             self._end(128 + self._first[0], f"received {self.name} before the first iteration")
 
     def leave_within(self, seconds: float, status: int) -> None:
-        """Exit with `status` after `seconds`, even if the process hangs, or at a signal, without a word.
+        """Exit silently with `status` after `seconds`, even if the process hangs, or at the next signal.
 
-        For a process about to end by an error, whose peers torchrun ends with SIGTERM.
+        For a process about to end with an error, while torchrun sends SIGTERM to its peers.
         """
         self._status = status
         timer = threading.Timer(seconds, self._leave, (status,))
@@ -75,14 +75,14 @@ class SignalHandler:
         timer.start()
 
     def stop(self) -> None:
-        """Stop listening. Main thread."""
+        """Stop listening. Main thread only."""
         self._is_over.set()
         signal.set_wakeup_fd(-1)
         self._writer.close()
 
     @property
     def name(self) -> str | None:
-        """Return the name of the signal to end the job, or None."""
+        """Return the name of the signal ending the job, or None."""
         return None if self._first is None else signal.Signals(self._first[0]).name
 
     def receive(self, number: int) -> None:
@@ -96,7 +96,7 @@ class SignalHandler:
             self._first = number, now
             if not self._is_awaited:
                 self._end(128 + number, f"received {self.name} before the first iteration")
-            for call in (self._enforce, self._answer):  # each may wait: a terminal that is stopped takes no line
+            for call in (self._enforce, self._answer):  # both may block: a stopped terminal accepts no output
                 threading.Thread(target=call, name="notice", daemon=True).start()
         elif now - self._first[1] >= _SECOND_S:
             self._end(128 + number, f"received {signal.Signals(number).name} after {self.name}")
@@ -121,7 +121,7 @@ class SignalHandler:
         print(f"exiting at once: {reason}", file=sys.stderr, flush=True)
         reporting = threading.Thread(target=self._report, args=(reason,), daemon=True)
         reporting.start()
-        reporting.join(_EXIT_GRACE_S)  # the other end may be hung
+        reporting.join(_EXIT_GRACE_S)  # the report may hang
         self._leave(status)
 
 

@@ -1,4 +1,4 @@
-"""The seconds from the launch of a run to its first iteration, by phase. Imports no torch."""
+"""Seconds from a run's launch to its first iteration, by phase. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
 
-_START_TICKS = 19  # the number of `starttime` after the name of the command in /proc/PID/stat, see proc(5)
+_START_TICKS = 19  # the index of `starttime` after the command name in /proc/PID/stat, see proc(5)
 
 
 class Phase(Enum):
-    """A part of a start, in order."""
+    """A startup phase, in order."""
 
     torchrun = "torchrun"
     imports = "imports"
@@ -25,14 +25,14 @@ class Phase(Enum):
 
 
 def since_boot() -> float:
-    """Return the seconds since the host was booted, the clock of the start times of processes."""
+    """Return the seconds since the host booted, the clock for process start times."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def started_at(pid: int, *, proc: Path = Path("/proc")) -> float | None:
-    """Return the time at which a process of this host started, by `since_boot`; None if /proc does not show it."""
+    """Return when a process on this host started, by `since_boot`, or None if /proc does not show it."""
     try:
-        # The name of the command is in parentheses and may hold any character.
+        # The command name is in parentheses and may contain any character.
         numbers = (proc / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
         return int(numbers[_START_TICKS]) / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, IndexError):
@@ -41,9 +41,9 @@ def started_at(pid: int, *, proc: Path = Path("/proc")) -> float | None:
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Suspend garbage collection while modules are imported, and exempt them from later collections.
+    """Suspend garbage collection during imports, and exempt the imported modules from later collections.
 
-    Modules are no garbage, and to look for it takes a tenth of the import of torch.
+    Modules are not garbage, and scanning them takes a tenth of torch's import time.
     """
     was_on = gc.isenabled()
     gc.disable()
@@ -56,11 +56,11 @@ def importing() -> Iterator[None]:
 
 
 class StartTimes:
-    """Divides the time since the start of this process among the phases of a start.
+    """Divides the time since this process started among the startup phases.
 
     Args:
-        began: when this process started, by `clock`; None begins now.
-        clock: a clock in seconds.
+        began: When this process started, by `clock`. None means now.
+        clock: A clock in seconds.
     """
 
     def __init__(self, began: float | None = None, *, clock: Callable[[], float] = since_boot) -> None:
@@ -71,31 +71,31 @@ class StartTimes:
 
     @staticmethod
     def of_process() -> StartTimes:
-        """Return the times of this process, which count from its start."""
+        """Return this process's times, counted from its start."""
         return StartTimes(started_at(os.getpid()))
 
     def end(self, phase: Phase) -> None:
-        """Count the time since the end of the last phase as part of `phase`, which may come several times."""
+        """Add the time since the previous phase's end to `phase`. A phase may end several times."""
         now = self._clock()
         self._seconds[phase] += max(0.0, now - self._last)
         self._last = now
 
     def add_torchrun(self) -> None:
-        """Count the time from the start of torchrun, the parent of this process, to the start of this process."""
+        """Count the time from torchrun's start, as this process's parent, to this process's start."""
         launcher, process = started_at(os.getppid()), started_at(os.getpid())
         if launcher is not None and process is not None:
             self._seconds[Phase.torchrun] = max(0.0, process - launcher)
 
     def age_s(self) -> float:
-        """Return the seconds since the launch, torchrun's start included."""
+        """Return the seconds since the launch, including torchrun's start."""
         return self._clock() - self._began + self._seconds[Phase.torchrun]
 
     def seconds(self) -> dict[str, float]:
-        """Return the seconds of all phases as `seconds`, then those of each; torchrun's only if it started the run."""
+        """Return the total as `seconds`, then each phase's seconds. torchrun's appear only if it started the run."""
         phases = {p.value: s for p, s in self._seconds.items() if s or p is not Phase.torchrun}
         return {"seconds": sum(phases.values()), **phases}
 
     def __str__(self) -> str:
-        """Return the line of the log."""
+        """Return the log line."""
         total, *phases = self.seconds().items()
         return f"started in {total[1]:.1f} s: " + ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in phases)

@@ -1,4 +1,4 @@
-"""Replacements for standard streams closed by the caller (`>&-`): the null device, or a file of the run."""
+"""Replaces standard streams closed by the caller (`>&-`) with the null device or a file in the run's folder."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ ERROR_LOG = "error.log"
 
 
 class _ErrorLog(io.TextIOBase):
-    """Replaces a closed stderr: writes to stdout, or if it is closed too, to `error.log` in the run's folder."""
+    """Replaces a closed stderr. Writes to stdout or, if stdout is closed too, to `error.log` in the run's folder."""
 
     def __init__(self, stdout: TextIO | None) -> None:
         self._target = stdout
-        self.folder: Path | None = None  # known once the configuration is
+        self.folder: Path | None = None  # set once the configuration is known
 
     def write(self, text: str) -> int:
         if self._target is None and self.folder is not None:
@@ -28,14 +28,14 @@ class _ErrorLog(io.TextIOBase):
 def replace_closed() -> frozenset[str]:
     """Replace every closed standard stream, and return their names.
 
-    Call this before any other file is opened: a file with descriptor 1 would receive the output of libraries.
+    Call this before opening any other file: a file with descriptor 1 would receive library output.
     """
     closed = frozenset(name for name in ("stdin", "stdout", "stderr") if getattr(sys, name) is None)
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)
     os.close(descriptor)
     if "stdin" in closed:
-        sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115 - for the life of the process
+        sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115 - open until the process ends
     if "stdout" in closed:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - likewise
     if "stderr" in closed:
@@ -44,6 +44,6 @@ def replace_closed() -> frozenset[str]:
 
 
 def keep_errors_in(folder: Path) -> None:
-    """Set the folder of `error.log`, which is created with the first error. No effect if a stream is open."""
+    """Set the folder for `error.log`, which the first error creates. No effect if a stream is open."""
     if isinstance(sys.stderr, _ErrorLog):
         sys.stderr.folder = folder

@@ -1,4 +1,4 @@
-"""A background thread to end this process if another rank has failed or is lost."""
+"""A background thread ending this process if another rank has failed or is lost."""
 
 from __future__ import annotations
 
@@ -16,31 +16,32 @@ from reprise.errors import LaunchError, TrainerError
 from reprise.ranks import StoreChannel
 from trainer.launch.hangs import Activity, write_stacks
 
-# The pause between two checks, longer with more ranks: at most some thousand requests a second to the store's host.
+# The pause between two checks, longer with more ranks: at most some thousand store requests per second.
 _LOOK_EVERY_S = 1.0
 _PER_RANK_S = 1 / 5000
-# The pause of the guard, and its longest duration in a process that is not stopped.
+# The guard's pause, and its longest duration in a process that is not stopped.
 _GUARD_EVERY_S, _STOPPED_S = 1.0, 3.0
 # Time for the main thread to end on its own after a rank has failed.
 _GRACE_S = 10.0
-_MOST_ASKING = 512  # above this number of ranks only rank 0 asks which ranks are missing
+_MOST_ASKING = 512  # with more ranks only rank 0 asks which ranks are missing
 _BEATS = 8  # heartbeats per timeout
-_ACTIVITY = "activity"  # the key of what a rank does when it hears of a failure
+_ACTIVITY = "activity"  # the key for a rank's activity when it hears about a failure
 
 
 class Watchdog:
-    """Ends this process some seconds after any rank has failed or is lost, or the store's host is gone.
+    """Ends this process some seconds after a rank has failed or is lost, or the store's host is gone.
 
     A rank in a collective notices a dead peer only if the connection breaks, and a hung peer only when the collective
-    times out. A rank in a wait for a message notices neither.
+    times out. A rank waiting for a message notices neither.
 
     Args:
-        channel: a channel for this thread alone.
-        timeout_s: the longest silence of the store's host, and the longest time without a heartbeat of a rank.
-        store_host: a description of the store's process.
-        leave: ends the process with a status.
-        activity: what the main thread does, which other ranks name if this one is lost.
-        hangs: the folder of the stacks of ranks that the watchdog ends; None for none.
+        channel: A channel for this thread only.
+        timeout_s: The longest silence from the store's host, and the longest time without a rank's heartbeat, in
+            seconds.
+        store_host: A description of the process hosting the store.
+        leave: Ends the process with a status.
+        activity: What the main thread is doing. Other ranks report it if this rank is lost.
+        hangs: The folder for the stacks of ranks ended by the watchdog. None writes no stacks.
     """
 
     def __init__(
@@ -70,20 +71,20 @@ class Watchdog:
             threading.Thread(target=self._guard, name="store-guard", daemon=True).start()
 
     def stop(self) -> None:
-        """Stop watching; from now on every rank ends on its own."""
+        """Stop watching. From now on every rank ends on its own."""
         self._is_over.set()
         self._is_ending.set()
         if self._thread.is_alive():
             self._thread.join(_GRACE_S)
 
     def explain(self, error: BaseException, channel: StoreChannel) -> str | None:
-        """Report `error` to all ranks and return the root cause if another rank failed first, else None.
+        """Report `error` to all ranks. Return the root cause if another rank failed first, else None.
 
         An error known to all ranks has no root cause on another rank. Until this call returns, the process still ends
         if the store's host hangs.
 
         Args:
-            channel: the main thread's.
+            channel: The main thread's channel.
         """
         self._is_ending.set()
         cause = channel.fail(str(error) or type(error).__name__)
@@ -106,7 +107,7 @@ class Watchdog:
         return None if isinstance(error, TrainerError) and error.is_known_to_all else cause
 
     def _late_ranks(self, channel: StoreChannel) -> str | None:
-        """Return which ranks do something else than this one, which waited for them in vain; None for none."""
+        """Describe a rank in another activity than this rank, which waited for it in vain. None if there is none."""
         text, count = str(self._activity), channel.world_size
         if count > _MOST_ASKING:
             return None
@@ -148,14 +149,14 @@ class Watchdog:
                 return
 
     def _say(self, failure: str) -> None:
-        """Print why this rank ends, what it does, and where the stacks of its threads are."""
+        """Print why this rank ends, its activity, and where its threads' stacks are."""
         stacks = write_stacks(self._hangs, self._channel.rank, failure)
         place = "" if stacks is None else f"; the stacks of its threads: {stacks}"
         text = f"rank {self._channel.rank} exits: {failure}; it was in {self._activity}{place}"
         print(text, file=sys.stderr, flush=True)
 
     def _lost_rank(self) -> str | None:
-        """Report to all ranks if the next rank is lost; return this failure, or an earlier failure of another rank."""
+        """Report to all ranks if the next rank is lost. Return this failure, or another rank's earlier failure."""
         lost = self._heartbeat.look()
         if lost is None:
             return None
@@ -164,9 +165,9 @@ class Watchdog:
         return self._channel.fail(text) or text
 
     def _guard(self) -> None:
-        """Exit if a request to the store hangs: a stopped host blocks every call, past any timeout.
+        """Exit if a store request hangs: a stopped host blocks every call, past any timeout.
 
-        Time in which this process itself is stopped, alone or with all others, does not count.
+        Time does not count while this process itself is stopped, alone or with all others.
         """
         looked, silent_s, before = self._looked, 0.0, time.monotonic()
         while not self._is_over.wait(_GUARD_EVERY_S):
@@ -183,13 +184,13 @@ class Watchdog:
 class _Heartbeat:
     """Publishes this rank's heartbeat and checks the next rank's, so each rank is checked by another.
 
-    Silence is measured in this rank's own checks, not in time: stopping and continuing a job as a whole loses no rank.
+    Silence is measured in this rank's own checks, not in time: stopping and continuing a whole job loses no rank.
 
     Args:
-        channel: waits for no message.
-        timeout_s: the longest time without a heartbeat.
-        look_s: how often `look` is called.
-        activity: sent with each heartbeat.
+        channel: A channel without waits for messages.
+        timeout_s: The longest time without a heartbeat, in seconds.
+        look_s: The interval between calls to `look`, in seconds.
+        activity: The activity sent with each heartbeat.
     """
 
     def __init__(
@@ -203,10 +204,10 @@ class _Heartbeat:
         self._seen, self._seen_at = b"", 0
 
     def look(self) -> int | None:
-        """Publish a heartbeat if one is due, and return the next rank if it is lost.
+        """Publish a heartbeat if it is due. Return the next rank if it is lost.
 
         Raises:
-            LaunchError: if the store is gone.
+            LaunchError: The store is gone.
         """
         if self._looks % self._looks_per_beat == 0:
             self._beats += 1
@@ -225,13 +226,13 @@ class _Heartbeat:
 
 
 def _last_activity(channel: StoreChannel, rank: int) -> str:
-    """Return what a lost rank did at its last heartbeat, as the end of a sentence; empty if it sent none."""
+    """Return a lost rank's activity at its last heartbeat, as the end of a sentence. Empty if it sent none."""
     activity = _read(channel, f"heartbeat/{rank}").partition(" ")[2]
     return f"; at its last heartbeat it was in {activity}" if activity else ""
 
 
 def _read(channel: StoreChannel, key: str) -> str:
-    """Return the text under a key, without a wait; empty where there is none."""
+    """Return the text under a key without waiting. Empty if there is none."""
     try:
         return channel.clone(0.0).read(key).decode(errors="replace")
     except (LaunchError, dist.DistError):
@@ -239,5 +240,5 @@ def _read(channel: StoreChannel, key: str) -> str:
 
 
 def _is_lost_peer(error: BaseException) -> bool:
-    """Return whether an error may be the consequence of another rank's end: a lost connection, a missing message."""
+    """Return whether an error may result from another rank's end, such as a lost connection or a missing message."""
     return isinstance(error, dist.DistError | LaunchError) or "gloo" in str(error).lower()
