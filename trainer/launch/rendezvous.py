@@ -15,8 +15,9 @@ def rendezvous(store: Store, rank: int, *, world_size: int, timeout_s: float) ->
     """Return a new name, the same on all ranks, once all ranks have joined. Collective.
 
     torchrun's agents keep the store over restarts, and each agent counts only its own node's restarts. Neither the
-    count nor a key in the store distinguishes this launch from a dead launch. So rank 0 draws a random name. Every other
-    rank stores a random word under the name in the store, until the word comes back: only a living rank 0 returns it.
+    count nor a key in the store distinguishes this launch from a dead launch. So rank 0 draws a random name. Every
+    other rank stores a random word under the name in the store, until the word comes back: only a living rank 0 returns
+    it.
 
     Raises:
         LaunchError: A rank does not join within `timeout_s`. Rank 0 names the missing ranks.

@@ -1,1 +1,1 @@
-"""Finds the first tensor in which two runs differ: records of what they compute, and the comparison of two."""
+"""Finds the first differing tensor in two runs: records what they compute, and compares the records."""

@@ -1,4 +1,4 @@
-"""Records what iterations compute: digests of every tensor, two numbers, and the values while there is room."""
+"""Records what iterations compute: each tensor's digest, the loss and gradient norm, and values while space is left."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ from trainer.run.build import Run
 from trainer.steps.records import BITS, RECORDS, VALUES, StepPlace
 from trainer.training.loop import iterate
 
-_ROOM_BYTES = 256 << 20  # of values that a rank keeps
-_CHUNK = 1 << 20  # elements whose digest is computed at once
+_ROOM_BYTES = 256 << 20  # bytes of values stored per rank
+_CHUNK = 1 << 20  # elements digested at once
 _MASK = (1 << 64) - 1
-# Odd constants of splitmix64, as int64.
+# splitmix64's odd constants, as int64.
 _STEP, _FIRST, _SECOND = (number - (1 << 64) for number in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
 def record_steps(run: Run, folder: Path, header: Json, *, begin: int, last: int, values: Collection[str] = ()) -> None:
-    """Train a filled run to an iteration, and record what it computes in a folder. A call of all ranks.
+    """Train a filled run to an iteration, and record its computation in a folder. All ranks must call it.
 
     Args:
-        header: what the record says of the run.
-        begin, last: the first and the last iteration in the record.
-        values: keys of the places whose values are kept; empty for all while there is room.
+        header: The record's description of the run.
+        begin, last: The first and last recorded iteration.
+        values: Keys of places whose values are stored. Empty stores all values while space is left.
     """
     cluster, topology = run.cluster, topology_of(run.config, run.cluster.world_size)
     place = topology.coordinate(cluster.rank)
@@ -69,11 +69,11 @@ def record_steps(run: Run, folder: Path, header: Json, *, begin: int, last: int,
 
 
 class Recorder:
-    """The record of one rank.
+    """A rank's recorder.
 
     Args:
-        lines, file: the open files of its records and values.
-        values: see `record_steps`.
+        lines, file: The open files for its records and values.
+        values: See `record_steps`.
     """
 
     def __init__(self, run: Run, lines: IO[str], file: IO[bytes], values: Collection[str]) -> None:
@@ -83,7 +83,7 @@ class Recorder:
 
     @contextmanager
     def watching(self) -> Iterator[Run]:
-        """Yield the run with hooks on its modules, its loss and its gradients."""
+        """Yield the run with hooks on its modules, loss and gradients."""
         run, handles = self._run, list[Any]()
         for part, passes in zip(run.state.parts, self._passes, strict=True):
             handles += self._hooks(part.model, passes)
@@ -95,14 +95,14 @@ class Recorder:
                 handle.remove()
 
     def begin(self, iteration: int) -> None:
-        """Begin an iteration."""
+        """Start an iteration."""
         self._iteration = iteration
         size = self._run.batch_schedule.at(self._run.state.progress.consumed_samples)
         for passes in self._passes:
             passes.begin(self._run.course.train_data.numbers_of(size))
 
     def state(self, phase: str) -> None:
-        """Record the parameters and the optimizer's state, box by box."""
+        """Record the parameters and the optimizer state, box by box."""
         for tensor in self._run.state.shards():
             key, _, name = tensor.spec.name.partition(".")
             if tensor.spec.kind is not TensorKind.OPTIMIZER:
@@ -110,20 +110,20 @@ class Recorder:
             self._logical(StepPlace(self._iteration, phase, -1, name, key), tensor)
 
     def gradients(self) -> None:
-        """Record the gradients of all parameters, reduced and not clipped."""
+        """Record all parameters' gradients, reduced but not clipped."""
         boxes = {tensor.spec.name: tensor for tensor in self._run.state.shards(with_optimizer=False)}
         for part in self._run.state.parts:
             for parameter, name in stored_names(part.model).items():
                 if parameter.grad is None or name not in boxes:
                     continue
                 gradient, box = local_of(parameter.grad), boxes[name].box
-                for dim, size in enumerate(box.shape):  # the padding lies behind
+                for dim, size in enumerate(box.shape):  # padding comes after the box
                     gradient = gradient.narrow(dim, 0, size)
                 place = StepPlace(self._iteration, "gradient", -1, name, "gradient")
                 self._logical(place, replace(boxes[name], local=gradient))
 
     def settings(self) -> None:
-        """Record the numbers of the optimizer's last step: the values of each setting, whatever the groups are."""
+        """Record the optimizer's hyperparameters in its last step: each one's distinct values over all groups."""
         values = dict[str, set[float]]()
         for part in self._run.state.parts:
             for group in part.optimizer.param_groups:
@@ -143,7 +143,9 @@ class Recorder:
         self._add(place, torch.tensor(float(value), dtype=torch.float64), digest=float(value).hex())
 
     def _hooks(self, model: Model, passes: _Passes) -> Iterator[Any]:
-        """Register the hooks of a stage; none inside a compiled block, nor on an embedding, whose path they change."""
+        """Register a stage's hooks, except inside compiled blocks and on embeddings, where they would change the code
+        path.
+        """
         compiled = [block for block in model.blocks.values() if self._run.config.train.compile]
         inside = {module for block in compiled for module in block.modules()}
         blocks = set(model.blocks.values())
@@ -170,7 +172,7 @@ class Recorder:
         yield model.register_forward_hook(lambda *_: passes.leave())
 
     def _activation(self, passes: _Passes, name: str, what: str, tensor: object) -> None:
-        """Record an activation and, when the backward pass comes there, the gradient of an output."""
+        """Record an activation and, for an output, its gradient during the backward pass."""
         if not isinstance(tensor, torch.Tensor) or not passes.is_forward:
             return
         place = StepPlace(self._iteration, "forward", passes.micro, name, what)
@@ -229,22 +231,22 @@ class Recorder:
 
 
 class _Passes:
-    """The passes of a stage over the micro batches of an iteration."""
+    """A stage's passes over an iteration's micro-batches."""
 
     def __init__(self) -> None:
-        self.is_forward = False  # outside it, a block is computed again for its backward pass
-        self.is_repeated = False  # with a weight of 0, which no record has
+        self.is_forward = False  # False while a block is recomputed for its backward pass
+        self.is_repeated = False  # with weight 0, and not recorded
         self.micro = -1
         self._numbers: Sequence[int] = ()
         self._count = 0
         self._calls = Counter[StepPlace]()
 
     def begin(self, numbers: Sequence[int]) -> None:
-        """Begin an iteration with the micro batches of these numbers."""
+        """Start an iteration, given its micro-batch numbers."""
         self._numbers, self._count = numbers, 0
 
     def enter(self) -> None:
-        """Begin the forward pass of the next micro batch, or of a repeated one where other ranks have a pass more."""
+        """Start the next micro-batch's forward pass, or a repeated pass if other ranks have another micro-batch."""
         self.is_repeated = self._count == len(self._numbers)
         self.is_forward = not self.is_repeated
         if self.is_repeated:
@@ -254,7 +256,7 @@ class _Passes:
         self._calls.clear()
 
     def count(self, place: StepPlace) -> int:
-        """Return how often a module was called before in this pass."""
+        """Return how often a module was called earlier in this pass."""
         self._calls[place] += 1
         return self._calls[place] - 1
 
@@ -264,7 +266,7 @@ class _Passes:
 
 
 class _Recorded(GradientReduction):
-    """A reduction that calls a function when the gradients are there."""
+    """A reduction calling a function after the gradients are reduced."""
 
     def __init__(self, context: ParallelContext, done: Callable[[], None]) -> None:
         self._reduction, self._done = context.reduction, done
@@ -284,12 +286,12 @@ class _Recorded(GradientReduction):
 
 
 def box_digest(local: torch.Tensor, offset: Sequence[int], tensor_shape: Sequence[int]) -> int:
-    """Return a 64-bit digest of a box of a tensor; those of the boxes of a tensor add up, modulo 2^64, to its own.
+    """Return a 64-bit digest of a tensor's box. The digests of all boxes add up, modulo 2^64, to the tensor's digest.
 
     Args:
-        local: the box.
-        offset: its corner in the tensor.
-        tensor_shape: the shape of the tensor.
+        local: The box.
+        offset: Its corner in the tensor.
+        tensor_shape: The tensor's shape.
     """
     if not local.numel():
         return 0

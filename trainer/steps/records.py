@@ -1,8 +1,8 @@
-"""Compares what two runs computed in the same iterations, tensor by tensor, from the records of their ranks.
+"""Compares two runs' computation in the same iterations, tensor by tensor, from their ranks' records.
 
-A record is a folder with two files a rank: `rank0.jsonl` has a line for each tensor, `rank0.bin` the values of those
-that had room. Logical tensors (parameters, gradients, the optimizer's state) are recorded box by box with digests that
-add up to the same sum however the tensor is cut, activations as each rank has them.
+A record is a folder with two files per rank: `rank0.jsonl` has a line per tensor, `rank0.bin` the stored values.
+Logical tensors (parameters, gradients, optimizer state) are recorded box by box, with digests adding up to the same sum
+for any cut. Activations are recorded as on each rank.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ if TYPE_CHECKING:
 
 RECORDS, VALUES = "rank{}.jsonl", "rank{}.bin"
 _MODULO = 1 << 64
-BITS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}  # integers with the bits of a value, by its bytes
+BITS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}  # integer dtypes with a value's bits, by itemsize
 
 
-# The parts of an iteration, in the order in which differences spread.
+# An iteration's phases, in the order in which differences spread.
 PHASES = ("start", "forward", "backward", "gradient", "figures", "optimizer")
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlace:
-    """What is compared: a tensor of an iteration, or a number.
+    """A compared tensor or number, with its place in an iteration.
 
     Args:
-        micro: the number of the micro batch in the iteration, over all ranks; -1 outside the passes.
-        name: of the module, the stored tensor or the setting.
+        micro: The micro-batch number within the iteration, over all ranks. -1 outside the passes.
+        name: The name of a module, stored tensor or setting.
         what: `input`, `output`, `gradient of its output`, `weight`, a moment, or `value`.
     """
 
@@ -51,19 +51,19 @@ class StepPlace:
 
     @property
     def key(self) -> str:
-        """Return the place in a word, for `--values`."""
+        """Return the place as a single argument for `--values`."""
         return json.dumps([self.iteration, self.phase, self.micro, self.name, self.what], separators=(",", ":"))
 
 
 @dataclass(frozen=True, slots=True)
 class StepPart:
-    """What a rank has of a tensor.
+    """A rank's part of a tensor.
 
     Args:
-        order: the rank's pipeline stage and tensor-parallel index, the number of the call of a module that is called
-            several times, and the number of the record among those of the rank.
-        offset, tensor_shape: the corner of its box and the shape of the tensor, for a logical tensor; else empty.
-        at: the offset of its values in `file`; None for values that were not kept.
+        order: The pipeline stage, the tensor-parallel rank, the call number if a module runs several times, and the
+            record number on the rank.
+        offset, tensor_shape: The box's corner and the tensor's shape, for a logical tensor. Otherwise empty.
+        at: The offset in `file` at which its values start. None if values were not stored.
     """
 
     rank: int
@@ -78,7 +78,7 @@ class StepPart:
     at: int | None
 
     def values(self) -> torch.Tensor | None:
-        """Return the values, or None if they were not kept."""
+        """Return the values, or None if they were not stored."""
         import torch
 
         if self.at is None:
@@ -94,18 +94,18 @@ class StepPart:
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """The records of all ranks of a run.
+    """The records from all ranks in a run.
 
     Args:
-        header: of rank 0: the run, its settings, and the first and last iteration.
-        parts: of each place, in order.
+        header: Rank 0's header: the run, its settings, and the first and last iteration.
+        parts: Each place's parts, in order.
     """
 
     header: Mapping[str, Any]
     parts: Mapping[StepPlace, Sequence[StepPart]]
 
     def figures(self) -> dict[int, tuple[str, ...]]:
-        """Return the loss and the gradient norm of each iteration, as hex."""
+        """Return each iteration's loss and gradient norm, as hex."""
         figures = dict[int, tuple[str, ...]]()
         for place, parts in self.parts.items():
             if place.phase == "figures":
@@ -115,14 +115,14 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True)
 class StepDifference:
-    """The first tensor in which two records differ.
+    """The first differing tensor in two records.
 
     Args:
-        detail: dtypes, shapes or values that differ, or between which ranks of one run the difference is.
-        differing, total: numbers of values; `differing` is 0 if the values of one side were not kept.
-        largest: the largest absolute difference, infinite if either value is NaN; None without both values.
-        at: the index of the first value that differs, in the logical tensor.
-        equal: places before it in the order of comparison that are equal.
+        detail: The differing dtypes, shapes or values, or two ranks of a single run with different replicas.
+        differing, total: Value counts. `differing` is 0 if the values of either side were not stored.
+        largest: The largest absolute difference, infinite with a NaN on either side. None without both sides' values.
+        at: The first differing value's index in the logical tensor.
+        equal: How many places before it, in comparison order, are equal.
     """
 
     place: StepPlace
@@ -138,7 +138,7 @@ def read_record(folder: Path) -> StepRecord:
     """Read the records in a folder.
 
     Raises:
-        DataError: if it has none, or a rank's are incomplete.
+        DataError: The folder has no records, or a rank's are incomplete.
     """
     headers, parts = list[dict[str, Any]](), dict[StepPlace, list[StepPart]]()
     for rank in range(len(matching(folder, RECORDS.format("*")))):
@@ -164,9 +164,9 @@ def read_record(folder: Path) -> StepRecord:
 
 
 def first_difference(a: StepRecord, b: StepRecord) -> StepDifference | None:
-    """Return the first tensor in which two runs differ, in the order of the computation of A; None without any.
+    """Return the first differing tensor in A's computation order, or None if all are equal.
 
-    Places that only one of them has are left out: see `unmatched`.
+    Places missing in either record are skipped, see `unmatched`.
     """
     common = sorted(a.parts.keys() & b.parts.keys(), key=lambda place: _order(place, a.parts[place]))
     for equal, place in enumerate(common):
@@ -182,7 +182,7 @@ def unmatched(a: StepRecord, b: StepRecord) -> tuple[int, int]:
 
 
 def _order(place: StepPlace, parts: Sequence[StepPart]) -> tuple[int, int, int, int, int]:
-    """Return the position of a place in an iteration; later pipeline stages come first in a backward pass."""
+    """Return a place's position in an iteration. Later pipeline stages come first in a backward pass."""
     stage, _, _, number = parts[0].order
     return (
         place.iteration,
@@ -217,7 +217,7 @@ def _compare(place: StepPlace, a: Sequence[StepPart], b: Sequence[StepPart], equ
 def _compare_activations(
     place: StepPlace, a: Sequence[StepPart], b: Sequence[StepPart], equal: int
 ) -> StepDifference | None:
-    """Compare what ranks have of an activation: copies, equal parts, or parts along one dimension."""
+    """Compare an activation's parts on all ranks: copies, equal parts, or parts along a single dimension."""
     a, b = _without_copies(a), _without_copies(b)
     if len(a) == len(b):
         for part, part_b in zip(a, b, strict=True):
@@ -229,18 +229,18 @@ def _compare_activations(
         return None
     values_a, values_b = _along(a, b[0].shape), _along(b, a[0].shape)
     if values_a is None or values_b is None or values_a.shape != values_b.shape:
-        return None  # cut in a way that cannot be joined here; a later place shows a difference
+        return None  # these cuts cannot be joined; a later place shows a difference
     return _sized(place, "", values_a, values_b, values_a.numel(), equal)
 
 
 def _without_copies(parts: Sequence[StepPart]) -> Sequence[StepPart]:
-    """Return a single part for copies on several ranks."""
+    """Return a single part if all ranks hold copies."""
     alike = {(part.digest, part.shape) for part in parts}
     return parts[:1] if len(alike) == 1 and len({part.rank for part in parts}) == len(parts) else parts
 
 
 def _along(parts: Sequence[StepPart], like: tuple[int, ...]) -> torch.Tensor | None:
-    """Return the parts joined along the one dimension in which they are shorter than a shape, or their only one."""
+    """Join parts along the only dimension in which they are shorter than a shape. A single part needs no join."""
     import torch
 
     values = [value for part in parts if (value := part.values()) is not None]
@@ -265,12 +265,12 @@ def _boxes(parts: Sequence[StepPart]) -> list[StepPart]:
 
 
 def _sum(parts: Sequence[StepPart]) -> int:
-    """Return the digest of a logical tensor, the sum of those of its boxes."""
+    """Return a logical tensor's digest, the sum of its boxes' digests."""
     return sum(int(part.digest, 16) for part in _boxes(parts)) % _MODULO
 
 
 def _joined(parts: Sequence[StepPart]) -> torch.Tensor | None:
-    """Return the values of a logical tensor from those of its boxes; None if any were not kept."""
+    """Return a logical tensor's values, joined from its boxes. None if any values were not stored."""
     import torch
 
     tensor = torch.zeros(parts[0].tensor_shape, dtype=getattr(torch, parts[0].dtype))
@@ -290,7 +290,7 @@ def _sized(
     total: int,
     equal: int,
 ) -> StepDifference | None:
-    """Return a difference with its size; None for values with equal bits, which digests did not compare."""
+    """Return a difference with its size. None for values with equal bits, if digests were not comparable."""
     import torch
 
     if a is None or b is None:
@@ -313,7 +313,7 @@ def _form(part: StepPart) -> str:
 
 
 def described(difference: StepDifference) -> Iterator[str]:
-    """Yield the lines about a difference."""
+    """Yield the lines describing a difference."""
     yield str(difference.place)
     if difference.largest is not None and difference.place.what != "value":
         yield (

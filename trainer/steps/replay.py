@@ -1,4 +1,4 @@
-"""Trains iterations of a run again, from one of its checkpoints or its beginning, and records what they compute."""
+"""Trains a run's iterations again, from a checkpoint or the start, and records what they compute."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
 _CAPABILITY = "ATEN_CPU_CAPABILITY"
 _OVERRIDES = ("reshard", "override_scheduler", "override_batch_size", "override_data", "override_dropout")
 _FROM_FILE = ("checkpoint.base", "data.cache")
-_BEGINNING = ("load", "finetune", "no_load_optim", "resize", "new_rows", "partial")
+_START_KEYS = ("load", "finetune", "no_load_optim", "resize", "new_rows", "partial")
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedRun:
-    """What the folder of a run says of the launch that trained an iteration.
+    """How a run trained an iteration, according to its folder.
 
     Args:
-        ranks: of that launch.
-        settings: the values of its configuration by dotted key, `parallel` among them, and its threads.
-        variables: of its environment, by which libraries choose their kernels.
-        saved: the iterations of its checkpoints with the optimizer's state, in order; 0 for its beginning.
+        ranks: The rank count of the launch that trained the iteration.
+        settings: The launch's configuration values by dotted key, including `parallel` and the thread count.
+        variables: The launch's environment variables by which libraries choose kernels.
+        saved: Its checkpoints with optimizer state by iteration, in order. 0 is the start.
     """
 
     folder: Path
@@ -50,8 +50,8 @@ def read_run(folder: Path, iteration: int, files: Files) -> RecordedRun:
     """Read how a run trained an iteration.
 
     Raises:
-        DataError: if its folder does not say so.
-        TrainerError: if its configuration has keys unknown to this version.
+        DataError: The folder does not tell.
+        TrainerError: The configuration has keys unknown to this version.
     """
     try:
         return _run_of(folder, _launch_of(folder, iteration), iteration, files)
@@ -79,8 +79,8 @@ def _run_of(folder: Path, launch: Json, iteration: int, files: Files) -> Recorde
     settings |= {f"environment.{name}": str(value) for name, value in math.items()}
     saved = _saved(folder, Path(str(values.get("checkpoint.save"))), files, before=iteration)
     if _first_iteration(folder) == 1:
-        beginning = {f"checkpoint.{key}": values[f"checkpoint.{key}"] for key in _BEGINNING}
-        settings |= beginning | ({"checkpoint.load": "none"} if beginning["checkpoint.load"] == "auto" else {})
+        start_values = {f"checkpoint.{key}": values[f"checkpoint.{key}"] for key in _START_KEYS}
+        settings |= start_values | ({"checkpoint.load": "none"} if start_values["checkpoint.load"] == "auto" else {})
         saved = {0: None, **saved}
     return RecordedRun(folder, integer(launch["topology"]["world_size"]), settings, variables, saved)
 
@@ -90,11 +90,11 @@ def _members(section: object) -> list[tuple[str, object]]:
 
 
 def _launch_of(folder: Path, iteration: int) -> Json:
-    """Return the record of the launch that trained an iteration: the last that began before it."""
+    """Return the record of the launch that trained an iteration: the last launch to start before it."""
     try:
         records = [record for _, record in read_records(folder / LAUNCHES)]
-        begins = [line for line in records if line["event"] == "begin" and integer(line["iteration"]) < iteration]
-        return dict(begins[-1])
+        starts = [line for line in records if line["event"] == "begin" and integer(line["iteration"]) < iteration]
+        return dict(starts[-1])
     except (DataError, LookupError, ValueError) as error:
         raise DataError(
             f"The folder of a run has no record of the launch that trained iteration {iteration}",
@@ -112,7 +112,7 @@ def _first_iteration(folder: Path) -> int | None:
 
 
 def _saved(folder: Path, save: Path, files: Files, *, before: int) -> dict[int, Path | None]:
-    """Return the checkpoints of a run with the optimizer's state before an iteration, from the oldest on."""
+    """Return a run's checkpoints with optimizer state before an iteration, oldest first."""
     inner = folder / "checkpoints"
     checkpoints, saved = CheckpointFolder(inner if is_dir(inner) else save, files), dict[int, Path | None]()
     for iteration in checkpoints.committed():
@@ -120,7 +120,7 @@ def _saved(folder: Path, save: Path, files: Files, *, before: int) -> dict[int, 
         try:
             if iteration < before and open_checkpoint(path, files, may_lack=True).has_optimizer:
                 saved[iteration] = path
-        except TrainerError:  # a damaged one is passed over, as by a start
+        except TrainerError:  # skip a damaged checkpoint, as a start does
             continue
     return saved
 
@@ -128,15 +128,15 @@ def _saved(folder: Path, save: Path, files: Files, *, before: int) -> dict[int, 
 def replay(
     folder: Path, first: int, last: int, out: Path, files: Files, *, begin: int = 0, values: Collection[str] = ()
 ) -> None:
-    """Train a run from after iteration `first` to `last` and record it, as one of the ranks of its launch.
+    """Train a run from after iteration `first` to `last` and record it, as one of the launch's ranks.
 
     Args:
-        out: the folder of the record; the run's own stays as it is.
-        begin: the first iteration in the record.
-        values: see `record_steps`.
+        out: The record folder. The run's own folder does not change.
+        begin: The first recorded iteration.
+        values: See `record_steps`.
 
     Raises:
-        TrainerError: if the iterations cannot be trained again here.
+        TrainerError: The iterations cannot be trained again here.
     """
     from trainer.launch import process_group
 
@@ -194,7 +194,7 @@ def _record(
 
 
 def _config(recorded: RecordedRun, first: int, out: Path) -> Config:
-    """Return the configuration of the replay: that of the run, which saves and logs nothing."""
+    """Return the replay configuration: the run's, without saving and logging."""
     values = {
         key: value
         for key, value in recorded.settings.items()
@@ -202,7 +202,7 @@ def _config(recorded: RecordedRun, first: int, out: Path) -> Config:
     }
     checkpoint = recorded.saved[first]
     if checkpoint is None:
-        values |= {f"checkpoint.{key}": recorded.settings[f"checkpoint.{key}"] for key in _BEGINNING}
+        values |= {f"checkpoint.{key}": recorded.settings[f"checkpoint.{key}"] for key in _START_KEYS}
     else:
         values |= {"checkpoint.load": str(checkpoint), **{f"checkpoint.{name}": True for name in _OVERRIDES}}
         values |= {"checkpoint.override_dtype": True, "checkpoint.override_freeze": True}
@@ -222,7 +222,7 @@ def _config(recorded: RecordedRun, first: int, out: Path) -> Config:
 
 
 def variables_of(recorded: RecordedRun) -> dict[str, str]:
-    """Return the environment variables of a replay: this process's, with those by which the run chose its kernels."""
+    """Return a replay's environment variables: this process's, with the run's variables for kernel choice."""
     import torch
 
     from trainer.record.environment import KERNEL_VARIABLES, PRECISION_VARIABLES

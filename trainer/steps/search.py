@@ -1,4 +1,4 @@
-"""Finds where two runs, or two records, part."""
+"""Finds where two runs, or two records, diverge."""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ from trainer.steps.records import (
 )
 from trainer.steps.replay import RecordedRun, read_run, variables_of
 
-_WINDOW = 3  # iterations before a difference of losses that are recorded at first
-_MOST_LINES = 20  # of a replay's output in an error
-# Trains a run again: from after an iteration to another, with the first that is recorded, and the values to keep.
+_WINDOW = 3  # iterations recorded first, up to the first with different figures
+_MOST_LINES = 20  # replay output lines in an error
+# Trains a run again. Arguments: run, iteration to start from, last iteration, first recorded iteration, record folder,
+# keys of values to store.
 Replay = Callable[[RecordedRun, int, int, int, Path, Sequence[str]], None]
 
 
@@ -41,14 +42,14 @@ class StepReport:
     """The result of comparing two runs.
 
     Args:
-        iteration: the first with other figures in the records of the runs; None without one.
-        figures: the loss, gradient norm and learning rate of both there, in words.
-        difference: the first tensor with other bits.
-        first: the iteration that each was trained again from; None where records were given.
-        unrepeated: for A and B, the iterations whose repetition has other figures than the run's own record.
-        saved: the first tensor that differs in the newest checkpoints of both, in words; empty for equal ones.
-        settings: differing settings, in words.
-        alone: how many tensors only A has, and only B.
+        iteration: The first iteration with different figures in the runs' logs. None without a difference.
+        figures: Both runs' differing figures in that iteration (loss, gradient norm, learning rate), in words.
+        difference: The first tensor with different bits.
+        first: The iterations from which A and B were trained again. None if records were given.
+        unrepeated: For A and B, the iterations in which the replay's figures differ from the run's log.
+        saved: The first differing tensor in the newest common checkpoints, in words. Empty if they are equal.
+        settings: Differing settings, in words.
+        alone: How many tensors only A has, and only B.
     """
 
     iteration: int | None
@@ -62,22 +63,22 @@ class StepReport:
 
     @property
     def is_equal(self) -> bool:
-        """Return whether nothing differs: the logs, the tensors, and each log from its run's repetition."""
+        """Return whether nothing differs: the logs, the tensors, the checkpoints, and each replay from its log."""
         return self.iteration is None and self.difference is None and not self.saved and not any(self.unrepeated)
 
 
 def compare_steps(
     a: Path, b: Path, *, iteration: int | None = None, folder: Path | None = None, train: Replay | None = None
 ) -> StepReport:
-    """Find where two runs, or two records of `--record`, part.
+    """Find where two runs, or two `--record` folders, diverge.
 
     Args:
-        iteration: the last to train again; None for the first whose figures differ.
-        folder: where the records of both stay; None for a folder that is removed.
-        train: trains a run again; None for processes on this host.
+        iteration: The last iteration to train again. None selects the first with different figures.
+        folder: The folder that keeps both records. None uses a temporary folder.
+        train: Trains a run again. None starts processes on this host.
 
     Raises:
-        TrainerError: if that cannot be found out.
+        TrainerError: The runs or records cannot be compared.
     """
     are_records = [exists(path / RECORDS.format(0)) for path in (a, b)]
     if all(are_records):
@@ -110,7 +111,7 @@ def _search(
     folder: Path,
     train: Replay,
 ) -> StepReport:
-    first, saved = _beginnings(*runs)
+    first, saved = _starts(*runs)
 
     def records(begin: int, values: Sequence[str] = ()) -> tuple[StepRecord, StepRecord]:
         paths = []
@@ -151,11 +152,11 @@ def _report(
     return StepReport(iteration, figures, difference, first, (unrepeated[0], unrepeated[1]), saved, settings, alone)
 
 
-def _beginnings(a: RecordedRun, b: RecordedRun) -> tuple[tuple[int, int], str]:
-    """Return the iterations to train A and B from, and the difference of their newest checkpoints of one iteration.
+def _starts(a: RecordedRun, b: RecordedRun) -> tuple[tuple[int, int], str]:
+    """Return the iterations to train A and B from, and the difference between their newest common checkpoints.
 
-    Both begin with their newest equal checkpoints; with the newest of one iteration if none are equal, and each with
-    its newest if they have none in common.
+    Both start at their newest equal checkpoints. If no checkpoints are equal, they start at the newest common
+    iteration, and without a common iteration each starts at its own newest checkpoint.
     """
     common = sorted(a.saved.keys() & b.saved.keys())
     if not (a.saved and b.saved):
@@ -165,14 +166,14 @@ def _beginnings(a: RecordedRun, b: RecordedRun) -> tuple[tuple[int, int], str]:
     first = common[-1]
     newest = _unequal(a, b, first)
     if newest:
-        # The checkpoints are equal up to some iteration, and differ from it on.
+        # Checkpoints are equal up to some iteration, and differ from then on.
         equal = bisect_left(common[:-1], True, key=lambda iteration: bool(_unequal(a, b, iteration)))
         first = common[equal - 1] if equal else first
     return (first, first), newest
 
 
 def _unequal(a: RecordedRun, b: RecordedRun, iteration: int) -> str:
-    """Return the first tensor that differs in the checkpoints of an iteration, in words; empty for equal ones."""
+    """Return the first differing tensor in an iteration's checkpoints, in words. Empty if they are equal."""
     paths = a.saved[iteration], b.saved[iteration]
     if paths[0] is None or paths[1] is None:
         return ""
@@ -193,7 +194,7 @@ def _figures(parting: Sequence[CurveDifference]) -> str:
 
 
 def _unrepeated(curve: Curve, record: StepRecord) -> tuple[int, ...]:
-    """Return the iterations whose repetition has other figures than the run's log."""
+    """Return the iterations in which the replay's figures differ from the run's log."""
     figures = record.figures()
     points = curve.points.take(numpy.isin(curve.points.iterations, [*figures]))
     rows = zip(points.iterations.tolist(), *points.values[:2].tolist(), strict=True)
@@ -202,10 +203,10 @@ def _unrepeated(curve: Curve, record: StepRecord) -> tuple[int, ...]:
 
 
 def launch_replay(run: RecordedRun, first: int, last: int, begin: int, out: Path, values: Sequence[str]) -> None:
-    """Train a run again in processes of this host, as many as its ranks; see `Replay`.
+    """Train a run again in processes on this host, with the same rank count, see `Replay`.
 
     Raises:
-        DataError: if they fail.
+        DataError: The processes fail.
     """
     command = [sys.executable, "-m"]
     if run.ranks > 1:
@@ -222,7 +223,7 @@ def launch_replay(run: RecordedRun, first: int, last: int, begin: int, out: Path
         str(last),
     ]
     command += ["--begin", str(begin), *(word for key in values for word in ("--values", key))]
-    handler = signal.signal(signal.SIGTERM, signal.default_int_handler)  # which would leave the ranks behind
+    handler = signal.signal(signal.SIGTERM, signal.default_int_handler)  # the default would leave the ranks running
     process = subprocess.Popen(
         command,
         env=variables_of(run),
@@ -230,12 +231,12 @@ def launch_replay(run: RecordedRun, first: int, last: int, begin: int, out: Path
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
-        start_new_session=True,  # an interrupt of the terminal comes to torchrun once, from here
+        start_new_session=True,  # a terminal interrupt reaches torchrun once, from here
     )
     try:
         _, errors = process.communicate()
     finally:
-        process.terminate()  # torchrun ends its ranks, which are in sessions of their own
+        process.terminate()  # torchrun ends its ranks, which run in their own sessions
         process.wait()
         signal.signal(signal.SIGTERM, handler)
     if process.returncode:
