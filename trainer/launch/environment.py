@@ -51,8 +51,8 @@ class Environment:
         missing += ["MASTER_PORT"] if number["MASTER_PORT"] == 0 else []
         if number["WORLD_SIZE"] > 1 and missing:
             raise LaunchError(
-                "The environment has only a part of the variables of a launch",
-                expected=f"{' and '.join(missing)} beside WORLD_SIZE={number['WORLD_SIZE']}",
+                "Some of torchrun's environment variables are missing",
+                expected=f"{' and '.join(missing)} with WORLD_SIZE={number['WORLD_SIZE']}",
                 fix="Launch with torchrun, or set them on every rank.",
             )
         return Environment(

@@ -62,7 +62,7 @@ def describe(error: BaseException) -> str:
         return f"{type(error).__name__}: {error}"
     if isinstance(error, OSError) and error.filename is not None and error.errno not in _OF_PROGRAMS:
         name, reason = type(error).__name__, f"{error.strerror} (errno {error.errno})"
-        return f"{name}: The file system fails ({error.filename}), found {reason}. Mend it, or name another path."
+        return f"{name}: The file system failed ({error.filename}), found {reason}. Fix it, or use another path."
     if isinstance(error, KeyboardInterrupt):
         return "Interrupted before the first iteration. Nothing was saved."
     return "".join(traceback.format_exception(error)).rstrip()

@@ -107,7 +107,7 @@ class SignalHandler:
                 self.receive(number)
 
     def _answer(self) -> None:
-        _log.warning(f"{self.name}: the run ends after this iteration; again after {_SECOND_S:.0f} s to quit now")
+        _log.warning(f"{self.name}: the run ends after this iteration; repeat it after {_SECOND_S:.0f} s to quit now")
 
     def _enforce(self) -> None:
         if not self._is_over.wait(self._notice_s):

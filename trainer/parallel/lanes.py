@@ -90,7 +90,7 @@ def invariant_ranks_problems(count: int, *, ranks: int, micro_batches: int) -> l
     if counts:
         rule = f"0 is off, the others are powers of two that divide {divided} and are multiples of the"
         return [f"parallel.invariant_ranks={count}: must be {listed([0, *counts])}: {rule} {ranks} data-parallel ranks"]
-    rule = f"ranks that divide it can have a power of two that divides {divided}: {listed(powers)}"
+    rule = f"no multiple of {ranks} is a power of two dividing {divided}; use {listed(powers)} ranks"
     return [f"parallel.invariant_ranks={count}: must be 0 (off) on {ranks} data-parallel ranks; {rule}"]
 
 

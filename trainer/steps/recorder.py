@@ -36,7 +36,7 @@ _STEP, _FIRST, _SECOND = (number - (1 << 64) for number in (0x9E3779B97F4A7C15, 
 
 
 def record_steps(run: Run, folder: Path, header: Json, *, begin: int, last: int, values: Collection[str] = ()) -> None:
-    """Train a filled run to an iteration, and record its computation in a folder. All ranks must call it.
+    """Train a filled run to an iteration, and record what it computes in a folder. All ranks must call it.
 
     Args:
         header: The record's description of the run.
@@ -143,9 +143,7 @@ class Recorder:
         self._add(place, torch.tensor(float(value), dtype=torch.float64), digest=float(value).hex())
 
     def _hooks(self, model: Model, passes: _Passes) -> Iterator[Any]:
-        """Register a stage's hooks, except inside compiled blocks and on embeddings, where they would change the code
-        path.
-        """
+        """Register a stage's hooks. Embeddings and compiled blocks' modules get none: hooks change their code path."""
         compiled = [block for block in model.blocks.values() if self._run.config.train.compile]
         inside = {module for block in compiled for module in block.modules()}
         blocks = set(model.blocks.values())

@@ -149,7 +149,7 @@ def read_record(folder: Path) -> StepRecord:
             if end != {"end": True}:
                 raise ValueError(end)
         except (OSError, ValueError) as error:
-            raise DataError("The record of a rank is incomplete", where=path, fix="Record the run again.") from error
+            raise DataError("A rank's record is incomplete", where=path, fix="Record the run again.") from error
         headers.append(header)
         for number, record in enumerate(records):
             order = (header["stage"], header["tensor_rank"], record.pop("call"), number)
@@ -159,7 +159,7 @@ def read_record(folder: Path) -> StepRecord:
             part = StepPart(rank, order, file=folder / VALUES.format(rank), **members)
             parts.setdefault(StepPlace(*part.place), []).append(part)
     if len(headers) != (headers[0]["ranks"] if headers else -1):
-        raise DataError("A folder has no record of all ranks", where=folder, found=count_of(len(headers), "rank"))
+        raise DataError("The folder lacks records from some ranks", where=folder, found=count_of(len(headers), "rank"))
     return StepRecord(headers[0], {place: sorted(parts[place], key=lambda part: part.order) for place in parts})
 
 
@@ -201,7 +201,7 @@ def _compare(place: StepPlace, a: Sequence[StepPart], b: Sequence[StepPart], equ
         for name, parts in (("A", a), ("B", b)):
             ranks = _unequal_replicas(parts)
             if ranks:
-                detail = f"ranks {ranks[0].rank} and {ranks[1].rank} of {name}, which have the same part, differ"
+                detail = f"ranks {ranks[0].rank} and {ranks[1].rank} of {name} hold the same part with different values"
                 return _sized(place, detail, ranks[0].values(), ranks[1].values(), math.prod(shape_a), equal)
         if _sum(a) == _sum(b):
             return None
@@ -294,7 +294,7 @@ def _sized(
     import torch
 
     if a is None or b is None:
-        text = f"the values were not kept: record both with --values '{place.key}'"
+        text = f"the values were not stored: record both with --values '{place.key}'"
         return StepDifference(place, f"{detail}; {text}" if detail else text, 0, total, None, (), equal)
     bits = getattr(torch, BITS[a.itemsize])
     differs = a.reshape(-1).view(bits) != b.reshape(-1).view(bits)

@@ -36,7 +36,7 @@ class RecordedRun:
         ranks: The rank count of the launch that trained the iteration.
         settings: The launch's configuration values by dotted key, including `parallel` and the thread count.
         variables: The launch's environment variables by which libraries choose kernels.
-        saved: Its checkpoints with optimizer state by iteration, in order. 0 is the start.
+        saved: The run's checkpoints with optimizer state, by iteration, in order. 0 is the start.
     """
 
     folder: Path
@@ -50,17 +50,17 @@ def read_run(folder: Path, iteration: int, files: Files) -> RecordedRun:
     """Read how a run trained an iteration.
 
     Raises:
-        DataError: The folder does not tell.
+        DataError: The folder does not show it.
         TrainerError: The configuration has keys unknown to this version.
     """
     try:
         return _run_of(folder, _launch_of(folder, iteration), iteration, files)
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise DataError(
-            "The folder of a run does not say how it was trained",
+            "The run's folder does not show how it was trained",
             where=folder,
             found=f"{type(error).__name__}: {error}",
-            fix="Its records are damaged, or of an earlier version.",
+            fix="Its records are damaged, or an earlier version wrote them.",
         ) from error
 
 
@@ -97,10 +97,10 @@ def _launch_of(folder: Path, iteration: int) -> Json:
         return dict(starts[-1])
     except (DataError, LookupError, ValueError) as error:
         raise DataError(
-            f"The folder of a run has no record of the launch that trained iteration {iteration}",
+            f"The run's folder has no record of the launch that trained iteration {iteration}",
             where=folder / LAUNCHES,
             found=str(error) if isinstance(error, DataError) else repr(error),
-            fix="Runs of earlier versions cannot be trained again by this command.",
+            fix="This command cannot train runs from earlier versions again.",
         ) from error
 
 
@@ -143,14 +143,14 @@ def replay(
     recorded = read_run(folder, last, files)
     if first not in recorded.saved:
         raise DataError(
-            f"A run cannot be trained again from iteration {first}",
+            f"The run cannot be trained again from iteration {first}",
             where=folder,
-            expected=f"one of its checkpoints with the optimizer's state: {', '.join(map(str, recorded.saved))}",
+            expected=f"a checkpoint with optimizer state: {', '.join(map(str, recorded.saved))}",
         )
     environment = Environment.read(os.environ)
     if environment.world_size != recorded.ranks:
         raise DataError(
-            "A run is trained again on as many ranks as before",
+            "The run can only be trained again on the same number of ranks",
             where=folder,
             expected=count_of(recorded.ranks, "rank"),
             found=f"{environment.world_size}",

@@ -30,7 +30,7 @@ from trainer.steps.records import (
 )
 from trainer.steps.replay import RecordedRun, read_run, variables_of
 
-_WINDOW = 3  # iterations recorded first, up to the first with different figures
+_WINDOW = 3  # iterations recorded first, up to the last one trained
 _MOST_LINES = 20  # replay output lines in an error
 # Trains a run again. Arguments: run, iteration to start from, last iteration, first recorded iteration, record folder,
 # keys of values to store.
@@ -84,17 +84,17 @@ def compare_steps(
     if all(are_records):
         records = read_record(a), read_record(b)
         if records[0].parts.keys().isdisjoint(records[1].parts):
-            raise DataError("Two records have no tensor in common", where=f"{a} and {b}", expected="equal iterations")
+            raise DataError("The records have no tensor in common", where=f"{a} and {b}", expected="equal iterations")
         return _report(None, "", records, first_difference(*records))
     if any(are_records):
-        raise DataError("A run is compared with a run, and a record with a record", where=f"{a} and {b}")
+        raise DataError("A run can only be compared with a run, and a record with a record", where=f"{a} and {b}")
     curves = read_curve(a), read_curve(b)
     sides = Sides.of(curves[0].points, curves[1].points, None)
     parting = [row for row in sides.differences(3) if row.iteration == sides.iterations[0]]
     last = iteration or (parting[0].iteration if parting else None)
     if last is None:
         if not len(sides.base):
-            raise DataError("Two runs have no iteration in common", where=f"{a} and {b}")
+            raise DataError("The runs have no iteration in common", where=f"{a} and {b}")
         return StepReport(None, "", None)
     with ExitStack() as stack:
         if folder is None:
@@ -160,7 +160,7 @@ def _starts(a: RecordedRun, b: RecordedRun) -> tuple[tuple[int, int], str]:
     """
     common = sorted(a.saved.keys() & b.saved.keys())
     if not (a.saved and b.saved):
-        raise DataError("A run has no checkpoint with the optimizer's state", where=(b if a.saved else a).folder)
+        raise DataError("The run has no checkpoint with optimizer state", where=(b if a.saved else a).folder)
     if not common:
         return (max(a.saved), max(b.saved)), ""
     first = common[-1]
@@ -241,7 +241,7 @@ def launch_replay(run: RecordedRun, first: int, last: int, begin: int, out: Path
         signal.signal(signal.SIGTERM, handler)
     if process.returncode:
         raise DataError(
-            "A run cannot be trained again on this host",
+            "The run cannot be trained again on this host",
             where=run.folder,
             found="\n".join(errors.splitlines()[-_MOST_LINES:]),
             fix="Record it where it was trained: torchrun ... reprise compare-steps RUN --record FOLDER --from N --to "
@@ -253,7 +253,7 @@ def report_lines(report: StepReport) -> list[str]:
     """Return a report in words."""
     lines = list[str]()
     if report.iteration is not None:
-        lines.append(f"the logs part at iteration {report.iteration}: {report.figures}")
+        lines.append(f"the logs differ from iteration {report.iteration} on: {report.figures}")
     elif report.first is not None:
         lines.append("the logs have equal bits in all iterations of both")
     elif report.difference is None and not report.settings:
@@ -267,7 +267,7 @@ def report_lines(report: StepReport) -> list[str]:
     for name, iterations in zip("AB", report.unrepeated, strict=True):
         if iterations:
             numbers = ", ".join(map(str, iterations))
-            lines.append(f"{name} does not repeat: the log has other figures at iteration {numbers}")
+            lines.append(f"{name} does not reproduce: its log has different figures at iteration {numbers}")
     if report.saved:
         lines.append(f"the checkpoints differ: {report.saved}")
     if report.settings:

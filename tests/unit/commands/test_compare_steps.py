@@ -55,7 +55,7 @@ def test_logs_that_neither_run_repeats_are_a_difference(
     report = StepReport(None, "", None, first=(2, 2), unrepeated=((3,), (3,)))
     monkeypatch.setattr(search, "compare_steps", lambda *_, **options: report)
     assert main([str(tmp_path), str(tmp_path)]) == DIFFERENT
-    assert "B does not repeat: the log has other figures at iteration 3" in capsys.readouterr().out
+    assert "B does not reproduce: its log has different figures at iteration 3" in capsys.readouterr().out
 
 
 def test_an_interrupt_ends_the_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

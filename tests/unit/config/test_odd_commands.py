@@ -358,7 +358,7 @@ def test_surrogates_in_an_override_are_refused() -> None:
         ("-m", {}, "found --multirun"),
         pytest.param("--cfg job --resolve run.name=${x}", {}, "ConfigError: ", marks=pytest.mark.slow),
         ("", {"WORLD_SIZE": "0"}, "LaunchError: The environment variable WORLD_SIZE"),
-        (f"model=gpt2_tiny checkpoint.load={'x' * 300}", {}, f"OSError: The file system fails ({'x' * 300}"),
+        (f"model=gpt2_tiny checkpoint.load={'x' * 300}", {}, f"OSError: The file system failed ({'x' * 300}"),
     ],
 )
 def test_the_command_prints_one_message_and_makes_no_file(

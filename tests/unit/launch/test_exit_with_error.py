@@ -44,7 +44,7 @@ def error_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (
             OSError(5, "I/O error", "a/b"),
             1,
-            "OSError: The file system fails (a/b), found I/O error (errno 5). Mend it, or name another path.",
+            "OSError: The file system failed (a/b), found I/O error (errno 5). Fix it, or use another path.",
         ),
     ],
 )

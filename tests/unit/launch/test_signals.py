@@ -47,7 +47,7 @@ def test_the_first_signal_is_a_wish(number: signal.Signals, training: Case, capl
         training.now = now
         training.handler.receive(number)
     assert (training.handler.name, training.statuses, training.reports) == (number.name, [], [])
-    answer = f"{number.name}: the run ends after this iteration; again after 2 s to quit now"
+    answer = f"{number.name}: the run ends after this iteration; repeat it after 2 s to quit now"
     await_true(lambda: caplog.messages.count(answer) == 1)
     early = Case()
     early.handler.receive(number)
