@@ -16,7 +16,7 @@ from trainer.launch.signals import SignalHandler
 _log = logging.getLogger(__name__)
 
 SAVE_NOW = "save_now"
-_LOOK_EVERY_S = 1.0
+_CHECK_INTERVAL_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class ControlRules:
     Args:
         exit_interval: End at multiples of this iteration.
         exit_duration_in_mins: End after this many minutes.
-        save_interval_mins: Save at least every this many minutes.
+        save_interval_mins: Save once this many minutes have passed since the last save.
         exit_on_save_failure: End after this many consecutive failed saves.
     """
 
@@ -79,7 +79,7 @@ class RunControl:
         self._rules, self._signals, self._rank, self._clock = rules, signals, rank, clock
         self._file = None if folder is None else folder / SAVE_NOW
         self._started = self._saved = clock()
-        self._looked = clock() - _LOOK_EVERY_S
+        self._checked_at = clock() - _CHECK_INTERVAL_S
         self._is_touched = False
         self._ignored: tuple[int, int] | None = None
 
@@ -131,8 +131,8 @@ class RunControl:
         return None if self._signals is None else self._signals.name
 
     def _is_file_touched(self, now: float) -> bool:
-        if self._file is not None and now - self._looked >= _LOOK_EVERY_S and not self._is_touched:
-            self._looked = now
+        if self._file is not None and now - self._checked_at >= _CHECK_INTERVAL_S and not self._is_touched:
+            self._checked_at = now
             with contextlib.suppress(OSError):
                 status = self._file.lstat()
                 is_new = _identity(status) != self._ignored

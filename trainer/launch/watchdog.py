@@ -17,7 +17,7 @@ from reprise.ranks import StoreChannel
 from trainer.launch.hangs import Activity, write_stacks
 
 # The pause between two checks, longer with more ranks: at most some thousand store requests per second.
-_LOOK_EVERY_S = 1.0
+_CHECK_INTERVAL_S = 1.0
 _PER_RANK_S = 1 / 5000
 # The guard's pause, and its longest duration in a process that is not stopped.
 _GUARD_EVERY_S, _STOPPED_S = 1.0, 3.0
@@ -56,7 +56,7 @@ class Watchdog:
     ) -> None:
         self._activity, self._hangs = activity or Activity(), hangs
         self._channel, self._timeout_s, self._store_host, self._leave = channel, timeout_s, store_host, leave
-        self._pause_s = _LOOK_EVERY_S + channel.world_size * _PER_RANK_S
+        self._pause_s = _CHECK_INTERVAL_S + channel.world_size * _PER_RANK_S
         self._heartbeat = _Heartbeat(channel.clone(0.0), timeout_s, look_s=self._pause_s, activity=self._activity)
         self._is_over = threading.Event()  # watching has ended
         self._is_ending = threading.Event()  # the main thread ends on its own
@@ -94,7 +94,7 @@ class Watchdog:
                 channel.failure()
                 silent = self._silent_ranks(channel)
             except dist.DistError:
-                cause = self._is_gone()
+                cause = self._store_is_gone()
         late = self._late_ranks(channel) if _is_lost_peer(error) and cause is None and not silent else None
         if silent:
             cause = f"Rank {', '.join(map(str, silent))} does not answer: it was killed or is hung"
@@ -126,7 +126,7 @@ class Watchdog:
             else []
         )
 
-    def _is_gone(self) -> str:
+    def _store_is_gone(self) -> str:
         return f"The store is gone: its host, {self._store_host}, was killed or has ended"
 
     def _watch(self) -> None:
@@ -139,7 +139,7 @@ class Watchdog:
                     self._channel.publish(f"{_ACTIVITY}/{self._channel.rank}", str(self._activity).encode())
                     self._channel.answer()
             except (dist.DistError, LaunchError):
-                failure = failure or self._is_gone()
+                failure = failure or self._store_is_gone()
             self._looked = time.monotonic()
             leaves_at = leaves_at or (0.0 if failure is None else self._looked + _GRACE_S)
             if failure is not None and self._looked >= leaves_at and not self._is_ending.is_set():

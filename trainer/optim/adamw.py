@@ -244,7 +244,7 @@ class _Tails:
 
 
 def zeros_for(parameter: nn.Parameter, local: torch.Tensor | None, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Return zeros with a parameter's placements, in the given local memory or in new memory."""
+    """Return zeros with a parameter's placements, in the given local memory or newly allocated."""
     like = parameter.detach()
     return torch.zeros_like(like, dtype=dtype) if local is None else with_memory(like, local)
 

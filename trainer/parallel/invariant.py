@@ -243,7 +243,7 @@ def _add_all(first: list[torch.Tensor], second: list[torch.Tensor]) -> list[torc
 
 
 def _sum_gradients(gradients: list[torch.Tensor], group: dist.ProcessGroup) -> list[torch.Tensor]:
-    """Sum gradients with equal shapes over ranks. A collective call."""
+    """Sum gradients over ranks, which all pass equal shapes. A collective call."""
     total = sum_all(_flatten_dense_tensors(gradients), group)  # type: ignore[no-untyped-call]
     return list(_unflatten_dense_tensors(total, gradients))  # type: ignore[no-untyped-call]
 

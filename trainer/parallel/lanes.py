@@ -11,7 +11,7 @@ _Value = TypeVar("_Value")
 
 @dataclass(frozen=True, slots=True)
 class Lanes:
-    """An iteration's lanes. Lane l holds micro-batches l * length to (l + 1) * length, added in order.
+    """An iteration's lanes. Lane l holds micro-batches l * length to (l + 1) * length - 1, added in order.
 
     Lane sums are added in a balanced binary tree: (0 + 1), (2 + 3), then pairs, and so on. A rank adds its own lanes,
     and ranks add the upper levels, so the tree is the same for any number of data-parallel ranks dividing `count`.

@@ -20,7 +20,7 @@ from trainer.launch.watchdog import Watchdog
 
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers, "_LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(peers, "_CHECK_INTERVAL_S", 0.01)
     monkeypatch.setattr(peers, "_GRACE_S", 0.2)
     monkeypatch.setattr(peers, "_GUARD_EVERY_S", 0.01)
 
