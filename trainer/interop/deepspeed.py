@@ -23,7 +23,7 @@ from reprise.loading import no_folder
 from reprise.storage import integer, is_dir, is_file, is_file_name, matching, shown
 from trainer.config.derived import batch_schedule_of
 from trainer.interop.finite import require_finite
-from trainer.interop.formats import Format, ImportOptions, few, known_form, listed, one_step, require_trust
+from trainer.interop.formats import Format, ImportOptions, common_step, few, known_form, listed, require_trust
 from trainer.interop.hf.folder import model_beside
 from trainer.interop.source import StateSource
 from trainer.interop.torch_file import is_plain, open_torch_file, read_torch_file
@@ -70,7 +70,7 @@ class _Universal:
         if parameter not in self.trained:
             return 0.0
         file = self.path / _ZERO / self.names[parameter] / f"{_STEP}.pt"
-        step = one_step([read_torch_file(file)], where=file) if is_file(file) else self.step
+        step = common_step([read_torch_file(file)], where=file) if is_file(file) else self.step
         if step is None:
             raise CheckpointError("A parameter's step count is missing", where=file)
         return step
@@ -220,7 +220,9 @@ def _common_step(folder: Path) -> float | None:
     file = folder / _ZERO / _OPTIMIZER
     table = open_torch_file(file)
     state = (table.get("optimizer_state_dict") or {}).get("state") or {}
-    return one_step([entry.get(_STEP) for entry in (*(table.get("param_groups") or ()), *state.values())], where=file)
+    return common_step(
+        [entry.get(_STEP) for entry in (*(table.get("param_groups") or ()), *state.values())], where=file
+    )
 
 
 def _warn_of_position(samples: object, iteration: int, options: ImportOptions) -> None:

@@ -84,7 +84,7 @@ def few(names: Iterable[str]) -> str:
     return ", ".join(sorted(names)[:_MOST_NAMED]) or "nothing"
 
 
-def one_step(values: Iterable[object], *, where: object) -> float | None:
+def common_step(values: Iterable[object], *, where: object) -> float | None:
     """Return the step count shared by all `values`, ignoring None. Return None if there is no count.
 
     Raises:

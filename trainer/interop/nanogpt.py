@@ -23,7 +23,7 @@ from reprise.storage import finite_number, integer, is_dir, shown
 from reprise.tensors import canonical_name
 from trainer.config.frozen import frozen_names
 from trainer.interop.formats import Format, ImportOptions, few, known_form, listed, log_settings, require_trust
-from trainer.interop.numbered import MOMENTS, STEP, Table, check_moments, entries_by_name, no_order, steps_of
+from trainer.interop.numbered import MOMENTS, STEP, Table, check_moments, entries_by_name, steps_of, unknown_order
 from trainer.interop.source import StateSource
 from trainer.interop.torch_file import is_plain, open_torch_file
 
@@ -89,7 +89,7 @@ def read_source(path: Path, options: ImportOptions) -> StateSource:
         saved = _Saved(model, weights)
         if not options.weights_only:
             if order is None:
-                raise _of_no_order(groups, weights, file)
+                raise _unknown_order(groups, weights, file)
             saved = replace(saved, entries=entries_by_name(table["optimizer"], order))
             check_moments(saved.entries, {name: weight.shape for name, weight in weights.items()}, where=file)
         iteration = 0 if options.weights_only else integer(table["iter_num"])
@@ -136,9 +136,9 @@ def _order(
     return None, False
 
 
-def _of_no_order(groups: Sequence[Table], weights: Mapping[str, torch.Tensor], where: Path) -> MismatchError:
+def _unknown_order(groups: Sequence[Table], weights: Mapping[str, torch.Tensor], where: Path) -> MismatchError:
     matrices = sum(tensor.dim() >= 2 for tensor in weights.values())
-    return no_order(
+    return unknown_order(
         "nanoGPT",
         groups,
         expected=f"two groups: {matrices} parameters with decay (or {matrices - 2}, before May 2023) and the others",

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from reprise.errors import MismatchError
-from trainer.interop.formats import listed, one_step
+from trainer.interop.formats import common_step, listed
 from trainer.interop.torch_file import is_plain
 
 Table = Mapping[Any, Any]
@@ -26,7 +26,7 @@ def entries_by_name(optimizer: Table, order: Sequence[str]) -> dict[str, Table]:
     return {name: state[at] for name, at in zip(order, numbers, strict=True) if at in state}
 
 
-def no_order(program: str, groups: Sequence[Table], *, expected: str, fix: str, where: Path) -> MismatchError:
+def unknown_order(program: str, groups: Sequence[Table], *, expected: str, fix: str, where: Path) -> MismatchError:
     """Return an error for groups whose parameters are uncertain."""
     return MismatchError(
         f"The moments cannot be matched to parameters: {program} stores them by number",
@@ -57,9 +57,9 @@ def check_moments(entries: Mapping[str, Table], shapes: Mapping[str, Sequence[in
             fix="It was saved before the first step, or by another optimizer than AdamW. Import the weights alone with "
             "--weights-only.",
         )
-    one_step((entry.get(STEP) for entry in entries.values()), where=where)
+    common_step((entry.get(STEP) for entry in entries.values()), where=where)
 
 
 def steps_of(entry: Table) -> float:
     """Return a parameter's step count."""
-    return one_step([entry.get(STEP)], where=STEP) or 0.0
+    return common_step([entry.get(STEP)], where=STEP) or 0.0

@@ -208,13 +208,13 @@ def _tokenizer(source: StateSource, config: Config) -> dict[str, bytes]:
     """Return the source's tokenizer files, the configured tokenizer's if it is another, or the byte tokenizer's if
     it fits.
     """
-    if source.tokenizer and _names_no_other(config.data.tokenizer, source.tokenizer.get(TOKENIZER)):
+    if source.tokenizer and _has_no_other_tokenizer(config.data.tokenizer, source.tokenizer.get(TOKENIZER)):
         return {name: read_tokenizer(path) for name, path in source.tokenizer.items()}
     is_known = config.data.tokenizer is not None or config.model.vocab_size == bytes_encoder().vocab_size
     return tokenizer_of(config) if is_known else {}
 
 
-def _names_no_other(tokenizer: str | None, beside: Path | None) -> bool:
+def _has_no_other_tokenizer(tokenizer: str | None, beside: Path | None) -> bool:
     if tokenizer is None or tokenizer == BYTES or beside is None:
         return tokenizer is None
     return read_tokenizer(Path(tokenizer).expanduser()) == read_tokenizer(beside)

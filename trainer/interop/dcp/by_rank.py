@@ -48,15 +48,15 @@ def open_any(path: Path, options: ImportOptions) -> DcpFolder:
     if is_file(path / TABLE):
         require_trust(options, "torch_checkpointing", where=path)
         with known_form("torch_checkpointing", path):
-            return require_whole(_of_torch_checkpointing(path))
+            return require_whole(_read_torch_checkpointing(path))
     shards = matching(path, _SHARDS)
     if shards and not is_file(path / METADATA):
-        return require_whole(DcpFolder(path, _of_shards(shards), {}))
+        return require_whole(DcpFolder(path, _read_shards(shards), {}))
     folder = open_folder(path, trust_pickle=options.trusts_pickle)
-    return require_whole(replace(folder, tensors={**folder.tensors, **_of_shards(shards)})) if shards else folder
+    return require_whole(replace(folder, tensors={**folder.tensors, **_read_shards(shards)})) if shards else folder
 
 
-def _of_torch_checkpointing(path: Path) -> DcpFolder:
+def _read_torch_checkpointing(path: Path) -> DcpFolder:
     """Return the tensors described by the table of all ranks, and rank 0's values.
 
     Source: `DistributedMetadata.to_dict`, torch_checkpointing 0.1.1. The table omits items without a resharder.
@@ -137,7 +137,7 @@ def _joined(item: str, keys: Sequence[object]) -> str:
     return canonical_name(".".join(map(str, (item, *keys))))
 
 
-def _of_shards(files: Sequence[Path]) -> dict[str, DcpTensor]:
+def _read_shards(files: Sequence[Path]) -> dict[str, DcpTensor]:
     """Return the tensors in the ranks' safetensors files. Each file states its parts' offsets.
 
     Source: torch's `HuggingFaceStorageWriter(save_distributed=True)`, which transformers 5.23 and 5.24 use.

@@ -172,8 +172,10 @@ def require_whole(folder: DcpFolder, problems: Sequence[str] = ()) -> DcpFolder:
         CheckpointError: There are problems. The error lists them.
     """
     with known_form("torch.distributed.checkpoint", folder.path):
-        unsound = [problem for name, tensor in folder.tensors.items() for problem in _unsound(name, tensor)]
-    if all_problems := [*problems, *unsound, *_missing_files(folder)]:
+        tiling_problems = [
+            problem for name, tensor in folder.tensors.items() for problem in _tiling_problems(name, tensor)
+        ]
+    if all_problems := [*problems, *tiling_problems, *_missing_files(folder)]:
         raise CheckpointError("A DCP folder is incomplete", where=folder.path, found=listed(all_problems, "problem"))
     return folder
 
@@ -252,7 +254,7 @@ def _described(path: Path, metadata: Mapping[str, Any]) -> tuple[DcpFolder, list
     return DcpFolder(path, tensors, values), problems
 
 
-def _unsound(key: str, tensor: DcpTensor) -> Iterator[str]:
+def _tiling_problems(key: str, tensor: DcpTensor) -> Iterator[str]:
     """Yield a problem if a tensor's chunks do not tile it."""
     numbers = sum(intersect(chunk, whole(tensor.shape)).numel for chunk in tensor.chunks)
     if numbers != prod(tensor.shape):

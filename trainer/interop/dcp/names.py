@@ -68,7 +68,7 @@ def locate(
     scheme, origins, prefix = _scheme(shapes, config, where=where)
     problems = list[str]()
     keys = dict[str, tuple[str, KeyOrigin]]()
-    second = {name: alias for alias, name in aliases(config).items()}
+    alias_of = {name: alias for alias, name in aliases(config).items()}
     tied = dict[str, str]()
     for name, candidates in origins.items():
         present = [(prefix + o.name, o) for o in candidates if prefix + o.name in shapes]
@@ -76,13 +76,13 @@ def locate(
             problems.append(f"{prefix}{candidates[0].name}: missing")
             continue
         keys[name] = present[0]
-        if name in second and len(present) > 1:
+        if name in alias_of and len(present) > 1:
             tied[name] = present[1][0]
-        problems += [_other_shape(key, shapes[key], o.shape) for key, o in present if shapes[key] != o.shape]
+        problems += [_shape_problem(key, shapes[key], o.shape) for key, o in present if shapes[key] != o.shape]
     used = {key for key, _ in keys.values()} | set(tied.values())
-    problems += [f"{key}: not part of the model" for key in _too_many(shapes, prefix, scheme, used)]
+    problems += [f"{key}: not part of the model" for key in _unexpected_keys(shapes, prefix, scheme, used)]
     if problems:
-        raise _other_model(problems, scheme, config, where=where)
+        raise _model_mismatch(problems, scheme, config, where=where)
     root = _optimizer_root(shapes, next(iter(origins.values())), where=where) if with_optimizer else None
     if root is not None:
         moments, problems = _locate_moments(shapes, origins, root)
@@ -144,9 +144,9 @@ def _locate_moments(
             if key not in shapes:
                 problems.append(f"{key}: missing")
             elif kind == STEP and math.prod(shapes[key]) != 1:
-                problems.append(_other_shape(key, shapes[key], ()))
+                problems.append(_shape_problem(key, shapes[key], ()))
             elif kind != STEP and shapes[key] != origin.shape:
-                problems.append(_other_shape(key, shapes[key], origin.shape))
+                problems.append(_shape_problem(key, shapes[key], origin.shape))
     return keys, problems
 
 
@@ -172,7 +172,7 @@ def is_numbered(keys: Set[str]) -> bool:
     return any(re.search(rf"(^|\.)state\.\d+\.{MOMENTS[0]}$", key) for key in keys)
 
 
-def of_optimizer(keys: Iterable[str]) -> list[str]:
+def optimizer_keys(keys: Iterable[str]) -> list[str]:
     """Return the optimizer state's keys, whatever the parameter names."""
     return [key for key in keys if re.search(r"(^|\.)state\..+\.\w+$", key)]
 
@@ -185,7 +185,7 @@ _ROOTS = {
 }
 
 
-def _too_many(shapes: Mapping[str, Shape], prefix: str, scheme: str, used: Set[str]) -> Iterator[str]:
+def _unexpected_keys(shapes: Mapping[str, Shape], prefix: str, scheme: str, used: Set[str]) -> Iterator[str]:
     """Yield unexpected tensors under the model's own names: extra layers, biases, adapters."""
     for key in shapes:
         is_ours = key.startswith(tuple(prefix + root for root in _ROOTS[scheme]))
@@ -193,11 +193,11 @@ def _too_many(shapes: Mapping[str, Shape], prefix: str, scheme: str, used: Set[s
             yield key
 
 
-def _other_shape(key: str, actual: Shape, expected: Shape) -> str:
+def _shape_problem(key: str, actual: Shape, expected: Shape) -> str:
     return f"{key}: shape {list(actual)}, expected {list(expected)}"
 
 
-def _other_model(problems: Sequence[str], scheme: str, config: ModelConfig, *, where: object) -> MismatchError:
+def _model_mismatch(problems: Sequence[str], scheme: str, config: ModelConfig, *, where: object) -> MismatchError:
     is_tied = len(problems) == 1 and problems[0].endswith(("lm_head.weight: missing", "output.weight: missing"))
     return MismatchError(
         "A DCP folder holds another model",
@@ -215,15 +215,15 @@ def possessive(program: str) -> str:
     return f"{program}'" if program.endswith("s") else f"{program}'s"
 
 
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
+def _unchanged(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
 def _transformers(config: ModelConfig) -> dict[str, list[KeyOrigin]]:
     """Return the origins under our own names, which are transformers'. A tied tensor may have either name."""
-    second = {stored: alias for alias, stored in aliases(config).items()}
+    alias_of = {stored: alias for alias, stored in aliases(config).items()}
     return {
-        name: [KeyOrigin(n, tensor.shape, _whole) for n in ([name, second[name]] if name in second else [name])]
+        name: [KeyOrigin(n, tensor.shape, _unchanged) for n in ([name, alias_of[name]] if name in alias_of else [name])]
         for name, tensor in stored_tensors(config).items()
     }
 
@@ -251,16 +251,16 @@ _TITAN_ATTENTION = {
 
 def _torchtitan(config: ModelConfig) -> dict[str, list[KeyOrigin]]:
     """Return the origins under torchtitan's LLaMA-3 names."""
-    second = {stored: alias for alias, stored in aliases(config).items()}
+    alias_of = {stored: alias for alias, stored in aliases(config).items()}
     origins = dict[str, list[KeyOrigin]]()
     for name, tensor in stored_tensors(config).items():
         if name in _TITAN_ENDS:
-            names = [*_TITAN_ENDS[name], *_TITAN_ENDS.get(second.get(name, ""), ())]
-            origins[name] = [KeyOrigin(titan_name, tensor.shape, _whole) for titan_name in names]
+            names = [*_TITAN_ENDS[name], *_TITAN_ENDS.get(alias_of.get(name, ""), ())]
+            origins[name] = [KeyOrigin(titan_name, tensor.shape, _unchanged) for titan_name in names]
             continue
         layer, part = name.removeprefix("model.layers.").split(".", maxsplit=1)
         if part in _TITAN_BLOCK:
-            origins[name] = [KeyOrigin(f"layers.{layer}.{_TITAN_BLOCK[part]}", tensor.shape, _whole)]
+            origins[name] = [KeyOrigin(f"layers.{layer}.{_TITAN_BLOCK[part]}", tensor.shape, _unchanged)]
         else:
             origins[name] = _titan_attention(config, layer, part, tensor.shape)
     return origins
@@ -272,7 +272,7 @@ _OTHER_SCHEMES = {Family.llama3: {"torchtitan": _torchtitan}}
 def _titan_attention(config: ModelConfig, layer: str, part: str, shape: Shape) -> list[KeyOrigin]:
     """Return a projection's origins. Release 0.3 fuses the three in the optimizer, and splits the weights."""
     projection, root = _TITAN_ATTENTION[part], f"layers.{layer}.attention."
-    take = _whole if projection == "wv" else (lambda tensor: halves_from_pairs(tensor, config.head_width))
+    take = _unchanged if projection == "wv" else (lambda tensor: halves_from_pairs(tensor, config.head_width))
     number = list(_TITAN_ATTENTION).index(part)
     fused = (config.n_head + 2 * config.n_kv_head) * config.head_width, *shape[1:]
     return [

@@ -16,9 +16,9 @@ from reprise.storage import shown
 from trainer.interop.dcp import export as dcp_export
 from trainer.interop.dcp.by_rank import open_any
 from trainer.interop.dcp.folder import DcpFolder
-from trainer.interop.dcp.names import STEP, LocatedKeys, is_numbered, locate, of_optimizer, possessive
+from trainer.interop.dcp.names import STEP, LocatedKeys, is_numbered, locate, optimizer_keys, possessive
 from trainer.interop.finite import require_finite
-from trainer.interop.formats import Format, ImportOptions, log_settings, one_step, require_moments
+from trainer.interop.formats import Format, ImportOptions, common_step, log_settings, require_moments
 from trainer.interop.hf.folder import model_beside
 from trainer.interop.source import StateSource
 
@@ -54,7 +54,7 @@ def source_of(folder: DcpFolder, options: ImportOptions) -> StateSource:
     _check_dtypes(folder, located)
     steps = _steps(folder, located) if located.has_optimizer else {}
     if not located.has_optimizer:
-        signs = of_optimizer(folder.tensors)
+        signs = optimizer_keys(folder.tensors)
         require_moments([f"{count_of(len(signs), 'tensor')} such as {signs[0]}"] if signs else [], options, where=path)
     iteration = max((int(step.item()) for step in steps.values()), default=0)
     _log_content(folder, located, iteration)
@@ -86,7 +86,7 @@ def _steps(folder: DcpFolder, located: LocatedKeys) -> dict[str, torch.Tensor]:
     steps = dict[str, torch.Tensor]()
     for name, (key, _) in located.keys.items():
         if name.startswith(f"{STEP}."):
-            steps[name] = torch.tensor(one_step([folder.read_value(key)], where=f"{folder.path}, {key}") or 0.0)
+            steps[name] = torch.tensor(common_step([folder.read_value(key)], where=f"{folder.path}, {key}") or 0.0)
     return steps
 
 

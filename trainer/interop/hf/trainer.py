@@ -26,7 +26,7 @@ from trainer.interop.hf import trainer_export
 from trainer.interop.hf.config import CONFIG
 from trainer.interop.hf.folder import SINGLE, folder_source, open_folder
 from trainer.interop.hf.trainer_settings import with_settings
-from trainer.interop.numbered import STEP, Table, check_moments, entries_by_name, no_order, steps_of
+from trainer.interop.numbered import STEP, Table, check_moments, entries_by_name, steps_of, unknown_order
 from trainer.interop.source import StateSource
 from trainer.interop.torch_file import open_torch_file
 
@@ -125,7 +125,7 @@ def _entries(optimizer: Table, shapes: Mapping[str, Sequence[int]], *, where: Pa
         if counts == [count for count in (len(shapes) - last, last) if count]:
             return entries_by_name(optimizer, sorted(shapes, key=is_last))
     matrices = sum(len(shape) > 1 for shape in shapes.values())
-    raise no_order(
+    raise unknown_order(
         "the Trainer",
         groups,
         expected=f"two groups: {matrices} matrices and {len(shapes) - matrices} others",

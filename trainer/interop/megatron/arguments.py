@@ -105,14 +105,14 @@ def describe(
     args, problems = as_gpt(args, pattern)
     if args.get("use_rotary_position_embeddings"):  # older spelling
         args = {**args, POSITIONS: "rope"}
-    family, unnamed = _family(args, options, where=where)
-    problems += unnamed
+    family, family_problems = _family(args, options, where=where)
+    problems += family_problems
     problems += _out_of_range(args)
     problems += _unsupported(args, family)
-    problems += _unnamed(args, options)
+    problems += _missing_fields(args, options)
     problems += _vocabulary(args, rows, options)
     if problems or family is None:
-        raise _refused(problems, where=where)
+        raise _model_mismatch(problems, where=where)
     notes = list[str]()
     vocab_size = _vocab_size(args, rows, options, notes)
     model = replace(
@@ -131,12 +131,12 @@ def describe(
     model = replace(model, activation=activation)
     if not has_field(family, "head_dim"):
         model = replace(model, head_dim=default_of("head_dim"))
-    notes += _invisible(args, model, options)
+    notes += _assumed_fields(args, model, options)
     model = _tokens(_dropout(model, args, options, notes), options, notes)
     if model.n_layer > layers:
-        raise _refused([f"num_layers={model.n_layer}: the checkpoint has {layers}"], where=where)
+        raise _model_mismatch([f"num_layers={model.n_layer}: the checkpoint has {layers}"], where=where)
     if contradictions := [*families.problems(model), *_width(args, model)]:
-        raise _refused(contradictions, where=where)
+        raise _model_mismatch(contradictions, where=where)
     return DescribedModel(model, rows, bool(args.get("apply_layernorm_1p")), tuple(notes), pattern is not None)
 
 
@@ -195,7 +195,7 @@ def _unsupported(args: Mapping[str, Any], family: Family | None) -> Iterator[str
             yield f"{name}={shown(args[name])}: {reason}"
 
 
-def _unnamed(args: Mapping[str, Any], options: ImportOptions) -> Iterator[str]:
+def _missing_fields(args: Mapping[str, Any], options: ImportOptions) -> Iterator[str]:
     """Yield fields set neither by `args` nor by overrides."""
     switches = {"norm_eps": "norm_epsilon", "tie_word_embeddings": "untie_embeddings_and_output_weights"}
     for key, argument in (_SIZES | switches).items():
@@ -213,7 +213,7 @@ def _vocabulary(args: Mapping[str, Any], rows: int, options: ImportOptions) -> I
         )
 
 
-def _invisible(args: Mapping[str, Any], model: ModelConfig, options: ImportOptions) -> Iterator[str]:
+def _assumed_fields(args: Mapping[str, Any], model: ModelConfig, options: ImportOptions) -> Iterator[str]:
     """Yield lines on fields missing in `args` and invisible in tensor shapes, unless an override sets them."""
     fields = {"n_head": "num_attention_heads", "norm_eps": "norm_epsilon"}
     if spec_of(model).is_rotary:
@@ -347,7 +347,7 @@ def _tokens(model: ModelConfig, options: ImportOptions, notes: list[str]) -> Mod
     return replace(model, **chosen)
 
 
-def _refused(problems: Sequence[str], *, where: object) -> MismatchError:
+def _model_mismatch(problems: Sequence[str], *, where: object) -> MismatchError:
     is_lacking = any(problem.startswith("args have no ") for problem in problems)
     return MismatchError(
         "A Megatron checkpoint holds an unsupported model, or does not describe it",

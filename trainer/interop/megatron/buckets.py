@@ -74,17 +74,17 @@ def locate(
     reached: dict[_End, tuple[Slot, ...]] = {_End(0, 0, 0): ()}
     for name, piece in backwards:
         weights = piece.read().reshape(-1)
-        begun = dict[_End, list[tuple[Slot, ...]]]()
+        candidates = dict[_End, list[tuple[Slot, ...]]]()
         for end, slots in reached.items():
             for start in end.next(buckets):
-                begun.setdefault(start, []).append((*slots, Slot(start.bucket, start.offset)))
-        fitting = {start: slots for start, slots in begun.items() if _holds(buckets, start, weights)}
+                candidates.setdefault(start, []).append((*slots, Slot(start.bucket, start.offset)))
+        fitting = {start: slots for start, slots in candidates.items() if _holds(buckets, start, weights)}
         if not fitting:
             require_finite(weights, where=name)  # NaN is never equal to itself
             raise CheckpointError(
                 "The optimizer's buffer does not hold a parameter's weights at any possible place",
                 where=f"{where}, {name}",
-                expected=f"{weights.numel()} numbers that round to the model's, at {_listed(begun)}",
+                expected=f"{weights.numel()} numbers that round to the model's, at {_listed(candidates)}",
                 fix="The files come from different saves, or a version with another buffer layout. Import the weights "
                 "alone with --weights-only.",
             )

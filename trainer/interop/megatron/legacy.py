@@ -18,7 +18,7 @@ import torch
 
 from reprise.errors import CheckpointError, MismatchError, count_of
 from reprise.storage import integer, is_dir, is_file, shown
-from trainer.interop.formats import ImportOptions, few, one_step, require_moments
+from trainer.interop.formats import ImportOptions, common_step, few, require_moments
 from trainer.interop.megatron.arguments import DescribedModel, describe
 from trainer.interop.megatron.buckets import locate
 from trainer.interop.megatron.joined import EMBEDDING, Pieces, joined_state
@@ -198,19 +198,19 @@ def _optimizer(
         require_moments(signs_of_moments(first.model, path), options, where=path)
         _log.warning(f"{path}: there is no optimizer state (--no-save-optim); only the weights are imported")
         return {}, None
-    states = [[_of_rank(rank) for rank in stage] for stage in ranks]
-    step = one_step([_step(rank) for stage in ranks for rank in stage], where=path)
+    states = [[_rank_state(rank) for rank in stage] for stage in ranks]
+    step = common_step([_step(rank) for stage in ranks for rank in stage], where=path)
     pieces = dict[str, Pieces]()
     for key in states[0][0][0]:
-        stages = [[of_rank[chunk].get(key, {}) for of_rank in states[stage]] for stage, chunk in _stages(ranks)]
+        stages = [[rank_state[chunk].get(key, {}) for rank_state in states[stage]] for stage, chunk in _stages(ranks)]
         pieces[key] = by_global_name(stages, where=f"{path}, {key}")
     return pieces, step
 
 
-def _of_rank(rank: _Rank) -> list[dict[str, dict[str, RankPiece]]]:
+def _rank_state(rank: _Rank) -> list[dict[str, dict[str, RankPiece]]]:
     """Return a rank's pieces of master weights and moments by name, for each chunk."""
     if rank.flat is not None:
-        return _of_buffers(rank)
+        return _buffer_state(rank)
     entry = _entry(rank.model, rank.path)
     if not any("params" in group for group in parameter_groups(entry)):
         raise CheckpointError(
@@ -236,7 +236,7 @@ def _entry(table: Table, where: Path) -> Table:
     return entry
 
 
-def _of_buffers(rank: _Rank) -> list[dict[str, dict[str, RankPiece]]]:
+def _buffer_state(rank: _Rank) -> list[dict[str, dict[str, RankPiece]]]:
     """Return the pieces in the flat buffers. Each chunk has a buffer."""
     assert rank.flat is not None
     where = rank.path / _FLAT
@@ -285,7 +285,7 @@ def _buckets(buffer: Table, key: str, where: Path) -> list[torch.Tensor]:
 def _step(rank: _Rank) -> float | None:
     entry = _entry(rank.model, rank.path)
     state = entry.get("optimizer", entry).get("state") or {}
-    return one_step([table.get("step") for table in (*parameter_groups(entry), *state.values())], where=rank.path)
+    return common_step([table.get("step") for table in (*parameter_groups(entry), *state.values())], where=rank.path)
 
 
 def _log_layout(ranks: Sequence[Sequence[_Rank]], path: Path, *, has_optimizer: bool) -> None:

@@ -22,7 +22,7 @@ import torch
 from reprise.errors import CheckpointError, MismatchError, count_of
 from reprise.storage import integer, is_file, json_file
 from trainer.interop.dcp.folder import DcpFolder, open_folder
-from trainer.interop.formats import ImportOptions, listed, one_step, require_moments
+from trainer.interop.formats import ImportOptions, common_step, listed, require_moments
 from trainer.interop.megatron.arguments import DescribedModel, describe
 from trainer.interop.megatron.hybrid import stored_name
 from trainer.interop.megatron.names import LAYERS, MegatronTensor, Shape
@@ -300,7 +300,7 @@ def _partial_optimizer(path: Path, content: str) -> MismatchError:
 
 def _step(groups: Sequence[Mapping[str, Any]], common: Mapping[str, Any], iteration: int, *, where: object) -> float:
     """Return the optimizer's step count, shared by all parameters."""
-    step = one_step([*(group.get("step") for group in groups), *_common_steps(common)], where=where)
+    step = common_step([*(group.get("step") for group in groups), *_common_steps(common)], where=where)
     if step is None:
         _log.warning(f"The optimizer has no step count: assumed to be the iteration, {iteration}")
     return float(iteration) if step is None else step
