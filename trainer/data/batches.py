@@ -78,11 +78,11 @@ class Samples:
         )
         if not self.count:
             raise DataError(
-                "there is not one sample in the data",
+                "the data has no complete sample",
                 where=", ".join(str(file.path) for file in files) or "no files",
                 expected=f"a {unit} of at least {least}",
                 found=f"at most {count_of(max(lengths, default=0), 'token')}",
-                fix="Give more data." if per_document else "Give more data or a smaller seq_length.",
+                fix="Add data." if per_document else "Add data, or set a smaller train.seq_length.",
             )
         if short := [file.path for file, size in zip(files, sizes, strict=True) if not size]:
             _log.warning(

@@ -157,7 +157,7 @@ def _array(source: TextSource, options: SplitOptions) -> TextPart:
         problem = f"a token file: train on it with data=token_file data.train={source.path}"
     if problem:
         raise DataError(
-            "A file is no array of tokens",
+            "A file is not a token array",
             where=source.path,
             expected=f"a file of {token_bytes} bytes a token, at least one, from the first byte on",
             found=problem,
@@ -266,5 +266,5 @@ def _document(part: TextPart, number: int, line: bytes) -> tuple[str, int]:
             where=f"{part.source.path}, line {number}",
             expected=f"a JSON object with a text under {key!r}",
             found=f"the keys {[*value]}" if isinstance(value, dict) and key not in value else f"{error!r:.99}",
-            fix="Mend the line, or name the text's key: reprise prepare-data --key KEY.",
+            fix="Fix the line, or name the text's key: reprise prepare-data --key KEY.",
         ) from error

@@ -90,7 +90,7 @@ def prepare(section: DataSection, *, cache: Path) -> Corpus:
         )
     folder = cache / f"{section.kind.value}-{_key(sources, encoder, section.valid_fraction, takes_bytes=takes_bytes)}"
     train, valid = folder / "train.bin", folder / "valid.bin"
-    if not (_is_whole(train) and _is_whole(valid)):
+    if not (_is_complete(train) and _is_complete(valid)):
         options = SplitOptions(takes_bytes=takes_bytes, valid_fraction=section.valid_fraction)
         _write(folder, sources, options, encoder)
     return Corpus((train,), (valid,), vocab_size, encoder.end_of_text)
@@ -104,7 +104,7 @@ def _key(sources: Sequence[TextSource], encoder: Encoder, valid_fraction: float,
     return xxhash.xxh3_64_hexdigest(json.dumps(parts, separators=(",", ":")).encode("ascii"))
 
 
-def _is_whole(path: Path) -> bool:
+def _is_complete(path: Path) -> bool:
     # A rename creates the file last, so its name and header size are enough. A file damaged later is rewritten.
     try:
         open_token_file(path)

@@ -35,8 +35,8 @@ class DatatroveDocuments(DocumentIndex):
 
     def borders(self, first: int = 0, stop: int | None = None) -> npt.NDArray[np.int64]:
         """Return the documents' first positions and the last document's end, ascending, shape [stop - first + 1]."""
-        stop, begin = self.count if stop is None else stop, max(0, first - 1)
-        borders = self._array(begin * _END_BYTES, stop - begin)
+        stop, start = self.count if stop is None else stop, max(0, first - 1)
+        borders = self._array(start * _END_BYTES, stop - start)
         if not first:
             borders = np.append(np.zeros(1, np.int64), borders)
         return self._checked(borders, self.end)

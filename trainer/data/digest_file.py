@@ -46,11 +46,11 @@ def digest_of(file: TokenFile, *, cache: Path, read_again: bool = False) -> Toke
 
     places = (beside(file.path), in_cache(file.path, file.status(), cache / _FOLDER, SUFFIX))
     about = f"{file.nbytes} {file.dtype.name}"
-    (digest, largest), _ = kept(file, places, "reprise-digest 1", about, compute, read_again=read_again)
+    (digest, largest), _ = cached_result(file, places, "reprise-digest 1", about, compute, read_again=read_again)
     return TokenDigest(file.nbytes, file.dtype.name, digest, int(largest))
 
 
-def kept(
+def cached_result(
     file: TokenFile | DataFile,
     places: Sequence[Path],
     form: str,
@@ -72,14 +72,14 @@ def kept(
         DataError: See `compute`; or the file was written to meanwhile.
     """
     before = file.status()
-    begin = f"{form} {identity(before)} {about} "
+    prefix = f"{form} {identity(before)} {about} "
     for place in () if read_again else places:
         with contextlib.suppress(OSError):
             data = read_regular(place, limit_bytes=_MOST_BYTES, follows_links=False)
             line, end, content = data.partition(b"\n")
             text, _, digest = line.rpartition(b" ")
-            if end and text.startswith(begin.encode()) and digest == _digest(text + content):
-                return text[len(begin) :].decode().split(), content
+            if end and text.startswith(prefix.encode()) and digest == _digest(text + content):
+                return text[len(prefix) :].decode().split(), content
     words, content = compute()
     after = file.status()
     if (after.st_size, after.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
@@ -90,7 +90,7 @@ def kept(
             found=f"{after.st_size} bytes, or another time of change",
             fix="Start again when no other program writes to it.",
         )
-    text = f"{begin}{words}".encode()
+    text = f"{prefix}{words}".encode()
     for place in places:
         with contextlib.suppress(OSError):
             _write(place, text + b" " + _digest(text + content) + b"\n" + content, changed_ns=after.st_ctime_ns)

@@ -63,5 +63,5 @@ def other_size(path: Path, index: Path, expected: str, size: int) -> DataError:
         where=path,
         expected=f"{expected}, by {index.name}",
         found=f"{size} bytes",
-        fix="One of them was cut off, is still being written, or is of another data set: copy or write both again.",
+        fix="Either was cut off, is still being written, or belongs to another data set: copy or write both again.",
     )

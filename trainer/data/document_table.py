@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from trainer.data.digest_file import in_cache, kept
+from trainer.data.digest_file import cached_result, in_cache
 from trainer.data.document_index import READ_DOCUMENTS, DocumentIndex, damaged
 from trainer.data.token_file import TokenFile
 
@@ -33,7 +33,7 @@ class DocumentTable:
         longest: The longest document's tokens.
         counts: int64 [ceil(documents / STRIDE) + 1], the number of samples before each document whose number is a
             multiple of `STRIDE`, then the total.
-        begins: int64 [the same], these documents' positions, then the last document's end.
+        starts: int64 [the same], these documents' positions, then the last document's end.
     """
 
     documents: DocumentIndex
@@ -41,7 +41,7 @@ class DocumentTable:
     digest: str
     longest: int
     counts: Ints
-    begins: Ints
+    starts: Ints
 
     @property
     def samples(self) -> int:
@@ -69,23 +69,23 @@ class DocumentTable:
         numbers = np.searchsorted(before, samples, side="right") - 1
         return positions[numbers] + (samples - before[numbers]) * self.seq_length, positions[numbers + 1]
 
-    def begins_in(self, start: int, stop: int) -> Ints:
+    def starts_in(self, start: int, stop: int) -> Ints:
         """Return the positions in range(start, stop) at which a document starts, in ascending order.
 
         Raises:
             DataError: The index cannot be read, or has changed since the table was made.
         """
-        first, end = np.searchsorted(self.begins, (start, stop)).tolist()
-        blocks = range(max(0, first - 1), min(end, self.begins.size - 1))
+        first, end = np.searchsorted(self.starts, (start, stop)).tolist()
+        blocks = range(max(0, first - 1), min(end, self.starts.size - 1))
         borders = np.concatenate([np.empty(0, np.int64), *(self._borders(block)[:-1] for block in blocks)])
         # An empty document starts where the next does. Empty documents at the end start nowhere.
-        return np.unique(borders[(start <= borders) & (borders < min(stop, self.begins[-1]))])
+        return np.unique(borders[(start <= borders) & (borders < min(stop, self.starts[-1]))])
 
     def _borders(self, block: int) -> Ints:
         """Return a block's document borders. Past the last document, its end is repeated."""
         first = block * STRIDE
         borders = self.documents.borders(first, min(first + STRIDE, self.documents.count))
-        if (borders[0], borders[-1]) != (self.begins[block], self.begins[block + 1]):
+        if (borders[0], borders[-1]) != (self.starts[block], self.starts[block + 1]):
             raise damaged(self.documents.path, "the documents of the start", "others: it was overwritten")
         return np.append(borders, np.repeat(borders[-1:], STRIDE + 1 - borders.size))
 
@@ -105,12 +105,12 @@ def table_of(file: TokenFile, *, seq_length: int, cache: Path | None, read_again
     assert documents is not None, "only files with an index are cut by document"
     folder = cache and cache / "documents"
     places = [in_cache(documents.path, documents.status(), folder, f".{seq_length}")] if folder else []
-    (digest, longest), content = kept(
+    (digest, longest), content = cached_result(
         documents,
         places,
         "reprise-documents 2",
         f"{seq_length}",
-        lambda: _pass(documents, seq_length),
+        lambda: _scan_index(documents, seq_length),
         read_again=read_again,
     )
     return DocumentTable(documents, seq_length, digest, int(longest), *np.frombuffer(content, "<i8").reshape(2, -1))
@@ -122,19 +122,19 @@ def _sample_counts(borders: Ints, seq_length: int) -> Ints:
     return counts
 
 
-def _pass(documents: DocumentIndex, seq_length: int) -> tuple[str, bytes]:
+def _scan_index(documents: DocumentIndex, seq_length: int) -> tuple[str, bytes]:
     """Read the index once, and return a table's digest and longest document, and its counts and positions."""
     hasher, longest, total, count = xxhash.xxh3_64(), 0, 0, documents.count
-    counts, begins = [np.zeros(1, np.int64)], list[Ints]()
+    counts, starts = [np.zeros(1, np.int64)], list[Ints]()
     for first in range(0, max(count, 1), READ_DOCUMENTS):
         stop = min(first + READ_DOCUMENTS, count)
         borders = documents.borders(first, stop)
         hasher.update((borders if stop == count else borders[:-1]).data)
-        begins.append(borders[: stop - first : STRIDE])
+        starts.append(borders[: stop - first : STRIDE])
         if stop > first:
             longest = max(longest, int(np.diff(borders).max()))
             sums = np.add.reduceat(_sample_counts(borders, seq_length), np.arange(0, stop - first, STRIDE))
             counts.append(total + np.cumsum(sums))
             total = int(counts[-1][-1])
-    arrays = [*counts, *begins, borders[-1:]]
+    arrays = [*counts, *starts, borders[-1:]]
     return f"{hasher.hexdigest()} {longest}", np.concatenate(arrays).astype("<i8").tobytes()

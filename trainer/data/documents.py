@@ -1,8 +1,8 @@
 """Documents within windows: token bits mark their starts and ends, so a window stays a single tensor.
 
-A document's first token has `BEGINS` added, and a token behind the end of its window's document is `PADDED`. Both are
-above every token. The bits stay with micro-batches when they are split or sent; `WindowForm.split` removes them before
-the model.
+A document's first token has `DOCUMENT_START` added, and a token behind the end of its window's document is `PADDED`.
+Both are above every token. The bits stay with micro-batches when they are split or sent; `WindowForm.split` removes
+them before the model.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import torch
 from trainer.data.document_table import DocumentTable
 from trainer.data.section import DataKind, DataSection, SampleCut
 
-BEGINS = 1 << 32  # tokens are uint16 or uint32
+DOCUMENT_START = 1 << 32  # tokens are uint16 or uint32
 PADDED = 1 << 33
-_TOKEN = BEGINS - 1
+_TOKEN = DOCUMENT_START - 1
 IGNORED = -100  # a target ignored by `models.layers.token_loss`
 
 
@@ -61,7 +61,7 @@ class WindowForm:
         targets = tokens[:, 1:].where(windows[:, 1:] < PADDED, IGNORED)
         if self.masks_documents:
             positions = torch.arange(windows.shape[1] - 1, device=windows.device)
-            starts = torch.where(windows[:, :-1] & BEGINS != 0, positions, 0).cummax(dim=1).values
+            starts = torch.where(windows[:, :-1] & DOCUMENT_START != 0, positions, 0).cummax(dim=1).values
         return ModelInputs(tokens[:, :-1], targets, starts)
 
 
@@ -96,7 +96,7 @@ class DocumentMarks:
             DataError: The file's index cannot be read.
         """
         if self.end_of_text is not None:
-            window[1:] += (window[:-1] == self.end_of_text) * np.int64(BEGINS)
+            window[1:] += (window[:-1] == self.end_of_text) * np.int64(DOCUMENT_START)
         else:
             assert table is not None, "only files with an index come without an end of text"
-            window[table.begins_in(start, start + window.size) - start] += BEGINS
+            window[table.starts_in(start, start + window.size) - start] += DOCUMENT_START

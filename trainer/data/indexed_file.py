@@ -74,16 +74,16 @@ class IndexedDocuments(DocumentIndex):
         if self._has_borders:
             sequences = self._array(self._borders_at + first * _BORDER_BYTES, last - first + 1)
             self._checked(sequences, self._sequences)
-        offsets, begin = np.empty(sequences.size, np.int64), 0
-        while begin < sequences.size:  # a document may have many sequences
-            low = int(sequences[begin])
+        offsets, start = np.empty(sequences.size, np.int64), 0
+        while start < sequences.size:  # a document may have many sequences
+            low = int(sequences[start])
             end = int(np.searchsorted(sequences, low + READ_DOCUMENTS))
             high = int(sequences[end - 1])
             part = self._array(self._offsets_at + low * _OFFSET_BYTES, min(high + 1, self._sequences) - low)
             if high == self._sequences:
                 part = np.append(part, self.end)
-            offsets[begin:end] = part[sequences[begin:end] - low]
-            begin = end
+            offsets[start:end] = part[sequences[start:end] - low]
+            start = end
         self._checked(offsets, self.end)
         bits = self.dtype.itemsize.bit_length() - 1  # a division would be slower than the read
         if (offsets & self.dtype.itemsize - 1).any():

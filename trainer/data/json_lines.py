@@ -33,13 +33,13 @@ def is_json_lines(path: Path, key: str = "text", *, takes_bytes: bool = False) -
     with open_text(path, key=key, takes_bytes=takes_bytes) as reader:
         if reader.form == PARQUET or plain_name(path.name).endswith(_SUFFIXES):
             return True
-        head, text, is_told = b"", "", None
+        head, text, has_documents = b"", "", None
         for size in _BYTES:
-            if is_told is None and reader.has_more():
+            if has_documents is None and reader.has_more():
                 head += reader.read(size)
                 text = head.decode("utf-8-sig", "replace").lstrip()
-                is_told = _begins_with_documents(text, key)
-    if is_told and text.startswith("[") and not takes_bytes:
+                has_documents = _begins_with_documents(text, key)
+    if has_documents and text.startswith("[") and not takes_bytes:
         raise DataError(
             "A file is an array of documents",
             where=path,
@@ -48,7 +48,7 @@ def is_json_lines(path: Path, key: str = "text", *, takes_bytes: bool = False) -
             fix=f"Write them as lines: jq -c '.[]' {path} > LINES.jsonl. `reprise prepare-data --form text` reads the "
             "array as one text.",
         )
-    return bool(is_told) and not text.startswith("[")
+    return bool(has_documents) and not text.startswith("[")
 
 
 def _begins_with_documents(text: str, key: str) -> bool | None:

@@ -57,11 +57,11 @@ class BatchLoader:
         key = consumed_samples, size, seed
         if key not in self._ahead:
             positions = self._positions(consumed_samples, size)
-            begins = consumed_samples + np.arange(max(1, _SAMPLES // max(1, positions.size))) * size
-            ahead = np.add.outer(begins - consumed_samples, positions)
+            starts = consumed_samples + np.arange(max(1, _SAMPLES // max(1, positions.size))) * size
+            ahead = np.add.outer(starts - consumed_samples, positions)
             ids = self.samples.sample_ids(ahead.ravel(), seed).reshape(ahead.shape)
             self._ahead.clear()
-            self._ahead.update({(begin, size, seed): row for begin, row in zip(begins.tolist(), ids, strict=True)})
+            self._ahead.update({(start, size, seed): row for start, row in zip(starts.tolist(), ids, strict=True)})
         return self._micro_batches(self._ahead[key])
 
     def eval_batches(self, global_batches: int) -> Iterator[list[torch.Tensor]]:
@@ -72,8 +72,8 @@ class BatchLoader:
 
     def _positions(self, consumed_samples: int, size: int) -> Ints:
         """Return the global positions of this rank's samples in an iteration."""
-        begins = consumed_samples + np.array(self.numbers_of(size), np.int64) * self.micro_batch_size
-        return np.add.outer(begins, np.arange(self.micro_batch_size)).ravel()
+        starts = consumed_samples + np.array(self.numbers_of(size), np.int64) * self.micro_batch_size
+        return np.add.outer(starts, np.arange(self.micro_batch_size)).ravel()
 
     def _micro_batches(self, ids: Ints) -> list[torch.Tensor]:
         return list(torch.split(to_device(self.samples.windows(ids), self.device), self.micro_batch_size))

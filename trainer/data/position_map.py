@@ -71,7 +71,7 @@ class PositionMap:
 
     def within(self, first: int, stop: float = math.inf) -> PositionMap:
         """Return the map restricted to gaps in a position range."""
-        return PositionMap.of((max(begin, first), int(min(end, stop))) for begin, end in self.gaps)
+        return PositionMap.of((max(start, first), int(min(end, stop))) for start, end in self.gaps)
 
     def __str__(self) -> str:
         """Return the gaps as in `train.skip_samples`."""

@@ -155,9 +155,9 @@ def write_prepared(
 def _check(options: PrepareOptions) -> None:
     share, size = options.valid_fraction, options.file_tokens
     if not 0 <= share < 1:
-        raise DataError("No such share can be held out", expected="0, or above 0 and below 1", found=share)
+        raise DataError("The held-out share is out of range", expected="0, or above 0 and below 1", found=share)
     if not 1 <= size <= MAX_TOKENS:
-        raise DataError("No token file has such a size", expected=f"1 to {MAX_TOKENS} tokens", found=size)
+        raise DataError("The token file size is out of range", expected=f"1 to {MAX_TOKENS} tokens", found=size)
 
 
 @contextmanager
@@ -193,7 +193,7 @@ def _refuse_to_overwrite(folder: Path, read: Iterable[Path], *, replace: bool) -
     inputs = [path for path in read if folder in Path(os.path.realpath(path)).parents]
     if is_file or foreign or inputs or (names and not replace):
         raise DataError(
-            "A folder cannot be made in the place of what is there",
+            "An existing file or folder cannot be replaced",
             where=folder if foreign or not inputs else inputs[0],
             expected="nothing, or with --force token files of an earlier call, none of which is read",
             found="a file" if is_file else ", ".join((foreign or names)[:5]),

@@ -184,7 +184,7 @@ def problems(section: DataSection) -> list[str]:
     if section.end_of_text is not None and (section.end_of_text < 0 or not section.document_mask):
         messages.append(f"data.end_of_text={section.end_of_text}: must be a token, and serves data.document_mask only")
     elif section.document_mask and section.kind is DataKind.module:
-        messages.append("data.document_mask: not with data.kind=module, whose samples have masks of their own")
+        messages.append("data.document_mask: cannot be used with data.kind=module, whose samples have their own masks")
     elif section.document_mask and _NEEDED_KEY.get(section.kind) == "train" and not _knows_documents(section):
         messages.append(
             "data.document_mask: needs data.end_of_text, or data.tokenizer, whose end of text ends documents"
@@ -217,7 +217,7 @@ def _blend_problems(entries: list[object]) -> list[str]:
         first = seen.setdefault(str(path), number)
         if first != number:
             messages.append(
-                f"{name}.path={path}: is that of data.train[{first}] too; name it once, with the sum of weights"
+                f"{name}.path={path}: is also the path of data.train[{first}]; list it once, with the summed weight"
             )
     return messages
 

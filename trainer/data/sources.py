@@ -71,7 +71,7 @@ def find_files(pattern: str) -> list[Path]:
     unusable = [path for path in paths if not is_file(path) and not is_dir(path)]
     if unusable or not files:
         raise DataError(
-            "A match is no file" if unusable else "no file matches",
+            "A match is not a file" if unusable else "no file matches",
             where=unusable[0] if unusable else pattern,
             expected="files, and folders, which are passed over",
             found="a dead link, pipe or device" if unusable else count_of(len(paths), "folder"),

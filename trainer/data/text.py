@@ -196,7 +196,7 @@ def prompt_tokens(encoder: Encoder, prompt: str, vocab_size: int) -> list[int]:
     try:
         prompt.encode()
     except UnicodeEncodeError as error:
-        raise DataError("a prompt is no Unicode text", found=str(error)) from error
+        raise DataError("a prompt is not Unicode text", found=str(error)) from error
     tokens = [int(token) for token in encoder.encode(prompt)] or [encoder.end_of_text]
     if max(tokens) >= vocab_size:
         raise DataError(

@@ -82,7 +82,7 @@ class TextReader:
             head = self._peek(_HEAD_BYTES)
             if name := _form_of(head):
                 raise DataError(
-                    "A file is no text",
+                    "A file is not text",
                     where=path,
                     expected="text in UTF-8, plain, in gzip, Zstandard or Parquet",
                     found=f"{name} in {form}" if self.form else name,
@@ -166,7 +166,7 @@ def _chunks(form: str, file: BinaryIO, path: Path, key: str, start: int = 0) -> 
         raise DataError(
             "A compressed file is damaged or cut off",
             where=path,
-            expected=f"whole {form}",
+            expected=f"a complete {form} file",
             found=" ".join(str(error).split())[:300],
             fix="Copy or download it again.",
         ) from error

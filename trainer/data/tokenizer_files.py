@@ -46,7 +46,7 @@ def tokenizer_files(section: DataSection, *, rows: int, bos: int, eos: int, posi
     if eos not in special:
         number = "ID" if end is None else tokens[end]
         _log.warning(
-            f"model.eos_token_id={eos} is no special token of the tokenizer {where}, whose end of text is "
+            f"model.eos_token_id={eos} is not a special token in the tokenizer {where}, whose end of text is "
             f"{'not known' if end is None else f'{number} ({end})'}; texts will not end there, and config.json names "
             f"tokens that it does not have: set model.bos_token_id={number} model.eos_token_id={number}"
         )

@@ -97,20 +97,20 @@ class Schedule:
     def _after_warmup(self, count: int) -> float:
         match self.style:
             case DecayStyle.cosine:
-                begin, shape = self.warmup, _cosine
+                start, shape = self.warmup, _cosine
             case DecayStyle.linear:
-                begin, shape = self.warmup, _linear
+                start, shape = self.warmup, _linear
             case DecayStyle.wsd:
-                begin, shape = self.decay - self.wsd_decay, _linear
+                start, shape = self.decay - self.wsd_decay, _linear
             case DecayStyle.constant:
                 return self.lr
             case style:
                 assert_never(style)
         if count >= self.decay:
             return self.min_lr
-        if count <= begin:
+        if count <= start:
             return self.lr
-        return self.min_lr + shape((count - begin) / (self.decay - begin)) * (self.lr - self.min_lr)
+        return self.min_lr + shape((count - start) / (self.decay - start)) * (self.lr - self.min_lr)
 
     def record(self) -> dict[str, object]:
         """Return the schedule as JSON, whose keys name the unit."""
@@ -193,8 +193,8 @@ class _Counts:
         end = run_length if decay is None else decay
         default = _WARMUP_ITERS * (length.batch_size if is_in_samples else 1)
         default = default if end >= default else max(0, end // 2)
-        begin = default if warmup is None else warmup
-        return _Counts(unit, run_length, begin, end, wsd, has_warmup=warmup is not None, has_decay=decay is not None)
+        rise = default if warmup is None else warmup
+        return _Counts(unit, run_length, rise, end, wsd, has_warmup=warmup is not None, has_decay=decay is not None)
 
 
 def _set_keys(section: ScheduleSection, unit: str) -> list[str]:

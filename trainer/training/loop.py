@@ -48,21 +48,21 @@ def train(run: Run) -> Rewind | None:
     state, settings = run.state, run.config.train
     last = run.train_iters
     if state.progress.iteration >= last:
-        _log_on_rank_0(run, f"iteration {state.progress.iteration} of {last} is reached, there is nothing to train")
+        _log_on_rank_0(run, f"iteration {state.progress.iteration} of {last} is reached; nothing is left to train")
     slowdown = Slowdown()
     keep_freed_memory(run.cluster.device)
     run.control.begin()
     is_late = state.progress.owes_evaluation
     if is_late:
         _evaluate_late(run)
-    for log in run.logs if _goes_on(run) else ():
+    for log in run.logs if _should_continue(run) else ():
         log.started(run.start_times)
         if settings.compile:
             _log.info("compiling the model: the first iteration may take minutes")
-    if _goes_on(run):  # saves that the interruption prevented
+    if _should_continue(run):  # saves that the interruption prevented
         _save_due(run, Moment.evaluated if is_late else Moment.loaded, slowdown)
     is_stopped = state.progress.owes_evaluation
-    while _goes_on(run):
+    while _should_continue(run):
         flags, result = _train_and_record(run, slowdown)
         if (rewind := _rewind_at_spike(run, result, slowdown)) is not None:
             run.profiler.close()
@@ -117,7 +117,7 @@ def _await_saves(run: Run, slowdown: Slowdown) -> None:
         _record_saves(run, target, target.saver.reports(), slowdown)
 
 
-def _goes_on(run: Run) -> bool:
+def _should_continue(run: Run) -> bool:
     progress = run.state.progress
     return progress.iteration < run.train_iters and not progress.owes_evaluation
 
@@ -230,7 +230,8 @@ def _evaluate(run: Run) -> None:
     if loss is None or (average_loss is None and run.state.averages):
         run.state.progress = run.state.progress.without_evaluation()
         _log_on_rank_0(
-            run, f"the evaluation of iteration {run.state.progress.iteration} is interrupted; the resumed run does it"
+            run,
+            f"the evaluation at iteration {run.state.progress.iteration} was interrupted; the resumed run repeats it",
         )
         return
     run.state.progress = run.state.progress.after_evaluation(loss)

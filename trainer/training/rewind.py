@@ -67,8 +67,8 @@ class Rewind:
             abandoned = newest_side_file(Path(run.config.run.dir) / METRICS)
             members = {"from": self.spike.iteration, "skipped": list(self.gap), "abandoned": abandoned}
             text = (
-                f"rewound from iteration {self.spike.iteration} to {self.iteration} because of {self.spike}: the "
-                f"samples {self.gap[0]}-{self.gap[1]} are passed over, {abandoned} has the lines given up"
+                f"rewound from iteration {self.spike.iteration} to {self.iteration} because of {self.spike}: "
+                f"samples {self.gap[0]}-{self.gap[1]} are skipped, {abandoned} has the abandoned lines"
             )
             log.note(self.iteration, "rewind", members, text)
             log.rewound(self.iteration, self.record())
@@ -158,7 +158,7 @@ def newest_before(saves: Saves, channel: StoreChannel, key: str, iteration: int 
                 state = open_checkpoint(folder.iteration(number), folder.files, may_lack=True).state
                 return number, integer(state["consumed_samples"]), state.get("run", {})
             except (TrainerError, LookupError, ValueError) as error:
-                _log.warning("%s is no place to go back to: %s", folder.iteration(number), error)
+                _log.warning("cannot rewind to %s: %s", folder.iteration(number), error)
         return -1, 0, {}
 
     number, count, saved = channel.from_first(key, newest)
@@ -177,6 +177,6 @@ def _stopped(run: Run, spike: Spike, iteration: int, rewound: tuple[tuple[int, i
         where=f"iteration {spike.iteration}",
         expected=expected,
         found=spike,
-        fix=f"Nothing of this iteration was saved. To go on from iteration {max(iteration, 0)} without the samples "
-        f"that led to it, add the range {gap} to train.skip_samples; or lower optimizer.lr.",
+        fix=f"Nothing from this iteration was saved. To continue from iteration {max(iteration, 0)} without the "
+        f"samples that led to it, add the range {gap} to train.skip_samples; or lower optimizer.lr.",
     )

@@ -196,7 +196,7 @@ def _poisoned(state: TrainerState, loss: float, grad_norm: float, cluster: Clust
         "Loss or gradients are not finite",
         where=f"iteration {state.progress.iteration + 1}, {place}",
         found=f"loss {loss}, gradient norm {grad_norm}",
-        fix="Nothing of this iteration was kept or saved. Lower optimizer.lr or fix the data, then resume; "
+        fix="Nothing from this iteration was kept or saved. Lower optimizer.lr or fix the data, then resume; "
         "train.on_nonfinite=skip skips such iterations.",
     )
 

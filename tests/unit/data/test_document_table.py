@@ -91,7 +91,7 @@ def test_every_sample_is_where_its_document_has_it(tmp_path: Path, form: str, co
     for start in (0, 1, int(borders[-1]) // 2, int(begins[-1]), int(borders[-1])):
         for stop in (start, start + 1, start + 999, int(borders[-1])):
             expected = begins[(start <= begins) & (begins < stop)]
-            assert table.begins_in(start, stop).tolist() == expected.tolist()
+            assert table.starts_in(start, stop).tolist() == expected.tolist()
 
 
 def test_an_index_without_documents_has_the_digest_of_its_border(tmp_path: Path) -> None:
@@ -103,9 +103,9 @@ def test_an_index_without_documents_has_the_digest_of_its_border(tmp_path: Path)
 
 def look(documents: TokenFile, cache: Path, *, longer: bool = False, read_again: bool = False) -> tuple[object, bool]:
     """Return what a table has, and whether the complete index was read for it."""
-    with mock.patch.object(document_table, "_pass", wraps=document_table._pass) as passes:
+    with mock.patch.object(document_table, "_scan_index", wraps=document_table._scan_index) as passes:
         table = table_of(documents, seq_length=SEQ_LENGTH + longer, cache=cache, read_again=read_again)
-    return (table.digest, table.longest, table.counts.tolist(), table.begins.tolist()), bool(passes.call_count)
+    return (table.digest, table.longest, table.counts.tolist(), table.starts.tolist()), bool(passes.call_count)
 
 
 def test_the_next_process_reads_a_table_of_this_very_index(tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ def test_an_index_overwritten_in_use_is_refused(tmp_path: Path) -> None:
         file.seek(8 * (STRIDE - 1))
         file.write(np.array([10 * STRIDE + 1], "<i8").tobytes())
     with refused(DataError, "a.ds.index"):
-        table.begins_in(0, 50)
+        table.starts_in(0, 50)
     with Path(f"{tmp_path}/a.ds.index").open("r+b") as file:
         file.truncate(8)
     with refused(DataError, "a.ds.index"):

@@ -10,7 +10,7 @@ from models.build import build_model
 from models.config import Stage
 from models.network import Model
 from tests.unit.model_samples import FAMILIES, fill, random_values
-from trainer.data.documents import BEGINS, ModelInputs, WindowForm
+from trainer.data.documents import DOCUMENT_START, ModelInputs, WindowForm
 
 BORDERS = (0, 13, 14, 30)  # of documents in the first window; the second is one document
 LENGTH = 40
@@ -29,7 +29,7 @@ def windows() -> Tensor:
 
 def marked(tokens: Tensor) -> ModelInputs:
     found = tokens.clone()
-    found[0, list(BORDERS)] += BEGINS
+    found[0, list(BORDERS)] += DOCUMENT_START
     return WindowForm(masks_documents=True).split(found)
 
 
