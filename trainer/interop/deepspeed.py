@@ -235,4 +235,4 @@ def _warn_of_position(samples: object, iteration: int, options: ImportOptions) -
         )
 
 
-FORMAT = Format("a universal checkpoint of DeepSpeed, as ds_to_universal.py makes", read_source)
+FORMAT = Format("a DeepSpeed universal checkpoint, as written by ds_to_universal.py", read_source)

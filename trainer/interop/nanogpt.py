@@ -231,4 +231,4 @@ def _log_choices(
         _log.warning(f"AdamW made {sorted(steps)} steps in {iteration} iterations; both are kept")
 
 
-FORMAT = Format("a ckpt.pt of nanoGPT", read_source)
+FORMAT = Format("a nanoGPT ckpt.pt", read_source)

@@ -147,7 +147,7 @@ def _shown(folder: DcpFolder, key: str) -> str | None:
 
 
 FORMAT = Format(
-    "a folder of torch.distributed.checkpoint (FSDP2, DDP, torchtitan) or torch_checkpointing",
+    "a torch.distributed.checkpoint (FSDP2, DDP, torchtitan) or torch_checkpointing folder",
     read_source,
     dcp_export.write,
 )

@@ -102,4 +102,4 @@ def _tokenizer_files(path: Path) -> dict[str, Path]:
     return paths
 
 
-FORMAT = Format("a model folder of transformers (safetensors)", read_source, write, merges=True, has_averages=True)
+FORMAT = Format("a transformers model folder (safetensors)", read_source, write, merges=True, has_averages=True)

@@ -135,5 +135,7 @@ def _entries(optimizer: Table, shapes: Mapping[str, Sequence[int]], *, where: Pa
 
 
 FORMAT = Format(
-    "a checkpoint-N of transformers' Trainer, or a folder of accelerate's save_state", read_source, trainer_export.write
+    "a checkpoint-N from transformers' Trainer, or a folder from accelerate's save_state",
+    read_source,
+    trainer_export.write,
 )

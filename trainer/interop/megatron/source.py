@@ -72,7 +72,7 @@ def newest(path: Path) -> Path:
 
 
 FORMAT = Format(
-    "a checkpoint of Megatron-LM or Megatron-Core (torch_dist, torch)",
+    "a Megatron-LM or Megatron-Core checkpoint (torch_dist, torch)",
     read_source,
     export.write,
     completes_model=True,
