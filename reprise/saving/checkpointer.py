@@ -1,4 +1,4 @@
-"""Saves the state of a run while it trains, one save at a time. `saving/save_job.py` is one save from start to end."""
+"""Saves a run's state while it trains, one save at a time. `saving/save_job.py` runs a single save."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ from reprise.tensors.live import Contents
 
 _log = logging.getLogger(__name__)
 
-# The share of a save's time for which the background thread waits for a message: its error names the sender, that of
-# the main thread, which waits for the rest too, does not.
+# The fraction of a save's timeout during which the background thread waits for a message. Its error names the silent
+# rank. The main thread, which waits for the full timeout, cannot name it.
 _PATIENCE = 0.8
-_NONE = (-1, False)  # in place of an iteration, and whether its checkpoint holds optimizer state
-# torchrun kills 30 s after it has asked to end (torch/distributed/elastic/multiprocessing/api.py).
+_NONE = (-1, False)  # no iteration, and no optimizer state in its checkpoint
+# torchrun sends SIGKILL 30 s after SIGTERM (torch/distributed/elastic/multiprocessing/api.py).
 _LINGER_S = 20.0
 
 
 @dataclass(frozen=True, slots=True)
 class Landing:
-    """A background save under way, for the end of a program that has dropped its saver."""
+    """A background save under way, which a program's end waits for even if the saver was dropped."""
 
     iteration: int
     job: Job
@@ -54,31 +54,31 @@ class Landing:
 
     @property
     def is_over(self) -> bool:
-        """Return whether it has become a checkpoint."""
+        """Return whether the save has become a checkpoint."""
         return self.job.is_done and self.job.error is None
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Wait for the save, after an error for a short time only, else raise why it became no checkpoint."""
+        """Wait for the save and raise its error. If the program failed, wait only briefly and raise nothing."""
         if error is None:
             self.job.wait(self.timeout_s)
         elif not self.job.ends(_LINGER_S):
             self.give_up()
 
     def give_up(self) -> None:
-        """Log that nobody waits for the save any longer."""
+        """Log an error: the program no longer waits for the save."""
         _log.error("iteration %d was not saved: its save did not end within %.0f s", self.iteration, _LINGER_S)
 
 
 class Checkpointer:
-    """The saves of one run, on one rank. All ranks make the same calls in the same order, on the main thread.
+    """Saves a rank's share of a run's checkpoints. All ranks make the same calls in order, on the main thread.
 
     Args:
-        nonce: a name of this run of the program, equal on all ranks; attempts are named after it.
-        local_ranks: the ranks on this host, this rank among them; where they are not known, columns are written by row.
-        hosts: the hosts, each with a folder of its own under the policy's path; None for a folder of all hosts.
-        local: what their leaders keep between saves.
+        nonce: This launch's random name, equal on all ranks. Attempts are named after it.
+        local_ranks: This host's ranks, including this rank. If empty, columns are written row by row.
+        hosts: The hosts, each with its own folder at the policy's path. None if all hosts share a folder.
+        local: What the hosts' leaders keep between saves. None for a shared folder.
     """
 
     def __init__(
@@ -102,37 +102,38 @@ class Checkpointer:
         self._staging = Staging(policy, channel.rank, self._worker)
         self._attempts, self._plans = AttemptNames(nonce), KnownPlans()
         self._newest = self._outdated = _NONE
-        self._verified = -1  # a loaded checkpoint of which all digests were checked
-        self._damaged = frozenset[int]()  # checkpoints that the load skipped
-        # The attempts whose outcome this rank stopped awaiting, and whether they hold optimizer state.
+        self._verified = -1  # the loaded checkpoint, if all its digests were checked
+        self._damaged = frozenset[int]()  # checkpoints skipped by the load
+        # Attempts whose outcome this rank stopped waiting for, and whether they hold optimizer state.
         self._in_doubt = list[tuple[Attempt, bool]]()
         self._started: SaveJob | None = None
-        self._stuck: Job | None = None  # of a save that was aborted while its thread hung
+        self._stuck: Job | None = None  # an aborted save whose thread hung
         self.results = SaveResults()
 
     def start(self) -> None:
-        """Take the lock, sweep what dead attempts left, and make sure all ranks see the same folder.
+        """Take the lock, sweep up after dead attempts, and check whether all ranks see the same folder.
 
         Raises:
-            LockError: on every rank, if another job writes to the folder.
-            CheckpointError: on every rank, if one of them does not see the folder of rank 0.
+            LockError: Another job writes to the folder. Every rank raises.
+            CheckpointError: The folder cannot be written, or some rank does not see its leader's folder. Every rank
+                raises.
         """
         with self._local_ranks.met(self._channel, f"hosts/{self._attempts.nonce}"):
-            self._owned.acquire()  # an agreement: all ranks have read the messages before they are deleted
+            self._owned.acquire()  # waits for all ranks, so they have read the messages before the block deletes them
 
     def take_folder(self) -> None:
-        """Take the lock and sweep, in place of `start`, on a single rank of a shared folder.
+        """Take the lock and sweep, on the coordinator alone, in place of `start` for a shared folder.
 
-        This rank tells the others. Whether they see the folder is left to each save, by a mark of its own.
+        The caller reports the outcome to the other ranks. Each save then checks whether they see the folder.
 
         Raises:
-            LockError: if another job writes to the folder.
-            CheckpointError: if it cannot be written.
+            LockError: Another job writes to the folder.
+            CheckpointError: The folder cannot be written.
         """
         self._owned.take()
 
     def loaded(self, restored: Restored) -> None:
-        """Take note of the checkpoint resumed from: a checkpoint of this run need not be saved again."""
+        """Note the loaded checkpoint. If it lies in this folder, it need not be saved again."""
         checkpoint, self._damaged = restored.checkpoint, restored.damaged
         folder = self._owned.folder.iteration(checkpoint.iteration)
         if not is_symlink(folder) and checkpoint.path.resolve() == folder.resolve():
@@ -141,20 +142,22 @@ class Checkpointer:
                 self._verified = checkpoint.iteration
 
     def has_already(self, iteration: int, *, has_optimizer: bool) -> None:
-        """Take note of the iteration resumed from: the folder has it, and it need not be saved again."""
+        """Note an iteration already in the folder, which need not be saved again."""
         self._newest = iteration, has_optimizer
 
     def outdated(self, iteration: int) -> None:
-        """Replace the checkpoint of `iteration`, whose record has become incomplete, at the next save of it.
+        """Mark the checkpoint at `iteration` as incomplete: the next save with this iteration replaces it.
 
-        A checkpoint not loaded by this process is another: nothing shows it may go.
+        Only the newest checkpoint saved or loaded by this process is marked. Others must not be deleted.
         """
         if self._newest[0] == iteration:
             self._newest, self._outdated = _NONE, self._newest
 
     def rewind(self, iteration: int, given_up: Collection[int] = ()) -> None:
-        """Rename checkpoints overtaken by this run, newer than `iteration` or `given_up`, out of the way; then delete
-        those given up by retention: on a full disk no save will make room for the next."""
+        """Move overtaken checkpoints (newer than `iteration`, or in `given_up`) aside, then apply retention.
+
+        Retention runs here because on a full disk no save would complete and make room for the next.
+        """
         self.wait()
         if self._newest[0] > iteration:
             self._newest = _NONE
@@ -163,30 +166,33 @@ class Checkpointer:
         self._owned.rewind(iteration, given_up, retention, damaged=damaged, verified=verified)
 
     def prepare(self, contents: Contents) -> None:
-        """Allocate the staging memory of saves of `contents` in the background, after the save under way."""
+        """Allocate staging memory for saving `contents`, after the save under way, and touch it in the background."""
         self.wait()
         self._staging.plan(contents)
         self._staging.populate()
 
     def save(self, iteration: int, contents: Contents, *, again: bool = False) -> SaveReport | None:
-        """Save `contents` as `iteration`, unless it is the newest saved or loaded by this process, or `again`.
+        """Save `contents` as `iteration`, unless this process saved or loaded that iteration last.
 
-        An older iteration is saved again; its present folder is kept as superseded.
+        An older iteration is saved again, and its present folder is renamed as superseded.
 
-        A background save returns while it is written, after waiting for the save before it: `contents.optimizers` are
-        held back at their next step until the memory changed by the step is written or copied; by the policy
-        `copies_at_call`, all memory is copied before this returns. A failed save is logged and reported, never raised:
-        training goes on and committed checkpoints are untouched. Only an error other than a TrainerError, such as a
-        defect, is raised, on its rank; the others report it.
+        A background save first waits for the previous save, then returns while the disk writes. The next step in
+        `contents.optimizers` waits until the memory it changes is written or copied. Under the policy
+        `copies_at_call`, all memory is copied before this call returns. A failed save is logged and reported, never
+        raised: training continues and committed checkpoints are untouched. Only an unexpected error, neither a
+        TrainerError nor out of device memory, is raised, on the failing rank; other ranks report it.
+
+        Args:
+            again: Save even if this process saved or loaded the iteration last.
 
         Returns:
-            The report of an inline save; None if there was nothing to do, or the save goes on in the background.
+            The inline save's report. None if nothing was to do, or if the save continues in the background.
         """
         called, hosts = time.perf_counter(), self._owned.hosts
         shared = SharedCommitState(self._channel.rank, self._channel.ranks, hosts.leaders)
         attempt = Attempt(iteration, self._attempts.name, self._owned.folder, Layout((), {}), hosts)
         try:
-            self._attempts.begin()  # all ranks count alike, wherever one of them fails
+            self._attempts.begin()  # before anything may fail, so that all ranks have the same count
             self.wait()
             start = time.perf_counter()
             has_optimizer = contents.has_optimizer
@@ -196,11 +202,11 @@ class Checkpointer:
                     messages.already_committed(self._channel, attempt.name, iteration)
                 self._keep(attempt)
                 return None
-            if self._stuck is not None and not self._stuck.is_done:  # its thread may use the arena
+            if self._stuck is not None and not self._stuck.is_done:  # the hung thread may still use the arena
                 raise stalled(attempt)
             self._stuck = None
             plan = self._staging.plan(contents)
-            # An outdated checkpoint gives way to a save with everything in it.
+            # An outdated checkpoint is replaced only if the new save holds as much.
             replaces = self._outdated[0] == iteration and has_optimizer >= self._outdated[1]
             attempt = replace(attempt, layout=plan.layout, replaces=replaces)
             self._start(self._new_job(attempt, contents, plan, shared), called, start)
@@ -212,7 +218,7 @@ class Checkpointer:
             self._keep(attempt)
             if self._started is not None and self._started.attempt.name == attempt.name:
                 self._let_go(self._started)
-                self.drain(_LINGER_S)  # what it has written is removed, and the next save finds an idle thread
+                self.drain(_LINGER_S)  # the thread removes its files, and is idle for the next save
             if not isinstance(error, TrainerError | torch.OutOfMemoryError):
                 raise
             self._ended(SaveReport(iteration, attempt.target, 0, 0.0, error=problem))
@@ -220,16 +226,16 @@ class Checkpointer:
         return None if self._policy.async_save else self.results.reports.pop()
 
     def reports(self) -> list[SaveReport]:
-        """Return the reports of background saves ended since the last call; does not wait."""
+        """Return reports on background saves ended since the last call, without waiting."""
         if self._started is not None and self._started.is_over:
             self.wait()
         reports, self.results.reports = self.results.reports, []
         return reports
 
     def wait(self) -> None:
-        """Wait for the save under way, unless it was aborted, and take its outcome.
+        """Wait for the save under way, unless it was aborted, and record its outcome.
 
-        An exception in a wait for a background save, such as KeyboardInterrupt, leaves the save under way.
+        An exception such as KeyboardInterrupt during the wait leaves a background save under way.
         """
         save_job = self._started
         if save_job is None:
@@ -241,7 +247,7 @@ class Checkpointer:
                 raise stalled(attempt)
             job.wait(self._policy.commit_timeout_s, where=attempt.target)
             self._newest = attempt.iteration, save_job.contents.has_optimizer
-            self._in_doubt.clear()  # rank 0 makes its attempts in sequence, so all before it are decided
+            self._in_doubt.clear()  # rank 0 runs attempts in sequence, so all earlier ones are decided
         except TrainerError as failure:
             error = failure
             if not job.is_done and not snapshot.is_aborted:
@@ -261,10 +267,10 @@ class Checkpointer:
         self._ended(save_job.report(error))
 
     def _has(self, iteration: int, *, with_optimizer: bool) -> bool:
-        """Return whether `iteration` is saved already, with its optimizer state if asked for.
+        """Return whether `iteration` is already saved, with optimizer state if required.
 
-        Only the newest saved or loaded is asked about: a run ends with a save of it. An older iteration is saved again,
-        whether retention has deleted it or not. An attempt in doubt counts if it was committed all the same.
+        Only the newest iteration saved or loaded counts, since a run ends by saving it. An older iteration is saved
+        again, whether or not retention deleted it. An attempt in doubt counts if it turns out to be committed.
         """
         newest, is_full = self._newest
         return (newest == iteration and is_full >= with_optimizer) or any(
@@ -273,7 +279,7 @@ class Checkpointer:
         )
 
     def _let_go(self, save_job: SaveJob) -> None:
-        """Release live memory, as nothing waits for this save any more."""
+        """Stop waiting for a save: remove its step hooks, and abort its snapshot if its thread still runs."""
         self._started = None
         if not save_job.job.is_done:  # it may still read live memory
             save_job.snapshot.abort()
@@ -281,7 +287,7 @@ class Checkpointer:
         for hook in save_job.hooks:
             hook.remove()
         self._attempts.earlier += save_job.earlier
-        # Of a committed attempt, only rank 0 has a message left: its decision.
+        # After a commit only rank 0's message is left: its decision.
         if self._channel.coordinates or not save_job.shared.current.made_checkpoint:
             self._keep(save_job.attempt)
 
@@ -292,31 +298,31 @@ class Checkpointer:
 
     @property
     def landing(self) -> Landing | None:
-        """Return the last save while its outcome is not taken."""
+        """Return the last save until its outcome is recorded."""
         if (save_job := self._started) is None:
             return None
         return Landing(save_job.attempt.iteration, save_job.job, self._policy.commit_timeout_s)
 
     @property
     def attempts(self) -> int:
-        """Return the number of saves begun, which is equal on all ranks while they are in step."""
+        """Return the number of started saves, which is equal on all ranks while they make the same calls."""
         return self._attempts.count
 
     def drain(self, timeout_s: float) -> None:
-        """Wait until the background thread has nothing to do, not even for an aborted save, or for a while."""
+        """Wait at most `timeout_s` until the background thread is idle, even after an aborted save."""
         job = self._stuck if self._started is None else self._started.job
         if job is not None:
             job.ends(timeout_s)
 
     def abandon(self) -> None:
-        """Release the lock: this process is about to end with an error. A save under way, which is good, may land."""
+        """Wait briefly for the save under way, which may still commit, and release the lock before a failing exit."""
         try:
             self.drain(_LINGER_S)
             if (landing := self.landing) is not None and self.is_saving:
                 landing.give_up()
             else:
-                self.wait()  # its failure is logged
-        finally:  # also after an interrupt, or a defect of the save
+                self.wait()  # logs its failure
+        finally:  # also after an interrupt or an unexpected error
             self._worker.close(0.0)
             self._owned.release()
 
@@ -338,11 +344,11 @@ class Checkpointer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close the checkpointer; a second call completes one that an interrupt has ended."""
+        """Close the checkpointer. After an interrupt, call it again to finish closing."""
         self.close()
 
     def _start(self, save_job: SaveJob, called: float, start: float) -> None:
-        """Hand a save to the background thread, and hold back the next steps of its optimizers until they may begin."""
+        """Hand a save to the background thread, and hook its optimizers' next steps to wait for its memory."""
         save_job.start, save_job.waited_s = start, start - called
         try:
             if self._policy.async_save:
@@ -354,7 +360,7 @@ class Checkpointer:
             if self._policy.copies_at_call:
                 self._release(save_job)
         except BaseException:
-            save_job.snapshot.abort()  # the program may go on, and change what is not copied
+            save_job.snapshot.abort()  # the program may continue, and change memory not yet copied
             raise
 
     def _new_job(self, attempt: Attempt, contents: Contents, plan: Plan, shared: SharedCommitState) -> SaveJob:
@@ -381,7 +387,7 @@ class Checkpointer:
         )
 
     def _keep(self, attempt: Attempt) -> None:
-        """Note an attempt of which the next save removes what is left."""
+        """Note an attempt for the next save, which removes its remains."""
         self._attempts.earlier.append((attempt.iteration, attempt.name))
 
     def _ended(self, report: SaveReport) -> None:
@@ -400,9 +406,9 @@ class Checkpointer:
         return optimizer.register_step_pre_hook(release)
 
     def _release(self, save_job: SaveJob) -> None:
-        """Copy the rest of live memory, which may change then; abort the save if the disk stalls meanwhile.
+        """Copy the remaining live memory, which may then change. If the disk stalls meanwhile, abort the save.
 
-        An exception, such as KeyboardInterrupt, aborts the save: the program may go on, and change what is not copied.
+        An exception such as KeyboardInterrupt aborts the save: the program may change memory not yet copied.
         """
         snapshot, was_aborted = save_job.snapshot, save_job.snapshot.is_aborted
         try:

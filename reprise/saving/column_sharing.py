@@ -1,12 +1,12 @@
-"""Shared memory in which the ranks of one host assemble their columns into whole rows, one stripe after the other.
+"""Shared memory where a host's ranks assemble their columns into whole rows, stripe by stripe.
 
-A stripe is an extent of a tensor. A rank with columns of the tensor has a short run of bytes in every row of the
-tensor. The ranks assemble these runs and write each full stripe in one call.
+A stripe is a tensor extent. A rank with a tensor's columns has a short byte run in every row. The ranks assemble
+these runs and write each full stripe in a single call.
 
 Ranks exchange their pieces once, before writing; after that no rank waits for another. Each rank copies its columns
-into the stripes and, when its own chunks are written, writes full stripes until none is left. Every stripe is written:
-a rank looks for full stripes after filling a stripe. If a rank fails, its stripes stay unfilled and its report fails
-the save.
+into the stripes and, after writing its own chunks, writes full stripes until none is left. Every stripe is written:
+whichever rank fills it looks for full stripes afterwards. If a rank fails, its stripes stay unfilled and its report
+fails the save.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _log = logging.getLogger(__name__)
 
 
 STRIPE_BYTES = 4 << 20
-# The shared memory starts with a page that holds its name, then a 4-byte counter for each stripe.
+# The shared memory starts with a page holding its name, followed by a 4-byte counter per stripe.
 MAX_STRIPES = 1 << 16
 COUNTERS_AT = PAGE_BYTES
 STRIPES_AT = COUNTERS_AT + 4 * MAX_STRIPES
@@ -50,10 +50,10 @@ STRIPES_AT = COUNTERS_AT + 4 * MAX_STRIPES
 
 @dataclass(frozen=True, slots=True)
 class Stripe:
-    """Bytes `[lo, hi)` of a tensor, all of them held on this host.
+    """A tensor's bytes `[lo, hi)`, which this host's ranks hold together.
 
     Args:
-        place: offset in the shared memory, congruent to the offset in the file modulo a page.
+        place: Offset in the shared memory, congruent to the file offset modulo a page.
     """
 
     number: int
@@ -70,10 +70,10 @@ Stripes = Mapping[str, Sequence[Stripe]]  # by tensor, in the tensor's order
 
 
 def stripes_of(pieces: Sequence[Piece], layout: Layout) -> Stripes:
-    """Return the stripes completely filled by these pieces. The result depends on the set of pieces only.
+    """Return the stripes completely filled by these pieces. The pieces' order does not matter.
 
     Args:
-        pieces: the strided pieces of all ranks of the host, in any order.
+        pieces: The strided pieces from all the host's ranks.
     """
     filled: dict[str, dict[int, int]] = defaultdict(lambda: defaultdict(int))
     for piece in pieces:
@@ -95,7 +95,7 @@ def stripes_of(pieces: Sequence[Piece], layout: Layout) -> Stripes:
 
 
 def shared_bytes(stripes: Stripes) -> int:
-    """Return the size in bytes of the memory for all stripes."""
+    """Return how many bytes of memory all stripes need."""
     return max(
         (stripe.place + stripe.size for stripes_of_tensor in stripes.values() for stripe in stripes_of_tensor),
         default=STRIPES_AT,
@@ -105,7 +105,7 @@ def shared_bytes(stripes: Stripes) -> int:
 def cut_by_stripes(
     packed: Image, lo: int, hi: int, stripes: Sequence[Stripe]
 ) -> Iterator[tuple[int, int, Stripe | None]]:
-    """Split bytes `[lo, hi)` of a packed image into extents, in order, each with its stripe or None."""
+    """Split a packed image's bytes `[lo, hi)` into extents, in order, each with its stripe or None."""
     for stripe in stripes:
         first, last = max(lo, packed.before(stripe.lo)), min(hi, packed.before(stripe.hi))
         if first >= last:
@@ -119,7 +119,7 @@ def cut_by_stripes(
 
 
 def _shares(piece: Piece, packed: Image, at: int) -> Iterator[tuple[int, int]]:
-    """Yield the number of each stripe of the file with bytes of a piece, and the count of these bytes."""
+    """Yield the number of every file stripe overlapping a piece, and how many bytes they share."""
     first = (at + packed.start) // STRIPE_BYTES
     last = (at + packed.start + packed.extent - 1) // STRIPE_BYTES
     for number in range(first, last + 1):
@@ -131,7 +131,7 @@ def _shares(piece: Piece, packed: Image, at: int) -> Iterator[tuple[int, int]]:
 
 _NAME = "checkpoint"
 _NAME_BYTES = 16
-_Rows = list[list[Any]]  # of pieces in a message: name, offset and shape of the box, first byte, end
+_Rows = list[list[Any]]  # pieces in a message: name, box offset, box shape, first byte, end
 
 
 class SharedMemory:
@@ -150,7 +150,7 @@ class SharedMemory:
         """Create a block with its name, the counters, and room for stripes.
 
         Raises:
-            OSError: if the system refuses the memory.
+            OSError: The system refuses the memory.
         """
         name = secrets.token_bytes(_NAME_BYTES)
         descriptor = os.memfd_create(_NAME)
@@ -164,11 +164,11 @@ class SharedMemory:
 
     @staticmethod
     def open(address: str) -> SharedMemory | None:
-        """Open the block of another process on this host; None if it cannot be opened or its name differs."""
+        """Open another process's block on this host. None if it cannot be opened or its name differs."""
         pid, number, name = address.split()
         path = f"/proc/{pid}/fd/{number}"
         try:
-            if not os.readlink(path).startswith(f"/memfd:{_NAME}"):  # the descriptor belongs to another file here
+            if not os.readlink(path).startswith(f"/memfd:{_NAME}"):  # the descriptor now belongs to another file
                 return None
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             with contextlib.ExitStack() as on_error:
@@ -182,7 +182,7 @@ class SharedMemory:
         return memory
 
     def put(self, stripe: Stripe, packed: Image, lo: int, data: memoryview) -> None:
-        """Copy bytes of a packed image, from `lo` on, into their stripe."""
+        """Copy a packed image's bytes, from `lo` on, into their stripe."""
         source = np.frombuffer(data, np.uint8)
         for shape, start, at in packed.boxes(lo, lo + data.nbytes):
             place = stripe.place + start - stripe.lo
@@ -197,11 +197,11 @@ class SharedMemory:
         os.close(self._descriptor)
 
     def is_full(self, stripe: Stripe) -> bool:
-        """Return whether a stripe holds all its bytes and is not claimed yet."""
+        """Return whether a stripe holds all its bytes and is not yet claimed."""
         return int(self._counters[stripe.number]) == stripe.size
 
     def claim(self, stripe: Stripe) -> memoryview | None:
-        """Claim a full stripe: return its bytes to exactly one thread of one process, None to every other."""
+        """Claim a full stripe. Exactly one thread on the host gets its bytes; all others get None."""
         with self._locked():
             if not self.is_full(stripe):
                 return None
@@ -223,11 +223,11 @@ class SharedMemory:
 
 
 class Sharing:
-    """The stripes of one save, assembled with the other ranks of the host. Thread-safe.
+    """A save's stripes, assembled with the host's other ranks. Thread-safe.
 
     Args:
-        turn: where this rank starts to look for full stripes, as a fraction of all stripes. Ranks start at different
-            places and so do not compete for the same stripe.
+        turn: Where this rank starts looking for full stripes, as a fraction from 0 to 1. Ranks start at different
+            places, so they do not compete for the same stripe.
     """
 
     def __init__(self, memory: SharedMemory, stripes: Stripes, layout: Layout, *, turn: float) -> None:
@@ -238,11 +238,11 @@ class Sharing:
         self._order = order[first:] + order[:first]
 
     def stripes(self, tensor: str) -> Sequence[Stripe]:
-        """Return the stripes of a tensor, in its order."""
+        """Return a tensor's stripes, in order."""
         return self._stripes.get(tensor, ())
 
     def put(self, stripe: Stripe, packed: Image, lo: int, data: memoryview) -> None:
-        """Copy bytes of a packed image, from `lo` on, into their stripe."""
+        """Copy a packed image's bytes, from `lo` on, into their stripe."""
         self._memory.put(stripe, packed, lo, data)
 
     def full(self) -> Iterator[tuple[str, Stripe, memoryview]]:
@@ -253,15 +253,14 @@ class Sharing:
 
 
 class LocalRanks:
-    """The ranks of one host and their shared memory.
+    """A host's ranks and their shared memory.
 
-    For each save the first rank of the host decides whether columns are assembled. Every other rank sends a
-    report to the first: its pieces, or None to stay out. The first rank answers with the pieces of all ranks and
-    the address of the memory.
+    For each save, the host's first rank decides whether columns are assembled. Every other rank reports to it: its
+    pieces, or None to opt out. The first rank answers with all ranks' pieces and the memory address.
 
     Args:
-        channel: the store channel of the worker thread.
-        ranks: the ranks expected on this host, including this one; fewer than two share nothing.
+        channel: The worker thread's store channel.
+        ranks: The ranks expected on this host, including this rank. Fewer than two share nothing.
     """
 
     def __init__(self, channel: StoreChannel, ranks: Sequence[int]) -> None:
@@ -273,14 +272,14 @@ class LocalRanks:
 
     @contextlib.contextmanager
     def met(self, channel: StoreChannel, name: str) -> Iterator[None]:
-        """Make sure the ranks are on one host, by an exchange of their hosts. Main thread, all ranks.
+        """Check whether the ranks run on the same host; if not, share nothing. Main thread, all ranks.
 
         Args:
-            name: a key prefix, new on this channel. Its messages are deleted after the block, by the end of which all
-                ranks have read them.
+            name: A key prefix, new on this channel. Its messages are deleted after the block, within which all ranks
+                must have read them.
 
         Raises:
-            LaunchError: if a rank does not answer.
+            LaunchError: A rank does not answer.
         """
         identity = f"{_host()} {self._ranks}".encode()
         channel.put(f"{name}/{self._rank}", identity)
@@ -292,16 +291,16 @@ class LocalRanks:
         channel.delete([f"{name}/{self._rank}"])
 
     def join(self, attempt: Attempt, pieces: Sequence[Piece], *, may_share: bool) -> Sharing | None:
-        """Exchange the pieces whose rows lie apart; return None where they go to the file row by row.
+        """Exchange strided pieces with the host's ranks. Return None if they are written row by row instead.
 
-        All ranks of the host call it before any other part of the save that can fail. Worker thread.
+        All ranks on the host call this before any other step in the save can fail. Worker thread.
 
         Args:
-            pieces: this rank's pieces whose rows are not contiguous in the tensor.
-            may_share: whether this rank takes part: it has the memory, and its main thread has not aborted the save.
+            pieces: This rank's pieces whose rows are not contiguous in the tensor.
+            may_share: Whether this rank takes part: it has the memory, and its main thread has not aborted the save.
 
         Raises:
-            TrainerError: if another rank does not answer, or the memory is not available.
+            TrainerError: Another rank does not answer, or its memory cannot be opened.
         """
         if len(self._ranks) < 2:
             return None
@@ -334,13 +333,13 @@ class LocalRanks:
         return Sharing(self._memory, self._stripes(rows, attempt.layout), attempt.layout, turn=turn)
 
     def drop(self) -> None:
-        """Drop the memory. The next save uses a new block: a failed rank may still write to the old block."""
+        """Drop the memory. The next save uses a new block, since a failed rank may still write to the old block."""
         if self._memory is not None:
             self._memory.close()
             self._memory = None
 
     def _decide(self, reports: Sequence[_Rows | None], layout: Layout) -> tuple[str, _Rows] | None:
-        """Return the address of memory for all stripes, and the pieces of all ranks of the host; None to share none."""
+        """Return the shared memory's address and the pieces from all the host's ranks, or None to share nothing."""
         rows = [row for report in reports for row in report or ()]
         if None in reports or not (stripes := self._stripes(rows, layout)):
             return None
@@ -355,7 +354,7 @@ class LocalRanks:
         return self._memory.address, rows
 
     def _stripes(self, rows: _Rows, layout: Layout) -> Stripes:
-        """Return the stripes of the pieces of all ranks, which few saves change."""
+        """Return the stripes for all ranks' pieces, which are computed again only when the pieces change."""
         if self._table is None or self._table[0] is not layout or self._table[1] != rows:
             pieces = [Piece(name, Box(tuple(offset), tuple(shape)), lo, hi) for name, offset, shape, lo, hi in rows]
             self._table = layout, rows, stripes_of(pieces, layout)
@@ -363,7 +362,7 @@ class LocalRanks:
 
 
 def _host() -> str:
-    """Return an identity, equal for two processes exactly if they have the same user and see each other in `/proc`."""
+    """Identify this host: equal exactly for processes with the same user seeing each other in `/proc`."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     try:
         return f"{boot.read_text().strip()} {Path('/proc/self/ns/pid').stat().st_ino} {os.getuid()}"

@@ -1,4 +1,4 @@
-"""Writes a checkpoint from a single process whose tensors come from elsewhere, such as another program's files."""
+"""Writes a checkpoint from a single process, with tensors from elsewhere, such as another program's files."""
 
 from __future__ import annotations
 
@@ -31,19 +31,18 @@ def write_checkpoint(
     documents: Mapping[str, Document],
     aliases: Mapping[str, str],
 ) -> Path:
-    """Write `iter_<iteration>` as the save of a run on a single rank does, and return its path.
+    """Write `iter_<iteration>` as a single-rank run would save it, and return its path.
 
-    The folder is locked meanwhile, as by a run, and what dead attempts left in it is swept.
+    Takes the folder's lock and sweeps up after dead attempts.
 
     Args:
-        write: writes and syncs the tensor files of `layout` into the folder that is given; returns their pieces.
-        documents: the files without tensors, by name.
-        aliases: the second names of tensors, by name.
+        write: Writes and syncs the tensor files in `layout` to the folder it is called with. Returns their pieces.
+        documents: The files without tensors, by name.
+        aliases: The tensors' second names, by name.
 
     Raises:
-        LockError: if a run writes to the folder.
-        CheckpointError: if the iteration is there already, does not fit, or cannot be written; no checkpoint is
-            changed.
+        LockError: A run writes to the folder.
+        CheckpointError: The iteration already exists, does not fit, or cannot be written. No checkpoint is changed.
     """
     nonce, files, target = secrets.token_hex(4), folder.files, folder.iteration(iteration)
     attempt = Attempt(iteration, f"{nonce}-1", folder, layout)
@@ -63,7 +62,7 @@ def write_checkpoint(
                 finish.prepare(attempt, json_files, lock=lock)
                 finish.rename(attempt)
             finally:
-                files.remove_tree(attempt.partial)  # gone, once it has its name
+                files.remove_tree(attempt.partial)  # no longer there after the rename
     except OSError as error:
         raise folder.cannot_write(error) from error
     return target

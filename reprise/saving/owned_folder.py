@@ -1,6 +1,6 @@
-"""The checkpoint folder while a run owns it: its leader holds its lock, all ranks of the host see the same folder.
+"""The checkpoint folder while a run owns it: its leader holds its lock, and all the host's ranks see the same folder.
 
-A shared folder counts as the folder of a single host with all ranks, led by rank 0.
+A shared folder is treated as a single host's folder, which has all ranks and is led by rank 0.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _log = logging.getLogger(__name__)
 
 
 class OwnedFolder:
-    """The folder of a run's saves, on one rank. All ranks make the same calls in the same order.
+    """The folder for a run's saves, seen from a rank. All ranks make the same calls in the same order.
 
     Args:
-        nonce: a name of this run of the program, equal on all ranks.
-        hosts: the hosts with a folder of their own each; None for a folder of all ranks.
+        nonce: This launch's random name, equal on all ranks.
+        hosts: The hosts, each with its own folder. None if all ranks share a folder.
     """
 
     def __init__(self, folder: CheckpointFolder, channel: StoreChannel, nonce: str, hosts: Hosts | None = None) -> None:
@@ -47,12 +47,12 @@ class OwnedFolder:
         self._agreements = 0
 
     def acquire(self) -> None:
-        """Take the lock, settle what dead attempts left, and make sure that all ranks of a host see one folder.
+        """Take the lock, clean up after dead attempts, and check whether each host's ranks see the same folder.
 
         Raises:
-            LockError: on every rank, if another job writes to the folder.
-            CheckpointError: on every rank, if the folder cannot be written, or one of them does not see the mark that
-                the leader of its host leaves there.
+            LockError: Another job writes to the folder. Every rank raises.
+            CheckpointError: The folder cannot be written, or a rank does not see its leader's marker file there. Every
+                rank raises.
         """
         mark, files = self.folder.mark(self._nonce), self.folder.files
         is_marked = len(self.hosts.ranks_with(self._channel.rank)) > 1
@@ -80,14 +80,14 @@ class OwnedFolder:
                     files.remove_file(mark)
 
     def take(self, elsewhere: Collection[str] = ()) -> None:
-        """Take the lock and settle what dead attempts left, on a leader alone.
+        """Take the lock and clean up after dead attempts, on a leader alone.
 
         Args:
-            elsewhere: the attempts committed by another host, which are completed; all others are swept.
+            elsewhere: Attempts committed by another host, which are completed here. All others are swept.
 
         Raises:
-            LockError: if another job writes to the folder.
-            CheckpointError: if the folder cannot be written.
+            LockError: Another job writes to the folder.
+            CheckpointError: The folder cannot be written.
         """
         folder = self.folder
         with self._writing():
@@ -98,7 +98,7 @@ class OwnedFolder:
                     folder.commit(iteration, attempt)
                     _log.warning("iteration %d, which another host had committed, is complete on this one", iteration)
             for iteration in folder.committed() if self._is_local else ():
-                # A copy that was interrupted leaves the next host.json of a committed folder.
+                # An interrupted copy leaves a temporary host.json in a committed folder.
                 folder.files.remove_file(temporary_of(folder.iteration(iteration) / HOST))
             for path in folder.sweep():
                 _log.info("swept %s, left by an interrupted save or deletion", path.name)
@@ -115,11 +115,11 @@ class OwnedFolder:
         try:
             lock.acquire()
         except (LockError, OSError):
-            self.lock = None  # the next call asks again
+            self.lock = None  # the next call tries again
             raise
 
     def _committed_elsewhere(self) -> frozenset[str]:
-        """Return the attempts committed by any host: what is prepared here of them is good. All ranks."""
+        """Return all attempts committed on some host, whose prepared parts are valid on the others. All ranks."""
         attempts: list[str] = []
         if self._leads:
             with contextlib.suppress(OSError):  # the sweep reports it
@@ -133,7 +133,7 @@ class OwnedFolder:
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
-        """Turn an error of the file system into the error of a folder without write access."""
+        """Turn a file system error into the error for an unwritable folder."""
         try:
             yield
         except OSError as error:
@@ -142,7 +142,7 @@ class OwnedFolder:
 
     @contextlib.contextmanager
     def _leading(self) -> Iterator[bool]:
-        """Tell the block whether this rank leads a host, and raise on every rank what it raises on any rank."""
+        """Yield whether this rank leads a host. An exception in the block on any rank is raised on every rank."""
         self._agreements += 1
         with self._channel.agreed(f"{self._key}/{self._agreements}"), self._writing():
             yield self._leads
@@ -156,12 +156,12 @@ class OwnedFolder:
         damaged: Collection[int],
         verified: int,
     ) -> None:
-        """Rename checkpoints newer than `iteration` or `given_up`, then delete those given up by retention.
+        """Rename checkpoints newer than `iteration` or in `given_up`, then delete those expired by retention.
 
         Args:
-            damaged: the iterations that the load has skipped.
-            verified: the iteration that was loaded and all of it checked: only if it is the newest, and known to be
-                good, others are deleted.
+            damaged: The iterations skipped by the load.
+            verified: The iteration loaded with all digests checked, or -1. Checkpoints are deleted only if it is the
+                newest, so at least a good one stays.
         """
         with self._leading() as leads:
             if not leads:
@@ -188,10 +188,10 @@ class OwnedFolder:
 def decide_expired(
     folder: CheckpointFolder, retention: Retention, *, pinned: Collection[int] = ()
 ) -> tuple[list[int], list[int]]:
-    """Return the iterations given up by retention, and all committed ones; none where the folder cannot be listed.
+    """Return the iterations expired by retention, and all committed ones. Both are empty if listing fails.
 
     Args:
-        pinned: iterations to keep, beside the held ones.
+        pinned: Iterations to keep in addition to held ones.
     """
     try:
         stamps = folder.stamps()
@@ -210,13 +210,13 @@ def decide_expired(
 
 
 def delete(folder: CheckpointFolder, iterations: Sequence[int], *, attempt: str, lock: FolderLock | None) -> list[int]:
-    """Delete committed iterations and return the deleted ones; a line of the log names the others. Rank 0 only.
+    """Delete committed iterations and return the deleted ones; log the others. Leaders only.
 
-    An iteration held by now stays.
+    An iteration with a hold by now stays.
 
     Args:
-        attempt: names the folders on their way out; unique in the life of the folder.
-        lock: looked at again before each of them.
+        attempt: A name for the folders being deleted, never used before in this folder.
+        lock: Checked again before each deletion.
     """
     deleted = []
     for iteration in iterations:
@@ -235,11 +235,11 @@ def delete(folder: CheckpointFolder, iterations: Sequence[int], *, attempt: str,
 
 
 def _records(folder: CheckpointFolder, stamps: Mapping[int, Stamp]) -> tuple[dict[int, float], set[int], set[int]]:
-    """Read what retention needs of the state files of iterations, unless this process has.
+    """Read what retention needs from the iterations' state files; files read before are not read again.
 
     Returns:
-        The validation losses by iteration, of the evaluated ones; the iterations saved where a run was interrupted; and
-        those whose state cannot be read now: any of them may be the best.
+        The validation losses by iteration, where evaluated; the interim iterations, saved where a run was interrupted;
+        and the iterations whose state cannot be read now, each of which may be the best.
     """
     losses, interim, unknown = dict[int, float](), set[int](), set[int]()
     for iteration, stamp in stamps.items():
@@ -260,20 +260,20 @@ def _records(folder: CheckpointFolder, stamps: Mapping[int, Stamp]) -> tuple[dic
 
 @functools.lru_cache(maxsize=1 << 16)
 def _record_of(place: str, stamp: Stamp) -> tuple[float | None, bool]:
-    """Return the validation loss of a checkpoint, and whether the checkpoint is interim.
+    """Return a checkpoint's validation loss, and whether the checkpoint is interim.
 
-    Remembered, since a run looks at all its checkpoints after every save, and they do not change. A checkpoint that is
+    Results are cached, since a run reads all its checkpoints after every save and they do not change. A checkpoint
     saved again lies in a new folder.
 
     Args:
-        stamp: of the folder.
+        stamp: The folder's stamp, part of the cache key.
 
     Raises:
-        TrainerError: if the state cannot be read; then nothing is remembered.
+        TrainerError: The state cannot be read. Nothing is cached.
     """
     state = json_file.read(path_of(Path(place), STATE))
     loss = state.get("valid_loss")
-    # As a loss is written; `json_file` lets no NaN through.
+    # Losses are written as floats; `json_file` rejects NaN.
     return (float(loss) if isinstance(loss, float) else None), state.get(INTERIM) is True
 
 
@@ -285,22 +285,25 @@ def require_room(
     parts: int = 1,
     lock: FolderLock | None = None,
 ) -> None:
-    """Refuse to begin where tensors and documents would not fit beside the present files.
+    """Fail if tensors and documents would not fit on the disk beside the present files.
 
-    On a full disk, checkpoints kept for the mirror alone are deleted first.
+    On a full disk, checkpoints kept only until the mirror has them are deleted first.
 
     Args:
-        retention: of the saving run, for the advice: it has not deleted anything for this save yet.
-        parts: how many folders share the tensors, about evenly.
+        retention: The run's retention, which has not yet deleted anything for this save.
+        parts: How many folders share the tensors, about evenly.
+
+    Raises:
+        CheckpointError: There is too little space, or it cannot be measured.
     """
     folder, files, layout = attempt.folder, attempt.folder.files, attempt.layout
-    # At most: tensor files, and JSON files in proportion to tensors and digests.
+    # An upper bound: tensor files, and JSON files in proportion to tensors and digests.
     json_bytes = (64 << 10) + 1024 * len(layout.places) + layout.total_bytes // (128 << 10)
     needed = (layout.total_bytes + json_bytes) // parts
     needed += sum(len(data) for data in documents.values() if isinstance(data, bytes))
     try:
         free = files.free_bytes(folder.root)
-        # Looked at afterwards: what other ranks reserve meanwhile may count twice, but is never missing.
+        # Measured second: blocks that other ranks reserve meanwhile may count twice, but are never missed.
         allocated = files.allocated_bytes(attempt.partial)
     except OSError as error:
         raise folder.cannot_write(error) from error
@@ -324,7 +327,7 @@ def require_room(
 
 
 def _advice(folder: CheckpointFolder, retention: Retention, *, short_bytes: int) -> str:
-    """Return how to make room: what could be deleted, and by what."""
+    """Return advice on making room: what can be deleted, and how."""
     older, _ = decide_expired(folder, replace(retention, max_checkpoint_keep=1))
     deletable = {
         f"of older checkpoints are deleted by the next start with {folder.terms.keep}=1": [

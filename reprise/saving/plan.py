@@ -1,8 +1,8 @@
-"""Plans the saves of a rank: which bytes it writes, and in which chunks. Made again only if a tensor moves.
+"""Plans a rank's saves: which bytes it writes, and in which chunks. A plan is reused until a tensor moves.
 
-Every byte of every tensor has exactly one writer. Ranks with the same box are replicas of each other. They lay
-their common boxes end to end, and each rank takes an equal share of the line. So the load is level to a page for any
-number of replicas, and each rank writes long runs.
+Each tensor byte is written by exactly one rank. Ranks with the same box are replicas. They lay their common boxes end
+to end, and each rank takes an equal share. So the load is balanced to within a page for any replica count, and each
+rank writes long runs.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from reprise.format.layout import PAGE_BYTES, Layout, build_layout
 from reprise.tensors.live import Contents, LiveTensor, storages_of
 from reprise.tensors.memory import Sources
 
-# A file is written in extents of about this size, several concurrently.
+# Files are written in extents about this long, several concurrently.
 EXTENT_BYTES = 128 << 20
-# An optimizer step during a save waits for the chunk that each thread is writing, so a chunk is small.
+# An optimizer step during a save waits for each thread's current chunk, so chunks are small.
 CHUNK_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Bytes `[lo, hi)` of the packed image of `box`, written by one rank: a whole box or a part of it."""
+    """Bytes `[lo, hi)` in the packed image of `box`, written by a single rank: the whole box or a part."""
 
     name: str
     box: Box
@@ -36,7 +36,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class ChunkPart:
-    """Bytes `[lo, hi)` of the packed image of a piece's box."""
+    """Bytes `[lo, hi)` in the packed image of a piece's box."""
 
     piece: Piece
     lo: int
@@ -45,12 +45,12 @@ class ChunkPart:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Parts read and written together, `size` contiguous bytes of one file.
+    """Parts read and written together: `size` bytes, contiguous in a file unless `strided`.
 
     Args:
-        offset: the offset in the file.
-        strided: None for contiguous bytes. Otherwise the chunk has one part, its rows are not contiguous in the
-            tensor, `offset` is the start of the tensor, and `strided` is the image of the part's box.
+        offset: The file offset.
+        strided: None for contiguous bytes. Otherwise the chunk has a single part, whose rows are not contiguous in the
+            tensor; `offset` is the tensor's file offset, and `strided` is the image of the part's box.
     """
 
     file: str
@@ -61,9 +61,9 @@ class Chunk:
 
 
 def cut(pieces: Sequence[Piece], layout: Layout) -> dict[str, list[list[Chunk]]]:
-    """Return the chunks of `pieces` by file, in file order, grouped into extents of whole pieces.
+    """Cut `pieces` into chunks, by file and in file order, grouped into extents with whole pieces.
 
-    Adjacent pieces share chunks. Chunks end on page boundaries, except at the end of an extent or of a contiguous run.
+    Adjacent pieces share chunks. Chunks end on page boundaries, except where an extent or a contiguous run ends.
     """
     chunks: dict[str, list[list[Chunk]]] = {}
     for name, run in itertools.groupby(sorted(map(_Placed.of, pieces, itertools.repeat(layout))), lambda p: p.file):
@@ -73,7 +73,7 @@ def cut(pieces: Sequence[Piece], layout: Layout) -> dict[str, list[list[Chunk]]]
 
 @dataclass(frozen=True, slots=True, order=True)
 class _Placed:
-    """A piece with the file offset of its first byte; `tensor` is the file offset of its tensor."""
+    """A piece placed in its file: `offset` is its first byte's file offset, `tensor` its tensor's."""
 
     file: str
     offset: int
@@ -131,17 +131,17 @@ def _cut_extent(name: str, placed: list[_Placed]) -> Iterator[Chunk]:
 
 
 def _room(start: int, end: int) -> int:
-    """Return the bytes still fitting into a chunk from `start` to `end` before it ends on a page boundary."""
+    """Return how many bytes still fit into a chunk from `start` to `end`, up to its last page boundary."""
     return (start + CHUNK_BYTES) // PAGE_BYTES * PAGE_BYTES - end
 
 
-# Below this a tensor goes whole to one replica: a cut would cost more than the imbalance.
+# A smaller tensor goes whole to a single replica: splitting it would cost more than the imbalance.
 SMALL_BYTES = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """A box of a rank: `offset` is the tensor's place in its file, `replicas` all ranks with this box."""
+    """A box held by a rank: `offset` is the tensor's file offset, `replicas` all ranks with this box."""
 
     name: str
     image: Image
@@ -151,13 +151,13 @@ class Holding:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The parts of a save known before it begins, the same for the next save of the same tensors.
+    """What is known about a save before it starts. Later saves reuse it for the same tensors.
 
     Args:
-        chunks: by file, in extents for concurrent writing. The order of the files is rotated by rank: ranks do not
-            queue for a file.
-        columns: the pieces whose rows lie apart in their file.
-        is_overtaken: whether the program changes the tensors while the save is under way.
+        chunks: Chunks by file, in extents for concurrent writing. Each rank starts with another file, so ranks do not
+            queue for the same file.
+        columns: The pieces whose rows are not contiguous in their file.
+        is_overtaken: Whether the program changes tensors during the save.
     """
 
     contents: Contents
@@ -169,36 +169,36 @@ class Plan:
     is_overtaken: bool = False
 
     def suits(self, contents: Contents) -> bool:
-        """Return whether `contents` are the very same tensors."""
+        """Return whether `contents` has the very same tensors as this plan."""
         is_same = self.contents.specs is contents.specs and self.contents.live is contents.live
         return is_same and self.contents.optimizers == contents.optimizers
 
     @property
     def saved(self) -> tuple[LiveTensor, ...]:
-        """Return the live tensors without the copies of tensors saved by other ranks."""
+        """Return the live tensors, without copies whose originals other ranks save."""
         return tuple(tensor for tensor in self.contents.live if not tensor.is_copy)
 
     @property
     def order(self) -> list[Chunk]:
-        """Return the chunks in the order in which they are written, about."""
+        """Return the chunks in approximate write order."""
         return [chunk for extents in self.chunks.values() for extent in extents for chunk in extent]
 
     @property
     def staging_bytes(self) -> int:
-        """Return the size in bytes of memory for a copy of every chunk."""
+        """Return how many bytes a copy of every chunk needs."""
         return sum(chunk.size + PAGE_BYTES for chunk in self.order)
 
 
 def make_plan(
     contents: Contents, *, rank: int, file_bytes: int, is_overtaken: bool, copies_at_call: bool = False
 ) -> Plan:
-    """Plan the saves of `contents`.
+    """Plan saves for `contents`.
 
     Args:
-        is_overtaken: whether the program changes the tensors while the save is under way; else all memory stays as it
-            is until the save is over.
-        copies_at_call: whether no memory changes before the snapshot is released; else only the memory changed by steps
-            of `contents.optimizers` is steady until then.
+        is_overtaken: Whether the program changes tensors during the save. Otherwise all memory stays unchanged until
+            the save ends.
+        copies_at_call: Whether all memory stays unchanged until the snapshot is released. Otherwise only memory changed
+            by steps in `contents.optimizers`, or declared constant, does.
     """
     layout = build_layout(contents.specs, file_bytes=file_bytes)
     pieces = plan(contents.live, layout, rank)
@@ -220,13 +220,13 @@ def make_plan(
 
 
 def columns_of(chunks: Mapping[str, Sequence[Sequence[Chunk]]]) -> list[Piece]:
-    """Return the pieces whose rows lie apart in their file."""
+    """Return the pieces whose rows are not contiguous in their file."""
     extents = itertools.chain(*chunks.values())
     return list({chunk.parts[0].piece: None for chunk in itertools.chain(*extents) if chunk.strided is not None})
 
 
 def plan(live: Sequence[LiveTensor], layout: Layout, rank: int) -> list[Piece]:
-    """Return the pieces to be written by `rank`."""
+    """Return the pieces written by `rank`."""
     holdings = [
         Holding(spec.name, spec.image(tensor.box), layout.places[spec.name].offset, tensor.replicas)
         for tensor in live
@@ -237,9 +237,9 @@ def plan(live: Sequence[LiveTensor], layout: Layout, rank: int) -> list[Piece]:
 
 
 def pieces_of(holdings: Sequence[Holding], rank: int) -> list[Piece]:
-    """Return the pieces to be written by `rank`, in the order of `holdings`.
+    """Return the pieces written by `rank`, in the same order as `holdings`.
 
-    Pure, and equal on all replicas: each sees the same common boxes in the same order, whatever else it holds.
+    A pure function. Replicas agree: each sees the same common boxes in the same order, whatever else it holds.
     """
     by_name: dict[str, Piece] = {}
     for replicas, members in _groups(holdings).items():
@@ -249,7 +249,7 @@ def pieces_of(holdings: Sequence[Holding], rank: int) -> list[Piece]:
 
 
 def _groups(holdings: Sequence[Holding]) -> dict[tuple[int, ...], list[Holding]]:
-    """Return the holdings with elements, by the ranks sharing them."""
+    """Group non-empty holdings by the ranks sharing them."""
     groups: dict[tuple[int, ...], list[Holding]] = defaultdict(list)
     for holding in holdings:
         if holding.image.total_bytes:
@@ -271,7 +271,7 @@ def _share(members: list[Holding], *, index: int, count: int) -> list[Piece]:
 
 
 def _boundary(members: list[Holding], starts: list[int], *, index: int, count: int) -> int:
-    """Return where share `index` begins on the line: rounded down to a page of the file, a row, or a small tensor."""
+    """Return where share `index` starts, rounded down to a file page, a row, or a small tensor's start."""
     target = starts[-1] * index // count
     if target == starts[-1]:
         return target

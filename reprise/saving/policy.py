@@ -1,4 +1,4 @@
-"""The settings of saving (interval, retention, memory, timeouts) and the report of a save."""
+"""Save settings (folder, retention, memory, timeouts) and save reports."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ from reprise.storage.folder import FolderTerms
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """Keep the newest `max_checkpoint_keep` (0 = all), every multiple of `save_retain_interval` (0 = none), the
+    """Which checkpoints to keep.
+
+    Kept are the newest `max_checkpoint_keep` (0 = all), every multiple of `save_retain_interval` (0 = none), the
     `keep_best` with the lowest validation loss, the iterations in `always`, and those `named` by the command.
 
-    The rules apply to checkpoints of the schedule. An interim checkpoint, made where a run was interrupted, stays until
-    a later checkpoint of the schedule is committed. So an interrupted run keeps the checkpoints of the unbroken run.
+    The rules apply to scheduled checkpoints. An interim checkpoint, saved where a run was interrupted, stays until a
+    later scheduled checkpoint is committed. So an interrupted run keeps the same checkpoints as an uninterrupted run.
 
-    With a `mirror`, a checkpoint that the store must have stays until the store has it.
+    With a `mirror`, a checkpoint due in the store stays until the store has it.
     """
 
     max_checkpoint_keep: int = 0
@@ -38,13 +40,13 @@ class Retention:
         losses: Mapping[int, float] | None = None,
         interim: Collection[int] = (),
     ) -> list[int]:
-        """Return the iterations to delete, oldest first. Never among them are the newest, the `pinned` and the `named`.
+        """Return the iterations to delete, oldest first. The newest, `pinned` and `named` ones are never deleted.
 
-        Iterations kept by another rule do not count toward `max_checkpoint_keep`.
+        The newest `max_checkpoint_keep` scheduled iterations stay, whatever other rules keep besides.
 
         Args:
-            losses: validation loss by iteration, where known; among equal losses the newest iteration is best.
-            interim: the iterations whose checkpoints are interim; at most `max_checkpoint_keep` of them stay.
+            losses: Validation loss by iteration, where known. Among equal losses the newest iteration is best.
+            interim: The iterations with interim checkpoints. At most `max_checkpoint_keep` such checkpoints stay.
         """
         count = self.max_checkpoint_keep
         if count <= 0:
@@ -66,22 +68,23 @@ class Retention:
 
 @dataclass(frozen=True, slots=True)
 class SavePolicy:
-    """Where to and how to save, and which checkpoints to keep.
+    """Where and how to save, and which checkpoints to keep.
 
     Args:
-        folder: the run's checkpoint folder; that of each host's own, at the same path on all, for local checkpoints.
-        file_bytes: size in bytes at which a safetensors file is full.
-        commit_timeout_s: seconds after which an uncommitted save is aborted.
-        async_save: write in the background while training continues.
-        copies_at_call: copy every tensor before a background save returns, in place of holding back the optimizer's
-            step: for programs with changes of tensors at any time.
-        staging_bytes: upper bound in bytes on host memory for copies of chunks before the next optimizer step
-            overwrites them. None allows the bytes written by the rank plus the bytes of its columns, which the ranks of
-            a host assemble in shared memory if they fit. With less memory, the step waits for the disk. Tensors
-            changeable at any time (buffers, frozen parameters) are copied in addition.
-        stall_timeout_s: seconds this step waits for a stalled disk before the save is aborted.
-        check_replicas: compare the bits of replicas at every n-th save; 0 never compares.
-        terms: how messages name the folder.
+        folder: The run's checkpoint folder. For local checkpoints each host has its own, at the same path.
+        retention: Which checkpoints to keep.
+        file_bytes: Size in bytes at which a safetensors file is full.
+        commit_timeout_s: Seconds after which an uncommitted save is aborted.
+        async_save: Write in the background while training continues.
+        copies_at_call: Copy every tensor before a background save returns, instead of delaying the optimizer's next
+            step. For programs changing tensors at any time.
+        staging_bytes: Largest number of host memory bytes for copying chunks before the next optimizer step overwrites
+            them. None allows all bytes the rank writes, plus its columns, which a host's ranks assemble in shared
+            memory. With less memory, columns may be written row by row, and the step waits for the disk. Tensors that
+            may change at any time (buffers, frozen parameters) are copied in addition.
+        stall_timeout_s: Seconds this step waits for a stalled disk before the save is aborted.
+        check_replicas: Compare replicas bit by bit at every n-th save. 0 never compares.
+        terms: How messages name the folder.
     """
 
     folder: Path
@@ -98,13 +101,13 @@ class SavePolicy:
 
 @dataclass(frozen=True, slots=True)
 class SaveReport:
-    """The outcome of a save on this rank; `error` is set if the attempt did not become a checkpoint.
+    """The outcome of a save on this rank. `error` is set if the attempt did not become a checkpoint.
 
     Args:
-        seconds: time from the call to the commit or the error.
-        blocked_s: time for which this save blocked training on this rank, in seconds.
-        waited_s: time for which training waited for the end of the previous save, in seconds.
-        copied_bytes: bytes copied for training to continue.
+        seconds: Seconds from the call, after it waited for the previous save, to the commit or the error.
+        blocked_s: Seconds for which this save blocked training on this rank.
+        waited_s: Seconds for which training waited for the previous save.
+        copied_bytes: Bytes copied before training could continue.
     """
 
     iteration: int
@@ -119,13 +122,13 @@ class SaveReport:
 
 @dataclass(slots=True)
 class SaveResults:
-    """The results of the saves of one rank.
+    """A rank's save results.
 
     Args:
-        reports: of background saves ended and not returned yet.
-        blocked_s: for how long saving kept the main thread since `take_blocked_s`.
-        last_error: why the last save to end became no checkpoint, or None if it did.
-        failed_saves: how many saves in a row have failed.
+        reports: Reports on ended saves, until returned.
+        blocked_s: Seconds for which saving blocked the main thread since the last `take_blocked_s`.
+        last_error: Why the most recent save failed, or None if it became a checkpoint.
+        failed_saves: How many saves in a row have failed.
     """
 
     reports: list[SaveReport] = field(default_factory=list)
@@ -134,14 +137,14 @@ class SaveResults:
     failed_saves: int = 0
 
     def add(self, report: SaveReport) -> None:
-        """Add the report of an ended save."""
+        """Add an ended save's report."""
         if report.error is not None:
-            report.error.__traceback__ = None  # its frames hold the save, and the error is kept
+            report.error.__traceback__ = None  # its frames would keep the save alive as long as the error
         self.last_error = report.error
         self.failed_saves = 0 if report.error is None else self.failed_saves + 1
         self.reports.append(report)
 
     def take_blocked_s(self) -> float:
-        """Return for how long saving kept the main thread since the last call."""
+        """Return the seconds for which saving blocked the main thread since the last call."""
         blocked_s, self.blocked_s = self.blocked_s, 0.0
         return blocked_s

@@ -1,4 +1,4 @@
-"""The end of a program with saves under way: it waits for them, and its status is 1 if one fails."""
+"""Makes a program wait for saves under way before it exits, with status 1 if a save fails."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from contextlib import AbstractContextManager
 
 from reprise.saving.checkpointer import Landing
 
-# The saves under way by their savers, which they do not keep alive: a dropped saver lets go of its folder.
+# Saves under way, by a weak reference to their saver: a dropped saver must release its folder.
 _endings: dict[weakref.ref[AbstractContextManager[object]], Landing | None] = {}
 _watch: list[threading.Thread] = []
-os.register_at_fork(after_in_child=_endings.clear)  # the saves are the parent's
+os.register_at_fork(after_in_child=_endings.clear)  # they are the parent's saves
 
 
 def finish_at_end(saver: AbstractContextManager[object], landing: Landing | None) -> None:
-    """Let the program's end wait for the save of a saver, unless `forget` comes first.
+    """Make the program's exit wait for a saver's save, unless `forget` is called first.
 
-    The end of the program is that of the saver's block, with or without an error. A thread does it, as the writers
-    start threads, which Python refuses to functions of `atexit` from 3.12 on.
+    At exit the saver is closed as at the end of its `with` block, with or without an error. A thread does this, since
+    saving starts threads, which Python refuses in `atexit` functions since 3.12.
 
     Args:
-        landing: what is waited for if the saver has been dropped.
+        landing: The save to wait for if the saver has been dropped.
     """
     for dropped in [ref for ref, save in _endings.items() if ref() is None and (save is None or save.is_over)]:
         del _endings[dropped]
@@ -38,14 +38,14 @@ def finish_at_end(saver: AbstractContextManager[object], landing: Landing | None
 
 
 def forget(saver: AbstractContextManager[object]) -> None:
-    """Let the program end without the saver."""
+    """Stop the program's exit from waiting for the saver."""
     _endings.pop(weakref.ref(saver), None)
 
 
 def _finish_all() -> None:
-    """Wait for the end of the main thread, then for all saves."""
+    """Wait until the main thread ends, then for all saves."""
     threading.main_thread().join()
-    error = getattr(sys, "last_value", None)  # Python has printed it: the program ends by it
+    error = getattr(sys, "last_value", None)  # Python has printed it, and the program exits with it
     kind = None if error is None else type(error)
     try:
         with contextlib.ExitStack() as stack:
@@ -54,13 +54,13 @@ def _finish_all() -> None:
                     stack.callback(ending.__exit__, kind, error, None)
     except BaseException as failure:  # noqa: BLE001 - printed, and the program ends with it
         traceback.print_exception(failure)
-        if multiprocessing.parent_process() is not None:  # before 3.12 such a process calls nothing of `atexit`
+        if multiprocessing.parent_process() is not None:  # before 3.12 a child process calls no `atexit` functions
             _end_with_failure()
         atexit.register(_end_with_failure)
 
 
 def _end_with_failure() -> None:
-    """End with status 1, after all other calls at the end; Python itself would end with 0."""
+    """Exit with status 1 after all other exit functions. Python itself would exit with 0."""
     atexit.unregister(_end_with_failure)
     try:
         atexit._run_exitfuncs()

@@ -1,4 +1,4 @@
-"""One save, on the worker thread: write, vote, prepare, rename, broadcast, then delete what retention gives up."""
+"""A save on the worker thread: write, vote, prepare, rename, broadcast, then delete expired checkpoints."""
 
 from __future__ import annotations
 
@@ -38,27 +38,28 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class SaveJob:
-    """A save of one rank: `run` is called once, on the worker thread of every rank.
+    """A rank's part in a save. Every rank calls `run` once, on its worker thread.
 
     Args:
-        replicas: digests of the tensors that are compared with other ranks.
-        channel: the worker thread's.
-        shared: the state of the attempt on this rank; the main thread may abort on it.
-        local_ranks: the ranks of this host, to assemble columns into whole rows in shared memory.
-        may_share: whether this rank has the memory to assemble columns.
-        local: where each host has a folder of its own, what their leaders share; None for a shared folder.
-        earlier: the earlier attempts, by iteration and name, of which a partial folder or messages may be left.
-            `run` removes them, each rank its own messages, once this attempt is committed: by then every rank is past
-            the earlier attempts or has aborted them.
-        plans: those of earlier attempts.
+        replicas: Digests of tensors to compare with other ranks.
+        channel: The worker thread's channel.
+        shared: The attempt's commit state on this rank, which the main thread may abort.
+        retention: Which checkpoints to keep after this commit.
+        local_ranks: This host's ranks, which assemble columns into whole rows in shared memory.
+        may_share: Whether this rank has the memory to assemble columns.
+        local: What the hosts' leaders share if each host has its own folder. None for a shared folder.
+        earlier: Earlier attempts, as (iteration, name), which may have left a partial folder or messages. Once this
+            attempt is committed, `run` removes them, with each rank removing its own messages: by then every rank has
+            finished or aborted the earlier attempts.
+        plans: Earlier attempts' plans.
 
     Attributes:
-        job: this save on the worker.
-        hooks: hold back the steps of the optimizers.
-        start: when the save before had ended, on the clock of `time.perf_counter`.
-        waited_s: time for which the call waited before, in seconds.
-        blocked_s: time for which the call took this save up, in seconds.
-        committed_at: set by `run`: when the commit ended.
+        job: This save on the worker.
+        hooks: Optimizer hooks, which delay the next steps.
+        start: When the previous save had ended, by `time.perf_counter`.
+        waited_s: Seconds the call waited for the previous save.
+        blocked_s: Seconds the call took afterwards, without later waits in the snapshot.
+        committed_at: When the commit ended, by `time.perf_counter`. Set by `run`.
     """
 
     attempt: Attempt
@@ -86,7 +87,7 @@ class SaveJob:
 
     @property
     def is_over(self) -> bool:
-        """Return whether there is nothing to wait for."""
+        """Return whether the save has ended or was aborted."""
         return self.job.is_done or self.snapshot.is_aborted
 
     @property
@@ -94,7 +95,7 @@ class SaveJob:
         return sum(piece.hi - piece.lo for piece in self.plan.pieces)
 
     def report(self, error: TrainerError | None) -> SaveReport:
-        """Return the report of this save, which has ended. Main thread."""
+        """Return the report on this save after its end. Main thread."""
         return SaveReport(
             self.attempt.iteration,
             self.attempt.target,
@@ -107,11 +108,11 @@ class SaveJob:
         )
 
     def run(self) -> None:
-        """Make the checkpoint, or learn of the failed attempt.
+        """Write and commit the checkpoint.
 
         Raises:
-            TrainerError: on every rank, if the attempt did not become a checkpoint; a LockError on rank 0, if another
-                job has taken the folder over meanwhile.
+            TrainerError: The attempt did not become a checkpoint. Every rank raises. A leader raises LockError if
+                another job has taken over the folder.
         """
         attempt, local = self.attempt, self.local
         arguments = (self.channel, attempt, self.shared, self, self.plans)
@@ -122,42 +123,42 @@ class SaveJob:
         except BaseException as error:
             self.local_ranks.drop()
             if self.channel.coordinates or self.shared.current.outcome is Outcome.FAILED:
-                self._remove(attempt.partial)  # any rank may have written into a folder of its own
+                self._remove(attempt.partial)  # without a common folder, any rank may have written its own
             if isinstance(error, TrainerError) and self.lock is not None:
-                self.lock.refuse_if_taken()  # a successor sweeps what is being written: that was no fault of the disk
+                self.lock.refuse_if_taken()  # the successor swept our files: do not blame the disk
             raise
         finally:
-            self.snapshot.close()  # also where nothing was written: no step waits for it
+            self.snapshot.close()  # even if nothing was written, so that no step waits
             self._remove_earlier()
-        if self._is_durable:  # on leaders alone
+        if self._is_durable:  # only on leaders
             for note in self.contents.notes:
                 note()
             pinned = {attempt.iteration, *(() if local is None else local.copying.pinned)}
             expired, _ = decide_expired(attempt.folder, self.retention, pinned=pinned)
             delete(attempt.folder, expired, attempt=attempt.name, lock=self.lock)
-            # The memory or the small disk of a host holds what a restart needs, and no more.
+            # A host's memory or small disk holds only what a restart needs.
             for path in () if local is None else attempt.folder.superseded():
                 if not is_held(path):
                     self._remove(path)
 
     def table(self) -> bytes:
-        """Return the table of the pieces that this rank writes."""
+        """Encode the table of pieces written by this rank."""
         return encode(self.plan.pieces, self.plan.layout)
 
     def view(self) -> int:
-        """Return the identity of the checkpoint folder on this host, before anything is written."""
+        """Return the checkpoint folder's identity on this host, before anything is written."""
         self._view = view_of(self.attempt.folder, leader=self.channel.coordinator)
         return self._view
 
     def begin(self) -> None:
-        """Make sure that there is room for the checkpoint."""
+        """Fail if there is no room for the checkpoint."""
         parts = len(self.attempt.hosts.leaders)
         require_room(self.attempt, self.contents.documents, self.retention, parts=parts, lock=self.lock)
 
     def write(self) -> Written:
-        """Write this rank's part durably, and leave the sign that it lies in the folder of its host's leader.
+        """Write this rank's part durably, and leave a sign file there for the leader to see.
 
-        The other ranks of the host wait for the answer of `join`: nothing that may hang comes before it.
+        The host's other ranks wait in `join`, so nothing before it may hang.
         """
         attempt, snapshot = self.attempt, self.snapshot
         try:
@@ -181,18 +182,18 @@ class SaveJob:
             snapshot.close()
         if not self._leads:
             require_view(attempt.folder, self._view, leader=self.channel.coordinator)
-            if self.local is None:  # else the opening has compared the views of the host's ranks
+            if self.local is None:  # otherwise the opening has compared the host's views
                 leave_sign(attempt.partial, self._view, attempt.folder.files)
         return result
 
     def json_files(self, tensors: Mapping[str, TensorEntry]) -> dict[str, bytes]:
-        """Return the JSON files of the checkpoint."""
+        """Return the checkpoint's JSON files."""
         return finish.json_files(
             self.attempt, tensors, documents=self.contents.documents, aliases=self.contents.aliases
         )
 
     def prepare(self, files: Mapping[str, bytes], views: Mapping[int, int]) -> None:
-        """Make all files of this host's folder durable, once the signs of all views are there."""
+        """Make all files in this host's folder durable, once every view's sign file is there."""
         folder, partial = self.attempt.folder, self.attempt.partial
         try:
             folder.files.make_folder(partial)
@@ -203,18 +204,18 @@ class SaveJob:
         finish.prepare(self.attempt, files, lock=self.lock, beside=self.contents.syncs)
 
     def rename(self) -> None:
-        """Rename this host's folder to the name of the checkpoint."""
+        """Rename this host's partial folder to the checkpoint's name."""
         self._is_durable = finish.rename(self.attempt)
 
     @property
     def _leads(self) -> bool:
-        """Return whether this rank alone changes names in the folder of its host."""
+        """Return whether this rank is the leader, which alone changes names in its host's folder."""
         return self.channel.rank in self.attempt.hosts.leaders
 
     def _remove_earlier(self) -> None:
-        """Remove what is left of the attempts before this attempt: folders on leaders, and this rank's messages.
+        """Remove what earlier attempts left: folders on leaders, and this rank's messages.
 
-        A leader other than rank 0 removes folders only after a commit: one in doubt may be the newest checkpoint.
+        A leader other than rank 0 removes folders only after a commit: a folder in doubt may be the newest checkpoint.
         """
         is_committed = self.shared.current.made_checkpoint
         if self._leads and (self.channel.coordinates or is_committed):
@@ -240,7 +241,7 @@ class SaveJob:
 
 
 def stalled(attempt: Attempt) -> CheckpointError:
-    """Return the error of a save aborted while live memory had to stay unchanged."""
+    """Return the error for a save aborted while live memory had to stay unchanged."""
     return CheckpointError(
         "A save was aborted: the disk has written nothing for a while, or an exception has ended the copying",
         where=attempt.target,
@@ -250,7 +251,7 @@ def stalled(attempt: Attempt) -> CheckpointError:
 
 
 def no_memory(attempt: Attempt, error: torch.OutOfMemoryError) -> CheckpointError:
-    """Return the error of a save without room on the device for its copies."""
+    """Return the error for a save without enough device memory for its copies."""
     return CheckpointError(
         "A save found no memory on the device for copies of tensors that may change at any time",
         where=attempt.target,
@@ -260,7 +261,7 @@ def no_memory(attempt: Attempt, error: torch.OutOfMemoryError) -> CheckpointErro
 
 
 def in_doubt_error(attempt: Attempt) -> CheckpointError:
-    """Return the error of a save in doubt: no rank waits any longer, and it may have become a checkpoint."""
+    """Return the error for a save in doubt: this rank stops waiting, but the save may still be committed."""
     return CheckpointError(
         "A save did not end in time, and may still be committed",
         where=attempt.target,

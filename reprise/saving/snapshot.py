@@ -1,4 +1,4 @@
-"""A snapshot of the bytes of a save, valid while training continues, and the plan and memory kept longer."""
+"""Snapshots of the bytes to save, valid while training continues, and the plan and memory reused between saves."""
 
 from __future__ import annotations
 
@@ -25,42 +25,42 @@ from reprise.tensors.memory import Arena, Bytes, Memory
 _log = logging.getLogger(__name__)
 
 
-# O_DIRECT requires memory aligned to the logical block size of the device, at most 512 bytes on common devices.
+# O_DIRECT requires memory aligned to the device's logical block size, at most 512 bytes on common devices.
 DIRECT_BYTES = 512
 
 
 class _State(Enum):
-    """Where a writer finds the bytes of a chunk."""
+    """Where a writer finds a chunk's bytes."""
 
     LIVE = auto()  # in live memory only
-    READ_IN_PLACE = auto()  # in live memory, being written from there
+    READ_IN_PLACE = auto()  # in live memory, being read by a writer
     STAGING = auto()  # being copied to the arena
     STAGED = auto()  # in the arena
-    READ = auto()  # with the writer, or written: live memory may change
+    READ = auto()  # copied by the writer, or written: live memory may change
 
 
 _NEEDS_LIVE = (_State.LIVE, _State.READ_IN_PLACE, _State.STAGING)
 
 
 class Snapshot:
-    """Supplies the bytes of chunks, from live memory until `release` and from copies after it.
+    """Supplies chunks' bytes, from live memory until `release` and from copies after it.
 
-    Parameters and optimizer state change only inside `optimizer.step()`, so chunks written before it need no copy.
-    `release` copies the rest. Tensors free to change earlier are copied when the snapshot is made. The main thread
-    makes and releases the snapshot. Writer threads read it, each chunk once.
+    Parameters and optimizer state change only inside `optimizer.step()`, so chunks written earlier need no copy.
+    `release` copies the others. Tensors free to change earlier have private memory, copied when the snapshot is
+    created. The main thread creates and releases the snapshot. Writer threads read each chunk once.
 
-    Where a program may change any tensor at any time, `release` is called as soon as the writers have begun, and it
-    waits for no write: a writer copies what it takes (`reads_in_place`). An arena whose pages are there takes all
-    of it before the writers begin (`copies_first`). Into a new arena the main thread copies beside the writers: a page
-    fault can take longer than the write of the page to disk.
+    If a program may change any tensor at any time, `release` is called as soon as the writers start, and does not wait
+    for a write: the writers work on copies (`reads_in_place` is False). An arena with its pages faulted in takes all
+    chunks before the writers start (`copies_first`). Into a new arena the main thread copies while the writers run: a
+    page fault can take longer than writing the page to disk.
 
     Args:
-        memory: the memory of each tensor; only private memory may change before `release`.
-        chunks: the chunks to write, in roughly the order of writing.
-        arena: holds the copies; cleared here, so no other snapshot may use it.
-        stall_timeout_s: longest wait of `release` in seconds without a chunk being written.
-        copies_first: whether to copy to the arena as much as fits, before any chunk is written.
-        reads_in_place: whether chunks are written from live memory where they can be.
+        memory: Each tensor's memory. Only private memory may change before `release`.
+        chunks: The chunks to write, in approximate write order.
+        arena: Memory for the copies. Cleared here, so no other snapshot may be using it.
+        stall_timeout_s: Seconds `release` waits for the next chunk to be written.
+        copies_first: Whether to copy as much as fits into the arena before any chunk is written.
+        reads_in_place: Whether writers use live memory directly where alignment allows.
     """
 
     def __init__(
@@ -83,18 +83,18 @@ class Snapshot:
         self._states = {id(chunk): _State.LIVE for chunk in chunks}
         self._staged: dict[int, tuple[Bytes, torch.Event | None]] = {}
         self._is_released = self._is_closed = self._is_aborted = False
-        self._left = sum(not self._is_private(chunk) for chunk in chunks)  # chunks that still need live memory
+        self._left = sum(not self._is_private(chunk) for chunk in chunks)  # how many chunks still need live memory
         self._read_count = 0
         self._stage_ahead(copies_first=copies_first)
 
     def take(self, chunk: Chunk, bounce: Bytes) -> memoryview:
-        """Return the bytes of a chunk, valid until `done`. Any writer thread may call it, once per chunk.
+        """Return a chunk's bytes, valid until `done`. Any writer thread may call it, once per chunk.
 
         Args:
-            bounce: a page-aligned buffer for a chunk and a page; takes bytes whose live memory cannot be written as is.
+            bounce: A page-aligned buffer, a page larger than the chunk, for bytes not writable in place.
 
         Raises:
-            CheckpointError: after `abort`.
+            CheckpointError: The snapshot was aborted.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._is_aborted or self._states[id(chunk)] is not _State.STAGING)
@@ -117,14 +117,15 @@ class Snapshot:
         return memoryview(memory)  # type: ignore[arg-type]
 
     def done(self, chunk: Chunk) -> None:
-        """Mark a chunk as written or as never to be written: its live memory may change."""
+        """Mark a chunk as written, or as given up after an error. Its live memory may change."""
         self._set(chunk, _State.READ)
 
     def release(self) -> None:
-        """Copy all chunks not written yet: live memory may change then. Main thread; a second call returns at once.
+        """Copy all chunks not yet written, after which live memory may change. Main thread.
 
-        It copies from the last chunk backwards while the writers proceed from the first. When the arena is full, it
-        waits until the rest is written. If no chunk is written for `stall_timeout_s`, it aborts the snapshot.
+        Copies from the last chunk backwards while the writers proceed from the first. When the arena is full, waits
+        until the remaining chunks are written. If no chunk is written for `stall_timeout_s`, aborts the snapshot.
+        A second call returns at once.
         """
         if self._is_released:
             return
@@ -138,15 +139,15 @@ class Snapshot:
         self.blocked_s += time.perf_counter() - start
 
     def close(self) -> None:
-        """End all reads: no optimizer step waits for them any more."""
+        """End the snapshot: optimizer steps no longer wait for it."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
 
     def abort(self) -> None:
-        """Let live memory change at once. A save still reading live memory must not be committed."""
+        """Stop protecting live memory. A save still reading it must not be committed."""
         self._is_aborted = True
-        with contextlib.suppress(RuntimeError):  # not ours: an interrupt may have ended a block before its release
+        with contextlib.suppress(RuntimeError):  # raised once not held; an interrupt may have left it locked
             while True:
                 self._changed.release()
         with self._changed:
@@ -160,7 +161,7 @@ class Snapshot:
         """Fail if live memory may have changed while it was read.
 
         Raises:
-            CheckpointError: after `abort`.
+            CheckpointError: The snapshot was aborted.
         """
         if self._is_aborted:
             raise CheckpointError(
@@ -169,25 +170,25 @@ class Snapshot:
             )
 
     def _stage_ahead(self, *, copies_first: bool) -> None:
-        """Copy what the arena holds: device memory without waiting on the host, host memory if `copies_first`."""
+        """Copy what fits in the arena: device memory asynchronously, and host memory if `copies_first`."""
         if not copies_first and not any(memory.is_on_device for memory in self._memory.values()):
             return
         early = [c for c in self._chunks if self._is_on_device(c) or (copies_first and not self._is_private(c))]
-        threads = torch.get_num_threads() if copies_first else 1  # the caller waits, and needs none of its own
+        threads = torch.get_num_threads() if copies_first else 1  # torch's threads are free while the caller waits
         run_together([partial(self._stage_all, deque(early))] * threads, name="checkpoint-copies", threads=threads)
 
     def _stage_all(self, share: deque[Chunk]) -> None:
-        """Copy chunks to the arena until none is left, or the arena is full. Any thread."""
+        """Copy chunks to the arena until none are left or the arena is full. Any thread."""
         try:
             with contextlib.suppress(IndexError):
                 while self._stage(share.popleft()):
                     pass
         except BaseException:
-            self.abort()  # the other threads go on
+            self.abort()  # the other threads continue
             raise
 
     def _stage(self, chunk: Chunk) -> bool:
-        """Copy a chunk to the arena unless a writer has it already; return False if the arena is full."""
+        """Copy a chunk to the arena, unless a writer already has it. Return False if the arena is full."""
         with self._changed:
             if self._is_closed or self._states[id(chunk)] is not _State.LIVE:
                 return True
@@ -214,7 +215,7 @@ class Snapshot:
                     self._is_aborted = True
 
     def _order_device(self) -> None:
-        """Make the current stream, and not the host, wait for the copies."""
+        """Make the current stream wait for the copies, without blocking the host."""
         events = [event for _, event in self._staged.values() if event is not None]
         for event in events[-1:]:
             event.wait()
@@ -251,7 +252,7 @@ class Snapshot:
         return self._memory[part.piece.name].address + part.lo
 
     def _gather(self, chunk: Chunk, target: Bytes) -> torch.Event | None:
-        """Copy the bytes of a chunk to `target`; return the event after the last copy from a device, if any."""
+        """Copy a chunk's bytes to `target`. Return the event after the last device copy, if any."""
         at = 0
         event = None
         for part in chunk.parts:
@@ -262,10 +263,10 @@ class Snapshot:
 
 
 class Staging:
-    """The plan and the arena of one rank's saves. Main thread.
+    """The plan and the arena, reused between a rank's saves. Main thread.
 
     Args:
-        worker: touches a new arena.
+        worker: Faults in a new arena's pages.
     """
 
     def __init__(self, policy: SavePolicy, rank: int, worker: Worker) -> None:
@@ -275,10 +276,10 @@ class Staging:
         self._is_touched = True
 
     def plan(self, contents: Contents) -> Plan:
-        """Return the plan of a save of `contents`, the last plan where they are the very same tensors.
+        """Return the plan for saving `contents`: the previous plan if the tensors are the very same.
 
-        A new plan may get a larger arena: no save may be under way. Where there is no memory for it, steps wait for the
-        disk instead; a plan not overtaken by steps needs none.
+        A new plan may replace the arena by a larger arena, so no save may be under way. Without memory for it, steps
+        wait for the disk. A save not overtaken by training needs no arena.
         """
         if self._plan is None or not self._plan.suits(contents):
             plan = self._plan = make_plan(
@@ -301,7 +302,7 @@ class Staging:
         return self._plan
 
     def begin(self, plan: Plan) -> Snapshot:
-        """Take the state as it is now. No other save may use the arena."""
+        """Take a snapshot of the current state. No other save may be using the arena."""
         return Snapshot(
             plan.sources.begin(),
             plan.order,
@@ -312,21 +313,21 @@ class Staging:
         )
 
     def populate(self) -> None:
-        """Have the pages of a new arena there, after what was submitted before.
+        """Fault in a new arena's pages on the worker, after jobs submitted earlier.
 
-        The disk has most of the save by the time a step needs copies. In the other order, the first save of 124M
-        parameters began when the pages were there, and was durable after 4.2 to 5.5 s instead of 1.2 s.
+        Most chunks are on disk by the time a step needs copies. In the other order, the first save with 124M parameters
+        started after the page faults, and was durable after 4.2 to 5.5 s instead of 1.2 s.
         """
         if not self._is_touched:
             self._is_touched = True
             self._worker.submit(self.arena.touch)
 
     def may_share(self, plan: Plan) -> bool:
-        """Return whether there may be a second copy of the columns, beside the copy in the arena."""
+        """Return whether memory allows a second copy of the columns, besides the arena."""
         limit = self._policy.staging_bytes
         return limit is None or sum(piece.hi - piece.lo for piece in plan.columns) + self.arena.total_bytes <= limit
 
     def close(self) -> None:
-        """Free the arena and the plan; no thread may be using them."""
+        """Free the arena and the plan. No thread may be using them."""
         self.arena.close()
         self._plan = None

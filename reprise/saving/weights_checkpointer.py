@@ -1,4 +1,4 @@
-"""Saves the weights of a run alone, in a dtype of their own, into a folder beside its checkpoints."""
+"""Saves a run's weights alone, in their own dtype, to a subfolder of its checkpoint folder."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ _log = logging.getLogger(__name__)
 
 
 class WeightsCheckpointer(Checkpointer):
-    """The saves of the weights of a run, on a single rank. All ranks make the same calls in the same order.
+    """Saves a rank's share of a run's weights. All ranks make the same calls in the same order.
 
-    Their folder, `weights` below that of the checkpoints, has its own lock, names and retention. So a search for a
-    checkpoint to resume from skips it.
+    The folder `weights`, inside the checkpoint folder, has its own lock, names and retention, and a resume does not
+    search it.
 
     Args:
-        nonce: a name of this run of the program, equal on all ranks.
-        dtype: of the saved weights.
-        local_ranks: the ranks on this host, this one among them.
+        nonce: This launch's random name, equal on all ranks.
+        dtype: The saved weights' dtype.
+        local_ranks: This host's ranks, including this rank.
     """
 
     def __init__(
@@ -54,9 +54,9 @@ class WeightsCheckpointer(Checkpointer):
         self._cast: _Cast | None = None
 
     def rewind(self, iteration: int, given_up: Collection[int] = ()) -> None:
-        """Rename weights of iterations newer than `iteration`, and take note of the others.
+        """Rename weights newer than `iteration`, and note whether the weights at `iteration` exist.
 
-        Those of `iteration` itself are missing if an earlier start was killed between its checkpoint and its weights.
+        They are missing if an earlier launch was killed after saving the checkpoint and before saving the weights.
         """
         super().rewind(iteration, given_up)
 
@@ -65,17 +65,17 @@ class WeightsCheckpointer(Checkpointer):
             try:
                 path, files = self._folder.iteration(iteration), self._folder.files
                 return iteration >= 0 and open_checkpoint(path, files).iteration == iteration
-            except TrainerError:  # missing or damaged: it is saved again
+            except TrainerError:  # missing or damaged: they are saved again
                 return False
 
         if self._channel.from_first(f"weights/{self._nonce}/there", is_there):
             self.has_already(iteration, has_optimizer=False)
 
     def save(self, iteration: int, contents: Contents, *, again: bool = False) -> SaveReport | None:
-        """Save `contents`, the weights as they are now, cast on each rank's own shards; see `Checkpointer.save`."""
+        """Save the current weights, with each rank casting its own shards; see `Checkpointer.save`."""
         if self._dtype is torch.float32:
             return super().save(iteration, contents, again=again)
-        self.wait()  # it may read the memory that is filled now
+        self.wait()  # the previous save may still read the memory filled below
         start = time.perf_counter()
         if self._cast is None or self._cast.source is not contents.live:
             self._cast = _Cast.of(contents, self._dtype, self._policy.file_bytes)
@@ -85,9 +85,9 @@ class WeightsCheckpointer(Checkpointer):
         return super().save(iteration, cast, again=again)
 
     def _remove_repeats(self) -> None:
-        """Remove superseded weights whose bits an older superseded folder of the iteration has too.
+        """Remove superseded weights equal to those in an older superseded folder for the same iteration.
 
-        A run restarted again and again by a launcher before its next checkpoint saves the same weights every time.
+        A run restarted repeatedly before its next checkpoint saves the same weights every time.
         """
         retained: dict[int | None, list[object]] = {}
         for path in sorted(self._folder.superseded(), key=lambda path: (len(path.name), path.name)):
@@ -99,7 +99,7 @@ class WeightsCheckpointer(Checkpointer):
                     older.append(tensors)
                     continue
                 self._folder.files.remove_tree(leaving)
-            except TrainerError:  # it cannot be compared
+            except TrainerError:  # not comparable
                 continue
             except OSError as error:
                 _log.error("%s could not be deleted: %s", path, error)
@@ -107,10 +107,10 @@ class WeightsCheckpointer(Checkpointer):
 
 @dataclass(frozen=True, slots=True)
 class _Cast:
-    """A rank's shards in another dtype, in host memory kept from save to save.
+    """A rank's shards in another dtype, in host memory reused between saves.
 
     Args:
-        source: the original shards.
+        source: The original shards.
     """
 
     source: tuple[LiveTensor, ...]
@@ -120,7 +120,7 @@ class _Cast:
     @staticmethod
     @own_modes()
     def of(contents: Contents, dtype: torch.dtype, file_bytes: int) -> _Cast:
-        """Return memory for the shards of `contents`, laid out like the files where their rows are contiguous there."""
+        """Allocate memory for casting `contents`, laid out as in the files where rows are contiguous there."""
         specs = {spec.name: replace(spec, dtype=stored_dtype(dtype, where=spec.name)) for spec in contents.specs}
         shapes = [
             replace(
@@ -135,7 +135,7 @@ class _Cast:
         return _Cast(contents.live, tuple(specs.values()), live)
 
     def fill(self) -> None:
-        """Cast the shards as they are now."""
+        """Cast the shards' current values."""
         with torch.no_grad():
             sources = [tensor for tensor in self.source if not tensor.is_copy]
             for source, target in zip(sources, self.live, strict=True):

@@ -1,4 +1,4 @@
-"""Writes one rank's chunks into the shared files and computes the digests of its pieces."""
+"""Writes a rank's chunks into the shared files and digests its pieces."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from reprise.storage.files import MOST_OPEN, Files, describe_free_space
 from reprise.storage.worker import Stopped, run_together
 from reprise.tensors.memory import Bytes, map_memory
 
-# Extents that a rank writes concurrently: one is digested while another is on its way to the disk, even if ranks share
-# a core. 2 ranks at zero3 took 1.32 times as long as a plain write with one thread each, and 1.0 times with two. More
-# threads gain nothing on a local disk, and each holds a chunk that an optimizer step may wait for.
+# How many extents a rank writes concurrently: it digests the first while the second goes to disk, even if ranks share a
+# core. 2 ranks at zero3 took 1.32 times as long as a plain write with one thread each, and 1.0 times with two. More
+# threads gain nothing on a local disk, and an optimizer step may wait for each thread's chunk.
 _THREADS = 2
 _THREAD = "checkpoint-writer"
 
 
 class Writer:
-    """Writes one rank's chunks into a folder not committed yet. Used for one save.
+    """Writes a rank's chunks into an uncommitted folder, for a single save.
 
     Args:
-        progress: called from any writer thread with the number of bytes just written.
-        leads: whether this rank writes the headers; it makes every file, whether or not it writes data to it.
-        is_sparse: whether the files keep holes where other hosts write.
-        sharing: assembles columns into whole rows; None writes them row by row.
+        progress: Called from any writer thread with the byte count just written.
+        leads: Whether this rank creates every file, even those it writes no data to, and writes the headers.
+        is_sparse: Whether files keep holes where other hosts write.
+        sharing: Assembles columns into whole rows. None writes columns row by row.
     """
 
     def __init__(
@@ -62,15 +62,15 @@ class Writer:
         self._has_failed = threading.Event()
 
     def write(self, plan: Plan) -> Written:
-        """Write this rank's chunks and, on the leader, the headers, then sync; return the pieces with their digests.
+        """Write this rank's chunks (and headers, on the leader), sync, and return the pieces with their digests.
 
-        All writes precede the first sync: an optimizer step waits for a chunk, and never for a sync.
+        All writes precede the first sync: an optimizer step waits for a chunk, never for a sync.
 
         Raises:
-            CheckpointError: with path, errno and free space, if the file system fails.
+            CheckpointError: The file system fails. The message has path, errno and free space.
         """
         files = {file.name: file for file in self._layout.files}
-        names = list(dict.fromkeys([*plan.chunks, *files]))  # in the order of writing
+        names = list(dict.fromkeys([*plan.chunks, *files]))  # in write order
         self._digests = {piece.name: bytearray() for piece in plan.pieces}
         with ExitStack() as ending:
             calls = list[Callable[[], None]]()
@@ -84,7 +84,7 @@ class Writer:
                     )
                     ending.callback(target.close)
                     calls += [partial(self._write_extent, target, extent) for extent in plan.chunks.get(name) or [[]]]
-            self._go_on()  # a thread that hung makes no folder of an attempt aborted meanwhile
+            self._go_on()  # a thread that hung must not recreate an aborted attempt's folder
             # Never the folder's parent: if that is gone, the save must fail.
             for path in dict.fromkeys([self._folder, *(target.path.parent for target in self._targets.values())]):
                 with self._failing(path):
@@ -100,14 +100,14 @@ class Writer:
         )
 
     def _begin(self, file: FileLayout, descriptor: int) -> None:
-        """Reserve the blocks of a new file and, on the leader, write its header."""
+        """Reserve a new file's blocks and, on the leader, write its header."""
         self._prepare(descriptor, file.total_bytes)
         if self._leads:
             self._files.write(descriptor, [memoryview(file.header)], offset=0)
 
     @contextlib.contextmanager
     def _failing(self, path: Path) -> Iterator[None]:
-        """Stop the other threads if the block fails, and name the file."""
+        """Stop the other threads if the block fails, and name the file in the error."""
         try:
             yield
         except OSError as error:
@@ -119,7 +119,7 @@ class Writer:
             raise
 
     def _go_on(self) -> None:
-        """Stop if the save has failed: a late write would recreate the folder during its removal."""
+        """Raise if the save has failed: a late write would recreate the folder during its removal."""
         self._snapshot.check()
         if self._has_failed.is_set():
             raise Stopped
@@ -127,7 +127,7 @@ class Writer:
     def _write_extent(self, target: _Target, chunks: Sequence[Chunk]) -> None:
         with self._failing(target.path):
             bounce = map_memory(max((chunk.size for chunk in chunks), default=0) + PAGE_BYTES)
-            digest = xxhash.xxh3_64()  # of the block that is not full
+            digest = xxhash.xxh3_64()  # the digest of the incomplete block
             self._go_on()
             with target:
                 for chunk in chunks:
@@ -135,7 +135,7 @@ class Writer:
                     self._write_chunk(target, chunk, bounce, digest)
 
     def _write_stripes(self, sharing: Sharing) -> None:
-        """Write full stripes, filled by any rank of the host."""
+        """Write full stripes, whichever ranks on the host filled them."""
         for tensor, stripe, data in sharing.full():
             place = self._layout.places[tensor]
             target = self._targets[place.file]
@@ -164,7 +164,7 @@ class Writer:
         self._progress(chunk.size)
 
     def _digest(self, part: ChunkPart, data: memoryview, digest: xxhash.xxh3_64) -> None:
-        """Digest the next bytes of a piece, all of which one thread adds in order."""
+        """Digest a piece's next bytes. A single thread adds them in order."""
         at, end = part.lo - part.piece.lo, part.piece.hi - part.piece.lo
         while data.nbytes:
             room = BLOCK_BYTES - at % BLOCK_BYTES
@@ -176,7 +176,7 @@ class Writer:
                 digest.reset()
 
     def _place_rows(self, target: _Target, chunk: Chunk, packed: Image, data: memoryview) -> None:
-        """Copy strided rows into the stripes of the host; write rows outside any stripe to the file, row by row."""
+        """Copy strided rows into the host's stripes. Write rows outside any stripe to the file, row by row."""
         (part,) = chunk.parts
         stripes = () if self._sharing is None else self._sharing.stripes(part.piece.name)
         for lo, hi, stripe in cut_by_stripes(packed, part.lo, part.hi, stripes):
@@ -190,7 +190,7 @@ class Writer:
 
 
 def writing_failed(path: Path, error: OSError, files: Files, *, root: Path, total_bytes: int) -> CheckpointError:
-    """Return the error for a failed write to `path`, a file of a checkpoint of `total_bytes` in `root`."""
+    """Return the error for a failed write to `path`, part of a `total_bytes` checkpoint in `root`."""
     problem = f"Writing a checkpoint failed: {error.strerror} (errno {error.errno})"
     if error.errno in (errno.EMFILE, errno.ENFILE):
         return CheckpointError(
@@ -210,15 +210,15 @@ def writing_failed(path: Path, error: OSError, files: Files, *, root: Path, tota
 
 
 class _Target:
-    """A file written in extents by several threads; open while any of them is inside its `with`.
+    """A file written by several threads in extents. It is open while any thread is inside its `with` block.
 
-    Whole pages bypass the page cache (O_DIRECT) where file system and memory alignment allow it. Partial pages go
-    through the cache, because the rest of the page may belong to another rank.
+    Whole pages bypass the page cache (O_DIRECT) if file system and memory alignment allow it. Partial pages go through
+    the cache, because other ranks may write the same page.
 
     Args:
-        begin: called with the descriptor when the file is opened for the first time.
-        stays_open: keep the file open until `close`, for `sync` to report every write-back error of the page cache.
-            False where a save has more files than a process may keep open.
+        begin: Called with the descriptor when the file is first opened.
+        stays_open: Whether to keep the file open until `close`, so `sync` reports every write-back error. False if a
+            save has more files than a process may keep open.
     """
 
     def __init__(self, path: Path, files: Files, begin: Callable[[int], None], *, stays_open: bool) -> None:
@@ -229,10 +229,10 @@ class _Target:
         self._direct: int | None = None
         self._refuses_direct = False  # set if the first direct write fails with EINVAL
         self._is_begun = False
-        self.written_bytes = 0  # without the header
+        self.written_bytes = 0  # not counting the header
 
     def __enter__(self) -> None:
-        """Open the file, unless another thread has."""
+        """Open the file, unless it is already open."""
         with self._lock:
             if self._cached is None:
                 try:
@@ -276,13 +276,13 @@ class _Target:
         """Write `data` at `offset`.
 
         Args:
-            is_direct: write whole pages around the page cache, unless the file system refuses direct writes.
+            is_direct: Whether whole pages bypass the page cache, if the file system allows it.
         """
         lo = -offset % PAGE_BYTES
         hi = (offset + data.nbytes) // PAGE_BYTES * PAGE_BYTES - offset
         direct, cached = None if self._refuses_direct else self._direct, self._cached
         assert cached is not None
-        parts = [(0, data)]  # through the page cache, each behind its offset in `data`
+        parts = [(0, data)]  # written through the page cache, with offsets in `data`
         if is_direct and lo < hi and direct is not None and _is_aligned(data[lo:hi]):
             try:
                 self._files.write(direct, [data[lo:hi]], offset=offset + lo)
@@ -290,7 +290,7 @@ class _Target:
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
-                self._refuses_direct = True  # another thread may be writing to it: it stays open until nobody does
+                self._refuses_direct = True  # not closed here: another thread may be writing to it
         for at, part in parts:
             if part.nbytes:
                 self._files.write(cached, [part], offset=offset + at)
