@@ -67,7 +67,7 @@ class Writer:
         All writes precede the first sync: an optimizer step waits for a chunk, never for a sync.
 
         Raises:
-            CheckpointError: The file system fails. The message has path, errno and free space.
+            CheckpointError: The file system fails. The message shows path, errno and free space.
         """
         files = {file.name: file for file in self._layout.files}
         names = list(dict.fromkeys([*plan.chunks, *files]))  # in write order

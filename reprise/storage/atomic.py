@@ -17,10 +17,10 @@ _MOST_BUFFERS = 512  # POSIX promises only 16 (IOV_MAX), Linux has 1024
 
 
 class FileCalls:
-    """The file system calls of an atomic write, a method each: a test can count, fail or kill at each."""
+    """File system calls for atomic writes, with a method for each: tests can count, fail or kill at any."""
 
     def write(self, descriptor: int, buffers: Sequence[memoryview], *, offset: int) -> None:
-        """Write all of `buffers`, end to end, at `offset`."""
+        """Write all `buffers`, end to end, at `offset`."""
         queue = [buffer for buffer in buffers if buffer.nbytes]
         first = 0
         while first < len(queue):
@@ -45,7 +45,7 @@ class FileCalls:
             os.close(descriptor)
 
     def write_new(self, path: Path, data: bytes) -> int:
-        """Write a new file and return its open descriptor; its content is durable after `sync`."""
+        """Write a new file and return its open descriptor. Its content is durable after `sync`."""
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
         with contextlib.ExitStack() as on_error:
             on_error.callback(os.close, descriptor)
@@ -54,7 +54,7 @@ class FileCalls:
         return descriptor
 
     def write_whole(self, path: Path, data: bytes) -> None:
-        """Write a new file and make its content durable; its name is durable after `sync_folder`."""
+        """Write a new file and make its content durable. Its name is durable after `sync_folder`."""
         descriptor = self.write_new(path, data)
         try:
             self.sync(descriptor)
@@ -62,15 +62,15 @@ class FileCalls:
             os.close(descriptor)
 
     def rename(self, source: Path, target: Path) -> None:
-        """Rename, replacing a file of the target's name."""
+        """Rename, replacing any file with the target's name."""
         os.rename(source, target)
 
     def remove_tree(self, path: Path) -> None:
-        """Remove a folder and all in it; being gone already is fine."""
+        """Remove a folder and its contents. It may be missing."""
         shutil.rmtree(path, ignore_errors=False, onerror=_ignore_missing)
 
     def remove_file(self, path: Path) -> None:
-        """Remove a file; being gone already is fine."""
+        """Remove a file. It may be missing."""
         path.unlink(missing_ok=True)
 
 
@@ -80,12 +80,12 @@ def _ignore_missing(_function: object, _path: str, error: tuple[type[BaseExcepti
 
 
 def temporary_of(path: Path) -> Path:
-    """Return the temporary name `replace_file` uses for `path`; a killed process leaves a file there."""
+    """Return the temporary path for `replace_file`. A killed process may leave a file there."""
     return path.with_name(f".{path.name}.new")
 
 
 def replace_file(files: FileCalls, path: Path, data: bytes) -> None:
-    """Replace the content of `path` atomically and durably. A single process at a time may do this."""
+    """Replace a file's content atomically and durably. Only one process at a time may do this."""
     temporary = temporary_of(path)
     files.write_whole(temporary, data)
     files.rename(temporary, path)
@@ -94,18 +94,18 @@ def replace_file(files: FileCalls, path: Path, data: bytes) -> None:
 
 @contextmanager
 def atomic_output(path: Path, files: FileCalls, *, replaces: bool = False) -> Iterator[Path]:
-    """Yield a temporary path beside `path`; after the block, rename it to `path` and make the name durable.
+    """Yield a temporary path beside `path`. After the block, rename it to `path` and make the name durable.
 
-    The caller writes a file or a folder there and syncs its files; folders are synced here. If the block raises, or
-    leaves nothing at the temporary path, `path` stays as it was. The temporary path is removed in every case.
+    The caller writes a file or folder there and syncs its files; this function syncs folders. If the block raises, or
+    leaves nothing at the temporary path, `path` stays unchanged. The temporary path is always removed.
 
     Args:
-        replaces: replace an existing file, or an existing folder by a folder.
+        replaces: Whether to replace an existing file, or an existing folder by a folder.
 
     Raises:
-        OSError: from the file system, or EEXIST if `path` exists and `replaces` is False.
+        OSError: The file system fails, or `path` exists and `replaces` is False (EEXIST).
     """
-    # The random part keeps apart hosts that share the folder and use the same process id.
+    # The random part separates hosts that share the folder and use the same process id.
     partial = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.partial")
     try:
         yield partial
@@ -115,7 +115,7 @@ def atomic_output(path: Path, files: FileCalls, *, replaces: bool = False) -> It
             sync_folders(files, partial)
         if not replaces and lexists(path):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
-        # A rename replaces a file or an empty folder; a folder with content is moved aside first.
+        # A rename replaces a file or an empty folder. A folder with content is moved aside first.
         old = partial.with_suffix(".replaced") if is_dir(partial) and is_dir(path) and any(path.iterdir()) else None
         if old is not None:
             files.rename(path, old)
@@ -124,7 +124,7 @@ def atomic_output(path: Path, files: FileCalls, *, replaces: bool = False) -> It
         if old is not None:
             files.remove_tree(old)
     finally:
-        with contextlib.suppress(OSError):  # the error that led here matters more
+        with contextlib.suppress(OSError):  # an error in the block matters more
             if is_dir(partial):
                 files.remove_tree(partial)
             else:
@@ -132,13 +132,13 @@ def atomic_output(path: Path, files: FileCalls, *, replaces: bool = False) -> It
 
 
 def sync_folders(files: FileCalls, folder: Path) -> None:
-    """Make the names in a folder and in the folders below it durable."""
+    """Make the names in a folder and its subfolders durable."""
     for inner in (*folders_below(folder), folder):
         files.sync_folder(inner)
 
 
 def make_folders(files: FileCalls, path: Path) -> None:
-    """Make `path` and its missing parents, and make the new names durable.
+    """Create `path` and its missing parents, and make the new names durable.
 
     Otherwise a power failure could remove the folder together with files synced in it.
     """

@@ -1,4 +1,4 @@
-"""The file system calls of the checkpoint engine."""
+"""The checkpoint engine's file system calls."""
 
 from __future__ import annotations
 
@@ -19,37 +19,37 @@ from reprise.storage.worker import run_together
 T = TypeVar("T")
 Result = TypeVar("Result")
 
-# fallocate(2) through ctypes: glibc's posix_fallocate falls back to reading and rewriting a byte of every block, which
-# zeroes what another rank wrote meanwhile.
+# fallocate(2) through ctypes: glibc's posix_fallocate falls back to reading and rewriting a byte in every block, which
+# zeroes what another rank writes meanwhile.
 _libc = ctypes.CDLL(None, use_errno=True)
 _UNSUPPORTED = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENOTTY}
-_BLOCK_BYTES = 512  # the unit of st_blocks, stat(2), whatever the file system's blocks are
+_BLOCK_BYTES = 512  # the unit of st_blocks, stat(2), whatever the file system's block size is
 _KEEP_SIZE = 1  # FALLOC_FL_KEEP_SIZE, fallocate(2)
-# A sync waits for the disk's journal, and syncs at one time share a commit of it: on a busy ext4, five in turn took
+# A sync waits for the disk's journal, and concurrent syncs share a journal commit: on a busy ext4, five in turn took
 # 27 ms, five on three threads 4 ms, and more threads gained nothing.
 _SYNC_THREADS = 3
-# Files that a rank keeps open at once. Each takes two descriptors; the usual limit of a process is 1024.
+# How many files a rank keeps open at once. Each takes two descriptors; the usual limit per process is 1024.
 MOST_OPEN = 64
 
 
 class Files(FileCalls):
-    """The file system, one method per kind of call. A test can count, fail or kill at each."""
+    """The file system, with a method per kind of call. Tests can count, fail or kill at any."""
 
-    # How many threads fill tensors from these files; None for one on each core, up to a few.
+    # How many threads fill tensors from these files. None for a thread per core, up to a few.
     reading_threads: int | None = None
 
     def make_folder(self, path: Path) -> None:
-        """Make `path`, whose parent must exist; an existing folder is fine."""
+        """Create `path`, unless it exists. Its parent must exist."""
         path.mkdir(exist_ok=True)
 
     def open_for_writing(self, path: Path) -> int:
-        """Open a shared file for writing, creating it if missing, never truncating; several ranks do so at once."""
+        """Open a shared file for writing, as several ranks do at once. Create it if missing, never truncate it."""
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
 
     def open_direct(self, path: Path) -> int | None:
-        """Open an existing shared file for direct I/O, bypassing the page cache; None if its file system has none.
+        """Open an existing shared file for direct I/O, bypassing the page cache. None if it is not supported.
 
-        Offsets, sizes and addresses must then be block aligned; some file systems report this only at the first write.
+        Offsets, sizes and addresses must be block aligned. Some file systems refuse only the first write.
         """
         try:
             return os.open(path, os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC)
@@ -59,15 +59,15 @@ class Files(FileCalls):
             return None
 
     def sync_together(self, syncs: Sequence[Callable[[], None]]) -> None:
-        """Make unordered calls of `sync` and `sync_folder`, and raise the first error."""
+        """Run `sync` and `sync_folder` calls concurrently, and raise the first error."""
         run_together(syncs, name="checkpoint-sync", threads=_SYNC_THREADS)
 
     def open_for_reading(self, path: Path) -> int:
-        """Open a file for reading; a link is refused, as in `size`."""
+        """Open a file for reading. Refuse a link, as `size` does."""
         return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
 
     def reopen(self, descriptor: int, path: Path) -> None:
-        """Open an open file again, under the same descriptor: a stale handle stays stale."""
+        """Reopen an open file under the same descriptor, since a stale handle stays stale."""
         fresh = self.open_for_reading(path)
         try:
             os.dup2(fresh, descriptor, inheritable=False)
@@ -78,21 +78,21 @@ class Files(FileCalls):
         os.close(descriptor)
 
     def reserve(self, descriptor: int, total_bytes: int) -> None:
-        """Give a file its final size and, if the file system can, its blocks, without changing its content.
+        """Extend a file to its final size and, if the file system can, reserve its blocks. Its content stays.
 
         Raises:
-            OSError: ENOSPC, EDQUOT or EFBIG if there are not enough blocks.
+            OSError: There are not enough blocks (ENOSPC, EDQUOT or EFBIG).
         """
         if not allocate(descriptor, total_bytes):
             self.extend(descriptor, total_bytes)
 
     def extend(self, descriptor: int, total_bytes: int) -> None:
-        """Give a file its final size without blocks; ranges never written stay holes."""
+        """Extend a file to its final size without reserving blocks. Ranges never written stay holes."""
         if os.fstat(descriptor).st_size < total_bytes:
             os.ftruncate(descriptor, total_bytes)
 
     def read(self, descriptor: int, buffer: memoryview, *, offset: int) -> int:
-        """Fill `buffer` from `offset`; return the number of bytes read, fewer only at the end of the file."""
+        """Fill `buffer` from `offset` and return the byte count, which is smaller only at the end."""
         filled = 0
         while filled < buffer.nbytes:
             count = os.preadv(descriptor, [buffer[filled:]], offset + filled)
@@ -102,10 +102,10 @@ class Files(FileCalls):
         return filled
 
     def read_whole(self, path: Path) -> bytes:
-        """Return the content of a file.
+        """Return a file's content.
 
         Raises:
-            OSError: if it is missing, or not a regular file.
+            OSError: The file is missing, or not a regular file.
         """
         data = bytearray(self.size(path))
         descriptor = self.open_for_reading(path)
@@ -115,29 +115,29 @@ class Files(FileCalls):
             self.close(descriptor)
 
     def expect(self, reads: Iterable[tuple[Path, int, int]]) -> None:
-        """Learn of the reads to come, each a file, its first byte and its end. A local disk gains nothing from it."""
+        """Announce coming reads as (file, first byte, end). A local disk gains nothing from this."""
 
     def map(self, call: Callable[[T], Result], items: Iterable[T]) -> Iterable[Result]:
-        """Return the result of a reading call for each item, in order; a store makes several calls at once."""
+        """Return each item's result from a reading call, in order. A store makes several calls at once."""
         return map(call, items)
 
     def look(self, path: Path) -> None:
-        """Raise an OSError if there is no such file: a client of NFS asks its server again once a folder is opened."""
+        """Raise OSError if the file does not exist. Opening the folder makes an NFS client ask its server again."""
         with os.scandir(path.parent.parent):
             os.lstat(path)
 
     def end(self) -> None:
-        """Let go of what reading needs beside open files; the next call gets it again."""
+        """Release resources for reading other than open files. The next call acquires them again."""
 
     def mark(self, path: Path) -> None:
-        """Make an empty marker file for other hosts to see. It need not survive a power failure."""
+        """Create an empty marker file for other hosts to see. It need not survive a power failure."""
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666))
 
     def size(self, path: Path) -> int:
         """Return a regular file's size in bytes.
 
         Raises:
-            OSError: if it is missing, or not a regular file (a link, a folder, a device).
+            OSError: The file is missing, or not a regular file (a link, a folder, a device).
         """
         status = os.lstat(path)
         if not stat.S_ISREG(status.st_mode):
@@ -145,11 +145,11 @@ class Files(FileCalls):
         return status.st_size
 
     def exists(self, path: Path) -> bool:
-        """Return whether there is anything of this name; a link counts, whatever it points to."""
+        """Return whether anything has this name. A link counts, whatever it points to."""
         return lexists(path)
 
     def folders(self, path: Path) -> Iterator[tuple[str, os.stat_result]]:
-        """Yield the name and the status of each folder in a folder, without links and what is deleted meanwhile."""
+        """Yield each subfolder's name and status. Links, and folders deleted meanwhile, are left out."""
         with os.scandir(path) as entries:
             for entry in entries:
                 if entry.is_dir(follow_symlinks=False):
@@ -157,7 +157,7 @@ class Files(FileCalls):
                         yield entry.name, entry.stat(follow_symlinks=False)
 
     def tree(self, path: Path) -> dict[str, os.stat_result]:
-        """Return the status of each file below a folder by its name from there; a link is a file."""
+        """Return the status for each file below a folder, by relative name. A link counts as a file."""
         statuses, folders = dict[str, os.stat_result](), [""]
         while folders:
             inner = folders.pop()
@@ -170,42 +170,42 @@ class Files(FileCalls):
         return statuses
 
     def is_folder(self, path: Path) -> bool:
-        """Return whether `path`, which must exist, is a folder and not a link to a folder."""
+        """Return whether `path`, which must exist, is a folder. A link to a folder is not."""
         return stat.S_ISDIR(os.lstat(path).st_mode)
 
     def free_bytes(self, path: Path) -> int | None:
-        """Return the bytes an unprivileged user may still write to the file system of `path`.
+        """Return the bytes an unprivileged user may still write to the path's file system.
 
-        None if the file system does not report it: some network and FUSE file systems report a size of 0 blocks.
+        None if the file system does not report it: some network and FUSE file systems report 0 blocks in total.
         """
         status = os.statvfs(path)
         return status.f_bavail * status.f_frsize if status.f_blocks else None
 
     def free_inodes(self, path: Path) -> int | None:
-        """Return the number of free inodes on the file system of `path`; None if it has no such limit."""
+        """Return the free inode count on the path's file system. None if it has no such limit."""
         status = os.statvfs(path)
         return status.f_favail if status.f_files else None
 
     def allocated_bytes(self, *paths: Path) -> int:
-        """Return the bytes allocated to the files below `paths`, to a file of several names once; 0 without files."""
+        """Return the bytes allocated to all files below `paths`. Hard links to the same file count once."""
         statuses = [
             os.lstat(os.path.join(f, name)) for path in paths for f, _, names in os.walk(path) for name in names
         ]
         return sum({(status.st_dev, status.st_ino): status.st_blocks * _BLOCK_BYTES for status in statuses}.values())
 
 
-# The file system of this machine: what an entry point takes where its caller gives no other, and hands down.
+# This machine's file system, which entry points use by default.
 FILE_SYSTEM = Files()
 
 
 def allocate(descriptor: int, total_bytes: int) -> bool:
-    """Give a file of this machine its final size and its blocks; return whether its file system can.
+    """Extend a local file to its final size and reserve its blocks. Return whether its file system can.
 
     Raises:
-        OSError: ENOSPC, EDQUOT or EFBIG if there are not enough blocks.
+        OSError: There are not enough blocks (ENOSPC, EDQUOT or EFBIG).
     """
     code = errno.EINTR
-    while code == errno.EINTR:  # a signal came while blocks were being found
+    while code == errno.EINTR:  # a signal interrupted the call
         if _libc.fallocate(descriptor, 0, ctypes.c_int64(0), ctypes.c_int64(total_bytes)) == 0:
             return True
         code = ctypes.get_errno()
@@ -215,7 +215,7 @@ def allocate(descriptor: int, total_bytes: int) -> bool:
 
 
 def describe_free_space(files: Files, path: Path) -> str:
-    """Return in words how much space is left on the file system of `path`."""
+    """Describe how much space is left on the path's file system."""
     try:
         free = files.free_bytes(path)
         room = "an unknown number of bytes free" if free is None else f"{free} B free"
@@ -233,12 +233,12 @@ def cannot_write(
     files: Files = FILE_SYSTEM,
     another: str = "another folder",
 ) -> CheckpointError:
-    """Return the error of a failure to write or create a folder or file, `what`.
+    """Return the error for a folder or file, `what`, which could not be written or created.
 
     Args:
-        path: where the error names no path.
-        detail: by default the free space, if the file system is full.
-        another: what to give in order to write elsewhere.
+        path: The path, if `error` does not name it.
+        detail: What was found. By default the free space, if the file system is full.
+        another: What the user should name to write elsewhere.
     """
     where = Path(error.filename) if isinstance(error.filename, str) else path
     verb, reason, fix = "written", f"{error.strerror} (errno {error.errno})", "Fix the file system"
@@ -246,7 +246,7 @@ def cannot_write(
         fix, detail = "Make room there", detail or describe_free_space(files, path.parent)
     elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         fix = "Correct the permissions"
-    if error.errno == errno.ENOENT and is_dir(where.parent):  # as in /proc, which takes no folders from users
+    if error.errno == errno.ENOENT and is_dir(where.parent):  # for example in /proc, where users cannot create folders
         verb, reason, fix = "created", f"the file system of {where.parent} refuses it, {reason}", "Correct the path"
     return CheckpointError(
         f"{what} cannot be {verb}: {reason}", where=where, found=detail, fix=f"{fix}, or name {another}."
@@ -254,8 +254,8 @@ def cannot_write(
 
 
 def keep_block(descriptor: int) -> None:
-    """Reserve the first block of an empty file: a later small write succeeds even on a full disk.
+    """Reserve an empty file's first block, so a later small write succeeds even on a full disk.
 
-    The file stays empty. File systems without fallocate are left alone.
+    The file stays empty. Without fallocate in the file system, nothing happens.
     """
     _libc.fallocate(descriptor, _KEEP_SIZE, ctypes.c_int64(0), ctypes.c_int64(_BLOCK_BYTES))

@@ -1,4 +1,4 @@
-"""The folder of a run's checkpoints: names, listing, tracker, commit by rename, and sweep."""
+"""A run's checkpoint folder: names, listing, tracker, commit by rename, and sweep."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from reprise.storage.paths import is_dir, is_file, is_symlink, matching, read_re
 
 _log = logging.getLogger(__name__)
 
-WEIGHTS = "weights"  # the folder below a run's checkpoints in which saves of the weights alone lie
+WEIGHTS = "weights"  # the subfolder for saves of the weights alone
 TRACKER = "latest_checkpointed_iteration.txt"
 _MOST_TRACKER_BYTES = 64
-Stamp = tuple[int, int]  # of a folder: the inode, and the time of its last new name in ns
+Stamp = tuple[int, int]  # a folder's inode, and its modification time in ns
 _ITERATION = re.compile(r"iter_(\d{7,})")
 _ANY_ITERATION = re.compile(r"iter_(\d{7,})(\.superseded-\d+)?")
 _SUPERSEDED = "iter_*.superseded-"
@@ -32,16 +32,16 @@ _DELETING = re.compile(r"\.(iter_\d{7,})\.(.*)\.deleting")
 _MARK = re.compile(r"\.shared\..+\.mark")
 _PARTIAL = re.compile(r"\.iter_(\d{7,})\.(.*)\.partial")
 _REPLACED = re.compile(r"\.(iter_\d{7,})\..*\.replaced")
-_OUTDATED = ".outdated.replaced"  # what an attempt deletes once it has replaced it
+_OUTDATED = ".outdated.replaced"  # a checkpoint to delete once its replacement is durable
 
 
 def iteration_name(iteration: int) -> str:
-    """Return the folder name of an iteration, as Megatron-LM names it."""
+    """Return an iteration's folder name, the same as in Megatron-LM."""
     return f"iter_{iteration:07d}"
 
 
 def iteration_of(path: Path) -> int | None:
-    """Return the iteration in a checkpoint folder's name, or None if it is not a checkpoint's name."""
+    """Return the iteration in a checkpoint folder's name, or None for any other name."""
     return _iteration_in(path.name)
 
 
@@ -52,34 +52,34 @@ def _iteration_in(name: str) -> int | None:
 
 
 def is_iteration_name(name: str) -> bool:
-    """Return whether a folder has the name of an iteration, superseded ones included."""
+    """Return whether a name belongs to an iteration, committed or superseded."""
     return _ANY_ITERATION.fullmatch(name) is not None
 
 
 def named_iteration(name: str) -> int | None:
-    """Return the iteration in a folder name, superseded ones included, or None."""
+    """Return the iteration in a committed or superseded folder's name, or None for any other name."""
     match = _ANY_ITERATION.fullmatch(name)
     return int(match[1]) if match else None
 
 
 def shown_name(path: Path) -> str:
-    """Return the name of an iteration's folder within its run."""
+    """Return an iteration folder's name within its run."""
     return f"{WEIGHTS}/{path.name}" if path.parent.name == WEIGHTS else path.name
 
 
 def kind_of(path: Path) -> str:
-    """Return in words the kind of a path other than a folder."""
+    """Describe a link or a file."""
     return f"a link to {os.readlink(path)}" if is_symlink(path) else "a file"
 
 
 @dataclass(frozen=True, slots=True)
 class FolderTerms:
-    """How advice names what the caller has set; by default for a caller with the folder as an argument.
+    """How advice in messages names the caller's settings. The defaults suit callers passing a folder argument.
 
     Args:
-        another: what to give in order to write elsewhere.
-        keep: the number of checkpoints to keep.
-        unshared: a sentence for hosts without a common folder; empty if there is no advice.
+        another: What the user should name to write elsewhere.
+        keep: The setting for how many checkpoints to keep.
+        unshared: Advice for hosts without a common folder, as a sentence. Empty for none.
     """
 
     another: str = "another folder"
@@ -89,9 +89,9 @@ class FolderTerms:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointFolder:
-    """The folder of a run's saves. Only rank 0 changes names in it, and only under the lock.
+    """A folder for a run's saves. Only its leader changes names in it, and only under the lock.
 
-    `root` becomes absolute: a later change of the working folder changes nothing.
+    `root` is made absolute, so changing the working directory later has no effect.
     """
 
     root: Path
@@ -103,11 +103,11 @@ class CheckpointFolder:
         object.__setattr__(self, "root", self.root.absolute())
 
     def cannot_write(self, error: OSError, *, what: str = "The checkpoint folder") -> CheckpointError:
-        """Return the error of this folder if it cannot be written."""
+        """Return the error for this folder after a failed write."""
         return cannot_write(self.root, error, what=what, files=self.files, another=self.terms.another)
 
     def committed(self) -> list[int]:
-        """Return the committed iterations in ascending order; an empty list if the folder does not exist."""
+        """Return the committed iterations in ascending order. Empty if the folder does not exist."""
         return self._iterations(are_folders=True)
 
     def _iterations(self, *, are_folders: bool) -> list[int]:
@@ -116,17 +116,17 @@ class CheckpointFolder:
         return sorted(iteration for iteration in iterations if iteration is not None)
 
     def stamps(self) -> dict[int, Stamp]:
-        """Return the stamp of the folder of each committed iteration, from the root alone; equal for no two folders."""
+        """Return each committed iteration folder's stamp, without opening the folder. Stamps are unique."""
         if not is_dir(self.root):
             return {}
         statuses = ((_iteration_in(name), status) for name, status in self.files.folders(self.root))
-        # A freed inode is used again.
+        # The inode alone is not unique: a freed inode is reused.
         return {i: (status.st_ino, status.st_mtime_ns) for i, status in statuses if i is not None}
 
     def non_folders(self) -> list[int]:
         """Return, in ascending order, the iterations whose name belongs to a link or a file, not a checkpoint.
 
-        The target of a link may be written by another run, and may be invisible on another host.
+        Another run may write to a link's target, and another host may not see it.
         """
         return self._iterations(are_folders=False)
 
@@ -135,28 +135,28 @@ class CheckpointFolder:
         return [iteration for iteration in iterations if is_held(self.iteration(iteration))]
 
     def iteration(self, iteration: int) -> Path:
-        """Return the folder of a committed iteration."""
+        """Return the folder path for a committed iteration."""
         return self.root / iteration_name(iteration)
 
     def partial(self, iteration: int, attempt: str) -> Path:
-        """Return the folder in which an attempt writes."""
+        """Return the partial folder an attempt writes to."""
         return self.root / f".{iteration_name(iteration)}.{attempt}.partial"
 
     def mark(self, nonce: str) -> Path:
-        """Return the marker file by which the ranks of a launch check for one common folder."""
+        """Return the marker file with which a launch's ranks check whether they share this folder."""
         return self.root / f".shared.{nonce}.mark"
 
     def tracker(self) -> int | None:
-        """Return the iteration in Megatron's tracker file, only a hint; None if it is missing or unreadable."""
+        """Return the iteration in Megatron's tracker file, which is only a hint. None if missing or unreadable."""
         return _tracked(self.root / TRACKER)
 
     def superseded(self) -> list[Path]:
-        """Return the folders of iterations overtaken by another branch of the run."""
+        """Return the superseded folders, which another branch of the run has overtaken."""
         names = matching(self.root, f"{_SUPERSEDED}*")
         return [path for path in names if is_iteration_name(path.name) and iteration_of(path) is None]
 
     def partials(self) -> list[tuple[int, str]]:
-        """Return the iteration and the attempt of each partial folder."""
+        """Return each partial folder's iteration and attempt."""
         matches = (_PARTIAL.fullmatch(path.name) for path in sorted(self.root.iterdir()) if is_dir(path))
         return [(int(match[1]), match[2]) for match in matches if match]
 
@@ -166,17 +166,17 @@ class CheckpointFolder:
         Invariant: a process whose partial folder was swept by its successor changes nothing here.
 
         Args:
-            replaces: whether a checkpoint of the final name is deleted, in place of being kept as superseded; a held
-                checkpoint is kept.
+            replaces: Whether to delete an existing checkpoint with the final name instead of keeping it as superseded.
+                A held checkpoint is always kept.
 
         Returns:
-            Whether the name is durable. If it is not, and the rename could not be undone either, the checkpoint exists,
-                but a power failure may undo it.
+            Whether the name is durable. False if the rename could be neither synced nor undone: the checkpoint exists,
+                but a power failure may remove it.
 
         Raises:
-            OSError: if the rename failed, or was undone because it could not be made durable; a checkpoint of the final
-                name is unchanged.
-            CheckpointError: if a link or a file has the final name.
+            OSError: The rename failed, or was undone because it could not be made durable. An existing checkpoint with
+                the final name is unchanged.
+            CheckpointError: A link or a file has the final name.
         """
         source, target = self.partial(iteration, attempt), self.iteration(iteration)
         aside: Path | None = None
@@ -199,7 +199,7 @@ class CheckpointFolder:
             is_durable = False
         if aside is not None and replaces and is_durable and not is_held(aside):
             leaving = self.leaving(iteration, attempt)
-            with _logged("the replaced %s could not be deleted", aside):  # the next start sweeps or settles it
+            with _logged("the replaced %s could not be deleted", aside):  # the next start sweeps or completes it
                 self.files.rename(aside, leaving)
                 self.files.remove_tree(leaving)
         elif aside is not None:
@@ -209,12 +209,12 @@ class CheckpointFolder:
         return is_durable
 
     def supersede(self, iterations: list[int]) -> list[Path]:
-        """Rename committed folders overtaken by a new branch of the run, and return their new names.
+        """Rename committed folders overtaken by a new branch of the run, and return their new paths.
 
-        A link of such a name is renamed itself, not its target.
+        A link with such a name is itself renamed, not its target.
         """
         renamed = []
-        if iterations and not set(self.committed()) - set(iterations):  # nothing is left that the tracker could name
+        if iterations and not set(self.committed()) - set(iterations):  # no checkpoint is left for the tracker to name
             self.files.remove_file(self.root / TRACKER)
         for iteration in iterations:
             source = self.iteration(iteration)
@@ -227,10 +227,10 @@ class CheckpointFolder:
         return renamed
 
     def discard(self, iteration: int, attempt: str) -> Path | None:
-        """Rename a committed folder away, durably: it no longer exists, and `remove_tree` may take its time.
+        """Durably rename a committed folder: the checkpoint no longer exists, and removing it may take long.
 
         Returns:
-            Its new path; None for a held folder, which keeps its name.
+            The new path. None for a held folder, which keeps its name.
         """
         target = self.leaving(iteration, attempt)
         if not self.hide(self.iteration(iteration), target):
@@ -239,13 +239,13 @@ class CheckpointFolder:
         return target
 
     def hide(self, source: Path, target: Path, *, held: Path | None = None) -> bool:
-        """Rename a folder before its deletion, unless a hold protects it; return whether the folder was renamed.
+        """Rename a folder before its deletion, unless a hold protects it. Return whether it was renamed.
+
+        A hold taken just before the rename is seen after it, and the folder gets its name back. Its reader misses the
+        folder only for a moment.
 
         Args:
-            held: the folder in which a hold counts, if it is another than `source`.
-
-        A hold taken before the rename is seen after it at the latest, and the folder gets its name back. Its
-        reader misses the folder only for a moment.
+            held: The folder whose holds count, if not `source`.
         """
         if is_held(held or source):
             return False
@@ -256,13 +256,13 @@ class CheckpointFolder:
         return True
 
     def leaving(self, iteration: int, attempt: str) -> Path:
-        """Return the name of a folder that is deleted; `sweep` deletes the rest of it."""
+        """Return the path for a folder being deleted. `sweep` completes an interrupted deletion."""
         return self.root / f".{iteration_name(iteration)}.{attempt}.deleting"
 
     def sweep(self) -> list[Path]:
-        """Remove the leftovers of dead attempts and interrupted deletions, and return them. Only under the lock.
+        """Remove leftovers from dead attempts and interrupted deletions, and return them. Only under the lock.
 
-        A held leftover stays. So does a leftover whose removal fails, which is logged.
+        A held leftover stays. If a removal fails, it is logged, and the leftover stays.
         """
         if not is_dir(self.root):
             return []
@@ -272,13 +272,13 @@ class CheckpointFolder:
         leftovers = [path for path in settled if not is_held(path)]
         leftovers += [path for path in paths if _MARK.fullmatch(path.name) and is_file(path)]
         removed = [path for path in leftovers if self._remove(path)]
-        if committed := self.committed():  # else it is all that tells of a run whose checkpoints are gone
+        if committed := self.committed():  # otherwise only the tracker shows that there was a run
             self._report_lost(max(committed))
             self._mend_tracker()
         return removed
 
     def _replace(self, partial: Path, target: Path, aside: Path) -> None:
-        """Rename over an existing checkpoint, which is moved aside first; `_settle` completes an interrupted rename."""
+        """Move an existing checkpoint aside and rename. `_settle` completes an interrupted replacement."""
         self.files.rename(target, aside)
         try:
             self.files.rename(partial, target)
@@ -287,7 +287,7 @@ class CheckpointFolder:
             raise
 
     def _take_back(self, partial: Path, target: Path, aside: Path | None) -> bool:
-        """Undo a commit; return whether it is undone."""
+        """Undo a commit. Return whether it is undone."""
         is_undone = False
         with _logged("%s cannot be taken back", target):
             self.files.rename(target, partial)
@@ -299,9 +299,9 @@ class CheckpointFolder:
         return is_undone
 
     def _settle(self, path: Path) -> Path:
-        """Complete the commit whose replaced checkpoint lies at `path`, if any; return its name afterwards.
+        """Complete an interrupted commit that moved a checkpoint to `path`, if any. Return the path's new name.
 
-        A held checkpoint that `hide` has renamed gets its name back.
+        A held checkpoint renamed by `hide` gets its name back.
         """
         leaving = _DELETING.fullmatch(path.name)
         if leaving is not None and is_held(path):
@@ -314,7 +314,7 @@ class CheckpointFolder:
             return path
         settled = self.root / match[1]
         if self.files.exists(settled) and path.name.endswith(_OUTDATED) and not is_held(path):
-            self.files.sync_folder(self.root)  # what has replaced it is durable before it goes
+            self.files.sync_folder(self.root)  # make the replacement durable first
             settled = path.with_suffix(".deleting")
         elif self.files.exists(settled):
             settled = self._free_name(settled)
@@ -330,7 +330,7 @@ class CheckpointFolder:
         return True
 
     def _report_lost(self, newest: int) -> None:
-        """Log a tracker ahead of the newest checkpoint; a superseded checkpoint was renamed on purpose."""
+        """Warn if the tracker is ahead of the newest checkpoint, unless that iteration was superseded."""
         tracked = self.tracker()
         if tracked is None or tracked <= newest or matching(self.root, f"{iteration_name(tracked)}.superseded-*"):
             return
@@ -342,15 +342,15 @@ class CheckpointFolder:
         )
 
     def _prepare_tracker(self) -> None:
-        """Write the next tracker beside the present tracker, durably; `_mend_tracker` reports what goes wrong."""
+        """Durably write the next tracker beside the present tracker. Errors are left to `_mend_tracker`."""
         with contextlib.suppress(OSError):
             self.files.write_whole(temporary_of(self.root / TRACKER), _tracker_line(max(self.committed())))
 
     def _mend_tracker(self) -> None:
-        """Make the tracker name the newest checkpoint. It is only a hint, so a failure is logged.
+        """Update the tracker to the newest checkpoint. It is only a hint, so a failure is only logged.
 
-        Its name is not synced. A power failure may leave the tracker of the save before, or none; the next start lists
-        the folder, reads no tracker for it, and mends this tracker. Its content is durable before it has the name.
+        Its content is synced before the rename, its name is not. A power failure may leave the previous save's tracker,
+        or none. The next start does not rely on it: it lists the folder and repairs the tracker.
         """
         tracker, prepared = self.root / TRACKER, temporary_of(self.root / TRACKER)
         with _logged("%s names another iteration than the newest", tracker):
@@ -373,7 +373,7 @@ class CheckpointFolder:
 
 @contextlib.contextmanager
 def _logged(what: str, *paths: Path | None) -> Iterator[None]:
-    """Log a failure of the file system, which ends the block and nothing else."""
+    """Log a file system error in the block instead of raising it."""
     try:
         yield
     except OSError as error:

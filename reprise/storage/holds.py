@@ -1,15 +1,15 @@
-"""Holds: files in the folder of a checkpoint, to protect the checkpoint from deletion.
+"""Holds: files in a checkpoint folder which protect the checkpoint from deletion.
 
-A file `hold` is a user's, and stays until the user removes the file. A file `hold.PID`, or `hold.PID.NONCE`,
-belongs to a process, and expires:
+A file `hold` belongs to the user, and stays until the user removes it. A file `hold.PID`, or `hold.PID.NONCE`, belongs
+to a process, and expires:
 
-- For a process of this machine and its namespace of process ids, the kernel decides: the hold lasts as long as the
-  process with its id and start time.
+- For a process on this machine and in its PID namespace, the kernel decides: the hold lasts as long as the process with
+  its id and start time.
 - For any other process, and for a file without a readable record, the heartbeat decides: a hold not touched for
   `EXPIRY_S` by the file system's clock has expired. A hold with a time in the future has not.
 
-Deletion looks for holds twice, before and after the rename of the checkpoint out of sight. A process looks for the
-folder after taking a hold. So either the process misses the folder, or the deletion sees the hold.
+Deletion looks for holds twice, before and after renaming the checkpoint. A process looks for the folder after taking a
+hold. So either the process misses the folder, or the deletion sees the hold.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from pathlib import Path
 from reprise.storage.lease import Lease, record_in
 
 HOLD = "hold"
-EXPIRY_S = 600.0  # longer than a lock's, which a start waits for
+EXPIRY_S = 600.0  # longer than a lock's expiry, which a start waits for
 OF_PROCESS = re.compile(r"hold\.\d+(\.[0-9a-f]+)?")
-_HIDDEN = 0  # the start of a process that /proc does not show to this user
-_STATE, _START = 0, 19  # the fields of /proc/PID/stat after the name, proc(5)
+_HIDDEN = 0  # the start time if /proc hides the process from this user
+_STATE, _START = 0, 19  # indices in /proc/PID/stat after the name, proc(5)
 _DEAD = ("Z", "X")
 _BOOT_ID, _NAMESPACE = "/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid"
 
 
 @dataclass(frozen=True, slots=True)
 class HoldingProcess:
-    """The process of a hold.
+    """A process owning a hold.
 
     Args:
-        host: the name of the host, for people.
-        started: the start of the process, in clock ticks since the boot.
-        boot: the id of the boot of the machine; empty if unknown.
-        namespace: the namespace of process ids.
+        host: The host name, for people to read.
+        started: When the process started, in clock ticks since boot.
+        boot: The machine's boot id. Empty if unknown.
+        namespace: The PID namespace.
     """
 
     host: str
@@ -59,14 +59,14 @@ class HoldingProcess:
 
     @staticmethod
     def of_this_process() -> HoldingProcess:
-        """Return the record of the calling process."""
+        """Return the calling process's record."""
         boot, namespace = "", ""
         with contextlib.suppress(OSError):
             boot, namespace = Path(_BOOT_ID).read_text().strip(), os.readlink(_NAMESPACE)
         return HoldingProcess(socket.gethostname(), os.getpid(), _start_of(os.getpid()) or _HIDDEN, boot, namespace)
 
     def is_alive(self) -> bool | None:
-        """Return whether the process runs; None where this host does not see it."""
+        """Return whether the process runs, or None if it is not visible from here."""
         viewer = HoldingProcess.of_this_process()
         is_visible = bool(self.boot) and (self.boot, self.namespace) == (viewer.boot, viewer.namespace)
         start = _start_of(self.pid) if is_visible else _HIDDEN
@@ -74,21 +74,21 @@ class HoldingProcess:
 
 
 def file_system_time(folder: Path) -> float:
-    """Return the Unix time at which the file system of a folder stamps a file now: one clock for all of its hosts.
+    """Return the current Unix time by the folder's file system, a clock shared by all its hosts.
 
     Raises:
-        OSError: if the folder cannot be written.
+        OSError: The folder cannot be written.
     """
     with tempfile.TemporaryFile(dir=folder) as file:
-        os.utime(file.fileno())  # as a heartbeat
+        os.utime(file.fileno())  # as a heartbeat does
         return os.fstat(file.fileno()).st_mtime
 
 
 def is_held(folder: Path, *, clock: Callable[[Path], float] = file_system_time) -> bool:
-    """Return whether an unexpired hold lies in a folder; True where that cannot be known now.
+    """Return whether a folder has an unexpired hold. True if it cannot be read now.
 
     Args:
-        clock: the clock of a folder's file system.
+        clock: Returns the time by a folder's file system.
     """
     try:
         return any(name == HOLD or _lasts(folder / name, clock) for name in [path.name for path in folder.iterdir()])
@@ -99,7 +99,7 @@ def is_held(folder: Path, *, clock: Callable[[Path], float] = file_system_time) 
 
 
 class Hold(Lease):
-    """A hold of this process on the folder of a checkpoint, which it follows through renames."""
+    """This process's hold on a checkpoint folder, which it follows through renames."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -107,10 +107,10 @@ class Hold(Lease):
 
     @staticmethod
     def take(folder: Path) -> Hold | None:
-        """Take a hold, and remove expired ones; None if the folder does not exist, or no longer.
+        """Take a hold and remove expired holds. Return None if the folder does not exist or was renamed.
 
         Raises:
-            OSError: if the folder cannot be written.
+            OSError: The folder cannot be written.
         """
         hold, is_kept = Hold(folder), False
         try:
@@ -118,19 +118,19 @@ class Hold(Lease):
                 hold.begin(hold._create)
                 is_kept = hold.is_in_place()
         finally:
-            if not is_kept:  # after an interrupt, too: nobody has it
+            if not is_kept:  # also after an interrupt: the caller has no hold to release
                 hold.release()
         return hold if is_kept else None
 
     def is_in_place(self) -> bool:
-        """Return whether the folder has the path at which the hold was taken."""
+        """Return whether the folder is still at the path where the hold was taken."""
         try:
             return os.path.samestat(os.stat(self.path, follow_symlinks=False), os.fstat(self.descriptor))
         except OSError:
             return False
 
     def _create(self) -> None:
-        """Write the record, for other hosts to read, and leave no expired hold beside it."""
+        """Write the record for other hosts to read, and remove expired holds."""
         folder = self.descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         for name in os.listdir(folder):
             if OF_PROCESS.fullmatch(name) and not _lasts(self.path / name, file_system_time):
@@ -147,12 +147,12 @@ class Hold(Lease):
         os.utime(self.name, dir_fd=self.descriptor)
 
     def give_up(self) -> None:
-        """Remove the hold, wherever the folder is."""
+        """Remove the hold, wherever the folder is now."""
         os.unlink(self.name, dir_fd=self.descriptor)
 
 
 def _lasts(path: Path, clock: Callable[[Path], float]) -> bool:
-    """Return whether a file is the hold of a process and has not expired."""
+    """Return whether a file is a process's hold and has not expired."""
     if not OF_PROCESS.fullmatch(path.name):
         return False
     try:
@@ -166,7 +166,7 @@ def _lasts(path: Path, clock: Callable[[Path], float]) -> bool:
 
 
 def _start_of(pid: int) -> int | None:
-    """Return the start of a process of this host in clock ticks since the boot; None for a dead one, or `_HIDDEN`."""
+    """Return when a local process started, in clock ticks since boot; None if it is dead, `_HIDDEN` if hidden."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
         return None if fields[_STATE].decode() in _DEAD else int(fields[_START])

@@ -1,4 +1,4 @@
-"""Standard JSON files, without NaN and duplicate keys, of limited size and depth; and the checks of their values."""
+"""Standard JSON files, without NaN or duplicate keys, limited in size and depth, and checks for their values."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from reprise.storage.patience import failed_read
 
 T = TypeVar("T")
 Json = dict[str, Any]
-Document = Json | bytes  # a file of a checkpoint that holds no tensors: JSON, or bytes as they are
+Document = Json | bytes  # a checkpoint file without tensors: JSON, or raw bytes
 
-# A manifest of a 405B model is about 12 MB; safetensors bounds its headers at 100 MB.
+# A 405B model's manifest has about 12 MB; safetensors limits its headers to 100 MB.
 MAX_BYTES = 256 << 20
-# What nests deeper than any document of ours; below it nothing that recurses, such as `repr`, comes to its end.
+# Deeper than any of our documents nests, and shallow enough for recursive functions such as `repr`.
 MAX_DEPTH = 64
-MAX_INTEGER = 2**63 - 1  # the largest that numpy and torch count with
+MAX_INTEGER = 2**63 - 1  # the largest integer in numpy and torch
 _NESTING = (dict, list, tuple)
 _MOST_OF_A_VALUE, _MOST_PARTS, _MOST_BITS = 200, 10, 256
 _COMPACT = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 _STRICT = json.JSONEncoder(allow_nan=False)
-_DIGESTED = 8 << 20  # bytes in a call
-_SEAL = ',"xxh3_64":"%s"}\n'  # of `manifest.json` and `host.json`
+_DIGESTED = 8 << 20  # bytes per call
+_SEAL = ',"xxh3_64":"%s"}\n'  # in `manifest.json` and `host.json`
 
 
 def to_bytes(value: Json) -> bytes:
-    """Return `value` as indented standard JSON with a newline at its end.
+    """Return `value` as indented standard JSON with a trailing newline.
 
     Raises:
-        CheckpointError: for NaN, infinity, a value without a form in JSON, or anything rejected by `parse`.
+        CheckpointError: The value contains NaN, infinity or a type unknown to JSON, or is too deep or too large.
     """
     try:
         data = (json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()
@@ -52,10 +52,10 @@ def to_bytes(value: Json) -> bytes:
 
 
 def content(document: Document) -> bytes:
-    """Return the bytes of a file without tensors.
+    """Return a document's bytes.
 
     Raises:
-        CheckpointError: as `to_bytes`.
+        CheckpointError: See `to_bytes`.
     """
     return document if isinstance(document, bytes) else to_bytes(document)
 
@@ -64,8 +64,8 @@ def parse(data: bytes, *, where: object) -> Json:
     """Parse a JSON object.
 
     Raises:
-        CheckpointError: if `data` is not a standard JSON object: invalid UTF-8, an unpaired surrogate, NaN, a number
-            out of float range, a duplicate key, too large, too deep.
+        CheckpointError: `data` is not a standard JSON object (invalid UTF-8, an unpaired surrogate, NaN, a number out
+            of float range, a duplicate key), or is too large or too deep.
     """
     if len(data) > MAX_BYTES:
         raise CheckpointError("A JSON file is too large", where=where, expected=f"<= {MAX_BYTES} B", found=len(data))
@@ -76,7 +76,7 @@ def parse(data: bytes, *, where: object) -> Json:
         if data.count(b"{") + data.count(b"[") > MAX_DEPTH:
             require_depth(value)
         if b"\\u" in data:
-            json.dumps(value, ensure_ascii=False).encode()  # half a surrogate pair: no path and no message can hold it
+            json.dumps(value, ensure_ascii=False).encode()  # fails for an unpaired surrogate, which no message can hold
     except (ValueError, RecursionError) as error:
         raise CheckpointError(
             "A JSON file cannot be read", where=where, expected="one standard JSON object", found=error
@@ -90,8 +90,8 @@ def read(path: Path) -> Json:
     """Read and parse the JSON object in `path`.
 
     Raises:
-        CheckpointError: if the file is missing, a pipe or a device, or not a standard JSON object.
-        UnreadableError: if it cannot be read at the moment.
+        CheckpointError: The file is missing, a pipe or a device, or not a standard JSON object.
+        UnreadableError: The file cannot be read at the moment.
     """
     try:
         with os.fdopen(open_regular(path), "rb") as file:
@@ -112,10 +112,10 @@ def _finite(digits: str) -> float:
 
 
 def require_depth(value: object) -> None:
-    """Refuse a value that nests deeper than `MAX_DEPTH` levels.
+    """Check whether a value nests at most `MAX_DEPTH` levels deep.
 
     Raises:
-        ValueError: if the value does.
+        ValueError: It nests deeper.
     """
     level = [value]
     for _ in range(MAX_DEPTH):
@@ -126,7 +126,7 @@ def require_depth(value: object) -> None:
 
 
 def _members(parent: object) -> Iterable[object]:
-    """Return the members of a value that may nest; none for a list of numbers, of which a manifest has millions."""
+    """Return a value's members, which may nest. Skip integer lists, since a manifest has millions of integers."""
     if isinstance(parent, dict):
         return parent.values()
     if isinstance(parent, list | tuple) and not set(map(type, parent)) <= {int}:
@@ -142,9 +142,9 @@ def _unique(pairs: list[tuple[str, Any]]) -> Json:
 
 
 def shown(value: object) -> str:
-    """Return a value of a file for a message: a short text, made in no more than the time to read the value.
+    """Describe a file's value for a message: a short text, formatted in bounded time.
 
-    Of other values than numbers, texts and lists of them, the type alone is shown.
+    For values other than numbers, text and lists, only the type is shown.
     """
     if isinstance(value, str | bytes):
         return repr(value[:_MOST_OF_A_VALUE]) + ("..." if len(value) > _MOST_OF_A_VALUE else "")
@@ -163,7 +163,7 @@ def integer(value: object, *, most: int = MAX_INTEGER) -> int:
     """Return `value` if it is an integer from 0 to `most`.
 
     Raises:
-        ValueError: otherwise.
+        ValueError: It is not.
     """
     if type(value) is not int or not 0 <= value <= most:
         raise ValueError(f"{shown(value)} is not an integer from 0 to {most}")
@@ -171,10 +171,10 @@ def integer(value: object, *, most: int = MAX_INTEGER) -> int:
 
 
 def finite_number(value: object, *, least: float = -math.inf) -> float:
-    """Return `value` as a float if it is a finite number, at least `least` and below 2**63.
+    """Return `value` as a float if it is a finite number, at least `least`, with magnitude below 2**63.
 
     Raises:
-        ValueError: otherwise.
+        ValueError: It is not.
     """
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not max(least, -MAX_INTEGER) <= value <= MAX_INTEGER:  # type: ignore[operator]
@@ -185,10 +185,10 @@ def finite_number(value: object, *, least: float = -math.inf) -> float:
 
 
 def step_count(value: object) -> float:
-    """Return `value` as a float if it is a whole number from 0 on; optimizers keep their steps as integers or floats.
+    """Return an optimizer's step count, a non-negative whole integer or float, as a float.
 
     Raises:
-        ValueError: otherwise.
+        ValueError: `value` is negative, not whole, or not a number.
     """
     steps = finite_number(value, least=0)
     if not steps.is_integer():
@@ -197,7 +197,7 @@ def step_count(value: object) -> float:
 
 
 def dumps(value: object) -> str:
-    """Return standard JSON as a single line, with null in place of NaN and infinity."""
+    """Return standard JSON on a single line, with null in place of NaN and infinity."""
     try:
         return _STRICT.encode(value)
     except ValueError:
@@ -205,7 +205,7 @@ def dumps(value: object) -> str:
 
 
 def finite(value: object) -> object:
-    """Return `value` with None in place of every NaN and infinity in it."""
+    """Return `value` with each NaN and infinity inside replaced by None."""
     if isinstance(value, dict):
         return {key: finite(member) for key, member in value.items()}
     if isinstance(value, list | tuple):
@@ -214,9 +214,9 @@ def finite(value: object) -> object:
 
 
 def sealed(body: Json) -> bytes:
-    """Return JSON with the digest of its own bytes: its last member is that of all bytes before its comma.
+    """Return JSON with its own digest: the last member digests all bytes before its comma.
 
-    The text is made part by part. A manifest has tens of MB, and the encoder keeps all other threads waiting.
+    The text is encoded in parts, since a manifest has tens of MB, and the encoder blocks all other threads.
     """
     text = io.BytesIO()
     for part in _parts_of(body):
@@ -228,7 +228,7 @@ def sealed(body: Json) -> bytes:
 
 
 def _parts_of(body: Json) -> Iterator[str]:
-    """Yield compact JSON without its last brace, in parts: a part for each member of the members."""
+    """Yield compact JSON in parts, without its last brace, splitting nested objects into members."""
     comma = "{"
     for name, value in body.items():
         yield f"{comma}{_COMPACT.encode(name)}:"
@@ -244,11 +244,11 @@ def _parts_of(body: Json) -> Iterator[str]:
 
 
 def _digest_of(data: bytes | memoryview) -> str:
-    import xxhash  # most commands read JSON without a seal, and start sooner without it
+    import xxhash  # imported late: most commands read only unsealed JSON, and start sooner without it
 
     digest = xxhash.xxh3_64()
     with memoryview(data) as view:
-        for begin in range(0, len(view), _DIGESTED):  # one call for 60 MB would keep other threads waiting for 6 ms
+        for begin in range(0, len(view), _DIGESTED):  # a single call for 60 MB would block other threads for 6 ms
             digest.update(view[begin : begin + _DIGESTED])
     return digest.hexdigest()
 
@@ -256,16 +256,17 @@ def _digest_of(data: bytes | memoryview) -> str:
 def unsealed(
     data: bytes, build: Callable[[Json], T], *, kind: str, form: str, where: object, fix: str | None = None
 ) -> T:
-    """Check the digest and the format, and return what `build` makes of the members.
+    """Check the digest and the format version, and return the result of `build` for the members.
 
     Args:
-        kind: of the file, for messages.
-        form: the expected value of `format`.
-        fix: the remedy if it is damaged.
+        build: Builds the result, and raises LookupError, TypeError, ValueError or AttributeError for bad members.
+        kind: The file kind, for messages.
+        form: The expected value for `format`.
+        fix: The remedy for a damaged file.
 
     Raises:
-        MismatchError: if it has another format version.
-        CheckpointError: if it is damaged, or `build` finds a member missing or impossible.
+        MismatchError: The file has another format version.
+        CheckpointError: The file is damaged, or `build` finds a member missing or invalid.
     """
     tail = len(_SEAL % ("0" * 16))
     if data[-tail:] != (_SEAL % _digest_of(data[:-tail])).encode():

@@ -1,6 +1,6 @@
-"""A lease: a file that names the process that has a folder, kept alive by a heartbeat, its modification time.
+"""A lease: a file naming a folder's owner process, kept alive by a heartbeat, its modification time.
 
-A process of the same host sees whether the holder lives; all others see the heartbeat.
+A process on the same host can check whether the owner runs. All others see the heartbeat.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ T = TypeVar("T")
 
 HEARTBEAT_S = 15.0
 _LOOK_S = 1.0
-_RELEASE_S = 5.0  # for a file system that hangs
+_RELEASE_S = 5.0  # limits the wait for a hung file system
 _MOST_BYTES = 64 << 10
 
 
 class Lease:
-    """A file that this process keeps alive on a thread of its own; an interrupt of the caller leaves the thread alone.
+    """A file kept alive by a separate thread, which an interrupt in the caller does not reach.
 
-    A process that drops a lease keeps it until it ends.
+    A lease dropped without `release` stays until the process ends.
 
     Args:
-        path: what is leased.
+        path: The leased path.
 
     Attributes:
-        descriptor: the open file, which the call of `begin` opens and the end of the lease closes; -1 without a lease.
-        calls: calls for the thread; None ends it.
+        descriptor: The open file, opened within `begin` and closed at the lease's end. -1 without a lease.
+        calls: Calls for the thread. None ends it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -45,15 +45,15 @@ class Lease:
         self._thread = threading.Thread(target=self._keep, name="lease", daemon=True)
 
     def beat(self) -> None:
-        """Show other hosts that this process lives."""
+        """Show other hosts that this process is alive."""
         raise NotImplementedError
 
     def give_up(self) -> None:
-        """Show all others that nobody has the lease."""
+        """Show all other processes that the lease is free."""
         raise NotImplementedError
 
     def begin(self, make: Callable[[], None]) -> None:
-        """Start the thread, then make the file; called once."""
+        """Start the thread, then call `make` to create the file. Called once."""
         try:
             self._thread.start()
             leases.add(self)
@@ -63,26 +63,26 @@ class Lease:
             raise
 
     def run(self, call: Callable[[], None]) -> None:
-        """Make a call on the thread, and raise its exception; nothing is called after the lease's end."""
+        """Run a call on the thread and raise its exception. After the lease's end, do nothing."""
         job = Job(call)
         self.calls.put(job)
         self.await_job(job)
 
     def await_job(self, job: Job) -> None:
-        """Wait for a queued job, and raise its exception; return at the lease's end."""
+        """Wait for a queued job and raise its exception. Return early if the lease ends."""
         while not job.ends(_LOOK_S):
             if self.is_over.is_set():
                 return
         job.wait()
 
     def release(self) -> None:
-        """Give the lease up; calling it again is fine. A thread that hangs keeps it until the process ends."""
+        """Give up the lease. Repeated calls do nothing. A hung thread keeps it until the process ends."""
         self.calls.put(None)
-        if self._thread.ident is not None:  # else it never began, for want of threads
+        if self._thread.ident is not None:  # otherwise the system refused to start the thread
             self.is_over.wait(_RELEASE_S)
 
     def close(self) -> None:
-        """Close the file. So does a forked child, whose parent has the thread: it would keep an flock alive."""
+        """Close the file. A forked child must close it too, or its copy would keep the flock alive."""
         descriptor, self.descriptor = self.descriptor, -1
         if descriptor >= 0:
             with contextlib.suppress(OSError):
@@ -104,10 +104,10 @@ class Lease:
         with contextlib.suppress(OSError):
             self.give_up()
         self.close()
-        leases.discard(self)  # later than the close: a fork before it would keep the file open
+        leases.discard(self)  # after closing: a child forked in between would keep the file open
 
 
-leases = set[Lease]()  # of this process
+leases = set[Lease]()  # all leases in this process
 
 
 def _leave_to_parent() -> None:
@@ -120,13 +120,13 @@ os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def record_in(path: Path, kind: Callable[..., T]) -> T | None:
-    """Return the record in a file; None for a torn one, or none.
+    """Return the record in a file, or None if it is empty or torn.
 
     Args:
-        kind: makes the record from its fields, and raises if it cannot be one.
+        kind: Builds the record from its fields, and raises if they are invalid.
 
     Raises:
-        OSError: if the file cannot be read.
+        OSError: The file cannot be read.
     """
     try:
         return kind(**json.loads(read_regular(path, limit_bytes=_MOST_BYTES)))

@@ -1,4 +1,4 @@
-"""One writer per checkpoint folder: an flock, and a file that names its holder, with a heartbeat for other hosts."""
+"""A single writer per checkpoint folder: an flock, and a file naming its holder, with a heartbeat for other hosts."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from reprise.storage.worker import Job, ending_with
 
 _log = logging.getLogger(__name__)
 
-# A holder on another host that leaves its file untouched while watched for this long is taken for dead.
+# A holder on another host counts as dead if its file stays untouched while watched for this long.
 STALE_S = 120.0
 _LOOK_S = 1.0
-_DROPPED_S = 120.0  # for the save under way of a dropped saver
+_DROPPED_S = 120.0  # limits the wait for a dropped saver's save
 
-_dead: dict[str, int] = {}  # by nonce, the last heartbeat of jobs watched in vain: a run has two locks under one nonce
+_dead: dict[str, int] = {}  # dead jobs' last heartbeats, by nonce: a run's two locks share a nonce
 
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """The holder of the lock; `started` is Unix time in seconds."""
+    """A lock's holder. `started` is Unix time in seconds."""
 
     host: str
     pid: int
@@ -43,13 +43,13 @@ class Holder:
     started: float
 
     def __post_init__(self) -> None:
-        time.localtime(self.started)  # raises if it cannot be one
+        time.localtime(self.started)  # raises if out of range
 
 
 def is_locked(folder: Path, name: str = "lock") -> bool:
-    """Return whether a job has the lock of a folder, or has died with it: a job that ends leaves the file empty.
+    """Return whether a job holds a folder's lock, or died holding it. A job ending normally empties the file.
 
-    True where the file cannot be looked at now.
+    True if the file cannot be read now.
     """
     try:
         return (folder / name).stat().st_size > 0
@@ -60,24 +60,25 @@ def is_locked(folder: Path, name: str = "lock") -> bool:
 
 
 class FolderLock:
-    """The lock of one folder, held from `acquire` to `release`, or until nothing refers to it any more.
+    """A folder's lock, held from `acquire` to `release`, or until nothing refers to it.
 
-    Between processes of one host, flock(2) alone decides: the kernel releases it when the holder dies. Between hosts
-    whose file system does not propagate flock, the holder's heartbeat decides: a change of the file's modification
-    time, whatever clocks show.
+    Between processes on the same host, flock(2) alone decides: the kernel releases it when the holder dies. Between
+    hosts whose file system does not propagate flock, the holder's heartbeat decides: the file's modification time
+    changes, whatever clocks show.
 
-    An interrupt of the caller leaves the lock taken or free, and one of a program that drops it free. An interrupt of
-    `__exit__` itself is met by a second one:
+    An interrupt in the caller leaves the lock either taken or free, and free once the program drops it. If an interrupt
+    may hit `__exit__` itself, enter the lock twice:
 
         with lock, lock:
             ...
 
     Args:
-        kind: the kind of folder, for messages.
-        another: what to give for another folder, for messages.
-        is_local: whether the folder is this host's own, whatever the host was called before: flock alone decides.
-        name: the name of the lock file.
-        owner: whoever the lock is for, if a save under way refers to the lock longer; the lock itself by default.
+        kind: The folder kind, for messages.
+        another: What the user should name to use another folder, for messages.
+        is_local: Whether the folder belongs to this host alone, even if the host was renamed. Then flock alone decides.
+        name: The lock file's name.
+        owner: The object using the lock. Once it is dropped, another `acquire` in this process waits until the save
+            under way releases the lock. By default the lock itself.
     """
 
     def __init__(
@@ -99,21 +100,21 @@ class FolderLock:
         self._file.dropped = ending_with(self, self._file.calls)
 
     def acquire(self) -> None:
-        """Take the lock; called once.
+        """Take the lock. Called once.
 
-        A lock that a job on another host left is watched for `STALE_S` first. `check`, which comes before every commit,
-        waits for the sync of the file.
+        A lock left by a job on another host is first watched for `STALE_S`. The file is synced in the background;
+        `check`, called before every commit, waits for the sync.
 
         Raises:
-            LockError: if another job holds it, naming its host, pid and start time, or the file system has no locks
-                left.
+            LockError: Another job holds it (the message names its host, pid and start time), or the file system refuses
+                flock.
         """
         make_folders(self._files, self._file.path.parent)
         self._file.await_dropped()
         self._file.begin(self._file.take)
 
     def __enter__(self) -> FolderLock:
-        """Take the lock, unless it is held, and return it."""
+        """Take the lock, unless already held, and return it."""
         if self._file.descriptor < 0:
             self.acquire()
         return self
@@ -125,13 +126,13 @@ class FolderLock:
         self.release()
 
     def check(self) -> None:
-        """Raise if the lock is no longer ours.
+        """Raise if this job no longer holds the lock.
 
-        A missing lock file, with or without its folder, is made again: a job that takes over leaves one.
+        A missing lock file is created again: nobody took over, since a job taking over leaves a file.
 
         Raises:
-            LockError: if another job took it over.
-            OSError: if the folder does not exist, or the file cannot be synced.
+            LockError: Another job took it over.
+            OSError: The folder does not exist, or the file cannot be synced.
         """
         file = self._file
         if file.descriptor >= 0:
@@ -144,27 +145,27 @@ class FolderLock:
         raise file.refusal()
 
     def refuse_if_taken(self) -> None:
-        """Raise if the lock file is readable and not ours; an unreadable one proves nothing.
+        """Raise if the lock file is readable and not ours. An unreadable file proves nothing.
 
         Raises:
-            LockError: if another job took it over, even if it has released it since.
+            LockError: Another job took it over, even if it has released it since.
         """
         with contextlib.suppress(OSError):
             if not self._file.is_mine():
                 raise self._file.refusal()
 
     def release(self) -> None:
-        """Release the lock; calling it again is fine."""
+        """Release the lock. Repeated calls do nothing."""
         self._file.release()
 
 
 class _LockFile(Lease):
-    """The file of a lock, and the thread's calls. It does not refer to the lock, which ends it when dropped.
+    """A lock's file and its thread's calls. It holds no reference to the lock, whose garbage collection ends it.
 
     Attributes:
-        owner: whoever the lock is for.
-        dropped: ends the lease once nothing refers to the lock. It outlives the lock, or would do nothing.
-        synced: the sync of the file, which other hosts read: a crash of this host needs it no more.
+        owner: The object using the lock.
+        dropped: Ends the lease once nothing refers to the lock. Kept here, since it must outlive the lock.
+        synced: The job syncing the file for other hosts to read.
     """
 
     owner: weakref.ref[object]
@@ -200,10 +201,13 @@ class _LockFile(Lease):
         self.calls.put(self.synced)
 
     def _watch(self, holder: Holder) -> None:
-        """Return once a holder on another host, where flock may not reach, has released the lock or is dead.
+        """Wait until a holder on another host, where flock may not reach, has released the lock or is dead.
 
-        Only a change of its heartbeat tells: clocks differ between hosts. Looks count, not time, during which this
-        process or the file system may have stood still.
+        Only a changing heartbeat proves it alive, since clocks differ between hosts. Checks are counted, not time,
+        since this process or the file system may have been suspended.
+
+        Raises:
+            LockError: The holder is alive, or another job took the lock.
         """
         seen = self.path.stat().st_mtime_ns
         if seen < _dead.get(holder.nonce, 0) + 2e9 * lease.HEARTBEAT_S:
@@ -221,10 +225,10 @@ class _LockFile(Lease):
         _dead[holder.nonce] = seen
 
     def is_mine(self) -> bool:
-        """Return whether the file names this lock; else it is somebody else's.
+        """Return whether the file names this lock.
 
         Raises:
-            OSError: if the file cannot be read.
+            OSError: The file cannot be read.
         """
         holder = record_in(self.path, Holder)
         return holder is not None and holder.nonce == self._me.nonce
@@ -239,7 +243,7 @@ class _LockFile(Lease):
             keep_block(self.descriptor)
 
     def await_dropped(self) -> None:
-        """Wait for the locks of this process whose owners are dropped: a save under way keeps them."""
+        """Wait for this process's locks whose owners were dropped, which a save under way may still hold."""
         earlier = [other for other in tuple(leases) if isinstance(other, _LockFile) and other.path == self.path]
         if earlier:
             gc.collect()
@@ -248,7 +252,7 @@ class _LockFile(Lease):
                 other.is_over.wait(_DROPPED_S)
 
     def refusal(self) -> LockError:
-        """Return the error that names who has the lock."""
+        """Return the error naming the lock's holder."""
         holder = self._holder()
         what, name = f"Another job writes to this {self._kind}", "a holder that left no name"
         fix = f"End that job, or give this one {self._another}."

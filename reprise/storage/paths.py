@@ -1,8 +1,8 @@
-"""What lies at a path, and opening it where it is a regular file.
+"""Path checks, and safe opening for regular files.
 
-A question is answered with no where nothing is there, and ends with an OSError where the file system fails: a stale
-handle is no missing checkpoint. pathlib answers no to both, in `glob` since Python 3.12 and in `exists`, `is_dir`,
-`is_file` and `is_symlink` since 3.14. Pipes and devices, on which opening or reading may block forever, are not opened.
+A check returns False if nothing is there, and raises OSError if the file system fails: a stale handle does not mean a
+missing checkpoint. pathlib returns False for both, in `glob` since Python 3.12 and in `exists`, `is_dir`, `is_file` and
+`is_symlink` since 3.14. Pipes and devices, where opening or reading may block forever, are not opened.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import re
 import stat
 from pathlib import Path
 
-# For files that are small by nature: a configuration, a tokenizer. The largest tokenizer.json in use has 35 MB.
+# A limit for small files: a configuration, a tokenizer. The largest tokenizer.json in use has 35 MB.
 SMALL_BYTES = 256 << 20
 
-_MOST_NAME_BYTES = 255  # of the usual file systems
+_MOST_NAME_BYTES = 255  # on common file systems
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
-# A hub's addresses, and the commands that download a model and a data set.
+# A hub's addresses, and its commands to download a model and a data set.
 _HUBS = (
     (
         r"(?:hf:/|https?://huggingface\.co)",
@@ -38,58 +38,58 @@ _NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.EBADF, errno.ELOOP)  # as in pa
 
 
 def exists(path: Path) -> bool:
-    """Return whether there is a file or a folder; a link counts as its target.
+    """Return whether a file or folder exists. A link counts as its target.
 
     Raises:
-        OSError: the file system fails.
+        OSError: The file system fails.
     """
     return _mode(path) != 0
 
 
 def lexists(path: Path) -> bool:
-    """Return whether there is anything of this name; a link counts, whatever it points to.
+    """Return whether anything has this name. A link counts, whatever it points to.
 
     Raises:
-        OSError: the file system fails.
+        OSError: The file system fails.
     """
     return _mode(path, follows_links=False) != 0
 
 
 def is_dir(path: Path) -> bool:
-    """Return whether there is a folder, or a link to a folder.
+    """Return whether the path is a folder, or a link to a folder.
 
     Raises:
-        OSError: the file system fails.
+        OSError: The file system fails.
     """
     return stat.S_ISDIR(_mode(path))
 
 
 def is_file(path: Path) -> bool:
-    """Return whether there is a regular file, or a link to one.
+    """Return whether the path is a regular file, or a link to a regular file.
 
     Raises:
-        OSError: the file system fails.
+        OSError: The file system fails.
     """
     return stat.S_ISREG(_mode(path))
 
 
 def is_symlink(path: Path) -> bool:
-    """Return whether there is a symbolic link, whatever it points to.
+    """Return whether the path is a symbolic link, whatever it points to.
 
     Raises:
-        OSError: the file system fails.
+        OSError: The file system fails.
     """
     return not is_stored(path) and stat.S_ISLNK(_mode(path, follows_links=False))
 
 
 def matching(folder: Path, pattern: str) -> list[Path]:
-    """Return what lies below a folder and fits a pattern, sorted; an empty list where there is no folder.
+    """Return the sorted paths below a folder that match a pattern. Empty if the folder does not exist.
 
     Args:
-        pattern: a pattern of `fnmatch` for a name, or several with slashes between for names at each depth.
+        pattern: An `fnmatch` pattern for a name, or several separated by slashes, for each level.
 
     Raises:
-        OSError: the file system fails.
+        OSError: The file system fails.
     """
     paths = [folder]
     for part in pattern.split("/"):
@@ -98,10 +98,10 @@ def matching(folder: Path, pattern: str) -> list[Path]:
 
 
 def folders_below(folder: Path) -> list[Path]:
-    """Return the folders below a folder, without links.
+    """Return all subfolders, recursively, without links.
 
     Raises:
-        OSError: the file system fails.
+        OSError: The file system fails.
     """
     folders = [child for child in folder.iterdir() if is_dir(child) and not is_symlink(child)]
     return [*folders, *(inner for child in folders for inner in folders_below(child))]
@@ -110,10 +110,13 @@ def folders_below(folder: Path) -> list[Path]:
 def open_regular(path: Path, *, follows_links: bool = True) -> int:
     """Open a regular file for reading and return its descriptor.
 
+    Args:
+        follows_links: Open a symbolic link's target. Otherwise refuse a link.
+
     Raises:
-        OSError: the file cannot be opened, or is a pipe, a device, a socket, a folder, or a link that is not followed.
+        OSError: The file cannot be opened, or is a pipe, a device, a socket, a folder, or a refused link.
     """
-    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC  # opening a pipe without a writer would block
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe without a writer would block otherwise
     descriptor = os.open(path, flags if follows_links else flags | os.O_NOFOLLOW)
     try:
         mode = os.fstat(descriptor).st_mode
@@ -128,14 +131,14 @@ def open_regular(path: Path, *, follows_links: bool = True) -> int:
 
 
 def read_regular(path: Path, *, limit_bytes: int | None = None, follows_links: bool = True) -> bytes:
-    """Return the content of a regular file.
+    """Return a regular file's content.
 
     Args:
-        limit_bytes: the largest size that is accepted; None for no limit.
-        follows_links: read the target of a symbolic link; otherwise a link is refused.
+        limit_bytes: The largest accepted size in bytes. None accepts any.
+        follows_links: Read a symbolic link's target. Otherwise refuse a link.
 
     Raises:
-        OSError: as `open_regular`, or EFBIG where the file is larger than the limit.
+        OSError: See `open_regular`; or the file is larger than the limit (EFBIG).
     """
     with os.fdopen(open_regular(path, follows_links=follows_links), "rb") as file:
         if limit_bytes is not None and os.fstat(file.fileno()).st_size > limit_bytes:
@@ -144,23 +147,23 @@ def read_regular(path: Path, *, limit_bytes: int | None = None, follows_links: b
 
 
 def is_file_name(text: str) -> bool:
-    """Return whether a text names something in a folder, as a file system allows, and nothing outside it."""
+    """Return whether a text is a valid file name, without a path to other folders."""
     size = len(text.encode("utf-8", "surrogatepass"))
     return 0 < size <= _MOST_NAME_BYTES and not {"/", "\0"} & set(text) and text not in (".", "..")
 
 
 def is_stored(path: Path) -> bool:
-    """Return whether a path lies in a store, which it asks for its status, and not in a file system."""
+    """Return whether a path is in an object store, not in a file system."""
     return type(path).stat is not Path.stat
 
 
 def is_url(text: str) -> bool:
-    """Return whether a path begins with a scheme, such as `s3://` or `file://`."""
+    """Return whether a text starts with a scheme, such as `s3://` or `file://`."""
     return _URL.match(text.strip()) is not None
 
 
 def url_problem(text: str) -> str:
-    """Return why a URL is refused in place of a path, as a predicate; for a hub's, with the command to download it."""
+    """Say why a URL is refused as a path, as a predicate. For a hub's URL, include the download command."""
     command = download_command(text)
     if command is not None:
         return f"is the URL of a hub: run `{command}`, and give FOLDER here"
@@ -168,7 +171,7 @@ def url_problem(text: str) -> str:
 
 
 def download_command(text: str) -> str | None:
-    """Return the command that downloads a hub's URL to a folder; None for other texts."""
+    """Return the command to download a hub's URL to a folder, or None for other texts."""
     for hub, of_model, of_data in _HUBS:
         if match := re.match(rf"{hub}(?:/models)?/(datasets/)?([^/@?#]+/[^/@?#]+)", text.strip()):
             return (of_data if match[1] else of_model).format(match[2])
@@ -176,7 +179,7 @@ def download_command(text: str) -> str | None:
 
 
 def _mode(path: Path, *, follows_links: bool = True) -> int:
-    """Return the type and the permissions of what lies at a path; 0 where nothing is there."""
+    """Return a path's mode (type and permissions), or 0 if nothing is there."""
     try:
         return path.stat(follow_symlinks=follows_links).st_mode
     except (OSError, ValueError) as error:
@@ -186,7 +189,7 @@ def _mode(path: Path, *, follows_links: bool = True) -> int:
 
 
 def _is_missing(error: OSError | ValueError) -> bool:
-    """Return whether an error says that nothing has a name, or that no file can have it, as one with a null byte."""
+    """Return whether an error means that nothing has this name, or can have it, as with a null byte."""
     return not isinstance(error, OSError) or error.errno in _NOT_THERE
 
 

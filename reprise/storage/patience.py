@@ -1,4 +1,4 @@
-"""Distinguishes damage from temporary read failures, and retries the latter for a limited time."""
+"""Distinguishes damage from temporary read failures, which are retried for a limited time."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from reprise.storage.files import Files, T
 _log = logging.getLogger(__name__)
 
 
-# How long a read that fails is tried again: a server that fails over, or a limit that another process has used up.
+# How long a failing read is retried, for instance while a server fails over or other processes exhaust a limit.
 RETRY_S = 10.0
 OLDER = "load an older iteration"
-# What a missing file, or something else in its place, answers. All other errors say nothing of the checkpoint.
+# Errors from a missing file, or something else in its place. All others prove nothing about the checkpoint.
 _MISSING = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EISDIR, errno.EINVAL, errno.ENAMETOOLONG})
 
 
 def is_damage(error: OSError) -> bool:
-    """Return whether a failed read means that the file is missing or is no regular file."""
+    """Return whether a failed read means that the file is missing or not a regular file."""
     return error.errno in _MISSING
 
 
@@ -33,10 +33,10 @@ def failed_read(
     """Return the error to raise after a failed read: UnreadableError unless the error itself proves damage.
 
     Args:
-        what: the problem if the file is missing.
-        where: the path, if the error does not name one.
-        expected: the expected content.
-        fix: the remedy if the file is missing.
+        what: The problem, if the file is missing.
+        where: The path. For an unreadable file, a path in the error takes precedence.
+        expected: The expected content.
+        fix: The remedy, if the file is missing.
     """
     if is_damage(error):
         return CheckpointError(what, where=where, expected=expected, found=error.strerror, fix=fix)
@@ -44,7 +44,7 @@ def failed_read(
 
 
 def unreadable(error: OSError, *, where: object) -> UnreadableError:
-    """Return the error for a path that cannot be read at the moment, which proves nothing about its content."""
+    """Return the error for a path which cannot be read at the moment. Its content may be intact."""
     return UnreadableError(
         f"A file cannot be read now: {error.strerror} (errno {error.errno})",
         where=error.filename or where,
@@ -57,10 +57,10 @@ class Patience:
     """How long failing reads are retried.
 
     Args:
-        seconds: time limit of each read; `RETRY_S` by default.
-        pauses_s: the first pause between tries, and the longest; each is twice the one before.
-        clock: a clock in seconds.
-        sleep: sleeps for a number of seconds.
+        seconds: Seconds to retry each read. `RETRY_S` by default.
+        pauses_s: First and longest pause between tries, in seconds. Pauses double in between.
+        clock: Returns the time in seconds.
+        sleep: Sleeps for the given seconds.
     """
 
     def __init__(
@@ -77,14 +77,14 @@ class Patience:
     def retry(
         self, call: Callable[[], T], *, where: object = None, is_final: Callable[[OSError], bool] = is_damage
     ) -> T:
-        """Return the result of `call`, retrying it while it fails.
+        """Return the result of `call`, retrying while it fails.
 
         Args:
-            where: the path, for the log.
-            is_final: returns whether retrying an error is pointless.
+            where: The path to log, if the error does not name it.
+            is_final: Returns whether retrying after an error is pointless.
 
         Raises:
-            OSError: the final error, or the last one when time is up.
+            OSError: The error is final, or was the last when time ran out.
         """
         waits: Iterator[bool] | None = None
         while True:
@@ -101,7 +101,7 @@ class Patience:
                     raise
 
     def waits(self) -> Iterator[bool]:
-        """Pause, then yield True for another try, until the time, which begins with the first pause, is over."""
+        """Pause, then yield True for another try, until time is up. It starts with the first pause."""
         pause_s, longest_s = self._pauses_s
         deadline = self._clock() + self._seconds
         while (now := self._clock()) < deadline:
@@ -111,10 +111,10 @@ class Patience:
 
 
 def await_sight(path: Path, patience: Patience, files: Files, *, rank: int, reader: int = 0) -> None:
-    """Wait until this rank sees a file that rank `reader` has read: a file system may show it late.
+    """Wait until this rank sees a file already read by rank `reader`. A file system may show it late.
 
     Raises:
-        UnreadableError: if the file is still missing or inaccessible when time is up.
+        UnreadableError: The file is still missing or inaccessible when time is up.
     """
     try:
         patience.retry(lambda: files.look(path), where=path, is_final=lambda _: False)
@@ -130,13 +130,13 @@ def await_sight(path: Path, patience: Patience, files: Files, *, rank: int, read
 
 
 class PatientFiles(Files):
-    """A file system that retries reads for a limited time."""
+    """Wraps `files` and retries failing reads for a limited time."""
 
     def __init__(self, files: Files, patience: Patience) -> None:
         self._files, self._patience = files, patience
         self.reading_threads = files.reading_threads
-        self._paths: dict[int, Path] = {}  # of the files that are open
-        for name in ("expect", "map", "look", "end"):  # as they are
+        self._paths: dict[int, Path] = {}  # open files, by descriptor
+        for name in ("expect", "map", "look", "end"):  # without retries
             setattr(self, name, getattr(files, name))
 
     def size(self, path: Path) -> int:

@@ -1,4 +1,4 @@
-"""Logs the progress of long transfers from time to time; short ones are silent."""
+"""Logs progress during long transfers. Short transfers are silent."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ EVERY_S = 5.0
 
 
 class ProgressLine:
-    """Logs the progress of a transfer of `total_bytes`, at most every `EVERY_S`; several threads may add to it.
+    """Logs a transfer's progress, at most every `EVERY_S` seconds. Thread-safe.
 
     Args:
-        title: the operation, such as "saving iteration 10".
-        start: the clock's seconds at which it began; None for now.
+        title: The operation, such as "saving iteration 10".
+        total_bytes: Bytes to transfer.
+        start: When it started, by `clock`. None means now.
     """
 
     def __init__(
@@ -35,7 +36,7 @@ class ProgressLine:
             self._say()
 
     def at(self, done_bytes: int) -> None:
-        """Set the number of bytes transferred so far."""
+        """Set how many bytes have been transferred so far."""
         with self._lock:
             self._done_bytes = done_bytes
             self._say()

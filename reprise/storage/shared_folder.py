@@ -1,6 +1,6 @@
-"""Checks that all ranks write into one checkpoint folder: a rank looks for the file that another has made there.
+"""Checks whether all ranks write to the same checkpoint folder: a rank looks for a file created there by another rank.
 
-A path proves nothing: a host with a missing mount has another folder under the same path, or none.
+Equal paths prove nothing: a host with a missing mount has another folder at the same path, or none.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from reprise.storage.files import Files, cannot_write
 from reprise.storage.folder import CheckpointFolder
 from reprise.storage.patience import Patience
 
-# How long a rank looks for what rank 0 has written. A file system on the network may show it late.
+# How long a rank looks for another rank's file. A network file system may show it late.
 SEEN_WITHIN_S = 5.0
 _PAUSES_S = (0.005, 0.25)
 
 
 def why_unseen(mark: Path, files: Files) -> str:
-    """Return an empty string as soon as this rank sees the marker file; else, after SEEN_WITHIN_S, the reason."""
+    """Wait until this rank sees the marker file, and return "". After SEEN_WITHIN_S, return the reason."""
     return look_again(lambda: _problem_of(files.size, mark), mark.parent)
 
 
 def require_mark(mark: Path, folder: CheckpointFolder, *, leader: int = 0, is_local: bool = False) -> None:
-    """Return as soon as this rank sees the marker file of its leader.
+    """Wait until this rank sees its leader's marker file.
 
     Args:
-        folder: the folder of rank 0, or of the host.
-        leader: the rank that made the marker.
-        is_local: whether the folder is a host's own, whose first rank made the marker.
+        folder: The checkpoint folder.
+        leader: The rank creating the marker.
+        is_local: Whether the folder belongs to this host alone. Changes only the advice.
 
     Raises:
-        CheckpointError: naming this host and the path, if the marker is not seen within SEEN_WITHIN_S.
+        CheckpointError: The marker is not seen within SEEN_WITHIN_S. The message names this host and the path.
     """
     if problem := why_unseen(mark, folder.files):
         raise _unseen(folder, leader, mark.parent, f"the file {mark.name}", problem, is_local=is_local)
@@ -62,10 +62,11 @@ def _shared_fix(folder: CheckpointFolder) -> str:
 
 
 def view_of(folder: CheckpointFolder, *, leader: int = 0) -> int:
-    """Return the identity of a folder of this host: equal for processes that write into the same folder.
+    """Return a folder's identity on this host: equal for processes seeing the same folder in the same mount
+    namespace.
 
     Raises:
-        CheckpointError: naming this host and the path, if the folder is not seen within SEEN_WITHIN_S.
+        CheckpointError: The folder is not seen within SEEN_WITHIN_S. The message names this host and the path.
     """
     if problem := look_again(lambda: _problem_of(os.stat, folder.root), folder.root):
         raise _unseen(folder, leader, folder.root, "the folder", problem)
@@ -75,10 +76,10 @@ def view_of(folder: CheckpointFolder, *, leader: int = 0) -> int:
 
 
 def leave_sign(partial: Path, view: int, files: Files) -> None:
-    """Leave a file by which the leader sees that a rank with this view of the folder writes into it.
+    """Leave a sign file, which shows the leader that a rank with this view writes to the leader's folder.
 
     Raises:
-        CheckpointError: if the file system fails.
+        CheckpointError: The file system fails.
     """
     try:
         files.make_folder(partial)
@@ -88,14 +89,14 @@ def leave_sign(partial: Path, view: int, files: Files) -> None:
 
 
 def require_signs(partial: Path, views: Mapping[int, int], folder: CheckpointFolder, *, leader: int) -> None:
-    """Return as soon as the folder of an attempt has the signs of all views, which are removed.
+    """Wait until the partial folder has a sign file for every view, and remove these files.
 
     Args:
-        views: each with the first rank that has it.
-        leader: this rank.
+        views: The first rank with each view, by view.
+        leader: This rank.
 
     Raises:
-        CheckpointError: naming a rank that writes elsewhere, if its sign is not seen within SEEN_WITHIN_S.
+        CheckpointError: A sign is not seen within SEEN_WITHIN_S. The message names the rank writing elsewhere.
     """
     for view, rank in views.items():
         sign = _sign(partial, view)
@@ -112,12 +113,12 @@ def require_signs(partial: Path, views: Mapping[int, int], folder: CheckpointFol
 
 
 def require_view(folder: CheckpointFolder, view: int, *, leader: int = 0) -> None:
-    """Refuse a folder that is another than the one of an earlier view, as after a mount appeared or disappeared.
+    """Check whether the folder still has an earlier view, which a mount or unmount changes.
 
-    Earlier writes are then elsewhere, even if this one can be written now.
+    After a change, earlier writes are elsewhere, even if the folder is writable now.
 
     Raises:
-        CheckpointError: naming this host and the path.
+        CheckpointError: The view has changed. The message names this host and the path.
     """
     if view_of(folder, leader=leader) != view:
         raise CheckpointError(
@@ -132,10 +133,10 @@ def _sign(partial: Path, view: int) -> Path:
 
 
 def look_again(problem: Callable[[], str], folder: Path) -> str:
-    """Ask for a `problem` until there is none or SEEN_WITHIN_S have passed; return the last one.
+    """Call `problem` until it returns "" or SEEN_WITHIN_S has passed, and return its last result.
 
     Args:
-        folder: the folder to look in; its names are revalidated before each further look.
+        folder: The folder to revalidate before each further call.
     """
     waits = Patience(SEEN_WITHIN_S, pauses_s=_PAUSES_S).waits()
     while (answer := problem()) and next(waits, False):
@@ -144,12 +145,12 @@ def look_again(problem: Callable[[], str], folder: Path) -> str:
 
 
 def on_this_host(path: Path) -> str:
-    """Return in words the path and the host it was looked up on."""
+    """Name this host and the absolute path, for messages."""
     return f"host {socket.gethostname()}, {path.absolute()}"
 
 
 def _revalidate(folder: Path) -> None:
-    """Open a folder and all its parents: an NFS client then asks its server and forgets negative lookups."""
+    """Open a folder and its parents, which makes an NFS client ask its server and forget negative lookups."""
     for path in reversed((folder.absolute(), *folder.absolute().parents)):
         with contextlib.suppress(OSError):
             os.close(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))

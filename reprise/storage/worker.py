@@ -1,4 +1,4 @@
-"""Background threads that each run one job at a time."""
+"""Background threads, which run queued jobs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class Job:
-    """A call that runs on the worker; its outcome is available once `wait` returns."""
+    """A call run by a worker. Its outcome is available once `wait` returns."""
 
     def __init__(self, call: Callable[[], None]) -> None:
         self._call = call
@@ -26,27 +26,27 @@ class Job:
 
     @staticmethod
     def run_from(queue: SimpleQueue[Job | None], _dropped: object = None) -> None:
-        """Run jobs in their order until None comes; each keeps its exception. Called by a worker only.
+        """Run queued jobs in order until None arrives. Each job keeps its exception. Runs on a worker thread.
 
         Args:
-            _dropped: a reference that puts None once what it refers to is gone; it has to live until then.
+            _dropped: A weak reference that queues None once its referent is gone. Kept alive here until then.
         """
         while (job := queue.get()) is not None:
             job.run()
             del job
-        queue.put(None)  # for the next thread
+        queue.put(None)  # ends the next thread
 
     def run(self) -> None:
-        """Make the call, and keep its exception. Called once, by a worker only."""
+        """Run the call and keep its exception. Called once, on a worker thread."""
         try:
             self._call()
         except BaseException as error:  # noqa: BLE001 - handed to whoever waits
-            _clear_frames(error)  # the error may be kept for long, what the call had in hand is of no use
+            _clear_frames(error)  # the error may live long and would keep the call's local variables alive
             self._error = error
         finally:
-            self._call = _nothing  # what it holds is not needed any more
+            self._call = _nothing  # frees what the call refers to
             self._done.set()
-            del self  # the traceback of the error refers to this frame
+            del self  # the error's traceback refers to this frame
 
     @property
     def is_done(self) -> bool:
@@ -54,21 +54,22 @@ class Job:
 
     @property
     def error(self) -> BaseException | None:
-        """Return the exception of the call once it is done."""
+        """Return the call's exception. None before its end or after success."""
         return self._error
 
     def ends(self, timeout_s: float | None) -> bool:
-        """Return whether the call finishes within `timeout_s`; without a limit, wait."""
+        """Wait up to `timeout_s` seconds (None: forever) and return whether the call has ended."""
         return self._done.wait(timeout_s)
 
     def wait(self, timeout_s: float | None = None, *, where: object = None) -> None:
-        """Wait for the call, forever without a timeout, and raise its exception.
+        """Wait for the call and raise its exception.
 
         Args:
-            where: the checkpoint that the call saves, for the message.
+            timeout_s: Seconds to wait. None waits forever.
+            where: The checkpoint being saved, for the message.
 
         Raises:
-            CheckpointError: if it did not finish within `timeout_s`.
+            CheckpointError: The call did not end within `timeout_s`.
         """
         if not self._done.wait(timeout_s):
             raise CheckpointError(
@@ -81,11 +82,11 @@ class Job:
             try:
                 raise self._error
             finally:
-                del self  # the traceback of the error refers to this frame, and to its callers
+                del self  # the error's traceback refers to this frame and its callers
 
 
 def _clear_frames(error: BaseException) -> None:
-    """Release the local variables of the functions that an error and its causes passed through."""
+    """Clear local variables in all frames of an error and its causes."""
     queue, seen = [error], set[int]()
     while queue:
         exception = queue.pop()
@@ -101,9 +102,10 @@ def _nothing() -> None:
 
 
 class Worker:
-    """Runs jobs in turn on daemon threads; the program's exit does not wait for them.
+    """Runs jobs in order on daemon threads. The program's exit does not wait for them.
 
-    Each of the first jobs starts one. The threads end with the worker, after the jobs that it was given.
+    Each of the first `threads` jobs starts a thread. The threads end after the queued jobs, once the worker is closed
+    or dropped.
     """
 
     def __init__(self, name: str, *, threads: int = 1) -> None:
@@ -120,14 +122,14 @@ class Worker:
         if len(self._threads) < self._count:
             queue = (self._queue, self._dropped)
             thread = threading.Thread(target=Job.run_from, args=queue, name=self._name, daemon=True)
-            thread.start()  # the system may refuse it
+            thread.start()  # the system may refuse another thread
             self._threads.append(thread)
         job = Job(call)
         self._queue.put(job)
         return job
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Let the threads end after the queued jobs; a thread that hangs is a daemon and is left behind."""
+        """End the threads after the queued jobs. Wait at most `timeout_s` for each, then leave it behind."""
         self._queue.put(None)
         for thread in self._threads:
             thread.join(timeout_s)
@@ -135,10 +137,10 @@ class Worker:
 
 
 def ending_with(owner: T, queue: SimpleQueue[Job | None]) -> weakref.ref[T]:
-    """Return a reference that puts None once its owner is gone.
+    """Return a weak reference that queues None once its owner is gone.
 
-    That may be at any point of any thread. It runs nothing of Python, which could be interrupted or wait for a lock
-    that the same thread has.
+    This may happen at any point in any thread. The callback runs no Python code, which could be interrupted or wait for
+    a lock held by the same thread.
     """
     return weakref.ref(owner, partial(queue.put, None))
 
@@ -148,11 +150,10 @@ class Stopped(Exception):
 
 
 def run_together(calls: Sequence[Callable[[], None]], *, name: str, threads: int) -> None:
-    """Run calls on this thread and on at most `threads - 1` more, wait for all, and raise the first error.
+    """Run calls on this thread and at most `threads - 1` others, wait for all, and raise the first error.
 
-    A single call needs no thread. The threads that are there run the calls where no other can be started: the system
-    refuses it, and Python 3.12.0 to 3.12.2 does once the main thread has ended. `Stopped` is raised only if there is no
-    other error.
+    A single call starts no thread. If the system refuses a thread, or Python 3.12.0 to 3.12.2 does because the main
+    thread has ended, existing threads run the calls. `Stopped` is raised only if no other error occurred.
     """
     jobs = [Job(call) for call in calls]
     queue: SimpleQueue[Job | None] = SimpleQueue()
@@ -170,8 +171,8 @@ def run_together(calls: Sequence[Callable[[], None]], *, name: str, threads: int
                 started.append(helper)
         Job.run_from(queue)
         errors = [job.error for job in jobs if job.ends(None) and job.error is not None]
-    finally:  # whatever interrupts this thread: what the others work on is not used again before they end
-        queue.put(None)  # in place of one that this thread had in hand
+    finally:  # even if this thread is interrupted: the caller may reuse the calls' data
+        queue.put(None)  # replaces a None that this thread may have taken
         for helper in started:
             helper.join()
     for error in sorted(errors, key=lambda error: isinstance(error, Stopped)):
