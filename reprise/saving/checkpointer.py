@@ -197,7 +197,7 @@ class Checkpointer:
             start = time.perf_counter()
             has_optimizer = contents.has_optimizer
             if not again and self._has(iteration, with_optimizer=has_optimizer):
-                _log.info("iteration %d is saved already, nothing to do", iteration)
+                _log.info("iteration %d is already saved, nothing to do", iteration)
                 if self._channel.coordinates:
                     messages.already_committed(self._channel, attempt.name, iteration)
                 self._keep(attempt)

@@ -96,7 +96,7 @@ class OwnedFolder:
             for iteration, attempt in folder.partials():
                 if attempt in elsewhere and attempt_of(folder.partial(iteration, attempt)) == attempt:
                     folder.commit(iteration, attempt)
-                    _log.warning("iteration %d, which another host had committed, is complete on this one", iteration)
+                    _log.warning("completed iteration %d on this host, since another host has committed it", iteration)
             for iteration in folder.committed() if self._is_local else ():
                 # An interrupted copy leaves a temporary host.json in a committed folder.
                 folder.files.remove_file(temporary_of(folder.iteration(iteration) / HOST))
@@ -225,7 +225,7 @@ def delete(folder: CheckpointFolder, iterations: Sequence[int], *, attempt: str,
                 lock.check()
             path = folder.discard(iteration, attempt)
             if path is None:
-                _log.info("iteration %d stays, somebody has begun to read it", iteration)
+                _log.info("iteration %d is kept, since a reader now holds it", iteration)
                 continue
             folder.files.remove_tree(path)
             deleted.append(iteration)
@@ -249,7 +249,9 @@ def _records(folder: CheckpointFolder, stamps: Mapping[int, Stamp]) -> tuple[dic
         except TrainerError as error:
             is_kept = isinstance(error, UnreadableError)
             unknown |= {iteration} if is_kept else set()
-            _log.error("the loss of %s is not known%s: %s", place, ", it stays" if is_kept else "", error)
+            _log.error(
+                "the validation loss of %s cannot be read%s: %s", place, ", so it is kept" if is_kept else "", error
+            )
             continue
         if loss is not None:
             losses[iteration] = loss
@@ -314,7 +316,7 @@ def require_room(
         retention = replace(retention, mirror=None)
         expired, _ = decide_expired(folder, retention)
         for iteration in delete(folder, sorted({*expired} - {*kept}), attempt=attempt.name, lock=lock):
-            _log.warning("the disk is full: iteration %d is deleted before the store has it", iteration)
+            _log.warning("the disk is full: deleted iteration %d, which the store does not have yet", iteration)
         require_room(attempt, documents, retention, parts=parts)
         return
     raise CheckpointError(

@@ -243,28 +243,28 @@ class SaveJob:
 def stalled(attempt: Attempt) -> CheckpointError:
     """Return the error for a save aborted while live memory had to stay unchanged."""
     return CheckpointError(
-        "A save was aborted: the disk has written nothing for a while, or an exception has ended the copying",
+        "A save was aborted: the disk stalled, or an exception interrupted the copying",
         where=attempt.target,
-        expected="a chunk within the time in which a training step may wait for it",
-        fix="Training continues and committed checkpoints are untouched; look at the file system.",
+        expected="a chunk written at least every stall_timeout_s",
+        fix="Training continues and committed checkpoints are untouched. Check the file system.",
     )
 
 
 def no_memory(attempt: Attempt, error: torch.OutOfMemoryError) -> CheckpointError:
     """Return the error for a save without enough device memory for its copies."""
     return CheckpointError(
-        "A save found no memory on the device for copies of tensors that may change at any time",
+        "A save ran out of device memory for copies of tensors that may change at any time",
         where=attempt.target,
         found=str(error).splitlines()[0],
-        fix="Training continues and committed checkpoints are untouched; a smaller micro batch leaves room.",
+        fix="Training continues and committed checkpoints are untouched. Use a smaller micro-batch to free memory.",
     )
 
 
 def in_doubt_error(attempt: Attempt) -> CheckpointError:
     """Return the error for a save in doubt: this rank stops waiting, but the save may still be committed."""
     return CheckpointError(
-        "A save did not end in time, and may still be committed",
+        "A save did not end in time and may still be committed",
         where=attempt.target,
         expected="an end within commit_timeout_s",
-        fix="The disk or a peer hangs; the next save looks for it.",
+        fix="The disk or another rank hangs. The next save checks whether this save was committed.",
     )

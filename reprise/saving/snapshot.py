@@ -165,7 +165,7 @@ class Snapshot:
         """
         if self._is_aborted:
             raise CheckpointError(
-                "A save was aborted while it was being written: the disk hangs, or an exception has ended the copying",
+                "A save was aborted while writing: the disk stalled, or an exception interrupted the copying",
                 fix="Training continues.",
             )
 
@@ -295,7 +295,11 @@ class Staging:
                 try:
                     larger = Arena(total_bytes, is_pinned=plan.sources.can_pin)
                 except (CheckpointError, OSError) as error:
-                    _log.error("no staging memory of %d bytes, steps will wait for the disk: %s", total_bytes, error)
+                    _log.error(
+                        "cannot allocate %d B of staging memory, so steps will wait for the disk: %s",
+                        total_bytes,
+                        error,
+                    )
                 else:
                     self.arena.close()
                     self.arena, self._is_touched = larger, False

@@ -198,14 +198,14 @@ def writing_failed(path: Path, error: OSError, files: Files, *, root: Path, tota
             where=path,
             expected="a free file descriptor",
             found=f"a limit of {resource.getrlimit(resource.RLIMIT_NOFILE)[0]} open files in this process",
-            fix="Committed checkpoints are untouched; raise the limit of open files with `ulimit -n`.",
+            fix="Committed checkpoints are untouched. Raise the open file limit with `ulimit -n`.",
         )
     return CheckpointError(
         problem,
         where=path,
         expected=f"room for {total_bytes} B",
         found=describe_free_space(files, root),
-        fix="Committed checkpoints are untouched; free space or repair the disk.",
+        fix="Committed checkpoints are untouched. Free space or repair the disk.",
     )
 
 

@@ -219,7 +219,7 @@ def describe_free_space(files: Files, path: Path) -> str:
     try:
         free = files.free_bytes(path)
         room = "an unknown number of bytes free" if free is None else f"{free} B free"
-        return f"no inodes left, so no file can be made; {room}" if files.free_inodes(path) == 0 else room
+        return f"no inodes left, so no file can be created; {room}" if files.free_inodes(path) == 0 else room
     except OSError as error:
         return f"free space unknown: {error.strerror}"
 

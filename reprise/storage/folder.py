@@ -289,7 +289,7 @@ class CheckpointFolder:
     def _take_back(self, partial: Path, target: Path, aside: Path | None) -> bool:
         """Undo a commit. Return whether it is undone."""
         is_undone = False
-        with _logged("%s cannot be taken back", target):
+        with _logged("the commit of %s cannot be undone", target):
             self.files.rename(target, partial)
             is_undone = True
             with _logged("%s waits as %s for the next start", target, aside):
@@ -353,7 +353,7 @@ class CheckpointFolder:
         or none. The next start does not rely on it: it lists the folder and repairs the tracker.
         """
         tracker, prepared = self.root / TRACKER, temporary_of(self.root / TRACKER)
-        with _logged("%s names another iteration than the newest", tracker):
+        with _logged("%s could not be updated to the newest iteration", tracker):
             newest, tracked = max(self.committed(), default=None), self.tracker()
             if newest is None and tracked is not None:
                 self.files.remove_file(tracker)
@@ -393,9 +393,9 @@ def _tracker_line(iteration: int) -> bytes:
 
 def _name_is_taken(target: Path) -> CheckpointError:
     return CheckpointError(
-        "A save cannot have the name of its iteration",
+        "A save cannot be renamed to its final name",
         where=target,
         expected="nothing, or a checkpoint",
         found=kind_of(target),
-        fix="Remove it, or move it away: a link is no checkpoint of the run. Committed checkpoints are untouched.",
+        fix="Remove it or move it away. Committed checkpoints are untouched.",
     )

@@ -82,7 +82,7 @@ def parse(data: bytes, *, where: object) -> Json:
             "A JSON file cannot be read", where=where, expected="one standard JSON object", found=error
         ) from error
     if not isinstance(value, dict):
-        raise CheckpointError("A JSON file holds no object", where=where, found=type(value).__name__)
+        raise CheckpointError("A JSON file does not contain an object", where=where, found=type(value).__name__)
     return value
 
 

@@ -190,7 +190,7 @@ class _LockFile(Lease):
             raise LockError(
                 f"The lock of a {self._kind} cannot be taken: {error.strerror} (errno {error.errno})",
                 where=self.path,
-                fix=f"Let the file system carry flock(2), or name {self._another}.",
+                fix=f"Mount the file system with flock(2) support, or name {self._another}.",
             ) from error
         holder = self._holder()
         if holder is not None and holder.host != self._me.host and not self._is_local:
@@ -262,8 +262,8 @@ class _LockFile(Lease):
             if any(other.path == self.path and other is not self for other in tuple(leases)):
                 what = f"This process writes to this {self._kind} already"
                 fix = (
-                    "Call `close` on the AsyncSaver that has it, which lives as long as a variable or the traceback of "
-                    f"an error refers to it, wait for the call on another thread that has it, or name {self._another}."
+                    "Call `close` on the AsyncSaver using it, which lives as long as a variable or an error's "
+                    f"traceback refers to it. Or wait for another thread's call using it, or name {self._another}."
                 )
         return LockError(what, where=self.path.parent, found=name, fix=fix)
 

@@ -166,7 +166,7 @@ def url_problem(text: str) -> str:
     """Say why a URL is refused as a path, as a predicate. For a hub's URL, include the download command."""
     command = download_command(text)
     if command is not None:
-        return f"is the URL of a hub: run `{command}`, and give FOLDER here"
+        return f"is a hub URL: run `{command}` and use FOLDER here"
     return "is a URL; only paths of mounted file systems can be used"
 
 

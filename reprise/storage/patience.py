@@ -96,7 +96,7 @@ class Patience:
                 if waits is None:
                     waits = self.waits()
                     text = f"{error.strerror} (errno {error.errno})"
-                    _log.warning("%s cannot be read, trying again: %s", error.filename or where, text)
+                    _log.warning("%s cannot be read, retrying: %s", error.filename or where, text)
                 if not next(waits, False):
                     raise
 

@@ -48,9 +48,11 @@ def _unseen(
     return CheckpointError(
         f"This host does not see the checkpoint folder of rank {leader}",
         where=on_this_host(where),
-        expected=f"{expected} that it has made there",
+        expected=f"{expected} that it created there",
         found=found,
-        fix="Nothing was saved. Show all ranks of a host one folder at this path." if is_local else _shared_fix(folder),
+        fix="Nothing was saved. Mount the same folder at this path for all ranks on a host."
+        if is_local
+        else _shared_fix(folder),
     )
 
 
@@ -104,7 +106,7 @@ def require_signs(partial: Path, views: Mapping[int, int], folder: CheckpointFol
             raise CheckpointError(
                 f"Rank {rank} writes into another folder than rank {leader}",
                 where=on_this_host(partial),
-                expected=f"the file {sign.name} that rank {rank} has made there",
+                expected=f"the file {sign.name} that rank {rank} created there",
                 found=problem,
                 fix=_shared_fix(folder),
             )
@@ -122,7 +124,7 @@ def require_view(folder: CheckpointFolder, view: int, *, leader: int = 0) -> Non
     """
     if view_of(folder, leader=leader) != view:
         raise CheckpointError(
-            "The checkpoint folder of this host became another one during a save",
+            "This host's checkpoint folder changed during a save",
             where=on_this_host(folder.root),
             fix="Nothing was saved. Check for services that mount and unmount file systems on this host.",
         )

@@ -344,7 +344,7 @@ def test_a_save_that_finds_no_device_memory_fails_alone(
             _exhaust(device, patch)
             saver.save(2, training.net, training.optimizer)
         training.step()
-        with pytest.raises(CheckpointError, match="found no memory on the device"):
+        with pytest.raises(CheckpointError, match="ran out of device memory"):
             saver.wait()
         expected = training.values()
         saver.save(3, training.net, training.optimizer)

@@ -75,4 +75,4 @@ def test_a_full_disk_takes_what_is_not_mirrored_and_says_so(tmp_path: Path, capl
     with caplog.at_level(logging.WARNING):
         assert save(tmp_path, [5, 10, 15, 20], RULE, SmallDisk(tmp_path, 3)) == [15, 20]
     lines = [record.getMessage() for record in caplog.records]
-    assert [f"iteration {n} is deleted" in line for n, line in zip((5, 10), lines, strict=True)] == [True, True]
+    assert [f"deleted iteration {n}," in line for n, line in zip((5, 10), lines, strict=True)] == [True, True]

@@ -184,7 +184,7 @@ def test_a_rank_that_wrote_elsewhere_first_fails_the_save(tmp_path: Path) -> Non
 
     for report in run_ranks(2, call, store=tcp_store):
         assert isinstance(report, SaveReport)
-        assert f"folder of this host became another one during a save (host {os.uname().nodename}, {link})" in str(
+        assert f"This host's checkpoint folder changed during a save (host {os.uname().nodename}, {link})" in str(
             report.error
         )
     assert files_below(shared) == ["lock"]
