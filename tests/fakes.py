@@ -156,7 +156,7 @@ def open_when_awaited(monkeypatch: pytest.MonkeyPatch, gate: threading.Event) ->
     wait_written, wait_job = Snapshot._await_written, Job.wait
 
     def step_waits(snapshot: Snapshot) -> None:
-        if snapshot._left:
+        if snapshot._live_count:
             gate.set()
         wait_written(snapshot)
 

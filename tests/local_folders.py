@@ -95,7 +95,7 @@ def load_on_hosts(
             LoadSource(folder if shared is None else shared), check=_accept, live=lambda _: live, with_local=True
         )
         iteration = restored.checkpoint.iteration
-        local.loaded(restored)
+        local.note_loaded(restored)
         then(local, channel.rank)
         local.close()
         expected = contents(channel.rank % 2, iteration).live

@@ -65,9 +65,9 @@ class LocalCheckpointer(Checkpointer):
         self.folders.survey()
         self._copies.found(self.folders.copied(self._copies.count))
 
-    def loaded(self, restored: Restored) -> None:
+    def note_loaded(self, restored: Restored) -> None:
         """Note the checkpoint from which the run starts."""
-        super().loaded(restored)
+        super().note_loaded(restored)
         if self.folders.owns(restored.checkpoint.path):
             self._copies.loaded(restored.checkpoint.iteration)
 

@@ -17,7 +17,7 @@ from reprise.format.names import HOST
 from reprise.loading.blocks import PieceBlock, blocks_of
 from reprise.loading.reader import Bytes, Checkpoint, Gatherer, OpenFile, open_tensor_file, read_places
 from reprise.storage.atomic import replace_file
-from reprise.storage.files import MOST_OPEN
+from reprise.storage.files import MAX_OPEN_FILES
 
 _log = logging.getLogger(__name__)
 
@@ -131,7 +131,7 @@ class PieceWriter:
 
     def _descriptor(self, name: str) -> int:
         if name not in self._open:
-            if len(self._open) >= MOST_OPEN:
+            if len(self._open) >= MAX_OPEN_FILES:
                 self.sync()
                 self.close()
             self._open[name] = self._files.open_for_writing(self._checkpoint.path / name)

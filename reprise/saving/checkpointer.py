@@ -26,7 +26,7 @@ from reprise.saving.column_sharing import LocalRanks
 from reprise.saving.owned_folder import OwnedFolder
 from reprise.saving.plan import Plan
 from reprise.saving.policy import SavePolicy, SaveReport, SaveResults
-from reprise.saving.save_job import SaveJob, in_doubt_error, no_memory, stalled
+from reprise.saving.save_job import SaveJob, in_doubt_error, no_memory_error, stalled_error
 from reprise.saving.snapshot import Staging
 from reprise.storage.files import FILE_SYSTEM, Files
 from reprise.storage.folder import CheckpointFolder
@@ -118,7 +118,7 @@ class Checkpointer:
             CheckpointError: The folder cannot be written, or some rank does not see its leader's folder. Every rank
                 raises.
         """
-        with self._local_ranks.met(self._channel, f"hosts/{self._attempts.nonce}"):
+        with self._local_ranks.check_same_host(self._channel, f"hosts/{self._attempts.nonce}"):
             self._owned.acquire()  # waits for all ranks, so they have read the messages before the block deletes them
 
     def take_folder(self) -> None:
@@ -132,20 +132,20 @@ class Checkpointer:
         """
         self._owned.take()
 
-    def loaded(self, restored: Restored) -> None:
+    def note_loaded(self, restored: Restored) -> None:
         """Note the loaded checkpoint. If it lies in this folder, it need not be saved again."""
         checkpoint, self._damaged = restored.checkpoint, restored.damaged
         folder = self._owned.folder.iteration(checkpoint.iteration)
         if not is_symlink(folder) and checkpoint.path.resolve() == folder.resolve():
-            self.has_already(checkpoint.iteration, has_optimizer=checkpoint.has_optimizer)
+            self.note_saved(checkpoint.iteration, has_optimizer=checkpoint.has_optimizer)
             if restored.is_verified and self._local is None:
                 self._verified = checkpoint.iteration
 
-    def has_already(self, iteration: int, *, has_optimizer: bool) -> None:
+    def note_saved(self, iteration: int, *, has_optimizer: bool) -> None:
         """Note an iteration already in the folder, which need not be saved again."""
         self._newest = iteration, has_optimizer
 
-    def outdated(self, iteration: int) -> None:
+    def mark_outdated(self, iteration: int) -> None:
         """Mark the checkpoint at `iteration` as incomplete: the next save with this iteration replaces it.
 
         Only the newest checkpoint saved or loaded by this process is marked. Others must not be deleted.
@@ -196,14 +196,14 @@ class Checkpointer:
             self.wait()
             start = time.perf_counter()
             has_optimizer = contents.has_optimizer
-            if not again and self._has(iteration, with_optimizer=has_optimizer):
+            if not again and self._is_saved(iteration, with_optimizer=has_optimizer):
                 _log.info("iteration %d is already saved, nothing to do", iteration)
                 if self._channel.coordinates:
                     messages.already_committed(self._channel, attempt.name, iteration)
-                self._keep(attempt)
+                self._note_earlier(attempt)
                 return None
             if self._stuck is not None and not self._stuck.is_done:  # the hung thread may still use the arena
-                raise stalled(attempt)
+                raise stalled_error(attempt)
             self._stuck = None
             plan = self._staging.plan(contents)
             # An outdated checkpoint is replaced only if the new save holds as much.
@@ -213,15 +213,17 @@ class Checkpointer:
             if not self._policy.async_save:
                 self.wait()
         except BaseException as error:
-            problem = no_memory(attempt, error) if isinstance(error, torch.OutOfMemoryError) else as_problem(error)
+            problem = (
+                no_memory_error(attempt, error) if isinstance(error, torch.OutOfMemoryError) else as_problem(error)
+            )
             messages.abort(self._channel, attempt, problem, shared)
-            self._keep(attempt)
+            self._note_earlier(attempt)
             if self._started is not None and self._started.attempt.name == attempt.name:
-                self._let_go(self._started)
+                self._detach(self._started)
                 self.drain(_LINGER_S)  # the thread removes its files, and is idle for the next save
             if not isinstance(error, TrainerError | torch.OutOfMemoryError):
                 raise
-            self._ended(SaveReport(iteration, attempt.target, 0, 0.0, error=problem))
+            self._add_report(SaveReport(iteration, attempt.target, 0, 0.0, error=problem))
         self.results.blocked_s += time.perf_counter() - called
         return None if self._policy.async_save else self.results.reports.pop()
 
@@ -244,7 +246,7 @@ class Checkpointer:
         error, goes_on = None, False
         try:
             if snapshot.is_aborted and not job.is_done:
-                raise stalled(attempt)
+                raise stalled_error(attempt)
             job.wait(self._policy.commit_timeout_s, where=attempt.target)
             self._newest = attempt.iteration, save_job.contents.has_optimizer
             self._in_doubt.clear()  # rank 0 runs attempts in sequence, so all earlier ones are decided
@@ -261,12 +263,12 @@ class Checkpointer:
             raise
         finally:
             if not goes_on:
-                self._let_go(save_job)
+                self._detach(save_job)
         if not self._policy.async_save:
             save_job.blocked_s = time.perf_counter() - save_job.start
-        self._ended(save_job.report(error))
+        self._add_report(save_job.report(error))
 
-    def _has(self, iteration: int, *, with_optimizer: bool) -> bool:
+    def _is_saved(self, iteration: int, *, with_optimizer: bool) -> bool:
         """Return whether `iteration` is already saved, with optimizer state if required.
 
         Only the newest iteration saved or loaded counts, since a run ends by saving it. An older iteration is saved
@@ -278,7 +280,7 @@ class Checkpointer:
             for attempt, full in self._in_doubt
         )
 
-    def _let_go(self, save_job: SaveJob) -> None:
+    def _detach(self, save_job: SaveJob) -> None:
         """Stop waiting for a save: remove its step hooks, and abort its snapshot if its thread still runs."""
         self._started = None
         if not save_job.job.is_done:  # it may still read live memory
@@ -289,7 +291,7 @@ class Checkpointer:
         self._attempts.earlier += save_job.earlier
         # After a commit only rank 0's message is left: its decision.
         if self._channel.coordinates or not save_job.shared.current.made_checkpoint:
-            self._keep(save_job.attempt)
+            self._note_earlier(save_job.attempt)
 
     @property
     def is_saving(self) -> bool:
@@ -386,11 +388,11 @@ class Checkpointer:
             plans=self._plans,
         )
 
-    def _keep(self, attempt: Attempt) -> None:
+    def _note_earlier(self, attempt: Attempt) -> None:
         """Note an attempt for the next save, which removes its remains."""
         self._attempts.earlier.append((attempt.iteration, attempt.name))
 
-    def _ended(self, report: SaveReport) -> None:
+    def _add_report(self, report: SaveReport) -> None:
         self.results.add(report)
         if report.error is not None and self._channel.coordinates:
             _log.error("iteration %d was not saved: %s", report.iteration, report.error)
@@ -417,4 +419,4 @@ class Checkpointer:
             snapshot.abort()
             raise
         if snapshot.is_aborted and not was_aborted:
-            messages.abort(self._channel, save_job.attempt, stalled(save_job.attempt), save_job.shared)
+            messages.abort(self._channel, save_job.attempt, stalled_error(save_job.attempt), save_job.shared)

@@ -271,7 +271,7 @@ class LocalRanks:
         self._table: tuple[Layout, _Rows, Stripes] | None = None
 
     @contextlib.contextmanager
-    def met(self, channel: StoreChannel, name: str) -> Iterator[None]:
+    def check_same_host(self, channel: StoreChannel, name: str) -> Iterator[None]:
         """Check whether the ranks run on the same host; if not, share nothing. Main thread, all ranks.
 
         Args:

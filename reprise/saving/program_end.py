@@ -15,9 +15,9 @@ from contextlib import AbstractContextManager
 from reprise.saving.checkpointer import Landing
 
 # Saves under way, by a weak reference to their saver: a dropped saver must release its folder.
-_endings: dict[weakref.ref[AbstractContextManager[object]], Landing | None] = {}
-_watch: list[threading.Thread] = []
-os.register_at_fork(after_in_child=_endings.clear)  # they are the parent's saves
+_pending: dict[weakref.ref[AbstractContextManager[object]], Landing | None] = {}
+_exit_threads: list[threading.Thread] = []
+os.register_at_fork(after_in_child=_pending.clear)  # they are the parent's saves
 
 
 def finish_at_end(saver: AbstractContextManager[object], landing: Landing | None) -> None:
@@ -29,17 +29,17 @@ def finish_at_end(saver: AbstractContextManager[object], landing: Landing | None
     Args:
         landing: The save to wait for if the saver has been dropped.
     """
-    for dropped in [ref for ref, save in _endings.items() if ref() is None and (save is None or save.is_over)]:
-        del _endings[dropped]
-    _endings[weakref.ref(saver)] = landing
-    if not _watch or not _watch[0].is_alive():
-        _watch[:] = [threading.Thread(target=_finish_all, name="checkpoint-end", daemon=False)]
-        _watch[0].start()
+    for dropped in [ref for ref, save in _pending.items() if ref() is None and (save is None or save.is_over)]:
+        del _pending[dropped]
+    _pending[weakref.ref(saver)] = landing
+    if not _exit_threads or not _exit_threads[0].is_alive():
+        _exit_threads[:] = [threading.Thread(target=_finish_all, name="checkpoint-end", daemon=False)]
+        _exit_threads[0].start()
 
 
 def forget(saver: AbstractContextManager[object]) -> None:
     """Stop the program's exit from waiting for the saver."""
-    _endings.pop(weakref.ref(saver), None)
+    _pending.pop(weakref.ref(saver), None)
 
 
 def _finish_all() -> None:
@@ -49,7 +49,7 @@ def _finish_all() -> None:
     kind = None if error is None else type(error)
     try:
         with contextlib.ExitStack() as stack:
-            for saver, landing in _endings.items():
+            for saver, landing in _pending.items():
                 if (ending := saver() or landing) is not None:
                     stack.callback(ending.__exit__, kind, error, None)
     except BaseException as failure:  # noqa: BLE001 - printed, and the program ends with it

@@ -240,7 +240,7 @@ class SaveJob:
                 _log.error("%s could not be removed, the next start sweeps it: %s", path, error)
 
 
-def stalled(attempt: Attempt) -> CheckpointError:
+def stalled_error(attempt: Attempt) -> CheckpointError:
     """Return the error for a save aborted while live memory had to stay unchanged."""
     return CheckpointError(
         "A save was aborted: the disk stalled, or an exception interrupted the copying",
@@ -250,7 +250,7 @@ def stalled(attempt: Attempt) -> CheckpointError:
     )
 
 
-def no_memory(attempt: Attempt, error: torch.OutOfMemoryError) -> CheckpointError:
+def no_memory_error(attempt: Attempt, error: torch.OutOfMemoryError) -> CheckpointError:
     """Return the error for a save without enough device memory for its copies."""
     return CheckpointError(
         "A save ran out of device memory for copies of tensors that may change at any time",

@@ -83,7 +83,7 @@ class Snapshot:
         self._states = {id(chunk): _State.LIVE for chunk in chunks}
         self._staged: dict[int, tuple[Bytes, torch.Event | None]] = {}
         self._is_released = self._is_closed = self._is_aborted = False
-        self._left = sum(not self._is_private(chunk) for chunk in chunks)  # how many chunks still need live memory
+        self._live_count = sum(not self._is_private(chunk) for chunk in chunks)  # chunks that need live memory
         self._read_count = 0
         self._stage_ahead(copies_first=copies_first)
 
@@ -209,7 +209,7 @@ class Snapshot:
 
     def _await_written(self) -> None:
         with self._changed:
-            while self._left and not (self._is_closed or self._is_aborted):
+            while self._live_count and not (self._is_closed or self._is_aborted):
                 count = self._read_count
                 if not self._changed.wait(self._stall_timeout_s) and count == self._read_count:
                     self._is_aborted = True
@@ -224,7 +224,7 @@ class Snapshot:
         with self._changed:
             needed, self._states[id(chunk)] = self._states[id(chunk)] in _NEEDS_LIVE, state
             if not self._is_private(chunk):
-                self._left += (state in _NEEDS_LIVE) - needed
+                self._live_count += (state in _NEEDS_LIVE) - needed
             self._read_count += state is _State.READ
             self._changed.notify_all()
 

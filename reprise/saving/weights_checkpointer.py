@@ -69,7 +69,7 @@ class WeightsCheckpointer(Checkpointer):
                 return False
 
         if self._channel.from_first(f"weights/{self._nonce}/there", is_there):
-            self.has_already(iteration, has_optimizer=False)
+            self.note_saved(iteration, has_optimizer=False)
 
     def save(self, iteration: int, contents: Contents, *, again: bool = False) -> SaveReport | None:
         """Save the current weights, with each rank casting its own shards; see `Checkpointer.save`."""

@@ -21,7 +21,7 @@ from reprise.format.manifest import BLOCK_BYTES, DIGEST_BYTES, Written, WrittenP
 from reprise.saving.column_sharing import Sharing, cut_by_stripes
 from reprise.saving.plan import Chunk, ChunkPart, Plan
 from reprise.saving.snapshot import DIRECT_BYTES, Snapshot
-from reprise.storage.files import MOST_OPEN, Files, describe_free_space
+from reprise.storage.files import MAX_OPEN_FILES, Files, describe_free_space
 from reprise.storage.worker import Stopped, run_together
 from reprise.tensors.memory import Bytes, map_memory
 
@@ -80,14 +80,14 @@ class Writer:
                         self._folder / name,
                         self._files,
                         partial(self._begin, files[name]),
-                        stays_open=len(names) <= MOST_OPEN,
+                        stays_open=len(names) <= MAX_OPEN_FILES,
                     )
                     ending.callback(target.close)
                     calls += [partial(self._write_extent, target, extent) for extent in plan.chunks.get(name) or [[]]]
-            self._go_on()  # a thread that hung must not recreate an aborted attempt's folder
+            self._raise_if_failed()  # a thread that hung must not recreate an aborted attempt's folder
             # Never the folder's parent: if that is gone, the save must fail.
             for path in dict.fromkeys([self._folder, *(target.path.parent for target in self._targets.values())]):
-                with self._failing(path):
+                with self._stopping_others(path):
                     self._files.make_folder(path)
             run_together(calls, name=_THREAD, threads=_THREADS)
             if self._sharing is not None:
@@ -106,7 +106,7 @@ class Writer:
             self._files.write(descriptor, [memoryview(file.header)], offset=0)
 
     @contextlib.contextmanager
-    def _failing(self, path: Path) -> Iterator[None]:
+    def _stopping_others(self, path: Path) -> Iterator[None]:
         """Stop the other threads if the block fails, and name the file in the error."""
         try:
             yield
@@ -118,20 +118,20 @@ class Writer:
             self._has_failed.set()
             raise
 
-    def _go_on(self) -> None:
+    def _raise_if_failed(self) -> None:
         """Raise if the save has failed: a late write would recreate the folder during its removal."""
         self._snapshot.check()
         if self._has_failed.is_set():
             raise Stopped
 
     def _write_extent(self, target: _Target, chunks: Sequence[Chunk]) -> None:
-        with self._failing(target.path):
+        with self._stopping_others(target.path):
             bounce = map_memory(max((chunk.size for chunk in chunks), default=0) + PAGE_BYTES)
             digest = xxhash.xxh3_64()  # the digest of the incomplete block
-            self._go_on()
+            self._raise_if_failed()
             with target:
                 for chunk in chunks:
-                    self._go_on()
+                    self._raise_if_failed()
                     self._write_chunk(target, chunk, bounce, digest)
 
     def _write_stripes(self, sharing: Sharing) -> None:
@@ -139,13 +139,13 @@ class Writer:
         for tensor, stripe, data in sharing.full():
             place = self._layout.places[tensor]
             target = self._targets[place.file]
-            with self._failing(target.path):
-                self._go_on()
+            with self._stopping_others(target.path):
+                self._raise_if_failed()
                 with target:
                     target.write(data, offset=place.offset + stripe.lo)
 
     def _sync(self, target: _Target) -> None:
-        with self._failing(target.path):
+        with self._stopping_others(target.path):
             target.sync()
 
     def _write_chunk(self, target: _Target, chunk: Chunk, bounce: Bytes, digest: xxhash.xxh3_64) -> None:

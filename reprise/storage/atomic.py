@@ -13,7 +13,7 @@ from pathlib import Path
 
 from reprise.storage.paths import exists, folders_below, is_dir, lexists
 
-_MOST_BUFFERS = 512  # POSIX promises only 16 (IOV_MAX), Linux has 1024
+_MAX_BUFFERS = 512  # POSIX promises only 16 (IOV_MAX), Linux has 1024
 
 
 class FileCalls:
@@ -24,7 +24,7 @@ class FileCalls:
         queue = [buffer for buffer in buffers if buffer.nbytes]
         first = 0
         while first < len(queue):
-            count = os.pwritev(descriptor, queue[first : first + _MOST_BUFFERS], offset)
+            count = os.pwritev(descriptor, queue[first : first + _MAX_BUFFERS], offset)
             offset += count
             while first < len(queue) and count >= queue[first].nbytes:
                 count -= queue[first].nbytes

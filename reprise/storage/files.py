@@ -29,7 +29,7 @@ _KEEP_SIZE = 1  # FALLOC_FL_KEEP_SIZE, fallocate(2)
 # 27 ms, five on three threads 4 ms, and more threads gained nothing.
 _SYNC_THREADS = 3
 # How many files a rank keeps open at once. Each takes two descriptors; the usual limit per process is 1024.
-MOST_OPEN = 64
+MAX_OPEN_FILES = 64
 
 
 class Files(FileCalls):

@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 
 WEIGHTS = "weights"  # the subfolder for saves of the weights alone
 TRACKER = "latest_checkpointed_iteration.txt"
-_MOST_TRACKER_BYTES = 64
+_MAX_TRACKER_BYTES = 64
 Stamp = tuple[int, int]  # a folder's inode, and its modification time in ns
 _ITERATION = re.compile(r"iter_(\d{7,})")
 _ANY_ITERATION = re.compile(r"iter_(\d{7,})(\.superseded-\d+)?")
@@ -148,7 +148,7 @@ class CheckpointFolder:
 
     def tracker(self) -> int | None:
         """Return the iteration in Megatron's tracker file, which is only a hint. None if missing or unreadable."""
-        return _tracked(self.root / TRACKER)
+        return _read_tracker(self.root / TRACKER)
 
     def superseded(self) -> list[Path]:
         """Return the superseded folders, which another branch of the run has overtaken."""
@@ -193,19 +193,19 @@ class CheckpointFolder:
         try:
             self.files.sync_together([partial(self.files.sync_folder, self.root), self._prepare_tracker])
         except OSError as error:
-            if self._take_back(source, target, aside):
+            if self._undo_commit(source, target, aside):
                 raise
             _log.error("%s is there, but may not be durable: its folder cannot be synced: %s", target, error)
             is_durable = False
         if aside is not None and replaces and is_durable and not is_held(aside):
             leaving = self.leaving(iteration, attempt)
-            with _logged("the replaced %s could not be deleted", aside):  # the next start sweeps or completes it
+            with _errors_logged("the replaced %s could not be deleted", aside):  # the next start sweeps or completes it
                 self.files.rename(aside, leaving)
                 self.files.remove_tree(leaving)
         elif aside is not None:
-            with _logged("the replaced %s waits as %s for the next start", target, aside):
+            with _errors_logged("the replaced %s waits as %s for the next start", target, aside):
                 self.files.rename(aside, self._free_name(target))
-        self._mend_tracker()
+        self._update_tracker()
         return is_durable
 
     def supersede(self, iterations: list[int]) -> list[Path]:
@@ -223,7 +223,7 @@ class CheckpointFolder:
                 self.files.rename(source, renamed[-1])
         if renamed:
             self.files.sync_folder(self.root)
-            self._mend_tracker()
+            self._update_tracker()
         return renamed
 
     def discard(self, iteration: int, attempt: str) -> Path | None:
@@ -268,17 +268,17 @@ class CheckpointFolder:
             return []
         paths = sorted(self.root.iterdir())
         folders = [path for path in paths if is_dir(path) and not is_symlink(path)]
-        settled = [path for path in map(self._settle, folders) if _LEFTOVER.fullmatch(path.name)]
+        settled = [path for path in map(self._complete_commit, folders) if _LEFTOVER.fullmatch(path.name)]
         leftovers = [path for path in settled if not is_held(path)]
         leftovers += [path for path in paths if _MARK.fullmatch(path.name) and is_file(path)]
         removed = [path for path in leftovers if self._remove(path)]
         if committed := self.committed():  # otherwise only the tracker shows that there was a run
             self._report_lost(max(committed))
-            self._mend_tracker()
+            self._update_tracker()
         return removed
 
     def _replace(self, partial: Path, target: Path, aside: Path) -> None:
-        """Move an existing checkpoint aside and rename. `_settle` completes an interrupted replacement."""
+        """Move an existing checkpoint aside and rename. `_complete_commit` completes an interrupted replacement."""
         self.files.rename(target, aside)
         try:
             self.files.rename(partial, target)
@@ -286,19 +286,19 @@ class CheckpointFolder:
             self.files.rename(aside, target)
             raise
 
-    def _take_back(self, partial: Path, target: Path, aside: Path | None) -> bool:
+    def _undo_commit(self, partial: Path, target: Path, aside: Path | None) -> bool:
         """Undo a commit. Return whether it is undone."""
         is_undone = False
-        with _logged("the commit of %s cannot be undone", target):
+        with _errors_logged("the commit of %s cannot be undone", target):
             self.files.rename(target, partial)
             is_undone = True
-            with _logged("%s waits as %s for the next start", target, aside):
+            with _errors_logged("%s waits as %s for the next start", target, aside):
                 self.files.remove_file(temporary_of(self.root / TRACKER))
                 if aside is not None:
                     self.files.rename(aside, target)
         return is_undone
 
-    def _settle(self, path: Path) -> Path:
+    def _complete_commit(self, path: Path) -> Path:
         """Complete an interrupted commit that moved a checkpoint to `path`, if any. Return the path's new name.
 
         A held checkpoint renamed by `hide` gets its name back.
@@ -342,23 +342,23 @@ class CheckpointFolder:
         )
 
     def _prepare_tracker(self) -> None:
-        """Durably write the next tracker beside the present tracker. Errors are left to `_mend_tracker`."""
+        """Durably write the next tracker beside the present tracker. Errors are left to `_update_tracker`."""
         with contextlib.suppress(OSError):
             self.files.write_whole(temporary_of(self.root / TRACKER), _tracker_line(max(self.committed())))
 
-    def _mend_tracker(self) -> None:
+    def _update_tracker(self) -> None:
         """Update the tracker to the newest checkpoint. It is only a hint, so a failure is only logged.
 
         Its content is synced before the rename, its name is not. A power failure may leave the previous save's tracker,
         or none. The next start does not rely on it: it lists the folder and repairs the tracker.
         """
         tracker, prepared = self.root / TRACKER, temporary_of(self.root / TRACKER)
-        with _logged("%s could not be updated to the newest iteration", tracker):
+        with _errors_logged("%s could not be updated to the newest iteration", tracker):
             newest, tracked = max(self.committed(), default=None), self.tracker()
             if newest is None and tracked is not None:
                 self.files.remove_file(tracker)
             if newest is not None and newest != tracked:
-                if _tracked(prepared) != newest:
+                if _read_tracker(prepared) != newest:
                     self.files.write_whole(prepared, _tracker_line(newest))
                 self.files.rename(prepared, tracker)
             else:
@@ -372,7 +372,7 @@ class CheckpointFolder:
 
 
 @contextlib.contextmanager
-def _logged(what: str, *paths: Path | None) -> Iterator[None]:
+def _errors_logged(what: str, *paths: Path | None) -> Iterator[None]:
     """Log a file system error in the block instead of raising it."""
     try:
         yield
@@ -380,9 +380,9 @@ def _logged(what: str, *paths: Path | None) -> Iterator[None]:
         _log.error(f"{what}: %s", *paths, error)
 
 
-def _tracked(path: Path) -> int | None:
+def _read_tracker(path: Path) -> int | None:
     try:
-        return int(read_regular(path, limit_bytes=_MOST_TRACKER_BYTES))
+        return int(read_regular(path, limit_bytes=_MAX_TRACKER_BYTES))
     except (OSError, ValueError):
         return None
 

@@ -29,7 +29,7 @@ from reprise.storage.lease import Lease, record_in
 
 HOLD = "hold"
 EXPIRY_S = 600.0  # longer than a lock's expiry, which a start waits for
-OF_PROCESS = re.compile(r"hold\.\d+(\.[0-9a-f]+)?")
+_PROCESS_HOLD = re.compile(r"hold\.\d+(\.[0-9a-f]+)?")
 _HIDDEN = 0  # the start time if /proc hides the process from this user
 _STATE, _START = 0, 19  # indices in /proc/PID/stat after the name, proc(5)
 _DEAD = ("Z", "X")
@@ -63,13 +63,13 @@ class HoldingProcess:
         boot, namespace = "", ""
         with contextlib.suppress(OSError):
             boot, namespace = Path(_BOOT_ID).read_text().strip(), os.readlink(_NAMESPACE)
-        return HoldingProcess(socket.gethostname(), os.getpid(), _start_of(os.getpid()) or _HIDDEN, boot, namespace)
+        return HoldingProcess(socket.gethostname(), os.getpid(), _start_time(os.getpid()) or _HIDDEN, boot, namespace)
 
     def is_alive(self) -> bool | None:
         """Return whether the process runs, or None if it is not visible from here."""
         viewer = HoldingProcess.of_this_process()
         is_visible = bool(self.boot) and (self.boot, self.namespace) == (viewer.boot, viewer.namespace)
-        start = _start_of(self.pid) if is_visible else _HIDDEN
+        start = _start_time(self.pid) if is_visible else _HIDDEN
         return None if start == _HIDDEN else start == self.started
 
 
@@ -91,7 +91,7 @@ def is_held(folder: Path, *, clock: Callable[[Path], float] = file_system_time) 
         clock: Returns the time by a folder's file system.
     """
     try:
-        return any(name == HOLD or _lasts(folder / name, clock) for name in [path.name for path in folder.iterdir()])
+        return any(name == HOLD or _is_valid(folder / name, clock) for name in [path.name for path in folder.iterdir()])
     except (FileNotFoundError, NotADirectoryError):
         return False
     except OSError:
@@ -133,7 +133,7 @@ class Hold(Lease):
         """Write the record for other hosts to read, and remove expired holds."""
         folder = self.descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         for name in os.listdir(folder):
-            if OF_PROCESS.fullmatch(name) and not _lasts(self.path / name, file_system_time):
+            if _PROCESS_HOLD.fullmatch(name) and not _is_valid(self.path / name, file_system_time):
                 with contextlib.suppress(OSError):
                     os.unlink(name, dir_fd=folder)
         file = os.open(self.name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666, dir_fd=folder)
@@ -151,9 +151,9 @@ class Hold(Lease):
         os.unlink(self.name, dir_fd=self.descriptor)
 
 
-def _lasts(path: Path, clock: Callable[[Path], float]) -> bool:
+def _is_valid(path: Path, clock: Callable[[Path], float]) -> bool:
     """Return whether a file is a process's hold and has not expired."""
-    if not OF_PROCESS.fullmatch(path.name):
+    if not _PROCESS_HOLD.fullmatch(path.name):
         return False
     try:
         holder = record_in(path, HoldingProcess)
@@ -165,7 +165,7 @@ def _lasts(path: Path, clock: Callable[[Path], float]) -> bool:
         return True
 
 
-def _start_of(pid: int) -> int | None:
+def _start_time(pid: int) -> int | None:
     """Return when a local process started, in clock ticks since boot; None if it is dead, `_HIDDEN` if hidden."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()

@@ -24,10 +24,10 @@ MAX_BYTES = 256 << 20
 MAX_DEPTH = 64
 MAX_INTEGER = 2**63 - 1  # the largest integer in numpy and torch
 _NESTING = (dict, list, tuple)
-_MOST_OF_A_VALUE, _MOST_PARTS, _MOST_BITS = 200, 10, 256
+_MAX_TEXT, _MAX_ITEMS, _MAX_BITS = 200, 10, 256
 _COMPACT = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 _STRICT = json.JSONEncoder(allow_nan=False)
-_DIGESTED = 8 << 20  # bytes per call
+_DIGEST_CALL_BYTES = 8 << 20  # bytes per call
 _SEAL = ',"xxh3_64":"%s"}\n'  # in `manifest.json` and `host.json`
 
 
@@ -71,7 +71,7 @@ def parse(data: bytes, *, where: object) -> Json:
         raise CheckpointError("A JSON file is too large", where=where, expected=f"<= {MAX_BYTES} B", found=len(data))
     try:
         value = json.loads(
-            data.decode(), parse_constant=_refuse_constant, parse_float=_finite, object_pairs_hook=_unique
+            data.decode(), parse_constant=_refuse_constant, parse_float=_parse_finite, object_pairs_hook=_unique_keys
         )
         if data.count(b"{") + data.count(b"[") > MAX_DEPTH:
             require_depth(value)
@@ -104,7 +104,7 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not standard JSON")
 
 
-def _finite(digits: str) -> float:
+def _parse_finite(digits: str) -> float:
     value = float(digits)
     if not math.isfinite(value):
         raise ValueError(f"{digits[:40]} is out of the range of a float")
@@ -134,7 +134,7 @@ def _members(parent: object) -> Iterable[object]:
     return ()
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> Json:
+def _unique_keys(pairs: list[tuple[str, Any]]) -> Json:
     table = dict(pairs)
     if len(table) != len(pairs):
         raise ValueError("a key occurs twice")
@@ -147,15 +147,15 @@ def shown(value: object) -> str:
     For values other than numbers, text and lists, only the type is shown.
     """
     if isinstance(value, str | bytes):
-        return repr(value[:_MOST_OF_A_VALUE]) + ("..." if len(value) > _MOST_OF_A_VALUE else "")
+        return repr(value[:_MAX_TEXT]) + ("..." if len(value) > _MAX_TEXT else "")
     if isinstance(value, list | tuple):
-        parts = [shown(part) if not isinstance(part, list | tuple | dict) else "..." for part in value[:_MOST_PARTS]]
-        text = ", ".join(parts) + (", ..." if len(value) > _MOST_PARTS else "")
+        parts = [shown(part) if not isinstance(part, list | tuple | dict) else "..." for part in value[:_MAX_ITEMS]]
+        text = ", ".join(parts) + (", ..." if len(value) > _MAX_ITEMS else "")
         return f"[{text}]" if isinstance(value, list) else f"({text})"
     if value is None or isinstance(value, bool | float | complex):
         return repr(value)
     if isinstance(value, int):
-        return repr(value) if value.bit_length() <= _MOST_BITS else f"a number of {value.bit_length()} bits"
+        return repr(value) if value.bit_length() <= _MAX_BITS else f"a number of {value.bit_length()} bits"
     return f"an object of {type(value).__name__}"
 
 
@@ -248,8 +248,9 @@ def _digest_of(data: bytes | memoryview) -> str:
 
     digest = xxhash.xxh3_64()
     with memoryview(data) as view:
-        for begin in range(0, len(view), _DIGESTED):  # a single call for 60 MB would block other threads for 6 ms
-            digest.update(view[begin : begin + _DIGESTED])
+        # A single call for 60 MB would block other threads for 6 ms.
+        for begin in range(0, len(view), _DIGEST_CALL_BYTES):
+            digest.update(view[begin : begin + _DIGEST_CALL_BYTES])
     return digest.hexdigest()
 
 

@@ -20,9 +20,9 @@ from reprise.storage.worker import Job
 T = TypeVar("T")
 
 HEARTBEAT_S = 15.0
-_LOOK_S = 1.0
+_POLL_S = 1.0
 _RELEASE_S = 5.0  # limits the wait for a hung file system
-_MOST_BYTES = 64 << 10
+_MAX_BYTES = 64 << 10
 
 
 class Lease:
@@ -42,7 +42,7 @@ class Lease:
         self.path, self.descriptor = path, -1
         self.calls: SimpleQueue[Job | None] = SimpleQueue()
         self.is_over = threading.Event()
-        self._thread = threading.Thread(target=self._keep, name="lease", daemon=True)
+        self._thread = threading.Thread(target=self._run_thread, name="lease", daemon=True)
 
     def beat(self) -> None:
         """Show other hosts that this process is alive."""
@@ -70,7 +70,7 @@ class Lease:
 
     def await_job(self, job: Job) -> None:
         """Wait for a queued job and raise its exception. Return early if the lease ends."""
-        while not job.ends(_LOOK_S):
+        while not job.ends(_POLL_S):
             if self.is_over.is_set():
                 return
         job.wait()
@@ -89,7 +89,7 @@ class Lease:
                 os.close(descriptor)
         self.is_over.set()
 
-    def _keep(self) -> None:
+    def _run_thread(self) -> None:
         while True:
             try:
                 job = self.calls.get(timeout=HEARTBEAT_S)
@@ -129,6 +129,6 @@ def record_in(path: Path, kind: Callable[..., T]) -> T | None:
         OSError: The file cannot be read.
     """
     try:
-        return kind(**json.loads(read_regular(path, limit_bytes=_MOST_BYTES)))
+        return kind(**json.loads(read_regular(path, limit_bytes=_MAX_BYTES)))
     except (OverflowError, RecursionError, TypeError, ValueError):
         return None

@@ -27,10 +27,10 @@ _log = logging.getLogger(__name__)
 
 # A holder on another host counts as dead if its file stays untouched while watched for this long.
 STALE_S = 120.0
-_LOOK_S = 1.0
+_POLL_S = 1.0
 _DROPPED_S = 120.0  # limits the wait for a dropped saver's save
 
-_dead: dict[str, int] = {}  # dead jobs' last heartbeats, by nonce: a run's two locks share a nonce
+_dead_heartbeats: dict[str, int] = {}  # dead jobs' last heartbeats, by nonce: a run's two locks share a nonce
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,19 +210,19 @@ class _LockFile(Lease):
             LockError: The holder is alive, or another job took the lock.
         """
         seen = self.path.stat().st_mtime_ns
-        if seen < _dead.get(holder.nonce, 0) + 2e9 * lease.HEARTBEAT_S:
+        if seen < _dead_heartbeats.get(holder.nonce, 0) + 2e9 * lease.HEARTBEAT_S:
             return
         _log.warning(
             f"{self.path} names a job on host {holder.host}, pid {holder.pid}: waiting for it to end, at most "
             f"{STALE_S:.0f} s without a sign of life"
         )
-        for _ in range(round(STALE_S / _LOOK_S)):
-            time.sleep(_LOOK_S)
+        for _ in range(round(STALE_S / _POLL_S)):
+            time.sleep(_POLL_S)
             if not is_locked(self.path.parent, self.path.name):
                 return
             if self._holder() != holder or self.path.stat().st_mtime_ns != seen:
                 raise self.refusal()
-        _dead[holder.nonce] = seen
+        _dead_heartbeats[holder.nonce] = seen
 
     def is_mine(self) -> bool:
         """Return whether the file names this lock.

@@ -17,7 +17,7 @@ from pathlib import Path
 # A limit for small files: a configuration, a tokenizer. The largest tokenizer.json in use has 35 MB.
 SMALL_BYTES = 256 << 20
 
-_MOST_NAME_BYTES = 255  # on common file systems
+_MAX_NAME_BYTES = 255  # on common file systems
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 # A hub's addresses, and its commands to download a model and a data set.
@@ -34,7 +34,7 @@ _HUBS = (
     ),
 )
 
-_NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.EBADF, errno.ELOOP)  # as in pathlib before Python 3.14
+_MISSING = (errno.ENOENT, errno.ENOTDIR, errno.EBADF, errno.ELOOP)  # as in pathlib before Python 3.14
 
 
 def exists(path: Path) -> bool:
@@ -149,7 +149,7 @@ def read_regular(path: Path, *, limit_bytes: int | None = None, follows_links: b
 def is_file_name(text: str) -> bool:
     """Return whether a text is a valid file name, without a path to other folders."""
     size = len(text.encode("utf-8", "surrogatepass"))
-    return 0 < size <= _MOST_NAME_BYTES and not {"/", "\0"} & set(text) and text not in (".", "..")
+    return 0 < size <= _MAX_NAME_BYTES and not {"/", "\0"} & set(text) and text not in (".", "..")
 
 
 def is_stored(path: Path) -> bool:
@@ -172,9 +172,9 @@ def url_problem(text: str) -> str:
 
 def download_command(text: str) -> str | None:
     """Return the command to download a hub's URL to a folder, or None for other texts."""
-    for hub, of_model, of_data in _HUBS:
+    for hub, model_command, data_command in _HUBS:
         if match := re.match(rf"{hub}(?:/models)?/(datasets/)?([^/@?#]+/[^/@?#]+)", text.strip()):
-            return (of_data if match[1] else of_model).format(match[2])
+            return (data_command if match[1] else model_command).format(match[2])
     return None
 
 
@@ -190,7 +190,7 @@ def _mode(path: Path, *, follows_links: bool = True) -> int:
 
 def _is_missing(error: OSError | ValueError) -> bool:
     """Return whether an error means that nothing has this name, or can have it, as with a null byte."""
-    return not isinstance(error, OSError) or error.errno in _NOT_THERE
+    return not isinstance(error, OSError) or error.errno in _MISSING
 
 
 def _children(folder: Path, pattern: str) -> list[Path]:

@@ -159,7 +159,7 @@ class PatientFiles(Files):
             if is_damage(error):
                 raise
         return self._patience.retry(
-            lambda: self._read_anew(descriptor, buffer, offset), where=self._paths.get(descriptor)
+            lambda: self._reopen_and_read(descriptor, buffer, offset), where=self._paths.get(descriptor)
         )
 
     def close(self, descriptor: int) -> None:
@@ -167,7 +167,7 @@ class PatientFiles(Files):
         self._paths.pop(descriptor, None)
         self._files.close(descriptor)
 
-    def _read_anew(self, descriptor: int, buffer: memoryview, offset: int) -> int:
+    def _reopen_and_read(self, descriptor: int, buffer: memoryview, offset: int) -> int:
         path = self._paths.get(descriptor)
         if path is not None:
             self._files.reopen(descriptor, path)

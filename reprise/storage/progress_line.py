@@ -25,7 +25,7 @@ class ProgressLine:
         self, title: str, total_bytes: int, *, start: float | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._title, self._total_bytes, self._clock = title, total_bytes, clock
-        self._start = self._said = clock() if start is None else start
+        self._start = self._last_time = clock() if start is None else start
         self._done_bytes = 0
         self._lock = threading.Lock()
 
@@ -33,18 +33,18 @@ class ProgressLine:
         """Count transferred bytes."""
         with self._lock:
             self._done_bytes += done_bytes
-            self._say()
+            self._log_line()
 
     def at(self, done_bytes: int) -> None:
         """Set how many bytes have been transferred so far."""
         with self._lock:
             self._done_bytes = done_bytes
-            self._say()
+            self._log_line()
 
-    def _say(self) -> None:
+    def _log_line(self) -> None:
         now = self._clock()
-        if now - self._said < EVERY_S:
+        if now - self._last_time < EVERY_S:
             return
-        self._said = now
+        self._last_time = now
         share, rate = self._done_bytes / max(1, self._total_bytes), self._done_bytes / (now - self._start)
         _log.info(f"{self._title}: {share:.0%} of {self._total_bytes / 1e9:.2f} GB, {rate / 1e9:.2f} GB/s")

@@ -212,12 +212,12 @@ def _train(
         restored = restorer.restore(
             source, check=lambda _: None, live=lambda _: run.contents().live, with_local=local is not None
         )
-        checkpointer.loaded(restored)
+        checkpointer.note_loaded(restored)
         checkpoint = restored.checkpoint
         run.iteration = checkpoint.iteration
         checkpointer.rewind(run.iteration)
         if plan.saves_again:
-            checkpointer.outdated(run.iteration)
+            checkpointer.mark_outdated(run.iteration)
             checkpointer.save(run.iteration, run.contents())
     if alone is not None:
         alone.rewind(run.iteration or -1)

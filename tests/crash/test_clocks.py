@@ -33,7 +33,7 @@ def host(name: str, work: str, folder: Path, orders: Connection) -> None:
     time.time = lambda: real() + ahead_s  # type: ignore[assignment]
     fcntl.flock = lambda descriptor, operation: None  # type: ignore[assignment]
     holds._BOOT_ID = "/nowhere"  # type: ignore[misc]
-    lease.HEARTBEAT_S, lock._LOOK_S, lock.STALE_S = 0.01, 0.05, 600.0
+    lease.HEARTBEAT_S, lock._POLL_S, lock.STALE_S = 0.01, 0.05, 600.0
     if work == "hold":
         mine, hold = FolderLock(folder / "locked", name), Hold.take(folder / "checkpoints" / iteration_name(1))
         mine.acquire()

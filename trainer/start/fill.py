@@ -52,7 +52,7 @@ def fill(run: Run, start: Start) -> Course:
         checkpoint = restored.checkpoint
         for target in run.saves:
             if target.has_state:
-                target.saver.loaded(restored)
+                target.saver.note_loaded(restored)
         if restored.loaded_from:
             _find_in_shared(run, checkpoint)
         if not section.finetune:
@@ -155,7 +155,7 @@ def _find_in_shared(run: Run, checkpoint: Checkpoint) -> None:
 
     has_it = run.cluster.channel.from_first("restore/shared", has_optimizer)
     if has_it is not None:
-        run.saves.targets[0].saver.has_already(iteration, has_optimizer=has_it)
+        run.saves.targets[0].saver.note_saved(iteration, has_optimizer=has_it)
 
 
 def _refuse(run: Run, section: CheckpointSection, description: Json, checkpoint: Checkpoint) -> None:

@@ -265,7 +265,7 @@ def _evaluate_late(run: Run) -> None:
     progress = run.state.progress
     if not progress.owes_evaluation:
         for target in run.saves:
-            target.saver.outdated(progress.iteration)
+            target.saver.mark_outdated(progress.iteration)
 
 
 def _sample(run: Run) -> None:

@@ -94,7 +94,7 @@ def test_an_iteration_saved_again_is_no_copied_one(tmp_path: Path, monkeypatch: 
     folders = local_folders.save_on_two_hosts(tmp_path, 3, 4, copies=1, keep=1)
 
     def save_again(local: LocalCheckpointer, rank: int) -> None:
-        local.outdated(4)
+        local.mark_outdated(4)
         local.save(4, local_folders.contents(rank, 4))
 
     with monkeypatch.context() as patch:

@@ -67,7 +67,7 @@ def restore(
     restored = Restorer(single_rank_channel(), nonce="n").restore(
         source, check=lambda _: None, live=lambda _: live, verify=verify
     )
-    checkpointer.loaded(restored)
+    checkpointer.note_loaded(restored)
     return restored.checkpoint.iteration
 
 
@@ -202,7 +202,7 @@ def test_an_iteration_of_another_process_is_superseded(
     with started(SavePolicy(tmp_path / "own"), nonce="m") as again:
         if outdated is not None:
             assert restore(again, LoadSource(tmp_path / outdated), with_optimizer=with_optimizer) == 5
-            again.outdated(5)
+            again.mark_outdated(5)
         saved(again, 5)
     assert folders_in(tmp_path / "own") == ["iter_0000005", "iter_0000005.superseded-1"][: 1 + is_superseded]
 

@@ -243,7 +243,7 @@ def attempt(folder: Path) -> Attempt:
 
 def met(channel: StoreChannel, ranks: Sequence[int]) -> LocalRanks:
     found = LocalRanks(channel, ranks)
-    with found.met(channel, "hosts"):
+    with found.check_same_host(channel, "hosts"):
         channel.agree("all have met", None)
     return found
 

@@ -56,7 +56,7 @@ def killed_parent(folder: Path) -> Iterator[int]:
 
 @pytest.fixture(autouse=True)
 def nobody_is_dead() -> None:
-    lock_module._dead.clear()
+    lock_module._dead_heartbeats.clear()
 
 
 @pytest.fixture

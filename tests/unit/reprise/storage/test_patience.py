@@ -80,7 +80,7 @@ def resume(run: Path, files: Files, clock: Clock, channel: StoreChannel | None =
     try:
         target = contents(0)
         restored = restorer.restore(LoadSource(run), check=lambda _: None, live=lambda _: target.live)
-        checkpointer.loaded(restored)
+        checkpointer.note_loaded(restored)
         checkpointer.rewind(restored.checkpoint.iteration)
         return restored.checkpoint.iteration
     finally:
