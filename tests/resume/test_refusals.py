@@ -193,7 +193,7 @@ def test_lost_records_and_lost_checkpoints_are_said_in_a_line(run: Path) -> None
     (run / "metrics.jsonl").unlink()
     (run / "checkpoints/latest_checkpointed_iteration.txt").write_text("9\n")
     text = run_ok(run, [*REFERENCE, "train.train_iters=9"]).text
-    assert f"{run}/metrics.jsonl has no line of 8 iterations of this run, the first 1, the last 8" in text
+    assert f"{run}/metrics.jsonl has no line for 8 iterations of this run, the first 1, the last 8" in text
     assert "names iteration 9, but the newest checkpoint is iter_0000008" in text
 
 

@@ -1,1 +1,1 @@
-"""Metrics of a run: log lines, metrics.jsonl, TensorBoard files, and the progress bar."""
+"""Run metrics: log lines, `metrics.jsonl`, TensorBoard files and the progress bar."""

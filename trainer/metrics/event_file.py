@@ -1,8 +1,8 @@
-"""TensorBoard's event files: its own messages, each framed as a TFRecord.
+"""Writes TensorBoard event files: serialized events, each framed as a TFRecord.
 
-`torch.utils.tensorboard` and `tensorboard.summary` write them too, but import fsspec, a TensorFlow stub and, where it
-is installed, boto3, which takes 0.5 to 1 s. A record is the message's length (uint64), the length's checksum, the
-message and its checksum (https://www.tensorflow.org/tutorials/load_data/tfrecord).
+`torch.utils.tensorboard` and `tensorboard.summary` can write them too, but import fsspec, a TensorFlow stub and, where
+installed, boto3, which takes 0.5 to 1 s. A record holds the message length (uint64), the length's checksum, the message
+and its checksum (https://www.tensorflow.org/tutorials/load_data/tfrecord).
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from tensorboard.compat.proto.types_pb2 import DT_DOUBLE, DT_STRING
 from tensorboard.plugins.scalar.metadata import create_summary_metadata as scalar_metadata
 from tensorboard.plugins.text.metadata import create_summary_metadata as text_metadata
 
-_POLYNOMIAL = 0x82F63B78  # of CRC-32C, with its bits reversed
+_POLYNOMIAL = 0x82F63B78  # the CRC-32C polynomial, bits reversed
 _LINE = TensorShapeProto(dim=[TensorShapeProto.Dim(size=1)])
 
 
 class EventFile:
-    """A new event file, to which events are appended.
+    """A new event file, open for appending.
 
     Args:
-        path: the file, which must not exist. TensorBoard reads files whose names contain `tfevents`.
-        purge_step: TensorBoard drops the points of earlier files from this step on. None keeps them.
+        path: The file, which must not exist yet. TensorBoard reads files with `tfevents` in their names.
+        purge_step: The step from which TensorBoard drops points in earlier files. None keeps them.
 
     Raises:
-        OSError: the file cannot be created or written.
+        OSError: The file cannot be created or written.
     """
 
     def __init__(self, path: Path, *, purge_step: int | None = None) -> None:
@@ -46,12 +46,12 @@ class EventFile:
         self.write(head)
 
     def write(self, events: Iterable[Event]) -> None:
-        """Append events, and hand them to the system."""
+        """Append events and flush them to the operating system."""
         self._file.write(b"".join(_record(event.SerializeToString()) for event in events))
         self._file.flush()
 
     def sync(self) -> None:
-        """Wait until the events are on the disk."""
+        """Wait until the events are on disk."""
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
@@ -60,29 +60,29 @@ class EventFile:
 
 
 def event(iteration: int, values: Sequence[Summary.Value], *, seconds: float | None = None) -> Event:
-    """Return the event of some values.
+    """Return an event holding the given values.
 
     Args:
-        iteration: the step at which TensorBoard shows them.
-        values: the values.
-        seconds: their Unix time. None means now.
+        iteration: The step at which TensorBoard shows the values.
+        values: The points and texts.
+        seconds: The event's Unix time. None means now.
     """
     return Event(step=iteration, wall_time=time.time() if seconds is None else seconds, summary=Summary(value=values))
 
 
 def point(tag: str, value: float) -> Summary.Value:
-    """Return a curve's point in single precision, which every reader of event files knows."""
+    """Return a curve point in single precision, which every event file reader supports."""
     return Summary.Value(tag=tag, simple_value=value)
 
 
 def double_point(tag: str, value: float) -> Summary.Value:
-    """Return a curve's point in double precision, which TensorBoard 2 knows."""
+    """Return a curve point in double precision, which TensorBoard 2 supports."""
     tensor = TensorProto(dtype=DT_DOUBLE, double_val=[value], tensor_shape=TensorShapeProto())
     return Summary.Value(tag=tag, tensor=tensor, metadata=scalar_metadata("", ""))
 
 
 def verbatim(tag: str, text: str) -> Summary.Value:
-    """Return a text that TensorBoard, which reads Markdown, shows as it is."""
+    """Return a text indented as a Markdown code block, so TensorBoard shows it verbatim."""
     indented = "    " + text.replace("\n", "\n    ")
     tensor = TensorProto(dtype=DT_STRING, string_val=[indented.encode()], tensor_shape=_LINE)
     return Summary.Value(tag=tag, tensor=tensor, metadata=text_metadata(tag, ""))
@@ -94,7 +94,7 @@ def _record(message: bytes) -> bytes:
 
 
 def _checksum(data: bytes) -> bytes:
-    """Return the masked CRC-32C of a TFRecord."""
+    """Return TFRecord's masked CRC-32C."""
     remainders, crc = _remainders(), 0xFFFFFFFF
     for byte in data:
         crc = remainders[(crc ^ byte) & 0xFF] ^ (crc >> 8)

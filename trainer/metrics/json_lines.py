@@ -1,7 +1,7 @@
-"""Reads files of JSON lines in a run's folder, `metrics.jsonl` among them, without an array.
+"""Reads JSON-lines files in a run folder, such as `metrics.jsonl`. Does not import numpy.
 
-A line is torn if it lacks its newline and holds no whole object. `NAME_hex` (`float.hex()`) goes before the decimal
-`NAME`, which is null for NaN and infinity.
+A line is torn if it lacks a newline and holds no complete object. `NAME_hex` (`float.hex()`) takes precedence over the
+decimal `NAME`, which is null for NaN and infinity.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from typing import BinaryIO
 from reprise.errors import DataError
 from reprise.storage import Json, integer, open_regular
 
-METRICS = "metrics.jsonl"  # the record of a run, which every run has
-ABSENT, DECIMAL, EXACT, UNREADABLE = range(4)  # what a record has of a quantity; the bits of an exact value are known
-LATEST = 2.0**37  # Unix time that a date can show, in the year 6325
+METRICS = "metrics.jsonl"  # every run's metrics log
+ABSENT, DECIMAL, EXACT, UNREADABLE = range(4)  # how a record states a value; only EXACT preserves all bits
+LATEST = 2.0**37  # the largest accepted Unix time, in the year 6325
 LINES = re.compile(rb"[^\n]*\n|[^\n]+")
-_CHUNK_LINES = 512  # parsed by a single call, which takes half the time of a call each, and fits in the caches
+_CHUNK_LINES = 512  # lines per JSON parser call: halves the parsing time and fits in the CPU caches
 _BLOCK_BYTES = 1 << 16
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 class JsonLines:
-    """The objects of a file of JSON lines, a chunk in memory at a time.
+    """The objects in a JSON-lines file, read in chunks.
 
     Args:
-        source: the file, for messages.
-        skips_damaged: whether damaged lines are left out, and not refused.
+        source: The file's name in messages.
+        skips_damaged: Whether to skip damaged lines instead of raising.
 
     Attributes:
-        notes: remarks on the file: a torn last line.
+        notes: Remarks on the file, such as a torn last line.
     """
 
     def __init__(self, lines: Iterable[bytes], source: object, *, skips_damaged: bool = False) -> None:
@@ -45,10 +45,10 @@ class JsonLines:
         self.notes: list[str] = []
 
     def chunks(self) -> Iterator[tuple[int, list[Json]]]:
-        """Yield the number of a line, and the objects from there on, an empty one for a line without an object.
+        """Yield chunks: the first line's number, and one object per line, empty for blank or skipped lines.
 
         Raises:
-            DataError: for a line that is no object.
+            DataError: A line is not a JSON object.
         """
         first, remaining = 1, iter(self._lines)
         while lines := list(islice(remaining, _CHUNK_LINES)):
@@ -58,7 +58,7 @@ class JsonLines:
             first += len(lines)
 
     def records(self) -> list[tuple[str, Json]]:
-        """Return each object with its place."""
+        """Return each object with its source and line number."""
         return [
             (f"{self._source}, line {number}", record)
             for first, objects in self.chunks()
@@ -93,10 +93,10 @@ class JsonLines:
 
 
 def read_records(path: Path) -> list[tuple[str, Json]]:
-    """Return the objects of a file of JSON lines, each with its place; a torn last line is left out.
+    """Return the objects in a JSON-lines file, each with its file and line number. Skip a torn last line.
 
     Raises:
-        DataError: the file cannot be read, or another line is no object.
+        DataError: The file cannot be read, or another line is not a JSON object.
     """
     with open_log(path) as file:
         return JsonLines(file, path).records()
@@ -104,10 +104,10 @@ def read_records(path: Path) -> list[tuple[str, Json]]:
 
 @contextlib.contextmanager
 def open_log(path: str | Path) -> Iterator[BinaryIO]:
-    """Open a log of a run.
+    """Open a run's log for reading.
 
     Raises:
-        DataError: the file cannot be opened, or its reader in the block raises an OSError.
+        DataError: The file cannot be opened, or the block raises an OSError.
     """
     try:
         with os.fdopen(open_regular(Path(path)), "rb") as file:
@@ -122,7 +122,7 @@ def open_log(path: str | Path) -> Iterator[BinaryIO]:
 
 
 def value_of(record: Json, quantity: str) -> tuple[float, int]:
-    """Return the value of a quantity in a record, NaN for an absent or an unreadable one, and its kind."""
+    """Return a record's value for a quantity and the value's kind. The value is NaN if absent or unreadable."""
     text, number = record.get(f"{quantity}_hex"), record.get(quantity)
     try:
         if text is not None:
@@ -138,7 +138,7 @@ def value_of(record: Json, quantity: str) -> tuple[float, int]:
 
 
 def record_of(line: bytes) -> Json | None:
-    """Return the record of a line; None for one without its newline, for a damaged one, and without an iteration."""
+    """Return a line's record, or None if the line is damaged, has no iteration or lacks its newline."""
     try:
         record: Json = json.loads(line)
         integer(record["iteration"])
@@ -148,7 +148,7 @@ def record_of(line: bytes) -> Json | None:
 
 
 def tail(path: Path) -> Iterator[bytes]:
-    """Yield the lines of a file from its end, with their line ends; none for a missing file."""
+    """Yield a file's lines from last to first, with their newlines. A missing file has no lines."""
     try:
         file: BinaryIO = os.fdopen(open_regular(path), "rb")
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Cuts and appends to `metrics.jsonl`, a JSON object per line."""
+"""Truncates `metrics.jsonl` and appends to it, one JSON object per line."""
 
 from __future__ import annotations
 
@@ -13,41 +13,41 @@ from trainer.metrics.json_lines import LATEST, LINES, record_of, tail
 
 _log = logging.getLogger(__name__)
 
-_TAIL_BYTES = 1 << 18  # of the lines that a start looks at
-_COPIED_BYTES = 1 << 22  # at once, of the lines before them
-_SAVES = ("save", "local_save")  # the events of saves that a run may go on from
+_TAIL_BYTES = 1 << 18  # how much a start reads from the end at first
+_COPIED_BYTES = 1 << 22  # how much to copy at a time
+_SAVES = ("save", "local_save")  # the events for saves that a run can resume from
 
 
 class JsonlFile:
-    """A file of JSON lines to append to. While the disk fails, lines wait in memory until it works again.
+    """A JSON-lines file, open for appending. If a write fails, lines stay in memory until the disk works again.
 
-    One thread adds lines; others may sync meanwhile, without making it wait for the disk.
+    Only one thread may add lines. Other threads may call `sync` meanwhile without blocking that thread on the disk.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
         self._waiting = bytearray()
-        self._lock = threading.Lock()  # of the lines that wait
-        self._syncing = threading.Lock()  # of the descriptor, but for writes
+        self._lock = threading.Lock()  # guards the waiting lines
+        self._syncing = threading.Lock()  # guards the descriptor, except for writes
         self._is_closed = False
         self._has_failed = False
 
     def add(self, members: Mapping[str, object]) -> None:
-        """Append an object as a line; NaN and infinity become null."""
+        """Append an object as one line. NaN and infinity become null."""
         line = f"{dumps(members)}\n".encode()
         with self._lock:
             self._waiting += line
         self._try(self._write)
 
     def sync(self) -> None:
-        """Make all lines durable; they are once the file is closed."""
+        """Make all lines durable. Does nothing once the file is closed."""
         with self._syncing:
             if not self._is_closed:
                 self._try(self._write, lambda: os.fsync(self._descriptor))
 
     def close(self) -> None:
-        """Make all lines durable, since a save under way may land later, and close the file."""
+        """Make all lines durable, because a pending save may still commit, and close the file."""
         with self._syncing:
             self._try(self._write, lambda: os.fsync(self._descriptor))
             if self._waiting:
@@ -75,16 +75,16 @@ class JsonlFile:
 def cut_after(path: Path, iteration: int, *, files: Files, owes_evaluation: bool = False) -> set[int]:
     """Move lines after `iteration`, and truncated lines, to `metrics.abandoned-k.jsonl`.
 
-    The file is read from its end, back to a line of training that stays: no line before it is of a later iteration.
-    Lines are written to the side file before they are removed from `path`. A process killed in between leaves them in
-    both, and the next cut rewrites the side file. A file that is cut is replaced by a new one, so an older, suspended
-    process appends to the old, unlinked file when it continues.
+    Reads the file from its end, back to a training line that stays: no line before it belongs to a later iteration.
+    Lines are written to the side file before they are removed from `path`. If the process is killed in between, both
+    files hold them, and the next call rewrites the side file. Truncation replaces the file with a new one, so if an
+    older, suspended process continues, it appends to the unlinked file.
 
     Args:
-        owes_evaluation: also move the evaluation of `iteration`, because it will run again.
+        owes_evaluation: Also move the evaluation at `iteration`, because it will run again.
 
     Returns:
-        The training iterations whose lines stay, of the last part of the file.
+        The training iterations whose lines stay, among the lines read.
     """
     if not exists(path):
         return set()
@@ -114,9 +114,9 @@ def cut_after(path: Path, iteration: int, *, files: Files, owes_evaluation: bool
 
 
 def _last_lines(path: Path, iteration: int, *, least_bytes: int) -> tuple[int, list[bytes]]:
-    """Return the last lines of a file, and the byte at which they begin.
+    """Return a file's last lines, and the byte offset where they start.
 
-    They are `least_bytes` or all, and have a line of training up to `iteration`.
+    Reads back at least `least_bytes`, and until a training line up to `iteration` is found, or else the whole file.
     """
     with os.fdopen(open_regular(path), "rb") as file:
         size = file.seek(0, os.SEEK_END)
@@ -134,7 +134,7 @@ def _last_lines(path: Path, iteration: int, *, least_bytes: int) -> tuple[int, l
 
 
 def _replace_tail(path: Path, begin: int, tail: bytes, files: Files) -> None:
-    """Replace what a file has from byte `begin` on, by a new file."""
+    """Replace everything from byte `begin` on, by renaming a new file into place."""
     temporary = temporary_of(path)
     files.write_whole(temporary, b"")
     with os.fdopen(open_regular(path), "rb") as old, temporary.open("ab") as new:
@@ -148,13 +148,13 @@ def _replace_tail(path: Path, begin: int, tail: bytes, files: Files) -> None:
 
 
 def newest_side_file(path: Path) -> str | None:
-    """Return the name of the last file with abandoned lines of `path`, or None."""
+    """Return the name of the newest side file with lines moved from `path`, or None."""
     number = _last_number(path)
     return _side_path(path, number).name if number else None
 
 
 def _last_number(path: Path) -> int:
-    """Return the number of the newest side file, 0 if none is there."""
+    """Return the newest side file's number, or 0 if none exists."""
     number = 0
     while exists(_side_path(path, number + 1)):
         number += 1
@@ -176,13 +176,13 @@ def last_recorded_iteration(path: Path) -> int | None:
 
 
 def last_recorded_time(path: Path) -> float:
-    """Return the Unix time of the last whole line of `path`; 0 for a file without a line, and a line without a time."""
+    """Return the Unix time in the last complete line of `path`, or 0 if there is no line or no valid time."""
     time = next((record.get("time") for record in map(record_of, tail(path)) if record), 0.0)
     return float(time) if isinstance(time, int | float) and time is not True and 0 < time < LATEST else 0.0
 
 
 def last_saved_iteration(path: Path) -> int | None:
-    """Return the newest iteration saved according to `path`, in the shared folder or on hosts, or None."""
+    """Return the newest iteration that `path` records as saved, in the shared folder or on hosts, or None."""
     last: int | None = None
     for line in tail(path):
         if last is None and b"save" not in line:
@@ -196,6 +196,6 @@ def last_saved_iteration(path: Path) -> int | None:
 
 
 def _is_training(line: bytes, iteration: int) -> bool:
-    """Return whether a line is of an iteration of training, and not after `iteration`."""
+    """Return whether a line records a training iteration up to `iteration`."""
     record = record_of(line)
     return record is not None and "event" not in record and bool(record["iteration"] <= iteration)

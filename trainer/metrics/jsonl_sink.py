@@ -1,4 +1,4 @@
-"""The sink `metrics.jsonl`: the record of a run, which every run has."""
+"""Writes `metrics.jsonl`, the sink of every run."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _log = logging.getLogger(__name__)
 
 
 class JsonlSink(MetricSink):
-    """A line for each record, with its time. Lines of abandoned iterations move to a side file.
+    """Writes a line with a timestamp per record. Lines from abandoned iterations move to a side file.
 
     Args:
-        clock: the clock of the run's records.
+        clock: Returns the Unix time for each record.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -26,15 +26,15 @@ class JsonlSink(MetricSink):
         self._lines: JsonlFile | None = None
 
     def start(self, position: RunPosition) -> None:
-        """Cut and open the file.
+        """Truncate the file after the position, and open it.
 
         Raises:
-            OSError: if the run's folder cannot be written.
+            OSError: The run's folder cannot be written.
         """
         path = position.folder / METRICS
         recorded = cut_after(path, position.iteration, owes_evaluation=position.owes_evaluation, files=position.files)
         self._lines = JsonlFile(path)
-        # The records are durable with the first checkpoint, and so is their name.
+        # The first checkpoint makes the records durable. Make the file's name durable too.
         position.files.sync_folder(position.folder)
         first = min(recorded, default=position.iteration + 1 if position.began_elsewhere else 1)
         _report_gap(path, recorded, first, position.iteration)
@@ -53,11 +53,11 @@ class JsonlSink(MetricSink):
 
 
 def _report_gap(path: Path, recorded: Set[int], first: int, last: int) -> None:
-    """Log a warning about the iterations from `first` to `last` without a line."""
+    """Log a warning if iterations between `first` and `last` have no line."""
     count = last + 1 - first - len(recorded)
     if count > 0:
         lacks = [number for number in range(first, last + 1) if number not in recorded]
         _log.warning(
-            f"{path} has no line of {count_of(count, 'iteration')} of this run, the first {lacks[0]}, the last "
+            f"{path} has no line for {count_of(count, 'iteration')} of this run, the first {lacks[0]}, the last "
             f"{lacks[-1]}: it was deleted or cut"
         )

@@ -1,6 +1,6 @@
-"""The record of launches, `launches.jsonl`: a line when a launch of a run begins, and one when it ends by itself.
+"""The launch log, `launches.jsonl`: a line at each launch's start, and another if the launch ends by itself.
 
-A launch without the second line was killed, or is running. A rewind has a line too, until a checkpoint has it.
+A launch without an end line was killed or is still running. A rewind also adds a line.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ LAUNCHES = "launches.jsonl"
 
 
 class LaunchOutcome(Enum):
-    """How a launch ended; one that is rewound is followed by another in the same process."""
+    """How a launch ended. After `rewound`, another launch follows in the same process."""
 
     finished = "finished"
     stopped = "stopped"
@@ -25,14 +25,14 @@ class LaunchOutcome(Enum):
 
 
 class LaunchLog:
-    """The lines of one launch.
+    """One launch's lines.
 
     Args:
-        name: a random name of the launch, also in the line of its first iteration in `metrics.jsonl`.
-        clock: the clock of the run's records.
+        name: The launch's random name, repeated in the line of its first iteration in `metrics.jsonl`.
+        clock: Returns the Unix time for each record.
 
     Raises:
-        OSError: if the run's folder cannot be written.
+        OSError: The run's folder cannot be written.
     """
 
     def __init__(self, folder: Path, name: str, clock: Callable[[], float]) -> None:
@@ -40,22 +40,22 @@ class LaunchLog:
         self._lines = JsonlFile(folder / LAUNCHES)
 
     def begin(self, iteration: int, began: float, description: Json) -> None:
-        """Record the begin.
+        """Record the launch's start.
 
         Args:
-            iteration: the last iteration before.
-            began: when the processes of the launch started, in Unix time.
-            description: its topology, settings and environment.
+            iteration: The last iteration before the launch.
+            began: When the launch's processes started, in Unix time.
+            description: The launch's topology, settings and environment.
         """
         self._add("begin", iteration, {"began": round(began, 3), **description})
 
     def rewound(self, iteration: int, members: Json) -> None:
-        """Record a rewind to an iteration, durably."""
+        """Record a rewind to `iteration`, durably."""
         self._add("rewind", iteration, members)
         self._lines.sync()
 
     def end(self, iteration: int, outcome: LaunchOutcome, reason: str = "") -> None:
-        """Record the end, and close the file."""
+        """Record the launch's end, and close the file."""
         self._add("end", iteration, {"outcome": outcome.value, **({"reason": reason} if reason else {})})
         self._lines.close()
 

@@ -1,4 +1,4 @@
-"""The reader of `metrics.jsonl` as columns. An iteration that comes twice stays twice: each view decides."""
+"""Reads `metrics.jsonl` into columns. Repeated iterations are all kept; callers choose among them."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ VALID_LOSS = "valid_loss"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MetricColumns:
-    """Values by iteration: a million iterations of three quantities take 35 MB.
+    """Values by iteration. A million iterations with three quantities take 35 MB.
 
     Attributes:
-        quantities: the names of the columns.
-        values: of shape (quantities, iterations); NaN for an absent or unreadable value.
-        kinds: of the same shape: the kinds of the values, such as `EXACT`.
+        quantities: The column names.
+        values: Shape (quantities, iterations). NaN marks an absent or unreadable value.
+        kinds: Same shape. The kind for each value, such as `EXACT`.
     """
 
     iterations: Integers
@@ -41,18 +41,18 @@ class MetricColumns:
     def of(
         iterations: Sequence[int], quantities: Sequence[str], cells: Sequence[Sequence[tuple[float, int]]]
     ) -> MetricColumns:
-        """Return the columns of cells, each a value and its kind: a row for each iteration."""
+        """Return columns built from cells: one row per iteration, each cell a value and its kind."""
         pairs = numpy.array(cells, dtype=float).reshape(len(iterations), len(quantities), 2).T
         numbers = numpy.array(iterations, dtype=numpy.int64)
         return MetricColumns(numbers, tuple(quantities), pairs[0], pairs[1].astype(numpy.uint8))
 
     def column(self, quantity: str) -> Floats:
-        """Return the values of a quantity."""
+        """Return one quantity's values."""
         column: Floats = self.values[self.quantities.index(quantity)]
         return column
 
     def take(self, places: Integers | Mask) -> MetricColumns:
-        """Return the iterations at some places."""
+        """Return the iterations at the given places."""
         return MetricColumns(self.iterations[places], self.quantities, self.values[:, places], self.kinds[:, places])
 
     def __len__(self) -> int:
@@ -61,16 +61,16 @@ class MetricColumns:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MetricsLog:
-    """The records of a `metrics.jsonl`.
+    """The records in a `metrics.jsonl`.
 
     Attributes:
-        columns: the iterations of training, in the order of their lines.
-        lines: the numbers of these lines.
-        evaluations: the validation losses, in order of iteration; of several of an iteration the last.
-        events: records of evaluations, saves and samples, each with the number of its line.
-        starts: records of first iterations after a start, each with its place in the columns.
-        notes: remarks on the file: a torn last line.
-        problems: the first unusable value of each quantity.
+        columns: The training iterations, in line order.
+        lines: Their line numbers.
+        evaluations: The validation losses, sorted by iteration. The last one wins if an iteration repeats.
+        events: Event records, such as evaluations, saves and samples, each with its line number.
+        starts: Records for the first iteration after a start, each with its place in the columns.
+        notes: Remarks on the file, such as a torn last line.
+        problems: An error for each quantity with an unusable value, about the first such value.
     """
 
     source: str
@@ -83,22 +83,22 @@ class MetricsLog:
     problems: dict[str, DataError]
 
     def require_usable(self, *quantities: str) -> None:
-        """Refuse unusable values of some quantities, and of iterations.
+        """Check that every iteration number and every value of these quantities is usable.
 
         Raises:
-            DataError: if there is one.
+            DataError: A value is unusable.
         """
         for quantity in ("iteration", *quantities):
             if quantity in self.problems:
                 raise self.problems[quantity]
 
     def place(self, line: int) -> str:
-        """Return the place of a line for messages."""
+        """Return a line's place for messages."""
         return f"{self.source}, line {line}"
 
 
 class _Table:
-    """The columns of some records of a log, while it is read."""
+    """Columns under construction while a log is being read."""
 
     def __init__(self, quantities: Sequence[str], source: str, problems: dict[str, DataError]) -> None:
         self._quantities, self._source, self._problems = tuple(quantities), source, problems
@@ -106,7 +106,7 @@ class _Table:
         self._parts = [MetricColumns.of([], self._quantities, [])]
 
     def add(self, numbered: Sequence[tuple[int, Json]]) -> list[Json]:
-        """Add records with the numbers of their lines, and return those with an iteration."""
+        """Add numbered records, and return those with a valid iteration."""
         iterations: list[Any] = [record.get("iteration") for _, record in numbered]
         if {*map(type, iterations)} != {int} or min(iterations) < 0 or max(iterations) > MAX_INTEGER:
             numbered = [pair for pair in numbered if self._has_iteration(*pair)]
@@ -125,7 +125,7 @@ class _Table:
         return rows
 
     def columns(self) -> MetricColumns:
-        """Return all of them."""
+        """Return the columns for all added records."""
         parts = [(part.iterations, part.values, part.kinds) for part in self._parts]
         iterations, values, kinds = (numpy.concatenate(arrays, axis=-1) for arrays in zip(*parts, strict=True))
         return MetricColumns(iterations, self._quantities, values, kinds)
@@ -139,31 +139,32 @@ class _Table:
         return True
 
     def _refuse(self, quantity: str, name: str, line: int, content: object) -> None:
-        where, expected = f"{self._source}, line {line}", "a number, or a text as of float.hex()"
+        where, expected = f"{self._source}, line {line}", "a number, or a string from float.hex()"
         self._problems.setdefault(
             quantity, DataError(f"Cannot read {name}", where=where, expected=expected, found=content)
         )
 
 
 def read_log(path: str | Path, quantities: Sequence[str], *, skips_damaged: bool = False) -> MetricsLog:
-    """Read a `metrics.jsonl`; see `read_lines`.
+    """Read a `metrics.jsonl`. See `read_lines`.
 
     Raises:
-        DataError: the file cannot be read, or a line is no object.
+        DataError: The file cannot be read, or a line is not a JSON object.
     """
     with open_log(path) as file:
         return read_lines(file, str(path), quantities, skips_damaged=skips_damaged)
 
 
 def read_lines(file: BinaryIO, source: str, quantities: Sequence[str], *, skips_damaged: bool = False) -> MetricsLog:
-    """Parse the bytes of a `metrics.jsonl`, a few in memory at a time.
+    """Parse a `metrics.jsonl` in chunks.
 
     Args:
-        quantities: the names of the columns to read.
-        skips_damaged: whether lines that are no object are left out, and not refused.
+        source: The file's name in messages.
+        quantities: The columns to read.
+        skips_damaged: Whether to skip damaged lines instead of raising.
 
     Raises:
-        DataError: a line is no object.
+        DataError: A line is not a JSON object.
     """
     events, starts, problems = list[tuple[int, Json]](), list[tuple[int, Json]](), dict[str, DataError]()
     training, validation = (_Table(names, source, problems) for names in (quantities, (VALID_LOSS,)))
@@ -185,7 +186,7 @@ def read_lines(file: BinaryIO, source: str, quantities: Sequence[str], *, skips_
 
 
 def _column(rows: Sequence[Json], quantity: str) -> tuple[Sequence[float] | Floats, int | Sequence[int] | Kinds]:
-    """Return the values and kinds of some records; those of one kind, as almost always, are read together."""
+    """Return a quantity's values and kinds. Values with a common kind, the usual case, are converted together."""
     texts: list[Any] = [row.get(f"{quantity}_hex") for row in rows]
     types = set(map(type, texts))
     if types == {str}:

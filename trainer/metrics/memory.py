@@ -1,4 +1,4 @@
-"""The memory of ranks, in the message that a line of the log makes anyway."""
+"""Memory use by ranks. The reduction shares a message with other figures in a log line."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import NamedTuple
 
 import torch
 
-_KIB = 1024  # the unit of Linux for the peak of a process, see getrusage(2)
+_KIB = 1024  # Linux reports a process's peak in KiB, see getrusage(2)
 
 
 class MemoryPeaks(NamedTuple):
-    """Bytes of memory since the start: of one rank, or the largest of all; 0 for a device without a record.
+    """Peak memory in bytes since the start, for one rank or as the maximum over ranks. 0 means not recorded.
 
     Attributes:
-        host_peak: the peak of the process on its host.
-        device_peak: the peak of tensors on its accelerator.
-        device_reserved: the peak that torch's allocator reserved there.
+        host_peak: The process's peak resident memory.
+        device_peak: Peak tensor memory on the accelerator.
+        device_reserved: Peak memory reserved there by torch's allocator.
     """
 
     host_peak: int
@@ -25,12 +25,12 @@ class MemoryPeaks(NamedTuple):
 
     @property
     def limiting(self) -> int:
-        """The bytes of the memory that a run is limited by: the accelerator's reserved, on a CPU the host's peak."""
+        """The run's limiting memory in bytes: reserved memory on an accelerator, the host's peak on a CPU."""
         return self.device_reserved or self.host_peak
 
 
 def rank_memory(device: torch.device) -> MemoryPeaks:
-    """Return the memory of this rank. The host does not wait for the device."""
+    """Return this rank's memory peaks, without waiting for the device."""
     host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _KIB
     if device.type == "cpu":
         return MemoryPeaks(host)

@@ -1,4 +1,4 @@
-"""Traces of torch.profiler over some iterations, and a snapshot of a device's memory when it runs out."""
+"""Writes torch.profiler traces over a range of iterations, and a memory snapshot when a device runs out of memory."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from reprise.storage import FILE_SYSTEM, Files, make_folders
 
 _log = logging.getLogger(__name__)
 
-FOLDER = "profile"  # in the folder of the run
+FOLDER = "profile"  # inside the run's folder
 
 
 class Profiler:
-    """Writes a trace per rank of the iterations `steps`, the first and the last, in Chrome's format.
+    """Writes one trace per rank in Chrome's format, from the first iteration in `steps` to the last.
 
-    A run that ends between them writes a shorter trace. A failure to write is logged, and training continues.
+    If the run ends earlier, the trace is shorter. A failed write is logged, and training continues.
 
     Args:
-        folder: the folder of the run.
-        steps: two iterations; empty for no trace.
+        folder: The run's folder.
+        steps: The first and the last iteration. Empty disables tracing.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Profiler:
     def around(self, iteration: int) -> Iterator[None]:
         """Trace the block if its iteration is within `steps`, and write the trace after the last."""
         if self._steps and self._steps[0] <= iteration <= self._steps[1] and self._profile is None:
-            from torch import profiler  # a second, that other runs do not spend
+            from torch import profiler  # takes a second to import, so only when needed
 
             self._profile = profiler.profile()
             self._profile.start()
@@ -49,7 +49,7 @@ class Profiler:
             self.close()
 
     def close(self) -> None:
-        """Write the unfinished trace, if any."""
+        """Write an unfinished trace, if there is one."""
         if self._profile is None:
             return
         profile, self._profile = self._profile, None
@@ -60,12 +60,12 @@ class Profiler:
 
     @contextmanager
     def watching_memory(self, dump: Callable[[str], None] | None = None) -> Iterator[None]:
-        """Write a snapshot of the device's memory if the block raises `torch.OutOfMemoryError`, which is raised on.
+        """Write a device memory snapshot if the block raises `torch.OutOfMemoryError`, then re-raise.
 
-        The file is for https://pytorch.org/memory_viz; it has the stacks of allocations if `steps` are given.
+        View the file at https://pytorch.org/memory_viz. It includes allocation stacks if `steps` is set.
 
         Args:
-            dump: writes the snapshot to a path; None for torch's function, which only CUDA has.
+            dump: Writes the snapshot to a path. None uses torch's function, which only CUDA has.
         """
         if dump is None and self._has_memory_history:
             dump = torch.cuda.memory._dump_snapshot
@@ -73,7 +73,7 @@ class Profiler:
             yield
         except torch.OutOfMemoryError:
             path = self._folder / f"memory.rank{self._rank}.pickle"
-            if dump is not None and self._is_written("The snapshot of the memory", path, lambda: dump(str(path))):
+            if dump is not None and self._is_written("The memory snapshot", path, lambda: dump(str(path))):
                 _log.error(f"rank {self._rank} ran out of memory; a snapshot for pytorch.org/memory_viz: {path}")
             raise
 

@@ -1,4 +1,4 @@
-"""A progress bar at the bottom of a terminal, with log lines above it. Without a terminal there are only lines."""
+"""A progress bar on the terminal's last line, below the log lines. Without a terminal there are only log lines."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _FORM = "{n_fmt}/{total_fmt} |{bar:30}| {desc} | eta {remaining}"
 
 
 class RunBar:
-    """The progress of a run's iterations; shows nothing if the stream is not a terminal."""
+    """A run's progress in iterations. Shows nothing if the stream is not a terminal."""
 
     def __init__(self, stream: TextIO, *, iteration: int, train_iters: int) -> None:
         self._bar: tqdm[object] | None = None
@@ -31,19 +31,19 @@ class RunBar:
             )
 
     def show(self, *, loss: float, tokens_per_second: float) -> None:
-        """Advance by an iteration."""
+        """Advance by one iteration."""
         if self._bar is not None:
             self._bar.set_description_str(f"loss {loss:.4f} | {tokens_per_second:.0f} tok/s", refresh=False)
             self._bar.update()
 
     def close(self) -> None:
-        """Remove the bar for good."""
+        """Remove the bar permanently."""
         if self._bar is not None:
             self._bar.close()
 
 
 class _AboveBars:
-    """A terminal to write lines to, above its progress bars; any thread may write."""
+    """A terminal stream for lines above its progress bars. Any thread may write."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -58,16 +58,16 @@ class _AboveBars:
 
 
 class _LineHandler(logging.StreamHandler[TextIO]):
-    """Writes lines until the reader of a pipe ends, as `head` does; then warnings alone, to stderr."""
+    """Writes lines until the pipe's reader exits, as `head` does, and from then on only warnings, to stderr."""
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Replace a pipe without a reader; the run goes on."""
+        """Replace a pipe without a reader. The run continues."""
         if not isinstance(sys.exc_info()[1], BrokenPipeError):
             super().handleError(record)
             return
         was_stderr = self.stream is sys.stderr
         null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, self.stream.fileno())  # what is buffered would fail again, at exit too
+        os.dup2(null, self.stream.fileno())  # buffered text would fail again, also at exit
         os.close(null)
         if was_stderr:
             return
@@ -78,5 +78,5 @@ class _LineHandler(logging.StreamHandler[TextIO]):
 
 
 def line_handler(stream: TextIO) -> logging.Handler:
-    """Return the handler of log lines for a stream, above the progress bars on a terminal."""
+    """Return a log handler for a stream. On a terminal it writes above the progress bars."""
     return logging.StreamHandler(_AboveBars(stream)) if stream.isatty() else _LineHandler(stream)

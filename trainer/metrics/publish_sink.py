@@ -1,4 +1,4 @@
-"""The sink that lets a process beside the run send its log to a tracker: `logging.publish`."""
+"""The sink behind `logging.publish`: a separate process sends the run's log to a tracker."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from trainer.metrics.sink import MetricRecord, MetricSink, RunPosition
 
 _log = logging.getLogger(__name__)
 
-PUBLISH = "publish"  # the folder of trackers in that of the run
-# It needs no device, and no more than a thread.
+PUBLISH = "publish"  # the trackers' folder inside the run's folder
+# The process needs no device and only one thread.
 _VARIABLES = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 
 
 class PublishSink(MetricSink):
-    """A process that follows `metrics.jsonl`, in a session of its own, with the least priority and a log of its own.
+    """A process that follows `metrics.jsonl` in its own session, with its own log.
 
-    It reads what the run writes anyway, so training never waits for it. It ends after the run, when the pipe that is
-    its input is closed, also by a kill.
+    It reads what the run writes anyway, so training never waits for it. Its standard input is a pipe from the run: it
+    exits after the run closes the pipe, also if the run is killed.
     """
 
     def __init__(self, tracker: str) -> None:
@@ -34,7 +34,7 @@ class PublishSink(MetricSink):
         """Start the process.
 
         Raises:
-            OSError: if it cannot be started.
+            OSError: The process cannot be started.
         """
         folder = position.folder / PUBLISH / self._tracker
         make_folders(position.files, folder)
@@ -53,7 +53,7 @@ class PublishSink(MetricSink):
     def write(self, record: MetricRecord) -> None:
         if self._process is not None and self._process.poll() is not None:
             _log.warning(
-                "the process that sends the metrics to %s has ended with status %d, the run goes on without: %s",
+                "the process that sends the metrics to %s has ended with status %d, and the run goes on without it: %s",
                 self._tracker,
                 self._process.returncode,
                 self._output,
@@ -61,6 +61,6 @@ class PublishSink(MetricSink):
             self._process = None
 
     def close(self) -> None:
-        """Close its input: it sends what is left, and nobody waits for it."""
+        """Close the process's input. It sends the remaining lines, and the run does not wait."""
         if self._process is not None and self._process.stdin is not None:
             self._process.stdin.close()

@@ -1,4 +1,4 @@
-"""The clock of a run's records: one for all hosts and launches, which never goes back."""
+"""A run's clock for its records. It never goes back, also across hosts and launches."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from trainer.metrics.jsonl_file import last_recorded_time
 def run_clock(
     folder: Path, names: tuple[str, ...], age_s: float, *, clock: Callable[[], float] = since_boot
 ) -> Callable[[], float]:
-    """Return a clock in Unix time for the records of a launch, unmoved where somebody sets the host's clock.
+    """Return a Unix-time clock for a launch's records, immune to changes of the host's clock.
 
-    It starts from the file system's clock, or from the last record of an earlier launch where that is later.
+    It starts at the file system's time, or after the last record by an earlier launch, whichever is later.
 
     Args:
-        folder: the folder of the run.
-        names: the files with the records.
-        age_s: seconds since the launch began, which the records of earlier launches precede.
-        clock: a clock in seconds.
+        folder: The run's folder.
+        names: The files with the records.
+        age_s: Seconds since the launch began. Earlier launches' records predate it.
+        clock: A monotonic clock in seconds.
 
     Raises:
-        OSError: if the folder cannot be written or a record cannot be read.
+        OSError: The folder cannot be written, or a record cannot be read.
     """
     last = max(last_recorded_time(folder / name) for name in names)
     offset = max(file_system_time(folder), last + age_s) - clock()

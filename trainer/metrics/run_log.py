@@ -1,4 +1,4 @@
-"""Logging of a run: log lines, `metrics.jsonl` and other sinks of metrics. Rank 0 only."""
+"""A run's logging: log lines, `metrics.jsonl` and other metric sinks. Rank 0 only."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ from trainer.record.versions import versions
 
 _log = logging.getLogger(__name__)
 
-# Dense bfloat16 peak in FLOP/s, from the makers' data sheets, by a part of the device's name.
+# Dense bfloat16 peak in FLOP/s from vendors' data sheets, keyed by a substring in the device name.
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "A10": 125e12, "B200": 2250e12}
 
 
 class LoggedFigure(NamedTuple):
-    """What the log has of an attribute of `IterationRecord`.
+    """How an `IterationRecord` attribute is logged.
 
     Attributes:
-        curve: the tag of its TensorBoard curve; empty for no curve.
-        is_exact: whether `metrics.jsonl` has it as `<name>_hex` too, which keeps every bit.
-        digits: decimals in `metrics.jsonl`; None for all.
+        curve: The TensorBoard tag. Empty for no curve.
+        is_exact: Whether `metrics.jsonl` also stores it as `<name>_hex`, which preserves every bit.
+        digits: Decimal places in `metrics.jsonl`. None keeps all.
     """
 
     name: str
@@ -64,14 +64,14 @@ _FIGURES = (
 
 @dataclass(frozen=True, slots=True)
 class IterationRecord:
-    """The figures of an iteration. A new figure has a line in `_FIGURES` too: `metrics.jsonl` and TensorBoard follow.
+    """One iteration's figures. `_FIGURES` lists which of them `metrics.jsonl` and TensorBoard get.
 
     Args:
-        seconds: duration of the iteration, without `checkpoint_seconds`.
-        checkpoint_seconds: time during which a save blocked training.
-        data_seconds: time in which rank 0 loaded its data; part of `seconds`.
-        global_batch_size: samples of the iteration, in runs where they change.
-        is_skipped: whether the parameters were not updated, because of a nonfinite loss or gradient.
+        seconds: The iteration's duration, excluding `checkpoint_seconds`.
+        checkpoint_seconds: How long a save blocked training.
+        data_seconds: How long rank 0 loaded data, included in `seconds`.
+        global_batch_size: Samples in this iteration, for runs where the size changes.
+        is_skipped: Whether the parameter update was skipped because of a nonfinite loss or gradient.
     """
 
     iteration: int
@@ -91,7 +91,7 @@ class IterationRecord:
         return self.tokens / self.seconds
 
     def line(self) -> dict[str, object]:
-        """Return the members of its line in `metrics.jsonl`."""
+        """Return the members for the iteration's `metrics.jsonl` line."""
         members = dict[str, object]()
         for name, _, is_exact, digits in _FIGURES:
             if (value := getattr(self, name)) is not None:
@@ -100,20 +100,20 @@ class IterationRecord:
         return members | ({"skipped": True} if self.is_skipped else {})
 
     def curves(self) -> dict[str, float]:
-        """Return its points by the tags of TensorBoard's curves."""
+        """Return the iteration's points, keyed by TensorBoard tag."""
         points = {figure.curve: getattr(self, figure.name) for figure in _FIGURES if figure.curve}
         return {curve: value for curve, value in points.items() if value is not None}
 
 
 class Slowdown:
-    """How much longer iterations take while a save is being written, relative to the median of those before.
+    """How much longer iterations take while a save is being written, relative to the median before it.
 
-    Times are compared for each sample, since the global batch may grow.
+    Compares seconds per sample, because the global batch may grow.
     """
 
     def __init__(self) -> None:
-        self._quiet: deque[float] = deque(maxlen=50)  # seconds of a sample
-        self._seconds, self._samples = 0.0, 0  # beside a save
+        self._quiet: deque[float] = deque(maxlen=50)  # seconds per sample without a save
+        self._seconds, self._samples = 0.0, 0  # while a save is written
 
     def add(self, seconds: float, samples: int, *, is_saving: bool) -> None:
         """Count an iteration."""
@@ -123,22 +123,22 @@ class Slowdown:
             self._quiet.append(seconds / samples)
 
     def take(self) -> float:
-        """Return the total slowdown of a save's iterations in seconds; 0 if there is nothing to compare with."""
+        """Return the total slowdown in seconds since the last call, or 0 without iterations to compare."""
         seconds, samples = self._seconds, self._samples
         self._seconds, self._samples = 0.0, 0
         return seconds - samples * median(self._quiet) if self._quiet and samples else 0.0
 
 
 class RunLog:
-    """The log of a run, continued from a checkpoint: lines for the terminal, and records for the sinks.
+    """A run's log, also across resumes: lines for the terminal, and records for the sinks.
 
     Args:
-        sinks: names of `SINKS`, beside `metrics.jsonl`.
-        publish: the tracker that a process beside the run sends the log to; None for none.
-        clock: a clock in seconds.
+        sinks: Names from `SINKS`. `metrics.jsonl` is always written.
+        publish: The tracker to which a separate process sends the log. None disables it.
+        clock: A monotonic clock in seconds.
 
     Attributes:
-        train_iters: the last iteration of the run.
+        train_iters: The run's last iteration.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class RunLog:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock = clock
-        self._paced: tuple[int, float] | None = None  # the first iteration of this launch, and its end
+        self._paced: tuple[int, float] | None = None  # this launch's first iteration, and its end time
         self._files = files
         self._folder = folder
         self.train_iters = train_iters
@@ -165,7 +165,7 @@ class RunLog:
         self._sinks = list[GuardedSink]()
         self._bar: RunBar | None = None
         self._launch: LaunchLog | None = None
-        # Members of the next iteration's line: whether it is the first after a resume, and the seconds of the start.
+        # Extra members for the next iteration's line: whether it is the first after a resume, and the startup times.
         self._first: dict[str, object] = {}
 
     def open(
@@ -177,16 +177,16 @@ class RunLog:
         began_elsewhere: bool = False,
         age_s: float = 0.0,
     ) -> None:
-        """Begin after `iteration`; lines of other branches of the run beyond it move to a side file.
+        """Open the log after `iteration`. Later lines, from an abandoned branch, move to a side file.
 
         Args:
-            config: the resolved configuration in YAML, kept as `config.yaml`.
-            owes_evaluation: whether the evaluation of `iteration` is still due, or has to be repeated.
-            began_elsewhere: whether the iterations so far may be those of another run, whose lines are not in this log.
-            age_s: seconds since the launch began.
+            config: The resolved configuration in YAML, stored as `config.yaml`.
+            owes_evaluation: Whether the evaluation at `iteration` is still due or must be repeated.
+            began_elsewhere: Whether earlier iterations may belong to another run, and so are not in this log.
+            age_s: Seconds since the launch began.
 
         Raises:
-            TrainerError: if the run's folder cannot be written.
+            TrainerError: The run's folder cannot be written.
         """
         position = RunPosition(self._folder, self._files, iteration, owes_evaluation, began_elsewhere, config)
         try:
@@ -200,7 +200,7 @@ class RunLog:
         for name in self._names:
             self._sinks.append(GuardedSink(name, load_sink(name)))
             self._sinks[-1].start(position)
-        # The lines are last: a save that they record, from which a killed run may resume, is in the other sinks too.
+        # `metrics.jsonl` comes last: a save it records, from which a killed run may resume, is then in all other sinks.
         self._sinks.append(GuardedSink(METRICS, lines))
         if self._publish is not None:
             self._start_publishing(self._publish, position)
@@ -208,16 +208,16 @@ class RunLog:
         self._bar = RunBar(sys.stdout, iteration=iteration, train_iters=self.train_iters)
 
     def launched(self, name: str, iteration: int, age_s: float, description: Json) -> None:
-        """Record the begin of this launch; its name is also in the line of its next iteration.
+        """Record this launch's start. Its name is also in the next iteration's line.
 
         Args:
-            name: a random name.
-            iteration: the last iteration before.
-            age_s: seconds since its processes started.
-            description: its topology, settings and environment.
+            name: The launch's random name.
+            iteration: The last iteration before the launch.
+            age_s: Seconds since the launch's processes started.
+            description: The launch's topology, settings and environment.
 
         Raises:
-            TrainerError: if the run's folder cannot be written.
+            TrainerError: The run's folder cannot be written.
         """
         try:
             self._launch = LaunchLog(self._folder, name, self._record_clock)
@@ -227,18 +227,18 @@ class RunLog:
         self._first["launch"] = name
 
     def rewound(self, iteration: int, members: Json) -> None:
-        """Record a rewind of this launch."""
+        """Record a rewind in this launch."""
         if self._launch is not None:
             self._launch.rewound(iteration, members)
 
     def ended(self, iteration: int, outcome: LaunchOutcome, reason: str = "") -> None:
-        """Record the end of this launch; a later call does nothing."""
+        """Record this launch's end. Later calls do nothing."""
         if self._launch is not None:
             self._launch.end(iteration, outcome, reason)
             self._launch = None
 
     def _start_publishing(self, tracker: str, position: RunPosition) -> None:
-        """Start the process beside the run; it is the first sink, as `metrics.jsonl` is the last."""
+        """Start the publishing process as the first sink, so that `metrics.jsonl` stays the last."""
         from trainer.metrics.publish_sink import PublishSink
 
         sink = GuardedSink(tracker, PublishSink(tracker))
@@ -246,7 +246,7 @@ class RunLog:
         self._sinks.insert(0, sink)
 
     def started(self, times: StartTimes) -> None:
-        """Log the seconds of the start and the versions of packages, also with the next iteration."""
+        """Log the startup times, and add them and the package versions to the next iteration's line."""
         self._first["versions"] = versions()
         self._first["start"] = {phase: round(seconds, 3) for phase, seconds in times.seconds().items()}
         _log.info(str(times))
@@ -254,7 +254,7 @@ class RunLog:
     def iteration(
         self, record: IterationRecord, slowest: SlowestRank | None = None, memory: MemoryPeaks | None = None
     ) -> None:
-        """Log an iteration, and with its line the slowest rank since the previous line, and the memory of ranks."""
+        """Log an iteration. Its log line also shows peak memory and the slowest rank since the previous line."""
         sizes = {} if memory is None else {name: size for name, size in memory._asdict().items() if size}
         curves = record.curves() | {f"train/{name}_bytes": float(size) for name, size in sizes.items()}
         members = record.line() | {f"{name}_bytes": size for name, size in sizes.items()} | self._first
@@ -276,7 +276,7 @@ class RunLog:
                 _log.info(f"step {record.iteration:5d}/{self.train_iters} | {slowest}")
 
     def _to_the_end(self, iteration: int, now: float) -> str:
-        """Return the time to the end at the rate since the first iteration, evaluations and saves counted in."""
+        """Estimate the remaining time from the pace since the first iteration, including evaluations and saves."""
         first, began = self._paced or (iteration, now)
         remaining = self.train_iters - iteration
         if iteration <= first or remaining <= 0:
@@ -284,34 +284,36 @@ class RunLog:
         return f" | {duration((now - began) / (iteration - first) * remaining)} to go"
 
     def evaluation(self, iteration: int, loss: float, best: float | None, average_loss: float | None = None) -> None:
-        """Log an evaluation, also of the moving averages if there are any."""
+        """Log an evaluation, with the averaged weights' loss if there is one."""
         members = {"iteration": iteration, "event": "evaluation", "valid_loss": loss, "valid_loss_hex": loss.hex()}
         curves, text = {"valid/loss": loss}, "none" if best is None else f"{best:.6f}"
         if average_loss is not None:
             members |= {"ema_loss": average_loss, "ema_loss_hex": average_loss.hex()}
             curves["valid/ema_loss"] = average_loss
-            text += f" | of the averages {average_loss:.6f}"
+            text += f" | averaged weights {average_loss:.6f}"
         self._write(MetricRecord(iteration, members, curves))
         _log.info(f"step {iteration:5d}/{self.train_iters} | valid loss {loss:.6f} | best {text}")
 
     def sample(self, iteration: int, text: str) -> None:
-        """Log a text generated by the model."""
+        """Log a text sampled from the model."""
         members = {"iteration": iteration, "event": "sample", "text": text}
         self._write(MetricRecord(iteration, members, texts={"sample": text}))
         _log.info(f"step {iteration:5d}/{self.train_iters} | sample {text!r}")
 
     def note(self, iteration: int, event: str, members: Mapping[str, object], text: str) -> None:
-        """Log an event with these members of its line."""
+        """Log an event with the given members, and `text` as a warning."""
         self._write(MetricRecord(iteration, {"iteration": iteration, "event": event, **members}))
         _log.warning(text)
 
     def save(self, report: SaveReport, *, slowdown_s: float, event: str = "save") -> None:
-        """Log a committed save; `slowdown_s` is how much longer iterations took while it was being written.
+        """Log a committed save.
 
-        A `local_save` or a `weights_save`, which may come with every iteration, has a short line and no curve.
+        Rounded figures go to `metrics.jsonl`; the log line shows only the duration and the pause. A `local_save` or a
+        `weights_save`, which may follow every iteration, gets a shorter line and no curve.
 
-        The log line has the time and the pause; `metrics.jsonl` has every figure. The slowdown is recorded as measured,
-        for an unbiased sum over many saves.
+        Args:
+            slowdown_s: How much longer iterations took while the save was written. May be negative, to keep sums
+                unbiased.
         """
         rate = report.written_bytes / max(report.seconds, 1e-9)
         figures = {
@@ -345,7 +347,7 @@ class RunLog:
         )
 
     def sync(self) -> None:
-        """Make all lines durable: a checkpoint must not be newer than the log, unless the disk fails. Any thread."""
+        """Make all lines durable, unless the disk fails. No checkpoint may be newer than the log. Thread-safe."""
         for sink in self._sinks:
             sink.sync()
 
@@ -366,10 +368,10 @@ class RunLog:
 
 
 def has_line(iteration: int, log_interval: int, train_iters: int) -> bool:
-    """Return whether an iteration has a line of the log."""
+    """Return whether an iteration gets a log line."""
     return iteration % log_interval == 0 or iteration == train_iters
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Return the dense bfloat16 peak of a device in FLOP/s, or None where it is not known."""
+    """Return a device's dense bfloat16 peak in FLOP/s, or None if unknown."""
     return next((flops for name, flops in PEAK_FLOPS.items() if name in device_name), None)

@@ -1,6 +1,6 @@
-"""The interface of an output of metrics, such as a file or a service.
+"""The interface for a metric sink, such as a file or a service.
 
-Another output is a module with a `MetricSink`, and its line in `SINKS` of `trainer/config/logging.py`.
+To add a sink, write a module with a `MetricSink` and list it in `SINKS` in `trainer/config/logging.py`.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RunPosition:
-    """The place of a run where its log begins, and goes on after a resume.
+    """A run's position when its log opens, at the start or after a resume.
 
     Args:
-        folder: the run's.
-        files: the store of the folder.
-        iteration: the last iteration before; lines of later iterations are abandoned.
-        owes_evaluation: whether the evaluation of `iteration` is still due, or has to be repeated.
-        began_elsewhere: whether the iterations so far may be those of another run, which are not in this log.
-        config: the resolved configuration in YAML.
+        folder: The run's folder.
+        files: The folder's store.
+        iteration: The last iteration before. Lines for later iterations are abandoned.
+        owes_evaluation: Whether the evaluation at `iteration` is still due or must be repeated.
+        began_elsewhere: Whether earlier iterations may belong to another run, and so are not in this log.
+        config: The resolved configuration in YAML.
     """
 
     folder: Path
@@ -41,12 +41,12 @@ class RunPosition:
 
 @dataclass(frozen=True, slots=True)
 class MetricRecord:
-    """The metrics of an event of a run: an iteration of training, an evaluation, a sample or a save.
+    """The metrics from one event: a training iteration, an evaluation, a sample or a save.
 
     Args:
-        members: a line of `metrics.jsonl`; empty for an event without a line.
-        curves: points by the tags of their curves, such as `train/loss`.
-        texts: texts by their tags.
+        members: A `metrics.jsonl` line. Empty for an event without a line.
+        curves: Points by tag, such as `train/loss`.
+        texts: Texts by tag.
     """
 
     iteration: int
@@ -56,34 +56,34 @@ class MetricRecord:
 
 
 class MetricSink(ABC):
-    """An output of metrics. Rank 0 alone has sinks, and calls them, but for `sync`, from the training thread.
+    """A metric output. Only rank 0 has sinks; it calls them from the training thread, except for `sync`.
 
-    Its library is imported in `start`, and is needed by runs with the sink alone.
+    Import the sink's library in `start`, so that only runs with this sink need it.
     """
 
     @abstractmethod
     def start(self, position: RunPosition) -> None:
-        """Open the output, and drop records of earlier launches of iterations after the position."""
+        """Open the output, and drop earlier launches' records for iterations after the position."""
 
     @abstractmethod
     def write(self, record: MetricRecord) -> None:
-        """Add the metrics of an event. Training waits, so a slow output needs a thread of its own."""
+        """Write an event's metrics. Training waits, so a slow output should use its own thread."""
 
     def sync(self) -> None:  # noqa: B027
-        """Make durable the records so far. A checkpoint must not be newer than the metrics before it.
+        """Make all records so far durable, because no checkpoint may be newer than its metrics.
 
-        A save calls it on a thread of its own, while training may write further records.
+        Saves call this from another thread, while training may write more records.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Write what waits, and close the output."""
+        """Write pending records, and close the output."""
 
 
 class GuardedSink(MetricSink):
-    """A sink without the power to end a run: its first exception is logged, all others are dropped.
+    """Wraps a sink so its errors never end the run: logs the first exception and drops all others.
 
-    After an exception in `start` the sink is not called again; after any other it is, as its output may recover.
+    If `start` fails, the sink is not called again. After any other exception it is, because the output may recover.
     """
 
     def __init__(self, name: str, sink: MetricSink) -> None:
@@ -106,7 +106,7 @@ class GuardedSink(MetricSink):
         self._is_off = True  # a save that ends later has nothing to sync
 
     def _attempt(self, call: Callable[[], None]) -> bool:
-        """Return whether a call of the sink succeeds."""
+        """Call the sink, and return whether it succeeded."""
         if self._is_off:
             return False
         try:
@@ -120,7 +120,7 @@ class GuardedSink(MetricSink):
 
 
 def load_sink(name: str) -> MetricSink:
-    """Return a new sink of the table `SINKS`."""
+    """Create the sink listed in `SINKS` under `name`."""
     module, _, member = SINKS[name].rpartition(".")
     sink: MetricSink = getattr(import_module(module), member)()
     return sink

@@ -1,4 +1,4 @@
-"""The seconds of each rank's own work, by which the log names the slowest rank."""
+"""Measures each rank's own work, by which the log names the slowest rank."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ import torch
 
 from trainer.launch.process_group import Cluster
 
-# The slowest rank has a line of the log from this multiple of the mean on.
+# The slowest rank gets a log line if its time is at least this multiple of the mean.
 _NOTABLE = 1.1
 _RANK_BITS = 24
-_LONGEST = (1 << (63 - _RANK_BITS)) - 1  # microseconds, six days
+_LONGEST = (1 << (63 - _RANK_BITS)) - 1  # in microseconds, about six days
 
 
 class RankTime(NamedTuple):
-    """Microseconds in which a rank waits for no other: in all, for a mean share of the batch, and those of its data."""
+    """A rank's working time in microseconds: in total, scaled to a mean share of the batch, and for loading data."""
 
     total: int
     data: int
 
 
 class OwnTime:
-    """Measures this rank's own work since the last line of the log, without waits for other ranks.
+    """Measures this rank's own work since the last log line, excluding waits for other ranks.
 
-    On an accelerator the work is measured by events of its stream. The host never waits for them: work that the stream
-    has not ended counts for the next line.
+    On an accelerator, events on its stream measure the work. The host never waits for them: unfinished work counts
+    toward the next line.
 
     Attributes:
-        load: this rank's micro batches of the iteration divided by their mean over ranks.
-        last_load_s: seconds of the last block that loaded data.
+        load: This rank's micro-batch count in the iteration, divided by the mean over ranks.
+        last_load_s: How many seconds the last data loading took.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -44,7 +44,7 @@ class OwnTime:
 
     @contextmanager
     def working(self, load: float = 1.0) -> Iterator[None]:
-        """Count the block, or its work on an accelerator, divided by `load`."""
+        """Count the time for the block, or for its work on an accelerator, divided by `load`."""
         if self._module is None:
             start = time.perf_counter()
             yield
@@ -59,7 +59,7 @@ class OwnTime:
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Count the block, which loads the data of the iteration, as the host's time."""
+        """Count the block, which loads the iteration's data, in host time."""
         start = time.perf_counter()
         yield
         seconds = time.perf_counter() - start
@@ -75,7 +75,7 @@ class OwnTime:
         return times
 
     def _collect(self) -> None:
-        """Add the times of the events that the stream has passed."""
+        """Add the times for events already passed by the stream."""
         while self._events and self._events[0][1].query():
             begin, end, load = self._events.pop(0)
             self._seconds += begin.elapsed_time(end) / 1e3 / load
@@ -83,11 +83,11 @@ class OwnTime:
 
 @dataclass(frozen=True, slots=True)
 class SlowestRank:
-    """The rank with the longest own work since the last line of the log.
+    """The rank with the longest own work since the last log line.
 
     Args:
-        ratio: its time beside the mean of all ranks.
-        data_seconds: its time of loading data.
+        ratio: Its time divided by the mean over ranks.
+        data_seconds: How long it loaded data.
     """
 
     rank: int
@@ -99,19 +99,19 @@ class SlowestRank:
 
 
 def ranked(own: RankTime, rank: int) -> int:
-    """Return the number of a rank whose maximum over ranks, in an int64, names the slowest and its time."""
+    """Pack a rank's time and number into an int64 whose maximum over ranks identifies the slowest."""
     return min(own.total, _LONGEST) << _RANK_BITS | rank
 
 
 def slowest_rank(own: RankTime, total: int, largest: int, cluster: Cluster) -> SlowestRank | None:
-    """Return the slowest rank; None if its time is near the mean. A collective call.
+    """Return the slowest rank, or None if its time is near the mean. A collective call.
 
     Ranks exchange a second message only if the result is not None.
 
     Args:
-        own: this rank's times.
-        total: the sum of the times of all ranks.
-        largest: the maximum over ranks of `ranked`.
+        own: This rank's times.
+        total: The sum over ranks of their times.
+        largest: The maximum over ranks of `ranked`.
     """
     longest, rank = largest >> _RANK_BITS, largest & ((1 << _RANK_BITS) - 1)
     if longest * cluster.world_size < _NOTABLE * total or cluster.world_size == 1 or not total:

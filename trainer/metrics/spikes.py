@@ -1,6 +1,6 @@
-"""Finds spikes of the loss and of the gradient norm: values far above the running median. Pure.
+"""Detects spikes in the loss and the gradient norm: values far above the running median.
 
-Its values are in every checkpoint, so a resumed run finds the spikes of an undisturbed one.
+Every checkpoint stores the window, so a resumed run detects the same spikes as an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from statistics import median
 from reprise.storage import Json, finite_number
 from trainer.data.position_map import PositionMap
 
-SPIKES = "spikes"  # the member of trainer_state.json
-_TO_DEVIATION = 1.4826  # of the median absolute deviation of a normal distribution
-_LEAST_DEVIATION = 0.01  # of the median, so that a flat curve has no spike of a rounding
+SPIKES = "spikes"  # the key in trainer_state.json
+_TO_DEVIATION = 1.4826  # scales a normal distribution's median absolute deviation to its standard deviation
+_LEAST_DEVIATION = 0.01  # as a share of the median, so that rounding on a flat curve causes no spike
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Spike:
 
     Args:
         figure: `loss` or `grad_norm`.
-        limit: the largest value that would be none.
+        limit: The exceeded threshold.
     """
 
     iteration: int
@@ -34,21 +34,21 @@ class Spike:
     limit: float
 
     def __str__(self) -> str:
-        """Return the spike in words."""
+        """Describe the spike for messages."""
         name = self.figure.replace("grad_", "gradient ")
         return f"{name} {self.value:.6g} at iteration {self.iteration}, above {self.limit:.6g}"
 
 
 class SpikeWatch:
-    """Compares each iteration with the window before it. All ranks have the same figures, and find the same.
+    """Compares each iteration with the window before it. All ranks see the same values and so detect the same spikes.
 
     Args:
-        factor: how many standard deviations above the median a value may be. They are estimated by the median absolute
-            deviation, and are at least a hundredth of the median.
-        window: iterations of the median; there is no spike before so many.
+        factor: How many standard deviations above the median a value may lie. The deviation is estimated from the
+            median absolute deviation, and is at least 1% of the median.
+        window: How many values the median covers. No finite value is a spike before the window is full.
 
     Attributes:
-        rewound: the ranges of positions that the run has passed over after spikes, in order.
+        rewound: The position ranges skipped after spikes, in order.
     """
 
     def __init__(self, factor: float, window: int) -> None:
@@ -57,7 +57,7 @@ class SpikeWatch:
         self.rewound: list[tuple[int, int]] = []
 
     def add(self, iteration: int, loss: float, grad_norm: float) -> Spike | None:
-        """Count an iteration, and return its spike, if any; a nonfinite value is one."""
+        """Add an iteration's values and return its spike, if any. A nonfinite value is a spike."""
         spikes = []
         for (name, figures), value in zip(self._figures.items(), (loss, grad_norm), strict=True):
             limit = self._limit(figures)
@@ -75,14 +75,14 @@ class SpikeWatch:
         return middle + self._factor * max(deviation, _LEAST_DEVIATION * middle)
 
     def record(self) -> Json:
-        """Return the member `spikes` of `trainer_state.json`."""
+        """Return the `spikes` value for `trainer_state.json`."""
         return {**{name: list(figures) for name, figures in self._figures.items()}, "rewound": list(self.rewound)}
 
     def resume(self, record: object) -> None:
-        """Go on from a record; of a larger window the last values count.
+        """Restore a record. If it covers a larger window, only the last values are kept.
 
         Raises:
-            LookupError, TypeError, ValueError: if it is malformed.
+            LookupError, TypeError, ValueError: The record is malformed.
         """
         if not isinstance(record, Mapping):
             raise TypeError(f"spikes are {record!r}")

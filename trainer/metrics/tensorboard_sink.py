@@ -1,4 +1,4 @@
-"""The sink for TensorBoard: curves and texts in event files of the run's folder."""
+"""The TensorBoard sink: curves and texts in event files inside the run's folder."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_EVENTS = "tensorboard"  # the folder of the event files
-# TensorBoard sorts the groups of tags by their names: the losses come first.
+_EVENTS = "tensorboard"  # the event file folder
+# TensorBoard sorts tag groups by name. These names put the losses first.
 _TAGS = {
     "train/loss": "loss/train",
     "valid/loss": "loss/valid",
     "valid/ema_loss": "loss/valid_ema",
     "checkpoint/blocked_seconds": "train/blocked_seconds",
 }
-# TensorBoard reads the files of a folder in the order of their names, which begin with the second of their creation.
+# TensorBoard reads a folder's files in name order. Each name starts with the file's creation time in seconds.
 _NAME = re.compile(r"(events\.out\.tfevents\.)(\d{10})(\..*)")
 
 
 class TensorboardSink(MetricSink):
-    """Event files. After a disk error it starts a new file.
+    """Writes event files. After a disk error it starts a new file.
 
-    A resume marks its first iteration, at which TensorBoard drops the points of abandoned ones: of each curve at its
-    next point. Other readers of the files see them.
+    A resume marks its first iteration. At each curve's next point TensorBoard then drops the abandoned points, but
+    other readers still see them.
     """
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ class TensorboardSink(MetricSink):
     def _add(self, record: MetricRecord) -> None:
         from trainer.metrics.event_file import EventFile, event, point, verbatim
 
-        if self._file is None:  # made with the first point: a run that does nothing leaves no file
+        if self._file is None:  # created with the first point, so that a run without points leaves no file
             self._folder.mkdir(exist_ok=True)
             name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{time.time_ns()}"
             self._file = EventFile(self._folder / name, purge_step=self._purge_step)
@@ -68,7 +68,7 @@ class TensorboardSink(MetricSink):
         self._file.write([event(record.iteration, values)])
 
     def _plot(self, call: Callable[[], None], iteration: int) -> None:
-        """Write points; after a disk error the next point starts a new file."""
+        """Write points. After a disk error the next point starts a new file."""
         try:
             call()
             self._has_lost_points = False
@@ -80,16 +80,16 @@ class TensorboardSink(MetricSink):
 
 
 def put_before(folder: Path, second: int, files: Files) -> None:
-    """Rename event files, if necessary, so that a file created at `second` or later sorts after all of them.
+    """Rename event files where necessary, so that a file created at `second` or later sorts after all of them.
 
-    Two launches may share a second, and the clock of another host may lag. The files keep their order, even if the
-    process is killed in here.
+    Two launches may share a second, and another host's clock may lag. The files keep their order, even if the process
+    is killed during the renames.
 
     Args:
-        second: Unix time, as in the file names.
+        second: Unix time in seconds, as in file names.
 
     Raises:
-        OSError: the folder cannot be read or written.
+        OSError: The folder cannot be read or written.
     """
     names = [path.name for path in matching(folder, "events.out.tfevents.*")]
     matches = [match for match in map(_NAME.fullmatch, names) if match]
