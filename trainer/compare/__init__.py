@@ -1,1 +1,1 @@
-"""Comparison of runs: loss curves and speed."""
+"""Compares runs: loss curves and speed."""

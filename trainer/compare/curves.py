@@ -1,4 +1,4 @@
-"""Compares two loss curves value by value, and reports the result in words."""
+"""Compares two loss curves value by value, and reports the result as text."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ QUANTITIES = ("loss", "grad_norm", "lr")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Curve:
-    """The values of a run; never empty from `read_curve`.
+    """A run's values. A curve from `read_curve` has at least one iteration.
 
     Attributes:
-        source: its file, for messages.
-        points: the columns `QUANTITIES`, in order of iteration, each once.
-        evaluations: the validation losses; none from a text log.
-        dtype: the dtype in the run's config.yaml, `float32` or `bfloat16`; None if unknown.
-        notes: remarks on the file for the report, such as a truncated last line.
-        meaning: of its losses.
+        source: The file, for messages.
+        points: The `QUANTITIES` columns, sorted by iteration without repeats.
+        evaluations: The validation losses. Empty for a text log.
+        dtype: The dtype in the run's config.yaml, `float32` or `bfloat16`. None if unknown.
+        notes: Remarks on the file for the report, such as a truncated last line.
+        meaning: What the losses mean.
     """
 
     source: str
@@ -48,7 +48,7 @@ class Tolerance:
     relative: float = 0.0
 
     def admits(self, base: MetricColumns, test: MetricColumns) -> Mask:
-        """Return which losses are equal; an infinity or nan equals only itself."""
+        """Return which losses are equal. An infinity or NaN equals only itself."""
         a, b = base.values[:1], test.values[:1]
         with numpy.errstate(invalid="ignore", over="ignore"):
             limits = numpy.where(numpy.isfinite(a) & numpy.isfinite(b), self.absolute + self.relative * numpy.abs(a), 0)
@@ -60,11 +60,11 @@ class Tolerance:
 
 
 class CurveDifference(NamedTuple):
-    """A quantity of an iteration with different values on the two sides.
+    """A quantity with different values on the two sides at an iteration.
 
     Attributes:
-        size: the absolute difference, as `absolute_differences` defines it.
-        is_exact: whether the bits of both are known.
+        size: The absolute difference, as defined by `absolute_differences`.
+        is_exact: Whether both values' bits are known.
     """
 
     iteration: int
@@ -77,10 +77,10 @@ class CurveDifference(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sides:
-    """The values of two curves at the iterations of both, and which of them are unequal.
+    """Two curves' values at their common iterations, and which of them are unequal.
 
     Attributes:
-        unequal: of the shape of the values, or of their first row where only losses are compared.
+        unequal: Shape (quantities, iterations), or (1, iterations) if only losses are compared.
     """
 
     base: MetricColumns
@@ -89,7 +89,7 @@ class Sides:
 
     @staticmethod
     def of(base: MetricColumns, test: MetricColumns, tolerance: Tolerance | None) -> Sides:
-        """Compare columns: their losses under a tolerance, or the bits of all quantities."""
+        """Compare columns: their losses with a tolerance, or all quantities bit for bit."""
         if not numpy.array_equal(base.iterations, test.iterations):
             _, *places = numpy.intersect1d(base.iterations, test.iterations, assume_unique=True, return_indices=True)
             base, test = base.take(places[0]), test.take(places[1])
@@ -103,17 +103,17 @@ class Sides:
 
     @property
     def sizes(self) -> Floats:
-        """The absolute differences of the losses."""
+        """The absolute loss differences."""
         return absolute_differences(self.base.values[0], self.test.values[0])
 
     def differences(self, most: int) -> list[CurveDifference]:
-        """Return the differences of the first iterations, in order."""
+        """Return at most `most` differences, from the first iterations on."""
         places = numpy.flatnonzero(self.unequal.any(axis=0))[:most]
         pairs = numpy.argwhere(self.unequal[:, places].T)[:most].tolist()
         return [self.difference(int(places[number]), quantity) for number, quantity in pairs]
 
     def difference(self, place: int, quantity: int) -> CurveDifference:
-        """Return the values at a place, different or not."""
+        """Return the two values at a place, whether or not they differ."""
         base, test = float(self.base.values[quantity, place]), float(self.test.values[quantity, place])
         is_exact = self.base.kinds[quantity, place] == self.test.kinds[quantity, place] == EXACT
         size, name = float(absolute_differences(numpy.array(base), numpy.array(test))), self.base.quantities[quantity]
@@ -122,17 +122,17 @@ class Sides:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Comparison:
-    """The result of `compare`.
+    """The result from `compare`.
 
     Attributes:
         tolerance: None if equal bits were required.
-        points, evaluations: the compared values, and the validation losses of both, of which others are no difference.
-        different: every compared iteration with an unequal value, in order.
-        missing_in_base, missing_in_test: iterations only on the other side, without which curves are not equal.
-        unlike: iterations left out, whose losses are means of other numbers of iterations.
-        allowed_prefix: iterations before the first of the test side, with leave to be missing there.
-        bit_equal: compared iterations whose values are all known to have equal bits.
-        largest: the largest difference of two losses, within the tolerance or not; None when all are equal.
+        points, evaluations: The compared training values and validation losses at common iterations.
+        different: Every compared iteration with an unequal value, in order.
+        missing_in_base, missing_in_test: Iterations only on the other side. Curves with any are not equal.
+        unlike: Excluded iterations: the two losses are means over different iteration counts.
+        allowed_prefix: Iterations before the test side's first, allowed to be missing there.
+        bit_equal: How many compared iterations are known to have equal bits in all values.
+        largest: The largest loss difference, within the tolerance or not. None when all are equal.
     """
 
     base: Curve
@@ -150,7 +150,7 @@ class Comparison:
 
     @property
     def compared(self) -> int:
-        """The number of iterations on both sides."""
+        """How many iterations both sides have."""
         return len(self.points.base)
 
     @property
@@ -159,12 +159,12 @@ class Comparison:
 
     @property
     def bit_identical(self) -> bool:
-        """Return whether every compared value is known to be equal bit for bit."""
+        """Return whether every compared value is known to be bit-identical."""
         return self.equal and self.bit_equal == self.compared
 
     @property
     def verdict(self) -> str:
-        """The last line of a report: the iterations of both sides, then those that one lacks."""
+        """The report's last line: the result for common iterations, then the missing iterations."""
         sides = {"test": self.missing_in_test, "base": self.missing_in_base}
         missing = [f"{len(holes)} in {side} (first at {holes[0]})" for side, holes in sides.items() if holes.size]
         total = self.compared + (0 if missing else len(self.allowed_prefix))
@@ -177,30 +177,30 @@ class Comparison:
         return "; ".join([*parts, f"MISSING: {', '.join(missing)}"] if missing else parts)
 
     def differences(self, most: int) -> list[CurveDifference]:
-        """Return the first differences of the values and of the validation losses, in order of iteration."""
+        """Return the first differences in training values and validation losses, in iteration order."""
         rows = self.points.differences(most) + self.evaluations.differences(most)
         return sorted(rows, key=lambda row: row.iteration)[:most]
 
 
 def tolerance_of(base: Curve, test: Curve) -> Tolerance:
-    """Return the default tolerance of two curves, that of their common dtype; without a dtype, that of float32."""
+    """Return the default tolerance for the two curves' common dtype. An unknown dtype counts as float32."""
     return Tolerance(TOLERANCES[common_dtype(base, test) or "float32"])
 
 
 def compare(base: Curve, test: Curve, *, tolerance: Tolerance | None, allow_missing_prefix: bool = False) -> Comparison:
     """Compare two curves iteration by iteration.
 
-    A tolerance applies to the losses of training and of validation. With None, these, grad_norm and lr must have equal
-    bits wherever both sides have them. Losses that are means of other numbers of iterations are left out.
+    A tolerance applies to training and validation losses. Without one, bits must be equal in losses, grad_norm and lr
+    wherever both sides have them. Losses averaged over different iteration counts are excluded.
 
     Args:
-        base: the reference.
-        test: the curve under test.
-        tolerance: allowed difference of two losses; None requires equal bits.
-        allow_missing_prefix: do not count iterations before the first of `test`, as for a resumed run.
+        base: The reference.
+        test: The curve under test.
+        tolerance: The allowed loss difference. None requires equal bits.
+        allow_missing_prefix: Ignore iterations before the first in `test`, as for a resumed run.
 
     Raises:
-        DataError: equal bits are required and a loss is known as a decimal only, or none of the losses are alike.
+        DataError: Equal bits are required but a loss is known only as a decimal, or no losses are comparable.
     """
     unlike = _unlike_iterations(base, test)
     of_base, of_test = (
@@ -242,16 +242,16 @@ def compare(base: Curve, test: Curve, *, tolerance: Tolerance | None, allow_miss
 
 
 def absolute_differences(base: Floats, test: Floats) -> Floats:
-    """Return |base - test|: 0 for nan and nan or inf and the same inf, otherwise inf if a value is not finite."""
+    """Return |base - test|. NaN and NaN, or equal infinities, give 0. Other nonfinite values give infinity."""
     with numpy.errstate(invalid="ignore", over="ignore"):
         sizes = numpy.where(numpy.isfinite(base) & numpy.isfinite(test), numpy.abs(base - test), math.inf)
     return numpy.where((base == test) | (numpy.isnan(base) & numpy.isnan(test)), 0.0, sizes)
 
 
 def certainly_differ(base: MetricColumns, test: MetricColumns) -> Mask:
-    """Return which values certainly differ, of columns with the same iterations.
+    """Return which values certainly differ, for columns with the same iterations.
 
-    Exact bits beside a decimal prove nothing, unless either is not finite.
+    An exact value and a decimal prove no difference, unless either is nonfinite.
     """
     a, b = base.values, test.values
     bits_a, bits_b = (numpy.ascontiguousarray(values).view(numpy.int64) for values in (a, b))
@@ -262,7 +262,7 @@ def certainly_differ(base: MetricColumns, test: MetricColumns) -> Mask:
 
 
 def _unlike_iterations(base: Curve, test: Curve) -> Integers:
-    """Return the iterations of both curves whose losses are means of other numbers of iterations."""
+    """Return the common iterations whose losses are means over different iteration counts."""
     if not (base.meaning.is_mean or test.meaning.is_mean):
         return numpy.array([], dtype=numpy.int64)
     a, b = base.points.iterations, test.points.iterations
@@ -272,9 +272,9 @@ def _unlike_iterations(base: Curve, test: Curve) -> Integers:
     if common.size and is_unlike.all():
         single = (base if base.meaning.is_mean else test).meaning
         raise DataError(
-            "The losses are means of other numbers of iterations",
+            "The two sides average their losses over different numbers of iterations",
             where=f"{base.source} and {test.source}",
-            expected="losses of each iteration on both sides, or means of as many",
+            expected="a loss per iteration on both sides, or means over equally many",
             found=f"means of {of_base[-1]} and {of_test[-1]} at iteration {common[-1]}",
             fix=f"Compare a run that logs every iteration (in {single.program}: {single.single}).",
         )
@@ -283,34 +283,34 @@ def _unlike_iterations(base: Curve, test: Curve) -> Integers:
 
 
 def _windows(curve: Curve) -> Integers:
-    """Return how many iterations each loss of a curve is the mean of; 0 if that is unknown."""
+    """Return how many iterations each loss averages, or 0 if unknown."""
     iterations = curve.points.iterations
     if not curve.meaning.is_mean:
         return numpy.full(len(iterations), 0 if curve.meaning.is_mean is None else 1)
     steps = numpy.diff(iterations, prepend=0)
     intervals, counts = numpy.unique(steps[1:] if len(steps) > 1 else steps, return_counts=True)
-    # A line that is lost widens no mean.
+    # A lost line does not widen a mean.
     means: Integers = numpy.minimum(steps, intervals[counts.argmax()])
     return means
 
 
 def meanings(curves: Mapping[str, Curve]) -> list[str]:
-    """Return what the losses of curves mean, by name, a line each; none if all are of metrics.jsonl."""
+    """Describe each curve's losses, one line per curve. Return none if all come from metrics.jsonl."""
     is_usual = all(curve.meaning == OURS for curve in curves.values())
     return [] if is_usual else [f"{name}: {meaning_of(curve)}" for name, curve in curves.items()]
 
 
 def meaning_of(curve: Curve) -> str:
-    """Return what the losses of a curve mean, in words."""
+    """Describe what a curve's losses mean."""
     return curve.meaning.describe(int(_windows(curve).max(initial=0)))
 
 
 def report(comparison: Comparison, *, max_rows: int = 20) -> str:
-    """Return a report of the comparison; its last line is the verdict.
+    """Return a text report. Its last line is the verdict.
 
     Args:
-        comparison: the result of `compare`.
-        max_rows: maximum number of listed values, and of ranges of missing iterations.
+        comparison: The result from `compare`.
+        max_rows: The most rows to list, for values and for ranges of missing iterations.
     """
     base, test, tolerance = comparison.base, comparison.test, comparison.tolerance
     rows = [
@@ -326,7 +326,7 @@ def report(comparison: Comparison, *, max_rows: int = 20) -> str:
         ("allowed", "missing at the start of test", comparison.allowed_prefix, ""),
         ("missing", "in test", comparison.missing_in_test, hint if is_late.any() else ""),
         ("missing", "in base", comparison.missing_in_base, ""),
-        ("left out", "means of other numbers of iterations", comparison.unlike, ""),
+        ("left out", "means over different numbers of iterations", comparison.unlike, ""),
     ):
         if iterations.size:
             rows.append((title, f"{words}: {_ranges(iterations, max_rows)}{advice}"))
@@ -348,7 +348,7 @@ def report(comparison: Comparison, *, max_rows: int = 20) -> str:
 
 
 def common_dtype(base: Curve, test: Curve) -> str | None:
-    """Return the coarser dtype of two runs, None if neither config names a dtype."""
+    """Return the coarser dtype of two runs, or None if neither config names a dtype."""
     dtypes = {base.dtype, test.dtype} - {None}
     return "bfloat16" if "bfloat16" in dtypes else next(iter(dtypes), None)
 
@@ -365,7 +365,7 @@ def _require_exact(source: str, points: MetricColumns) -> None:
 
 
 def described(curve: Curve) -> str:
-    """Return the file, the iterations and the dtype of a curve in words."""
+    """Describe a curve: file, iterations and dtype."""
     first, last = curve.points.iterations[[0, -1]]
     dtype = curve.dtype or "dtype unknown, taken as float32"
     return f"{curve.source}: {count_of(len(curve.points), 'iteration')}, {first} to {last}, {dtype}"
@@ -378,14 +378,14 @@ def _bits(comparison: Comparison) -> str:
 
 
 def _validation(comparison: Comparison) -> str:
-    """Return how the validation losses compare, in words."""
+    """Describe how the validation losses compare."""
     if count := int(comparison.evaluations.unequal.sum()):
         return f"{count} validation losses differ"
     return "the validation losses are equal" + (f" within {comparison.tolerance}" if comparison.tolerance else "")
 
 
 def _ranges(iterations: Integers, limit: int) -> str:
-    """Format ascending integers as `1-40, 43`."""
+    """Format ascending integers as ranges such as `1-40, 43`."""
     borders = (numpy.diff(iterations) != 1).nonzero()[0]
     firsts, lasts = iterations[numpy.append(0, borders + 1)], iterations[numpy.append(borders, -1)]
     pairs = zip(firsts[:limit], lasts[:limit], strict=True)
@@ -404,14 +404,14 @@ def _table(differences: Sequence[CurveDifference]) -> list[str]:
 
 
 def _ulps(difference: CurveDifference) -> str:
-    """Return the number of floats between two exact values, 32-bit ones if both values are such; `-` if unknown."""
+    """Return how many floats lie between two exact values, float32 if both fit, or `-` if unknown."""
     values = numpy.array([difference.base, difference.test])
     if not (difference.is_exact and numpy.isfinite(values).all()):
         return "-"
     with numpy.errstate(over="ignore"):
         narrow = values.astype(numpy.float32)
     floats, bits = (narrow, 32) if (narrow == values).all() else (values, 64)
-    # The bits of an IEEE 754 number, read as sign and magnitude, are in the order of the numbers.
+    # IEEE 754 bit patterns, read as sign and magnitude, sort like the numbers.
     magnitudes = numpy.abs(floats).view(f"i{bits // 8}").tolist()
     first, second = (int(math.copysign(1, value)) * size for value, size in zip(values, magnitudes, strict=True))
     return f"{abs(first - second)} (float{bits})"

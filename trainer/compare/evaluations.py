@@ -1,4 +1,4 @@
-"""Reads what followers of a run have measured of its checkpoints, beside the validation loss."""
+"""Reads the metrics that followers measured on a run's checkpoints."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from trainer.compare.text_table import format_table
 from trainer.metrics.json_lines import METRICS, read_records
 from trainer.metrics.log_file import VALID_LOSS, MetricColumns
 
-FOLLOW = "follow"  # the stem of the records of `reprise follow`
-Series = dict[int, float]  # by iteration
+FOLLOW = "follow"  # the stem of the files that `reprise follow` writes
+Series = dict[int, float]  # values by iteration
 
 
 def with_losses(evaluations: MetricColumns, metrics: dict[str, Series]) -> dict[str, Series]:
-    """Return the metrics of a run with its validation losses before them, those that it logged and those followed."""
+    """Return a run's metrics with its validation losses first, both logged and followed. Logged losses win."""
     logged = dict(zip(evaluations.iterations.tolist(), evaluations.values[0].tolist(), strict=True))
     losses = metrics.get(VALID_LOSS, {}) | logged
     return {VALID_LOSS: losses} | metrics | {VALID_LOSS: losses} if losses else metrics
 
 
 def read_evaluations(source: str | Path) -> dict[str, Series]:
-    """Return the metrics of a run by name; empty for a run without a follower's metric.
+    """Return a run's metrics by name, or an empty dict if no follower measured any.
 
-    A metric of `follow.NAME.jsonl` has the name `NAME: METRIC`. Lines of a branch that a later one has given up are
-    left out; of several lines of an iteration the last counts.
+    A metric in `follow.NAME.jsonl` is named `NAME: METRIC`. Lines from an abandoned branch are skipped.
+    If an iteration repeats, the last line wins.
 
     Args:
-        source: the folder of a run, or its metrics.jsonl.
+        source: The run's folder, or its metrics.jsonl.
 
     Raises:
-        DataError: for a file that cannot be read.
+        DataError: A file cannot be read.
     """
     path, metrics = Path(source), dict[str, Series]()
     folder = path.parent if path.name == METRICS else path
@@ -45,7 +45,7 @@ def read_evaluations(source: str | Path) -> dict[str, Series]:
 
 
 def evaluation_table(runs: Mapping[str, Mapping[str, Series]]) -> list[str]:
-    """Return the lines of a table of the metrics of runs, by the name of the run; none without a metric."""
+    """Return a table with the runs' metrics, one column per run. Empty if there are none."""
     rows = [("metric", "iteration", *runs)]
     for metric in metrics_of(list(runs.values())):
         columns = [series.get(metric, {}) for series in runs.values()]
@@ -57,12 +57,12 @@ def evaluation_table(runs: Mapping[str, Mapping[str, Series]]) -> list[str]:
 
 
 def metrics_of(runs: Sequence[Mapping[str, Series]]) -> list[str]:
-    """Return the names of the metrics of runs, each once, in order."""
+    """Return the metric names across runs in order, without repeats."""
     return list(dict.fromkeys(name for metrics in runs for name in metrics))
 
 
 def _metrics(records: Sequence[tuple[str, Json]]) -> dict[str, Series]:
-    """Return the metrics in the lines of a follower."""
+    """Return the metrics in a follower's lines."""
     metrics: dict[str, Series] = {}
     branches = max((_branches(record) for _, record in records), key=len, default=[])
     for where, record in records:
@@ -78,7 +78,7 @@ def _metrics(records: Sequence[tuple[str, Json]]) -> dict[str, Series]:
 
 
 def _branches(record: Json) -> list[tuple[object, int]]:
-    """Return the id and the begin of each branch of the run, up to that of the checkpoint."""
+    """Return the id and start iteration for each branch, up to the checkpoint's."""
     listed = record.get("branches")
     members = listed if isinstance(listed, list) else []
     return [

@@ -1,4 +1,4 @@
-"""Reads TensorBoard's event files, as a table in JSON with the last value of each scalar by step."""
+"""Reads TensorBoard event files into a JSON table with each scalar's last value per step."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from tensorboard.util.tensor_util import make_ndarray
 
 
 def table_of(files: list[Path]) -> str:
-    """Return rows of step, wall time in seconds and scalars by tag; a step that goes back replaces those after it.
+    """Return JSON rows with step, wall time in seconds and scalars by tag.
+
+    A step that goes back replaces the later points in its curve.
 
     Args:
-        files: of one run, in the order in which they were written.
+        files: A single run's files, in the order they were written.
     """
     series = dict[str, dict[int, tuple[float, float]]]()
     for event in (event for file in files for event in EventFileLoader(str(file)).Load()):

@@ -1,4 +1,4 @@
-"""Creates and saves figures, with matplotlib, which is imported with the first figure."""
+"""Creates and saves figures. Imports matplotlib when the first figure is made."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 
 from reprise.errors import TrainerError
 
-# Colours that people with any common kind of colour blindness tell apart: M. Okabe and K. Ito, Color Universal Design,
-# 2008; its yellow is left out, which is too light for a line on white. Lines differ in style too.
-COLOURS = ("#d55e00", "#0072b2", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000")
-BASE_COLOUR = "#b0b0b0"
+# Colors distinguishable with any common color blindness: M. Okabe and K. Ito, Color Universal Design, 2008. Their
+# yellow is omitted because it is too light for a line on white. Lines also differ in style.
+COLORS = ("#d55e00", "#0072b2", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000")
+BASE_COLOR = "#b0b0b0"
 
 
 def make_figure(*, width: float = 10, height: float = 7) -> Any:
-    """Return an empty figure of a size in inches, 120 dots each, with a layout free of overlaps.
+    """Return an empty figure with a size in inches, 120 dots per inch, laid out without overlaps.
 
     Raises:
         TrainerError: matplotlib is not installed.
@@ -29,10 +29,10 @@ def make_figure(*, width: float = 10, height: float = 7) -> Any:
 
 
 def write_figure(figure: Any, path: str | Path) -> None:
-    """Write a figure to a file whose suffix determines the format.
+    """Write a figure to a file. The suffix determines the format.
 
     Raises:
-        TrainerError: the file cannot be written, or not in that format.
+        TrainerError: The file cannot be written, or the format is not supported.
     """
     try:
         figure.savefig(path)

@@ -1,4 +1,4 @@
-"""The formats of training logs: what their lines and columns look like, and what a number in them means."""
+"""Formats of training logs: how their lines and columns look, and what their numbers mean."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ import re
 from dataclasses import dataclass, field
 from typing import Literal
 
-Comma = Literal["", "decimal", "thousands"]  # what a comma in a number is, if that is known
+Comma = Literal["", "decimal", "thousands"]  # what a comma in a number is, if known
 
-# A whole number, with or without thousands separators.
+# An integer, with or without thousands separators.
 COUNT = r"\d{1,3}(?:[,.'_\u00a0\u2009\u202f]\d{3})+(?!\d)|\d+"
-# Times beside the quantities of a curve: milliseconds of an iteration, and seconds of a clock when it was logged.
+# Times logged beside a curve's quantities: milliseconds per iteration, and clock seconds at the log line.
 ELAPSED, CLOCK = "elapsed", "clock"
 _INSTEAD = "Compare what the program writes to a file or a tracker."
 
 
 @dataclass(frozen=True, slots=True)
 class Meaning:
-    """What a loss in a log means.
+    """What a log's losses mean.
 
     Args:
-        program: that writes the log.
-        is_mean: whether a loss is the mean of the iterations since the line before; None for an export of a tracker,
-            which has what the program logged.
-        first: the number of the first iteration.
-        share: the part of the batch whose loss it is.
-        single: the setting with which the program logs every iteration.
+        program: The program writing the log.
+        is_mean: Whether each loss averages the iterations since the previous line. None for a tracker's export, which
+            holds whatever the program logged.
+        first: The first iteration's number.
+        share: The part of the batch covered by the loss.
+        single: The setting with which the program logs every iteration.
     """
 
     program: str = ""
@@ -35,7 +35,7 @@ class Meaning:
     single: str = ""
 
     def describe(self, window: int) -> str:
-        """Return the meaning in words, given how many iterations a loss is the mean of."""
+        """Describe the meaning, if each loss averages `window` iterations."""
         if self.is_mean is None:
             return f"{self.program}: as its program logged it"
         number = f"mean of {window} iterations" if window > 1 else "each iteration's"
@@ -45,14 +45,14 @@ class Meaning:
 
 @dataclass(frozen=True, slots=True)
 class LineForm:
-    """The form of a program's training lines, of which indented lines `name=value` are a part.
+    """How a program formats its training lines. Indented `name=value` lines belong to the line above.
 
     Args:
-        example: shown in messages.
-        head: matches a line up to its fields; its group is the iteration.
-        separator: of the fields.
-        labels: expressions of what stands before the numbers, by quantity.
-        comma: what one in a number is.
+        example: An example for messages.
+        head: Matches a line up to its fields. COUNT stands for the iteration.
+        separator: Separates fields.
+        labels: Regular expressions for the text before each number, by quantity.
+        comma: What a comma in a number is.
     """
 
     meaning: Meaning
@@ -76,12 +76,13 @@ class LineForm:
 
 @dataclass(frozen=True, slots=True)
 class ColumnForm:
-    """The columns of a table or of JSON objects.
+    """The columns in a table or in JSON objects.
 
     Args:
-        example: shown in messages.
-        columns: expressions of the names, by quantity and for `iteration`; of several alternatives the first counts.
-        beside: expressions of names that are there too.
+        example: An example for messages.
+        columns: Regular expressions for column names, by quantity and for `iteration`. The first matching alternative
+            counts.
+        beside: Regular expressions for other required names.
     """
 
     meaning: Meaning
@@ -90,14 +91,14 @@ class ColumnForm:
     beside: tuple[str, ...] = ()
 
     def find(self, names: list[str]) -> dict[str, list[str]] | None:
-        """Return the names of each quantity among those of a table; None if it has another form."""
+        """Return the matching names per quantity, or None if the table has another form."""
         columns = {quantity: _matching(pattern, names) for quantity, pattern in self.columns.items()}
         needs = [columns["iteration"], columns["loss"], *(_matching(pattern, names) for pattern in self.beside)]
         return columns if all(needs) else None
 
 
 def _matching(pattern: str, names: list[str]) -> list[str]:
-    """Return the names that match the first alternative of an expression that any name matches."""
+    """Return the names matching the first alternative in `pattern` that matches any name."""
     for alternative in pattern.split("|"):
         if matches := [name for name in names if re.fullmatch(alternative, name.strip(), re.IGNORECASE)]:
             return matches
@@ -227,12 +228,12 @@ COLUMN_FORMS = (
 
 
 def column_form_of(names: list[str]) -> tuple[Meaning, dict[str, list[str]]] | None:
-    """Return what the losses of a table mean, and the names of each quantity; None if it has no known form."""
+    """Return a table's loss meaning and the names per quantity, or None if its form is unknown."""
     forms = ((form.meaning, form.find(names)) for form in COLUMN_FORMS)
     return next(((meaning, columns) for meaning, columns in forms if columns), None)
 
 
-# Losses that cannot be read: how they look, what they are, and what to do.
+# Logs whose losses cannot be read: how they look, what they are, and what to do.
 UNREADABLE = (
     (
         r"\{'loss': '?[-\d.ni]",
@@ -241,7 +242,7 @@ UNREADABLE = (
     ),
     (
         r"\d%\|[^\n]*\|\s*\d+/\d+ \[[^\n]*loss\s*[=:]",
-        "a progress bar, whose loss may be that of an earlier iteration",
+        "a progress bar, whose loss may belong to an earlier iteration",
         _INSTEAD,
     ),
 )

@@ -1,4 +1,4 @@
-"""Reads the losses of other programs' logs: lines of text, tables, and JSON."""
+"""Reads losses from other programs' logs: text lines, tables and JSON."""
 
 from __future__ import annotations
 
@@ -30,30 +30,31 @@ from trainer.metrics.json_lines import ABSENT, DECIMAL, EXACT, JsonLines
 from trainer.metrics.log_file import VALID_LOSS, MetricColumns
 
 _CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
-# The rank before a line, as torchrun and srun write it, or a program itself.
+# The rank before a line, as written by torchrun, srun or the program itself.
 _RANK = re.compile(r"^\s*(?:\[[a-z_]+(?=\d+\]:)|(?=\d+:\s))(\d+)|\brank\W{0,3}(\d+)", re.IGNORECASE | re.MULTILINE)
-# The time before a line, as Python's logging and Megatron write it.
+# The time before a line, as written by Python's logging and Megatron.
 _CLOCK = re.compile(r"\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d(?:[.,]\d{1,6})?")
 _GROUPED = re.compile(r"[+-]?\d{1,3}(?:(?:,\d{3})+\.\d*(?:e[+-]?\d+)?|(?:,\d{3}){2,})", re.IGNORECASE)
 _DECIMAL_COMMA = re.compile(r"[+-]?(?:\d+|\d{1,3}(?:\.\d{3})+),\d*(?:e[+-]?\d+)?", re.IGNORECASE)
-_TENSORBOARD = ("Wall time", "Step", "Value")  # of a row in its JSON
-_HEAD = 1 << 16  # of a log: characters in which its form is looked for first
+_TENSORBOARD = ("Wall time", "Step", "Value")  # a row's cells in TensorBoard's JSON
+_HEAD = 1 << 16  # how many characters to search for the log's form at first
 
-Readings = dict[str, tuple[float, int]]  # the value and its kind, by quantity
-Entry = tuple[str, str, int, Readings]  # the place, the rank that wrote it, and the iteration
+Readings = dict[str, tuple[float, int]]  # value and kind, by quantity
+Entry = tuple[str, str, int, Readings]  # the place, the writing rank, the iteration and its readings
 Row = tuple[str, Mapping[str, object]]  # the place, and the cells by name
 
 
 def parse_log(text: str, *, source: str, last_wins: bool = False) -> Curve:
-    """Parse a log in one of the formats of `trainer.compare.formats`.
+    """Parse a log in a format listed in `trainer.compare.formats`.
 
-    A last line without a newline may end inside a number, so it is read up to its last `|`, `,` or space only.
+    If the last line lacks its newline, it may end inside a number, so it is read only up to its last `|`, `,` or space.
 
     Args:
-        last_wins: whether a later launch replaces what an earlier one has logged from its first iteration on.
+        source: The log's name in messages.
+        last_wins: Whether a later launch replaces an earlier launch's points from its own first iteration on.
 
     Raises:
-        DataError: there is no training loss, one is not a number, or an iteration comes twice with other values.
+        DataError: There is no training loss, a loss is not a number, or an iteration repeats with different values.
     """
     meaning, points, notes = _parse(text, source, QUANTITIES, last_wins=last_wins)
     if meaning.first == 0:
@@ -67,28 +68,28 @@ def parse_log(text: str, *, source: str, last_wins: bool = False) -> Curve:
 
 
 def parse_times(text: str, *, source: str) -> tuple[Meaning, MetricColumns]:
-    """Parse the seconds of iterations in a log: those that it has, or else from one line's time to the next one's.
+    """Parse seconds per iteration from a log: logged durations, or else the differences between line times.
 
-    A time between lines is the mean of their iterations, with saves and evaluations in it. A later launch replaces
-    what an earlier one has logged from its first iteration on.
+    A difference between lines averages over their iterations, including saves and evaluations. A later launch replaces
+    an earlier launch's points from its own first iteration on.
 
     Raises:
-        DataError: as `parse_log`, or there is no time.
+        DataError: As for `parse_log`, or the log has no times.
     """
     meaning, points, _ = _parse(text, source, (*QUANTITIES, ELAPSED, CLOCK), last_wins=True)
     seconds = {n: point[ELAPSED][0] / 1000 for n, point in points.items() if ELAPSED in point}
     clocks = sorted((n, point[CLOCK][0]) for n, point in points.items() if CLOCK in point)
     for (before, begin), (n, end) in itertools.pairwise(clocks if not seconds else ()):
-        if end > begin:  # else of another launch, whose clock begins anew
+        if end > begin:  # otherwise the line is from another launch, whose clock starts again
             seconds[n] = (end - begin) / (n - before)
     if not seconds:
         raise DataError(
-            "A log has no time of an iteration",
+            "The log has no iteration times",
             where=source,
-            expected="elapsed time per iteration (ms), the time before each line, or a column _timestamp, _runtime or "
+            expected="elapsed time per iteration (ms), a time before each line, or a column _timestamp, _runtime or "
             "wall_time",
             found=meaning.program,
-            fix="The trainer_state.json of an HF Trainer has none: its event files do (report_to=tensorboard).",
+            fix="An HF Trainer's trainer_state.json has no times. Its event files do (report_to=tensorboard).",
         )
     return meaning, MetricColumns.of([*seconds], ["seconds"], [[(value, DECIMAL)] for value in seconds.values()])
 
@@ -96,7 +97,7 @@ def parse_times(text: str, *, source: str) -> tuple[Meaning, MetricColumns]:
 def _parse(
     text: str, source: str, quantities: Sequence[str], *, last_wins: bool
 ) -> tuple[Meaning, dict[int, Readings], list[str]]:
-    """Return what the losses of a log mean, the readings by iteration, and notes."""
+    """Return what a log's losses mean, the readings by iteration, and notes."""
     text = _CONTROL.sub("", text).replace("\r\n", "\n").replace("\r", "\n")
     notes = list[str]()
     table = _entries_of_table(text, source, notes, quantities)
@@ -107,7 +108,11 @@ def _parse(
 
 
 def require_points(points: Sized, source: str, text: str = "") -> None:
-    """Refuse a file without a point, given the text of a log, which may have losses that cannot be compared."""
+    """Refuse a file without points. `text` is searched for known losses that cannot be compared.
+
+    Raises:
+        DataError: There are no points.
+    """
     if not len(points):
         refusals = (refusal for refusal in UNREADABLE if re.search(refusal[0], text))
         _, content, fix = next(refusals, ("", "none of these", None))
@@ -115,7 +120,7 @@ def require_points(points: Sized, source: str, text: str = "") -> None:
 
 
 def _collect(entries: Iterator[Entry], source: str, notes: list[str], *, last_wins: bool) -> dict[int, Readings]:
-    """Return the readings by iteration; refuse different losses of one, unless a later launch has logged them."""
+    """Return the readings by iteration. Refuse different losses for an iteration, unless a later launch logged them."""
     points, ranks = dict[int, Readings](), dict[int, str]()
     repeated, last, replaced = set[int](), -1, 0
     for where, rank, iteration, readings in entries:
@@ -125,25 +130,25 @@ def _collect(entries: Iterator[Entry], source: str, notes: list[str], *, last_wi
             values = {"expected": f"loss {earlier['loss'][0]:.9g}", "found": f"loss {readings['loss'][0]:.9g}"}
             if ranks.get(iteration, rank) != rank or len(repeated) > 1:
                 raise DataError(
-                    f"Several ranks print losses of their own for iteration {iteration}",
+                    f"Several ranks print different losses for iteration {iteration}",
                     where=where,
                     **values,
-                    fix="Keep the lines of one rank; of launches with other ranks, cut the rank off each line.",
+                    fix="Keep one rank's lines. For launches logging on different ranks, strip the rank.",
                 )
             if not last_wins:
                 raise DataError(
-                    f"Iteration {iteration} comes twice with other values",
+                    f"Iteration {iteration} comes twice with different values",
                     where=where,
                     **values,
-                    fix="In the log of a resumed run, --last-wins takes the later launch; of several ranks, keep one.",
+                    fix="For a resumed run, --last-wins takes the later launch. For several ranks, keep one.",
                 )
-        while last_wins and points and next(reversed(points)) >= iteration:  # in order, as each launch is
+        while last_wins and points and next(reversed(points)) >= iteration:  # points are in order, as each launch's are
             replaced += _bits(points.popitem()[1]) != _bits(readings)
         points[iteration], last = readings, iteration
         if rank:
             ranks[iteration] = rank
     if replaced:
-        notes.append(f"{source}: {count_of(replaced, 'line')} of launches that a later one replaced were left out")
+        notes.append(f"{source}: {count_of(replaced, 'line')} from launches that a later launch replaced were left out")
     return points
 
 
@@ -192,7 +197,7 @@ def _read_lines(text: str, form: LineForm, source: str, notes: list[str], quanti
 def _entries_of_table(
     text: str, source: str, notes: list[str], quantities: Sequence[str]
 ) -> tuple[Meaning, Iterator[Entry]] | None:
-    """Return the points of JSON or of a CSV file; None for a text of another form."""
+    """Return the entries in JSON or CSV, or None if the text has another form."""
     comma: Comma = ""
     names, rows = _rows_of_json(text, source, notes)
     if not names:
@@ -227,7 +232,7 @@ def _read_rows(rows: Iterator[Row], columns: Mapping[str, str], meaning: Meaning
 
 
 def _rows_of_json(text: str, source: str, notes: list[str]) -> tuple[list[str], Iterator[Row]]:
-    """Return the names in the objects of a JSON document, or of JSON lines, and the objects."""
+    """Return the names in a JSON document's objects, or in JSON lines, and the objects."""
     rows = list[Row]()
     if re.match(r"\s*[\[{]", text):
         try:
@@ -255,7 +260,7 @@ def _rows_of_csv(text: str, delimiter: str, source: str, notes: list[str]) -> It
 
 
 def first_object(text: str) -> dict[str, object] | None:
-    """Return the JSON object in the first line of a text, None if there is none."""
+    """Return the JSON object in a text's first line, or None."""
     try:
         record = json.loads(text[:_HEAD].lstrip().partition("\n")[0])
     except (ValueError, RecursionError):
@@ -264,13 +269,13 @@ def first_object(text: str) -> dict[str, object] | None:
 
 
 def _read_number(text: str, where: str, *, comma: Comma = "") -> tuple[float, int]:
-    """Parse a number and its kind; its bits are known if it is written as hex, and if it is nan or inf.
+    """Parse a number, and return it with its kind. Hex numbers, NaN and infinity are exact.
 
     Args:
-        comma: what a single comma before three digits is; refused where that is unknown.
+        comma: What a single comma before three digits is. If that is unknown, such a number is refused.
 
     Raises:
-        DataError: it is not a number, or one with a comma of two meanings.
+        DataError: The text is not a number, or its comma is ambiguous.
     """
     is_hex = "0x" in text.lower()
     if "," in text:
@@ -283,15 +288,15 @@ def _read_number(text: str, where: str, *, comma: Comma = "") -> tuple[float, in
 
 
 def _with_point(text: str, where: str, comma: Comma) -> str:
-    """Return a number that has a comma without separators of thousands, and with a decimal point."""
+    """Return a number that contains commas with a decimal point and without thousands separators."""
     is_unclear = re.fullmatch(r"[+-]?[1-9]\d{0,2},\d{3}", text)
     if _GROUPED.fullmatch(text) or (is_unclear and comma == "thousands"):
         return text.replace(",", "")
     if _DECIMAL_COMMA.fullmatch(text) and (not is_unclear or comma == "decimal"):
         return text.replace(".", "").replace(",", ".")
     raise DataError(
-        "The comma of a number may be a decimal sign or a separator of thousands",
+        "The comma in a number may be a decimal comma or a thousands separator",
         where=where,
         found=repr(text[:60]),
-        fix="Write the log with decimal points and without separators, as with LC_ALL=C.",
+        fix="Write the log with decimal points and without separators, for example with LC_ALL=C.",
     )

@@ -1,4 +1,4 @@
-"""Compares the losses of the runs, or of the folders of logs, that `reprise compare-loss` names."""
+"""Compares losses for `reprise compare-loss`: runs, or folders with logs."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _SUFFIXES = (".log", ".txt", ".jsonl")
 
 
 def compare_losses(options: Namespace) -> tuple[str, bool]:
-    """Compare what a command line names, and draw its plot.
+    """Compare what the command line names, and draw its plot.
 
     Returns:
-        The report or the JSON to print, and whether all curves are equal to the base.
+        The report or JSON to print, and whether all curves equal the base.
 
     Raises:
-        TrainerError: an input cannot be used, or the plot cannot be written.
+        TrainerError: An input cannot be used, or the plot cannot be written.
     """
     sources = (options.base, *options.tests)
     if all(map(_is_log_folder, sources)):
@@ -35,7 +35,7 @@ def compare_losses(options: Namespace) -> tuple[str, bool]:
     names = name_runs([curve.source for curve in curves])
     comparisons = [_compare(options, base, test) for test in tests]
     evaluations = [read_evaluations(curve.source) for curve in curves]
-    if any(evaluations):  # then the validation losses of all stand beside them
+    if any(evaluations):  # then list the validation losses too
         evaluations = [with_losses(curve.evaluations, run) for curve, run in zip(curves, evaluations, strict=True)]
     if options.plot:
         plot_comparisons(comparisons, names, options.plot, evaluations=evaluations)
@@ -50,7 +50,7 @@ def compare_losses(options: Namespace) -> tuple[str, bool]:
 
 
 def _compare_folders(options: Namespace) -> tuple[str, bool]:
-    """Compare the logs of two folders by name; a log without a partner is a difference."""
+    """Compare the logs in two folders by name. A log without a counterpart counts as a difference."""
     if len(options.tests) > 1 or options.plot:
         raise DataError(
             "Folders of logs are compared two at a time and without a plot",
@@ -62,7 +62,7 @@ def _compare_folders(options: Namespace) -> tuple[str, bool]:
     common = sorted(of_base.keys() & of_test.keys())
     if not common:
         raise DataError(
-            "Two folders have no log of the same name",
+            "The two folders share no log name",
             where=" and ".join(folders),
             expected=f"files that end in {', '.join(_SUFFIXES)}, or the folders of two runs with {METRICS}",
             found=f"{len(of_base)} and {len(of_test)} logs",
@@ -92,14 +92,14 @@ def _read(paths: Sequence[str], options: Namespace) -> list[Curve]:
 
 
 def _is_log_folder(path: str) -> bool:
-    """Return whether a path is a folder of logs, and not the folder of a run."""
+    """Return whether a path is a folder with logs, rather than a run folder."""
     folder = Path(path)
     has_run = any(exists(folder / name) for name in (METRICS, LLMC_LOG)) or event_files(folder)
     return is_dir(folder) and not has_run
 
 
 def _dtype_in_name(path: str) -> str | None:
-    """Return the dtype in the name of a log such as `gpt2_1_bfloat16.log`; None if there is none."""
+    """Return the dtype in a log's name, such as `gpt2_1_bfloat16.log`, or None."""
     name = Path(path).stem.lower()
     return next((dtype for word, dtype in DTYPES.items() if word in name), None)
 
@@ -108,4 +108,4 @@ def _logs(folder: str) -> dict[str, str]:
     try:
         return {path.name: str(path) for path in Path(folder).iterdir() if path.suffix in _SUFFIXES and is_file(path)}
     except OSError as error:
-        raise DataError("Cannot read a folder of logs", where=folder, found=error.strerror) from error
+        raise DataError("Cannot read a log folder", where=folder, found=error.strerror) from error

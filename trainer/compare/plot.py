@@ -1,4 +1,4 @@
-"""Draws the loss curves of several runs over that of their base, and their differences below."""
+"""Draws several runs' loss curves over their base, and the differences below."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import numpy
 
 from trainer.compare.curves import Comparison, Curve
 from trainer.compare.evaluations import Series, metrics_of
-from trainer.compare.figure import BASE_COLOUR, COLOURS, make_figure, write_figure
+from trainer.compare.figure import BASE_COLOR, COLORS, make_figure, write_figure
 from trainer.compare.table import short_verdict
 from trainer.metrics.log_file import Floats, Integers
 
-_DIFFERENCE_COLOUR = "#444444"
+_DIFFERENCE_COLOR = "#444444"
 _DASHES = ("-", (0, (5, 1.5)), (0, (1.5, 1)), (0, (6, 1.5, 1.5, 1.5)))
-_BASE_STYLE = {"color": BASE_COLOUR, "linewidth": 6.0}
+_BASE_STYLE = {"color": BASE_COLOR, "linewidth": 6.0}
 
 
 def plot_comparisons(
@@ -27,7 +27,7 @@ def plot_comparisons(
     *,
     evaluations: Sequence[Mapping[str, Series]] = (),
 ) -> None:
-    """Write the figure of `draw_comparisons`; the suffix of `path` is the format.
+    """Write the figure from `draw_comparisons`. The path's suffix determines the format.
 
     Raises:
         TrainerError: matplotlib is not installed, or the picture cannot be written.
@@ -38,16 +38,16 @@ def plot_comparisons(
 def draw_comparisons(
     comparisons: Sequence[Comparison], names: Sequence[str], *, evaluations: Sequence[Mapping[str, Series]] = ()
 ) -> Any:
-    """Draw the losses of runs over their base, and the difference of each from the base below.
+    """Draw the runs' losses over their base, and each run's difference from the base below.
 
-    Equal curves stay visible: each is thinner than the curve under it, and they differ in color and style. The axis of
-    the differences is logarithmic down to the smallest of them and linear from there to 0. Infinite and nan losses are
-    marked at the lower edge, such differences at the upper.
+    Equal curves stay visible: each is thinner than the curve under it, and they differ in color and style. The
+    difference axis is logarithmic down to the smallest difference, and linear from there to 0. Infinite and NaN losses
+    are marked at the lower edge, nonfinite differences at the upper edge.
 
     Args:
-        comparisons: results of `compare`, all with the same base.
-        names: of the base and of the test runs, in order.
-        evaluations: the metrics of the runs, in order; each metric has a panel below.
+        comparisons: Results from `compare`, all with the same base.
+        names: The base's name, then the test runs' names in order.
+        evaluations: Each run's metrics, in order. Each metric gets a panel below.
 
     Raises:
         TrainerError: matplotlib is not installed.
@@ -68,7 +68,7 @@ def draw_comparisons(
         _draw_metric(axes, metric, evaluations, styles)
     limit = single.tolerance.absolute if single and single.tolerance else 0.0
     if limit > 0:
-        lower.axhline(limit, color=_DIFFERENCE_COLOUR, linestyle="--", linewidth=1)
+        lower.axhline(limit, color=_DIFFERENCE_COLOR, linestyle="--", linewidth=1)
     _scale_differences(lower, numpy.concatenate(sizes), limit)
     upper.set_ylabel("training loss")
     lower.set_ylabel(f"|loss - loss of {names[0]}|")
@@ -83,7 +83,7 @@ def draw_comparisons(
 def _draw_metric(
     axes: Any, metric: str, evaluations: Sequence[Mapping[str, Series]], styles: Sequence[dict[str, Any]]
 ) -> None:
-    """Draw what was measured of the checkpoints of each run, in the styles of their losses."""
+    """Draw a metric measured on each run's checkpoints, in the style of the run's loss curve."""
     for metrics, style in zip(evaluations, styles, strict=True):
         series = sorted(metrics.get(metric, {}).items())
         axes.plot(*zip(*series, strict=True) if series else ([], []), marker="o", **style)
@@ -93,9 +93,9 @@ def _draw_metric(
 
 
 def _style(number: int, total: int) -> dict[str, Any]:
-    """Return the line style of a test run: later runs are thinner, from 3.8 to 1.2 points."""
+    """Return a test run's line style. Later runs get thinner lines, from 3.8 to 1.2 points."""
     return {
-        "color": COLOURS[number % len(COLOURS)],
+        "color": COLORS[number % len(COLORS)],
         "linestyle": _DASHES[number % len(_DASHES)],
         "linewidth": 3.8 - 2.6 * number / max(1, total - 1),
         "zorder": 3 + number,
@@ -112,7 +112,7 @@ def _draw_curve(axes: Any, curve: Curve, label: str, style: dict[str, Any]) -> N
 
 def _draw_sizes(axes: Any, iterations: Integers, sizes: Floats, style: dict[str, Any]) -> None:
     is_finite = numpy.isfinite(sizes)
-    if (sizes[is_finite] > 0).any():  # not on top of another: dashes would only hide what they show
+    if (sizes[is_finite] > 0).any():  # differences rarely coincide, and dashes would hide details
         style = {**style, "linestyle": "-", "linewidth": 1.2}
     marker = "o" if len(sizes) == 1 else None
     axes.plot(iterations, numpy.where(is_finite, sizes, math.nan), marker=marker, **style)
@@ -120,13 +120,13 @@ def _draw_sizes(axes: Any, iterations: Integers, sizes: Floats, style: dict[str,
 
 
 def _scale_differences(axes: Any, sizes: Floats, limit: float) -> None:
-    """Scale the axis of differences to these sizes, and to the tolerance if it is not 0."""
+    """Scale the difference axis to these sizes, and to the tolerance if it is not 0."""
     levels = [*sizes[(sizes > 0) & numpy.isfinite(sizes)].tolist()]
     if not levels:
         axes.set_ylim(-0.5, 1)
         axes.set_yticks([0])
         text = "every compared loss is the same" if (sizes == 0).any() else "no difference has a size"
-        axes.text(0.5, 0.7, text, transform=axes.transAxes, ha="center", va="center", color=_DIFFERENCE_COLOUR)
+        axes.text(0.5, 0.7, text, transform=axes.transAxes, ha="center", va="center", color=_DIFFERENCE_COLOR)
         return
     levels += [limit] if limit else []
     low, high = math.floor(math.log10(min(levels))), math.ceil(math.log10(max(levels)))
@@ -136,7 +136,7 @@ def _scale_differences(axes: Any, sizes: Floats, limit: float) -> None:
     axes.set_yticks([], minor=True)
 
 
-def _mark(axes: Any, iterations: Integers, label: str, colour: str, height: float) -> None:
+def _mark(axes: Any, iterations: Integers, label: str, color: str, height: float) -> None:
     if iterations.size:
         edge = axes.get_xaxis_transform()
-        axes.plot(iterations, [height] * iterations.size, "x", transform=edge, color=colour, label=label)
+        axes.plot(iterations, [height] * iterations.size, "x", transform=edge, color=color, label=label)

@@ -26,27 +26,27 @@ from trainer.workers import spawned_pool
 
 LLMC_LOG = "main.log"
 CONFIG_FILE = "config.yaml"
-DTYPES = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float32": "float32", "fp32": "float32"}  # by their names
+DTYPES = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float32": "float32", "fp32": "float32"}  # by name
 _EVENTS = "*tfevents*"
 _HEAD_BYTES = 1 << 16
 _UTF_16 = (b"\xff\xfe", b"\xfe\xff")
-_MOST_BYTES = 4 << 30  # of a text log, which is held in memory
-_LARGE_BYTES = 64 << 20  # whose reading takes longer than the start of a process
+_MOST_BYTES = 4 << 30  # the limit for a text log, which is held in memory
+_LARGE_BYTES = 64 << 20  # reading a larger file takes longer than starting a process
 
 
 def read_curve(path: str | Path, *, last_wins: bool = False) -> Curve:
-    """Read the training losses of a run folder (its metrics.jsonl), a metrics.jsonl, or a log in a known format.
+    """Read training losses from a run folder (its metrics.jsonl), a metrics.jsonl, or a log in a known format.
 
-    Where a program counts from 0, its step 0 becomes iteration 1, and a note reports that. Evaluation lines of logs are
-    skipped. nan and inf are values like any other.
+    If a program counts from 0, its step 0 becomes iteration 1, and a note reports the shift. Evaluation lines in logs
+    are skipped. NaN and infinity are values like any other.
 
     Args:
-        path: the file or folder; the dtype comes from a config.yaml beside the metrics.jsonl.
-        last_wins: whether a later launch in a log replaces what an earlier one has logged from its first iteration on.
+        path: The file or folder. The dtype comes from a config.yaml beside the metrics.jsonl.
+        last_wins: Whether a later launch in a log replaces an earlier launch's points from its own first iteration on.
 
     Raises:
-        DataError: the file cannot be read, holds no training loss, holds an iteration twice (in a text log: with other
-            values) or a malformed record; the message has the file and the line.
+        DataError: The file cannot be read, has no training loss, repeats an iteration (in a text log: with different
+            values), or has a malformed record. The message names the file and line.
     """
     run = read_run(path, QUANTITIES)
     if isinstance(run, MetricsLog):
@@ -56,7 +56,7 @@ def read_curve(path: str | Path, *, last_wins: bool = False) -> Curve:
 
 
 def read_curves(paths: Sequence[str], *, last_wins: bool = False) -> list[Curve]:
-    """Read the curves of several files as `read_curve` does; large ones side by side, a process for each core."""
+    """Read several files' curves as `read_curve` does. Large files are read in parallel, up to one process per core."""
     workers = min(len(paths), os.cpu_count() or 1)
     if workers < 2 or min(map(_size_of, paths)) < _LARGE_BYTES:
         return [read_curve(path, last_wins=last_wins) for path in paths]
@@ -70,7 +70,7 @@ def _size_of(path: str) -> int:
 
 
 def run_file(path: str | Path) -> Path:
-    """Return the file of a run: of a folder its metrics.jsonl, else llm.c's main.log, else itself with event files."""
+    """Return a run's log file: metrics.jsonl, else llm.c's main.log, else the folder itself if it has event files."""
     path = Path(path)
     file = path / METRICS if is_dir(path) else path
     if not is_dir(path) or exists(file):
@@ -79,20 +79,20 @@ def run_file(path: str | Path) -> Path:
 
 
 def event_files(path: Path) -> list[Path]:
-    """Return the event files of TensorBoard in a folder, or the file itself if it is one; else none."""
+    """Return the TensorBoard event files in a folder, or the path itself if it is an event file."""
     paths = matching(path, _EVENTS) if is_dir(path) else [path] if fnmatch(path.name, _EVENTS) else []
     return sorted(paths)
 
 
 def read_run(path: str | Path, quantities: Sequence[str]) -> MetricsLog | tuple[Path, str]:
-    """Read the log of a run; of another program's log return the file and its text.
+    """Read a run's log. For another program's log, return the file and its text.
 
     Args:
-        path: the file or the run's folder.
-        quantities: the columns to read.
+        path: The file or the run's folder.
+        quantities: The columns to read.
 
     Raises:
-        DataError: the file cannot be read, is not a regular file, is a text larger than 4 GiB, or has a damaged line.
+        DataError: The file cannot be read, is not a regular file, is a text larger than 4 GiB, or has a damaged line.
     """
     file = run_file(path)
     if events := event_files(file):
@@ -114,16 +114,16 @@ def read_run(path: str | Path, quantities: Sequence[str]) -> MetricsLog | tuple[
 
 
 def _decode(data: bytes) -> str:
-    """Decode UTF-8 or UTF-16, which PowerShell writes; a crash of a host leaves zeros in a log."""
+    """Decode UTF-8, or UTF-16 as written by PowerShell. Drop the zeros that a host crash leaves in a log."""
     encoding = "utf-16" if data.startswith(_UTF_16) else "utf-8-sig"
     return data.decode(encoding, errors="replace").replace("\0", "")
 
 
 def curve_of(log: MetricsLog) -> Curve:
-    """Return the curve of a run's log, whose columns are `QUANTITIES`.
+    """Return the curve from a run's log, whose columns must be `QUANTITIES`.
 
     Raises:
-        DataError: no record has a loss, a loss cannot be read, or an iteration comes twice.
+        DataError: No record has a loss, a loss cannot be read, or an iteration repeats.
     """
     log.require_usable(*QUANTITIES, VALID_LOSS)
     points = log.columns
@@ -137,20 +137,20 @@ def curve_of(log: MetricsLog) -> Curve:
     repeated = order[1:][numpy.diff(points.iterations) == 0]
     if repeated.size:
         where, problem = log.place(log.lines[repeated.min()]), f"Iteration {log.columns.iterations[repeated.min()]}"
-        raise DataError(f"{problem} comes twice", where=where, expected="one record an iteration")
+        raise DataError(f"{problem} comes twice", where=where, expected="one record per iteration")
     require_points(points, log.source)
     return Curve(log.source, points, log.evaluations, notes=log.notes)
 
 
 def _is_metrics(text: str, file: Path) -> bool:
-    """Return whether a text is that of a metrics.jsonl, by its first line, or by the file's name if that is unknown."""
+    """Return whether a text is a metrics.jsonl, judged by its first line, or else by the file's suffix."""
     record = first_object(text)
     keys = [*record] if record else []
     return "iteration" in keys or (file.suffix == ".jsonl" and column_form_of(keys) is None)
 
 
 def read_dtype(config: Path) -> str | None:
-    """Find `dtype` directly under `train:` in a config.yaml; None if it is missing or unknown."""
+    """Return `dtype` directly under `train:` in a config.yaml, or None if missing or unknown."""
     try:
         text = read_regular(config, limit_bytes=SMALL_BYTES).decode("utf-8", errors="replace")
     except OSError:

@@ -1,4 +1,4 @@
-"""The speed of runs, and the cost of their saves, from their `metrics.jsonl`."""
+"""Measures run speed, and what saves cost, from `metrics.jsonl` or another program's log."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _COLUMNS = ("seconds", "tokens_per_second")
 
 @dataclass(frozen=True, slots=True)
 class TimedSave:
-    """The duration of a committed save, and the time it blocked and slowed training, in seconds."""
+    """How long a committed save took, and how long it blocked and slowed training, in seconds."""
 
     iteration: int
     seconds: float
@@ -34,11 +34,11 @@ class TimedSave:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Timing:
-    """All iterations and saves of a run; `read_timing` returns at least one iteration.
+    """A run's timed iterations and saves. `read_timing` returns at least one iteration.
 
     Attributes:
-        columns: the seconds of iterations, without time blocked by saves, and their tokens per second.
-        starts: the place of the first iteration after each resume; metrics of older versions lack this.
+        columns: Seconds per iteration, without time blocked by saves, and tokens per second.
+        starts: The place of the first iteration after each resume. Metrics from older versions lack it.
     """
 
     source: str
@@ -52,10 +52,10 @@ class Timing:
         return self.columns.column(_COLUMNS[1])
 
     def without_first(self, count: int) -> Timing:
-        """Leave out the first `count` iterations after each start, and their saves.
+        """Drop the first `count` iterations after each start, and their saves.
 
         Raises:
-            DataError: nothing is left.
+            DataError: No iteration is left.
         """
         places, starts = numpy.arange(len(self.columns)), numpy.array([0, *self.starts])
         remaining = places - starts[starts.searchsorted(places, side="right") - 1] >= count
@@ -63,7 +63,7 @@ class Timing:
             raise DataError(
                 "A run is too short to measure",
                 where=self.source,
-                expected=f"more than the {count} iterations that are left out after each start",
+                expected=f"more than the {count} iterations left out after each start",
                 found=len(self.columns),
                 fix="Leave out fewer with --skip.",
             )
@@ -74,7 +74,7 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """The median of some values, and their quantiles 0.1, 0.25, 0.75 and 0.9."""
+    """Some values' median, and their 0.1, 0.25, 0.75 and 0.9 quantiles."""
 
     median: float
     p10: float
@@ -84,24 +84,24 @@ class Spread:
 
     @staticmethod
     def of(values: Sequence[float] | Floats) -> Spread:
-        """Return the spread of one or more values, with linear interpolation."""
+        """Return the spread of at least one value. Quantiles are interpolated linearly."""
         return Spread(*numpy.quantile(values, (0.5, 0.1, 0.9, 0.25, 0.75)).tolist())
 
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """The figures of a run.
+    """A run's speed figures.
 
     Attributes:
-        tokens_per_second: of the iterations, without time blocked by saves.
-        seconds: of an iteration.
-        saves: number of committed saves.
-        save_seconds: median from the call to the commit; None without saves.
-        blocked_s: total time of training's waits for saves.
-        slowdown_s: total excess time of iterations while saves were written, relative to the median before; 0 if they
+        tokens_per_second: The spread over iterations, without time blocked by saves.
+        seconds: The spread over iteration times.
+        saves: How many saves were committed.
+        save_seconds: Median seconds from call to commit. None without saves.
+        blocked_s: Total seconds that training waited for saves.
+        slowdown_s: Total extra seconds in iterations while saves were written, relative to the median before. 0 if they
             were not slower.
-        checkpoint_share: share of these two in the total time.
-        tokens_per_second_overall: all tokens per total time.
+        checkpoint_share: `blocked_s` plus `slowdown_s`, as a share of the total time.
+        tokens_per_second_overall: All tokens divided by the total time, including blocked time.
     """
 
     tokens_per_second: Spread
@@ -116,13 +116,13 @@ class Speed:
 
 
 def read_timing(path: str | Path, tokens: int | None = None) -> Timing:
-    """Read the timing of a run folder, of its metrics.jsonl, or of another program's log.
+    """Read the timing from a run folder, a metrics.jsonl, or another program's log.
 
     Args:
-        tokens: those of an iteration, for a log of another program, which does not say them.
+        tokens: Tokens per iteration. Required for another program's log, which does not state them.
 
     Raises:
-        DataError: the file cannot be read, or has no timed iteration.
+        DataError: The file cannot be read, or has no timed iteration.
     """
     log = read_run(path, _COLUMNS)
     if not isinstance(log, MetricsLog):
@@ -132,7 +132,7 @@ def read_timing(path: str | Path, tokens: int | None = None) -> Timing:
     is_timed = log.columns.kinds[0] != ABSENT
     if not is_timed.any():
         expected = "records with iteration, loss, seconds and tokens_per_second"
-        raise DataError("There is no time of an iteration", where=log.source, expected=expected, found="none of these")
+        raise DataError("There are no iteration times", where=log.source, expected=expected, found="none of these")
     values = log.columns.values
     is_timeless = is_timed & ~((values > 0) & (values < math.inf)).all(axis=0)
     if is_timeless.any():
@@ -147,10 +147,10 @@ def read_timing(path: str | Path, tokens: int | None = None) -> Timing:
 def _timing_of_log(file: Path, text: str, tokens: int | None) -> Timing:
     if tokens is None:
         raise DataError(
-            "A log of another program does not say the tokens of an iteration",
+            "Another program's log does not state the tokens per iteration",
             where=file,
             expected=f"a run folder with {METRICS}, or such a file",
-            fix="Give them with --tokens: the global batch times the sequence length.",
+            fix="Pass them with --tokens: the global batch size times the sequence length.",
         )
     meaning, times = parse_times(text, source=str(file))
     columns = MetricColumns.of(
@@ -158,14 +158,14 @@ def _timing_of_log(file: Path, text: str, tokens: int | None) -> Timing:
         _COLUMNS,
         [[(seconds, DECIMAL), (tokens / seconds, DECIMAL)] for seconds in times.column("seconds").tolist()],
     )
-    note = f"{file}: times of {meaning.program}, whose saves and evaluations may be in them; {tokens} tokens each"
+    note = f"{file}: times from {meaning.program}, which may include saves and evaluations; {tokens} tokens each"
     return Timing(str(file), columns, notes=(note,))
 
 
 def measure(timing: Timing) -> Speed:
-    """Compute the figures of a run."""
+    """Compute a run's speed figures."""
     blocked, slowdown = (sum(getattr(save, name) for save in timing.saves) for name in ("blocked_s", "slowdown_s"))
-    slowdown = max(0.0, slowdown)  # iterations beside saves may be faster by chance
+    slowdown = max(0.0, slowdown)  # iterations during saves may be faster by chance
     seconds, speeds = timing.columns.values
     total, tokens = float(seconds.sum()) + blocked, float((speeds * seconds).sum())
     return Speed(
@@ -184,10 +184,11 @@ def measure(timing: Timing) -> Speed:
 def summarize_speeds(
     speeds: Mapping[str, Speed], timings: Sequence[Timing], *, skipped: int, threshold: float
 ) -> dict[str, Any]:
-    """Return the figures of all runs as standard JSON, with ratios relative to the first run.
+    """Return all runs' figures as standard JSON, with ratios to the first run.
 
     Args:
-        threshold: allowed shortfall of median tokens per second, as a share of the first run's.
+        skipped: How many iterations were dropped after each start.
+        threshold: The allowed shortfall in median tokens per second, as a share of the first run's.
     """
     first, runs = next(iter(speeds.values())), list[dict[str, Any]]()
     for (name, speed), timing in zip(speeds.items(), timings, strict=True):
@@ -201,8 +202,9 @@ def summarize_speeds(
 
 
 def report_speeds(summary: Mapping[str, Any]) -> str:
-    """Return tables of the speed of runs, of the cost of their saves and, of several, of verdicts; the last line is the
-    verdict on all.
+    """Return tables: the runs' speed, their saves' cost and, for several runs, verdicts.
+
+    The last line is the overall verdict.
     """
     runs, slower = summary["runs"], summary["slower"]
     pace = [["run", "iterations", "tok/s", "p10", "p90", "ratio", "s/iteration", "p10", "p90"]]
@@ -221,7 +223,7 @@ def report_speeds(summary: Mapping[str, Any]) -> str:
         change = "-" if is_base else f"{0.0 - run['slower_by']:+.1%}"
         verdicts.append([name, verdict, change, speeds[0], f"{tokens['p25']:.1f} to {tokens['p75']:.1f}"])
     skipped = summary["skipped"]
-    rule = f"the first {skipped} iterations after each start, and saves of them, are left out; tok/s is the median"
+    rule = f"the first {skipped} iterations after each start, and their saves, are left out; tok/s is the median"
     lines = [rule, "", *format_table(pace), "", *format_table(cost)]
     if len(runs) > 1:
         limit = f"{runs[0]['run']} by more than {100 * summary['threshold']:g}% of its median"
@@ -237,6 +239,6 @@ def _save(record: Mapping[str, object], where: str) -> TimedSave:
         iteration, seconds, blocked, waited, slowdown = (finite_number(record.get(name)) for name in names)
     except ValueError as error:
         raise DataError(
-            "Cannot read the figures of a save", where=where, expected=f"numbers under {', '.join(names)}", found=error
+            "Cannot read a save's figures", where=where, expected=f"numbers under {', '.join(names)}", found=error
         ) from error
     return TimedSave(int(iteration), seconds, blocked + waited, slowdown)

@@ -1,4 +1,4 @@
-"""Draws the speed of runs over their iterations, and the spread of each."""
+"""Draws the runs' speed over their iterations, and each run's spread."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from trainer.compare.figure import COLOURS, make_figure, write_figure
+from trainer.compare.figure import COLORS, make_figure, write_figure
 from trainer.compare.speed import Speed, Timing
 
 
 def plot_speeds(speeds: Mapping[str, Speed], timings: Sequence[Timing], path: str | Path) -> None:
-    """Draw tokens per second: by iteration, with the running median and the saves, and the spread of each run.
+    """Draw tokens per second: by iteration, with the running median and the saves, and each run's spread.
 
     Args:
-        speeds: the figures of the runs by name.
-        timings: the timings they were computed from, in the same order.
-        path: its suffix is the format.
+        speeds: The runs' figures by name.
+        timings: The timings behind the figures, in the same order.
+        path: The picture file. The suffix determines the format.
 
     Raises:
         TrainerError: matplotlib is not installed, or the picture cannot be written.
@@ -25,9 +25,9 @@ def plot_speeds(speeds: Mapping[str, Speed], timings: Sequence[Timing], path: st
     figure = make_figure(height=5 + 0.45 * len(speeds))
     upper, lower = figure.subplots(2, 1, height_ratios=(4, 0.6 + 0.45 * len(speeds)))
     for number, (name, timing) in enumerate(zip(speeds, timings, strict=True)):
-        _draw_iterations(upper, timing, name, COLOURS[number % len(COLOURS)], height=0.03 + 0.04 * number)
+        _draw_iterations(upper, timing, name, COLORS[number % len(COLORS)], height=0.03 + 0.04 * number)
     for number, (name, speed) in enumerate(speeds.items()):
-        _draw_spread(lower, name, speed, COLOURS[number % len(COLOURS)])
+        _draw_spread(lower, name, speed, COLORS[number % len(COLORS)])
     upper.set_xlabel("iteration (x: saved)")
     upper.set_ylabel("tok/s, and running median")
     upper.set_ylim(bottom=0)
@@ -41,23 +41,23 @@ def plot_speeds(speeds: Mapping[str, Speed], timings: Sequence[Timing], path: st
 
 
 def running_median(values: Sequence[float]) -> list[float]:
-    """Return for every value the median of its neighborhood of about a twentieth of all, at least 5 wide."""
+    """Return each value's local median. The window covers about 5% of the values, and at least 5."""
     half = max(2, len(values) // 40)
     return [median(values[max(0, at - half) : at + half + 1]) for at in range(len(values))]
 
 
-def _draw_iterations(axes: Any, timing: Timing, name: str, colour: str, *, height: float) -> None:
+def _draw_iterations(axes: Any, timing: Timing, name: str, color: str, *, height: float) -> None:
     iterations, values = timing.columns.iterations, timing.tokens_per_second.tolist()
-    axes.plot(iterations, values, color=colour, linewidth=0.8, alpha=0.4)
+    axes.plot(iterations, values, color=color, linewidth=0.8, alpha=0.4)
     marker = "o" if len(values) == 1 else None
-    axes.plot(iterations, running_median(values), color=colour, linewidth=2.2, label=name, marker=marker)
+    axes.plot(iterations, running_median(values), color=color, linewidth=2.2, label=name, marker=marker)
     saved = [save.iteration for save in timing.saves]
-    axes.plot(saved, [height] * len(saved), "x", color=colour, transform=axes.get_xaxis_transform())
+    axes.plot(saved, [height] * len(saved), "x", color=color, transform=axes.get_xaxis_transform())
 
 
-def _draw_spread(axes: Any, name: str, speed: Speed, colour: str) -> None:
+def _draw_spread(axes: Any, name: str, speed: Speed, color: str) -> None:
     spread = speed.tokens_per_second
-    axes.barh(name, spread.p90 - spread.p10, left=spread.p10, height=0.5, color=colour, alpha=0.45)
-    axes.plot([spread.median], [name], "|", color=colour, markersize=16, markeredgewidth=3)
+    axes.barh(name, spread.p90 - spread.p10, left=spread.p10, height=0.5, color=color, alpha=0.45)
+    axes.plot([spread.median], [name], "|", color=color, markersize=16, markeredgewidth=3)
     text = f"{spread.median:.0f}, saves {speed.checkpoint_share:.1%} of the time"
     axes.annotate(text, (spread.p90, name), xytext=(8, 0), textcoords="offset points", va="center", fontsize=9)

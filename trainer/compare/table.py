@@ -1,4 +1,4 @@
-"""Reports several comparisons with a common base: names of the runs, a table, and JSON."""
+"""Reports several comparisons against a common base: run names, a table and JSON."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ Row = dict[str, Any]
 
 
 def name_runs(sources: Sequence[str]) -> list[str]:
-    """Return the shortest distinct names of runs: the run's folder, or the file for a text log.
+    """Return the shortest distinct run names: the run's folder, or the file for a text log.
 
-    Equal names grow by their parent folders; the same file given again is numbered.
+    Equal names are extended with parent folders. If the same file is passed twice, it is numbered.
     """
     paths = [Path(source).absolute() for source in sources]
     parts = [(path.parent if path.name in (METRICS, LLMC_LOG) else path).parts for path in paths]
@@ -34,11 +34,11 @@ def name_runs(sources: Sequence[str]) -> list[str]:
 
 
 def summarize(comparison: Comparison, name: str) -> Row:
-    """Return the result of a comparison as members of standard JSON; floats are also given in hex.
+    """Return a comparison's result as members of a standard JSON object. Floats are also given in hex.
 
     Args:
-        comparison: the result of `compare`.
-        name: the name of its test run.
+        comparison: The result from `compare`.
+        name: The test run's name.
     """
     different, largest, tolerance = comparison.different, comparison.largest, comparison.tolerance
     return {
@@ -64,7 +64,7 @@ def summarize(comparison: Comparison, name: str) -> Row:
 
 
 def summarize_all(comparisons: Sequence[Comparison], names: Sequence[str]) -> Row:
-    """Return the results of comparisons with a common base as JSON; `names` begins with the base's."""
+    """Return the results of comparisons against a common base as JSON. `names` starts with the base's name."""
     return {
         "base": _about(comparisons[0].base, names[0]),
         "runs": [summarize(comparison, name) for comparison, name in zip(comparisons, names[1:], strict=True)],
@@ -73,11 +73,11 @@ def summarize_all(comparisons: Sequence[Comparison], names: Sequence[str]) -> Ro
 
 
 def report_all(comparisons: Sequence[Comparison], names: Sequence[str]) -> str:
-    """Return a table with a row for each comparison with a common base; its last line is the verdict.
+    """Return a table with a row per comparison against a common base. The last line is the verdict.
 
     Args:
-        comparisons: results of `compare`, all with the same base.
-        names: of the base and of the test runs, in order.
+        comparisons: Results from `compare`, all with the same base.
+        names: The base's name, then the test runs' names in order.
     """
     curves = [comparisons[0].base, *(comparison.test for comparison in comparisons)]
     width = max(len(name) for name in names)
@@ -94,7 +94,7 @@ def report_all(comparisons: Sequence[Comparison], names: Sequence[str]) -> str:
     if different:
         verdicts.append(f"{DIFFERENT}: {len(different)} of {len(rows)} runs from {names[0]}: {', '.join(different)}")
     if missing:
-        verdicts.append(f"{MISSING}: iterations of {len(missing)} of {len(rows)} runs: {', '.join(missing)}")
+        verdicts.append(f"{MISSING}: iterations in {len(missing)} of {len(rows)} runs: {', '.join(missing)}")
     return "\n".join([*lines, "; ".join(verdicts) or f"equal: {len(rows)} of {len(rows)} runs to {names[0]}"])
 
 

@@ -1,4 +1,4 @@
-"""Writes rows of cells as a table of text, and durations."""
+"""Formats rows of cells as a text table, and durations."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 
 def format_table(rows: Sequence[Sequence[str]], *, align: str = "<>") -> list[str]:
-    """Return rows of equal length as lines of padded columns.
+    """Format rows of equal length as lines with padded columns.
 
     Args:
-        align: `<` (left) or `>` (right) for each column; the last also applies to all columns after it.
+        align: `<` (left) or `>` (right) per column. The last character also covers all further columns.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     aligns = align + align[-1] * (len(widths) - len(align))
@@ -20,7 +20,7 @@ def format_table(rows: Sequence[Sequence[str]], *, align: str = "<>") -> list[st
 
 
 def duration(seconds: float) -> str:
-    """Return a duration in its largest units, such as `3.2 h`."""
+    """Format a duration in its largest unit, such as `3.2 h`."""
     for size, unit in ((86_400, "d"), (3_600, "h"), (60, "min")):
         if seconds >= 2 * size:
             return f"{seconds / size:.1f} {unit}"

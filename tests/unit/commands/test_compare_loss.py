@@ -63,7 +63,7 @@ def compare(words: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
         ("off short", 1, "DIFFERENT: 1 of 20 iterations in both, first at 8; MISSING: 80 in test (first at 21)"),
         ("base same late same --allow-missing-prefix", 0, "equal: 3 of 3 runs to base"),
         ("base same off same --bitwise", 1, "DIFFERENT: 1 of 3 runs from base: off"),
-        ("base off short", 1, "DIFFERENT: 1 of 2 runs from base: off; MISSING: iterations of 1 of 2 runs: short"),
+        ("base off short", 1, "DIFFERENT: 1 of 2 runs from base: off; MISSING: iterations in 1 of 2 runs: short"),
     ],
 )
 def test_the_last_line_and_the_status_are_the_verdict(

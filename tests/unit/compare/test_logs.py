@@ -247,7 +247,7 @@ def test_the_last_launch_replaces_all_that_an_earlier_one_logged(tmp_path: Path)
         read(tmp_path, "a.log", RESTARTED)
     curve = read(tmp_path, "a.log", RESTARTED, last_wins=True)
     assert losses_of(curve) == {1: 10.95, 2: 10.5, 3: 9.875}
-    assert "3 lines of launches" in curve.notes[0]
+    assert "3 lines from launches" in curve.notes[0]
 
 
 def compared(base: str, test: str) -> Sequence[str]:
@@ -267,7 +267,7 @@ def test_a_mean_of_ten_is_not_compared_with_one_iteration() -> None:
 def test_only_the_means_of_as_many_iterations_are_compared() -> None:
     first = trainer_state({1: 10.95, **MEANS})
     lines = compared(trainer_state({**MEANS, 10: 10.0}), first)
-    assert "left out   means of other numbers of iterations: 10 (1 in all)" in lines
+    assert "left out   means over different numbers of iterations: 10 (1 in all)" in lines
     assert lines[-1] == "equal within 1e-05: 2/2 iterations in both; MISSING: 1 in base (first at 1)"
     lost = {n: loss for n, loss in MEANS.items() if n != 20} | {40: 8.0, 50: 7.5}
     assert "MISSING: 1 in test (first at 20)" in compared(megatron({**MEANS, 40: 8.0, 50: 7.5}), megatron(lost))[-1]
