@@ -69,8 +69,8 @@ class OpenPage:
         if message.type in ("error", "warning"):
             self.problems.append(message.text)
 
-    def colours(self, chart: str) -> int:
-        """Return how many colours the pixels of a chart have."""
+    def colors(self, chart: str) -> int:
+        """Return how many colors the pixels of a chart have."""
         from io import BytesIO
 
         from PIL import Image
@@ -124,7 +124,7 @@ def test_hovering_shows_the_value_of_the_log(browser: Any, page: Path) -> None:
 def test_charts_are_drawn_and_fit_the_screen(browser: Any, page: Path, width: int, scheme: str) -> None:
     opened = OpenPage(browser, page, width=width, scheme=scheme)
     for chart in ("loss", "difference", "grad_norm", "life-0", "goodput", "speed"):
-        assert opened.colours(chart) > 20, chart
+        assert opened.colors(chart) > 20, chart
     assert opened.tab.evaluate("document.documentElement.scrollWidth") <= width
     assert opened.problems == []
 

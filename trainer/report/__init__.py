@@ -1,1 +1,1 @@
-"""The report of runs: a self-contained page, and where the time of a run went."""
+"""Reports on runs: a self-contained page, and a breakdown of each run's wall time."""

@@ -1,4 +1,4 @@
-"""Chooses what a report shows of runs: the charts of all runs, then the life of each."""
+"""Builds a report's sections: charts across all runs, then each run's life."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trainer.compare.text_table import duration
 from trainer.metrics.log_file import Integers
 from trainer.record.resume_rules import flattened
 from trainer.report.charts import (
-    COLOURS,
+    COLORS,
     MARKS,
     Chart,
     CurveLine,
@@ -33,19 +33,19 @@ from trainer.report.history import SAMPLES, SPEED, TIME, History
 from trainer.report.life import LifeEvent, life_of, life_rows, progress_lines, topology_text
 from trainer.report.page import PageSection
 
-ROWS = 40  # of the table of a curve, beside the values that are not finite
-EVENTS = 1_000  # of the table of a run's life, the newest
-POINTS = 1_000  # of the course of a launch
+ROWS = 40  # table rows per curve, beside nonfinite values
+EVENTS = 1_000  # the newest events, in the table for a run's life
+POINTS = 1_000  # points per line in the life chart
 _MISSING = "-"
 
 Runs = Sequence[tuple[str, History]]
 
 
 def report_sections(runs: Runs) -> list[PageSection]:
-    """Return the parts of the page about runs.
+    """Return the page's sections for these runs.
 
     Raises:
-        TrainerError: a package that draws is missing.
+        TrainerError: A drawing package is missing.
     """
     library()
     goodputs = [(name, measure_goodput(history)) for name, history in runs]
@@ -65,7 +65,7 @@ def report_sections(runs: Runs) -> list[PageSection]:
 
 
 def x_of(history: History) -> dict[str, Values]:
-    """Return the places of iterations on each x axis; NaN where the log lacks them."""
+    """Return each iteration's position on every x axis. NaN marks positions missing from the log."""
     start, columns = history.launches[0].began if history.launches else math.nan, history.log.columns
     return {
         "iteration": columns.iterations.astype(float),
@@ -95,23 +95,23 @@ def _summary(runs: Runs, goodputs: dict[str, Goodput | None]) -> PageSection:
     return PageSection("Runs", table=rows)
 
 
-def _colour(number: int) -> str:
-    return COLOURS[number % len(COLOURS)]
+def _color(number: int) -> str:
+    return COLORS[number % len(COLORS)]
 
 
 def _loss_chart(runs: Runs) -> Chart:
     lines = _lines(runs, "loss")
     for number, (name, history) in enumerate(runs):
         for losses in with_losses(history.log.evaluations, {}).values():
-            lines.append(_series_line(f"{name}, validation", history, losses, _colour(len(runs) + number)))
+            lines.append(_series_line(f"{name}, validation", history, losses, _color(len(runs) + number)))
     return Chart("loss", "Loss", "loss", lines, curve_table(lines, "loss"), _thinning_notes(runs), points=36_000)
 
 
-def _series_line(name: str, history: History, series: Series, colour: str) -> CurveLine:
-    """Return the line of values at some iterations, in place on each axis."""
+def _series_line(name: str, history: History, series: Series, color: str) -> CurveLine:
+    """Return a line through values at some iterations, placed on each axis."""
     iterations, values = map(numpy.array, zip(*sorted(series.items()), strict=True))
     x = _x_at(history, iterations) | {"iteration": iterations.astype(float)}
-    return CurveLine(name, x, values, colour, is_dotted=True)
+    return CurveLine(name, x, values, color, is_dotted=True)
 
 
 def _x_at(history: History, iterations: Integers) -> dict[str, Values]:
@@ -124,14 +124,12 @@ def _thinning_notes(runs: Runs) -> list[str]:
     most = max(len(history.log.columns) for _, history in runs)
     if most <= 2_000:
         return []
-    return [
-        "Where a curve is thinned, each section keeps its least and greatest value, and a mark where one is not finite."
-    ]
+    return ["Thinned curves keep each section's smallest and largest value, and mark nonfinite values."]
 
 
 def _lines(runs: Runs, column: str) -> list[CurveLine]:
     return [
-        CurveLine(name, x_of(history), history.log.columns.column(column), _colour(number))
+        CurveLine(name, x_of(history), history.log.columns.column(column), _color(number))
         for number, (name, history) in enumerate(runs)
     ]
 
@@ -147,9 +145,9 @@ def _difference_chart(runs: Runs) -> Chart:
     for number, (name, history) in enumerate(tests, start=1):
         iterations, sizes, verdict = difference_of(base, history)
         if sizes.size:
-            lines.append(CurveLine(name, _x_at(history, iterations), sizes, _colour(number)))
+            lines.append(CurveLine(name, _x_at(history, iterations), sizes, _color(number)))
         notes.append(f"{name}: {verdict}")
-    unit = "absolute difference of the loss"
+    unit = "absolute loss difference"
     return Chart(
         "difference", f"Differences from {base_name}", unit, lines, curve_table(lines, unit), notes, is_log=True
     )
@@ -157,7 +155,7 @@ def _difference_chart(runs: Runs) -> Chart:
 
 def _measurement_chart(runs: Runs) -> Iterator[Chart]:
     lines = [
-        _series_line(f"{run}: {name}", history, series, _colour(number))
+        _series_line(f"{run}: {name}", history, series, _color(number))
         for number, (run, history) in enumerate(runs)
         for name, series in read_evaluations(history.folder).items()
     ]
@@ -176,7 +174,7 @@ def _speed_chart(runs: Runs) -> Chart:
                 spread = Spread.of(speeds)
                 values = (spread.median, spread.p10, spread.p25, spread.p75, spread.p90)
                 rows.append([name, str(number), f"{speeds.size:,}", *(f"{value:,.1f}" for value in values)])
-    note = f"The table has the spread of each launch without its first {SKIPPED} iterations."
+    note = f"The table shows each launch's spread without its first {SKIPPED} iterations."
     return Chart("speed", "Speed", "tokens/s", _lines(runs, SPEED), rows, [note])
 
 
@@ -195,7 +193,7 @@ def _life_section(number: int, name: str, history: History) -> PageSection:
     document = life_document(f"life-{number}", spans, lines, marks)
     kills = sum(event.kind == "kill" for event in events)
     notes = [
-        f"Launches: {len(history.launches)}, killed: {kills}. A dashed course was given up by the launch after it."
+        f"Launches: {len(history.launches)}, killed: {kills}. Dashed lines show iterations abandoned by a later launch."
     ]
     return PageSection(f"Life of {name}", notes, document, life_rows(events, most=EVENTS))
 
@@ -218,7 +216,7 @@ def _goodput_section(goodputs: Sequence[tuple[str, Goodput]]) -> list[PageSectio
         pairs = [(good.parts.get(text, good.wall), good.wall) for good in goods]
         cells = [(f"{part:.1f}", f"{100 * part / wall:.2f}" if wall else _MISSING) for part, wall in pairs]
         rows.append([text, *chain.from_iterable(cells)])
-    note = "The share of the wall time that trained forward."
+    note = "The share of wall time spent training forward."
     return [PageSection("Goodput", [note], bar_document("goodput", names, bars), rows)]
 
 
@@ -227,7 +225,7 @@ def _bar(seconds: float, wall: float) -> tuple[float, str]:
 
 
 def _changes(name: str, history: History) -> Iterator[PageSection]:
-    """Yield the settings and versions that changed between launches, side by side."""
+    """Yield a table with the settings and versions that changed between launches, side by side."""
     records = [flattened(_described(launch.record)) for launch in history.launches if launch.record]
     numbers = [number for number, launch in enumerate(history.launches, start=1) if launch.record]
     keys = dict.fromkeys(key for record in records for key in record)
@@ -248,7 +246,7 @@ def _described(record: Json) -> Json:
 
 
 def _machine_section(runs: Runs) -> PageSection:
-    """Return the machine and the versions of the last launch of each run."""
+    """Return a section with the machine and versions in each run's last launch."""
     columns = []
     for _, history in runs:
         record = history.launches[-1].record if history.launches else {}
@@ -265,7 +263,7 @@ def _cell(value: object) -> str:
 
 
 def curve_table(lines: Sequence[CurveLine], unit: str) -> list[list[str]]:
-    """Return some iterations of curves as rows, the last and those without a finite value among them."""
+    """Return table rows for evenly spaced iterations, including the last, and for nonfinite values."""
     if not lines:
         return []
     iterations = numpy.unique(numpy.concatenate([line.x["iteration"] for line in lines]))

@@ -1,4 +1,4 @@
-"""Charts of a report: bokeh's figures, with curves that the page fills for the part that it shows."""
+"""A report's charts: bokeh figures, with curves that the page fills for the visible range."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from reprise.errors import TrainerError
 from reprise.storage import Json
 from trainer.report.thin import levels, smoothed
 
-# Of Okabe and Ito's colours, those that are told apart on white and on black.
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
-WINDOWS = (10, 100, 1_000)  # iterations of a running mean
-X_KINDS = {"iteration": "i4", "tokens": "f8", "hours": "f4"}  # as numpy names them
+# The Okabe-Ito colors distinguishable on both white and black.
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
+WINDOWS = (10, 100, 1_000)  # iterations per running mean
+X_KINDS = {"iteration": "i4", "tokens": "f8", "hours": "f4"}  # numpy type codes
 X_LABELS = {"iteration": "iteration", "tokens": "tokens", "hours": "hours since the first start"}
-POINTS = 8_000  # of the finest levels of all curves of a chart, 48 bytes each in the page
-FEWEST_POINTS = 400  # of a curve among many
-DASH = 40  # of the pattern of a curve, in pixels
+POINTS = 8_000  # in the finest levels across a chart's curves, 48 bytes each in the page
+FEWEST_POINTS = 400  # per curve in a chart with many curves
+DASH = 40  # length of a curve's dash pattern, in pixels
 HEIGHT = 320  # of a chart, in pixels
 
-# Of the parts of a bar, the first is the share that counts.
-PART_COLOURS = ("#009e73", "#d55e00", "#e69f00", "#cc79a7", "#56b4e9", "#0072b2", "#909090", "#c9c9c9")
-# The marker, the colour, the size and the filling of each kind of mark.
+# A bar's first part is trained-forward time.
+PART_COLORS = ("#009e73", "#d55e00", "#e69f00", "#cc79a7", "#56b4e9", "#0072b2", "#909090", "#c9c9c9")
+# Marker, color, size and whether it is filled, for each mark style.
 MARKS = {
     "evaluation": ("circle", "#56b4e9", 5, True),
     "kept": ("triangle", "#009e73", 10, True),
@@ -46,23 +46,23 @@ Values = NDArray[numpy.float64]
 
 @dataclass(frozen=True, slots=True)
 class CurveLine:
-    """A curve of a chart.
+    """A curve in a chart.
 
     Args:
-        x: by the names of `X_LABELS`, in ascending order.
-        y: its values; those that are not finite are marked at the lower edge.
-        is_dotted: whether it is drawn as points on a thin line, as few values are.
+        x: Positions per `X_LABELS` axis, ascending.
+        y: Values. Nonfinite values are marked at the lower edge.
+        is_dotted: Whether to draw points on a thin line, as for sparse values.
     """
 
     name: str
     x: dict[str, Values]
     y: Values
-    colour: str
+    color: str
     is_dotted: bool = False
 
 
 class LifeMark(NamedTuple):
-    """An event in the chart of a run's life; `style` is a key of `MARKS`, `time` is in Unix time."""
+    """An event in a life chart. `style` is a key in `MARKS`, and `time` is in Unix time."""
 
     time: float
     iteration: int
@@ -72,14 +72,14 @@ class LifeMark(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A chart of curves, and a table of it.
+    """A chart with curves, and its table.
 
     Args:
-        key: its name in the page.
-        notes: sentences below its title.
-        table: rows of cells, the first is the head.
-        is_log: whether its y axis is logarithmic until a reader changes it.
-        points: of the finest levels of all its curves.
+        key: The chart's name in the page.
+        notes: Sentences below the title.
+        table: Rows of cells, starting with the header.
+        is_log: Whether the y axis starts out logarithmic. Readers can switch it.
+        points: The point budget for the finest levels across all curves.
     """
 
     key: str
@@ -93,7 +93,7 @@ class Chart:
 
 
 def library() -> Any:
-    """Return bokeh's module of figures.
+    """Return bokeh's plotting module.
 
     Raises:
         TrainerError: bokeh or tsdownsample is not installed.
@@ -109,7 +109,7 @@ def library() -> Any:
 
 
 def new_figure(title: str, **settings: Any) -> Any:
-    """Return an empty figure as wide as the page, with tools that zoom along the x axis alone."""
+    """Return an empty figure as wide as the page. Its tools zoom only along the x axis."""
     tools = "xpan,xwheel_zoom,xbox_zoom,reset"
     figure = library().figure(
         sizing_mode="stretch_width",
@@ -129,7 +129,7 @@ def new_figure(title: str, **settings: Any) -> Any:
 
 
 def curve_document(chart: Chart) -> Json:
-    """Return a chart for the page: bokeh's document, the points of its curves at every level, and its settings."""
+    """Return a chart for the page: the bokeh document, the curves' points at every level, and settings."""
     from bokeh.embed import json_item
     from bokeh.models import ColumnDataSource, HoverTool, LinearScale, LogScale, NumeralTickFormatter, Range1d
 
@@ -140,16 +140,16 @@ def curve_document(chart: Chart) -> Json:
     hovered, count = [], len(chart.lines)
     for number, line in enumerate(chart.lines):
         raw, mean, gaps = (ColumnDataSource({"x": [], "y": [], "iteration": [], "text": []}) for _ in range(3))
-        # Of equal curves, each leaves gaps for those below it.
+        # Where curves are equal, gaps in each show the curves below.
         length = max(2, DASH * (count - number) // count)
         dash = [length, DASH - length] if number else []
-        figure.line("x", "y", source=raw, color=line.colour, line_width=1.6, line_dash=dash, name=line.name)
-        figure.line("x", "y", source=mean, color=line.colour, line_width=2, line_dash=dash, name=line.name)
+        figure.line("x", "y", source=raw, color=line.color, line_width=1.6, line_dash=dash, name=line.name)
+        figure.line("x", "y", source=mean, color=line.color, line_width=2, line_dash=dash, name=line.name)
         marker = "circle" if line.is_dotted else "x"
         edge = figure.scatter("x", "y", source=gaps, marker=marker, color="#d00000", size=8, name=line.name)
         hovered += [figure.renderers[-3], edge]
         if line.is_dotted:
-            figure.scatter("x", "y", source=raw, color=line.colour, size=6, name=line.name)
+            figure.scatter("x", "y", source=raw, color=line.color, size=6, name=line.name)
     html = f"<b>$name</b><br>iteration @iteration{{0}}<br>{chart.unit} @text"
     figure.add_tools(HoverTool(renderers=hovered, tooltips=html, mode="vline", line_policy="nearest"))
     budget = max(FEWEST_POINTS, chart.points // max(1, len(chart.lines)))
@@ -177,7 +177,7 @@ def _packed_line(line: CurveLine, budget: int) -> Json:
         x = {name: _packed(line.x[name][indices], kind) for name, kind in X_KINDS.items()}
         smooth = {str(window): _packed(mean[indices], "f4") for window, mean in means.items()}
         parts.append({"x": x, "y": _packed(line.y[indices], "f8"), "smooth": smooth})
-    return {"name": line.name, "colour": line.colour, "isDotted": line.is_dotted, "levels": parts}
+    return {"name": line.name, "color": line.color, "isDotted": line.is_dotted, "levels": parts}
 
 
 def _packed(values: Values, kind: str) -> Json:
@@ -186,11 +186,11 @@ def _packed(values: Values, kind: str) -> Json:
 
 
 def bar_document(key: str, names: Sequence[str], parts: dict[str, list[tuple[float, str]]]) -> Json:
-    """Return a chart of stacked bars for the page.
+    """Return a stacked bar chart for the page.
 
     Args:
-        names: of the bars, from top to bottom.
-        parts: by text, the length and the details in each bar.
+        names: The bars' names, from top to bottom.
+        parts: Each part's length and hover text in every bar, by part name.
     """
     from bokeh.embed import json_item
     from bokeh.models import FactorRange, HoverTool
@@ -200,12 +200,12 @@ def bar_document(key: str, names: Sequence[str], parts: dict[str, list[tuple[flo
     figure.xaxis.axis_label = "% of the wall time"
     figure.ygrid.visible = False
     edges, legend = [0.0] * len(names), list[list[str]]()
-    for (kind, lengths), colour in zip(parts.items(), PART_COLOURS, strict=True):
+    for (kind, lengths), color in zip(parts.items(), PART_COLORS, strict=True):
         rights = [edge + length for edge, (length, _) in zip(edges, lengths, strict=True)]
         columns = {"y": list(names), "left": edges, "right": rights, "text": [details for _, details in lengths]}
-        figure.hbar(y="y", left="left", right="right", height=0.7, color=colour, source=columns, name=kind)
+        figure.hbar(y="y", left="left", right="right", height=0.7, color=color, source=columns, name=kind)
         edges = rights
-        legend.append([kind, colour])
+        legend.append([kind, color])
     figure.add_tools(HoverTool(tooltips="<b>$name</b><br>@text"))
     return {"key": key, "item": json_item(figure, f"chart-{key}"), "legend": legend}
 
@@ -216,12 +216,12 @@ def life_document(
     lines: Sequence[tuple[list[float], list[float], bool]],
     marks: Sequence[LifeMark],
 ) -> Json:
-    """Return the chart of a run's life for the page: iterations over the time of the day.
+    """Return a run's life chart for the page: iterations over time.
 
     Args:
-        spans: begin, end and text of each launch, in Unix time.
-        lines: times and iterations of the course, and whether these were given up.
-        marks: events.
+        spans: Start, end and hover text for each launch, in Unix time.
+        lines: Times, iterations, and whether the iterations were abandoned.
+        marks: Events.
     """
     from bokeh.embed import json_item
     from bokeh.models import HoverTool, NumeralTickFormatter
@@ -241,21 +241,21 @@ def life_document(
         left="left", right="right", bottom=0, top=top * 1.06, source=quads, color="#0072b2", alpha=0.09, name="launch"
     )
     for times, iterations, is_given_up in lines:
-        colour, dash = ("#909090", "dashed") if is_given_up else ("#0072b2", "solid")
-        figure.line([time * 1e3 for time in times], iterations, color=colour, line_dash=dash, line_width=1.6)
+        color, dash = ("#909090", "dashed") if is_given_up else ("#0072b2", "solid")
+        figure.line([time * 1e3 for time in times], iterations, color=color, line_dash=dash, line_width=1.6)
     hovered, legend = list(figure.renderers[:1]), list[list[object]]()
-    for style, (marker, colour, size, is_filled) in MARKS.items():
+    for style, (marker, color, size, is_filled) in MARKS.items():
         if events := [mark for mark in marks if mark.style == style]:
             columns = {
                 "x": [mark.time * 1e3 for mark in events],
                 "y": [mark.iteration for mark in events],
                 "text": [mark.text for mark in events],
             }
-            fill = {"fill_color": colour} if is_filled else {"fill_alpha": 0.0}
+            fill = {"fill_color": color} if is_filled else {"fill_alpha": 0.0}
             glyph = figure.scatter(
-                "x", "y", source=columns, marker=marker, line_color=colour, size=size, name=style, **fill
+                "x", "y", source=columns, marker=marker, line_color=color, size=size, name=style, **fill
             )
             hovered.append(glyph)
-            legend.append([style, colour, not is_filled])
+            legend.append([style, color, not is_filled])
     figure.add_tools(HoverTool(renderers=hovered, tooltips="<b>$name</b> @y{0}<br>@text"))
     return {"key": key, "item": json_item(figure, f"chart-{key}"), "legend": legend}

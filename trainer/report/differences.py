@@ -1,4 +1,4 @@
-"""The difference of two runs: a curve, and the verdict of `compare-loss`."""
+"""The difference between two runs: a curve, and the `compare-loss` verdict."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from trainer.report.history import History
 
 
 def difference_of(base: History, test: History) -> tuple[Integers, Floats, str]:
-    """Compare the losses of two runs, under the default tolerance of `compare-loss`.
+    """Compare two runs' losses, with the default `compare-loss` tolerance.
 
     Returns:
-        The iterations of both, the absolute differences of their losses, infinite where only one is finite, and the
-        verdict of `compare-loss`.
+        The common iterations, the absolute loss differences, and the `compare-loss` verdict. A difference is infinite
+        where only one loss is finite.
     """
     curves = [_curve_of(history) for history in (base, test)]
     comparison = compare(*curves, tolerance=tolerance_of(*curves))

@@ -1,4 +1,4 @@
-"""Where the wall time of a run went since its first start: the parts add up to it."""
+"""Breaks down a run's wall time since its first start. The parts add up to it."""
 
 from __future__ import annotations
 
@@ -24,49 +24,50 @@ from trainer.report.history import (
 )
 
 _TRAINED = "trained forward"
-_LEAST_SHARE = 0.0005  # of a part in the line
+_LEAST_SHARE = 0.0005  # the smallest share listed in the summary line
 
 
 @dataclass(frozen=True, slots=True)
 class Goodput:
-    """The seconds of a run by their use.
+    """A run's seconds by use.
 
     Attributes:
-        parts: of the first, the run trained forward; the last is the remainder, such as samples of text and checks.
+        parts: Seconds by name. The first part is forward training; the last is the remainder, such as sampling and
+            checks.
     """
 
     parts: dict[str, float]
 
     @property
     def wall(self) -> float:
-        """The seconds from the first start to the last line."""
+        """Seconds from the first start to the last line."""
         return sum(self.parts.values())
 
     @property
     def share(self) -> float:
-        """The share of the wall time that trained forward."""
+        """The share of wall time spent training forward."""
         return self.parts[_TRAINED] / self.wall if self.wall > 0 else 0.0
 
     def __str__(self) -> str:
-        """Return the line of `reprise checkpoint ls`."""
+        """Return the summary line for `reprise checkpoint ls`."""
         parts = {name: seconds / self.wall for name, seconds in self.parts.items() if name != _TRAINED}
         shares = [f"{name} {share:.1%}" for name, share in parts.items() if share >= _LEAST_SHARE]
         return f"goodput {self.share:.1%} of {duration(self.wall)}" + (f": {', '.join(shares)}" if shares else "")
 
 
 def measure_goodput(history: History) -> Goodput | None:
-    """Return where the time of a run went; None for a log without times or starts."""
+    """Return the breakdown of a run's wall time, or None for a log without times or starts."""
     launches, logs = history.launches, history.logs
     if not launches:
         return None
     data = _total(DATA, history.log)
     parts = {
         _TRAINED: _total(SECONDS, history.log) - data,
-        "repeated": _total(SECONDS, *history.abandoned),  # iterations that a kill took, or a rewind
-        "waited for data": data,  # of rank 0
+        "repeated": _total(SECONDS, *history.abandoned),  # iterations lost to a kill or rewind
+        "waited for data": data,  # on rank 0
         "blocked by saves": _total(BLOCKED, *logs) + _last_saves(launches, logs),
         "evaluated": _evaluated(launches, logs),
-        "started": sum(launch.start_seconds for launch in launches),  # from the start of processes to an iteration
+        "started": sum(launch.start_seconds for launch in launches),  # from process start to the first iteration
         "between launches": sum(max(0.0, b.began - a.ended) for a, b in itertools.pairwise(launches)),
     }
     wall = max(launches[-1].ended - launches[0].began, 0.0)
@@ -78,7 +79,7 @@ def _total(quantity: str, *logs: MetricsLog) -> float:
 
 
 def _evaluated(launches: Sequence[LaunchSpan], logs: Sequence[MetricsLog]) -> float:
-    """Return the seconds of evaluations: each lasts from the line before, or from the start of its launch."""
+    """Return the evaluation seconds. Each evaluation lasts from the previous line or its launch's startup."""
     times = _sorted([times_of(log) for log in logs] + [numpy.array([_ready(launch) for launch in launches])])
     moments = _sorted([_times_of(logs, "evaluation")])
     before = times[numpy.maximum(numpy.searchsorted(times, moments) - 1, 0)]
@@ -86,7 +87,7 @@ def _evaluated(launches: Sequence[LaunchSpan], logs: Sequence[MetricsLog]) -> fl
 
 
 def _last_saves(launches: Sequence[LaunchSpan], logs: Sequence[MetricsLog]) -> float:
-    """Return the seconds from the last work of each launch to its end, where it saved meanwhile."""
+    """Return the seconds between each launch's last work and its end, if a save was logged in between."""
     work = _sorted([*(log.columns.column(TIME) for log in logs), _times_of(logs, "evaluation", "sample")])
     saves = _sorted([_times_of(logs, *SAVES)])
     seconds = 0.0
@@ -99,7 +100,7 @@ def _last_saves(launches: Sequence[LaunchSpan], logs: Sequence[MetricsLog]) -> f
 
 
 def _ready(launch: LaunchSpan) -> float:
-    """Return the time of the end of a start."""
+    """Return when a launch finished starting up."""
     return launch.began + launch.start_seconds
 
 

@@ -1,4 +1,4 @@
-"""Reads all that the folder of a run records of it: iterations as columns, events, and the launches."""
+"""Reads everything that a run's folder records: iterations as columns, events and launches."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from trainer.metrics.log_file import Floats, MetricsLog, read_log
 
 SAMPLES, SPEED, SECONDS = "consumed_samples", "tokens_per_second", "seconds"
 BLOCKED, DATA, TIME = "checkpoint_seconds", "data_seconds", "time"
-SAVES = ("save", "local_save", "weights_save")  # the events of saves
-_LARGEST = 1e300  # a number of a record, whose sums are finite
+SAVES = ("save", "local_save", "weights_save")  # names of save events
+_LARGEST = 1e300  # larger numbers are ignored, so that sums stay finite
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchSpan:
-    """One start of the program.
+    """One launch's time span.
 
     Attributes:
-        began, ended: in Unix time; the end of a killed launch is the time of its last line.
-        start_seconds: from the start of its processes to its first iteration.
-        record: its line in `launches.jsonl`; empty for a run of an older version.
-        end: the line of its end; None for a launch that is running or was killed.
-        first: the record of its first iteration; None for a launch without one.
+        began, ended: Unix times. A killed launch ends with its last line.
+        start_seconds: Seconds from process start to the first iteration.
+        record: The launch's line in `launches.jsonl`. Empty for a run by an older version.
+        end: The launch's end line. None if the launch is running or was killed.
+        first: The record for the launch's first iteration, or None without iterations.
     """
 
     began: float
@@ -45,12 +45,12 @@ class LaunchSpan:
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """What the folder of a run records.
+    """What a run's folder records.
 
     Attributes:
-        log: the iterations of the run, each once.
-        abandoned: lines of iterations that a later launch has repeated, or left.
-        launches: in order of time; empty where the log has no times.
+        log: The run's iterations, each once.
+        abandoned: Logs with lines for iterations that a later launch repeated or dropped.
+        launches: Launches in time order. Empty if the log has no times.
     """
 
     folder: Path
@@ -60,12 +60,12 @@ class History:
 
     @property
     def logs(self) -> tuple[MetricsLog, ...]:
-        """The logs of all iterations."""
+        """The logs for all iterations, abandoned ones included."""
         return (self.log, *self.abandoned)
 
     @property
     def tokens_per_sample(self) -> float:
-        """The sequence length, from the speed and the samples of iterations; NaN for a log without them."""
+        """The sequence length, derived from speed and sample counts. NaN if the log lacks them."""
         columns = self.log.columns
         samples = numpy.diff(columns.column(SAMPLES))
         follows = (numpy.diff(columns.iterations) == 1) & (samples > 0)
@@ -76,7 +76,7 @@ class History:
 
 
 def run_folder(path: str | Path) -> Path:
-    """Return the folder of a run, given it, its metrics.jsonl or its folder of checkpoints."""
+    """Return a run's folder, from the folder itself, its metrics.jsonl or its checkpoint folder."""
     path = Path(path)
     if not is_dir(path):
         return path.parent if path.name == METRICS else path
@@ -85,18 +85,19 @@ def run_folder(path: str | Path) -> Path:
 
 
 def read_history(path: str | Path) -> History:
-    """Read the history of a run.
+    """Read a run's history.
 
     Args:
-        path: the folder of the run, or its metrics.jsonl.
+        path: The run's folder, its metrics.jsonl or its checkpoint folder.
 
     Raises:
-        DataError: the log cannot be read or holds no iteration; the message has the file and the line.
+        DataError: The log cannot be read or holds no iteration. The message names the file and, for a damaged line, its
+            number.
     """
     folder = run_folder(path)
     log = _read_log(folder / METRICS)
     if not len(log.columns):
-        raise DataError("There is no iteration in the log of a run", where=folder / METRICS)
+        raise DataError("The run's log has no iteration", where=folder / METRICS)
     sides = matching(folder, f"{Path(METRICS).stem}.abandoned-*.jsonl")
     abandoned = tuple(_read_log(side, is_abandoned=True) for side in sides)
     records = [record for _, record in read_records(folder / LAUNCHES)] if exists(folder / LAUNCHES) else []
@@ -113,12 +114,12 @@ def _read_log(path: Path, *, is_abandoned: bool = False) -> MetricsLog:
 
 
 def events_of(logs: Sequence[MetricsLog], *names: str) -> Iterator[Json]:
-    """Yield the records of events with some names."""
+    """Yield the event records with the given names."""
     return (event for log in logs for _, event in log.events if event["event"] in names)
 
 
 def times_of(log: MetricsLog) -> Floats:
-    """Return the times of all lines, in order."""
+    """Return the times in all lines, sorted."""
     events = [event["time"] for _, event in log.events if _is_time(event.get("time"))]
     times = numpy.concatenate([log.columns.column(TIME), numpy.array(events, dtype=float)])
     return numpy.sort(times[numpy.isfinite(times)])
@@ -133,7 +134,7 @@ def _is_time(value: object) -> bool:
 
 
 def _launches(records: Sequence[Json], logs: Sequence[MetricsLog]) -> tuple[LaunchSpan, ...]:
-    """Join the records of launches with the lines of the logs, which alone tell the launches of older versions."""
+    """Join launch records with log lines, the only source for launches by older versions."""
     ends = {record["launch"]: record for record in records if record.get("event") == "end"}
     begins = {record["launch"]: record for record in records if _is_time(record.get("began"))}
     starts, firsts = list[tuple[float, Json, Json | None]](), dict[str, Json]()
@@ -164,5 +165,5 @@ def _start_seconds(first: Json) -> float:
 
 
 def sum_of(record: Json, *keys: str) -> float:
-    """Return the sum of the numbers of a record under some keys."""
+    """Return the sum over a record's numbers under the given keys."""
     return float(sum(record[key] for key in keys if _is_number(record.get(key))))

@@ -1,4 +1,4 @@
-"""The life of a run as events: launches, kills, saves, evaluations, and what followers measured."""
+"""A run's life as events: launches, kills, saves, evaluations and followers' measurements."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from trainer.report.history import SAVES, TIME, History, LaunchSpan, events_of, 
 
 
 class LifeEvent(NamedTuple):
-    """An event of a run.
+    """An event in a run's life.
 
     Args:
-        time: in Unix time.
+        time: Unix time.
         kind: `launch`, `end`, `kill`, `save`, `evaluation`, `spike` or `measurement`.
-        state: of a save, such as `kept` or `pruned`; empty for other events.
+        state: A save's state, such as `kept` or `pruned`. Empty for other events.
     """
 
     time: float
@@ -45,10 +45,10 @@ _STATES = {
 
 
 def _checkpoints(folder: Path) -> dict[int, tuple[str, int]]:
-    """Return the states and the sizes of the checkpoints in the folder of a run; tensors are not read."""
+    """Return the state and size of each checkpoint in a run's folder, without reading tensors."""
     try:
         summaries = [summary for summary in reprise.list(folder) if not summary.is_superseded]
-    except (TrainerError, OSError):  # of a run without saves, or with saves in another folder
+    except (TrainerError, OSError):  # no saves, or saves in another folder
         return {}
     return {
         summary.iteration: (
@@ -61,7 +61,7 @@ def _checkpoints(folder: Path) -> dict[int, tuple[str, int]]:
 
 
 def life_of(history: History) -> list[LifeEvent]:
-    """Return the events of a run in order of time."""
+    """Return a run's events in time order."""
     checkpoints = _checkpoints(history.folder)
     absence = "pruned" if checkpoints else "elsewhere"
     saves = [_save_event(event, checkpoints, absence) for event in events_of([history.log], *SAVES)]
@@ -85,7 +85,7 @@ def _save_event(event: Json, checkpoints: dict[int, tuple[str, int]], absence: s
 
 
 def megabytes(size: int) -> str:
-    """Return a size in words."""
+    """Format a size in bytes with a decimal unit."""
     for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if size >= unit:
             return f"{size / unit:.2f} {name}"
@@ -117,13 +117,13 @@ def _end_of(launch: LaunchSpan, reached: int, *, is_running: bool) -> tuple[str,
         return "end", reached, f"{launch.end.get('outcome')} {lasted}" + (f": {reason}" if reason else "")
     if is_running:
         return "end", reached, f"is running, or was killed, {lasted}"
-    if not launch.record:  # of an older version, which recorded no ends
+    if not launch.record:  # an older version, which recorded no ends
         return "end", reached, f"last line {lasted}"
     return "kill", reached, f"killed {lasted}"
 
 
 def is_in_use(folder: Path) -> bool:
-    """Return whether a run may write to a folder: it holds the lock, or was killed with it."""
+    """Return whether a run may write to a folder: its lock is held, or was left by a kill."""
     return any(map(is_locked, (folder, folder / "checkpoints")))
 
 
@@ -135,7 +135,7 @@ def first_iteration(launch: LaunchSpan) -> int:
 
 
 def last_iteration(history: History, launch: LaunchSpan) -> int:
-    """Return the last iteration of a launch, or the last before it."""
+    """Return the last iteration in a launch, or the last before it."""
     last = first_iteration(launch)
     for log in history.logs:
         times = log.columns.column(TIME)
@@ -145,7 +145,7 @@ def last_iteration(history: History, launch: LaunchSpan) -> int:
 
 
 def topology_text(launch: LaunchSpan) -> str:
-    """Return the ranks of a launch and its axes in words."""
+    """Describe a launch's rank count and parallel axes."""
     topology = launch.record.get("topology")
     if not isinstance(topology, dict):
         return "ranks not recorded"
@@ -163,21 +163,21 @@ def _measurements(folder: Path, saved_at: dict[int, float]) -> Iterator[LifeEven
 
 
 def life_rows(events: Sequence[LifeEvent], *, most: int) -> list[list[str]]:
-    """Return the last events as rows of a table, the first the head."""
+    """Return the last events as table rows, starting with the header."""
     head = ["time (UTC)", "event", "iteration", "details"]
     return [head, *([clock(event.time), event.kind, str(event.iteration), event.text] for event in events[-most:])]
 
 
 def clock(time: float) -> str:
-    """Return a date and a time of day."""
+    """Format a Unix time as a UTC date and time."""
     return f"{datetime.fromtimestamp(time, UTC):%Y-%m-%d %H:%M:%S}"
 
 
 def progress_lines(history: History, *, most: int) -> list[tuple[list[float], list[float], bool]]:
-    """Return the course of a run: for each launch times and iterations, and whether its iterations were given up.
+    """Return progress lines: for each launch its times and iterations, and whether they were abandoned.
 
     Args:
-        most: points of a line; those between are left out.
+        most: The most points per line. Points are picked evenly.
     """
     lines = []
     for number, log in enumerate(history.logs):

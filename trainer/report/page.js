@@ -78,23 +78,23 @@
         box.addEventListener("change", () => change(box.value));
         place.append(box);
       };
-      const check = (text, isOn, change, colour) => {
+      const check = (text, isOn, change, color) => {
         const label = document.createElement("label"), box = document.createElement("input");
         box.type = "checkbox";
         box.checked = isOn;
         box.addEventListener("change", () => change(box.checked));
         label.append(box);
-        if (colour) {
+        if (color) {
           const swatch = document.createElement("span");
           swatch.className = "swatch";
-          swatch.style.background = swatch.style.borderColor = colour;
+          swatch.style.background = swatch.style.borderColor = color;
           label.append(swatch);
         }
         label.append(text);
         place.append(label);
       };
       for (const curve of this.curves) {
-        check(curve.name, true, (isOn) => { curve.isShown = isOn; this.draw(); }, curve.colour);
+        check(curve.name, true, (isOn) => { curve.isShown = isOn; this.draw(); }, curve.color);
       }
       if (Object.keys(this.labels).length > 1) {
         const names = Object.entries(this.labels).map(([name, text]) => [name, `over ${text}`]);
@@ -186,12 +186,12 @@
       figures.push(figure);
       paint(figure);
       if (spec.curves) new CurveChart(spec, figure);
-      for (const [text, colour, isHollow] of spec.legend ?? []) {
+      for (const [text, color, isHollow] of spec.legend ?? []) {
         const entry = document.createElement("span"), swatch = document.createElement("span");
         entry.className = "entry";
         swatch.className = "swatch";
-        swatch.style.background = isHollow ? "transparent" : colour;
-        swatch.style.borderColor = colour;
+        swatch.style.background = isHollow ? "transparent" : color;
+        swatch.style.borderColor = color;
         entry.append(swatch, text);
         document.getElementById(`controls-${spec.key}`).append(entry);
       }

@@ -1,4 +1,4 @@
-"""Assembles the page of a report: one file with the library, the charts, their points and the tables in it."""
+"""Assembles a report page: one file containing the library, the charts, their points and the tables."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from importlib.resources import files
 
 from reprise.storage import Json, dumps
 
-_LONG = 40  # characters of a cell that may break into lines
+_LONG = 40  # longer cells may wrap
 
 Rows = Sequence[Sequence[str]]
 
 
 @dataclass(frozen=True, slots=True)
 class PageSection:
-    """A part of the page.
+    """A section on the page.
 
     Args:
-        title: its headline.
-        notes: sentences below the headline.
-        chart: the document of its chart for `page.js`; None for a section without one.
-        table: rows of cells, the first is the head; it is folded below a chart.
+        title: The section's heading.
+        notes: Sentences below the heading.
+        chart: The chart document for `page.js`. None for a section without a chart.
+        table: Rows of cells, starting with the header. Below a chart, the table is collapsed.
     """
 
     title: str
@@ -80,5 +80,5 @@ def _cell(text: str) -> str:
 
 
 def _script_safe(text: str) -> str:
-    """Return JSON without a character that ends a script."""
+    """Escape JSON so that it cannot end a script element."""
     return text.replace("<", "\\u003c")

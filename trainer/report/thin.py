@@ -1,4 +1,4 @@
-"""Thins curves to what a screen shows, at several depths of zoom, so that no extreme and no gap disappears. Pure."""
+"""Thins curves to a screen's resolution at several zoom levels, without losing extremes or gaps."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from collections.abc import Sequence
 import numpy
 from numpy.typing import NDArray
 
-COARSEST = 2_000  # points of the curve seen as a whole
-FACTOR = 5  # from the number of points of a level to that of the next
+COARSEST = 2_000  # points in the fully zoomed-out curve
+FACTOR = 5  # ratio between the point counts of adjacent levels
 
 Indices = NDArray[numpy.int64]
 
 
 def levels(values: NDArray[numpy.float64], *, most: int) -> list[Indices]:
-    """Return the indices of the points of each level, the coarsest first; the last has about `most`, or all.
+    """Return the point indices for each level, coarsest first. The last level has about `most` points, or all.
 
-    A level divides the curve into sections of equal length and keeps the least and the greatest finite value of each,
-    and the first value of each that is not finite.
+    A level divides the curve into sections of equal length, and keeps each section's smallest and largest finite value
+    and its first nonfinite value.
 
     Args:
-        values: of a curve, in order.
-        most: points of the finest level.
+        values: A curve's values, in order.
+        most: How many points the finest level has.
     """
     counts, count = list[int](), COARSEST
     while count < min(most, len(values)):
@@ -39,14 +39,14 @@ def _thinned(values: NDArray[numpy.float64], count: int) -> Indices:
     extremes = MinMaxDownsampler().downsample(finite, n_out=count)
     parts = [extremes.astype(numpy.int64), numpy.array([0, len(values) - 1])]
     if numpy.isnan(finite).any():
-        # It takes the NaN of a section instead of the extremes, so each has a pass of its own.
+        # NaNMinMaxDownsampler returns a section's NaN instead of its extremes, so each needs its own pass.
         indices = NaNMinMaxDownsampler().downsample(finite, n_out=count).astype(numpy.int64)
         parts.append(indices[numpy.isnan(finite[indices])])
     return numpy.unique(numpy.concatenate(parts))
 
 
 def smoothed(values: NDArray[numpy.float64], windows: Sequence[int]) -> dict[int, NDArray[numpy.float64]]:
-    """Return the mean of the last `window` finite values at each point, for the windows shorter than the curve."""
+    """Return the mean over the finite values among the last `window` points, for windows shorter than the curve."""
     finite = numpy.isfinite(values)
     sums = numpy.concatenate([[0.0], numpy.cumsum(numpy.where(finite, values, 0.0))])
     counts = numpy.concatenate([[0], numpy.cumsum(finite)])
