@@ -1,1 +1,1 @@
-"""Looks at a machine, a folder and hosts: whether a run can train and save there, and how fast."""
+"""Checks a machine, a folder and hosts: whether a run can train and save there, and how fast."""

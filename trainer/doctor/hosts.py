@@ -1,4 +1,4 @@
-"""Looks at the hosts of a launch, and whether they have a common folder."""
+"""Checks a launch's hosts, and whether they share a folder."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from trainer.config.terms import WAY_OUT
 from trainer.doctor.looks import BAD, FINE, Finding, folder, machine, missing_folders, remove
 from trainer.launch.process_group import Cluster
 
-_LOOKS_S = 24 * 3600.0  # most time for the looks of all hosts, one after the other
+_LOOKS_S = 24 * 3600.0  # limit for checking all hosts in turn
 
 
 def look_at_hosts(path: Path, cluster: Cluster) -> Iterator[tuple[str, Sequence[Finding]]]:
-    """Look at every host of a launch, in turn lest they slow each other down. A call of all ranks.
+    """Check every host in a launch, in turn to avoid slowing each other down. Call on all ranks.
 
     Yields:
-        A title and the findings below it, on rank 0.
+        On rank 0, a title and the findings below it.
 
     Raises:
-        TrainerError: if a rank ends.
+        TrainerError: A rank exits.
     """
     hosts = find_hosts(cluster.channel, cluster.local_ranks, "doctor")
     channel = cluster.channel.clone(_LOOKS_S)
@@ -49,10 +49,10 @@ def look_at_hosts(path: Path, cluster: Cluster) -> Iterator[tuple[str, Sequence[
 
 
 def one_folder(path: Path, cluster: Cluster, hosts: Hosts) -> Finding:
-    """Look whether every rank sees the folder of rank 0, by the marker file of a run. A call of all ranks.
+    """Check whether every rank sees rank 0's folder, using a run's marker file. Call on all ranks.
 
     Returns:
-        The finding, on rank 0.
+        On rank 0, the finding.
     """
     what, files, problem = "one folder for all hosts", FILE_SYSTEM, ""
     mark = CheckpointFolder(path, files).mark(cluster.nonce)
@@ -69,7 +69,7 @@ def one_folder(path: Path, cluster: Cluster, hosts: Hosts) -> Finding:
         reasons = [reason.decode() for reason in cluster.channel.gather("doctor/unseen", unseen.encode())]
     finally:
         if cluster.rank == 0:
-            with suppress(OSError):  # a run sweeps it
+            with suppress(OSError):  # a run sweeps it up later
                 files.remove_file(mark)
             remove(missing)
     blind = [
@@ -82,7 +82,7 @@ def one_folder(path: Path, cluster: Cluster, hosts: Hosts) -> Finding:
             what, BAD if problem else FINE, problem or f"{count_of(len(hosts.names), 'host')} and every rank"
         )
     fix = f"Mount the same file system at this path on every host. {WAY_OUT}"
-    return Finding(what, BAD, f"{mark.absolute()} of rank 0 is not seen by {'; '.join(blind)}. {fix}")
+    return Finding(what, BAD, f"{mark.absolute()} of rank 0 cannot be seen by {'; '.join(blind)}. {fix}")
 
 
 def _describe(hosts: Hosts, number: int, ranks: Sequence[int]) -> str:

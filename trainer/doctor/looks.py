@@ -1,4 +1,4 @@
-"""Looks at a machine, and at the file system of a folder."""
+"""Checks a machine, and a folder's file system."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _ROOM_BYTES = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The result of a check: `verdict` is `FINE`, `WORSE` or `BAD`."""
+    """A check's result. `verdict` is `FINE`, `WORSE` or `BAD`."""
 
     what: str
     verdict: str
@@ -42,7 +42,7 @@ class Finding:
 
 
 def machine() -> Iterator[Finding]:
-    """Look at Python, torch, the processor, devices, backends and memory."""
+    """Check Python, torch, the processor, devices, backends and memory."""
     yield Finding("Python", FINE, f"{platform.python_version()} on {platform.system()} {platform.release()}")
     release = tuple(int(number) for number in torch.__version__.split("+")[0].split(".")[:2])
     yield Finding("torch 2.11 or newer", FINE if release >= (2, 11) else BAD, torch.__version__)
@@ -67,7 +67,7 @@ def machine() -> Iterator[Finding]:
 
 
 def folder(path: Path) -> Iterator[Finding]:
-    """Look at what the file system of a folder can do, in a temporary folder."""
+    """Check what a folder's file system supports, in a temporary folder."""
     scratch = path / f".doctor-{secrets.token_hex(4)}"
     files = FILE_SYSTEM
     missing = missing_folders(path)
@@ -75,7 +75,9 @@ def folder(path: Path) -> Iterator[Finding]:
         try:
             scratch.mkdir(parents=True)
         except OSError as error:
-            yield Finding("a folder can be made", BAD, f"{error.filename}: {error.strerror}{_room_left(files, error)}")
+            yield Finding(
+                "a folder can be created", BAD, f"{error.filename}: {error.strerror}{_room_left(files, error)}"
+            )
             return
         for what, look in _LOOKS.items():
             try:
@@ -92,19 +94,19 @@ def folder(path: Path) -> Iterator[Finding]:
 
 
 def missing_folders(path: Path) -> list[Path]:
-    """Return a folder and those above it that do not exist, the innermost first."""
+    """Return the missing folders among a path and its parents, innermost first."""
     return [folder for folder in (path, *path.parents) if not os.path.lexists(folder)]
 
 
 def remove(folders: Sequence[Path]) -> None:
-    """Remove new folders, the innermost first; a folder in use by others stays."""
+    """Remove new folders, innermost first. Folders in use by others stay."""
     for folder in folders:
         with suppress(OSError):
             folder.rmdir()
 
 
 def _room_left(files: Files, error: OSError) -> str:
-    """Describe the free space, if the error says there is none; an empty string for any other error."""
+    """Describe the free space if the disk is full. Empty for any other error."""
     if error.errno != errno.ENOSPC:
         return ""
     return f", {describe_free_space(files, Path(error.filename).parent)}"
@@ -126,14 +128,14 @@ def _shared_memory() -> Finding:
 def _free_space(files: Files, scratch: Path) -> tuple[str, str]:
     free = files.free_bytes(scratch)
     if files.free_inodes(scratch) == 0:
-        return BAD, "no inodes left: no file can be made"
+        return BAD, "no inodes left: no file can be created"
     if free is None:
-        return WORSE, "the file system does not say: a full disk shows late"
+        return WORSE, "the file system does not report it: a full disk is noticed late"
     return (FINE if free > _ROOM_BYTES else BAD), f"{free / 1e9:.1f} GB free"
 
 
 def _rename(files: Files, scratch: Path) -> tuple[str, str]:
-    """Rename a folder over nothing and a file over another, and see what is there."""
+    """Rename a folder to a new name and a file over another, and check the result."""
     (scratch / "a").mkdir()
     files.write_whole(scratch / "a" / "file", b"new")
     files.rename(scratch / "a", scratch / "b")
@@ -156,11 +158,11 @@ def _reserve(files: Files, scratch: Path) -> tuple[str, str]:
         blocks = os.fstat(descriptor).st_blocks
     finally:
         files.close(descriptor)
-    return (FINE, "fallocate") if blocks else (WORSE, "no fallocate: a full disk shows late")
+    return (FINE, "fallocate") if blocks else (WORSE, "no fallocate: a full disk is noticed late")
 
 
 def _direct(files: Files, scratch: Path) -> tuple[str, str]:
-    """Write around the page cache and through it, and tell how fast."""
+    """Write through the page cache and around it, and report the speeds."""
     data, seconds = map_memory(_SPEED_BYTES), dict[str, float]()
     data[:] = 1
     cached = files.open_for_writing(scratch / "data")

@@ -1,1 +1,1 @@
-"""Runs a command on every checkpoint of a run, while it trains."""
+"""Runs a command on every checkpoint while the run trains."""

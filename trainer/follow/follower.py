@@ -1,4 +1,4 @@
-"""Runs a command on each checkpoint of a run, in order, one at a time, with a line for each in `follow.jsonl`."""
+"""Runs a command on each checkpoint, in order and one at a time, and records each in `follow.jsonl`."""
 
 from __future__ import annotations
 
@@ -43,28 +43,28 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The iterations to run the command on: multiples of `every` from `first` on, of the light saves if `weights`."""
+    """Selects iterations for the command: multiples of `every` from `first` on. `weights` selects light saves."""
 
     every: int = 1
     first: int = 0
     weights: bool = False
 
     def admits(self, iteration: int) -> bool:
-        """Return whether an iteration is among them."""
+        """Return whether an iteration is chosen."""
         return iteration >= self.first and iteration % self.every == 0
 
 
 class FollowLog:
-    """The record of a follower: a line for each checkpoint, durable before the next command begins.
+    """A follower's log: a line per checkpoint, durable before the next command starts.
 
     Args:
-        check: called before each line; raises where another follower has taken the record over.
+        check: Called before each line. Raises if another follower has taken over the log.
 
     Attributes:
-        digests: of the manifests of the checkpoints with a line.
+        digests: The manifest digests for checkpoints with a line.
 
     Raises:
-        DataError: if a line is no JSON object; a torn last line is cut.
+        DataError: A line is not a JSON object. A torn last line is truncated instead.
     """
 
     def __init__(self, path: Path, *, check: Callable[[], None] = lambda: None) -> None:
@@ -89,11 +89,11 @@ class FollowLog:
         os.close(self._descriptor)
 
     def append(self, record: Json) -> None:
-        """Append the line of a checkpoint, whole and durable.
+        """Append a checkpoint's line, complete and durable.
 
         Raises:
-            LockError: if another follower has taken the record over.
-            OSError: if the disk fails; the next start cuts a part of a line.
+            LockError: Another follower has taken over the log.
+            OSError: The disk fails. The next start truncates a partial line.
         """
         self._check()
         data = f"{dumps(record)}\n".encode()
@@ -104,14 +104,14 @@ class FollowLog:
 
 
 class Follower:
-    """Runs a command on each checkpoint of a run.
+    """Runs a command on each of a run's checkpoints.
 
-    A checkpoint is known by the digest of its manifest: an iteration saved again after a rewind is another. One whose
-    optimizer's state was dropped is the same.
+    A checkpoint is identified by its manifest digest: an iteration saved again after a rewind is a new checkpoint.
+    Dropping a checkpoint's optimizer state does not make it a new one.
 
     Args:
-        run: the folder or the URL of the run.
-        metric: the number of the command's result to store, a key or keys joined by dots; None for none.
+        run: The run's folder or URL.
+        metric: The key in the command's result whose number is stored, keys joined by dots. None stores none.
     """
 
     def __init__(
@@ -126,24 +126,24 @@ class Follower:
     ) -> None:
         self._run, self._command, self._log, self._runner = run, command, log, runner
         self._choice, self._metric = choice, metric
-        self._done: dict[str, ManifestVersion] = {}  # the checkpoints with a line
-        self._problems: dict[str, str] = {}  # by checkpoint
-        self._newest: tuple[Path, bool] | None = None  # in a store, and whether its run goes on, as the log says
+        self._done: dict[str, ManifestVersion] = {}  # versions of checkpoints with a line, by name
+        self._problems: dict[str, str] = {}  # by checkpoint name
+        self._newest: tuple[Path, bool] | None = None  # in a store: newest checkpoint, whether its run continued
 
     def follow(self, *, once: bool = False, poll_s: float = 2.0) -> int:
-        """Follow the run to its last iteration, or until the runner is stopped, and return the exit status.
+        """Follow the run until its last iteration, or until the runner is stopped. Return the exit status.
 
         Args:
-            once: end when every present checkpoint has its line.
-            poll_s: seconds between two looks at the folder.
+            once: Return once every existing checkpoint has its line.
+            poll_s: Seconds between checks for new checkpoints.
 
         Raises:
-            ConfigError: if the command cannot be started.
-            OSError: if a hold or a line cannot be written; a store that is away is waited for.
+            ConfigError: The command cannot be started.
+            OSError: A hold or a line cannot be written. An unreachable store is retried instead, unless `once` is set.
         """
         while not self._runner.is_stopped:
             try:
-                is_last_look = once or self._is_run_over()  # before the look: the last save may come in between
+                is_last_look = once or self._is_run_over()  # before `_next`, as the last save may commit in between
                 path = self._next()
                 if path is not None:
                     self._evaluate(path)
@@ -163,7 +163,7 @@ class Follower:
         return CheckpointFolder(root / WEIGHTS if weights else root, FILE_SYSTEM)
 
     def _next(self) -> Path | None:
-        """Return the first checkpoint without a line."""
+        """Return the first checkpoint without a line, or None."""
         folder = self._folder(weights=self._choice.weights)
         for path in map(folder.iteration, filter(self._choice.admits, folder.committed())):
             version = manifest_version(path)
@@ -177,16 +177,16 @@ class Follower:
         return None
 
     def _open(self, path: Path) -> Checkpoint | None:
-        """Open a checkpoint; None after a failure, which is logged. The next look tries again."""
+        """Open a checkpoint. Log a failure and return None; the next check tries again."""
         try:
             return open_checkpoint(path, files_of(path))
         except TrainerError as error:
-            if exists(path):  # else retention was faster
+            if exists(path):  # otherwise retention has deleted it
                 self._problem(path, f"cannot be opened: {error}")
             return None
 
     def _evaluate(self, path: Path) -> None:
-        """Hold a checkpoint, run the command on it, and write its line."""
+        """Hold a checkpoint, run the command on it, and append its line."""
         hold = take_hold(path)
         if hold is None:
             _log.info("%s was deleted before it could be held", shown_name(path))
@@ -230,7 +230,7 @@ class Follower:
         return record
 
     def _is_run_over(self) -> bool:
-        """Return whether the newest checkpoint has the run's last iteration, and no light save is under way."""
+        """Return whether the newest checkpoint is the run's last, and no light save is in progress."""
         folder = self._folder(weights=False)
         committed = folder.committed()
         if not committed:
@@ -243,7 +243,7 @@ class Follower:
             is_at_end: bool = (
                 state["iteration"] >= train["train_iters"] if samples is None else state["consumed_samples"] >= samples
             )
-        except (TrainerError, LookupError, TypeError, AttributeError):  # of a program that has no last iteration
+        except (TrainerError, LookupError, TypeError, AttributeError):  # another program's, without a last iteration
             is_at_end = False
         if not is_stored(path):
             return is_at_end and not (self._choice.weights and is_locked(folder.root / WEIGHTS))
@@ -254,17 +254,17 @@ class Follower:
         return is_at_end and not goes_on
 
     def _problem(self, path: Path, problem: str) -> None:
-        """Note the problem of a checkpoint, and log a new one."""
+        """Remember a checkpoint's problem, and log it if it is new."""
         if self._problems.get(path.name) != problem:
             self._problems[path.name] = problem
             _log.warning("%s %s", shown_name(path), problem)
 
 
 def _json_at(path: Path) -> Json:
-    """Return a JSON file of a checkpoint in a folder or a store."""
+    """Return a checkpoint's JSON file, from a folder or a store. Empty if the file was deleted."""
     try:
         return json_file.parse(read_content(path, files_of(path)), where=path)
-    except FileNotFoundError:  # deleted meanwhile
+    except FileNotFoundError:  # deleted in the meantime
         return {}
 
 
@@ -279,14 +279,14 @@ def follow_run(
     once: bool,
     poll_s: float,
 ) -> int:
-    """Wait for a run, follow it, and return the exit status; see `Follower`.
+    """Wait for a run, follow it, and return the exit status. See `Follower`.
 
     Args:
-        name: of the record, beside those of other followers.
+        name: A suffix for the log's name, to tell followers apart.
 
     Raises:
-        TrainerError: if the run cannot be followed.
-        OSError: as `Follower.follow`.
+        TrainerError: The run cannot be followed.
+        OSError: As in `Follower.follow`.
     """
     if not is_stored(run) and run.name == "checkpoints" and exists(run.parent / METRICS):
         run = run.parent

@@ -1,4 +1,4 @@
-"""Runs commands to their ends, and reads the numbers that they print."""
+"""Runs commands to completion, and reads the numbers they print."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from types import FrameType
 from reprise.errors import ConfigError
 from reprise.storage import Json, finite_number, json_file
 
-_MOST_LINE_BYTES = 1 << 20  # of a JSON object in a command's output
+_MOST_LINE_BYTES = 1 << 20  # per JSON line in a command's output
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG, prctl(2)
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _libc = ctypes.CDLL(None)
@@ -27,11 +27,11 @@ _libc = ctypes.CDLL(None)
 
 @dataclass(frozen=True, slots=True)
 class CommandOutcome:
-    """The end of a command.
+    """How a command ended.
 
     Args:
-        status: its exit status; for a command ended by a signal, the negative number of the signal.
-        result: the last line of its output to be a JSON object; None without.
+        status: The exit status. For a command ended by a signal, the negative signal number.
+        result: The last JSON object printed on a line by itself, or None.
     """
 
     status: int
@@ -40,10 +40,10 @@ class CommandOutcome:
 
 
 class Commands:
-    """Runs commands and waits between them, until SIGINT or SIGTERM. Main thread.
+    """Runs commands and waits between them, until SIGINT or SIGTERM. Main thread only.
 
-    The signal is passed on as SIGTERM to the running command; a second signal kills the command. A command dies with a
-    killed follower.
+    The first signal is forwarded to the running command as SIGTERM. A second signal kills the command. If the follower
+    is killed, the command dies too.
     """
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -66,14 +66,14 @@ class Commands:
         os.close(self._writer)
 
     def pause(self, seconds: float) -> None:
-        """Wait, or until a signal."""
+        """Wait for `seconds`, or until a signal arrives."""
         select.select([self._reader], [], [], seconds)
 
     def run(self, command: Sequence[str]) -> CommandOutcome:
-        """Run a command to its end, in a session of its own; its output goes on to the output of this process.
+        """Run a command to completion in its own session. Its output is forwarded to this process's output.
 
         Raises:
-            ConfigError: if the command cannot be started.
+            ConfigError: The command cannot be started.
         """
         start, result = self._clock(), None
         try:
@@ -89,7 +89,7 @@ class Commands:
         with process:
             try:
                 self._process = process
-                if self.is_stopped:  # the signal came before there was a process to end
+                if self.is_stopped:  # the signal arrived before the process existed
                     self._end(signal.SIGTERM)
                 assert process.stdout is not None
                 for line in iter(partial(process.stdout.readline, _MOST_LINE_BYTES), b""):
@@ -97,7 +97,7 @@ class Commands:
                     result = _json_object(line) or result
                 status = process.wait()
             finally:
-                self._end(signal.SIGKILL)  # of a command that has not ended, because of an error here
+                self._end(signal.SIGKILL)  # if an error here left the command running
                 self._process = None
         return CommandOutcome(status, self._clock() - start, result)
 
@@ -121,16 +121,16 @@ def _json_object(line: bytes) -> Json | None:
         return None
     try:
         value = json.loads(line)
-        json_file.require_depth(value)  # else no line of the record could hold it
+        json_file.require_depth(value)  # otherwise no line in the log could hold it
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
 
 
 def number_at(result: object, name: str) -> float | None:
-    """Return the number under a key of nested objects, keys joined by dots; None without a finite number there.
+    """Return the finite number under a dotted key in nested objects, or None.
 
-    A key with dots of its own is tried unchanged.
+    A key that itself contains dots also matches.
     """
     if not isinstance(result, dict):
         return None

@@ -1,1 +1,1 @@
-"""Sends the metrics of a run to a tracker, such as W&B or MLflow. The trainer imports none of this."""
+"""Sends a run's metrics to a tracker, such as W&B or MLflow. The trainer imports nothing from this package."""

@@ -1,4 +1,4 @@
-"""MLflow. A figure's key there is its name, timestamp, step and value, so sending it twice has no effect."""
+"""MLflow. It identifies a figure by name, timestamp, step and value, so sending a figure twice has no effect."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from mlflow.tracking import MlflowClient
 from trainer.publish.tracker import RemoteRun, Tracker, TrackerRow
 
 _ID = "reprise.run"
-_MOST_CHARACTERS = 6000  # of a parameter's value
-_MOST_PARAMETERS = 100  # of a call
+_MOST_CHARACTERS = 6000  # in a parameter's value
+_MOST_PARAMETERS = 100  # per call
 _MOST_TAG_CHARACTERS = 5000
 
 
 class MlflowTracker(Tracker):
-    """A run with our id in a tag, as MLflow makes its own ids.
+    """An MLflow run tagged with our id, because MLflow generates its own ids.
 
-    MLflow keeps float64, NaN too, but the largest finite number in place of infinity.
+    MLflow stores float64 values, including NaN. It replaces infinity with the largest finite number.
     """
 
     failures = (OSError, MlflowException, requests.RequestException)

@@ -1,4 +1,4 @@
-"""Sends the log of a run to a tracker: a remote run for each branch, with a cursor of what the tracker has."""
+"""Sends a run's log to a tracker: one remote run per branch, with a cursor recording the tracker's progress."""
 
 from __future__ import annotations
 
@@ -35,17 +35,18 @@ from trainer.publish.tracker import RemoteRun, Tracker, row_of
 _log = logging.getLogger(__name__)
 
 _BATCH = 1000
-Branches = Sequence[tuple[str, int]]  # the id of each, and the iteration from which it goes on
+Branches = Sequence[tuple[str, int]]  # each branch's id and start iteration
 
 
 @dataclass(slots=True)
 class Cursor:
-    """What a tracker has of a branch.
+    """A tracker's progress through a branch.
 
     Args:
-        id: of the remote run.
-        lines: how many lines it has.
-        last: the last iteration by the event of the line; empty for training. Each comes in order of iteration.
+        id: The remote run's id.
+        lines: How many lines the tracker has.
+        last: The last sent iteration per event. Training lines have an empty event. Each event's lines are in iteration
+            order.
     """
 
     id: str
@@ -53,14 +54,14 @@ class Cursor:
     last: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Check the types of a stored cursor."""
+        """Check the types in a stored cursor."""
         if type(self.id) is not str:
             raise TypeError(f"the id is {self.id!r}")
         for number in (self.lines, *self.last.values()):
             integer(number)
 
     def passes(self, record: Json) -> bool:
-        """Return whether a record is new, and take it for sent."""
+        """Return whether a record is new, and mark it as sent."""
         event, iteration = str(record.get("event", "")), record["iteration"]
         is_new: bool = iteration > self.last.get(event, -1)
         if is_new:
@@ -69,15 +70,15 @@ class Cursor:
 
 
 class LogFollower:
-    """Reads `metrics.jsonl` while a run appends to it and cuts it. A cut writes a side file first."""
+    """Reads `metrics.jsonl` while a run appends to it and truncates it. Truncating writes a side file first."""
 
     def __init__(self, folder: Path) -> None:
         self._path, self._state, self._offset = folder / METRICS, (-1, -1), 0
 
     def records(self) -> Iterator[Json]:
-        """Yield the records since the last call; all records after a cut. A line without its end waits."""
+        """Yield the records added since the last call, or all records after a truncation. An unfinished line waits."""
         name = newest_side_file(self._path)
-        side = os.stat(self._path.with_name(name)).st_ino if name else 0  # a cut that goes on writes it anew
+        side = os.stat(self._path.with_name(name)).st_ino if name else 0  # a resumed truncation rewrites it
         if not exists(self._path):
             return
         with os.fdopen(open_regular(self._path), "rb") as file:
@@ -95,26 +96,27 @@ class LogFollower:
 
 
 class Publisher:
-    """What one tracker has of a run, and lacks.
+    """Sends a run's log to one tracker.
 
-    A run that goes back behind a checkpoint begins a branch, which gets a remote run of its own with all lines from the
-    first iteration on: trackers cannot take lines back. Lines that are trained again after a kill keep the values that
-    were sent first.
+    A run that continues from an earlier checkpoint starts a new branch. Each branch gets its own remote run, with all
+    lines from the first iteration on, because trackers cannot take lines back. If lines are repeated after a kill, the
+    values sent first stay.
     """
 
     def __init__(self, run: Path, name: str, tracker: Tracker, *, project: str, title: str, files: Files) -> None:
-        """Lock the cursors of a run; unlock them with `close`.
+        """Lock a run's cursors until `close`.
 
         Args:
-            run: its folder.
-            name: of the tracker.
-            title: the name of the remote run, for people.
-            files: the store of the folder.
+            run: The run's folder.
+            name: The tracker's name.
+            project: The tracker's project.
+            title: The remote run's display name.
+            files: The folder's store.
 
         Raises:
-            LockError: if another process publishes the run to this tracker.
-            DataError: if the folder is a copy of another published run.
-            OSError: if a file cannot be read or written.
+            LockError: Another process already publishes the run to this tracker.
+            DataError: The folder is a copy of another published run.
+            OSError: A file cannot be read or written.
         """
         self._run, self._tracker, self._project, self._title, self._files = run, tracker, project, title, files
         self.folder = run / PUBLISH / name
@@ -126,14 +128,14 @@ class Publisher:
 
     @property
     def remote_id(self) -> str:
-        """The id of the present branch's remote run; empty before its first line."""
+        """The remote run's id for the current branch. Empty before its first line."""
         return self._cursor.id if self._cursor.lines else ""
 
     def send(self) -> int:
-        """Send the lines that the tracker lacks, and return their number.
+        """Send all new lines to the tracker, and return their count.
 
         Raises:
-            DataError: if a cursor is damaged.
+            DataError: A cursor is damaged.
         """
         branches, count = read_branches(self._run), 0
         number = max(len(branches) - 1, 0)
@@ -143,7 +145,7 @@ class Publisher:
         records = filter(self._passes, self._log.records())
         while batch := list(islice(records, _BATCH)):
             if not self._is_open:
-                if not exists(self._path(self._number)):  # a failure before its lines are there keeps the id
+                if not exists(self._path(self._number)):  # a failed first attempt keeps the id
                     self._store(Cursor(self._cursor.id))
                 self._tracker.open(self._remote(branches))
                 self._is_open = True
@@ -155,18 +157,18 @@ class Publisher:
         return count
 
     def finish(self) -> None:
-        """Let the tracker send what waits, and close its run."""
+        """Flush pending lines to the tracker, and close its run."""
         if self._is_open:
             self._is_open = False
             self._tracker.close()
             self._store(self._cursor)
 
     def reopen(self) -> None:
-        """Begin anew after a failure, from the stored cursor."""
+        """Restart from the stored cursor, after a failure."""
         self._number, self._is_open, self._cursor, self._log = -1, False, Cursor(""), LogFollower(self._run)
 
     def close(self) -> None:
-        """Let another process publish the run."""
+        """Release the lock, so that another process can publish the run."""
         os.close(self._lock)
 
     def _passes(self, record: Json) -> bool:
@@ -182,7 +184,7 @@ class Publisher:
             try:
                 return Cursor(**json_file.read(path))
             except (AttributeError, TypeError, ValueError) as error:
-                raise DataError("A cursor of a published run is damaged", where=path, found=error) from error
+                raise DataError("A published run's cursor is damaged", where=path, found=error) from error
         first = branches[0][0] if branches else secrets.token_hex(8)
         return Cursor(f"{self._read(0, branches).id}-{number}" if number else first)
 
@@ -200,16 +202,16 @@ class Publisher:
 
 
 def read_config(run: Path) -> Json:
-    """Return the configuration of a run by dotted keys, without secrets and values from environment variables."""
+    """Return a run's configuration by dotted keys, without secrets or values from environment variables."""
     sections, environment_keys = read_resolved(run / "config.yaml")
     return {k: value for k, value in _flat(sections).items() if not is_secret(k) and k not in environment_keys}
 
 
 def read_branches(run: Path) -> Branches:
-    """Return the branches of a run, none without a `run.json`; the first has the id of the run.
+    """Return a run's branches, or none without a `run.json`. The first branch has the run's id.
 
     Raises:
-        CheckpointError: if the file is damaged.
+        CheckpointError: The file is damaged.
     """
     path = run / "run.json"
     try:
@@ -220,7 +222,7 @@ def read_branches(run: Path) -> Branches:
 
 
 def _flat(config: Json, prefix: str = "") -> Json:
-    """Return the values of nested sections by dotted keys."""
+    """Flatten nested sections into dotted keys."""
     values: Json = {}
     for key, value in config.items():
         name = f"{prefix}{key}"
@@ -229,11 +231,13 @@ def _flat(config: Json, prefix: str = "") -> Json:
 
 
 def _lock(folder: Path) -> int:
-    """Return the descriptor of a lock that ends with the process; its file names the folder, which tells copies.
+    """Lock the folder until the process ends, and return the lock's descriptor.
+
+    The lock file stores the folder's path, which reveals copied folders.
 
     Raises:
-        LockError: if another process holds it.
-        DataError: if the folder is a copy, and the one it was copied from is still there.
+        LockError: Another process holds the lock.
+        DataError: The folder is a copy, and the original still exists.
     """
     path = folder / "lock"
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -242,10 +246,10 @@ def _lock(folder: Path) -> int:
         origin = Path(os.fsdecode(os.pread(descriptor, 1 << 12, 0)))
         if origin.is_absolute() and exists(origin / "lock") and not os.path.samefile(origin / "lock", path):
             raise DataError(
-                "The folder of a published run was copied; its copy would write into the same remote run",
+                "A published run's folder was copied, and the copy would write into the same remote run",
                 where=folder,
                 expected=origin,
-                fix=f"Remove {folder}, and run.json if this is another run: a remote run of its own then begins.",
+                fix=f"Remove {folder}, and also run.json if this is another run. It then gets its own remote run.",
             )
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, os.fsencode(folder.resolve()), 0)
@@ -253,16 +257,16 @@ def _lock(folder: Path) -> int:
         os.close(descriptor)
         if not isinstance(error, BlockingIOError):
             raise
-        fix = "It sends the lines; a second one is not needed."
+        fix = "A second process is not needed: the first sends all lines."
         raise LockError("Another process publishes this run to the tracker", where=folder, fix=fix) from error
     return descriptor
 
 
 def publish(publisher: Publisher, tracker: Tracker) -> tuple[int, Exception | None]:
-    """Send what the tracker lacks; return the number of lines, and the error of a tracker that cannot be reached.
+    """Send all new lines. Return their count, and the error if the tracker cannot be reached.
 
     Raises:
-        DataError: if the tracker refuses the run.
+        DataError: The tracker refuses the run.
     """
     try:
         count = publisher.send()
@@ -275,13 +279,13 @@ def publish(publisher: Publisher, tracker: Tracker) -> tuple[int, Exception | No
 
 
 def follow(publisher: Publisher, tracker: Tracker, pause: Callable[[float], bool]) -> None:
-    """Send lines as a run writes them until `pause` returns False; `publish` sends the last ones.
+    """Send lines as a run writes them, until `pause` returns False. Call `publish` to send the last ones.
 
     Args:
-        pause: waits for a multiple of the interval between looks at the log.
+        pause: Waits for the given multiple of the polling interval, and returns whether to continue.
 
     Raises:
-        DataError: if the tracker refuses the run from the start.
+        DataError: The tracker refuses the run from the start.
     """
     failures, is_accepted = 0, False
     while pause(min(2.0**failures, 2.0**6)):
@@ -296,7 +300,7 @@ def follow(publisher: Publisher, tracker: Tracker, pause: Callable[[float], bool
                 raise _refused(error) from error
             if not failures:
                 state = "refuses" if is_refusal else "cannot be reached"
-                _log.warning("the tracker %s, its lines wait: %r", state, error)
+                _log.warning("the tracker %s, and its lines wait: %r", state, error)
             failures += 1
             publisher.reopen()
 

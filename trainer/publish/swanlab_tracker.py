@@ -1,4 +1,4 @@
-"""SwanLab. A curve there drops steps up to its last one in silence, so a row that is sent again has no effect."""
+"""SwanLab. Its curves silently drop steps up to their last, so sending a row twice has no effect."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from swanlab.exceptions import AuthenticationError
 
 from trainer.publish.tracker import RemoteRun, Tracker, TrackerRow
 
-# SwanLab would describe the process that publishes, not the run.
+# SwanLab would describe the publishing process rather than the run.
 _PROBES_OFF = dict.fromkeys(("hardware", "runtime", "requirements", "git", "monitor"), False)
 
 
 class SwanlabTracker(Tracker):
-    """A run with our id. Without a server, every launch adds a folder.
+    """A SwanLab run with our id. Without a server, every launch adds a folder.
 
-    SwanLab keeps float64, NaN and infinity, and has times of its own.
+    SwanLab stores float64, NaN and infinity, and its own timestamps.
     """
 
     is_durable = False

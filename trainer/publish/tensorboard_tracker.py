@@ -1,4 +1,4 @@
-"""TensorBoard: event files of the published lines, one event a line, in double precision."""
+"""TensorBoard. Writes the published lines to event files, one event per line, in double precision."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _EVENTS = "events.out.tfevents.{:010d}.reprise.{:04d}"
 
 
 class TensorboardTracker(Tracker):
-    """A folder for each run, to which every launch adds an event file."""
+    """A folder per run. Every launch adds an event file."""
 
     def __init__(self) -> None:
         self._file: EventFile | None = None

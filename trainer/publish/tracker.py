@@ -1,6 +1,6 @@
-"""The interface of a tracker, and what is sent to it.
+"""The tracker interface, and the rows sent to a tracker.
 
-Another tracker is a module with a `Tracker`, and its line in `TRACKERS` of `trainer/config/logging.py`.
+To add a tracker, write a module with a `Tracker` and list it in `TRACKERS` in `trainer/config/logging.py`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from reprise.storage import Json
 from trainer.config.logging import TRACKERS
 from trainer.metrics.json_lines import DECIMAL, EXACT, value_of
 
-# The first part of a figure's name, by the event of its line, and the names that the other outputs use.
+# The prefix for figure names by event, and the names under which other outputs log the same figure.
 _GROUPS = {"": "train", "evaluation": "valid"}
 _NAMES = {"valid/valid_loss": "valid/loss", "train/checkpoint_seconds": "checkpoint/blocked_seconds"}
 _HEX = "_hex"
@@ -24,13 +24,13 @@ _HEX = "_hex"
 
 @dataclass(frozen=True, slots=True)
 class RemoteRun:
-    """The run of a tracker for one branch of a run.
+    """A tracker's run for one branch.
 
     Args:
-        id: unique among all runs; 1 to 60 letters, digits and hyphens.
-        name: for people.
-        config: dotted keys and values.
-        folder: for files that the tracker keeps on this machine.
+        id: Unique among all runs. 1 to 60 letters, digits and hyphens.
+        name: The display name.
+        config: Values by dotted key.
+        folder: Where the tracker keeps files on this machine.
     """
 
     id: str
@@ -42,13 +42,13 @@ class RemoteRun:
 
 @dataclass(frozen=True, slots=True)
 class TrackerRow:
-    """A line for a tracker.
+    """A log line for a tracker.
 
     Args:
-        number: of the line in its branch, from 0: its key in the tracker.
-        time: seconds since 1970. A line without a time, of an earlier version, has its iteration as milliseconds.
-        figures: numbers by name, such as `train/loss`; NaN and infinity are among them.
-        texts: texts by name, such as `sample`.
+        number: The line's number in its branch, from 0. Identifies the line in the tracker.
+        time: Unix time in seconds. For a line without a time, from an older version, the iteration in milliseconds.
+        figures: Numbers by name, such as `train/loss`, including NaN and infinity.
+        texts: Texts by name, such as `sample`.
     """
 
     number: int
@@ -59,41 +59,41 @@ class TrackerRow:
 
 
 class Tracker(ABC):
-    """A tracker, with one of its runs open at a time. Its library is imported when an object is made."""
+    """A tracker with at most one open run. Creating it imports the tracker's library."""
 
-    failures: tuple[type[Exception], ...] = (OSError,)  # what its library raises where a tracker cannot be reached
-    refusals: tuple[type[Exception], ...] = ()  # those of them that only a user can mend
-    place = ""  # of the open run, for people
-    is_durable = True  # whether it has the lines when `send` returns; else when `close` does
+    failures: tuple[type[Exception], ...] = (OSError,)  # exceptions raised when the tracker cannot be reached
+    refusals: tuple[type[Exception], ...] = ()  # failures that only a user can fix
+    place = ""  # where the open run is, for people
+    is_durable = True  # whether lines are stored once `send` returns, rather than `close`
 
     def is_refusal(self, error: Exception) -> bool:
-        """Return whether a failure is one that only a user can mend, by its class or the status of HTTP."""
+        """Return whether only a user can fix a failure, judged by its class or HTTP status."""
         status = self.http_status(error)
         is_busy = status in (408, 429)
         return isinstance(error, self.refusals) or (400 <= status < 500 and not is_busy)
 
     def http_status(self, error: Exception) -> int:
-        """Return the status in the answer of a server, 0 without one."""
+        """Return the HTTP status in a server's answer, or 0."""
         return int(getattr(getattr(error, "response", None), "status_code", 0))
 
     @abstractmethod
     def open(self, run: RemoteRun) -> None:
-        """Open a run, which is created if needed. One may be open already, after a failure."""
+        """Open a run, and create it if needed. After a failure another run may still be open."""
 
     @abstractmethod
     def send(self, rows: Sequence[TrackerRow]) -> None:
-        """Add lines, of which the first may be there already if a process was killed before."""
+        """Add lines. The first ones may already exist if an earlier process was killed."""
 
     @abstractmethod
     def close(self) -> None:
-        """Send what waits, and close the run."""
+        """Send pending lines, and close the run."""
 
 
 def load_tracker(name: str) -> Tracker:
-    """Return a tracker of the table `TRACKERS`.
+    """Create the tracker listed in `TRACKERS` under `name`.
 
     Raises:
-        ConfigError: if its library is not installed.
+        ConfigError: The tracker's library is not installed.
     """
     module, _, member = TRACKERS[name].rpartition(".")
     try:
@@ -105,7 +105,7 @@ def load_tracker(name: str) -> Tracker:
 
 
 def row_of(number: int, members: Json) -> TrackerRow:
-    """Return the row of a record of `metrics.jsonl`."""
+    """Convert a `metrics.jsonl` record into a row."""
     group = str(members.get("event", ""))
     group = _GROUPS.get(group, group)
     figures, texts = dict[str, float | int](), dict[str, str]()

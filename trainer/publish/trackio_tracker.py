@@ -1,6 +1,6 @@
-"""Trackio, in its database on this machine; `trackio sync` copies it to a Space, by the same keys.
+"""Trackio, in its local database. `trackio sync` copies it to a Space with the same keys.
 
-A row has a key there (`log_id`): one that is sent again is ignored.
+Each row has a key (`log_id`), and a repeated row is ignored.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from trainer.publish.tracker import RemoteRun, Tracker, TrackerRow
 
 
 class TrackioTracker(Tracker):
-    """A run with our id. A batch of rows is a transaction.
+    """A Trackio run with our id. Each batch of rows is one transaction.
 
-    Trackio keeps float64, and the strings `NaN`, `Infinity` and `-Infinity`.
+    Trackio stores float64, with NaN and infinity as the strings `NaN`, `Infinity` and `-Infinity`.
     """
 
     failures = (OSError, sqlite3.Error)

@@ -1,6 +1,6 @@
-"""Weights & Biases. The step of a row there is the number of a line, and `iteration` is the axis of its curves.
+"""Weights & Biases. A row's step there is its line number, and curves use `iteration` as their axis.
 
-W&B drops rows of earlier steps in silence, so a row that is sent again has no effect.
+W&B silently drops rows for earlier steps, so sending a row twice has no effect.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from trainer.publish.tracker import RemoteRun, Tracker, TrackerRow
 
 
 class WandbTracker(Tracker):
-    """A run with our id. Offline, every launch adds a file.
+    """A W&B run with our id. Offline, every launch adds a file.
 
-    W&B keeps float64, NaN and infinity.
+    W&B stores float64, NaN and infinity.
     """
 
     failures = (OSError, wandb.Error)

@@ -83,7 +83,7 @@ def test_the_check_removes_its_own_files_and_no_others(tmp_path: Path, capsys: p
     (tmp_path / "file").touch()
     for folder in (tmp_path / "file", tmp_path / "new" / ".." / "file" / "x"):
         assert doctor.main([str(folder)]) == 1
-        assert verdicts(capsys.readouterr().out)["a folder can be made"] == looks.BAD
+        assert verdicts(capsys.readouterr().out)["a folder can be created"] == looks.BAD
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "there"]
 
 
