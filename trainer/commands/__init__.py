@@ -1,1 +1,1 @@
-"""The command `reprise`: one module for each subcommand."""
+"""The `reprise` command, with one module per subcommand."""

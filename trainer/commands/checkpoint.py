@@ -1,7 +1,7 @@
 """Work with checkpoints: `reprise checkpoint ls|show|verify|diff|merge|gather|copy|mirror|prune`.
 
 Needs no GPU and no process group. The exit status is 0 when all is well, 1 when something is damaged, differs or is not
-mirrored, 2 when the command cannot be carried out: a file that cannot be read now is not damaged.
+mirrored, 2 when the command fails. A file that cannot be read right now is not damaged.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from trainer.report.goodput import measure_goodput
 from trainer.report.history import read_history, run_folder
 
 FINE, BAD, IMPOSSIBLE = 0, 1, 2
-_PART, _TOGETHER = "a part", "whole together"  # of a checkpoint, whose other pieces lie on other hosts
-_SIZES = ("world_size", "dp", "replicate", "tp", "pp", "vpp", "zero_stage")  # of a topology, all of them integers
+_PART, _TOGETHER = "a part", "whole together"  # for a checkpoint whose other pieces are on other hosts
+_SIZES = ("world_size", "dp", "replicate", "tp", "pp", "vpp", "zero_stage")  # integers in a topology
 _MOST_SHOWN = 10
-_WIDEST = 60  # of a list in a table
-_LONG_LOG_BYTES = 32 << 20  # of about 100,000 iterations, which take a second
+_WIDEST = 60  # characters per list in a table
+_LONG_LOG_BYTES = 32 << 20  # about 100,000 iterations, which take a second to read
 Row = dict[str, Any]
 _GATHER_TERMS = FolderTerms("another folder, such as that of checkpoint.save")
 
@@ -45,7 +45,7 @@ _log = logging.getLogger(__name__)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit status."""
+    """Run the command and return the exit status."""
     options = _parser().parse_args(arguments)
     logging.basicConfig(format="reprise checkpoint: %(message)s", stream=sys.stderr)
     call: Callable[[argparse.Namespace], int] = options.call
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return call(options)
     except TrainerError as error:
         print(f"reprise checkpoint: {error}", file=sys.stderr)
-    except BrokenPipeError:  # the reader has seen enough
+    except BrokenPipeError:  # the output's reader has exited
         sys.stdout = None
         return FINE
     except OSError as error:
@@ -96,7 +96,7 @@ def list_run(options: argparse.Namespace) -> int:
 
 
 def _print_goodput(run: Path, *, name: str) -> None:
-    """Print where the time of a run went; nothing without a log. A log that takes seconds to read is only named."""
+    """Print the breakdown of a run's wall time, if it has a log. For a long log, print the command that reads it."""
     log = run_folder(run) / METRICS
     if is_url(str(run)) or not exists(log):
         return
@@ -113,7 +113,7 @@ def _print_goodput(run: Path, *, name: str) -> None:
 
 
 def verify(options: argparse.Namespace) -> int:
-    """Check every byte of checkpoints against their digests; of the folder of one host, its pieces."""
+    """Check every byte of checkpoints against their digests. In a single host's folder, check its pieces."""
     with _progress_bar() as progress:
         results = reprise.verify(*options.checkpoints, progress=progress)
     part = f"{_PART}: the pieces that it holds are whole"
@@ -134,7 +134,7 @@ def verify(options: argparse.Namespace) -> int:
 
 
 def _finding(checkpoint: CheckpointSummary | VerifiedCheckpoint, *, whole: str, part: str, damaged: str) -> str:
-    """Return the status of a checkpoint in words."""
+    """Describe a checkpoint's status."""
     match checkpoint.status:
         case CheckpointStatus.WHOLE:
             return whole
@@ -151,7 +151,7 @@ def _finding(checkpoint: CheckpointSummary | VerifiedCheckpoint, *, whole: str, 
 def _report(
     options: argparse.Namespace, rows: list[Row], checkpoints: Sequence[CheckpointSummary | VerifiedCheckpoint]
 ) -> int:
-    """Print rows, with whether the parts of several folders are whole together; return the exit status."""
+    """Print the rows, and whether several folders' parts are whole together. Return the exit status."""
     together = {
         checkpoint.iteration: f"missing {checkpoint.missing_everywhere}" if checkpoint.missing_everywhere else _TOGETHER
         for checkpoint in checkpoints
@@ -178,14 +178,14 @@ def _report(
 
 
 def _without_problem(row: Row) -> Row:
-    """Return a row without the problem of its checkpoint, which has a line below the table."""
+    """Return a row without its checkpoint's problem, which is printed below the table."""
     column = "intact" if "intact" in row else "result"
     words = str(row[column])
     return {**row, column: words.partition(":")[0] if words.startswith(("no: ", "not known: ")) else words}
 
 
 def show(options: argparse.Namespace) -> int:
-    """Show the content of a checkpoint."""
+    """Show a checkpoint's content."""
     contents = reprise.show(options.checkpoint)
     tensors = [
         {
@@ -252,7 +252,7 @@ def diff(options: argparse.Namespace) -> int:
 
 
 def gather(options: argparse.Namespace) -> int:
-    """Join the folders of several hosts into a single folder with the whole checkpoint."""
+    """Join several hosts' folders into one folder with the whole checkpoint."""
     with _progress_bar() as progress:
         report = reprise.gather(
             options.hosts, options.out, iteration=options.iteration, progress=progress, terms=_GATHER_TERMS
@@ -272,7 +272,7 @@ def gather(options: argparse.Namespace) -> int:
 
 
 def merge(options: argparse.Namespace) -> int:
-    """Write a weighted mean of the weights of a run's checkpoints as a checkpoint of the weights alone."""
+    """Write a weighted mean of a run's checkpoints as a weights-only checkpoint."""
     from trainer.interop import average
 
     report = average.merge(
@@ -291,9 +291,9 @@ def merge(options: argparse.Namespace) -> int:
 
 
 def prune(options: argparse.Namespace) -> int:
-    """Delete all but the newest checkpoints, or the optimizer's state of old ones; neither where a `hold` file lies."""
+    """Delete all but the newest checkpoints, or old ones' optimizer state. Checkpoints with a `hold` file stay."""
     if options.optimizer != (options.before is not None):
-        raise ConfigError("--optimizer and --before N go together", fix="Name both, or --keep K.")
+        raise ConfigError("--optimizer and --before N go together", fix="Pass both, or --keep K.")
     if options.optimizer:
         return _drop_optimizer(options)
     report = reprise.prune(
@@ -334,7 +334,7 @@ def _drop_optimizer(options: argparse.Namespace) -> int:
 
 
 def copy(options: argparse.Namespace) -> int:
-    """Copy one checkpoint, or all of a run, into a store, out of it, or from one to another; verify every byte."""
+    """Copy a checkpoint, or all of a run's, into a store, out of it, or between stores. Verify every byte."""
     with _progress_bar() as progress:
         results = reprise.copy(options.source, options.target, progress=progress)
     rows: list[Row] = [
@@ -346,7 +346,7 @@ def copy(options: argparse.Namespace) -> int:
 
 
 def mirror(options: argparse.Namespace) -> int:
-    """Upload the checkpoints of a run into a store as they are saved."""
+    """Upload a run's checkpoints to a store as they are saved."""
     from reprise.stores import mirror_run
 
     return mirror_run(options.run, options.url, keep=options.keep, interval=options.interval, once=options.once)
@@ -354,7 +354,7 @@ def mirror(options: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _progress_bar(*, unit: str = "B", unit_scale: bool = True) -> Iterator[ProgressCallback]:
-    """Yield a function to show the progress of a call on a terminal, in a bar for each name."""
+    """Yield a function that shows a call's progress on a terminal, with one bar per name."""
     with contextlib.ExitStack() as stack:
         bars: list[tqdm[NoReturn]] = []
 
@@ -378,15 +378,15 @@ def _parser() -> argparse.ArgumentParser:
         subcommand.set_defaults(call=call)
         return subcommand
 
-    runs_help = "runs' folders, or their checkpoints', or the folders of hosts"
+    runs_help = "run folders, checkpoint folders or host folders"
     listed = command("ls", list_run)
     listed.add_argument("runs", type=any_path, nargs="+", metavar="RUN", help=runs_help)
-    check_help = "how many of the newest of each run are checked, or `all` (%(default)s)"
+    check_help = "how many of each run's newest checkpoints to check, or `all` (%(default)s)"
     listed.add_argument("--check", type=natural_or_all, default=100, metavar="N", help=check_help)
     checkpoint_help = "an iter_ folder, or a run for its newest"
     command("show", show).add_argument("checkpoint", type=any_path, metavar="CHECKPOINT", help=checkpoint_help)
     command("verify", verify).add_argument(
-        "checkpoints", type=any_path, nargs="+", metavar="CHECKPOINT", help="iter_ folders, or runs for all of theirs"
+        "checkpoints", type=any_path, nargs="+", metavar="CHECKPOINT", help="iter_ folders, or runs for all they have"
     )
     compared = command("diff", diff)
     compared.add_argument("a", type=any_path, metavar="A", help=checkpoint_help)
@@ -395,45 +395,41 @@ def _parser() -> argparse.ArgumentParser:
     gathered = command("gather", gather)
     host_help = "a host's checkpoint.local.dir, or an iter_ folder in it"
     gathered.add_argument("hosts", type=local_path, nargs="+", metavar="HOSTFOLDER", help=host_help)
-    gathered.add_argument(
-        "out", type=local_path, metavar="OUT", help="the checkpoint folder to write the iter_ folder to"
-    )
-    gathered.add_argument("--iteration", type=natural, metavar="N", help="by default the newest that is whole together")
+    gathered.add_argument("out", type=local_path, metavar="OUT", help="the checkpoint folder to write to")
+    gathered.add_argument("--iteration", type=natural, metavar="N", help="by default the newest whole iteration")
     merged = command("merge", merge)
     merged.add_argument("run", type=local_path, metavar="RUN", help="a run, or its checkpoints/weights for light saves")
-    merged.add_argument(
-        "out", type=local_path, metavar="OUT", help="the checkpoint folder to write the iter_ folder to"
-    )
+    merged.add_argument("out", type=local_path, metavar="OUT", help="the checkpoint folder to write to")
     merged.add_argument("--from", type=natural, required=True, dest="first", metavar="A", help="the first iteration")
     merged.add_argument("--to", type=natural, required=True, dest="last", metavar="B", help="the last iteration")
     merged.add_argument(
         "--weights", default="mean", metavar="RULE", help="mean, ema:D, minus-sqrt, or W1,W2,... (%(default)s)"
     )
     copied = command("copy", copy)
-    copied.add_argument("source", type=any_path, metavar="SRC", help="a checkpoint or a run: its folder or its URL")
-    copied.add_argument("target", type=any_path, metavar="DST", help="the folder or URL of the iter_ folders to write")
+    copied.add_argument("source", type=any_path, metavar="SRC", help="a checkpoint's or a run's folder or URL")
+    copied.add_argument("target", type=any_path, metavar="DST", help="the folder or URL to write iter_ folders to")
     uploaded = commands.add_parser("mirror", help=(mirror.__doc__ or "").rstrip("."), description=mirror.__doc__)
     uploaded.set_defaults(call=mirror)
-    uploaded.add_argument("run", type=local_path, metavar="RUN", help="a run's folder, or its checkpoints'")
-    uploaded.add_argument("url", metavar="URL", help="of the run in the store, such as s3://bucket/run")
+    uploaded.add_argument("run", type=local_path, metavar="RUN", help="a run's folder, or its checkpoint folder")
+    uploaded.add_argument("url", metavar="URL", help="the run's URL in the store, such as s3://bucket/run")
     uploaded.add_argument("--once", action="store_true", help="end once all is uploaded; status 1 if some is not")
-    uploaded.add_argument("--keep", type=natural, default=0, metavar="K", help="newest ones that stay there (all)")
-    uploaded.add_argument("--interval", type=natural, default=0, metavar="N", help="take multiples of it alone (all)")
+    uploaded.add_argument("--keep", type=natural, default=0, metavar="K", help="how many of the newest stay (all)")
+    uploaded.add_argument("--interval", type=natural, default=0, metavar="N", help="upload only multiples of N (all)")
     pruned = command("prune", prune)
-    pruned.add_argument("run", type=any_path, metavar="RUN", help="the folder or URL of a run")
+    pruned.add_argument("run", type=any_path, metavar="RUN", help="a run's folder or URL")
     rules = pruned.add_mutually_exclusive_group(required=True)
     rules.add_argument("--keep", type=positive, metavar="K", help="how many of the newest stay")
-    rules.add_argument("--optimizer", action="store_true", help="delete the optimizer's state alone, with --before")
-    pruned.add_argument("--before", type=natural, metavar="N", help="of all checkpoints before this iteration")
-    pruned.add_argument("--retain-interval", type=natural, default=0, metavar="N", help="multiples of it stay too")
+    rules.add_argument("--optimizer", action="store_true", help="delete only the optimizer state, with --before")
+    pruned.add_argument("--before", type=natural, metavar="N", help="in all checkpoints before this iteration")
+    pruned.add_argument("--retain-interval", type=natural, default=0, metavar="N", help="multiples of N stay too")
     pruned.add_argument("--dry-run", action="store_true", help="list the checkpoints to delete, and delete none")
     return parser
 
 
 def _kept_by_rule(summaries: Iterable[CheckpointSummary]) -> dict[Path, list[str]]:
-    """Return notes on the checkpoint with the lowest validation loss, and on those that a rule of retention keeps.
+    """Return notes on the checkpoint with the lowest validation loss, and on those kept by a retention rule.
 
-    The rules are those of the configuration in a run's newest checkpoint.
+    The rules come from the configuration in a run's newest checkpoint.
     """
     notes, by_folder = defaultdict[Path, list[str]](list), defaultdict[Path, dict[int, CheckpointSummary]](dict)
     for summary in summaries:
@@ -458,7 +454,7 @@ def _kept_by_rule(summaries: Iterable[CheckpointSummary]) -> dict[Path, list[str
 
 
 def _retention(path: Path) -> dict[str, Any]:
-    """Return the section `checkpoint` of the configuration in a checkpoint; empty if it cannot be read."""
+    """Return the `checkpoint` section from a checkpoint's configuration, or an empty dict if unreadable."""
     try:
         section = json_file.parse(files_of(path).read_whole(path / RUN_CONFIG), where=path)["config"]["checkpoint"]
     except (OSError, TrainerError, LookupError, TypeError):
@@ -479,7 +475,7 @@ def _notes(summary: CheckpointSummary) -> list[str]:
 
 
 def _topology(state: Mapping[str, Any]) -> str:
-    """Return the number of ranks and the axes longer than 1, in words; an unknown topology is shown as it is."""
+    """Describe the rank count and the axes longer than 1. An unknown topology is shown as is."""
     topology = state.get("topology", {})
     if not isinstance(topology, dict) or any(type(topology.get(name, 1)) is not int for name in _SIZES):
         return _short(topology)
@@ -496,7 +492,7 @@ def _short(value: object) -> str:
 
 
 def _print_rows(rows: Sequence[Row], *, as_json: bool) -> None:
-    """Print rows of equal columns as JSON or as a table."""
+    """Print rows with equal columns as JSON or as a table."""
     if as_json:
         print(dumps(rows))
         return
@@ -527,12 +523,12 @@ def _age(seconds: float) -> str:
 
 
 def _without_columns(rows: Iterable[Row], *names: str) -> list[Row]:
-    """Return rows without some of their columns."""
+    """Return rows without the given columns."""
     return [{name: value for name, value in row.items() if name not in names} for row in rows]
 
 
 def _flat(table: Row, path: str = "") -> list[tuple[str, Any]]:
-    """Return the members of a nested object by dotted name."""
+    """Return a nested object's members by dotted name."""
     members: list[tuple[str, Any]] = []
     for key, value in table.items():
         members += _flat(value, f"{path}{key}.") if isinstance(value, dict) and value else [(f"{path}{key}", value)]

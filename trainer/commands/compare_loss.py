@@ -1,9 +1,8 @@
-"""Compare the training losses of runs with a base: `reprise compare-loss BASE TEST [TEST ...]`.
+"""Compare the training losses of runs with a base run: `reprise compare-loss BASE TEST [TEST ...]`.
 
-Each argument is a run folder, a metrics.jsonl or a text log; or BASE and TEST are two folders of logs, which are
-compared by name. The exit status is 0 when all curves are equal to BASE, 1 when a curve differs, 2 when an input cannot
-be used. A metric that `reprise follow` has recorded of a run is shown beside the validation loss, and changes no
-status.
+Each argument is a run folder, a metrics.jsonl or a text log. Or BASE and TEST are two folders with logs, which are
+compared by name. Metrics recorded by `reprise follow` are shown with the validation loss and do not affect the exit
+status: 0 when all curves equal BASE, 1 when a curve differs, 2 when an input cannot be used.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ EQUAL, DIFFERENT, UNUSABLE = 0, 1, 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line, print a report and return the exit status."""
+    """Run the command, print the report and return the exit status."""
     options = _parser().parse_args(arguments)
     from trainer.compare.losses import compare_losses
 
@@ -38,14 +37,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="reprise compare-loss",
-        description="Compare the training losses of runs with those of one, iteration by iteration.",
+        description="Compare the training losses of runs with a base run, iteration by iteration.",
         epilog="Exit status: 0 all equal to BASE, 1 one differs, 2 unusable input.",
     )
     parser.add_argument(
-        "base", metavar="BASE", help="run folder, metrics.jsonl or text log of the reference, or a folder of logs"
+        "base", metavar="BASE", help="the reference: a run folder, metrics.jsonl or text log, or a folder with logs"
     )
     parser.add_argument(
-        "tests", metavar="TEST", nargs="+", help="run folder, metrics.jsonl or text log that is compared with it"
+        "tests", metavar="TEST", nargs="+", help="a run folder, metrics.jsonl or text log to compare with BASE"
     )
     parser.add_argument("--threshold", type=amount, default=None, metavar="X", help="absolute tolerance in any dtype")
     parser.add_argument(
@@ -69,10 +68,10 @@ def _parser() -> argparse.ArgumentParser:
         "--dtype",
         choices=("float32", "bfloat16"),
         default=None,
-        help="which threshold to use; default: that of config.yaml or of the name of a log, else float32",
+        help="which threshold to use; default: the dtype in config.yaml or in a log's name, else float32",
     )
     parser.add_argument(
-        "--bitwise", action="store_true", help="loss, grad_norm and lr must have equal bits; needs metrics.jsonl"
+        "--bitwise", action="store_true", help="require equal bits in loss, grad_norm and lr; needs metrics.jsonl"
     )
     parser.add_argument(
         "--allow-missing-prefix", action="store_true", help="TEST may start later than BASE, as after a resume"
@@ -80,15 +79,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--last-wins",
         action="store_true",
-        help="in the log of a resumed run, a later launch replaces what an earlier one logged from there on",
+        help="in a resumed run's log, a later launch replaces earlier lines from its own first iteration on",
     )
-    parser.add_argument("--plot", metavar="FILE", default=None, help="draw all curves and their differences to BASE")
+    parser.add_argument("--plot", metavar="FILE", default=None, help="draw all curves and their differences from BASE")
     parser.add_argument(
         "--max-rows",
         type=natural,
         default=20,
         metavar="N",
-        help="differing values in the table of a single TEST (%(default)d)",
+        help="the most differing values to list for a single TEST (%(default)d)",
     )
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     return parser

@@ -1,8 +1,8 @@
-"""Compare how fast runs were and what saving cost them: `reprise compare-speed RUN [RUN ...]`.
+"""Compare how fast runs were and what their saves cost: `reprise compare-speed RUN [RUN ...]`.
 
-Each argument is a run folder, a metrics.jsonl or, with --tokens, another program's log; ratios are to the first. The
-exit status is 0 when no run is slower than the first by more than --threshold, 1 when a run is, 2 when an input cannot
-be used.
+Each argument is a run folder, a metrics.jsonl or, with --tokens, another program's log. Ratios are relative to the
+first run. The exit status is 0 when no run is slower than the first by more than --threshold, 1 when a run is, 2 when
+an input cannot be used.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FINE, SLOWER, UNUSABLE = 0, 1, 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line, print the figures and return the exit status."""
+    """Run the command, print the figures and return the exit status."""
     options = _parser().parse_args(arguments)
     from trainer.compare import speed as engine
     from trainer.compare.speed_plot import plot_speeds
@@ -49,32 +49,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="reprise compare-speed",
-        description="Compare the speed of runs, and the cost of their saves.",
+        description="Compare how fast runs were and what their saves cost.",
         epilog="Exit status: 0 none is slower than the first, 1 one is, 2 unusable input.",
     )
     parser.add_argument(
         "runs", metavar="RUN", nargs="+", help="run folder, metrics.jsonl or log; the first is the base"
     )
-    parser.add_argument(
-        "--tokens", type=positive, metavar="N", help="tokens of an iteration, for logs of other programs"
-    )
+    parser.add_argument("--tokens", type=positive, metavar="N", help="tokens per iteration, for other programs' logs")
     parser.add_argument(
         "--skip",
         type=natural,
         default=SKIPPED,
         metavar="N",
-        help="leave out the first N iterations after each start of a run, which are slower (%(default)d)",
+        help="leave out the first N iterations after each start, which are slower (%(default)d)",
     )
     parser.add_argument(
         "--threshold",
         type=share,
         default=THRESHOLD,
         metavar="X",
-        help="a run is slower when its median tok/s lies below the first run's by more than this share of it "
-        "(%(default)g); 0.2 suits a machine that others use too",
+        help="a run is slower when its median tok/s is below the first run's by more than this share "
+        "(%(default)g); 0.2 suits a shared machine",
     )
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
-    parser.add_argument("--plot", metavar="FILE", default=None, help="draw tok/s by iteration, and their spread")
+    parser.add_argument("--plot", metavar="FILE", default=None, help="draw tok/s by iteration, and the spread")
     return parser
 
 

@@ -1,6 +1,6 @@
-"""Import and export the checkpoints of other programs: `reprise convert import|export FORMAT ...`.
+"""Import and export other programs' checkpoints: `reprise convert import|export FORMAT ...`.
 
-Needs no GPU and no process group. The exit status is 0 when it is done and 2 when it cannot be done.
+Needs no GPU and no process group. The exit status is 0, or 2 if the command fails.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit status."""
+    """Run the command and return the exit status."""
     parser = _parser()
     options, words = parser.parse_known_args(arguments)
     options.overrides = [*getattr(options, "overrides", []), *words]
     if unrecognized := [word for word in words if word.startswith("-") or "=" not in word]:
         parser.error(f"unrecognized arguments: {' '.join(unrecognized)}")
-    if options.overrides and options.call is bring_out:
+    if options.overrides and options.call is export_checkpoint:
         parser.error("an export takes no overrides")
     logging.basicConfig(format="reprise convert: %(message)s", stream=sys.stderr)
     logging.getLogger("trainer.interop").setLevel(logging.INFO)
@@ -55,8 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return IMPOSSIBLE
 
 
-def bring_in(options: argparse.Namespace) -> int:
-    """Write what another program saved as a checkpoint of ours."""
+def import_checkpoint(options: argparse.Namespace) -> int:
+    """Convert another program's checkpoint to a Reprise checkpoint."""
     form = FORMATS[options.format]
     if options.format != MEGATRON:
         refuse_megatron(options.source)
@@ -76,17 +76,17 @@ def bring_in(options: argparse.Namespace) -> int:
 
 
 def model_overrides(model: ModelConfig, overrides: Sequence[str] = ()) -> list[str]:
-    """Return overrides to configure `model`, to stand before `overrides`; none if those choose a model themselves."""
+    """Return overrides that configure `model`, to precede `overrides`. Return none if those already choose a model."""
     if any(override.startswith("model=") for override in overrides):
         return []
     fields = {name: value for name, value in model_record(model).items() if name != "family"}
-    # Every field is overridden, but an override cannot give rope_scaling to a group that has none.
+    # Every field is overridden, but an override cannot add rope_scaling to a group without it.
     group = f"{model.family.value}_tiny" if model.rope_scaling is None else spec_of(model).scaled_preset
     return [f"model={group}", *(f"model.{name}={_override_text(value)}" for name, value in fields.items())]
 
 
 def _override_text(value: object) -> str:
-    """Return a value in the grammar of overrides (https://hydra.cc/docs/advanced/override_grammar/basic/)."""
+    """Format a value in Hydra's override grammar (https://hydra.cc/docs/advanced/override_grammar/basic/)."""
     if value is None:
         return "null"
     if isinstance(value, Mapping):
@@ -106,8 +106,8 @@ def _import_options(options: argparse.Namespace) -> ImportOptions:
     )
 
 
-def bring_out(options: argparse.Namespace) -> int:
-    """Write a checkpoint of ours as another program reads it."""
+def export_checkpoint(options: argparse.Namespace) -> int:
+    """Convert a Reprise checkpoint to another program's format."""
     form = FORMATS[options.format]
     assert form.write is not None
     checkpoint = _newest(options.checkpoint)
@@ -119,7 +119,7 @@ def bring_out(options: argparse.Namespace) -> int:
 
 
 def _newest(path: Path) -> Checkpoint:
-    """Return the checkpoint given by its own folder, or the newest valid checkpoint of a run."""
+    """Open a checkpoint: the folder itself, or a run's newest valid checkpoint."""
     files = files_of(path)
     chooser = Chooser(LoadSource.named(path), files, lambda _: None)
     return open_checkpoint(chooser.pick(), files, may_lack=True)
@@ -128,9 +128,15 @@ def _newest(path: Path) -> Checkpoint:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="reprise convert", description=(__doc__ or "").split("\n\n")[0])
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    _add_imports(commands.add_parser("import", help=(bring_in.__doc__ or "").rstrip("."), description=bring_in.__doc__))
+    _add_imports(
+        commands.add_parser(
+            "import", help=(import_checkpoint.__doc__ or "").rstrip("."), description=import_checkpoint.__doc__
+        )
+    )
     _add_exports(
-        commands.add_parser("export", help=(bring_out.__doc__ or "").rstrip("."), description=bring_out.__doc__)
+        commands.add_parser(
+            "export", help=(export_checkpoint.__doc__ or "").rstrip("."), description=export_checkpoint.__doc__
+        )
     )
     return parser
 
@@ -140,25 +146,21 @@ def _add_imports(parser: argparse.ArgumentParser) -> None:
     for name, form in FORMATS.items():
         subparser = formats.add_parser(name, help=form.summary, description=form.summary)
         subparser.add_argument("source", type=local_path, metavar="SOURCE", help="the other program's checkpoint")
+        subparser.add_argument("folder", type=local_path, metavar="FOLDER", help="the new run's checkpoint folder")
         subparser.add_argument(
-            "folder", type=local_path, metavar="FOLDER", help="the checkpoint folder of the run that will continue"
+            "overrides", nargs="*", default=[], metavar="KEY=VALUE", help="the new run's configuration"
         )
+        subparser.add_argument("--consumed-samples", type=int, metavar="N", help="samples already trained on")
         subparser.add_argument(
-            "overrides", nargs="*", default=[], metavar="KEY=VALUE", help="the configuration of that run"
+            "--trust-pickle", action="store_true", help="unpickle files, which can run arbitrary code"
         )
-        subparser.add_argument("--consumed-samples", type=int, metavar="N", help="samples that were trained on")
-        subparser.add_argument(
-            "--trust-pickle", action="store_true", help="unpickle files, which can run any code in them"
-        )
-        subparser.add_argument(
-            "--weights-only", action="store_true", help="leave the optimizer's state out: iteration 0"
-        )
+        subparser.add_argument("--weights-only", action="store_true", help="leave out the optimizer state: iteration 0")
         subparser.set_defaults(from_rank0=False)
         if form.has_copies:
             subparser.add_argument(
-                "--from-rank0", action="store_true", help="take the first copy of a tensor where those of ranks differ"
+                "--from-rank0", action="store_true", help="take a tensor's first copy where the ranks' copies differ"
             )
-        subparser.set_defaults(call=bring_in)
+        subparser.set_defaults(call=import_checkpoint)
 
 
 def _add_exports(parser: argparse.ArgumentParser) -> None:
@@ -171,18 +173,20 @@ def _add_exports(parser: argparse.ArgumentParser) -> None:
             "checkpoint", type=any_path, metavar="CHECKPOINT", help="an iter_ folder, or a run for its newest; or a URL"
         )
         subparser.add_argument("out", type=local_path, metavar="OUT", help="path to write to, which must not exist yet")
-        subparser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the tensors that are written")
+        subparser.add_argument("--dtype", choices=DTYPES, default="float32", help="the dtype of the written tensors")
         subparser.add_argument(
             "--tokenizer", type=Path, metavar="PATH", help="a file or a folder of tokenizer files to add"
         )
         subparser.set_defaults(merge=None, ema=False)
         if form.has_averages:
-            subparser.add_argument("--ema", action="store_true", help="the moving averages in place of the weights")
+            subparser.add_argument(
+                "--ema", action="store_true", help="export the moving averages in place of the weights"
+            )
         if form.merges:
             subparser.add_argument(
                 "--merge", type=local_path, metavar="BASE", help="add the checkpoint's adapters to these weights"
             )
-        subparser.set_defaults(call=bring_out)
+        subparser.set_defaults(call=export_checkpoint)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Check whether this machine and a folder can train and save a run, and how fast: `reprise doctor [FOLDER|URL]`.
 
-Under torchrun it looks at every host in turn, and checks for a common folder of all of them; rank 0 prints.
-Exit status: 0 when a run can train and save here, 1 when it cannot, with the reason.
+Under torchrun, checks every host in turn, and whether they share the folder. Rank 0 prints. The exit status is 0 when a
+run can train and save here, 1 when it cannot, with the reason.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _JOIN_S = 120.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Look at the machine and a folder, print a line for each thing, and return the exit status."""
+    """Check the machine and a folder, print a line per finding, and return the exit status."""
     parser = argparse.ArgumentParser(prog="reprise doctor", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("folder", nargs="?", default=".", help="where runs would be saved (here), or a store's URL")
     options = parser.parse_args(arguments)
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _check_store(text: str) -> int:
-    """Look at a store, in this process alone, and return the exit status."""
+    """Check a store from this process, and return the exit status."""
     from trainer.doctor.looks import BAD, FINE, WORSE, Finding
 
     try:
@@ -61,7 +61,7 @@ def _check_store(text: str) -> int:
 
 
 def _print(findings: Iterable[Finding]) -> int:
-    """Print a line for each finding as it comes, and return the exit status."""
+    """Print each finding as it arrives, and return the exit status."""
     status = 0
     for finding in findings:
         print(f"{finding.verdict:8} {finding.what:28} {finding.found}", flush=True)
@@ -70,10 +70,10 @@ def _print(findings: Iterable[Finding]) -> int:
 
 
 def _on_all_hosts(path: Path) -> int:
-    """Look at every host of a launch, and return the exit status. A call of all ranks.
+    """Check every host in a launch, and return the exit status. Call on all ranks.
 
     Raises:
-        TrainerError: if the ranks do not join, or a rank ends.
+        TrainerError: The ranks do not join, or a rank exits.
     """
     from trainer.doctor.hosts import look_at_hosts
     from trainer.launch import process_group

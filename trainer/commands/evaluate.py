@@ -1,8 +1,8 @@
-"""Print the validation loss of checkpoints, a JSON line each: `reprise evaluate CHECKPOINT... [KEY=VALUE ...]`.
+"""Print the validation loss of checkpoints, one JSON line each: `reprise evaluate CHECKPOINT... [KEY=VALUE ...]`.
 
-The evaluation is the trainer's, by the configuration in the checkpoint under the keys of the command: at the run's own
-batch it has the bits that the run logged. Several ranks evaluate with `torchrun --no-python ... reprise evaluate`. The
-exit status is 0, or 2 where it cannot be done; of several ranks 1.
+Evaluates as the trainer does, with the checkpoint's configuration overridden by the command's keys. With the run's own
+batch, the loss has the bits that the run logged. To use several ranks, run `torchrun --no-python ... reprise evaluate`.
+The exit status is 0, or if the command fails 2, with several ranks 1.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from trainer.run.build import Run
 
 FINE, IMPOSSIBLE = 0, 2
-_LEFT_OUT = ("checkpoint", "logging")  # sections of the run without use here
+_LEFT_OUT = ("checkpoint", "logging")  # sections without use here
 _FIXED = {
     "run.name": "evaluate",
     "checkpoint.save": None,
@@ -54,7 +54,7 @@ _log = logging.getLogger(__name__)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Evaluate the checkpoints of a command line and return the exit status."""
+    """Evaluate the checkpoints on the command line and return the exit status."""
     options = _parser().parse_args(arguments)
     logging.basicConfig(level=logging.WARNING, format="reprise evaluate: %(message)s", stream=sys.stderr)
     environment = None
@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _evaluate_all(options: argparse.Namespace, world_size: int) -> None:
-    """Print the line of each checkpoint on rank 0. Those with one configuration share a model. A call of all ranks."""
+    """Print each checkpoint's line on rank 0. Equally configured checkpoints share a model. Call on all ranks."""
     from trainer.launch import process_group
 
     cluster: Cluster | None = None
@@ -83,7 +83,7 @@ def _evaluate_all(options: argparse.Namespace, world_size: int) -> None:
             cluster = process_group.start(train.device, deterministic=train.deterministic, threads=train.threads)
         if run is None or run.config != config:
             run = None
-            gc.collect()  # modules and their hooks are cycles
+            gc.collect()  # modules and their hooks form reference cycles
             run = _build(config, cluster)
         line = _evaluate(run, path, averages=options.ema)
         if cluster.rank == 0:
@@ -93,19 +93,19 @@ def _evaluate_all(options: argparse.Namespace, world_size: int) -> None:
 
 
 def _config(path: Path, options: argparse.Namespace, world_size: int) -> Config:
-    """Return the configuration of the run of a checkpoint, under the keys of the command, without an optimizer's state.
+    """Return the configuration for a checkpoint: its run's, overridden by the command, and without optimizer state.
 
-    The ranks of a model are those of the run where these ranks are a multiple of them, and else 1.
+    The model's parallel sizes are the run's if they divide the world size, and otherwise 1.
 
     Raises:
-        ConfigError: if the checkpoint has no configuration, or it cannot run here.
+        ConfigError: The checkpoint has no configuration, or it cannot run here.
     """
     if not exists(path):
         raise no_folder(path, kind="checkpoint")
     saved = find_saved(path, iteration=None, save=None, files=FILE_SYSTEM)
     if saved is None:
         raise ConfigError(
-            "A checkpoint has no configuration to evaluate it with",
+            "The checkpoint has no configuration",
             where=path,
             expected=f"a checkpoint of `reprise train`, or its run, with {RUN_CONFIG}",
         )
@@ -123,11 +123,11 @@ def _config(path: Path, options: argparse.Namespace, world_size: int) -> Config:
     config = compose_values({**values, **_FIXED, "parallel.replicate": 1}, options.overrides)
     if config.data.kind in TOKEN_KINDS and config.data.valid is None:
         raise ConfigError(
-            "The run of a checkpoint has no validation data", where=saved.path, fix="Name token files with --data."
+            "The checkpoint's run has no validation data", where=saved.path, fix="Name token files with --data."
         )
     validate(config, world_size)
     config = with_micro_batch(config, world_size)
-    frozen = [] if config.model.is_adapted else ["*"]  # which has no moments
+    frozen = [] if config.model.is_adapted else ["*"]  # frozen parameters have no moments
     optimizer = replace(config.optimizer, name=OptimizerName.adamw)
     return replace(config, train=replace(config.train, freeze=frozen), optimizer=optimizer)
 
@@ -142,7 +142,7 @@ def _build(config: Config, cluster: Cluster) -> Run:
 
 
 def _evaluate(run: Run, path: Path, *, averages: bool) -> Json:
-    """Fill a run with the weights of a checkpoint, or their averages, and return its line. Collective."""
+    """Fill a run with a checkpoint's weights, or their averages, and return the result line. Call on all ranks."""
     from trainer.interop.source import require_averages
     from trainer.start.base import load_base
     from trainer.start.decide import Start
@@ -170,14 +170,14 @@ def _evaluate(run: Run, path: Path, *, averages: bool) -> Json:
     assert loss is not None
     data, of_run = run.course.description["data"]["valid_fingerprint"], checkpoint.state.get("data", {})
     if run.cluster.rank == 0 and of_run.get("valid_fingerprint", data) != data:
-        _log.warning(f"{shown_name(checkpoint.path)}: the validation data is not that of the run")
+        _log.warning(f"{shown_name(checkpoint.path)}: the validation data differs from the run's")
     where = {"checkpoint": str(checkpoint.path), "iteration": checkpoint.iteration}
     samples = run.config.train.eval_iters * run.config.train.global_batch_size
     return {**where, name: loss, f"{name}_hex": loss.hex(), "samples": samples, "data": data}
 
 
 def _fill_averages(run: Run, checkpoint: Checkpoint) -> None:
-    """Fill the parameters of this rank that have a moving average with it."""
+    """Fill this rank's parameters with their moving averages, where these exist."""
     from trainer.optim.table import AVERAGE
 
     places, live = read_places(checkpoint), list[LiveTensor]()
@@ -192,16 +192,21 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="reprise evaluate",
         usage="reprise evaluate CHECKPOINT... [--data FILE...] [--ema] [--set KEY=VALUE ...]",
-        description="Print the validation loss of checkpoints, a JSON line each.",
+        description="Print the validation loss of checkpoints, one JSON line each.",
     )
     where = "a run for its newest checkpoint, an iter_ folder, or a URL of these"
     parser.add_argument("checkpoints", type=any_path, nargs="+", metavar="CHECKPOINT", help=where)
     parser.add_argument(
         "--data", type=local_path, nargs="+", metavar="FILE", help="token files in place of the run's validation data"
     )
-    parser.add_argument("--ema", action="store_true", help="the moving averages in place of the weights")
+    parser.add_argument("--ema", action="store_true", help="evaluate the moving averages in place of the weights")
     parser.add_argument(
-        "--set", nargs="+", default=[], dest="overrides", metavar="KEY=VALUE", help="keys as of `reprise train`"
+        "--set",
+        nargs="+",
+        default=[],
+        dest="overrides",
+        metavar="KEY=VALUE",
+        help="configuration keys, as for `reprise train`",
     )
     return parser
 

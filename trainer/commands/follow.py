@@ -1,10 +1,10 @@
 """Run a command on every checkpoint of a run: `reprise follow RUN [options] [-- COMMAND {}]`.
 
-Without a command each is evaluated by `reprise evaluate`, for the validation loss. `{}` in the command is the folder or
-the URL of a checkpoint, which is held meanwhile: no retention deletes it. Each checkpoint gets one line in
-`follow.jsonl` in the folder of the run, when its command has ended; where RUN is the URL of a mirrored run, in the
-current folder. The exit status is 0, also after SIGINT or SIGTERM; 1 where a command failed or a checkpoint could not
-be opened; 2 where the run cannot be followed.
+Without a command, `reprise evaluate` computes the validation loss. `{}` in the command stands for the checkpoint's
+folder or URL. The checkpoint is held meanwhile, so that retention does not delete it. When a command has ended, its
+checkpoint gets a line in `follow.jsonl`, in the run's folder, or in the current folder if RUN is a mirrored run's URL.
+The exit status is 0, also after SIGINT or SIGTERM; 1 if a command failed or a checkpoint could not be opened; 2 if the
+run cannot be followed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from trainer.follow.runner import Commands
 from trainer.metrics.log_file import VALID_LOSS
 
 _EVALUATE = [sys.executable, "-m", "reprise", "evaluate", PLACE]
-_FOLDER_S, _STORE_S = 2.0, 30.0  # between two looks
+_FOLDER_S, _STORE_S = 2.0, 30.0  # polling intervals
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if border == len(words):
         command, options.json_metric = _EVALUATE, options.json_metric or VALID_LOSS
     if not any(PLACE in word for word in command):
-        parser.error(f"expected a command with {PLACE} for the folder of a checkpoint: -- COMMAND {PLACE}")
+        parser.error(f"expected a command with {PLACE} for the checkpoint's folder: -- COMMAND {PLACE}")
     logging.basicConfig(format="reprise follow: %(message)s", stream=sys.stderr)
     logging.getLogger(follow_run.__module__).setLevel(logging.INFO)
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -74,28 +74,26 @@ def _parser() -> argparse.ArgumentParser:
         prog="reprise follow",
         usage=f"reprise follow RUN [options] [-- COMMAND {PLACE}]",
         description="Run a command, by default `reprise evaluate`, on every checkpoint of a run, from the first to the "
-        "last that there will be.",
+        "run's last.",
     )
-    parser.add_argument(
-        "run", type=any_path, metavar="RUN", help="the folder or the URL of the run, which may not exist yet"
-    )
+    parser.add_argument("run", type=any_path, metavar="RUN", help="the run's folder or URL, which may not exist yet")
     parser.add_argument("--every", type=positive, default=1, metavar="N", help="only multiples of N (%(default)s)")
     parser.add_argument(
         "--from", type=natural, default=0, dest="first", metavar="N", help="only from iteration N on (%(default)s)"
     )
-    parser.add_argument("--weights", action="store_true", help="the light saves in place of the checkpoints")
+    parser.add_argument("--weights", action="store_true", help="follow the light saves in place of the checkpoints")
     parser.add_argument(
-        "--json-metric", metavar="NAME", help="store this number of the last JSON line of the output, for compare-loss"
+        "--json-metric", metavar="NAME", help="store this number from the output's last JSON line, for compare-loss"
     )
     parser.add_argument(
-        "--name", type=_name, help="keep a record of its own, follow.NAME.jsonl, beside other followers"
+        "--name", type=_name, help="write a separate log, follow.NAME.jsonl, to run beside other followers"
     )
-    parser.add_argument("--once", action="store_true", help="end after the checkpoints that are there")
+    parser.add_argument("--once", action="store_true", help="end after the existing checkpoints")
     parser.add_argument(
         "--poll-seconds",
         type=amount,
         metavar="S",
-        help=f"between two looks at the folder ({_FOLDER_S:g}), or at the store ({_STORE_S:g})",
+        help=f"seconds between checks, by default {_FOLDER_S:g} for a folder and {_STORE_S:g} for a store",
     )
     return parser
 

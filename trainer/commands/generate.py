@@ -1,6 +1,6 @@
 """Continue a text with a trained model: `reprise generate CHECKPOINT --prompt TEXT`.
 
-The same model, prompt and options give the same text. The exit status is 0, or 2 where it cannot be done.
+The same model, prompt and options give the same text. The exit status is 0, or 2 if the command fails.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ FINE, IMPOSSIBLE = 0, 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the prompt with what follows it and return the exit status."""
+    """Print the prompt with its continuation, and return the exit status."""
     options = _parser().parse_args(arguments)
     logging.basicConfig(format="reprise generate: %(message)s", stream=sys.stderr)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a model may say what a terminal cannot
+        sys.stdout.reconfigure(errors="backslashreplace")  # a model may emit characters outside the terminal's encoding
     try:
         print(_text(options))
     except TrainerError as error:
@@ -55,13 +55,13 @@ def _text(options: argparse.Namespace) -> str:
 
 
 def _encoder(tokenizer: str | None, folder: Path, model: ModelConfig) -> Encoder:
-    """Return the encoder of `tokenizer`, or of the model's folder, or of bytes where the vocabulary is theirs."""
+    """Return the encoder for `tokenizer`, or from the model's folder, or for bytes if the vocabulary size fits."""
     tokenizer_file = _own_tokenizer(folder) if tokenizer is None else None
     if tokenizer_file is not None and exists(tokenizer_file):
         return open_encoder(tokenizer_file)
     if tokenizer is None and (tokenizer_file is None or model.vocab_size != bytes_encoder().vocab_size):
         raise ConfigError(
-            "The tokenizer of a model is not known",
+            "The model's tokenizer is not known",
             where=folder,
             found=f"a vocabulary of {model.vocab_size} tokens and no "
             f"{'undamaged ' if tokenizer_file is None else ''}{TOKENIZER}",
@@ -71,7 +71,7 @@ def _encoder(tokenizer: str | None, folder: Path, model: ModelConfig) -> Encoder
 
 
 def _own_tokenizer(folder: Path) -> Path | None:
-    """Return the path of a model's tokenizer, which need not exist; None if a checkpoint's own is lost."""
+    """Return the path to a model's tokenizer, which may not exist, or None if a checkpoint has lost its tokenizer."""
     if not exists(folder / MANIFEST):
         return folder / TOKENIZER
     checkpoint = open_checkpoint(folder, files_of(folder), may_lack=True)
@@ -82,16 +82,22 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="reprise generate", description=(__doc__ or "").split("\n\n")[0])
     where = "a run for its newest checkpoint, an iter_ folder, a URL of these, or a model folder of transformers"
     parser.add_argument("checkpoint", type=any_path, metavar="CHECKPOINT", help=where)
-    parser.add_argument("--base", type=local_path, metavar="BASE", help="the weights beneath the checkpoint's adapters")
-    parser.add_argument("--ema", action="store_true", help="the moving averages in place of the weights")
+    parser.add_argument(
+        "--base", type=local_path, metavar="BASE", help="the base weights under the checkpoint's adapters"
+    )
+    parser.add_argument("--ema", action="store_true", help="use the moving averages in place of the weights")
     parser.add_argument("--prompt", default="", metavar="TEXT", help="text to continue; empty starts a new document")
     parser.add_argument("--tokenizer", metavar="NAME", help="bytes, or a tokenizer.json; by default the model's own")
     parser.add_argument(
         "--max-new-tokens", type=positive, default=100, metavar="N", help="tokens to append (%(default)s)"
     )
-    parser.add_argument("--temperature", type=amount, default=0.0, metavar="T", help="0 takes the likeliest token")
-    parser.add_argument("--top-k", type=natural, default=0, metavar="K", help="draw from so many only; 0 for all")
-    parser.add_argument("--seed", type=natural, default=0, metavar="S", help="seed of the draws (%(default)s)")
+    parser.add_argument(
+        "--temperature", type=amount, default=0.0, metavar="T", help="0 always takes the likeliest token"
+    )
+    parser.add_argument(
+        "--top-k", type=natural, default=0, metavar="K", help="sample from the K likeliest tokens; 0 for all"
+    )
+    parser.add_argument("--seed", type=natural, default=0, metavar="S", help="sampling seed (%(default)s)")
     return parser
 
 

@@ -1,4 +1,4 @@
-"""The command `reprise`: each tool is a subcommand, imported when it is called."""
+"""The `reprise` command. Each tool is a subcommand, imported when called."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from reprise import __version__
 from trainer.config.suggest import closest
 
 _FINE, _NOT_INSTALLED, _WRONG_USE = 0, 1, 2
-_UNUSABLE = 2  # as in the commands
-_INTERRUPTED = 128 + signal.SIGINT  # the status that shells give
+_UNUSABLE = 2  # as in the subcommands
+_INTERRUPTED = 128 + signal.SIGINT  # the exit status that shells use
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A subcommand of `reprise`.
+    """A `reprise` subcommand.
 
     Args:
-        module: the module whose `main` runs it.
-        summary: its line in `reprise --help`.
-        libraries: what it imports of the optional dependencies `train`.
+        module: The module whose `main` runs the subcommand.
+        summary: The line in `reprise --help`.
+        libraries: The libraries it imports from the optional `train` dependencies.
     """
 
     module: str
@@ -40,7 +40,7 @@ COMMANDS = {
         "trainer.commands.doctor", "check whether this machine and a folder can train and save, and how fast"
     ),
     "checkpoint": Command("trainer.commands.checkpoint", "list, show, verify, compare, join and delete checkpoints"),
-    "convert": Command("trainer.commands.convert", "import and export the checkpoints of other programs", _COMPOSITION),
+    "convert": Command("trainer.commands.convert", "import and export other programs' checkpoints", _COMPOSITION),
     "evaluate": Command("trainer.commands.evaluate", "print the validation loss of checkpoints", _COMPOSITION),
     "follow": Command(
         "trainer.commands.follow", "evaluate, or run a command on, each checkpoint of a run, while it trains"
@@ -55,21 +55,19 @@ COMMANDS = {
     "compare-steps": Command(
         "trainer.commands.compare_steps", "find the first tensor in which two runs differ", _COMPOSITION
     ),
-    "compare-speed": Command(
-        "trainer.commands.compare_speed", "compare the speed of runs, and the cost of their saves"
-    ),
+    "compare-speed": Command("trainer.commands.compare_speed", "compare how fast runs were and what their saves cost"),
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the subcommand of the command line, and return the exit status."""
+    """Run the subcommand on the command line, and return the exit status."""
     try:
         try:
             return _call(list(sys.argv[1:] if arguments is None else arguments))
         finally:
             if sys.stdout is not None:
                 sys.stdout.flush()
-    except BrokenPipeError:  # the reader of the output has seen enough
+    except BrokenPipeError:  # the output's reader has exited
         sys.stdout = None
     return _FINE
 

@@ -1,6 +1,6 @@
-"""Describe the keys of the configuration: `reprise options [KEY]`.
+"""Describe the configuration keys: `reprise options [KEY]`.
 
-The exit status is 0, or 2 for a name that begins no key.
+The exit status is 0, or 2 if no key starts with the given name.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ FINE, UNKNOWN = 0, 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the keys named in the command line and return the exit status."""
+    """Print the keys matching the command line and return the exit status."""
     parser = argparse.ArgumentParser(prog="reprise options", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument(
-        "key", nargs="?", default="", metavar="KEY", help="a key, a section, a group or the beginning of keys (all)"
+        "key", nargs="?", default="", metavar="KEY", help="a key, a section, a group or a key prefix (all)"
     )
     key = parser.parse_args(arguments).key.partition("=")[0]
     if lines := list(_lines(key)):
@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return FINE
     closest_name = closest(key, [*keys(), *(group for group, _ in groups())])
     hint = f"did you mean {closest_name}?" if closest_name else "`reprise options` lists all"
-    print(f"reprise options: no key begins with {key!r}; {hint}", file=sys.stderr)
+    print(f"reprise options: no key starts with {key!r}; {hint}", file=sys.stderr)
     return UNKNOWN
 
 

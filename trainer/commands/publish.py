@@ -1,4 +1,4 @@
-"""Send the metrics of a run to a tracker: `reprise publish RUN --to TRACKER [--follow]`.
+"""Send a run's metrics to a tracker: `reprise publish RUN --to TRACKER [--follow]`.
 
 The exit status is 0 when the tracker has every line, 1 when it cannot be reached, 2 when the run cannot be published or
 the tracker refuses it.
@@ -29,7 +29,7 @@ _LEAST_PRIORITY = 19
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line, and return the exit status."""
+    """Run the command and return the exit status."""
     options = _parser().parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
     if options.until_input_ends:
@@ -43,9 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _publish(options: argparse.Namespace, stack: ExitStack) -> int:
-    """Publish what the command line names, and return the exit status."""
+    """Publish the run on the command line, and return the exit status."""
     if not options.follow and not exists(options.run / METRICS):
-        raise DataError("The folder is not that of a run", where=options.run, expected=METRICS)
+        raise DataError("The folder is not a run folder", where=options.run, expected=METRICS)
     tracker = load_tracker(options.to)
     title = options.name or options.run.resolve().name
     waits = _Pause(options.interval, until_input_ends=options.until_input_ends)
@@ -56,17 +56,17 @@ def _publish(options: argparse.Namespace, stack: ExitStack) -> int:
                 options.run, options.to, tracker, project=options.project, title=title, files=FILE_SYSTEM
             )
             break
-        except LockError:  # that of a start before, whose run was killed, may still send its last lines
+        except LockError:  # a killed launch's publisher may still be sending its last lines
             if not options.until_input_ends or not pause(1.0):
                 raise
     with closing(sender):
         follow(sender, tracker, pause)
         count, error = publish(sender, tracker)
     if error is not None:
-        print(f"reprise publish: the tracker cannot be reached, try again later: {error!r}", file=sys.stderr)
+        print(f"reprise publish: the tracker cannot be reached: {error!r}. Try again later", file=sys.stderr)
         return UNREACHABLE
     place = f" in {tracker.place}" if tracker.place else ""
-    print(f"sent {count_of(count, 'line')}; the remote run is {sender.remote_id or 'not begun'}{place}")
+    print(f"sent {count_of(count, 'line')}; the remote run is {sender.remote_id or 'not started'}{place}")
     return FINE
 
 
@@ -75,7 +75,7 @@ def _end(_: float) -> bool:
 
 
 class _Pause:
-    """Waits between looks at the log, until a signal or the end of the input ends the process in order."""
+    """Waits between checks of the log, until a signal arrives or the input ends."""
 
     def __init__(self, interval_s: float, *, until_input_ends: bool) -> None:
         self._interval_s = interval_s
@@ -99,16 +99,18 @@ class _Pause:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="reprise publish",
-        description="Send the metrics of a run to a tracker, each line once, whatever was killed or moved before.",
+        description="Send a run's metrics to a tracker, each line once, even after kills and restarts.",
         epilog="Exit status: 0 the tracker has every line, 1 it cannot be reached, 2 it refuses the run.",
     )
     parser.add_argument("run", metavar="RUN", type=existing_folder, help="run folder")
     parser.add_argument("--to", metavar="TRACKER", required=True, choices=tuple(TRACKERS), help=", ".join(TRACKERS))
-    parser.add_argument("--project", default="reprise", help="project or experiment of the tracker (%(default)s)")
-    parser.add_argument("--name", default=None, help="name of the remote run; default: that of the folder")
-    parser.add_argument("--follow", action="store_true", help="go on while the run trains, until SIGTERM or Ctrl-C")
+    parser.add_argument("--project", default="reprise", help="the tracker's project or experiment (%(default)s)")
+    parser.add_argument("--name", default=None, help="the remote run's name; default: the folder's name")
     parser.add_argument(
-        "--interval", type=amount, default=_INTERVAL_S, metavar="S", help="seconds between looks (%(default)g)"
+        "--follow", action="store_true", help="keep sending while the run trains, until SIGTERM or Ctrl-C"
+    )
+    parser.add_argument(
+        "--interval", type=amount, default=_INTERVAL_S, metavar="S", help="seconds between checks (%(default)g)"
     )
     parser.add_argument("--until-input-ends", action="store_true", help=argparse.SUPPRESS)
     return parser

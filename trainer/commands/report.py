@@ -1,6 +1,6 @@
 """Write a page about runs: `reprise report RUN [RUN ...] [--output report.html]`.
 
-The page is one file that opens without a network. The exit status is 0, or 2 when a run cannot be read.
+The page is one file and opens without a network. The exit status is 0, or 2 if a run cannot be read.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ FINE, UNUSABLE = 0, 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit status."""
+    """Run the command and return the exit status."""
     options = _parser().parse_args(arguments)
     try:
         print(f"wrote {write_report(options.runs, options.output)}")
@@ -32,7 +32,7 @@ def write_report(runs: Sequence[Path], output: Path) -> Path:
     """Write the page about runs, and return its path.
 
     Raises:
-        TrainerError: a run cannot be read, a library is missing, or the file cannot be written.
+        TrainerError: A run cannot be read, a library is missing, or the file cannot be written.
     """
     from trainer.compare.table import name_runs
     from trainer.report.build import report_sections
@@ -51,11 +51,9 @@ def write_report(runs: Sequence[Path], output: Path) -> Path:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="reprise report", description="Write one page about runs that opens without a network."
+        prog="reprise report", description="Write a page about runs, as one file that opens without a network."
     )
-    parser.add_argument(
-        "runs", type=local_path, nargs="+", metavar="RUN", help="folders of runs, or their metrics.jsonl"
-    )
+    parser.add_argument("runs", type=local_path, nargs="+", metavar="RUN", help="run folders, or their metrics.jsonl")
     parser.add_argument(
         "--output", type=local_path, default=Path("report.html"), metavar="FILE", help="the page (%(default)s)"
     )
