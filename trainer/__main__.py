@@ -1,4 +1,4 @@
-"""The training command: `reprise train KEY=VALUE ...`, or `torchrun ... -m trainer KEY=VALUE ...` on several ranks."""
+"""Runs the training command: `reprise train KEY=VALUE ...`, or per rank `torchrun ... -m trainer KEY=VALUE ...`."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from collections.abc import Sequence
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Train as the command line configures it and return 0; on an error, exit with status 1 and a paragraph.
+    """Train with the configuration on the command line and return 0. On an error, exit with status 1 and a paragraph.
 
     Args:
-        arguments: the words after `reprise train`; None reads those of the process, after `python -m trainer`.
+        arguments: The words after `reprise train`. None reads the process's, after `python -m trainer`.
     """
     try:
         from trainer.train_command import main as train
 
         return train(arguments)
-    except KeyboardInterrupt:  # of the imports, which take longer than all that follows up to the first message
+    except KeyboardInterrupt:  # importing takes longer than everything else before the first message
         print("Interrupted before the first iteration. Nothing was saved.", file=sys.stderr)
         return 128 + signal.SIGINT
 

@@ -1,4 +1,4 @@
-"""The former name of `reprise.errors`, for programs in a checkout; until 0.3."""
+"""The former name for `reprise.errors`, for programs in a checkout. Removed in 0.3."""
 
 import warnings
 from typing import Any
@@ -9,5 +9,5 @@ warnings.warn("trainer.errors is now reprise.errors", DeprecationWarning, stackl
 
 
 def __getattr__(name: str) -> Any:
-    """Return an error of the library."""
+    """Return an error class from the library."""
     return getattr(errors, name)

@@ -1,4 +1,4 @@
-"""What the training command does: compose a configuration, check it, join the ranks, train, and explain a failure."""
+"""Runs the training command: composes and checks the configuration, joins the ranks, trains, and explains failures."""
 
 from __future__ import annotations
 
@@ -45,16 +45,16 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _EXIT_GRACE_S = 1.0
-# The longest time that a failing rank waits for a hung store host or a disk.
+# How long a failing rank waits at most for a hung store host or disk.
 _LEAVE_WITHIN_S = 40.0
-_MOST_REASON = 400  # characters of an error in the record of launches
+_MOST_REASON = 400  # how much of an error's text the launch log keeps
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Train as the command line configures it and return 0; exit with status 1 and one paragraph if that cannot be.
+    """Train with the configuration on the command line and return 0. On failure, exit with status 1 and one paragraph.
 
     Args:
-        arguments: the words after `reprise train`; None reads those of the process, after `python -m trainer`.
+        arguments: The words after `reprise train`. None reads the process's, after `python -m trainer`.
     """
     closed, environment = streams.replace_closed(), None
     try:
@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _start_log(rank: int, *, is_silent: bool) -> None:
-    """Log to stdout on rank 0, or only warnings to stderr if stdout is closed; other ranks log errors to stderr."""
+    """Log to stdout on rank 0, or warnings to stderr if stdout is closed. Other ranks log errors to stderr."""
     if rank == 0 and not is_silent:
         level, handler = logging.INFO, line_handler(sys.stdout)
     else:
@@ -82,10 +82,10 @@ def _start_log(rank: int, *, is_silent: bool) -> None:
 
 
 def run(resolved: Resolved, environment: Environment) -> None:
-    """Check a configuration, then train. A call of all ranks.
+    """Check a configuration, then train. Call on all ranks.
 
     Raises:
-        TrainerError: if the run cannot start.
+        TrainerError: The run cannot start.
     """
     config = resolved.config
     if config.train.dry_run:
@@ -143,14 +143,14 @@ def run(resolved: Resolved, environment: Environment) -> None:
 
 
 def _import_training(config: Config, world_size: int) -> None:
-    """Import all that a run needs, before the ranks join; what is left out is imported by its first use.
+    """Import everything a run needs before the ranks join. Other modules are imported on first use.
 
-    The parts of torch for a parallel axis take 0.3 to 0.9 s each, so a run has only its own.
+    Torch's modules for a parallel axis take 0.3 to 0.9 s each, so each run imports only its own.
     """
     topology = topology_of(config, world_size)
     names = ["trainer.launch.watchdog", "trainer.start.fill", "trainer.training.loop"]
     if topology.dp > 1 and config.parallel.zero_stage > 0:
-        names += ["torch.distributed.fsdp", "torch._dynamo"]  # of which a DTensor imports the second when it is made
+        names += ["torch.distributed.fsdp", "torch._dynamo"]  # creating a DTensor imports torch._dynamo
     if topology.tp > 1:
         names += ["trainer.parallel.tensor", "torch._dynamo"]
     if topology.pp > 1:
@@ -179,7 +179,7 @@ def _train(resolved: Resolved, cluster: Cluster, signals: SignalHandler, times: 
     with hold_run_folder(Path(config.run.dir), checkpoints, channel, cluster.nonce):
         rewind = _train_from(resolved, config, cluster, inputs, signals, times, None)
         while rewind is not None:
-            gc.collect()  # modules and their hooks are cycles, and hold the memory that the next start needs
+            gc.collect()  # modules and their hooks form cycles, and hold memory needed by the next start
             nonce = channel.from_first(f"rewind/{cluster.nonce}", lambda: secrets.token_hex(4))
             cluster, config, times = replace(cluster, nonce=nonce), rewind.config(config), StartTimes()
             rewind = _train_from(resolved, config, cluster, inputs, signals, times, rewind)
@@ -194,10 +194,10 @@ def _train_from(
     times: StartTimes,
     rewind: Rewind | None,
 ) -> Rewind | None:
-    """Start and train; return the rewind with which to start again, if any.
+    """Start and train. Return the rewind with which to start again, or None.
 
     Args:
-        rewind: what leads to this start; None for the first.
+        rewind: The rewind leading to this start. None for the first start.
     """
     from trainer.metrics.launch_log import LaunchOutcome
     from trainer.run.build import build
@@ -237,16 +237,16 @@ def _train_from(
         times.end(Phase.load)
         if rewind is not None:
             rewind.begin(run)
-        following = train(run)
-        if following is not None:
+        next_rewind = train(run)
+        if next_rewind is not None:
             for log in run.logs:
-                log.ended(run.state.progress.iteration, LaunchOutcome.rewound, f"because of {following.spike}")
-        return following
+                log.ended(run.state.progress.iteration, LaunchOutcome.rewound, f"because of {next_rewind.spike}")
+        return next_rewind
 
 
 @contextmanager
 def _logged(run: Run, course: Course, config_text: str, *, began_elsewhere: bool) -> Iterator[tuple[RunLog, ...]]:
-    """Yield the open log of a filled run, on rank 0. It is closed at the end; an error only removes its bar."""
+    """Yield the open log for a filled run on rank 0, and close it at the end. An error only removes its bar."""
     from trainer.metrics.launch_log import LaunchOutcome
     from trainer.run.build import build_log, launch_record
 
@@ -262,11 +262,11 @@ def _logged(run: Run, course: Course, config_text: str, *, began_elsewhere: bool
             began_elsewhere=began_elsewhere,
             age_s=run.start_times.age_s(),
         )
-        if progress.iteration < run.train_iters:  # a finished run that is started again stays as it is
+        if progress.iteration < run.train_iters:  # restarting a finished run changes nothing
             log.launched(run.cluster.nonce, progress.iteration, run.start_times.age_s(), launch_record(course))
         yield (log,)
     except BaseException as error:
-        if not isinstance(error, LockError):  # the folder is another job's by now
+        if not isinstance(error, LockError):  # then the folder belongs to another job
             log.ended(run.state.progress.iteration, LaunchOutcome.failed, repr(error)[:_MOST_REASON])
         log.close_bar()
         raise
@@ -278,9 +278,9 @@ def _logged(run: Run, course: Course, config_text: str, *, began_elsewhere: bool
 
 
 def _dry_run(config: Config, world_size: int) -> None:
-    """Print the memory that each rank of a launch of `train.dry_run_ranks` ranks needs."""
+    """Print the memory needed per rank, for a launch with `train.dry_run_ranks` ranks."""
     if world_size > 1:
-        raise ConfigError("A dry run is one process", found=f"{world_size} ranks", fix="Start it without torchrun.")
+        raise ConfigError("A dry run uses one process", found=f"{world_size} ranks", fix="Start it without torchrun.")
     validate(config, config.train.dry_run_ranks)
     config = with_micro_batch(config, config.train.dry_run_ranks)
     from trainer.memory.dry_run import report

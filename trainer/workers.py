@@ -1,4 +1,4 @@
-"""Processes beside a command, for work that takes longer than their start."""
+"""Worker processes for work that takes longer than starting them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from concurrent.futures import ProcessPoolExecutor
 
 
 def spawned_pool(workers: int) -> ProcessPoolExecutor:
-    """Return a pool of new processes, which end with this process, even if it is killed.
+    """Return a pool with new processes, which end when this process ends, even if it is killed.
 
-    They ignore the terminal's signals and log nothing. A process forked beside a library's threads might hang.
+    They ignore the terminal's signals and log nothing. They are spawned, because a process forked while a library's
+    threads run might hang.
     """
     return ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=_begin)
 
