@@ -39,6 +39,6 @@ def test_hosts_that_share_no_folder_are_named(tmp_path: Path, has_folder: bool) 
     assert ended.statuses == (1, 1), ended.text
     line = ended.outputs[0].splitlines()[-1]
     assert line.startswith(f"MISSING  one folder for all hosts     {shared / 'runs'}/.shared.")
-    assert ".mark of rank 0 cannot be seen by host host1 (rank 1): No such file or directory. Mount the same file" in line
+    assert ".mark of rank 0 cannot be seen by host host1 (rank 1): No such file or directory. Mount the same" in line
     assert line.endswith(terms.WAY_OUT)
     assert sorted(path.name for path in [*shared.rglob("*"), *other.rglob("*")]) == ["runs"] * (1 + has_folder)

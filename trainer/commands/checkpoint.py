@@ -1,7 +1,7 @@
 """Work with checkpoints: `reprise checkpoint ls|show|verify|diff|merge|gather|copy|mirror|prune`.
 
 Needs no GPU and no process group. The exit status is 0 when all is well, 1 when something is damaged, differs or is not
-mirrored, 2 when the command fails. A file that cannot be read right now is not damaged.
+mirrored, 2 when the command fails. A temporarily unreadable file is not damaged.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def list_run(options: argparse.Namespace) -> int:
 
 
 def _print_goodput(run: Path, *, name: str) -> None:
-    """Print the breakdown of a run's wall time, if it has a log. For a long log, print the command that reads it."""
+    """Print the breakdown of a run's wall time, if it has a log. For a long log, print the command to read it."""
     log = run_folder(run) / METRICS
     if is_url(str(run)) or not exists(log):
         return
@@ -206,7 +206,7 @@ def show(options: argparse.Namespace) -> int:
         return FINE
     print(f"{contents.path}\n")
     if hosts:
-        print(f"The folder of one host, {share}\n")
+        print(f"A single host's folder, {share}\n")
         _print_rows(hosts, as_json=False)
         print()
     _print_rows([{"field": name, "value": value} for name, value in _flat(contents.state)], as_json=False)
@@ -252,7 +252,7 @@ def diff(options: argparse.Namespace) -> int:
 
 
 def gather(options: argparse.Namespace) -> int:
-    """Join several hosts' folders into one folder with the whole checkpoint."""
+    """Join several hosts' folders into a single folder with the whole checkpoint."""
     with _progress_bar() as progress:
         report = reprise.gather(
             options.hosts, options.out, iteration=options.iteration, progress=progress, terms=_GATHER_TERMS
@@ -354,7 +354,7 @@ def mirror(options: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _progress_bar(*, unit: str = "B", unit_scale: bool = True) -> Iterator[ProgressCallback]:
-    """Yield a function that shows a call's progress on a terminal, with one bar per name."""
+    """Yield a function to show a call's progress on a terminal, with a bar per name."""
     with contextlib.ExitStack() as stack:
         bars: list[tqdm[NoReturn]] = []
 

@@ -76,7 +76,7 @@ def import_checkpoint(options: argparse.Namespace) -> int:
 
 
 def model_overrides(model: ModelConfig, overrides: Sequence[str] = ()) -> list[str]:
-    """Return overrides that configure `model`, to precede `overrides`. Return none if those already choose a model."""
+    """Return overrides configuring `model`, to precede `overrides`. Return none if those already choose a model."""
     if any(override.startswith("model=") for override in overrides):
         return []
     fields = {name: value for name, value in model_record(model).items() if name != "family"}

@@ -1,7 +1,7 @@
 """Print the validation loss of checkpoints, one JSON line each: `reprise evaluate CHECKPOINT... [KEY=VALUE ...]`.
 
 Evaluates as the trainer does, with the checkpoint's configuration overridden by the command's keys. With the run's own
-batch, the loss has the bits that the run logged. To use several ranks, run `torchrun --no-python ... reprise evaluate`.
+batch, the loss equals the run's logged loss bit for bit. For several ranks, start it with `torchrun --no-python ...`.
 The exit status is 0, or if the command fails 2, with several ranks 1.
 """
 

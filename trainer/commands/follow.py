@@ -1,7 +1,7 @@
 """Run a command on every checkpoint of a run: `reprise follow RUN [options] [-- COMMAND {}]`.
 
 Without a command, `reprise evaluate` computes the validation loss. `{}` in the command stands for the checkpoint's
-folder or URL. The checkpoint is held meanwhile, so that retention does not delete it. When a command has ended, its
+folder or URL. The checkpoint is held meanwhile, so retention does not delete it. When a command has ended, its
 checkpoint gets a line in `follow.jsonl`, in the run's folder, or in the current folder if RUN is a mirrored run's URL.
 The exit status is 0, also after SIGINT or SIGTERM; 1 if a command failed or a checkpoint could not be opened; 2 if the
 run cannot be followed.

@@ -1,6 +1,6 @@
 """Write a page about runs: `reprise report RUN [RUN ...] [--output report.html]`.
 
-The page is one file and opens without a network. The exit status is 0, or 2 if a run cannot be read.
+The page is a single file and opens without a network. The exit status is 0, or 2 if a run cannot be read.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def write_report(runs: Sequence[Path], output: Path) -> Path:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="reprise report", description="Write a page about runs, as one file that opens without a network."
+        prog="reprise report", description="Write a page about runs, as a single file, which opens without a network."
     )
     parser.add_argument("runs", type=local_path, nargs="+", metavar="RUN", help="run folders, or their metrics.jsonl")
     parser.add_argument(

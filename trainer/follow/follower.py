@@ -107,7 +107,7 @@ class Follower:
     """Runs a command on each of a run's checkpoints.
 
     A checkpoint is identified by its manifest digest: an iteration saved again after a rewind is a new checkpoint.
-    Dropping a checkpoint's optimizer state does not make it a new one.
+    Dropping its optimizer state does not change a checkpoint's identity.
 
     Args:
         run: The run's folder or URL.

@@ -45,7 +45,7 @@ class JsonLines:
         self.notes: list[str] = []
 
     def chunks(self) -> Iterator[tuple[int, list[Json]]]:
-        """Yield chunks: the first line's number, and one object per line, empty for blank or skipped lines.
+        """Yield chunks: the first line's number, and an object per line, empty for blank or skipped lines.
 
         Raises:
             DataError: A line is not a JSON object.

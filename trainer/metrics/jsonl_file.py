@@ -1,4 +1,4 @@
-"""Truncates `metrics.jsonl` and appends to it, one JSON object per line."""
+"""Truncates `metrics.jsonl` and appends to it. Each line is a JSON object."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SAVES = ("save", "local_save")  # the events for saves that a run can resume fr
 class JsonlFile:
     """A JSON-lines file, open for appending. If a write fails, lines stay in memory until the disk works again.
 
-    Only one thread may add lines. Other threads may call `sync` meanwhile without blocking that thread on the disk.
+    Only a single thread may add lines. Other threads may call `sync` without blocking that thread on the disk.
     """
 
     def __init__(self, path: Path) -> None:
@@ -34,7 +34,7 @@ class JsonlFile:
         self._has_failed = False
 
     def add(self, members: Mapping[str, object]) -> None:
-        """Append an object as one line. NaN and infinity become null."""
+        """Append an object as a line. NaN and infinity become null."""
         line = f"{dumps(members)}\n".encode()
         with self._lock:
             self._waiting += line

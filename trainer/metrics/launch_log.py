@@ -25,7 +25,7 @@ class LaunchOutcome(Enum):
 
 
 class LaunchLog:
-    """One launch's lines.
+    """A launch's lines.
 
     Args:
         name: The launch's random name, repeated in the line of its first iteration in `metrics.jsonl`.

@@ -41,13 +41,13 @@ class MetricColumns:
     def of(
         iterations: Sequence[int], quantities: Sequence[str], cells: Sequence[Sequence[tuple[float, int]]]
     ) -> MetricColumns:
-        """Return columns built from cells: one row per iteration, each cell a value and its kind."""
+        """Return columns built from cells: a row per iteration, each cell a value and its kind."""
         pairs = numpy.array(cells, dtype=float).reshape(len(iterations), len(quantities), 2).T
         numbers = numpy.array(iterations, dtype=numpy.int64)
         return MetricColumns(numbers, tuple(quantities), pairs[0], pairs[1].astype(numpy.uint8))
 
     def column(self, quantity: str) -> Floats:
-        """Return one quantity's values."""
+        """Return a quantity's values."""
         column: Floats = self.values[self.quantities.index(quantity)]
         return column
 
@@ -66,7 +66,7 @@ class MetricsLog:
     Attributes:
         columns: The training iterations, in line order.
         lines: Their line numbers.
-        evaluations: The validation losses, sorted by iteration. The last one wins if an iteration repeats.
+        evaluations: The validation losses, sorted by iteration. If an iteration repeats, its last loss wins.
         events: Event records, such as evaluations, saves and samples, each with its line number.
         starts: Records for the first iteration after a start, each with its place in the columns.
         notes: Remarks on the file, such as a torn last line.

@@ -11,7 +11,7 @@ _KIB = 1024  # Linux reports a process's peak in KiB, see getrusage(2)
 
 
 class MemoryPeaks(NamedTuple):
-    """Peak memory in bytes since the start, for one rank or as the maximum over ranks. 0 means not recorded.
+    """Peak memory in bytes since the start, for a rank or as the maximum over ranks. 0 means not recorded.
 
     Attributes:
         host_peak: The process's peak resident memory.

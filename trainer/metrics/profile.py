@@ -18,7 +18,7 @@ FOLDER = "profile"  # inside the run's folder
 
 
 class Profiler:
-    """Writes one trace per rank in Chrome's format, from the first iteration in `steps` to the last.
+    """Writes a trace per rank in Chrome's format, from the first iteration in `steps` to the last.
 
     If the run ends earlier, the trace is shorter. A failed write is logged, and training continues.
 
@@ -49,7 +49,7 @@ class Profiler:
             self.close()
 
     def close(self) -> None:
-        """Write an unfinished trace, if there is one."""
+        """Write the unfinished trace, if any."""
         if self._profile is None:
             return
         profile, self._profile = self._profile, None

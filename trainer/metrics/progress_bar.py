@@ -31,7 +31,7 @@ class RunBar:
             )
 
     def show(self, *, loss: float, tokens_per_second: float) -> None:
-        """Advance by one iteration."""
+        """Advance by an iteration."""
         if self._bar is not None:
             self._bar.set_description_str(f"loss {loss:.4f} | {tokens_per_second:.0f} tok/s", refresh=False)
             self._bar.update()

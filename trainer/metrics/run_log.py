@@ -64,7 +64,7 @@ _FIGURES = (
 
 @dataclass(frozen=True, slots=True)
 class IterationRecord:
-    """One iteration's figures. `_FIGURES` lists which of them `metrics.jsonl` and TensorBoard get.
+    """An iteration's figures. `_FIGURES` lists which of them `metrics.jsonl` and TensorBoard get.
 
     Args:
         seconds: The iteration's duration, excluding `checkpoint_seconds`.
@@ -284,7 +284,7 @@ class RunLog:
         return f" | {duration((now - began) / (iteration - first) * remaining)} to go"
 
     def evaluation(self, iteration: int, loss: float, best: float | None, average_loss: float | None = None) -> None:
-        """Log an evaluation, with the averaged weights' loss if there is one."""
+        """Log an evaluation, with the averaged weights' loss if any."""
         members = {"iteration": iteration, "event": "evaluation", "valid_loss": loss, "valid_loss_hex": loss.hex()}
         curves, text = {"valid/loss": loss}, "none" if best is None else f"{best:.6f}"
         if average_loss is not None:

@@ -41,7 +41,7 @@ class RunPosition:
 
 @dataclass(frozen=True, slots=True)
 class MetricRecord:
-    """The metrics from one event: a training iteration, an evaluation, a sample or a save.
+    """Metrics from an event: a training iteration, an evaluation, a sample or a save.
 
     Args:
         members: A `metrics.jsonl` line. Empty for an event without a line.

@@ -96,7 +96,7 @@ class LogFollower:
 
 
 class Publisher:
-    """Sends a run's log to one tracker.
+    """Sends a run's log to a tracker.
 
     A run that continues from an earlier checkpoint starts a new branch. Each branch gets its own remote run, with all
     lines from the first iteration on, because trackers cannot take lines back. If lines are repeated after a kill, the

@@ -1,4 +1,4 @@
-"""TensorBoard. Writes the published lines to event files, one event per line, in double precision."""
+"""TensorBoard. Writes the published lines to event files, an event per line, in double precision."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ _HEX = "_hex"
 
 @dataclass(frozen=True, slots=True)
 class RemoteRun:
-    """A tracker's run for one branch.
+    """A tracker's run for a branch.
 
     Args:
         id: Unique among all runs. 1 to 60 letters, digits and hyphens.

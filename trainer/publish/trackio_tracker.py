@@ -17,7 +17,7 @@ from trainer.publish.tracker import RemoteRun, Tracker, TrackerRow
 
 
 class TrackioTracker(Tracker):
-    """A Trackio run with our id. Each batch of rows is one transaction.
+    """A Trackio run with our id. Each batch is a transaction.
 
     Trackio stores float64, with NaN and infinity as the strings `NaN`, `Infinity` and `-Infinity`.
     """

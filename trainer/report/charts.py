@@ -1,4 +1,4 @@
-"""A report's charts: bokeh figures, with curves that the page fills for the visible range."""
+"""A report's charts: bokeh figures, whose curves the page fills for the visible range."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads everything that a run's folder records: iterations as columns, events and launches."""
+"""Reads everything recorded in a run's folder: iterations as columns, events and launches."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class History:
 
     Attributes:
         log: The run's iterations, each once.
-        abandoned: Logs with lines for iterations that a later launch repeated or dropped.
+        abandoned: Logs with iterations repeated or dropped by a later launch.
         launches: Launches in time order. Empty if the log has no times.
     """
 

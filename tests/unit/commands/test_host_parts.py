@@ -64,7 +64,7 @@ def test_show_has_the_pieces_of_each_host(tmp_path: Path, capsys: pytest.Capture
     assert [(row["pieces"], row["held"], row["missing"]) for row in found["hosts"]] == [(3, 3, 0), (3, 0, 3)]
     assert all(text in found["held"] for text in HELD)
     assert main(["show", str(a)]) == FINE
-    assert "\nThe folder of one host, 50 % of 2 hosts: " in capsys.readouterr().out
+    assert "\nA single host's folder, 50 % of 2 hosts: " in capsys.readouterr().out
 
 
 def test_diff_and_prune_refuse_parts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
