@@ -52,12 +52,12 @@ def _check_store(text: str) -> int:
     from trainer.doctor.looks import BAD, FINE, WORSE, Finding
 
     try:
-        looks = probe_store(text)
+        probes = probe_store(text)
     except TrainerError as error:
         print(f"reprise doctor: {error}", file=sys.stderr)
         return 1
     verdicts = {True: FINE, None: WORSE, False: BAD}
-    return _print(Finding(look.what, verdicts[look.is_fine], look.found) for look in looks)
+    return _print(Finding(probe.what, verdicts[probe.is_fine], probe.found) for probe in probes)
 
 
 def _print(findings: Iterable[Finding]) -> int:

@@ -168,8 +168,8 @@ def _evaluate(run: Run, path: Path, *, averages: bool) -> Json:
     rebind(run)
     loss, name = valid_loss(run), "ema_loss" if averages else "valid_loss"
     assert loss is not None
-    data, of_run = run.course.description["data"]["valid_fingerprint"], checkpoint.state.get("data", {})
-    if run.cluster.rank == 0 and of_run.get("valid_fingerprint", data) != data:
+    data, saved_data = run.course.description["data"]["valid_fingerprint"], checkpoint.state.get("data", {})
+    if run.cluster.rank == 0 and saved_data.get("valid_fingerprint", data) != data:
         _log.warning(f"{shown_name(checkpoint.path)}: the validation data differs from the run's")
     where = {"checkpoint": str(checkpoint.path), "iteration": checkpoint.iteration}
     samples = run.config.train.eval_iters * run.config.train.global_batch_size

@@ -30,10 +30,10 @@ _FOLDER_S, _STORE_S = 2.0, 30.0  # polling intervals
 def main(arguments: Sequence[str] | None = None) -> int:
     """Follow a run and return the exit status."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    border = words.index("--") if "--" in words else len(words)
+    separator = words.index("--") if "--" in words else len(words)
     parser = _parser()
-    options, command = parser.parse_args(words[:border]), words[border + 1 :]
-    if border == len(words):
+    options, command = parser.parse_args(words[:separator]), words[separator + 1 :]
+    if separator == len(words):
         command, options.json_metric = _EVALUATE, options.json_metric or VALID_LOSS
     if not any(PLACE in word for word in command):
         parser.error(f"expected a command with {PLACE} for the checkpoint's folder: -- COMMAND {PLACE}")

@@ -80,8 +80,8 @@ def _call(words: list[str]) -> int:
         case ["--version", *_]:
             print(f"reprise {__version__}")
             return _FINE
-        case [name, *rest] if name in COMMANDS:
-            return _run(name, rest)
+        case [name, *arguments] if name in COMMANDS:
+            return _run(name, arguments)
         case []:
             print(_help(), file=sys.stderr)
         case [name, *_]:

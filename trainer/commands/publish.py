@@ -48,8 +48,8 @@ def _publish(options: argparse.Namespace, stack: ExitStack) -> int:
         raise DataError("The folder is not a run folder", where=options.run, expected=METRICS)
     tracker = load_tracker(options.to)
     title = options.name or options.run.resolve().name
-    waits = _Pause(options.interval, until_input_ends=options.until_input_ends)
-    pause = stack.enter_context(waits) if options.follow else _end
+    timer = _Pause(options.interval, until_input_ends=options.until_input_ends)
+    pause = stack.enter_context(timer) if options.follow else _stop_at_once
     while True:
         try:
             sender = Publisher(
@@ -70,7 +70,7 @@ def _publish(options: argparse.Namespace, stack: ExitStack) -> int:
     return FINE
 
 
-def _end(_: float) -> bool:
+def _stop_at_once(_: float) -> bool:
     return False
 
 

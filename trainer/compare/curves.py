@@ -203,18 +203,21 @@ def compare(base: Curve, test: Curve, *, tolerance: Tolerance | None, allow_miss
         DataError: Equal bits are required but a loss is known only as a decimal, or no losses are comparable.
     """
     unlike = _unlike_iterations(base, test)
-    of_base, of_test = (
+    base_points, test_points = (
         curve.points.take(~numpy.isin(curve.points.iterations, unlike)) if unlike.size else curve.points
         for curve in (base, test)
     )
     if tolerance is None:
-        _require_exact(base.source, of_base)
-        _require_exact(test.source, of_test)
-    points, evaluations = Sides.of(of_base, of_test, tolerance), Sides.of(base.evaluations, test.evaluations, tolerance)
+        _require_exact(base.source, base_points)
+        _require_exact(test.source, test_points)
+    points, evaluations = (
+        Sides.of(base_points, test_points, tolerance),
+        Sides.of(base.evaluations, test.evaluations, tolerance),
+    )
     common = points.base.iterations
     different = numpy.union1d(points.iterations, evaluations.iterations)
-    missing, missing_in_base = (numpy.setdiff1d(side.iterations, common) for side in (of_base, of_test))
-    start = of_test.iterations.min() if len(of_test) else 0
+    missing, missing_in_base = (numpy.setdiff1d(side.iterations, common) for side in (base_points, test_points))
+    start = test_points.iterations.min() if len(test_points) else 0
     prefix = int((missing < start).sum()) if allow_missing_prefix else 0
     is_equal = (points.base.kinds[0] == EXACT) & (points.test.kinds[0] == EXACT)
     other_bits, other_losses = (
@@ -267,15 +270,15 @@ def _unlike_iterations(base: Curve, test: Curve) -> Integers:
         return numpy.array([], dtype=numpy.int64)
     a, b = base.points.iterations, test.points.iterations
     common, *places = numpy.intersect1d(a, b, assume_unique=True, return_indices=True)
-    of_base, of_test = (_windows(curve)[at] for curve, at in zip((base, test), places, strict=True))
-    is_unlike = (of_base != of_test) & (of_base > 0) & (of_test > 0)
+    base_windows, test_windows = (_windows(curve)[at] for curve, at in zip((base, test), places, strict=True))
+    is_unlike = (base_windows != test_windows) & (base_windows > 0) & (test_windows > 0)
     if common.size and is_unlike.all():
         single = (base if base.meaning.is_mean else test).meaning
         raise DataError(
             "The two sides average their losses over different numbers of iterations",
             where=f"{base.source} and {test.source}",
             expected="a loss per iteration on both sides, or means over equally many",
-            found=f"means of {of_base[-1]} and {of_test[-1]} at iteration {common[-1]}",
+            found=f"means of {base_windows[-1]} and {test_windows[-1]} at iteration {common[-1]}",
             fix=f"Compare a run that logs every iteration (in {single.program}: {single.single}).",
         )
     unlike: Integers = common[is_unlike]

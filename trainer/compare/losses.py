@@ -58,17 +58,17 @@ def _compare_folders(options: Namespace) -> tuple[str, bool]:
             fix="Name two folders, or the logs themselves.",
         )
     folders = (options.base, options.tests[0])
-    of_base, of_test = map(_logs, folders)
-    common = sorted(of_base.keys() & of_test.keys())
+    base_logs, test_logs = map(_logs, folders)
+    common = sorted(base_logs.keys() & test_logs.keys())
     if not common:
         raise DataError(
             "The two folders share no log name",
             where=" and ".join(folders),
             expected=f"files that end in {', '.join(_SUFFIXES)}, or the folders of two runs with {METRICS}",
-            found=f"{len(of_base)} and {len(of_test)} logs",
+            found=f"{len(base_logs)} and {len(test_logs)} logs",
         )
-    comparisons = {name: _compare(options, *_read([of_base[name], of_test[name]], options)) for name in common}
-    alone = {"only_in_base": sorted({*of_base} - {*common}), "only_in_test": sorted({*of_test} - {*common})}
+    comparisons = {name: _compare(options, *_read([base_logs[name], test_logs[name]], options)) for name in common}
+    alone = {"only_in_base": sorted({*base_logs} - {*common}), "only_in_test": sorted({*test_logs} - {*common})}
     equal = sum(comparison.equal for comparison in comparisons.values())
     is_equal = equal == len(comparisons) and not any(alone.values())
     if options.json:
@@ -80,8 +80,8 @@ def _compare_folders(options: Namespace) -> tuple[str, bool]:
 
 
 def _compare(options: Namespace, base: Curve, test: Curve) -> Comparison:
-    of_dtype = options.threshold_bf16 if common_dtype(base, test) == "bfloat16" else options.threshold_fp32
-    tolerance = Tolerance(of_dtype if options.threshold is None else options.threshold, options.rtol)
+    dtype_threshold = options.threshold_bf16 if common_dtype(base, test) == "bfloat16" else options.threshold_fp32
+    tolerance = Tolerance(dtype_threshold if options.threshold is None else options.threshold, options.rtol)
     is_prefix_allowed = options.allow_missing_prefix
     return compare(base, test, tolerance=None if options.bitwise else tolerance, allow_missing_prefix=is_prefix_allowed)
 

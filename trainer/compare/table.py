@@ -42,7 +42,7 @@ def summarize(comparison: Comparison, name: str) -> Row:
     """
     different, largest, tolerance = comparison.different, comparison.largest, comparison.tolerance
     return {
-        **_about(comparison.test, name),
+        **_curve_members(comparison.test, name),
         "tolerance": tolerance and {"absolute": tolerance.absolute, "relative": tolerance.relative},
         "equal": comparison.equal,
         "bit_identical": comparison.bit_identical,
@@ -66,7 +66,7 @@ def summarize(comparison: Comparison, name: str) -> Row:
 def summarize_all(comparisons: Sequence[Comparison], names: Sequence[str]) -> Row:
     """Return the results of comparisons against a common base as JSON. `names` starts with the base's name."""
     return {
-        "base": _about(comparisons[0].base, names[0]),
+        "base": _curve_members(comparisons[0].base, names[0]),
         "runs": [summarize(comparison, name) for comparison, name in zip(comparisons, names[1:], strict=True)],
         "equal": all(comparison.equal for comparison in comparisons),
     }
@@ -125,7 +125,7 @@ def _cells(comparison: Comparison, name: str) -> dict[str, str]:
     }
 
 
-def _about(curve: Curve, name: str) -> Row:
+def _curve_members(curve: Curve, name: str) -> Row:
     first, last = curve.points.iterations[[0, -1]].tolist()
     return {
         "run": name,

@@ -15,7 +15,7 @@ from trainer.config.terms import WAY_OUT
 from trainer.doctor.looks import BAD, FINE, Finding, folder, machine, missing_folders, remove
 from trainer.launch.process_group import Cluster
 
-_LOOKS_S = 24 * 3600.0  # limit for checking all hosts in turn
+_CHECKS_S = 24 * 3600.0  # limit for checking all hosts in turn
 
 
 def look_at_hosts(path: Path, cluster: Cluster) -> Iterator[tuple[str, Sequence[Finding]]]:
@@ -28,7 +28,7 @@ def look_at_hosts(path: Path, cluster: Cluster) -> Iterator[tuple[str, Sequence[
         TrainerError: A rank exits.
     """
     hosts = find_hosts(cluster.channel, cluster.local_ranks, "doctor")
-    channel = cluster.channel.clone(_LOOKS_S)
+    channel = cluster.channel.clone(_CHECKS_S)
     for number, leader in enumerate(hosts.leaders):
         key = f"doctor/{leader}"
         if cluster.rank == 0 and leader != 0:
@@ -36,11 +36,11 @@ def look_at_hosts(path: Path, cluster: Cluster) -> Iterator[tuple[str, Sequence[
         if cluster.rank == leader:
             if leader != 0:
                 channel.take(f"{key}/turn", sender="rank 0")
-            looks = [*machine(), *folder(path)]
-            channel.put(f"{key}/found", json.dumps([astuple(look) for look in looks]).encode())
+            findings = [*machine(), *folder(path)]
+            channel.put(f"{key}/found", json.dumps([astuple(finding) for finding in findings]).encode())
         if cluster.rank == 0:
             findings = json.loads(channel.take(f"{key}/found", sender=f"rank {leader}"))
-            yield _describe(hosts, number, hosts.ranks[number]), [Finding(*look) for look in findings]
+            yield _describe(hosts, number, hosts.ranks[number]), [Finding(*finding) for finding in findings]
     channel.from_first("doctor/looked", lambda: True)
     shared = one_folder(path, cluster, hosts)
     if cluster.rank == 0:

@@ -79,9 +79,9 @@ def folder(path: Path) -> Iterator[Finding]:
                 "a folder can be created", BAD, f"{error.filename}: {error.strerror}{_room_left(files, error)}"
             )
             return
-        for what, look in _LOOKS.items():
+        for what, check in _CHECKS.items():
             try:
-                verdict, detail = look(files, scratch)
+                verdict, detail = check(files, scratch)
             except OSError as error:
                 verdict, detail = BAD, f"{error.strerror} (errno {error.errno})"
             except TrainerError as error:
@@ -186,7 +186,7 @@ def _direct(files: Files, scratch: Path) -> tuple[str, str]:
     return (FINE if "O_DIRECT" in seconds else WORSE), f"{speeds}, durable"
 
 
-_LOOKS: dict[str, Callable[[Files, Path], tuple[str, str]]] = {
+_CHECKS: dict[str, Callable[[Files, Path], tuple[str, str]]] = {
     "free space": _free_space,
     "atomic rename": _rename,
     "lock": _lock,

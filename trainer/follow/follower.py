@@ -236,7 +236,7 @@ class Follower:
         if not committed:
             return False
         path = folder.iteration(committed[-1])
-        goes_on = is_stored(path) and is_file(folder.root / STILL_MIRRORED)
+        continues = is_stored(path) and is_file(folder.root / STILL_MIRRORED)
         try:
             state, train = _json_at(path / STATE), _json_at(path / RUN_CONFIG)["config"]["train"]
             samples = train.get("train_samples")
@@ -247,11 +247,11 @@ class Follower:
             is_at_end = False
         if not is_stored(path):
             return is_at_end and not (self._choice.weights and is_locked(folder.root / WEIGHTS))
-        if self._newest != (path, goes_on) and not is_at_end:
-            event = "waiting for the next" if goes_on else "its run has stopped: waiting for its next start"
+        if self._newest != (path, continues) and not is_at_end:
+            event = "waiting for the next" if continues else "its run has stopped: waiting for its next start"
             _log.info("%s is the newest checkpoint; %s", shown_name(path), event)
-        self._newest = path, goes_on
-        return is_at_end and not goes_on
+        self._newest = path, continues
+        return is_at_end and not continues
 
     def _problem(self, path: Path, problem: str) -> None:
         """Remember a checkpoint's problem, and log it if it is new."""

@@ -154,13 +154,13 @@ def tail(path: Path) -> Iterator[bytes]:
     except FileNotFoundError:
         file = io.BytesIO()
     with file:
-        at, begun = file.seek(0, os.SEEK_END), b""
+        at, partial = file.seek(0, os.SEEK_END), b""
         while at:
             size = min(at, _BLOCK_BYTES)
             at -= size
             file.seek(at)
-            first, *lines = LINES.findall(file.read(size) + begun)
+            first, *lines = LINES.findall(file.read(size) + partial)
             yield from reversed(lines)
-            begun = first
-        if begun:
-            yield begun
+            partial = first
+        if partial:
+            yield partial

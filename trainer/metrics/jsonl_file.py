@@ -51,7 +51,7 @@ class JsonlFile:
         with self._syncing:
             self._try(self._write, lambda: os.fsync(self._descriptor))
             if self._waiting:
-                _log.error("%s lacks its last %d bytes", self._path, len(self._waiting))
+                _log.error("%s is missing its last %d bytes", self._path, len(self._waiting))
             self._is_closed = True
             os.close(self._descriptor)
 
@@ -68,7 +68,7 @@ class JsonlFile:
             self._has_failed = False
         except OSError as error:
             if not self._has_failed:
-                _log.error("%s cannot be written, its lines wait in memory: %s", self._path, error)
+                _log.error("%s cannot be written, and its lines wait in memory: %s", self._path, error)
             self._has_failed = True
 
 

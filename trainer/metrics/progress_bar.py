@@ -73,7 +73,7 @@ class _LineHandler(logging.StreamHandler[TextIO]):
             return
         self.setStream(sys.stderr)
         self.setLevel(logging.WARNING)
-        form = "nobody reads the output any more: the run goes on, with warnings here and its lines in metrics.jsonl"
+        form = "the output has no reader any more: the run continues, with warnings here and all lines in metrics.jsonl"
         self.handle(logging.LogRecord(record.name, logging.WARNING, record.pathname, record.lineno, form, None, None))
 
 

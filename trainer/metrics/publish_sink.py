@@ -53,7 +53,7 @@ class PublishSink(MetricSink):
     def write(self, record: MetricRecord) -> None:
         if self._process is not None and self._process.poll() is not None:
             _log.warning(
-                "the process that sends the metrics to %s has ended with status %d, and the run goes on without it: %s",
+                "the process sending metrics to %s has ended with status %d, and the run continues without it: %s",
                 self._tracker,
                 self._process.returncode,
                 self._output,

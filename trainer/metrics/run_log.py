@@ -112,7 +112,7 @@ class Slowdown:
     """
 
     def __init__(self) -> None:
-        self._quiet: deque[float] = deque(maxlen=50)  # seconds per sample without a save
+        self._baseline: deque[float] = deque(maxlen=50)  # seconds per sample without a save
         self._seconds, self._samples = 0.0, 0  # while a save is written
 
     def add(self, seconds: float, samples: int, *, is_saving: bool) -> None:
@@ -120,13 +120,13 @@ class Slowdown:
         if is_saving:
             self._seconds, self._samples = self._seconds + seconds, self._samples + samples
         else:
-            self._quiet.append(seconds / samples)
+            self._baseline.append(seconds / samples)
 
     def take(self) -> float:
         """Return the total slowdown in seconds since the last call, or 0 without iterations to compare."""
         seconds, samples = self._seconds, self._samples
         self._seconds, self._samples = 0.0, 0
-        return seconds - samples * median(self._quiet) if self._quiet and samples else 0.0
+        return seconds - samples * median(self._baseline) if self._baseline and samples else 0.0
 
 
 class RunLog:
@@ -154,7 +154,7 @@ class RunLog:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock = clock
-        self._paced: tuple[int, float] | None = None  # this launch's first iteration, and its end time
+        self._first_end: tuple[int, float] | None = None  # this launch's first iteration, and its end time
         self._files = files
         self._folder = folder
         self.train_iters = train_iters
@@ -261,7 +261,7 @@ class RunLog:
         self._write(MetricRecord(record.iteration, members, curves))
         self._first = {}
         now = self._clock()
-        self._paced = self._paced or (record.iteration, now)
+        self._first_end = self._first_end or (record.iteration, now)
         if self._bar is not None:
             self._bar.show(loss=record.loss, tokens_per_second=record.tokens_per_second)
         if has_line(record.iteration, self._log_interval, self.train_iters):
@@ -270,14 +270,14 @@ class RunLog:
             _log.info(
                 f"step {record.iteration:5d}/{self.train_iters} | train loss {record.loss:.6f} | "
                 f"norm {record.grad_norm:.4f} | lr {record.lr:.4e} | {record.seconds * 1e3:.1f} ms | "
-                f"{record.tokens_per_second:.0f} tok/s{mfu}{size}{self._to_the_end(record.iteration, now)}"
+                f"{record.tokens_per_second:.0f} tok/s{mfu}{size}{self._remaining_time(record.iteration, now)}"
             )
             if slowest is not None:
                 _log.info(f"step {record.iteration:5d}/{self.train_iters} | {slowest}")
 
-    def _to_the_end(self, iteration: int, now: float) -> str:
+    def _remaining_time(self, iteration: int, now: float) -> str:
         """Estimate the remaining time from the pace since the first iteration, including evaluations and saves."""
-        first, began = self._paced or (iteration, now)
+        first, began = self._first_end or (iteration, now)
         remaining = self.train_iters - iteration
         if iteration <= first or remaining <= 0:
             return ""

@@ -113,7 +113,9 @@ class GuardedSink(MetricSink):
             call()
         except Exception as error:  # noqa: BLE001 - whatever its library raises, training goes on
             if not self._has_failed:
-                _log.error("The metrics lack points in %s, and the run goes on without: %r", self._name, error)
+                _log.error(
+                    "Metrics could not be written to %s, and the run continues without them: %r", self._name, error
+                )
             self._has_failed = True
             return False
         return True

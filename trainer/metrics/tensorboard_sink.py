@@ -74,7 +74,7 @@ class TensorboardSink(MetricSink):
             self._has_lost_points = False
         except OSError as error:
             if not self._has_lost_points:
-                _log.error("%s lacks points: %s", self._folder, error)
+                _log.error("%s is missing points: %s", self._folder, error)
             self._has_lost_points = True
             self._file, self._purge_step = None, iteration + 1
 

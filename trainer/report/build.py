@@ -209,11 +209,11 @@ def _marks(event: LifeEvent) -> Iterator[LifeMark]:
 def _goodput_section(goodputs: Sequence[tuple[str, Goodput]]) -> list[PageSection]:
     if not goodputs:
         return []
-    names, goods = [name for name, _ in goodputs], [goodput for _, goodput in goodputs]
-    bars = {text: [_bar(good.parts[text], good.wall or 1.0) for good in goods] for text in goods[0].parts}
+    names, figures = [name for name, _ in goodputs], [goodput for _, goodput in goodputs]
+    bars = {text: [_bar(figure.parts[text], figure.wall or 1.0) for figure in figures] for text in figures[0].parts}
     rows = [["part", *(f"{name}, {unit}" for name in names for unit in ("s", "%"))]]
     for text in [*bars, "wall time"]:
-        pairs = [(good.parts.get(text, good.wall), good.wall) for good in goods]
+        pairs = [(figure.parts.get(text, figure.wall), figure.wall) for figure in figures]
         cells = [(f"{part:.1f}", f"{100 * part / wall:.2f}" if wall else _MISSING) for part, wall in pairs]
         rows.append([text, *chain.from_iterable(cells)])
     note = "The share of wall time spent training forward."
@@ -226,7 +226,7 @@ def _bar(seconds: float, wall: float) -> tuple[float, str]:
 
 def _changes(name: str, history: History) -> Iterator[PageSection]:
     """Yield a table with the settings and versions that changed between launches, side by side."""
-    records = [flattened(_described(launch.record)) for launch in history.launches if launch.record]
+    records = [flattened(_launch_settings(launch.record)) for launch in history.launches if launch.record]
     numbers = [number for number, launch in enumerate(history.launches, start=1) if launch.record]
     keys = dict.fromkeys(key for record in records for key in record)
     rows = []
@@ -240,7 +240,7 @@ def _changes(name: str, history: History) -> Iterator[PageSection]:
         yield PageSection(f"What changed between launches of {name}", notes, table=table)
 
 
-def _described(record: Json) -> Json:
+def _launch_settings(record: Json) -> Json:
     names = ("host", "topology", "config", "environment", "versions", "commit")
     return {name: record[name] for name in names if name in record}
 
@@ -251,7 +251,7 @@ def _machine_section(runs: Runs) -> PageSection:
     for _, history in runs:
         record = history.launches[-1].record if history.launches else {}
         first = history.launches[-1].first if history.launches else None
-        described = {name: value for name, value in _described(record).items() if name != "config"}
+        described = {name: value for name, value in _launch_settings(record).items() if name != "config"}
         columns.append(flattened(described or {"versions": (first or {}).get("versions", {})}))
     keys = dict.fromkeys(key for column in columns for key in column)
     rows = [[key, *(_cell(column.get(key)) for column in columns)] for key in keys]

@@ -51,7 +51,7 @@ def test_its_end_is_a_warning_once(tmp_path: Path, caplog: pytest.LogCaptureFixt
             sink.write(MetricRecord(iteration, {"iteration": iteration}))
         sink.close()
     (record,) = caplog.records
-    assert "has ended with status -9, and the run goes on without it" in record.getMessage()
+    assert "has ended with status -9, and the run continues without it" in record.getMessage()
 
 
 def test_an_unknown_tracker_is_refused() -> None:
