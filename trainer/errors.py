@@ -1,4 +1,4 @@
-"""The former name for `reprise.errors`, for programs in a checkout. Removed in 0.3."""
+"""The former name for `reprise.errors`, for programs in a checkout. To be removed in 0.3."""
 
 import warnings
 from typing import Any

@@ -231,7 +231,7 @@ def _flat(config: Json, prefix: str = "") -> Json:
 
 
 def _lock(folder: Path) -> int:
-    """Lock the folder until the process ends, and return the lock's descriptor.
+    """Lock the folder, and return the descriptor. The lock ends with the descriptor or the process.
 
     The lock file stores the folder's path, which reveals copied folders.
 
