@@ -1,1 +1,1 @@
-"""Nested state dicts: stored names, the tables agreed on by ranks, and filling in place."""
+"""Nested state dicts: stored names, the ranks' agreement on tensor tables, and filling in place."""

@@ -1,7 +1,7 @@
-"""The agreement of a group's ranks on a table of tensors: by digests, and by the tables only if a table is new.
+"""Agrees on the tensor table between a process group's ranks: by digests, and by the tables only if a table is new.
 
-A save costs a message of each rank and an answer as long as no rank's table changes and all give the same values. Small
-tables and values are part of the message.
+As long as no rank's table changes and all ranks pass the same values, a save takes one message per rank and an answer.
+Small tables and values travel inside the message.
 """
 
 from __future__ import annotations
@@ -17,20 +17,21 @@ from reprise.ranks.channel import StoreChannel
 from reprise.ranks.joint_call import JointCall
 from reprise.storage import json_file
 
-# What is larger travels only if the coordinator asks for it. A table is sent where it is new, values in every save.
+# Larger tables and values are sent only on the coordinator's request. A table is sent if it is new, values in every
+# save.
 SMALL_TABLE_BYTES, SMALL_VALUES_BYTES = 32 << 10, 4 << 10
 _TABLE, _VALUES = "table", "values"
 
 
 @dataclass(slots=True)
 class KnownTables:
-    """The tables of the last agreement of a group, kept from one save to the next.
+    """A process group's tables from the last agreement, kept between saves.
 
     Args:
-        joint: the table of all ranks.
-        sent: the digest of this rank's table in the last agreement.
-        tables: on the coordinator, by digest.
-        digests: on the coordinator, the digest of each rank's table, in the order of the channel's ranks.
+        joint: The table for all ranks.
+        sent: The digest of this rank's table in the last agreement.
+        tables: On the coordinator, the tables by digest.
+        digests: On the coordinator, the digest of each rank's table, in channel order.
     """
 
     joint: JointTable | None = None
@@ -47,18 +48,18 @@ def agree_on_state(
     *,
     before_decision: Callable[[], None] = lambda: None,
 ) -> tuple[JointTable, Section | None]:
-    """Return the table and the values of all ranks. A call of all ranks.
+    """Return the joint table and the joined values for all ranks. Collective.
 
-    The table is the very object of the last agreement if no rank's has changed. The values are those of all ranks on
-    the coordinator, which writes them; None if they are this rank's, and on the others.
+    The table is the same object as in the last agreement if no rank's table has changed. The values are returned on the
+    coordinator, which writes them. They are None on other ranks, and if all ranks pass the same values.
 
     Args:
-        table: see `table_of`.
-        values: a `Section` as JSON.
-        before_decision: called on the coordinator once every rank has offered; the call fails if it raises.
+        table: See `table_of`.
+        values: A `Section` as JSON.
+        before_decision: Called on the coordinator once every rank has sent its offer. The call fails if it raises.
 
     Raises:
-        CheckpointError: on every rank, if a rank does not make the call, or their tables or values do not fit together.
+        CheckpointError: A rank does not make the call, or the tables or values conflict. Every rank raises.
     """
     channel, documents, joined = call.channel, {_TABLE: table, _VALUES: values}, None
     digests = {kind: digest_of(data) for kind, data in documents.items()}
@@ -97,12 +98,12 @@ def agree_on_state(
 
 
 class _Exchange:
-    """The tables and values of an agreement, on the coordinator.
+    """The coordinator's side: the tables and values in an agreement.
 
     Attributes:
-        documents: what has come, by digest, and the tables of the last agreement.
-        is_same: whether every rank gives its table of the last agreement, and has the joint table.
-        joint: the message with a new joint table.
+        documents: By digest, the received tables and values, and the tables from the last agreement.
+        is_same: Whether every rank has the joint table and passes the same table as in the last agreement.
+        joint: The message with a new joint table.
     """
 
     def __init__(self, channel: StoreChannel, rows: list[bytes], cache: KnownTables) -> None:
@@ -119,25 +120,25 @@ class _Exchange:
         return tuple(digests[_TABLE] for digests in self._digests.values())
 
     def lacking(self, kind: str) -> list[int]:
-        """Return the first rank with each table, or values, that has not come."""
+        """Return, for each table (or values document) not received yet, the first rank with it."""
         return sorted(rank for digest, rank in self._first_with(kind).items() if digest not in self.documents)
 
     def _first_with(self, kind: str) -> dict[str, int]:
-        """Return by digest the first rank with each table, or values; the coordinator comes before all others."""
+        """Return by digest the first rank with each table or values document. The coordinator precedes all others."""
         return {digests[kind]: rank for rank, digests in reversed(self._digests.items())}
 
     def receive(self, key: str, requests: dict[str, list[int]]) -> None:
-        """Wait for what the ranks were asked for."""
+        """Wait for the requested documents."""
         for kind, ranks in requests.items():
             for rank in ranks:
                 data = self._channel.take(f"{key}/{kind}/{rank}", sender=f"rank {rank}")
                 self.documents[self._digests[rank][kind]] = data
 
     def join(self) -> Section | None:
-        """Build the joint table, cache each rank's table, and return the values of all ranks, where they differ.
+        """Build the joint table, cache each rank's table, and return the joined values if they differ between ranks.
 
         Raises:
-            CheckpointError: if they do not fit together.
+            CheckpointError: The tables or values conflict.
         """
         cache = self._cache
         if not self.is_same:

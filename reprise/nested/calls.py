@@ -1,4 +1,4 @@
-"""A save and a load of a tree of live tensors and values, from the check of the arguments to the agreement."""
+"""Saves and loads a tree with live tensors and values, from the argument checks to the agreement."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ _log = logging.getLogger(__name__)
 
 MakeTree = Callable[[], Tree]
 
-# What the ranks of each group know of each other, by the kind of call.
+# By call kind and ranks, the tables from the last agreement.
 _known: dict[tuple[str, tuple[int, ...]], KnownTables] = {}
 
 
 def known_tables(kind: str, channel: StoreChannel) -> KnownTables:
-    """Return the tables from earlier calls of a kind between the ranks of a group."""
+    """Return the tables from a group's earlier calls of a kind, such as "save"."""
     return _known.setdefault((kind, channel.ranks), KnownTables())
 
 
@@ -65,20 +65,20 @@ def contents_of(
     check: Callable[[], None] = lambda: None,
     before_decision: Callable[[], None] = lambda: None,
 ) -> Contents:
-    """Return the contents of a save. A call of all ranks.
+    """Return what to save. Collective.
 
     Args:
-        folder: of the checkpoints, for messages.
-        make_tree: returns this rank's tree.
-        cache: the tables of the last agreement of the ranks.
-        last: the tensors of the save before, where there is one; those of this save replace them.
-        is_replicated: whether every rank has to hold a part of every tensor.
-        check: called first; raises if this rank cannot save.
-        before_decision: called on the coordinator once every rank can save; no rank saves if it raises.
+        folder: The checkpoint folder, for messages.
+        make_tree: Returns this rank's tree.
+        cache: The tables from the ranks' last agreement.
+        last: The previous save's tensors, if there was a save. This save's tensors replace them.
+        is_replicated: Whether every rank must hold a part of every tensor.
+        check: Called first. Raises if this rank cannot save.
+        before_decision: Called on the coordinator once every rank can save. No rank saves if it raises.
 
     Raises:
-        TrainerError: on every rank, if a rank cannot save, or their trees do not fit together.
-        BaseException: this rank's own error; the others get a TrainerError that names it.
+        TrainerError: A rank cannot save, or the ranks' trees conflict. Every rank raises.
+        BaseException: This rank's own error. Other ranks raise a TrainerError naming it.
     """
     last = last or LastTensors()
     with call.preparing(), own_modes():
@@ -112,19 +112,19 @@ def save_now(
     overwrite: bool,
     is_replicated: bool = False,
 ) -> Path:
-    """Save as `folder/iter_<iteration>` while the caller waits, and return that path. A call of all ranks.
+    """Save as `folder/iter_<iteration>` while the caller waits, and return this path. Collective.
 
-    The coordinator takes the lock of the folder before the other ranks hear of the decision to save.
+    The coordinator locks the folder before other ranks learn about the decision to save.
 
     Args:
-        keep: number of newest checkpoints kept; 0 keeps all.
-        file_bytes: the size in bytes at which a file is full.
-        overwrite: whether the iteration may be there already; the coordinator's counts.
-        from_rank0: see `contents_of` for this and the others.
+        keep: How many newest checkpoints to keep. 0 keeps all.
+        file_bytes: The largest tensor file in bytes.
+        overwrite: Whether the iteration may already exist. Only the coordinator's value counts.
+        from_rank0: See `contents_of` for this and the other arguments.
 
     Raises:
-        TrainerError: if the save did not become a checkpoint.
-        BaseException: as `contents_of`.
+        TrainerError: The save did not produce a checkpoint.
+        BaseException: See `contents_of`.
     """
     with call.preparing():
         path = target_folder(folder)
@@ -137,7 +137,7 @@ def save_now(
         if not overwrite:
             check_vacant(path, iteration)
 
-    with checkpointer, checkpointer:  # again, where an interrupt ends the first exit
+    with checkpointer, checkpointer:  # twice: an interrupt may end the first exit
         contents = contents_of(
             call,
             path,
@@ -168,15 +168,15 @@ def fill(
     """Fill a tree from a checkpoint, and return the names missing on either side.
 
     Args:
-        make_tree: returns this rank's tree to fill.
-        iteration: the iteration in a run's folder; None for the newest valid one.
-        missing_ok: fill nothing, and return iteration 0, where there is no checkpoint; the same on all ranks.
-        check: refuses a checkpoint before its tensors are compared with the tree's.
+        make_tree: Returns this rank's tree to fill.
+        iteration: The iteration to load from a run's folder. None loads the newest valid checkpoint.
+        missing_ok: Whether to fill nothing and return iteration 0 if there is no checkpoint. Equal on all ranks.
+        check: Refuses a checkpoint before its tensors are compared with the tree's.
 
     Raises:
-        PartialLoadError: on every rank, if the load fails while it changes the tree.
-        TrainerError: on every rank; nothing has changed.
-        BaseException: this rank's own error; the others get a TrainerError that names it.
+        PartialLoadError: The load failed while it changed the tree. Every rank raises.
+        TrainerError: The load failed before anything changed. Every rank raises.
+        BaseException: This rank's own error. Other ranks raise a TrainerError naming it.
     """
     channel = call.channel
     with call.preparing(), own_modes():
@@ -211,7 +211,7 @@ def fill(
 
 
 def _has_no_checkpoint(channel: StoreChannel, path: Path) -> bool:
-    """Return on every rank whether the coordinator sees no checkpoint under `path`."""
+    """Return on every rank whether the coordinator finds no checkpoint under `path`."""
 
     def look() -> bool:
         try:

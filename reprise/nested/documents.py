@@ -1,4 +1,4 @@
-"""The values of a state dict beside its tensors, and their form in `trainer_state.json`."""
+"""A state dict's values beside its tensors, and their form in `trainer_state.json`."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from reprise.nested.typed_values import DICTS, MALFORMED, ByLeaf, TensorReferenc
 from reprise.storage.json_file import Json
 
 STATE_DICT = "state_dict"
-_MOST_SHOWN = 200  # characters of a value in a message
-_OPTIMIZER = "/optimizer"  # its groups have the place where `save` writes those of its optimizer
+_MOST_SHOWN = 200  # largest number of a value's characters in a message
+_OPTIMIZER = "/optimizer"  # the state file stores its groups separately, as `save` does
 _FURTHER = ("dtypes", "orders")
 
-# What a state dict has beside its tensors, as JSON:
+# A state dict's content beside its tensors, as JSON:
 #   values      by JSON Pointer
-#   groups      by an optimizer's JSON Pointer, the `names` and the `numbers` of each parameter group, and its `place`
-#               in the list of its rank, where it has another place here
-#   optimizer   the class of `/optimizer`, under this pointer; None if only its state dict is known
-#   dtypes      by stored name, the dtype of each tensor with another dtype in the files
-#   orders      by stored name, the dimensions of each tensor of an optimizer from the outermost in memory, where they
-#               are in another order than in the files: products of matrices have other bits then
+#   groups      by an optimizer's JSON Pointer, each parameter group's `names` and `numbers`, and its `place` in its
+#               rank's list if it differs from the place here
+#   optimizer   the class name of `/optimizer`, under this pointer; None if only its state dict was passed
+#   dtypes      by stored name, a tensor's dtype in memory if it differs from the dtype in the files
+#   orders      by stored name, an optimizer tensor's dimensions from the outermost in memory, if their order differs
+#               from the order in the files, since matrix products then have other bits
 Section = dict[str, Json]
 
 
 def document(section: Section, iteration: int) -> Json:
-    """Return the state file of a checkpoint."""
+    """Return a checkpoint's state file as JSON."""
     groups, name = dict(section["groups"]), section["optimizer"][_OPTIMIZER]
     optional = {member: section[member] for member in _FURTHER if section[member]}
     return {
@@ -48,13 +48,13 @@ def document(section: Section, iteration: int) -> Json:
 
 
 def join_sections(by_rank: Mapping[int, Section]) -> Section:
-    """Return the section of all ranks. Stages of a pipeline have groups of their own.
+    """Return the section for all ranks. Pipeline stages have their own parameter groups.
 
     Args:
-        by_rank: the different sections, each of the first rank with it.
+        by_rank: The distinct sections, each under the first rank with it.
 
     Raises:
-        CheckpointError: naming a value or a parameter group with a difference between ranks.
+        CheckpointError: A value or a parameter group differs between ranks.
     """
     first: dict[tuple[str, str], tuple[int, Any]] = {}
     joined: Section = {}
@@ -62,7 +62,7 @@ def join_sections(by_rank: Mapping[int, Section]) -> Section:
     def join(member: str, where: str, rank: int, value: object) -> None:
         first_rank, first_value = first.setdefault((member, where), (rank, value))
         if first_value is not value and member != "orders" and _text(first_value) != _text(value):
-            raise CheckpointError(  # memory of another order holds the same values
+            raise CheckpointError(  # `orders` differs only in the memory layout
                 "The ranks give different values",
                 where=where,
                 expected="the same on every rank, as one file holds it",
@@ -91,12 +91,12 @@ def join_sections(by_rank: Mapping[int, Section]) -> Section:
 
 @dataclass(frozen=True, slots=True)
 class StoredState:
-    """The state of a checkpoint as a nested dict, with a reference in place of each tensor.
+    """A checkpoint's state as a nested dict, with references in place of tensors.
 
     Args:
-        root: the state; its dicts by leaf are of class `ByLeaf`.
-        values: by JSON Pointer, what the checkpoint holds as a single value.
-        groups, dtypes, orders: see `Section`.
+        root: The state. Its dicts stored by leaf have the class `ByLeaf`.
+        values: By JSON Pointer, what the checkpoint holds as a single value.
+        groups: See `Section`, also for `dtypes` and `orders`.
     """
 
     root: ByLeaf = field(default_factory=ByLeaf)
@@ -118,33 +118,33 @@ class StoredState:
         return value
 
     def members(self, *keys: str) -> Iterator[tuple[str, Any]]:
-        """Yield the members of the dict under keys, if there is one."""
+        """Yield the members of the dict under keys, or nothing if there is no dict."""
         value = self.at(keys)
         return iter(tuple(value.items()) if isinstance(value, dict) else ())
 
 
 def read_state(checkpoint: Checkpoint) -> StoredState:
-    """Return the state of a checkpoint of any version, with its tensors.
+    """Return a checkpoint's state with its tensors. Reads any version.
 
     Raises:
-        CheckpointError: if a file of it is malformed.
+        CheckpointError: A state file or tensor header is malformed.
     """
     state = read_values(checkpoint)
     names = {reference.name for reference in references(state.root)}
     kinds = dict.fromkeys(checkpoint.manifest.aliases, TensorKind.OPTIMIZER)
     kinds |= {name: place.spec.kind for name, place in read_places(checkpoint).items()}
     for name, kind in kinds.items():
-        with contextlib.suppress(ValueError):  # a value has the place: tensors have any names
+        with contextlib.suppress(ValueError):  # a value is already there: tensors may have any name
             if name not in names:
                 _insert(state.root, keys_of(kind, name), TensorReference(name, is_implied=True))
     return state
 
 
 def read_values(checkpoint: Checkpoint) -> StoredState:
-    """Return the state of a checkpoint of any version, without the tensors that no value refers to.
+    """Return a checkpoint's state without the tensors outside its values. Reads any version.
 
     Raises:
-        CheckpointError: if its state file is malformed.
+        CheckpointError: The state file is malformed.
     """
     try:
         return _parsed(upgraded(checkpoint.state))
@@ -158,10 +158,10 @@ def read_values(checkpoint: Checkpoint) -> StoredState:
 
 
 def check_ranks(checkpoint: Checkpoint, world_size: int) -> None:
-    """Refuse what each rank had of its own, if other numbers of ranks save and load; `read_values` has taken the state.
+    """Refuse per-rank state if the load has a different rank count than the save. Call `read_values` first.
 
     Raises:
-        MismatchError: naming the numbers.
+        MismatchError: The rank counts differ.
     """
     saved = saving_ranks(checkpoint)
     if saved and len(saved) != world_size:
@@ -175,15 +175,15 @@ def check_ranks(checkpoint: Checkpoint, world_size: int) -> None:
 
 
 def saving_ranks(checkpoint: Checkpoint) -> set[str]:
-    """Return the numbers of the ranks of which a checkpoint has random state or other state of their own."""
+    """Return the ranks whose random state or other per-rank state a checkpoint holds, as text."""
     keys = map(keys_of_pointer, upgraded(checkpoint.state)["values"])
     return {inner[1] for inner in keys if inner[0] == PER_RANK}
 
 
 def upgraded(state: Json) -> Section:
-    """Return the section in a state file of any version.
+    """Return the section in a state file. Reads any version.
 
-    Version 0.1 stored the `state` of a save as a nested dict, and 0.2 a dict of a subclass by leaf, with its class.
+    Version 0.1 stored the saved `state` as a nested dict. Version 0.2 stored a dict subclass by leaf, with its class.
     """
     section = state.get(STATE_DICT, {"values": _by_pointer(state.get("user", {})), "groups": {}})
     groups = {**section["groups"], _OPTIMIZER: state.get("groups", [])}
@@ -201,7 +201,7 @@ def _parsed(section: Section) -> StoredState:
                 _require(key not in ("params", "param_names"), key)
                 decode_number(number)
             _require(all(isinstance(name, str) for name in group["names"]), group)
-    for where in sorted(section["classes"], reverse=True):  # a dict after those in it
+    for where in sorted(section["classes"], reverse=True):  # inner dicts before outer dicts
         *parents, last = _keys_at(where)
         container = _dict_at(root, parents)
         container[last] = DICTS[section["classes"][where]](container.get(last, ()))
@@ -219,7 +219,7 @@ def _require(is_valid: bool, content: object) -> None:
 
 
 def _by_pointer(nested: Json, keys: Keys = ()) -> Json:
-    """Return a nested dict of JSON by pointer; an empty dict in it is a value."""
+    """Return a nested JSON dict by pointer. An empty dict in it counts as a value."""
     by_pointer: Json = {}
     for key, member in nested.items():
         inner = (*keys, key)
@@ -234,10 +234,10 @@ def _keys_at(where: str) -> Keys:
 
 
 def _dict_at(container: ByLeaf, keys: Iterable[str]) -> ByLeaf:
-    """Return the dict by leaf under keys, made where it is not there.
+    """Return the dict by leaf under keys, creating it if necessary.
 
     Raises:
-        ValueError: if a value is in the way.
+        ValueError: A value is in the way.
     """
     for key in keys:
         container = container.setdefault(key, ByLeaf())
@@ -258,5 +258,5 @@ def _shown(value: object) -> str:
 
 
 def _text(value: object) -> str:
-    """Return a value as text, in which the order of keys has no part."""
+    """Return a value as text, independent of key order."""
     return json.dumps(value, sort_keys=True)

@@ -1,4 +1,4 @@
-"""Fills a nested state dict from a checkpoint: finds each of its leaves there, and replaces the values at the end."""
+"""Fills a nested state dict from a checkpoint: finds each leaf there, and replaces the values at the end."""
 
 from __future__ import annotations
 
@@ -41,17 +41,18 @@ from reprise.tensors.live import Grid, LiveTensor, is_dtensor, local_of, locate
 from reprise.tensors.modes import own_modes
 
 _ABSENT = object()
-_SMALL = 1 << 20  # elements, of state that any parameter may have
+_SMALL = 1 << 20  # elements that any parameter's state may have
 
 Make = Callable[[TensorSpec, str | None], torch.Tensor]
 
 
 class Filling:
-    """A load of a checkpoint into a nested state dict, on a single rank.
+    """Loads a checkpoint into a nested state dict, on a single rank.
 
     Args:
-        tensors: this rank's, with the ranks of the same boxes.
-        joint: the table of all ranks.
+        tree: This rank's tree to fill.
+        tensors: This rank's tensors, with the ranks holding the same boxes.
+        joint: The table for all ranks.
     """
 
     def __init__(
@@ -66,14 +67,14 @@ class Filling:
             name: alias for alias, name in joint.aliases.items() if alias in names and name not in names
         }
         self._missing, self._unexpected = list[str](), list[str]()
-        self._values = dict[str, Any]()  # what the tree takes, by JSON Pointer, with references to tensors
-        self._tensors = dict[str, torch.Tensor]()  # of the values, by stored name
-        self._new = list[LiveTensor]()  # the same, to be filled
+        self._values = dict[str, Any]()  # by JSON Pointer, the tree's new values, with tensor references
+        self._tensors = dict[str, torch.Tensor]()  # the tensors in the values, by stored name
+        self._new = list[LiveTensor]()  # their parts to fill
         self._receivers = list[tuple[str, Receiver]]()
         self._copies = list[Callable[[], None]]()
         self._numbers = list[tuple[ParameterGroup, Json]]()
         self._rest = ByLeaf()
-        # By stored name, the tensors with which new state of an optimizer may be tied.
+        # By stored name, the tensors to which new optimizer state may be tied.
         self._tied = {stored_name(keys)[1]: each.tensor for keys, each in tree.tensors.items() if tree.optimizers}
 
     @own_modes()
@@ -81,7 +82,7 @@ class Filling:
         """Return the tensors to fill, under their names in the checkpoint.
 
         Raises:
-            MismatchError: listing what does not fit.
+            MismatchError: Lists the mismatched names and tensors.
         """
         joint, places, stored = self._joint, self._places, self._stored
         missing = [*self._take_optimizers(), *self._take_states()]
@@ -112,13 +113,13 @@ class Filling:
         return tensors
 
     def finish(self) -> None:
-        """Replace the values, after this rank has filled its tensors. A second call does the same again.
+        """Replace the values, after this rank has filled its tensors. Calling it twice has the same effect.
 
         Raises:
-            MismatchError: if an object does not take its state.
+            MismatchError: An object refuses its state, or a module does not know an entry.
         """
         tree = self._tree
-        with own_modes():  # the versions of all tensors rise, of DTensors and ties too
+        with own_modes():  # increases all version counters, for DTensors and tied tensors too
             torch.autograd.graph.increment_version([stored.tensor for stored in tree.tensors.values()])
             tree.put_tensors(self._missing)
             for group, numbers in self._numbers:
@@ -126,7 +127,7 @@ class Filling:
             for copy in (*(stored.copy_back for stored in tree.tensors.values()), *self._copies):
                 if copy is not None:
                     copy()
-        for where, receiver in self._receivers:  # in the modes of the caller, whose code it is
+        for where, receiver in self._receivers:  # outside `own_modes`: this is the caller's code
             receiver.give(where, put_back(self._values[where], self._tensors))
         unknown = [name for entries in tree.modules.values() for name in entries.give()]
         if unknown and self._strict in (True, "model"):
@@ -138,10 +139,10 @@ class Filling:
         self._unexpected = list(dict.fromkeys((*self._unexpected, *unknown)))
 
     def result(self, *, is_first: bool) -> LoadedState:
-        """Log the names missing on a side, and return the result of the load.
+        """Log the names missing on a side, and return the load's result.
 
         Args:
-            is_first: whether this rank logs the lines common to all ranks.
+            is_first: Whether this rank logs the lines common to all ranks.
         """
         checkpoint, values = self._checkpoint, put_back(self._rest, self._tensors)
         result = LoadedState({**values, "iteration": checkpoint.iteration}, self._missing, self._unexpected)
@@ -152,24 +153,24 @@ class Filling:
         return result
 
     def _is_asked(self, keys: Keys) -> bool:
-        """Return whether the load is about a name of the checkpoint."""
+        """Return whether the load covers a name in the checkpoint."""
         return keys[0] in self._joint.entries and not ("rng" in self._tree.declined and is_random_state(keys))
 
     def _is_refused(self, keys: Keys) -> bool:
-        """Return whether the load refuses a name that one side alone has."""
+        """Return whether the load refuses a name missing on the other side."""
         is_of_model = any(keys[: len(module)] == module for module in self._modules)
         return self._strict is not False and (self._strict != "model" or is_of_model)
 
     def _target(self, name: str) -> str:
-        """Return the name under which a tensor of a rank is stored: of tied ones it may have another."""
+        """Return the name under which the checkpoint stores a rank's tensor. A tied tensor's may be another."""
         name = self._other_names.get(name, name)
         return self._aliases.get(name, name)
 
     def _own_tensors(self) -> list[LiveTensor]:
-        """Return the tensors of the tree that are filled, under their names in the checkpoint.
+        """Return the tree's tensors to fill, under their names in the checkpoint.
 
         Raises:
-            MismatchError: for one with another dtype in memory than in the checkpoint, and the same in the files.
+            MismatchError: A tensor's saved dtype differs, and safetensors lacks the saved or the current dtype.
         """
         dtypes, saved_dtypes = self._tree.dtypes(), self._stored.dtypes
         replaced = {stored_name(keys_of_pointer(where))[1] for where in self._values}
@@ -191,11 +192,11 @@ class Filling:
         return own_tensors
 
     def _take_optimizers(self) -> Iterator[str]:
-        """Take the state that optimizers lack, and the numbers of groups; yield the numbers that the checkpoint lacks.
+        """Take the optimizers' missing state, and the groups' hyperparameters. Yield what the checkpoint lacks.
 
         Raises:
-            MismatchError: for a group whose parameters were in groups of different numbers, and for a group of tensors
-                from another place.
+            MismatchError: A group's parameters had different hyperparameters, or a group with tensors had another
+                place.
         """
         own_names = frozenset(self._tied)
         for where, optimizer in self._tree.optimizers.items():
@@ -220,7 +221,7 @@ class Filling:
                 for name in group["names"]
             }
             for number, group in enumerate(optimizer.groups):
-                if not group.names:  # it has the numbers of such a group at its place, if any
+                if not group.names:  # an empty group takes the hyperparameters of an empty group at its place
                     is_there = number < len(groups) and not groups[number]["names"]
                     self._numbers += [(group, groups[number]["numbers"])] if is_there else []
                     continue
@@ -236,9 +237,9 @@ class Filling:
                 yield from (at + pointer((key,)) for key in group.numbers if key in lacking)
 
     def _take_states(self) -> Iterator[str]:
-        """Take values, the state of objects and what modules have beyond their tensors; yield what is missing.
+        """Take values, objects' states and modules' extra entries. Yield what the checkpoint lacks.
 
-        An empty dict takes the values of a dict, except those requested by a rank.
+        An empty dict receives a saved dict's values, except those requested separately by a rank.
         """
         for where, receiver in (self._tree.receivers | self._new_entries()).items():
             keys = keys_of_pointer(where)
@@ -252,13 +253,13 @@ class Filling:
                     self._take(where, value, receiver)
             elif value is _ABSENT:
                 yield where
-            elif where not in self._values:  # which an optimizer puts in place
+            elif where not in self._values:  # unless an optimizer takes it
                 self._take(where, value, receiver)
 
     def _new_entries(self) -> dict[str, Receiver]:
-        """Return receivers of what modules lack before their first use."""
+        """Return receivers for entries created at a module's first use."""
         receivers: dict[str, Receiver] = {}
-        for (keys, prefix), entries in self._tree.modules.items():  # an inner module after the one that it is in
+        for (keys, prefix), entries in self._tree.modules.items():  # outer modules before inner modules
             for name, value in self._stored.members(*keys):
                 where, is_tensor = pointer((*keys, name)), isinstance(value, TensorReference) and value.is_implied
                 if name.startswith(prefix) and not is_tensor and where not in self._tree.receivers:
@@ -266,16 +267,16 @@ class Filling:
         return receivers
 
     def _take_rest(self, left_out: Collection[str]) -> None:
-        """Take the values under all outermost keys but some: no DTensors, and no tensors stored by leaf."""
+        """Take the values under all outermost keys except some. Skip DTensors, and tensors stored by leaf."""
         members = ByLeaf({key: member for key, member in self._stored.root.items() if key not in left_out})
         self._rest = _part(members, (), lambda _, v: any(at.is_sharded or at.is_implied for at in references(v)))
         self._allocate(self._rest, {}, None)
 
     def _take(self, where: str, value: Any, receiver: Receiver, make: Make | None = None) -> None:
-        """Take a value, with new tensors in it; DTensors of the current value are filled in place.
+        """Take a value and create its tensors. DTensors in the current value are filled in place.
 
         Args:
-            make: returns memory for a tensor.
+            make: Returns memory for a tensor.
         """
         current: dict[str, torch.Tensor] = {}
         if any(references(value)):
@@ -289,10 +290,10 @@ class Filling:
         self._allocate(value, current, make)
 
     def _allocate(self, value: object, current: Mapping[str, torch.Tensor], make: Make | None) -> None:
-        """Make the tensors of a value, but those that are the current DTensor of an object, or tied to another.
+        """Create a value's tensors, except an object's current DTensors and tensors tied to others.
 
         Raises:
-            CheckpointError: naming a tensor that the checkpoint lacks.
+            CheckpointError: The checkpoint lacks a tensor.
         """
         for name in [reference.name for reference in references(value)]:
             target, dtype, tensor = self._aliases.get(name, name), self._stored.dtypes.get(name), current.get(name)
@@ -316,24 +317,25 @@ class Filling:
             self._copies += [] if form.copy_back is None else [form.copy_back]
             if make is not None:
                 self._tied[target] = form.tensor
-            # The copies of other ranks are not compared.
+            # Other ranks' copies are not compared.
             parts = locate(spec.kind, target, form.tensor, grid=Grid.flat(1))
             self._new += [replace(part, replicas=(), is_new=is_new) for part in parts]
 
     def _made_for(
         self, parameter: nn.Parameter, elements: int, on_host: bool, spec: TensorSpec, dtype: str | None
     ) -> torch.Tensor:
-        """Return memory for state of a parameter: of its own shape and dtype, placed as by optimizers.
+        """Return memory for a parameter's optimizer state, placed as optimizers place it.
 
         Args:
-            elements: those of all parameters of the optimizer, which may keep flat state of all under the first.
-            on_host: whether the state is a counter of steps on the host.
-            spec: of the state in the files.
-            dtype: its dtype in memory; None for that of the files.
+            elements: The element count for all the optimizer's parameters. Flat state for all may be stored under the
+                first.
+            on_host: Whether the state is a step counter on the host.
+            spec: The state's spec in the files.
+            dtype: The state's dtype in memory. None for its dtype in the files.
 
         Raises:
-            MismatchError: for state larger than a square matrix over all elements, the largest state of optimizers: a
-                checkpoint must not claim any amount of memory.
+            MismatchError: The state is larger than a square matrix over all elements, the largest state optimizers
+                have. A checkpoint must not claim unlimited memory.
         """
         kind = torch_dtype(spec.dtype) if dtype is None else getattr(torch, dtype)
         shape = spec.shape[:-1] if dtype is not None and kind.is_complex else spec.shape
@@ -358,10 +360,10 @@ class Filling:
 
 
 def _untaken(stored: StoredState, pointers: Collection[str]) -> Iterator[Keys]:
-    """Yield the keys of the values in a checkpoint that are not below these pointers.
+    """Yield the keys for a checkpoint's values outside these pointers.
 
-    A value with tensors, or with requested members, is divided: a template finds a tensor in a list by its name, and a
-    number beside it as a value of its own.
+    A value containing tensors or requested members is split: a template finds a tensor in a list by its name, and a
+    number beside it as a separate value.
     """
     parents = {pointer(keys[:count]) for keys in map(keys_of_pointer, pointers) for count in range(len(keys))}
 
@@ -381,7 +383,7 @@ def _untaken(stored: StoredState, pointers: Collection[str]) -> Iterator[Keys]:
 
 
 def _part(value: Any, keys: Keys, is_left_out: Callable[[Keys, object], bool]) -> Any:
-    """Return a value without some of the values in its dicts by leaf, and without dicts that have no others."""
+    """Return a value without some values in its dicts by leaf, and without dicts left empty."""
     if type(value) is not ByLeaf:
         return value
     part = ByLeaf()
@@ -393,7 +395,7 @@ def _part(value: Any, keys: Keys, is_left_out: Callable[[Keys, object], bool]) -
 
 
 def _shaped_like(template: object, value: Any) -> Any:
-    """Return a value that was stored by leaf with the lists and tuples of a template, and keys in its order."""
+    """Return a value stored by leaf with a template's lists and tuples, and with keys in its order."""
     if type(value) is not ByLeaf:
         return value
     if isinstance(template, (list, tuple)) and value.keys() == {str(number) for number in range(len(value))}:

@@ -1,4 +1,4 @@
-"""The caller's files for other programs, in the folder of a save."""
+"""The caller's files for other programs, stored in a checkpoint folder."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from reprise.storage import json_file
 from reprise.storage.holds import HOLD
 
 _RESERVED = {MANIFEST, STATE, INDEX, HOST, HOLD, *(kind.value for kind in TensorKind)}
-_MOST_NAME_BYTES = 255  # of a name on Linux
+_MOST_NAME_BYTES = 255  # Linux's limit for a file name
 
 
 def folder_files(files: Mapping[str, object] | None) -> dict[str, bytes]:
-    """Return the content of each file by its name.
+    """Return each file's content by its name.
 
     Args:
-        files: by name, bytes, text, a path whose content is read now, or a dict or list to be written as JSON.
+        files: By name: bytes, text, a path to read now, or a dict or list to write as JSON.
 
     Raises:
-        CheckpointError: naming a file of the checkpoint itself, or content of another kind.
+        CheckpointError: A name belongs to the checkpoint's own files, or the content has another type or is too large.
     """
     contents: dict[str, bytes] = {}
     for name, content in (files or {}).items():

@@ -1,4 +1,4 @@
-"""A rank's tensors of a state dict, by stored name, with their boxes; tied tensors are found by memory."""
+"""A rank's tensors in a state dict, by stored name, with their boxes. Tied tensors are recognized by their memory."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ from reprise.tensors.live import (
     memory_holder,
 )
 
-# Of tied tensors the first is stored: PEFT looks for all of an adapter in its file.
+# The first of several tied tensors is stored, and PEFT expects all its adapter's tensors in its file.
 _ORDER = sorted(TensorKind, key=lambda kind: kind is not TensorKind.ADAPTER)
 
 
 @dataclass(frozen=True, slots=True)
 class HeldTensors:
-    """This rank's tensors by stored name, without the other ranks of each, and their table as a message."""
+    """This rank's tensors by stored name, before other ranks are known, and their table as a message."""
 
     live: Mapping[str, LiveTensor]
     table: bytes
     patterns: Sequence[str] = ()
 
     def shared(self, joint: JointTable, rank: int) -> tuple[LiveTensor, ...]:
-        """Return the tensors with all ranks of the same boxes, in the order of the joint table.
+        """Return the tensors with all ranks holding the same boxes, in the joint table's order.
 
-        The first rank with a box saves a tensor that one of the patterns fits.
+        For a tensor matching a pattern, only the first rank with each box saves.
         """
         tensors = []
         for spec in joint.specs:
@@ -54,19 +54,19 @@ class HeldTensors:
 
 
 class LastTensors:
-    """The tensors of the last save of a saver; the next save of the same ones enumerates nothing."""
+    """The tensors from a saver's last save. Saving the same tensors again skips enumerating them."""
 
     def __init__(self) -> None:
         self._marks: object = None
         self._held = HeldTensors({}, b"")
-        self._joint: JointTable | None = None  # for which `_live` was made
+        self._joint: JointTable | None = None  # the table `_live` was made for
         self._live: tuple[LiveTensor, ...] = ()
 
     def table_of(self, tree: Tree, patterns: Sequence[str], *, is_replicated: bool) -> bytes:
-        """Return the table of this rank; see `table_of` for the arguments.
+        """Return this rank's table; see `table.table_of` for the arguments.
 
         Raises:
-            CheckpointError: as `local_tensors`.
+            CheckpointError: See `local_tensors`.
         """
         marks = (_marks(tree), tree.entries, [*tree.values], [*patterns], is_replicated)
         if marks != self._marks:
@@ -75,10 +75,10 @@ class LastTensors:
         return self._held.table
 
     def shared(self, joint: JointTable, rank: int) -> tuple[LiveTensor, ...]:
-        """Return the tensors with all their ranks, the same tuple if nothing has changed.
+        """Return the tensors with all their ranks. Return the same tuple if nothing has changed.
 
         Raises:
-            CheckpointError: as `require_whole`, and naming a pattern of `from_rank0` without a match on any rank.
+            CheckpointError: See `require_whole`; or a `from_rank0` pattern matches no tensor on any rank.
         """
         if joint is not self._joint:
             require_whole(joint)
@@ -88,13 +88,13 @@ class LastTensors:
 
 
 def local_tensors(tree: Tree, patterns: Sequence[str] = (), *, is_replicated: bool = False) -> HeldTensors:
-    """Return this rank's part of every tensor of a state dict.
+    """Return this rank's part of every tensor in a state dict.
 
     Args:
-        patterns, is_replicated: see `table_of`.
+        patterns: See `table_of`, also for `is_replicated`.
 
     Raises:
-        CheckpointError: naming an unstorable tensor, a part that is no box, or a tensor in the memory of another.
+        CheckpointError: A tensor cannot be stored, a part is not a box, or a tensor shares memory with another.
     """
     check_byteorder(sys.byteorder)
     live: dict[str, LiveTensor] = {}
@@ -148,13 +148,13 @@ def _require_patterns(patterns: Sequence[str], joint: JointTable) -> None:
 
 
 def _identity(tensor: torch.Tensor, local: torch.Tensor) -> object:
-    """Return a value equal for two tensors exactly if they are the same memory with the same shape."""
+    """Return a value equal for two tensors exactly if they have the same memory and shape."""
     storage = local.untyped_storage()._cdata
     return storage, local.storage_offset(), tuple(tensor.shape), tuple(local.shape), local.stride(), local.dtype
 
 
 def _marks(tree: Tree) -> object:
-    """Return a value that changes if a tensor has other memory, another place in it, or another name."""
+    """Return a value that changes if a tensor's memory, position in memory or name changes."""
     marks: list[object] = [*tree.tensors, *tree.stored_as.items()]
     try:
         for stored in tree.tensors.values():
@@ -166,7 +166,7 @@ def _marks(tree: Tree) -> object:
                 marks += (tensor.shape, tensor.device_mesh, tensor.placements)  # type: ignore[attr-defined]
             marks += (local.untyped_storage()._cdata, local.data_ptr(), local.shape, local.stride(), local.dtype)
             marks += (local.device, type(local), local.is_neg(), local.is_conj())
-    except RuntimeError:  # a tensor without plain memory, which `local_tensors` names
+    except RuntimeError:  # a tensor without plain memory: `local_tensors` reports it
         return object()
     return marks
 

@@ -1,4 +1,4 @@
-"""The result of a load: its values, and the lines about what it left, replaced, or did not find."""
+"""A load's result: its values, and log lines about what it ignored, replaced, or did not find."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from reprise.storage.json_file import Json
 
 _log = logging.getLogger(__name__)
 
-# Which names that only one side has are refused: all, those that the checkpoint lacks, those of modules, none.
+# Which names missing on a side are refused: True all, "missing" those the checkpoint lacks, "model" module names,
+# False none.
 Strictness = bool | Literal["missing", "model"]
 
 _MOST_NAMED = 5
@@ -25,10 +26,10 @@ _FLAGS = (bool, str, type(None))
 
 
 def check_strict(strict: object) -> None:
-    """Refuse what is no `Strictness`: a text with a slip in it would refuse less than was meant.
+    """Refuse an invalid `strict`: a misspelled text would refuse less than intended.
 
     Raises:
-        ConfigError: naming it.
+        ConfigError: `strict` is not a `Strictness`.
     """
     if type(strict) is not bool and strict not in ("missing", "model"):
         expected = 'True, False, "missing" or "model"'
@@ -36,11 +37,11 @@ def check_strict(strict: object) -> None:
 
 
 class LoadedState(dict[str, Any]):
-    """The values returned by a load, with the names missing on a side, where the load did not refuse them.
+    """A load's returned values, with the missing names it allowed.
 
     Attributes:
-        missing_keys: names requested by this rank and missing in the checkpoint: their values were kept.
-        unexpected_keys: names in the checkpoint requested by no rank.
+        missing_keys: Names requested by this rank and missing in the checkpoint. Their values were kept.
+        unexpected_keys: Names in the checkpoint requested by no rank.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ def log_names(path: Path, result: LoadedState, *, is_first: bool) -> None:
     """Log the names missing on either side.
 
     Args:
-        is_first: whether this rank logs the lines common to all ranks.
+        is_first: Whether this rank logs the lines common to all ranks.
     """
     missing, unexpected = result.missing_keys, result.unexpected_keys
     if unexpected and is_first:
@@ -68,14 +69,15 @@ def log_names(path: Path, result: LoadedState, *, is_first: bool) -> None:
 def log_untaken(
     path: Path, stored: StoredState, tree: Tree, entries: Collection[str], returned: Mapping[str, object]
 ) -> None:
-    """Log which state of a checkpoint a load was not given, unless the call says that this is meant.
+    """Log a checkpoint's unrequested state, unless the call declines it.
 
-    An optimizer is seen in the call, and weights are often all that a state dict asks for. Returned values count as
-    taken, but not those of an object such as a scheduler.
+    Weights and the optimizer under `"optimizer"` are never listed, since the call shows whether they are requested. A
+    state dict load, which often requests only weights, is logged only if it includes an optimizer. Returned values
+    count as requested, except those from an object such as a scheduler.
 
     Args:
-        entries: the outermost keys that any rank gives.
-        returned: the values in the result.
+        entries: The outermost keys passed by any rank.
+        returned: The values in the result.
     """
     objects = {keys_of_pointer(where)[0] for where, value in stored.values.items() if isinstance(value, dict) and value}
     given_names = {MODEL, OPTIMIZER[0], *entries} | (returned.keys() - objects)
@@ -97,10 +99,10 @@ def log_untaken(
 
 
 def log_options(path: Path, numbers: Iterable[tuple[ParameterGroup, Json]]) -> None:
-    """Log the options of parameter groups, such as `fused`, that the checkpoint replaced; numbers are not options.
+    """Log parameter group options, such as `fused`, replaced by the checkpoint. Numbers are not options.
 
     Args:
-        numbers: of each group, in the checkpoint.
+        numbers: Each group, with its hyperparameters in the checkpoint.
     """
     changes = [
         f"{key}={saved[key]} for {value}"

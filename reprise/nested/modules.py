@@ -1,6 +1,6 @@
-"""What a module's own `state_dict()` has beyond its parameters and persistent buffers, and its way back.
+"""A module's own `state_dict()` entries beyond its parameters and persistent buffers, and loading them back.
 
-Only modules with an override or a hook are asked: `state_dict()` of all others has nothing else.
+Only modules with an override or a hook are called: other modules' `state_dict()` has nothing else.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from reprise.nested.typed_values import leaves, require_text_keys
 from reprise.tensors.file_form import bytes_of
 from reprise.tensors.live import Grid, canonical_name, is_dtensor, local_of, locate, memory_holder, named_tensors
 
-_EXTRA_STATE = "_extra_state"  # torch's name for it in a state dict
+_EXTRA_STATE = "_extra_state"  # torch's state dict key for it
 
 
 @dataclass(frozen=True, slots=True)
 class Receiver:
-    """What has a new state at the end of a load.
+    """Receives a new state at the end of a load.
 
     Args:
-        template: returns its current state, whose DTensors are filled in place.
-        put: takes the state of the checkpoint.
-        is_value: whether it is a value without tensors, for which a dict by leaf is no state.
+        template: Returns the current state, whose DTensors are filled in place.
+        put: Receives the checkpoint's state.
+        is_value: Whether the state is a value without tensors, which cannot be a dict stored by leaf.
     """
 
     template: Callable[[], Any]
@@ -40,10 +40,10 @@ class Receiver:
     is_value: bool = False
 
     def give(self, where: str, value: object) -> None:
-        """Give it the state of the checkpoint.
+        """Pass the checkpoint's state to the receiver.
 
         Raises:
-            MismatchError: with the error of the object, naming it.
+            MismatchError: The object raised an error.
         """
         with _taking(where):
             self.put(value)
@@ -64,13 +64,13 @@ def _taking(where: str) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class ModuleEntries:
-    """The entries of a module's own `state_dict()` in a load.
+    """The entries from a module's own `state_dict()`, in a load.
 
     Args:
-        module: the outermost with a `state_dict()` of its own.
-        keys: of the saved module that it is a part of.
-        prefix: its name there, with a dot; empty for the saved module itself.
-        taken: by name, the entries of the checkpoint at the end of a load.
+        module: The outermost module with its own `state_dict()`.
+        keys: The keys of the saved module containing it.
+        prefix: Its name in the saved module, with a trailing dot. Empty for the saved module itself.
+        taken: The checkpoint's entries by name, filled at the end of a load.
     """
 
     module: nn.Module
@@ -79,7 +79,7 @@ class ModuleEntries:
     taken: dict[str, Any] = field(default_factory=dict)
 
     def receiver(self, name: str, template: Callable[[], Any] | None = None) -> Receiver:
-        """Return what takes an entry, whose name begins with the prefix, until `give`."""
+        """Return a receiver that collects an entry until `give`. The entry's name starts with the prefix."""
         return Receiver(template or self._blank, partial(self.taken.__setitem__, name.removeprefix(self.prefix)))
 
     def _blank(self) -> torch.Tensor:
@@ -87,10 +87,10 @@ class ModuleEntries:
         return torch.empty(0, device="cpu" if tensor is None else tensor.device)
 
     def give(self) -> list[str]:
-        """Give the module its state dict with the entries taken, and return the names that it does not know.
+        """Load the collected entries into the module, and return the names unknown to it.
 
         Raises:
-            MismatchError: with the error of the module, naming it.
+            MismatchError: The module raised an error.
         """
         if not self.taken:
             return []
@@ -105,11 +105,11 @@ class ModuleEntries:
 
 
 def entries_of(keys: Keys, model: nn.Module) -> tuple[dict[str, ModuleEntries], dict[str, Receiver]]:
-    """Return the parts of a module with a `state_dict()` of their own, by prefix, and the further entries, by name.
+    """Return the submodules with their own `state_dict()`, by prefix, and the extra entries, by name.
 
     Raises:
-        CheckpointError: naming an unstorable entry, or a parameter or buffer that the module's `state_dict()` gives in
-            another form: which of both counts, is unknown.
+        CheckpointError: A key cannot be stored, or the module's `state_dict()` returns a parameter or buffer in another
+            form, which leaves open which form counts.
     """
     parts: dict[str, ModuleEntries] = {}
     receivers: dict[str, Receiver] = {}
@@ -129,10 +129,10 @@ def entries_of(keys: Keys, model: nn.Module) -> tuple[dict[str, ModuleEntries], 
 
 
 def refuse_flat_shards(keys: Keys, model: nn.Module) -> None:
-    """Refuse FSDP1: on each rank its parameters are plain tensors of other elements, and do not tell which.
+    """Refuse FSDP1, whose parameters are flat shards: plain tensors with different elements on each rank.
 
     Raises:
-        CheckpointError: naming the sharded module.
+        CheckpointError: Names the sharded module.
     """
     fsdp = sys.modules.get("torch.distributed.fsdp")
     for name, module in model.named_modules() if fsdp is not None else ():
@@ -150,7 +150,7 @@ def refuse_flat_shards(keys: Keys, model: nn.Module) -> None:
 
 
 def _further(entries: ModuleEntries) -> dict[str, object]:
-    """Return the entries that are neither parameters nor buffers, nor views of them."""
+    """Return the entries that are neither parameters nor buffers, nor views into them."""
     state, tensors = entries.module.state_dict(), dict(named_tensors(entries.module))
     require_text_keys(state, (*entries.keys, entries.prefix))
     values = {canonical_name(key): value for key, value in state.items()}
@@ -182,7 +182,7 @@ def _has_tensor(value: object) -> bool:
 
 
 def _has_own_state_dict(module: nn.Module) -> bool:
-    """Return whether a module overrides its state dict, or has hooks for it other than those of torch.distributed."""
+    """Return whether a module overrides `state_dict`, or has hooks for it from outside torch.distributed."""
     for method, base in (("state_dict", nn.Module.state_dict), ("_save_to_state_dict", nn.Module._save_to_state_dict)):
         if getattr(getattr(module, method), "__func__", None) is not base:
             return True
@@ -191,10 +191,10 @@ def _has_own_state_dict(module: nn.Module) -> bool:
 
 
 def _is_same(value: object, tensor: torch.Tensor) -> bool:
-    """Return whether an entry is a live tensor, or has its bits, or those of its cast to another dtype."""
+    """Return whether an entry is a live tensor, has its bits, or has the bits of its cast."""
     if not isinstance(value, torch.Tensor) or value.shape != tensor.shape:
         return False
-    if is_dtensor(tensor) and not is_dtensor(value):  # a hook has gathered it
+    if is_dtensor(tensor) and not is_dtensor(value):  # gathered by a hook
         for part in locate(TensorKind.MODEL, "", tensor, grid=Grid.flat(1)):
             value = value[part.box.slices]
     memory, live = local_of(value), local_of(tensor)
@@ -206,5 +206,5 @@ def _is_same(value: object, tensor: torch.Tensor) -> bool:
 def _memory(tensor: torch.Tensor) -> int | None:
     try:
         return int(memory_holder(tensor).untyped_storage()._cdata)
-    except RuntimeError:  # such as a sparse tensor, which a save names
+    except RuntimeError:  # such as a sparse tensor, which a save reports
         return None

@@ -1,4 +1,4 @@
-"""An optimizer, or its state dict, by the names of its parameters: its state, and its parameter groups."""
+"""An optimizer, or its state dict, by parameter name: its state, and its parameter groups."""
 
 from __future__ import annotations
 
@@ -17,21 +17,23 @@ from reprise.nested.typed_values import decode_number, encode_number, leaves, re
 from reprise.storage.json_file import Json
 from reprise.tensors.live import canonical_name, parameter_names
 
-# State of a parameter's own shape, by which a wrong order of parameters is noticed.
+# State with its parameter's shape, which reveals a wrong parameter order.
 _SAME_SHAPE = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "sum")
 _NOTHING = object()
 
 State = MutableMapping[Any, Any]
-Slot = tuple[Keys, State, str]  # the keys of a value in a tree, its container, and its key there
+Slot = tuple[Keys, State, str]  # a value's keys in a tree, its container, and its key there
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterGroup:
-    """A parameter group of an optimizer: the names of its parameters, and its values as JSON under `numbers`.
+    """An optimizer's parameter group: its parameters' names, and its hyperparameters as JSON.
 
     Args:
-        given: the group itself, in which a load replaces the values.
-        defaults: of `numbers`, the keys with the optimizer's defaults.
+        names: The parameter names.
+        numbers: The hyperparameters by key, without tensors.
+        given: The group itself, in which a load replaces the hyperparameters.
+        defaults: The keys in `numbers` whose values are the optimizer's defaults.
     """
 
     names: list[str]
@@ -40,7 +42,7 @@ class ParameterGroup:
     defaults: frozenset[str]
 
     def replace(self, numbers: Json) -> None:
-        """Replace the values, but no tensor."""
+        """Replace the hyperparameters, except tensors."""
         for key, value in numbers.items():
             current = self.given.get(key)
             if not isinstance(current, torch.Tensor):
@@ -53,9 +55,9 @@ class OptimizerState:
     """An optimizer, or its state dict, within a nested state dict.
 
     Args:
-        keys: by the name of a parameter, its key in `state`: a name, a number, or the parameter itself.
-        state: state of parameters, to which a load adds what is missing.
-        parameters: by name, those whose missing state a load makes.
+        keys: By parameter name, the parameter's key in `state`: a name, a number, or the parameter itself.
+        state: The parameters' state, to which a load adds missing state.
+        parameters: By name, the parameters whose missing state a load creates.
     """
 
     keys: Mapping[str, Any]
@@ -72,14 +74,14 @@ class OptimizerState:
         parameters: Mapping[nn.Parameter, str],
         defaults: Mapping[str, object],
     ) -> OptimizerState:
-        """Return the state of the optimizer under `keys`.
+        """Return the state for the optimizer under `keys`.
 
         Args:
-            names: the name of each parameter, by what stands for it in the groups and the state.
-            defaults: of the values in a group.
+            names: Parameter names, by whatever identifies the parameter in groups and state.
+            defaults: The optimizer's default hyperparameters.
 
         Raises:
-            CheckpointError: naming an unstorable value of a group.
+            CheckpointError: A group has an unstorable value.
         """
         parameter_groups = []
         for number, group in enumerate(groups):
@@ -97,11 +99,11 @@ class OptimizerState:
 
     @property
     def steps_on_device(self) -> bool:
-        """Return whether counters of steps lie on the device of their parameters."""
+        """Return whether step counters are on their parameters' device."""
         return any(group.given.get("fused") or group.given.get("capturable") for group in self.groups)
 
     def slots(self, top: Keys) -> Iterator[Slot]:
-        """Yield the places of the values in groups and state, below the keys `top`."""
+        """Yield the place of each value in groups and state, below the keys `top`."""
         names = {key: name for name, key in self.keys.items()}
         for number, group in enumerate(self.groups):
             yield from (((*top, "param_groups", str(number), key), group.given, key) for key in group.given)
@@ -111,10 +113,13 @@ class OptimizerState:
             yield from (((*keys, key), values, key) for key in values)
 
     def vacancy(self, kind: str, name: str, key: str) -> tuple[nn.Parameter, Callable[[Any], None]] | None:
-        """Return the parameter for state that a load makes, and what puts it there; None for no such state.
+        """Return the parameter for state created by a load, and a setter for it. None if a load does not create it.
 
         Args:
-            kind, name, key: its keys below the optimizer's; that of a parameter group goes with the first parameter.
+            kind: Its outermost key below the optimizer's keys: `"state"` or `"param_groups"`.
+            name: The next key: a parameter name, or a group's number. A group's state is created for its first
+                parameter.
+            key: The innermost key.
         """
         if kind == "state" and name in self.parameters:
             return self.parameters[name], partial(self._put, name, key)
@@ -134,13 +139,14 @@ def _is_default(value: object, default: object) -> bool:
 
 
 def of_optimizer(keys: Keys, modules: Mapping[Keys, nn.Module], optimizer: torch.optim.Optimizer) -> OptimizerState:
-    """Return the state of a live optimizer.
+    """Return the state for a live optimizer.
 
     Args:
-        modules: by keys, those that have its parameters.
+        modules: By keys, the modules with its parameters.
 
     Raises:
-        CheckpointError: for a parameter outside the modules, and for state beside the groups and that of parameters.
+        CheckpointError: A parameter is outside the modules, or the optimizer has state beyond its groups and
+            parameters.
     """
     _refuse_further_state(optimizer)
     parameters = {parameter for group in optimizer.param_groups for parameter in group["params"]}
@@ -165,9 +171,9 @@ def of_optimizer(keys: Keys, modules: Mapping[Keys, nn.Module], optimizer: torch
 
 
 def _names_in(modules: Mapping[Keys, nn.Module], parameters: Collection[nn.Parameter]) -> dict[nn.Parameter, str]:
-    """Return the names of the parameters of an optimizer: those in the first module with all of them.
+    """Return the names for an optimizer's parameters: those in the first module with all of them.
 
-    Where none has, a name begins with the keys of the module.
+    If no module has them all, each name starts with its module's keys.
     """
     names: dict[nn.Parameter, str] = {}
     for keys, module in modules.items():
@@ -181,10 +187,10 @@ def _names_in(modules: Mapping[Keys, nn.Module], parameters: Collection[nn.Param
 
 
 def _refuse_further_state(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer whose own `state_dict()` gives anything beyond its groups and the state of its parameters.
+    """Refuse an optimizer whose own `state_dict()` has content beyond its groups and its parameters' state.
 
     Raises:
-        CheckpointError: naming it.
+        CheckpointError: Names the first difference.
     """
     if type(optimizer).state_dict is torch.optim.Optimizer.state_dict:
         return
@@ -213,7 +219,7 @@ def _is_same(value: object, base: object) -> bool:
 
 
 def is_optimizer_state(state_dict: Mapping[Any, Any]) -> bool:
-    """Return whether a dict is the state dict of an optimizer."""
+    """Return whether a dict is an optimizer's state dict."""
     groups, state = state_dict.get("param_groups"), state_dict.get("state")
     is_list = isinstance(groups, list) and all(isinstance(group, dict) and "params" in group for group in groups)
     return is_list and isinstance(state, dict) and all(isinstance(values, dict) for values in state.values())
@@ -223,10 +229,10 @@ def of_state_dict(keys: Keys, state_dict: dict[str, Any], model: nn.Module | Non
     """Return the state in an optimizer's state dict.
 
     Args:
-        model: names the parameters, which have numbers in `optimizer.state_dict()`.
+        model: Names the parameters, which `optimizer.state_dict()` numbers.
 
     Raises:
-        CheckpointError: if the parameter of a number is uncertain.
+        CheckpointError: A number does not clearly identify a parameter, or a parameter is in no group or in two.
     """
     where, groups, state = pointer(keys) or "the state dict", state_dict["param_groups"], state_dict["state"]
     keys_of_groups = [parameter for group in groups for parameter in group["params"]]
@@ -250,7 +256,7 @@ def of_state_dict(keys: Keys, state_dict: dict[str, Any], model: nn.Module | Non
 def _names_of_numbers(
     groups: Sequence[Mapping[str, Any]], numbers: Sequence[object], parameters: Mapping[nn.Parameter, str], where: str
 ) -> list[str]:
-    """Return the names of numbered parameters, in the order of the groups."""
+    """Return the names for numbered parameters, in group order."""
     if all(len(group.get("param_names") or ()) == len(group["params"]) for group in groups):
         return [canonical_name(name) for group in groups for name in group.get("param_names") or ()]
     if not parameters:
@@ -278,7 +284,7 @@ def _names_of_numbers(
 def _check_shapes(
     state: Mapping[Any, Any], names: Mapping[Any, str], parameters: Mapping[nn.Parameter, str], where: str
 ) -> None:
-    """Refuse state of another shape than its parameter: the optimizer has them in another order than the model."""
+    """Refuse state whose shape differs from its parameter's: the optimizer orders its parameters differently."""
     shapes = {name: parameter.shape for parameter, name in parameters.items()}
     for number, values in state.items():
         for key in _SAME_SHAPE:
@@ -294,10 +300,10 @@ def _check_shapes(
 
 
 def check_optimizer(checkpoint: Checkpoint, optimizer: torch.optim.Optimizer) -> None:
-    """Refuse the optimizer state of another class: the next step of `optimizer` would fail, or be wrong.
+    """Refuse state from another optimizer class, with which the next step would fail or be wrong.
 
     Raises:
-        MismatchError: if the checkpoint was saved without an optimizer, or with an optimizer of another class.
+        MismatchError: The checkpoint was saved without an optimizer, or with another optimizer class.
     """
     if not checkpoint.has_optimizer and not checkpoint.state.get("groups"):
         raise MismatchError(
@@ -318,16 +324,16 @@ def check_optimizer(checkpoint: Checkpoint, optimizer: torch.optim.Optimizer) ->
 def saved_numbers(
     where: str, group: ParameterGroup, saved: Mapping[str, tuple[int, Json]], place: int | None, *, is_strict: bool
 ) -> Json | None:
-    """Return the saved numbers of a group; None if the checkpoint lacks a parameter, or had them in different groups.
+    """Return a group's saved hyperparameters. None if a parameter is missing there, or the parameters' values differed.
 
     Args:
-        where: the JSON Pointer of the group.
-        saved: by the name of a parameter, the place and the numbers of its group in the checkpoint.
-        place: of a group with tensors, which are stored by place.
-        is_strict: whether parameters from groups of different numbers are refused.
+        where: The group's JSON Pointer.
+        saved: By parameter name, its group's place and hyperparameters in the checkpoint.
+        place: The group's place if it has tensors, which are stored by place. None for a group without tensors.
+        is_strict: Whether to refuse parameters whose groups had different hyperparameters.
 
     Raises:
-        MismatchError: for parameters from different groups, and for tensors from another place.
+        MismatchError: The parameters' groups differed, or a group with tensors had another place.
     """
     sources = [(name, *saved[name]) for name in group.names if name in saved]
     odd_name, odd_numbers = next(

@@ -1,4 +1,4 @@
-"""The files and the tensor names with which `from_pretrained` of transformers and of PEFT opens a save."""
+"""The files and tensor names with which transformers' and PEFT's `from_pretrained` open a save."""
 
 from __future__ import annotations
 
@@ -16,17 +16,19 @@ from reprise.format.layout import TensorKind
 from reprise.storage.paths import exists
 from reprise.tensors.live import canonical_name
 
-_WRAPPER = "module."  # of DistributedDataParallel, in the names of its parameters
+_WRAPPER = "module."  # DistributedDataParallel's prefix for parameter names
 
 
 @dataclass(frozen=True, slots=True)
 class PretrainedForm:
-    """A model in the form of another library; nothing for a model of none.
+    """A model in another library's form. Empty if the model belongs to none.
 
     Args:
-        files: by name.
-        stored_as: by the name in the model, the family of files and the name of each tensor with another name there.
-        obstacle: why the other library could not open the files: PEFT's would differ from the tensors of the model.
+        files: File contents by name.
+        stored_as: By name in the model: the file family and the name in the other library, for tensors whose name
+            differs.
+        obstacle: Why the other library could not open the files. PEFT's tensors may differ from the model's, for
+            instance.
     """
 
     files: dict[str, bytes] = field(default_factory=dict)
@@ -35,10 +37,10 @@ class PretrainedForm:
 
 
 def form_of(model: object, tensors: Mapping[str, bool]) -> PretrainedForm:
-    """Return a model in the form of transformers or PEFT.
+    """Return a model in the form expected by transformers or PEFT.
 
     Args:
-        tensors: by name, whether a tensor of the model has another dtype in its files.
+        tensors: By name, whether a tensor has another dtype in the files than in memory.
     """
     prefix = ""
     peft: Any = sys.modules.get("peft")
@@ -57,11 +59,11 @@ def form_of(model: object, tensors: Mapping[str, bool]) -> PretrainedForm:
 def _renamed(
     files: dict[str, bytes], prefix: str, adapter: Mapping[str, str], tensors: Mapping[str, bool]
 ) -> PretrainedForm:
-    """Return the form with the name of each tensor.
+    """Return the form with each tensor's name.
 
     Args:
-        prefix: of the names of all tensors, which the other library does not have.
-        adapter: the name of each tensor in PEFT's file, by its name in the model without the prefix, one for tied ones.
+        prefix: The prefix in all tensor names, which the other library does not use.
+        adapter: By name in the model without the prefix, the tensor name in PEFT's file. Tied tensors share a name.
     """
     if not prefix and not adapter:
         return PretrainedForm(files)
@@ -80,7 +82,7 @@ def _renamed(
 
 
 def _transformers_files(model: nn.Module) -> dict[str, bytes]:
-    """Return the configurations of a model of transformers, as its `save_pretrained` writes them."""
+    """Return a transformers model's configuration files, as its `save_pretrained` writes them."""
     config: dict[str, Any] = json.loads(_text(model, "config"))
     kinds = [kind.__name__ for kind in type(model).__mro__ if not kind.__name__.startswith("FSDP")]
     config["architectures"] = config.get("architectures") or kinds[:1]
@@ -97,9 +99,9 @@ def _of_peft(peft: Any, model: Any, prefix: str, is_changed: Mapping[str, bool])
     if len(model.peft_config) != 1:
         return PretrainedForm(obstacle=f"PEFT stores each of {len(model.peft_config)} adapters in a folder of its own")
     ((adapter_name, config),) = model.peft_config.items()
-    if config.is_prompt_learning:  # PEFT would run the encoder of the prompts, which changes those of CPT
+    if config.is_prompt_learning:  # PEFT would run the prompt encoder, which changes CPT's prompts
         return PretrainedForm(obstacle="PEFT computes prompts for its file")
-    # PEFT selects and renames members of a state dict. Tensors without memory show how, and cost nothing.
+    # PEFT selects and renames state dict members. Meta tensors reveal how without using memory.
     state = model.state_dict(keep_vars=True)
     tensors = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
     stand_ins = {key: torch.empty(value.shape, dtype=value.dtype, device="meta") for key, value in tensors.items()}
@@ -109,12 +111,12 @@ def _of_peft(peft: Any, model: Any, prefix: str, is_changed: Mapping[str, bool])
         selected = peft.get_peft_model_state_dict(
             model, dict(stand_ins), adapter_name, save_embedding_layers=save_embedding_layers
         )
-    except (RuntimeError, ValueError) as error:  # of a method that asks for values, or refuses to save
+    except (RuntimeError, ValueError) as error:  # from a method that reads values, or refuses to save
         return PretrainedForm(obstacle=f"PEFT selects no tensors without memory: {type(error).__name__}: {error}")
     computed_names = [name for name, value in selected.items() if id(value) not in keys]
     if computed_names:
         return PretrainedForm(obstacle=f"PEFT computes {computed_names[0]} for its file")
-    # Of tied tensors one is stored, under the last name: a method adds the one that it looks for after the others.
+    # Among tied tensors, only the last name is stored: a method appends the name it looks for.
     own_names = {name: keys[id(value)] for name, value in selected.items()}
     names = {id(tensors[own_name]): name for name, own_name in own_names.items()}
     adapter = {canonical_name(own_name): names[id(tensors[own_name])] for own_name in own_names.values()}
@@ -127,12 +129,12 @@ def _of_peft(peft: Any, model: Any, prefix: str, is_changed: Mapping[str, bool])
 
 
 def _save_embedding_layers(base: str | None) -> str | bool:
-    """Return PEFT's option to store resized embeddings where no hub has to be asked for their first size."""
+    """Return PEFT's option for storing resized embeddings, if their original size is known without asking the hub."""
     return "auto" if not base or exists(Path(base, "config.json")) else False
 
 
 def _adapter_config(model: Any, config: Any) -> bytes:
-    """Return the file that `save_pretrained` of a model of PEFT writes, with sets in order: ranks write the same."""
+    """Return PEFT's configuration file as `save_pretrained` writes it, with sets sorted: all ranks write the same."""
     members = config.to_dict()
     base = model.base_model.model
     members["base_model_name_or_path"] = config.base_model_name_or_path or base.__dict__.get("name_or_path") or None

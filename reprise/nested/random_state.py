@@ -1,4 +1,4 @@
-"""The state of the random generators of this process, as an object that a checkpoint carries."""
+"""This process's random generator states, as an object to store in a checkpoint."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _HOST = ("python", "numpy", "cpu")
 
 
 class RandomState:
-    """The state of the global generators of Python, numpy, torch, and the devices of torch that are in use.
+    """The states of the global generators in Python, NumPy and torch, including torch's devices in use.
 
-    `save` and `load` make one where `rng=True`. In a state dict it stands under a key of the rank's own:
-    `{"rng": {str(rank): RandomState()}}`. Generators that a program has made itself are not in it.
+    `save` and `load` create it with `rng=True`. In a state dict, put it under a separate key for each rank: `{"rng":
+    {str(rank): RandomState()}}`. It does not include generators created by the program itself.
     """
 
     @own_modes()
     def state_dict(self) -> dict[str, Any]:
-        """Return copies of the states: large ones as tensors of integers, the rest as numbers."""
+        """Return copies of the states: large states as integer tensors, the others as numbers."""
         version, words, gauss = random.getstate()
         state: dict[str, Any] = {
             "python": [version, torch.tensor(words, device="cpu"), gauss],
@@ -39,7 +39,7 @@ class RandomState:
         """Set the generators.
 
         Raises:
-            MismatchError: for the state of a device that is not here; nothing is set then.
+            MismatchError: A state belongs to a device missing here. Nothing is set then.
         """
         devices = [name for name in state if name not in _HOST]
         absent = [name for name in devices if torch.device(name).index >= _count(name)]
@@ -58,7 +58,7 @@ class RandomState:
 
 
 def _devices_in_use() -> list[str]:
-    """Return the devices of the accelerator, once the process has begun to use it: before, nothing was drawn there."""
+    """Return the accelerator's devices if the process has initialized it. Before, it drew no random numbers there."""
     device = torch.accelerator.current_accelerator()
     if device is None or not torch.get_device_module(device).is_initialized():
         return []
@@ -75,7 +75,7 @@ def _module(name: str) -> Any:
 
 
 def _exchanged(value: Any, kind: type, exchange: Any) -> Any:
-    """Return nested dicts with the members of one type exchanged."""
+    """Return nested dicts with the members of a type exchanged."""
     if isinstance(value, dict):
         return {key: _exchanged(member, kind, exchange) for key, member in value.items()}
     return exchange(value) if isinstance(value, kind) else value

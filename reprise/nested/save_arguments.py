@@ -1,4 +1,4 @@
-"""Checks of the arguments of a save, by errors which a rank shares with the others."""
+"""Checks a save's arguments, raising errors shared with other ranks."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from reprise.storage.paths import exists, is_url
 
 
 def target_folder(folder: str | Path) -> Path:
-    """Return the absolute path of a folder to save to.
+    """Return the absolute path for a folder to save to.
 
     Raises:
-        ConfigError: `folder` is a URL, or no path.
+        ConfigError: `folder` is a URL, or neither a str nor a Path.
     """
     require_path(folder)
     if is_url(str(folder)):
@@ -25,10 +25,10 @@ def target_folder(folder: str | Path) -> Path:
 
 
 def check_iteration(iteration: int) -> None:
-    """Refuse an iteration outside the names of folders.
+    """Refuse an invalid iteration number.
 
     Raises:
-        CheckpointError: naming it.
+        CheckpointError: It is not an int, is negative, or is too large.
     """
     if not _is_int(iteration, 0) or iteration > MOST_ELEMENTS:
         raise CheckpointError("The iteration is invalid", expected="an int of 0 or more", found=repr(iteration))
@@ -37,13 +37,15 @@ def check_iteration(iteration: int) -> None:
 def check_options(
     from_rank0: object, max_checkpoint_keep: object, file_bytes: object, staging_bytes: object = None, **seconds: object
 ) -> None:
-    """Refuse options of a save of another kind, such as a single text as patterns: it would be taken letter by letter.
+    """Refuse save options with invalid types or values.
+
+    A string as `from_rank0`, for instance, would be split into letters.
 
     Args:
-        seconds: limits by their names, each a finite number of seconds above 0.
+        seconds: Time limits by name. Each must be a finite number of seconds above 0.
 
     Raises:
-        ConfigError: naming the first.
+        ConfigError: Names the first invalid option.
     """
     mistakes: list[object] = [from_rank0]
     if isinstance(from_rank0, Sequence | Set) and not isinstance(from_rank0, str | bytes):
@@ -75,10 +77,10 @@ def _is_int(value: object, least: int) -> bool:
 
 
 def check_vacant(folder: Path, iteration: int) -> None:
-    """Refuse an existing iteration of the folder.
+    """Refuse an iteration already in the folder.
 
     Raises:
-        CheckpointError: naming its path.
+        CheckpointError: The iteration exists.
     """
     path = folder / iteration_name(iteration)
     if exists(path):
@@ -87,10 +89,10 @@ def check_vacant(folder: Path, iteration: int) -> None:
 
 
 def require_path(path: object) -> None:
-    """Refuse anything but a path, by an error which a rank shares with the others.
+    """Refuse anything but a path, with an error shared with other ranks.
 
     Raises:
-        ConfigError: naming its type.
+        ConfigError: `path` is neither a str nor a Path.
     """
     if not isinstance(path, (str, Path)):
         raise ConfigError("The path is invalid", expected="a str or a pathlib.Path", found=type(path).__name__)

@@ -1,7 +1,7 @@
-"""The names under which the leaves of a nested state dict are stored: a function of their keys alone, and one to one.
+"""Stored names for a nested state dict's leaves. A name depends only on the leaf's keys, and names are unique.
 
-`state["model"][NAME]` is a weight and keeps its name, `state["optimizer"]["state"][NAME][KEY]` is stored as `KEY.NAME`
-as every optimizer's, and every other leaf under its JSON Pointer (RFC 6901), which begins with a slash.
+The weight `state["model"][NAME]` keeps its name. `state["optimizer"]["state"][NAME][KEY]` is stored as `KEY.NAME`, like
+any optimizer's. Every other leaf is stored under its JSON Pointer (RFC 6901), which starts with a slash.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from collections.abc import Callable, Sequence
 
 from reprise.format.layout import TensorKind, TensorSpec
 
-Keys = tuple[str, ...]  # from the outermost; the place in a list is a decimal number
+Keys = tuple[str, ...]  # outermost first; a list index is a decimal number
 
 MODEL = "model"
 OPTIMIZER = ("optimizer", "state")
-PER_RANK = "per_rank"  # below it, by the rank's number, what each rank has of its own
-RNG = "rng"  # there, the random state
+PER_RANK = "per_rank"  # each rank's own values are below it, by rank
+RNG = "rng"  # the random state's key below the rank
 _DIGITS = re.compile("([0-9]+)")
 
 
 def pointer(keys: Sequence[str]) -> str:
-    """Return the JSON Pointer to a leaf; empty for the state dict itself."""
+    """Return the JSON Pointer to a leaf. Empty for the state dict itself."""
     return "".join("/" + key.replace("~", "~0").replace("/", "~1") for key in keys)
 
 
@@ -31,12 +31,12 @@ def keys_of_pointer(text: str) -> Keys:
 
 
 def is_random_state(keys: Keys) -> bool:
-    """Return whether keys lead to the random state of a rank, or below it."""
+    """Return whether keys lead to a rank's random state, or below it."""
     return keys[0] == PER_RANK and keys[2:3] == (RNG,)
 
 
 def stored_name(keys: Keys) -> tuple[TensorKind, str]:
-    """Return the family of files and the stored name of a tensor."""
+    """Return a tensor's file family and stored name."""
     match keys:
         case (top, name) if top == MODEL and _is_plain(name):
             return TensorKind.MODEL, name
@@ -46,7 +46,7 @@ def stored_name(keys: Keys) -> tuple[TensorKind, str]:
 
 
 def keys_of(kind: TensorKind, name: str) -> Keys:
-    """Return the keys of a stored tensor: the inverse of `stored_name`."""
+    """Return a stored tensor's keys: the inverse of `stored_name`."""
     if name.startswith("/"):
         return keys_of_pointer(name)
     if kind is TensorKind.OPTIMIZER:
@@ -56,12 +56,12 @@ def keys_of(kind: TensorKind, name: str) -> Keys:
 
 
 def order_of(spec: TensorSpec, place_of: Callable[[str], tuple[object, ...]] | None = None) -> tuple[object, ...]:
-    """Return a sort key for the tensors of a state dict: their ranks have no part in the order.
+    """Return a sort key for a state dict's tensors. The order does not depend on which ranks hold them.
 
-    Weights come first, then optimizer state by key with 0-d tensors last, then the rest.
+    Weights come first, then optimizer state by key with 0-d tensors last, then all other tensors.
 
     Args:
-        place_of: returns the sort key of a name; None for the natural order, in which `layers.10` follows `layers.9`.
+        place_of: Returns a name's sort key. None sorts in natural order, with `layers.10` after `layers.9`.
     """
     place_of = place_of or natural
     number = list(TensorKind).index(spec.kind)
@@ -72,7 +72,7 @@ def order_of(spec: TensorSpec, place_of: Callable[[str], tuple[object, ...]] | N
 
 
 def natural(name: str) -> tuple[object, ...]:
-    """Return a sort key with runs of digits compared as numbers; text and digits alternate in it."""
+    """Return a sort key comparing digit runs as numbers. Text and digits alternate in it."""
     parts = _DIGITS.split(name)
     return tuple((len(part.lstrip("0")), part.lstrip("0")) if number % 2 else part for number, part in enumerate(parts))
 

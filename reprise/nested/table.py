@@ -1,4 +1,4 @@
-"""The tables of tensors that ranks exchange as JSON: each rank's own, and the joint table of all ranks."""
+"""The tensor tables exchanged by ranks as JSON: each rank's own table, and the joint table for all ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from reprise.tensors.live import LiveTensor
 
 _MOST_NAMED = 8
 
-Place = tuple[tuple[int, ...], tuple[int, ...]]  # the offset and the shape of a box
+Place = tuple[tuple[int, ...], tuple[int, ...]]  # a box's offset and shape
 
 
 def table_of(
@@ -31,15 +31,15 @@ def table_of(
     patterns: Sequence[str],
     is_replicated: bool,
 ) -> bytes:
-    """Return the state dict of one rank, without its values, as a message.
+    """Return a rank's state dict, without its values, as a message.
 
     Args:
-        aliases: second names of its tensors, alias -> stored name.
-        entries: the outermost keys.
-        values: JSON Pointers of all other values.
-        patterns: of the names of tensors with differences between ranks by design; the same on all ranks.
-        is_replicated: whether every rank gives all tensors, and rows are in the order of the model; else each rank
-            gives its own, and the joint table has an order by names alone.
+        aliases: Second tensor names, alias -> stored name.
+        entries: The outermost keys.
+        values: JSON Pointers to all other values.
+        patterns: Name patterns for tensors with different values on different ranks by design. Equal on all ranks.
+        is_replicated: Whether every rank passes all tensors, with rows in model order. Otherwise each rank passes its
+            own tensors, and the joint table is sorted by name alone.
     """
     rows = {
         tensor.spec.name: [
@@ -56,12 +56,12 @@ def table_of(
 
 @dataclass(frozen=True, slots=True)
 class JointTable:
-    """The state dict of all ranks together, without its values.
+    """The state dict for all ranks together, without its values.
 
     Args:
-        specs: every tensor, in the order of `order_of`.
-        holders: by stored name, the ranks of each box, in ascending order.
-        digest: of the message.
+        specs: Every tensor, in the order of `order_of`.
+        holders: By stored name, the ranks of each box, ascending.
+        digest: The message digest.
     """
 
     specs: tuple[TensorSpec, ...]
@@ -73,7 +73,7 @@ class JointTable:
 
     @staticmethod
     def from_text(text: str) -> JointTable:
-        """Return the table in a message of `join`."""
+        """Return the table in a message from `join`."""
         rows, aliases, entries, values = json.loads(text)
         holders = {
             name: {Box(tuple(offset), tuple(shape)): tuple(ranks) for offset, shape, ranks in boxes}
@@ -84,15 +84,15 @@ class JointTable:
 
 
 def digest_of(data: bytes) -> str:
-    """Return the digest (xxh3-128) by which ranks compare messages without sending them."""
+    """Return the digest (xxh3-128) with which ranks compare messages without sending them."""
     return xxhash.xxh3_128_hexdigest(data)
 
 
 def join(tables: Mapping[int, bytes]) -> str:
-    """Return the table of all ranks, given by rank, as a message.
+    """Join the tables, passed by rank, and return the joint table as a message.
 
     Raises:
-        CheckpointError: naming a tensor or a pattern with a difference between ranks.
+        CheckpointError: A tensor or a pattern differs between ranks.
     """
     parsed = {data: json.loads(data) for data in {*tables.values()}}
     by_rank = {rank: parsed[data] for rank, data in sorted(tables.items())}
@@ -140,7 +140,7 @@ def join(tables: Mapping[int, bytes]) -> str:
 
 
 def _require_same_tensors(holders: Mapping[str, Mapping[Place, list[int]]], ranks: Sequence[int]) -> None:
-    """Refuse a tensor of which a rank has no part."""
+    """Require every rank to hold a part of every tensor."""
     problems = []
     for name, boxes in holders.items():
         giving = {rank for ranks_of_box in boxes.values() for rank in ranks_of_box}
@@ -155,10 +155,10 @@ def _require_same_tensors(holders: Mapping[str, Mapping[Place, list[int]]], rank
 
 
 def require_whole(joint: JointTable) -> None:
-    """Refuse a save of a tensor of which the ranks hold a part only, or overlapping parts.
+    """Refuse to save a tensor if the ranks hold only a part of it, or overlapping parts.
 
     Raises:
-        CheckpointError: naming it.
+        CheckpointError: Lists such tensors.
     """
     problems = []
     for spec in joint.specs:

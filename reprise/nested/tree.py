@@ -1,4 +1,4 @@
-"""A nested state dict by leaf: one walk takes it apart into tensors, JSON values, objects and parameter groups."""
+"""A nested state dict split into leaves: tensors, JSON values, objects and parameter groups."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ Place = tuple[_Container, str | int]
 
 
 class Stateful(Protocol):
-    """An object with a state of its own, such as a scheduler, a scaler or a loader."""
+    """An object with its own state, such as a scheduler, a gradient scaler or a data loader."""
 
     def state_dict(self) -> Any:
         """Return the state."""
 
     def load_state_dict(self, state_dict: Any, /) -> Any:
-        """Take the state."""
+        """Load the state."""
 
 
 def is_stateful(value: object) -> TypeGuard[Stateful]:
@@ -60,29 +60,28 @@ def is_stateful(value: object) -> TypeGuard[Stateful]:
 
 @dataclass(slots=True)
 class Tree:
-    """A nested state dict by leaf.
+    """A nested state dict split into leaves.
 
     Args:
-        entries: its outermost keys.
-        is_load: whether the tree is for a load, at whose end objects and values with tensors take their state.
-        refers: whether the values have references to the tensors among them; a load needs no template then.
-        model: names the parameters of `optimizer.state_dict()`, which have numbers.
-        tensors: by keys, in the order of the dict, in the form of the files.
-        meta: by keys, the tensors of a load with memory in place of those without, each with its place.
-        values: everything else in a save, as JSON by JSON Pointer; a list without tensors is a single value, and so is
-            a dict without tensors if it is of a subclass, or has keys other than text.
-        optimizers: by JSON Pointer.
-        optimizer_class: the name of the class of the optimizer under `"optimizer"`; None if only its state is given.
-        objects: by keys, those with a state of their own.
-        receivers: by JSON Pointer, what has a new value or state at the end of a load.
-        modules: by the keys of a module and the prefix of a part of it, the parts with a `state_dict()` of their own.
-        files: files for other programs, by name.
-        stored_as: by keys, the family of files and the name of a tensor of the model in another library; its own name
-            is an alias.
-        takes_rest: whether a load returns the values of `state` under outermost keys absent from the call.
-        remark: what a save of the tree leaves out, and why.
-        declined: names of the arguments of `load` that are written out as False or empty.
-        may_drop_random_state: whether a load leaves the random state that another number of ranks saved.
+        entries: Its outermost keys.
+        is_load: Whether the tree is for a load. Objects, and values with tensors, then receive their state at the end.
+        refers: Whether values contain references to their tensors, so that a load needs no template.
+        model: Names the parameters in `optimizer.state_dict()`, which numbers them.
+        tensors: By keys, the tensors in storable form, in dict order.
+        meta: By keys, the newly allocated tensors replacing a load's meta tensors, each with its place.
+        values: In a save, all other content as JSON by JSON Pointer. A list without tensors is a single value. So is a
+            dict without tensors if it is a subclass instance or has non-string keys.
+        optimizers: The optimizers by JSON Pointer.
+        optimizer_class: The class name of the optimizer under `"optimizer"`. None if only its state dict is passed.
+        objects: By keys, the objects with their own state.
+        receivers: By JSON Pointer, the receivers of a new value or state at the end of a load.
+        modules: By a module's keys and a submodule's prefix, the submodules with their own `state_dict()`.
+        files: Files for other programs, by name.
+        stored_as: By keys, a model tensor's file family and name in another library. Its own name becomes an alias.
+        takes_rest: Whether a load returns `state` values under outermost keys missing from the call.
+        remark: What a save leaves out, and why.
+        declined: The `load` arguments explicitly passed as False or empty.
+        may_drop_random_state: Whether a load skips random state saved by a different rank count.
     """
 
     entries: tuple[str, ...]
@@ -103,14 +102,14 @@ class Tree:
     remark: str = ""
     declined: Collection[str] = ()
     may_drop_random_state: bool = False
-    _materialized: dict[int, torch.Tensor] = field(default_factory=dict)  # by the id of a meta tensor
+    _materialized: dict[int, torch.Tensor] = field(default_factory=dict)  # by the meta tensor's id
 
     def add_dict(self, keys: Keys, members: dict[Any, Any]) -> None:
-        """Add a dict by leaf, and the state dict of an optimizer by parameter; nothing is copied.
+        """Add a dict by leaf, and an optimizer's state dict by parameter. Copies nothing.
 
         Raises:
-            CheckpointError: naming an unstorable leaf, a key above a tensor other than text, or an optimizer whose
-                parameters have numbers without names.
+            CheckpointError: A leaf cannot be stored, a key above a tensor is not a string, or an optimizer's parameters
+                have numbers and no names.
         """
         require_text_keys(members, keys)
         is_optimizer = is_optimizer_state(members)
@@ -121,13 +120,13 @@ class Tree:
                 self.add((*keys, key), value, (members, key))
 
     def add(self, keys: Keys, value: object, place: Place) -> None:
-        """Add a member of a state dict by leaf.
+        """Add a state dict member by leaf.
 
         Args:
-            place: the container of the member and its key there, for a load.
+            place: The member's container and its key there, for a load.
 
         Raises:
-            CheckpointError: as `add_dict`.
+            CheckpointError: See `add_dict`.
         """
         is_divided = any(isinstance(leaf, torch.Tensor) or is_stateful(leaf) for _, leaf in leaves(value, keys))
         if is_stateful(value):
@@ -147,19 +146,22 @@ class Tree:
                 self.add((*keys, str(number)), member, (value, number))
 
     def drop_random_state(self) -> None:
-        """Leave the random state of a load as it is."""
+        """Skip the random state in a load."""
         kept = {where: each for where, each in self.receivers.items() if not is_random_state(keys_of_pointer(where))}
         self.receivers, self.declined = kept, [*self.declined, RNG]
 
     def _is_by_leaf(self, value: dict[Any, Any]) -> bool:
-        """Return whether members of a dict without tensors are values: a save stores a dict of a subclass as one."""
+        """Return whether to store members of a dict without tensors separately.
+
+        A save stores a dict subclass as a single value.
+        """
         return type(value) is dict or self.is_load or not (self.refers or type(value) in DICTS.values())
 
     def add_object(self, keys: Keys, member: object) -> None:
-        """Add a model or an optimizer under a key of its own, before the other objects.
+        """Add a model or an optimizer under its own key, before the other objects.
 
         Raises:
-            CheckpointError: if it is neither.
+            CheckpointError: It is neither.
         """
         if not is_stateful(member):
             raise CheckpointError(
@@ -172,12 +174,12 @@ class Tree:
         self.objects[keys] = member
 
     def add_objects(self) -> None:
-        """Add the objects: live tensors of modules and optimizers, and the state of all others.
+        """Add the objects: live tensors from modules and optimizers, and the state from all others.
 
-        Frees gathered FSDP2 parameters first: `named_parameters()` are the optimizers' only then.
+        Frees gathered FSDP2 parameters first: only then does `named_parameters()` return the optimizers' parameters.
 
         Raises:
-            CheckpointError: naming an unstorable value, or an optimizer of parameters outside the modules of the tree.
+            CheckpointError: A value cannot be stored, or an optimizer has parameters outside the tree's modules.
         """
         modules = {keys: module for keys, module in self.objects.items() if isinstance(module, nn.Module)}
         for keys, module in modules.items():
@@ -195,16 +197,16 @@ class Tree:
                 self._add_optimizer(keys, of_optimizer(keys, modules, member))
                 if keys == OPTIMIZER[:1]:
                     self.optimizer_class = type(member).__name__
-        for keys in sorted(self.objects):  # in one order on all ranks, as objects may communicate
+        for keys in sorted(self.objects):  # in the same order on all ranks, since objects may communicate
             member = self.objects[keys]
             if not isinstance(member, (nn.Module, torch.optim.Optimizer)):
                 self._add_receiver(keys, Receiver(member.state_dict, member.load_state_dict))
 
     def add_files(self, model: object, files: Mapping[str, object] | None) -> None:
-        """Add the caller's files for other programs, and those with which `from_pretrained` opens a save of a model.
+        """Add the caller's files for other programs, and the files with which `from_pretrained` opens a saved model.
 
         Raises:
-            CheckpointError: as `folder_files`.
+            CheckpointError: See `folder_files`.
         """
         tensors = {keys[1]: tensor for keys, tensor in self.tensors.items() if len(keys) == 2 and keys[0] == MODEL}
         form = form_of(model, {name: tensor.dtype is not None for name, tensor in tensors.items()})
@@ -213,11 +215,11 @@ class Tree:
         self.files = {**form.files, **folder_files(files)}
 
     def dtypes(self) -> dict[str, str]:
-        """Return, by stored name, the dtype of each tensor with another dtype in the files."""
+        """Return, by stored name, the dtype in memory for each tensor with another dtype in the files."""
         return {stored_name(keys)[1]: each.dtype for keys, each in self.tensors.items() if each.dtype is not None}
 
     def section(self) -> Section:
-        """Return the values, and what describes tensors."""
+        """Return the values and the tensor descriptions."""
         tops = [(*keys_of_pointer(where), "state") for where in self.optimizers]
         orders = {
             stored_name(keys)[1]: order
@@ -236,10 +238,10 @@ class Tree:
         }
 
     def put_tensors(self, lacking: Collection[str]) -> None:
-        """Put newly allocated tensors in the places of their meta tensors.
+        """Put newly allocated tensors in their meta tensors' places.
 
         Args:
-            lacking: stored names, which stay as they are.
+            lacking: Stored names whose tensors stay as they are.
         """
         unfilled = {id(tensor) for keys, (tensor, _) in self.meta.items() if stored_name(keys)[1] in lacking}
         for tensor, place in self.meta.values():
@@ -253,13 +255,13 @@ class Tree:
             self.values[pointer(keys)] = encode(value, keys)
 
     def _add_tensor(self, keys: Keys, tensor: torch.Tensor, place: Place | None = None) -> None:
-        """Add a tensor in the form of the files.
+        """Add a tensor in storable form.
 
         Args:
-            place: the container of the tensor and its key there, if a load may replace it.
+            place: The tensor's container and its key there, if a load may replace it.
 
         Raises:
-            CheckpointError: naming it, if its class keeps its memory elsewhere.
+            CheckpointError: The tensor's class keeps its memory elsewhere.
         """
         if self.is_load and place is not None and tensor.is_meta:
             tensor = self._materialized.setdefault(id(tensor), materialized(tensor))
@@ -268,10 +270,10 @@ class Tree:
             self.tensors[keys] = stored
 
     def _add_state(self, keys: Keys, state: object) -> None:
-        """Add a nested value as a whole, with references to its tensors.
+        """Add a nested value as a single value, with references to its tensors.
 
         Raises:
-            CheckpointError: naming an unstorable value.
+            CheckpointError: A value cannot be stored.
         """
         tensors: dict[Keys, torch.Tensor] = {}
         self.values[pointer(keys)] = encode(state, keys, tensors)
@@ -279,14 +281,14 @@ class Tree:
             self._add_tensor(inner, tensor)
 
     def _add_receiver(self, keys: Keys, receiver: Receiver) -> None:
-        """Add a state as a whole; in the tree of a load, its object takes it at the end."""
+        """Add a state as a single value. In a load, its object receives it at the end."""
         if self.is_load:
             self.receivers[pointer(keys)] = receiver
         else:
             self._add_state(keys, receiver.template())
 
     def _add_optimizer(self, keys: Keys, optimizer: OptimizerState) -> None:
-        """Add the tensors of an optimizer, and other state as single values."""
+        """Add an optimizer's tensors, and its other state as single values."""
         self.optimizers[pointer(keys)] = optimizer
         for inner, container, key in optimizer.slots(keys):
             value = container[key]
@@ -297,14 +299,14 @@ class Tree:
 
 
 def _settable(keys: Keys, place: Place) -> Place:
-    """Refuse the place of a value or a meta tensor in a tuple, which cannot be filled in place."""
+    """Refuse to load a value or a meta tensor into a tuple, which cannot be filled in place."""
     if isinstance(place[0], tuple):
         raise CheckpointError("A value in a tuple cannot be filled in place", where=pointer(keys), fix="Pass a list.")
     return place
 
 
 def _replace(place: Place, value: object) -> None:
-    """Replace a value in its container; an object of another class of dict takes its members."""
+    """Replace a value in its container. An instance of a custom dict class is updated in place."""
     container, key = place
     current = container[key]  # type: ignore[index]
     are_dicts = isinstance(value, dict) and isinstance(current, dict)
@@ -315,14 +317,14 @@ def _replace(place: Place, value: object) -> None:
 
 
 def _is_plain(value: object) -> bool:
-    """Return whether a tensor or list with tensors is complete on every rank."""
+    """Return whether a tensor, or a list with tensors, is complete on every rank."""
     return not isinstance(value, dict) and not any(
         is_stateful(leaf) or (isinstance(leaf, torch.Tensor) and is_dtensor(leaf)) for _, leaf in leaves(value)
     )
 
 
 def with_tuples(template: object, value: object) -> object:
-    """Return a value with tuples in place of lists where `template` has them, since old files hold tuples as lists."""
+    """Return a value with tuples instead of lists wherever `template` has them, as old files store tuples as lists."""
     if isinstance(value, list):
         old = template if isinstance(template, (list, tuple)) and len(template) == len(value) else [None] * len(value)
         members = [with_tuples(before, after) for before, after in zip(old, value, strict=True)]
@@ -333,7 +335,7 @@ def with_tuples(template: object, value: object) -> object:
 
 
 def declined(arguments: Mapping[str, object]) -> list[str]:
-    """Return the names of the arguments of a load that are written out as False or empty."""
+    """Return the names of a load's arguments explicitly passed as False or empty."""
     return [name for name, value in arguments.items() if value is not None and not value]
 
 
@@ -348,17 +350,20 @@ def tree_of(
     files: Mapping[str, object] | None = None,
     is_load: bool = False,
 ) -> Tree:
-    """Return a model as `"model"`, its optimizer as `"optimizer"`, and the values of `state` under their own keys.
+    """Return a model as `"model"`, its optimizer as `"optimizer"`, and the `state` values under their own keys.
 
     Args:
-        rank, per_rank: this rank, and its own values.
-        rng: whether the random state is one of them; a load with `"if_same_ranks"` may leave it.
-        files: see `folder_files`.
-        is_load: build the tree for a load, which replaces the values in `state`, a dict, and gives objects their state.
+        rank: This rank.
+        per_rank: This rank's own values.
+        rng: Whether they include the random state. A load with `"if_same_ranks"` may leave it as it is.
+        files: See `folder_files`.
+        is_load: Whether to build the tree for a load, which replaces values in the dict `state` and passes objects
+            their state.
 
     Raises:
-        CheckpointError: naming an unstorable value of `state`, a key of it reserved for the model or the optimizer, an
-            optimizer whose parameters are not the model's, or unstorable optimizer state.
+        ConfigError: `rng` has an invalid value.
+        CheckpointError: A value or the optimizer state cannot be stored, a key in `state` is reserved, or the optimizer
+            has parameters outside the model.
     """
     state = {} if state is None else state if isinstance(state, dict) else dict(state)
     tree = Tree(tuple(map(str, state)), is_load=is_load, refers=not is_load)
@@ -401,14 +406,14 @@ def tree_of_dict(
     files: Mapping[str, object] | None = None,
     is_load: bool = False,
 ) -> Tree:
-    """Return the tree of a nested state dict with the objects in it.
+    """Return the tree for a nested state dict and the objects in it.
 
     Args:
-        model: names the parameters of `optimizer.state_dict()`, which have numbers.
-        files, is_load: see `tree_of`.
+        model: Names the parameters in `optimizer.state_dict()`, which numbers them.
+        files: See `tree_of`, also for `is_load`.
 
     Raises:
-        CheckpointError: as `Tree.add_dict` and `Tree.add_objects`.
+        CheckpointError: See `Tree.add_dict` and `Tree.add_objects`.
     """
     if not isinstance(state_dict, dict):
         raise CheckpointError("A state dict is a dict", found=type(state_dict).__name__)

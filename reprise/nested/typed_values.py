@@ -1,4 +1,4 @@
-"""Python values in JSON: a value without a form in JSON becomes an object with a tag; all others stay the same."""
+"""Python values in JSON. A value without a JSON form becomes an object with a tag, and all others are unchanged."""
 
 from __future__ import annotations
 
@@ -23,23 +23,24 @@ from reprise.tensors.live import is_dtensor
 TAG = "$type"
 DICTS: dict[str, type[dict[Any, Any]]] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}
 
-# What malformed content raises.
+# The errors that malformed content raises.
 MALFORMED = (KeyError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError, IndexError)
 
 _FLOATS = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 _LARGEST_INT = 10**308
-_MAX_DEPTH = 100  # what nests deeper holds itself
+_MAX_DEPTH = 100  # a deeper value contains itself
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _NUMPY_DTYPE = re.compile(r"[<>|]([biufcSU][0-9]+|[mM]8(\[[0-9]*[A-Za-z]+])?)")  # numbers, text and times
 
 
 @dataclass(frozen=True, slots=True)
 class TensorReference:
-    """A tensor within a value, by its stored name.
+    """A reference to a tensor within a value, by stored name.
 
     Args:
-        is_sharded: whether it is a DTensor, which no rank is to read whole unasked.
-        is_implied: whether no value of the checkpoint refers to it: it was stored by leaf, under its own name alone.
+        name: The tensor's stored name.
+        is_sharded: Whether it is a DTensor, which ranks read whole only on request.
+        is_implied: Whether no value in the checkpoint refers to it, because it was stored by leaf under its own name.
     """
 
     name: str
@@ -48,24 +49,24 @@ class TensorReference:
 
 
 class ByLeaf(dict[str, Any]):
-    """A dict, or an older list, whose members a checkpoint holds one by one, in place of a single value."""
+    """A dict, or a list in old files, whose members a checkpoint stores separately rather than as a single value."""
 
 
 def is_unicode(text: str) -> bool:
-    """Return whether a text has no half of a surrogate pair, which UTF-8 lacks."""
+    """Return whether a text has no lone surrogate, which UTF-8 cannot encode."""
     return text.isascii() or _SURROGATE.search(text) is None
 
 
 def has_text_keys(container: Mapping[Any, Any]) -> bool:
-    """Return whether all keys are text with a form in UTF-8."""
+    """Return whether all keys are strings with a UTF-8 encoding."""
     return all(type(key) is str and is_unicode(key) for key in container)
 
 
 def require_text_keys(container: Mapping[Any, Any], keys: Keys) -> None:
-    """Refuse a key other than text, or without a form in UTF-8.
+    """Refuse a key other than a string, or without a UTF-8 encoding.
 
     Raises:
-        CheckpointError: naming it.
+        CheckpointError: Names the key.
     """
     for key in container:
         if not isinstance(key, str):
@@ -80,10 +81,10 @@ def require_text_keys(container: Mapping[Any, Any], keys: Keys) -> None:
 
 
 def leaves(value: object, keys: Keys = ()) -> Iterator[tuple[Keys, object]]:
-    """Yield what the lists, tuples and dicts of a nested value hold, each with its keys.
+    """Yield the leaves in nested lists, tuples and dicts, each with its keys.
 
     Raises:
-        CheckpointError: for a value within itself.
+        CheckpointError: A value is nested too deeply, for instance because it contains itself.
     """
     if not isinstance(value, (dict, list, tuple)):
         yield keys, value
@@ -93,12 +94,12 @@ def leaves(value: object, keys: Keys = ()) -> Iterator[tuple[Keys, object]]:
         inner = (*keys, key if isinstance(key, str) else repr(key))
         if isinstance(member, (dict, list, tuple)):
             yield from leaves(member, inner)
-        else:  # no generator for each of many numbers
+        else:  # avoids a generator per number
             yield inner, member
 
 
 def references(value: object) -> Iterator[TensorReference]:
-    """Yield the references to tensors in a value."""
+    """Yield the tensor references in a value."""
     return (leaf for _, leaf in leaves(value) if isinstance(leaf, TensorReference))
 
 
@@ -113,10 +114,10 @@ def _require_depth(keys: Keys) -> None:
 
 
 def encode_number(value: object, keys: Keys) -> Any:
-    """Return a copy of a value of a parameter group as JSON, where an array is a tuple of numbers.
+    """Return a copy of a parameter group's value as JSON, in which an array is a tuple of numbers.
 
     Raises:
-        CheckpointError: as `encode`.
+        CheckpointError: See `encode`.
     """
     encoded = encode(value, keys)
     if type(value) is tuple and all(isinstance(member, (bool, int, float)) for member in encoded["value"]):
@@ -127,10 +128,10 @@ def encode_number(value: object, keys: Keys) -> Any:
 
 
 def decode_number(value: Any) -> Any:
-    """Return the value before `encode_number`; an array is a tuple of numbers.
+    """Return the value before `encode_number`. An array is a tuple of numbers.
 
     Raises:
-        Exception: as `decode`, and for an array of anything else or an object without a tag.
+        Exception: See `decode`; or an array has other members, or an object has no tag.
     """
     if isinstance(value, list) and all(isinstance(member, (int, float)) for member in value):
         return tuple(value)
@@ -140,10 +141,10 @@ def decode_number(value: Any) -> Any:
 
 
 def decode(value: Any) -> Any:
-    """Return the value before `encode`; an array is a list.
+    """Return the value before `encode`. An array is a list.
 
     Raises:
-        Exception: one of `MALFORMED`, for an object whose tag or content is malformed, or of a later version.
+        Exception: An object's tag or content is malformed, or from a later version. The class is in `MALFORMED`.
     """
     if isinstance(value, list):
         return [decode(member) for member in value]
@@ -153,7 +154,7 @@ def decode(value: Any) -> Any:
 
 
 def put_back(value: object, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Return a decoded value with the tensors, given by stored name, in place of the references."""
+    """Return a decoded value with tensors, passed by stored name, instead of references."""
     if isinstance(value, TensorReference):
         return tensors[value.name]
     if isinstance(value, dict):
@@ -167,14 +168,14 @@ def put_back(value: object, tensors: Mapping[str, torch.Tensor]) -> Any:
 
 
 def encode(value: Any, keys: Keys, tensors: dict[Keys, torch.Tensor] | None = None) -> Any:
-    """Return a copy of a value as JSON, with a reference in place of each tensor.
+    """Return a copy of a value as JSON, with references instead of tensors.
 
     Args:
-        keys: the place of the value, for messages.
-        tensors: receives the tensors by the keys under which they are stored; None to refuse them.
+        keys: The value's place, for messages.
+        tensors: Receives the tensors by the keys under which they are stored. None refuses tensors.
 
     Raises:
-        CheckpointError: naming a value of another type, or a value within itself.
+        CheckpointError: A value has another type, or contains itself.
     """
     kind = type(value)
     if (
@@ -239,7 +240,7 @@ def _encoded_numpy(value: np.generic | np.ndarray[Any, Any], keys: Keys) -> Any:
             found=f"{type(value).__name__} of dtype {value.dtype}",
             fix="Pass np.asarray(value), each field and a mask as an array of its own, and objects as value.tolist().",
         )
-    array = np.asarray(value)  # an empty np.str_ has bytes beyond its own dtype
+    array = np.asarray(value)  # an empty np.str_ has more bytes than its dtype
     content = [array.dtype.str, list(array.shape), array.tobytes().hex()]
     return _tagged("numpy.ndarray" if isinstance(value, np.ndarray) else "numpy.generic", content)
 
@@ -279,7 +280,7 @@ def _instance(kind: type, value: Any) -> Any:
     return value
 
 
-# By exact type: the tag, the content in JSON, and the way back.
+# By exact type: the tag, the encoder to JSON, and the decoder.
 _FORMS: dict[type, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
     int: ("int", hex, lambda content: int(content, 16)),
     float: ("float", str, _FLOATS.__getitem__),
