@@ -1,4 +1,4 @@
-"""Loading: choose, open, read and verify."""
+"""Loads checkpoints: choose, open, read and verify."""
 
 from typing import TYPE_CHECKING
 

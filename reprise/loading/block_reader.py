@@ -1,4 +1,4 @@
-"""Reads and verifies the blocks of a checkpoint on several threads, without torch."""
+"""Reads and verifies a checkpoint's blocks on several threads, without torch."""
 
 from __future__ import annotations
 
@@ -17,41 +17,41 @@ from reprise.loading.blocks import PieceBlock
 from reprise.loading.reader import Bytes, Checkpoint, Gatherer, open_tensor_file
 from reprise.storage.worker import Worker
 
-MOST_THREADS = 4  # two on two cores read as fast as memory is copied; more were slower on a cold disk
+MOST_THREADS = 4  # two threads on two cores read at memory copy speed; more were slower on a cold disk
 PROGRESS_S = 1.0
 Progress = Callable[[int], object]
-# Seconds that an aborted load waits for threads that hang in a read.
+# Seconds that an aborted load waits for threads stuck in a read.
 _LEAVE_S = 5.0
 
 
 def host_memory() -> Bytes:
-    """Return memory for a block."""
+    """Return host memory for a block."""
     return np.empty(BLOCK_BYTES, np.uint8)
 
 
 class BlockPart(Protocol):
-    """The part of a block that goes to a live tensor."""
+    """A live tensor's part of a block."""
 
     def direct(self, block: PieceBlock) -> Bytes | None:
-        """Return the memory that takes the bytes of a block as they are; None without."""
+        """Return the memory to read a block into directly, or None if its bytes must be copied."""
 
     def move(self, lo: int, data: Bytes) -> int:
-        """Copy what belongs to the part of the packed piece's bytes from `lo` on; return the number of bytes."""
+        """Copy the part's bytes from `data`, which starts at byte `lo` in the packed piece. Return the byte count."""
 
     def count(self, filled_bytes: int) -> None:
-        """Add to the bytes filled."""
+        """Add to the filled bytes."""
 
 
 class BlockReader:
-    """Reads and verifies blocks on several threads, which take them in the order of the files.
+    """Reads and verifies blocks on several threads, which take them in file order.
 
     Args:
-        reads: the blocks, each with the part that takes its bytes; None for a block that is verified alone.
-        memory: makes the memory of a thread for a block.
+        reads: The blocks, each with the part taking its bytes. None only verifies the block.
+        memory: Allocates a thread's memory for a block.
 
     Attributes:
-        read_bytes: read from the files: blocks are read completely, and narrow gaps along with them.
-        done_bytes: copied to parts, or verified.
+        read_bytes: Bytes read from the files, including whole blocks and narrow gaps.
+        done_bytes: Bytes copied to parts, or verified.
     """
 
     def __init__(
@@ -68,17 +68,17 @@ class BlockReader:
         self.read_bytes = self.done_bytes = 0
 
     def run(self, threads: int | None, progress: Progress) -> None:
-        """Read until all is done, or a thread fails, which stops the others at their next block.
+        """Read until all blocks are done, or a thread fails, which stops the others at their next block.
 
-        Blocks are taken in order and finished, so the failure with the lowest number is the first in the files,
+        Threads take blocks in order and finish them, so the failure with the lowest number is the first in the files,
         regardless of thread timing.
 
         Args:
-            threads: their number; by default the available cores, at most `MOST_THREADS`.
-            progress: called by the calling thread about once a second, and at the end, with the bytes done so far.
+            threads: The thread count. By default the available cores, at most `MOST_THREADS`.
+            progress: Called with the bytes done so far, about once a second and at the end, on the calling thread.
         """
         count = min(MOST_THREADS, len(os.sched_getaffinity(0))) if threads is None else threads
-        numbers = [0] * count  # by thread, that of its last block
+        numbers = [0] * count  # each thread's last block
         pool = Worker("checkpoint-reader", threads=count)
         jobs = [pool.submit(partial(self._work, numbers, thread)) for thread in range(count)]
         try:
@@ -93,11 +93,11 @@ class BlockReader:
         progress(self.done_bytes)
 
     def close(self) -> None:
-        """Let no thread take another block."""
+        """Stop threads from taking another block."""
         self._is_closed = True
 
     def _work(self, numbers: list[int], thread: int) -> None:
-        """Read blocks in turn."""
+        """Read blocks until none is left."""
         try:
             gatherer, buffer = Gatherer(), self._memory()
             for name, reads in itertools.groupby(self._take(numbers, thread), key=lambda read: read[0].place.file):

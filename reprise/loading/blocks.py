@@ -1,4 +1,4 @@
-"""The blocks of pieces: each has a digest of its own."""
+"""Splits pieces into blocks, each with its own digest."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from reprise.loading.reader import Bytes, Checkpoint, Gatherer, OpenFile, open_t
 
 @dataclass(frozen=True, slots=True)
 class PieceBlock:
-    """Bytes `[lo, hi)` of the packed image of a piece, with their digest in hexadecimal.
+    """Bytes `[lo, hi)` in a piece's packed image, with their hexadecimal digest.
 
     Args:
-        number: of the piece in its tensor.
+        number: The piece's number in its tensor.
     """
 
     place: Place
@@ -39,7 +39,7 @@ class PieceBlock:
         """Fill an array with the bytes, and compare them with their digest.
 
         Raises:
-            CheckpointError: naming the file, the tensor and the byte range.
+            CheckpointError: The digest differs. Names the file, tensor and byte range.
         """
         gatherer.gather(file.read, self.packed, self.lo, into, offset=self.place.offset)
         if verify and (actual := digest_of(into.data)) != self.digest:
@@ -55,10 +55,10 @@ class PieceBlock:
 def blocks_of(
     checkpoint: Checkpoint, places: Mapping[str, Place], pieces: Mapping[str, Collection[int]]
 ) -> Iterator[PieceBlock]:
-    """Yield the blocks of these pieces in the order of the files, the same on every host.
+    """Yield these pieces' blocks in file order, which is the same on every host.
 
     Args:
-        pieces: by tensor, the numbers of its pieces; a range stays a range, since a whole tensor's has no end.
+        pieces: By tensor, its piece numbers. A range is not expanded, since a range for all pieces is huge.
     """
     for place in sorted((places[name] for name in pieces), key=lambda place: (place.file, place.offset)):
         spec, numbers = place.spec, pieces[place.spec.name]
@@ -72,7 +72,7 @@ def blocks_of(
 def blocks_in(
     place: Place, number: int, piece: WrittenPiece, *, begin: int = 0, end: int | None = None
 ) -> Iterator[PieceBlock]:
-    """Yield the blocks of a piece with a byte of `[begin, end)` in order; by default all."""
+    """Yield a piece's blocks with a byte in `[begin, end)`, in order. By default yield all blocks."""
     packed = place.spec.image(piece.box)
     for lo, hi in block_ranges(piece.lo, piece.hi, begin=begin, end=end):
         at = (lo - piece.lo) // BLOCK_BYTES * DIGEST_BYTES
@@ -80,10 +80,10 @@ def blocks_in(
 
 
 def check_first_blocks(checkpoint: Checkpoint, places: Mapping[str, Place]) -> None:
-    """Check the first block of each tensor file, which a file of another iteration has the same size and header of.
+    """Check each tensor file's first block: another iteration's file has the same size and header.
 
     Raises:
-        CheckpointError: naming the file, the tensor and the byte range.
+        CheckpointError: A block is damaged. Names the file, tensor and byte range.
     """
     first = dict[str, Place]()
     for place in sorted(places.values(), key=lambda place: place.offset, reverse=True):
@@ -100,5 +100,5 @@ def check_first_blocks(checkpoint: Checkpoint, places: Mapping[str, Place]) -> N
 
 
 def bytes_of(checkpoint: Checkpoint, places: Mapping[str, Place], pieces: PieceNumbers) -> int:
-    """Return the size of these pieces in bytes."""
+    """Return these pieces' size in bytes."""
     return sum(block.hi - block.lo for block in blocks_of(checkpoint, places, pieces))

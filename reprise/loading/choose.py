@@ -1,4 +1,4 @@
-"""Chooses the checkpoint to load: an iteration folder, or the newest valid checkpoint of a run. Rank 0 only."""
+"""Chooses the checkpoint to load: an iteration folder, or a run's newest valid checkpoint. Rank 0 only."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LoadTerms:
-    """The names of the caller's settings in advice; by default for a caller that gives the path as an argument.
+    """The caller's setting names, used in advice. The defaults suit a caller passing the path as an argument.
 
     Args:
-        path: the setting of the folder.
-        iteration: the setting of the iteration in it.
-        fresh: how to start without a checkpoint; empty where nothing else can be done.
+        path: The setting for the folder.
+        iteration: The setting for the iteration in it.
+        fresh: How to start without a checkpoint. Empty if impossible.
     """
 
     path: str = "the path"
@@ -38,7 +38,7 @@ class LoadTerms:
     fresh: str = ""
 
     def advice(self, fix: str) -> str:
-        """Return a sentence with the advice `fix`, or to start without a checkpoint."""
+        """Return a sentence advising `fix`, or starting without a checkpoint."""
         return f"{fix}, or {self.fresh}." if self.fresh else f"{fix}."
 
 
@@ -47,7 +47,7 @@ class LoadSource:
     """The folder to load from: a run's checkpoint folder, optionally with an `iteration`, or an iteration folder.
 
     Args:
-        lineage: of the run that resumes from it: checkpoints outside its branches are no candidates; None for any.
+        lineage: The resuming run's lineage. Checkpoints outside its branches are not candidates. None accepts all.
     """
 
     path: Path
@@ -57,24 +57,24 @@ class LoadSource:
 
     @staticmethod
     def named(path: Path, *, terms: LoadTerms = LoadTerms()) -> LoadSource:
-        """Return the source for a path given by a user: a run's own folder, its checkpoint folder or an iteration."""
+        """Return the source for a user's path: a run's own folder, its checkpoint folder or an iteration."""
         inner = path / "checkpoints"
         return LoadSource(inner if is_dir(inner) else path, terms=terms)
 
 
 def no_folder(path: Path, *, kind: str = "such folder", fix: str | None = None) -> CheckpointError:
-    """Return the error for a missing path, or a path to no folder."""
+    """Return the error for a missing path, or a path to a file."""
     if exists(path):
         return CheckpointError("A path is a file where a folder is expected", where=path, fix=fix)
     return CheckpointError(f"There is no {kind}", where=path, fix=fix)
 
 
 def committed_in(folder: CheckpointFolder) -> list[int]:
-    """Return the committed iterations of a run in ascending order; links among them are logged.
+    """Return a run's committed iterations in ascending order. Log links among them.
 
     Raises:
-        CheckpointError: if the newest name is a link or a file: falling back to an older checkpoint would lose it.
-        OSError: if the folder cannot be listed.
+        CheckpointError: The newest name is a link or a file: falling back to an older checkpoint would lose it.
+        OSError: The folder cannot be listed.
     """
     committed = folder.committed()
     for iteration in reversed(folder.non_folders()):
@@ -92,15 +92,15 @@ def committed_in(folder: CheckpointFolder) -> list[int]:
 
 
 class GivenUpError(CheckpointError):
-    """A checkpoint of a branch given up by the run."""
+    """A checkpoint belongs to a branch abandoned by the run."""
 
 
 def _require_admitted(checkpoint: Checkpoint, lineage: Lineage) -> None:
-    """Refuse a checkpoint outside the branches of a run.
+    """Refuse a checkpoint outside a run's branches.
 
     Raises:
-        MismatchError: if it is of another run.
-        GivenUpError: if it is of a branch given up by the run.
+        MismatchError: It belongs to another run.
+        GivenUpError: It belongs to a branch abandoned by the run.
     """
     saved = saved_lineage(checkpoint.state, where=checkpoint.path)
     if lineage.admits(saved, checkpoint.iteration):
@@ -118,17 +118,17 @@ def _require_admitted(checkpoint: Checkpoint, lineage: Lineage) -> None:
 
 
 class LocalFolders(Protocol):
-    """The local checkpoints of the hosts of a run; `local.host_folders.HostFolders` has them."""
+    """The local checkpoints on a run's hosts. Implemented by `local.host_folders.HostFolders`."""
 
     @property
     def share(self) -> tuple[int, int]:
-        """Return this rank's number among the ranks of its host, and how many they are."""
+        """Return this rank's number among its host's ranks, and their count."""
 
     def paths(self, iteration: int | None = None) -> list[Path]:
-        """Return the checkpoints whole on the hosts together, newest first, or the given one. Rank 0 only."""
+        """Return the checkpoints whole on the hosts together, newest first, or only a given one. Rank 0 only."""
 
     def describe_missing(self) -> str:
-        """Return the missing pieces of the newest checkpoint in words; empty without a checkpoint. Rank 0 only."""
+        """Describe what the newest checkpoint lacks. Empty if there is no checkpoint. Rank 0 only."""
 
     def owns(self, path: Path) -> bool:
         """Return whether a path leads to a local checkpoint."""
@@ -136,22 +136,22 @@ class LocalFolders(Protocol):
     def complete(
         self, path: Path, check: Callable[[Checkpoint], None], pieces_of: Callable[[Checkpoint], PieceNumbers]
     ) -> str:
-        """Bring to every host the pieces for its ranks, and return in words where they came from. Collective."""
+        """Fetch to every host its ranks' pieces, and return in words where they came from. Collective."""
 
     def heal(self, path: Path) -> bool:
-        """Give up damaged pieces on every host; return whether there are any. Collective."""
+        """Discard damaged pieces on every host. Return whether there were any. Collective."""
 
 
 class Chooser:
-    """Offers the candidates of a source, newest first, each checked as far as possible without reading its tensors.
+    """Offers a source's candidates, newest first, each checked as far as possible without reading its tensors.
 
     Args:
-        check: raises MismatchError for a valid checkpoint of another run, before any tensor file is opened.
-        patience: how long listing the folder is retried; no retries by default.
-        local: the local checkpoints, candidates beside those of the source; None for none.
+        check: Raises MismatchError for another run's valid checkpoint, before any tensor file is opened.
+        patience: How long to retry listing the folder. By default there are no retries.
+        local: The local checkpoints, which are further candidates. None without local checkpoints.
 
     Attributes:
-        checkpoint: the one picked last; None if it was returned unopened.
+        checkpoint: The checkpoint picked last. None if it was returned unopened.
     """
 
     def __init__(
@@ -168,23 +168,22 @@ class Chooser:
         self._patience = patience or Patience(0.0)
         self._candidates: list[Path] | None = None
         self._is_exact = False
-        self._skipped: list[tuple[str, str, bool]] = []  # the name, the reason, and whether it is damage
+        self._skipped: list[tuple[str, str, bool]] = []  # name, reason, whether it is damaged
         self._logged = 0
         self.checkpoint: Checkpoint | None = None
 
     def pick(self, *, is_complete: bool = True) -> Path:
         """Return the newest valid candidate.
 
-        A local checkpoint is first returned unopened: the hosts have to complete it.
+        A local checkpoint is first returned unopened, because the hosts must complete it.
 
         Args:
-            is_complete: whether they have completed the last candidate.
+            is_complete: Whether the hosts have completed the last candidate.
 
         Raises:
-            MismatchError: if the candidate belongs to another run.
-            UnreadableError: if the candidate, or the folder, cannot be read at the moment: an older checkpoint is no
-                substitute.
-            CheckpointError: if there is none, naming the skipped checkpoints and the reasons.
+            MismatchError: The candidate belongs to another run.
+            UnreadableError: The candidate or the folder cannot be read now. An older checkpoint does not replace it.
+            CheckpointError: No valid candidate is left. Lists the skipped checkpoints with the reasons.
         """
         if self._candidates is None:
             try:
@@ -201,7 +200,7 @@ class Chooser:
             try:
                 checkpoint = self._open(path)
                 self._check(checkpoint)
-                if not is_local:  # whose hosts have checked theirs, and taken damaged ones elsewhere
+                if not is_local:  # hosts have checked a local checkpoint's blocks, and replaced damaged ones
                     check_first_blocks(checkpoint, read_places(checkpoint))
             except (MismatchError, UnreadableError):
                 raise
@@ -227,12 +226,12 @@ class Chooser:
 
     @property
     def damaged(self) -> frozenset[int]:
-        """Return the iterations skipped for their damage."""
+        """Return the iterations skipped because they are damaged."""
         iterations = (iteration_of(Path(name)) for name, _, is_damaged in self._skipped if is_damaged)
         return frozenset(iteration for iteration in iterations if iteration is not None)
 
     def _remedy(self) -> str:
-        """Return what to do where every candidate was skipped."""
+        """Return what to do if every candidate was skipped."""
         is_damaged = any(damaged for _, _, damaged in self._skipped)
         return "Repair one" if is_damaged or not self._skipped else "Move this run's run.json away to go on from one"
 
@@ -245,30 +244,30 @@ class Chooser:
         return [f"{', '.join(skipped)}: {reason}" for reason, skipped in names.items()]
 
     def _log_skipped(self) -> None:
-        """Log what was skipped since the last call, once there is a candidate in its place."""
+        """Log the checkpoints skipped since the last call, once another candidate replaces them."""
         for name, problem, is_damaged in self._skipped[self._logged :]:
             _log.error("%s is %sskipped: %s", name, "damaged and " if is_damaged else "", problem)
         self._logged = len(self._skipped)
 
     def openable(self) -> Iterator[Checkpoint]:
-        """Yield every readable candidate, newest first, without a check, a log line or a choice.
+        """Yield every readable candidate, newest first, without checking, logging or choosing.
 
         Raises:
-            TrainerError: if the folder is missing, or has no checkpoint.
-            OSError: if the folder cannot be listed.
+            TrainerError: The folder is missing, or has no checkpoint.
+            OSError: The folder cannot be listed.
         """
         for path in self._find():
             try:
                 yield self._open(path)
-            except TrainerError:  # `pick` names it
+            except TrainerError:  # `pick` reports it
                 continue
 
     def skip(self, error: TrainerError) -> None:
-        """Remove the candidate picked last from the list because of `error`.
+        """Remove the candidate picked last because of `error`.
 
         Raises:
-            TrainerError: `error` itself if it is a mismatch, if it proves nothing about the checkpoint, or if the user
-                named this iteration: there is no substitute then.
+            TrainerError: `error` itself, if it is a mismatch, proves nothing about the checkpoint, or no candidate is
+                left for an iteration requested by the user.
         """
         is_last = self._is_exact and len(self._candidates or ()) < 2
         if is_last or isinstance(error, (LaunchError, MismatchError, UnreadableError)):
@@ -282,7 +281,7 @@ class Chooser:
         """Open a checkpoint from which the run may resume.
 
         Raises:
-            CheckpointError: as `open_checkpoint` and `_require_admitted`.
+            CheckpointError: See `open_checkpoint` and `_require_admitted`.
         """
         checkpoint, lineage = open_checkpoint(path, self._files, may_lack=True), self._source.lineage
         if lineage is not None:
@@ -304,7 +303,7 @@ class Chooser:
                 found=self._local.describe_missing() or "no local checkpoint",
                 fix=self._source.terms.advice("Bring back the hosts that have the rest"),
             )
-        # Of two of one iteration, the local one stays first.
+        # If an iteration is in both, the local checkpoint stays first.
         return sorted([*local, *shared], key=lambda path: iteration_of(path) or 0, reverse=True)
 
     def _find_shared(self) -> list[Path]:

@@ -1,4 +1,4 @@
-"""Fills live tensors from a checkpoint, box by box, verifying every block it reads."""
+"""Fills live tensors from a checkpoint, box by box, and verifies every block it reads."""
 
 from __future__ import annotations
 
@@ -24,10 +24,14 @@ from reprise.tensors.modes import overwrite, own_modes
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """A rank's loading statistics: `tensors` of `expected`, `filled_bytes` of memory, in `seconds`.
+    """A rank's loading statistics.
 
     Args:
-        read_bytes: bytes read to fill them: blocks are read completely, and narrow gaps along with them.
+        tensors: How many tensors were filled.
+        expected: How many were to be filled.
+        read_bytes: Bytes read to fill them, including whole blocks and narrow gaps.
+        filled_bytes: Bytes of live memory filled.
+        seconds: The time it took.
     """
 
     tensors: int
@@ -37,7 +41,7 @@ class LoadReport:
     seconds: float
 
     def __add__(self, other: LoadReport) -> LoadReport:
-        """Return the statistics of two loads, one after the other."""
+        """Return the statistics for two consecutive loads."""
         return LoadReport(*map(operator.add, astuple(self), astuple(other)))
 
 
@@ -52,11 +56,11 @@ def check_tensors(
     """Compare all expected tensors with those in the checkpoint, before anything is copied.
 
     Args:
-        is_partial: whether the checkpoint may have others.
-        further: further problems from the caller, listed after these.
+        is_partial: Whether the checkpoint may have other tensors.
+        further: The caller's own problems, listed after these.
 
     Raises:
-        MismatchError: listing every missing or unexpected tensor and every difference in shape or dtype.
+        MismatchError: Lists every missing or unexpected tensor and every difference in shape or dtype.
     """
     problems = []
     expected = {spec.name: spec for spec in specs}
@@ -89,24 +93,24 @@ def fill(
     threads: int | None = None,
     progress: Progress = lambda _: None,
 ) -> LoadReport:
-    """Read every box of `live` from the checkpoint into its live memory, verifying each block it touches.
+    """Read every box in `live` from the checkpoint into its live memory, and verify each block it touches.
 
-    The tensors' version counters rise first, so that autograd refuses a graph with their old values.
+    The tensors' version counters increase first, which makes autograd refuse a graph with their old values.
 
     Args:
-        threads: as `BlockReader.run`.
-        progress: as `BlockReader.run`, with the bytes filled.
+        threads: See `BlockReader.run`.
+        progress: See `BlockReader.run`. Called with the filled bytes.
 
     Raises:
-        CheckpointError: for the first damaged block in file order, naming file, tensor and bytes. Memory filled before
-            stays filled.
-        MismatchError: before anything is filled, for a shard of a tensor written with other dimensions.
+        CheckpointError: A block is damaged. Names the file, tensor and bytes of the first in file order. Memory filled
+            before stays filled.
+        MismatchError: A sharded tensor was written with other dimensions. Nothing is filled.
     """
     start = time.perf_counter()
     targets = _targets_of(checkpoint, places, live)
     torch.autograd.graph.increment_version([target.tensor.local for target in targets])
     devices = {target.tensor.local.device for target in targets} - {torch.device("cpu")}
-    for device in devices:  # the filling threads do not copy on the caller's stream
+    for device in devices:  # reading threads do not copy on the caller's stream
         torch.accelerator.synchronize(device)
     reads = _reads_of(checkpoint, places, targets)
     reader = BlockReader(checkpoint, reads, verify=verify, memory=_pinned_memory if devices else host_memory)
@@ -134,11 +138,11 @@ def verify_blocks(
     threads: int | None,
     progress: Progress,
 ) -> None:
-    """Verify each block that `fill` would read; no live memory changes.
+    """Verify each block that `fill` would read. Live memory does not change.
 
     Raises:
-        CheckpointError: as `fill`.
-        MismatchError: as `fill`.
+        CheckpointError: See `fill`.
+        MismatchError: See `fill`.
     """
     targets = _targets_of(checkpoint, places, live)
     reads = ((block, None) for block, _ in _reads_of(checkpoint, places, targets))
@@ -146,13 +150,13 @@ def verify_blocks(
 
 
 def _pinned_memory() -> Bytes:
-    """Return memory for a block, from which a device copies."""
+    """Return pinned memory for a block, from which a device copies."""
     memory: Bytes = torch.empty(BLOCK_BYTES, dtype=torch.uint8, pin_memory=True).numpy()
     return memory
 
 
 def _targets_of(checkpoint: Checkpoint, places: Mapping[str, Place], live: Sequence[LiveTensor]) -> list[Target]:
-    """Return the memory to fill in the order of the files, once the checkpoint's files know what is read."""
+    """Return the memory to fill in file order, after telling the checkpoint's files what will be read."""
     tensors = [tensor for tensor in live if tensor.box.numel]
     tensors.sort(key=lambda tensor: (places[tensor.spec.name].file, places[tensor.spec.name].offset))
     targets = [Target(tensor, _written_box(checkpoint, places, tensor)) for tensor in tensors]
@@ -163,10 +167,10 @@ def _targets_of(checkpoint: Checkpoint, places: Mapping[str, Place], live: Seque
 def touched_pieces(
     checkpoint: Checkpoint, places: Mapping[str, Place], live: Sequence[LiveTensor]
 ) -> dict[str, tuple[int, ...]]:
-    """Return by tensor the numbers of the pieces read by `fill` for these tensors.
+    """Return by tensor the piece numbers read by `fill` for these tensors.
 
     Raises:
-        MismatchError: as `fill`, or for a tensor missing in the checkpoint.
+        MismatchError: See `fill`; or the checkpoint lacks a tensor.
     """
     check_tensors([tensor.spec for tensor in live], places, where=checkpoint.path, is_partial=True)
     numbers_by_tensor: dict[str, set[int]] = {}
@@ -197,13 +201,13 @@ def _written_box(checkpoint: Checkpoint, places: Mapping[str, Place], tensor: Li
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """The part of a piece that goes to a target. Boxes are in bytes, in the dimensions of the tensor.
+    """A target's part of a piece. Boxes are in bytes, in the tensor's dimensions.
 
     Args:
-        box: of the piece.
-        common: of the part.
-        first: start of the part's bytes in the packed piece; `last` is their end.
-        memory: destination for a direct copy; None if the bytes are scattered in the piece or in live memory.
+        box: The piece's box.
+        common: The part's box.
+        first: The first byte of the part in the packed piece. `last` is its end.
+        memory: The destination for a direct copy. None if the bytes are scattered in the piece or in live memory.
     """
 
     target: Target
@@ -225,13 +229,13 @@ class _Part:
         return _Part(target, box, common, packed.start, packed.start + packed.extent, memory)
 
     def direct(self, block: PieceBlock) -> Bytes | None:
-        """Return the memory that takes the bytes of a block as they are; None without."""
+        """Return the memory to read a block into directly, or None if its bytes must be copied."""
         if self.memory is None or block.lo < self.first or self.last < block.hi:
             return None
         return self.memory[block.lo - self.first : block.hi - self.first]
 
     def move(self, lo: int, data: Bytes) -> int:
-        """Copy what belongs to the part of the packed piece's bytes from `lo` on; return the number of bytes."""
+        """Copy the part's bytes from `data`, which starts at byte `lo` in the packed piece. Return the byte count."""
         at = filled = 0
         for inner in extent(self.box.shape, lo, lo + data.size):
             box = absolute(inner, self.box)
@@ -244,7 +248,7 @@ class _Part:
         return filled
 
     def count(self, filled_bytes: int) -> None:
-        """Add to the bytes filled."""
+        """Add to the filled bytes."""
         self.target.filled_bytes += filled_bytes
 
 
@@ -252,7 +256,7 @@ _Read = tuple[PieceBlock, _Part]
 
 
 def _reads_of(checkpoint: Checkpoint, places: Mapping[str, Place], targets: Sequence[Target]) -> Iterator[_Read]:
-    """Yield every block with a part of a target in the order of the files: columns of several pieces alternate."""
+    """Yield every block with a target's part, in file order: columns from several pieces alternate."""
     for target in targets:
         place, reads = places[target.tensor.spec.name], list[_Read]()
         size, present = place.spec.dtype.itemsize, checkpoint.held(place.spec.name)
@@ -265,13 +269,13 @@ def _reads_of(checkpoint: Checkpoint, places: Mapping[str, Place], targets: Sequ
 
 
 def _start_of(read: _Read) -> int:
-    """Return the offset of a block's first byte in its tensor."""
+    """Return a block's first byte offset in its tensor."""
     block, _ = read
     return next(block.packed.spans(block.lo, block.hi))[0]
 
 
 def _ranges(checkpoint: Checkpoint, reads: Iterable[_Read]) -> Iterator[tuple[Path, int, int]]:
-    """Yield the byte ranges that are read, found by gathering blocks without a file."""
+    """Yield the byte ranges to read, computed by gathering blocks without a file."""
     gatherer, buffer, spans = Gatherer(), np.empty(BLOCK_BYTES, np.uint8), list[tuple[int, int]]()
 
     def note(part: memoryview, start: int) -> None:
@@ -284,10 +288,10 @@ def _ranges(checkpoint: Checkpoint, reads: Iterable[_Read]) -> Iterator[tuple[Pa
 
 
 class Target:
-    """The memory of a live tensor, byte by byte. Threads may fill disjoint parts of it.
+    """A live tensor's memory as bytes. Threads may fill disjoint parts.
 
     Args:
-        box: the tensor's box in the dimensions in which it was written.
+        box: The tensor's box in the dimensions it was written in.
     """
 
     def __init__(self, tensor: LiveTensor, box: Box) -> None:
@@ -324,7 +328,7 @@ class Target:
 
 
 def _bytes_of(local: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return the bytes of a tensor, in its own memory, as `shape`, whose last dimension is the bytes of an item."""
+    """Return a tensor's bytes, in its own memory, with this shape, whose last dimension is in bytes."""
     size = local.element_size()
     memory = torch.empty(0, dtype=torch.uint8, device=local.device)
     strides = (*(stride * size for stride in local.stride()), 1)

@@ -1,4 +1,4 @@
-"""The newest checkpoint of a folder, by the names in it alone."""
+"""Finds the newest checkpoint in a folder by names alone."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ from reprise.stores.locations import files_of, location
 
 
 def latest(folder: str | Path) -> Path | None:
-    """Return the path of the newest committed checkpoint in a folder; None without one, or without the folder.
+    """Return the newest committed checkpoint's path in a folder. None if the folder is missing or has no checkpoint.
 
-    This rank's view of the file system, without messages: call it on a single rank where ranks must agree. Only names
-    are read. `load` given the folder checks the content too, and falls back to an older checkpoint from a damaged
-    checkpoint.
+    The result is this rank's view of the file system, without communication: if ranks must agree, call it on a single
+    rank. Only names are read. `load`, passed the folder, also checks the content, and falls back to an older checkpoint
+    if the newest is damaged.
+
+    Args:
+        folder: The checkpoint folder. It may be a store URL.
     """
     path = location(folder)
     checkpoints = CheckpointFolder(path, files_of(path))
@@ -28,12 +31,12 @@ _PROGRAMS = {".metadata": "torch.distributed.checkpoint", "metadata.pkl": "torch
 
 
 def has_no_checkpoint(path: Path, files: Files) -> bool:
-    """Return whether a load from `path` has nothing to choose from: no folder, or a folder without any iteration.
+    """Return whether a load from `path` has no candidates: no folder, or a folder without iterations.
 
-    A folder of another program is not such a one: to begin afresh beside its checkpoint would be a surprise.
+    Another program's checkpoint folder returns False: starting from scratch beside its checkpoint would be a surprise.
 
     Raises:
-        OSError: if the folder cannot be listed.
+        OSError: The folder cannot be listed.
     """
     if not lexists(path):
         return True
@@ -44,7 +47,7 @@ def has_no_checkpoint(path: Path, files: Files) -> bool:
 
 
 def advice_on_other_program(path: Path) -> str:
-    """Return how to bring in a folder of another program, or of its checkpoints; empty for any other folder."""
+    """Return how to import another program's checkpoint, or a folder with such checkpoints. Otherwise empty."""
     for name, program in _PROGRAMS.items():
         for file in (*matching(path, name), *reversed(matching(path, f"*/{name}"))):
             command = f"reprise convert import dcp {file.parent} FOLDER --trust-pickle"

@@ -32,25 +32,25 @@ _log = logging.getLogger(__name__)
 Bytes = npt.NDArray[np.uint8]
 Read = Callable[[memoryview, int], object]  # fills a buffer from an offset in the file
 Write = Callable[[memoryview, int], object]  # writes a buffer to an offset in the file
-_MAX_HEADER_BYTES = 100 << 20  # the bound of the safetensors library
-# Gaps up to this size are read and discarded. With two threads on warm files, one call per run cost as much as reading
-# 50 KB more (runs of 2 to 28 KB; 3 to 9 times as long for the runs of tensor parallelism in GPT-2). Ranks of one host
-# read each other's runs from the page cache.
+_MAX_HEADER_BYTES = 100 << 20  # the safetensors library's limit
+# Gaps up to this size are read and discarded. With two threads on warm files, a call cost as much as reading 50 KB more
+# (runs from 2 to 28 KB). A call per run took 3 to 9 times as long for GPT-2's tensor-parallel runs. Ranks on the same
+# host read each other's runs from the page cache.
 GAP_BYTES = 32 << 10
 # Bytes per read with gaps: small enough to stay in the processor's cache until they are copied.
 SCRATCH_BYTES = 2 << 20
-_MISLEADING = ("model.safetensors", "adapter_config.json")  # of `misleading_files`
+_MISLEADING = ("model.safetensors", "adapter_config.json")  # see `misleading_files`
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A committed checkpoint with verified JSON files; its tensors have not been read.
+    """A committed checkpoint with verified JSON files. Its tensors have not been read.
 
     Args:
-        digest: digest of the manifest: two folders with the same digest hold the same checkpoint.
-        host: the pieces in this folder, if it is the folder of a host; None if all pieces are here.
-        lacking: the problem of each missing or damaged file without state, by name.
-        is_lightened: whether the optimizer's state was dropped, of which `manifest` has nothing then.
+        digest: The manifest digest. Folders with equal digests hold the same checkpoint.
+        host: The pieces in this folder, if it is a single host's folder. None if all pieces are here.
+        lacking: By name, the problem with each missing or damaged file without state.
+        is_lightened: Whether the optimizer state was dropped. `manifest` then has no entries for it.
     """
 
     path: Path
@@ -75,11 +75,11 @@ class Checkpoint:
 
     @property
     def is_whole(self) -> bool:
-        """Return whether every piece lies in this folder."""
+        """Return whether every piece is in this folder."""
         return self.host is None or self.host.is_whole
 
     def held(self, tensor: str) -> Collection[int]:
-        """Return the numbers of a tensor's pieces in this folder, in the order of the manifest."""
+        """Return the numbers of a tensor's pieces in this folder, in manifest order."""
         if self.host is None:
             return range(MOST_ELEMENTS)
         return self.host.held.get(tensor, ())
@@ -89,12 +89,12 @@ def open_checkpoint(path: Path, files: Files, *, may_lack: bool = False) -> Chec
     """Check the manifest, all file sizes and every JSON file, and return the checkpoint. Reads no tensor.
 
     Args:
-        may_lack: open it also where files without state are missing or damaged.
+        may_lack: Whether to open it despite missing or damaged files without state.
 
     Raises:
-        MismatchError: if it has another format version.
-        UnreadableError: if a file cannot be read at the moment.
-        CheckpointError: naming the first missing or damaged file, or if the folder has another iteration's name.
+        MismatchError: It has another format version.
+        UnreadableError: A file cannot be read now.
+        CheckpointError: A file is missing or damaged (names the first), or the folder has another iteration's name.
     """
     try:
         content = read_content(path / MANIFEST, files)
@@ -128,7 +128,7 @@ def open_checkpoint(path: Path, files: Files, *, may_lack: bool = False) -> Chec
     check_state(state, path)
     digest = manifest.digest_of(content)
     host = _host_file(path, files, listing, digest)
-    is_lightened = is_dropped or OPTIMIZER_DROPPED in state  # so release 0.2 tells of it, with another manifest
+    is_lightened = is_dropped or OPTIMIZER_DROPPED in state  # release 0.2 recorded it in the state
     checkpoint = Checkpoint(path, files, listing, state, digest, host, lacking, is_lightened)
     return _without_optimizer(checkpoint) if is_dropped else checkpoint
 
@@ -138,7 +138,7 @@ def _is_of_optimizer(file: str) -> bool:
 
 
 def _without_optimizer(checkpoint: Checkpoint) -> Checkpoint:
-    """Return a checkpoint with the files and tensors that stayed when the optimizer's state was dropped."""
+    """Return a checkpoint with the files and tensors remaining after the optimizer state was dropped."""
     listing = checkpoint.manifest
     files = {name: entry for name, entry in listing.files.items() if not _is_of_optimizer(name)}
     names = [name for name, entry in files.items() if entry.is_tensor_file]
@@ -148,11 +148,11 @@ def _without_optimizer(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def check_state(state: Json, path: Path) -> None:
-    """Check the format and the iteration in the `trainer_state.json` of a checkpoint at `path`.
+    """Check the format and iteration in `trainer_state.json` for a checkpoint at `path`.
 
     Raises:
-        MismatchError: if it has another format version.
-        CheckpointError: if it has no iteration, or another than the folder's name.
+        MismatchError: It has another format version.
+        CheckpointError: The iteration is missing, or differs from the folder's name.
     """
     if state.get("format") != FORMAT:
         raise MismatchError(
@@ -171,7 +171,7 @@ def check_state(state: Json, path: Path) -> None:
 
 
 def _host_file(path: Path, files: Files, listing: Manifest, digest: str) -> HostFile | None:
-    """Return the `host.json` of a folder; None without one: all pieces are there."""
+    """Return the `host.json` in a folder, or None if there is none, because all pieces are there."""
     where = path / HOST
     try:
         files.size(where)
@@ -191,7 +191,7 @@ def _host_file(path: Path, files: Files, listing: Manifest, digest: str) -> Host
 
 
 def _check_name(path: Path, iteration: int) -> None:
-    """Refuse a copy under the name of another iteration: a run would continue counting from there."""
+    """Refuse a copy under another iteration's name: a run would continue counting from there."""
     number = named_iteration(path.name)
     if number is not None and number != iteration:
         raise CheckpointError(
@@ -204,7 +204,7 @@ def _check_name(path: Path, iteration: int) -> None:
 
 
 def _check_index(index: Json, listing: Manifest, *, where: Path) -> None:
-    """Refuse an index with references to a tensor or a file missing in the checkpoint."""
+    """Refuse an index referring to a tensor or a file missing in the checkpoint."""
     weight_map = index.get("weight_map")
     for name, file in weight_map.items() if isinstance(weight_map, dict) else [("weight_map", None)]:
         entry = listing.files.get(file) if isinstance(file, str) else None
@@ -218,11 +218,11 @@ def _check_index(index: Json, listing: Manifest, *, where: Path) -> None:
 
 
 def read_content(path: Path, files: Files) -> bytes:
-    """Return the content of a file without tensors, of a folder or a store.
+    """Return the content of a file without tensors, from a folder or a store.
 
     Raises:
-        OSError: if it is missing, or not a regular file.
-        CheckpointError: if it exceeds the maximum size, without reading it.
+        OSError: The file is missing, or is not a regular file.
+        CheckpointError: The file exceeds the maximum size. It is not read.
     """
     size = files.size(path)
     if size > json_file.MAX_BYTES:
@@ -236,8 +236,8 @@ def _refuse_links(root: Path, name: str, files: Files) -> None:
     """Refuse a file below a linked folder, which may be anywhere. `Files.size` refuses a linked file itself.
 
     Raises:
-        OSError: if there is no such folder.
-        CheckpointError: if a folder between `root` and the file is a link.
+        OSError: The folder does not exist.
+        CheckpointError: A folder between `root` and the file is a link.
     """
     folder = root
     for part in name.split("/")[:-1]:
@@ -247,7 +247,7 @@ def _refuse_links(root: Path, name: str, files: Files) -> None:
 
 
 def _checked_file(root: Path, name: str, entry: manifest.FileEntry, files: Files) -> bytes:
-    """Check a file's size and, unless it is a tensor file, its digest; return the content of other files."""
+    """Check a file's size and, unless it is a tensor file, its digest. Return the content, empty for a tensor file."""
     path = root / name
     try:
         if not exists(path):
@@ -269,11 +269,11 @@ def _checked_file(root: Path, name: str, entry: manifest.FileEntry, files: Files
 
 
 def read_file(checkpoint: Checkpoint, name: str) -> bytes:
-    """Return the content of a file without tensors of the manifest, checked against its digest.
+    """Return the content of a file without tensors, after checking it against its digest in the manifest.
 
     Raises:
-        CheckpointError: if the file is missing or damaged.
-        UnreadableError: if it cannot be read at the moment.
+        CheckpointError: The file is missing or damaged.
+        UnreadableError: The file cannot be read now.
     """
     return _checked_file(checkpoint.path, name, checkpoint.manifest.files[name], checkpoint.files)
 
@@ -282,7 +282,7 @@ def read_places(checkpoint: Checkpoint) -> dict[str, Place]:
     """Check every safetensors header against the manifest, once, and return every tensor's place by name.
 
     Raises:
-        CheckpointError: if a header is damaged or malformed, or contradicts the manifest.
+        CheckpointError: A header is damaged or malformed, or contradicts the manifest.
     """
     if not checkpoint._places:
         checkpoint._places.update(_checked_places(checkpoint))
@@ -330,10 +330,10 @@ def not_held(checkpoint: Checkpoint, place: Place, number: int) -> CheckpointErr
 
 
 def read_header(file: OpenFile, total_bytes: int, *, where: Path) -> bytes:
-    """Return the header of a safetensors file of `total_bytes`, without its 8-byte length.
+    """Return a safetensors file's header with its 8-byte length. The file has `total_bytes`.
 
     Raises:
-        CheckpointError: for a length beyond the file, or beyond the limit of the safetensors library.
+        CheckpointError: The length is beyond the file, or beyond the safetensors library's limit.
     """
     prefix = bytearray(8)
     file.read(memoryview(prefix), 0)
@@ -360,7 +360,7 @@ def _as_written(checkpoint: Checkpoint, place: Place) -> Place:
 
 
 class OpenFile:
-    """A checkpoint file open for reading, with a count of the bytes read; each thread needs its own."""
+    """A checkpoint file open for reading, which counts the bytes read. Each thread needs its own."""
 
     def __init__(self, files: Files, path: Path, descriptor: int) -> None:
         self._files, self._path, self._descriptor = files, path, descriptor
@@ -370,7 +370,7 @@ class OpenFile:
         """Fill `buffer` from `offset`.
 
         Raises:
-            CheckpointError: if the file ends before the buffer is full.
+            CheckpointError: The file ends before the buffer is full.
         """
         count = self._files.read(self._descriptor, buffer, offset=offset)
         self.read_bytes += count
@@ -384,8 +384,8 @@ def open_tensor_file(files: Files, path: Path) -> Iterator[OpenFile]:
     """Open a tensor file for reading.
 
     Raises:
-        CheckpointError: if it is missing, or not a regular file.
-        UnreadableError: if it cannot be opened or read at the moment.
+        CheckpointError: The file is missing, or is not a regular file.
+        UnreadableError: The file cannot be opened or read now.
     """
     try:
         descriptor = files.open_for_reading(path)
@@ -398,9 +398,9 @@ def open_tensor_file(files: Files, path: Path) -> Iterator[OpenFile]:
 
 
 def find_accessory(checkpoint: Checkpoint, name: str) -> Path | None:
-    """Return the path of a file without state of the checkpoint; None if its bytes are in no checkpoint.
+    """Return the path to a checkpoint file without state. None if the bytes are in no checkpoint.
 
-    Where the checkpoint's own is missing or damaged, an equal file of another checkpoint beside it takes its place.
+    If the file is missing or damaged, an equal file from another checkpoint beside it is used.
     """
     entry = checkpoint.manifest.files.get(name)
     if entry is None or name not in checkpoint.lacking:
@@ -425,13 +425,13 @@ def find_accessory(checkpoint: Checkpoint, name: str) -> Path | None:
 
 
 def misleading_files(checkpoint: Checkpoint) -> list[str]:
-    """Return foreign files in the folder preferred by transformers' `from_pretrained` to the checkpoint's own.
+    """Return foreign files that transformers' `from_pretrained` prefers to the checkpoint's own.
 
-    As of transformers 5.23, `model.safetensors` takes precedence over the index of several files, and with PEFT
+    As of transformers 5.23, `model.safetensors` takes precedence over an index for several files, and with PEFT
     installed `adapter_config.json` redirects to another folder.
 
     Raises:
-        UnreadableError: if the folder cannot be listed at the moment.
+        UnreadableError: The folder cannot be searched now.
     """
     names = []
     for name in _MISLEADING:
@@ -445,7 +445,7 @@ def misleading_files(checkpoint: Checkpoint) -> list[str]:
 
 
 class Gatherer:
-    """Moves packed images from and to their scattered positions, through a buffer; each thread needs its own."""
+    """Moves packed images from and to their scattered positions, through a buffer. Each thread needs its own."""
 
     def __init__(self, *, gap_bytes: int = GAP_BYTES, scratch_bytes: int = SCRATCH_BYTES) -> None:
         self._gap_bytes = gap_bytes
@@ -454,10 +454,10 @@ class Gatherer:
     def gather(
         self, read: Read, image: Image, lo: int, into: Bytes, *, offset: int, write: Write | None = None
     ) -> None:
-        """Fill `into` with bytes of the packed image, from `lo` on; its tensor begins at `offset`.
+        """Fill `into` with packed image bytes, starting at byte `lo`. The image's tensor starts at `offset`.
 
         Args:
-            write: writes the bytes of `into` in place of filling it, and the bytes between its rows as they are read.
+            write: If passed, writes the bytes in `into` instead of filling it, and rewrites the bytes between its rows.
         """
         if image.is_contiguous:
             (write or read)(into.data, offset + image.start + lo)
@@ -467,7 +467,7 @@ class Gatherer:
             self._cover(read, offset + start, image.strides, part, write)
 
     def _cover(self, read: Read, start: int, strides: Sequence[int], into: Bytes, write: Write | None) -> None:
-        """Fill the C-ordered array `into` from the bytes at `start` with `strides`, the last of which is 1."""
+        """Fill the C-ordered array `into` from the bytes at `start` with `strides`. The last stride is 1."""
         if into.ndim == 1:
             (write or read)(into.data, start)
             return
@@ -489,5 +489,5 @@ class Gatherer:
 
 
 def covered_bytes(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """Return the distance in bytes from the first byte of an array to its last, both included."""
+    """Return the distance in bytes from an array's first byte to its last, both included."""
     return 1 + sum((count - 1) * stride for count, stride in zip(shape, strides, strict=True))

@@ -1,4 +1,4 @@
-"""Restores the state of a run: rank 0 picks a checkpoint, all ranks open it and fill their live tensors."""
+"""Restores a run's state: rank 0 picks a checkpoint, all ranks open it and fill their live tensors."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ class Restored:
     """The source checkpoint of a restored run.
 
     Args:
-        loaded_from: in words, where the bytes of a local checkpoint came from; empty for a shared checkpoint.
-        is_verified: whether the digests of all its blocks were checked.
-        damaged: on rank 0, the iterations skipped for their damage.
+        loaded_from: In words, where a local checkpoint's bytes came from. Empty for a shared checkpoint.
+        is_verified: Whether the digests of all its blocks were checked.
+        damaged: On rank 0, the iterations skipped because they are damaged.
     """
 
     checkpoint: Checkpoint
@@ -48,12 +48,12 @@ class Restored:
 
 
 class Restorer:
-    """The loads of a run, on a single rank. All ranks make the same calls in the same order, on the main thread.
+    """A run's loads, on a single rank. All ranks make the same calls in the same order, on the main thread.
 
     Args:
-        nonce: a name of this run of the program, equal on all ranks; messages are named after it.
-        patience: for how long a failed read is tried again.
-        local: the local checkpoints of the hosts; None for none.
+        nonce: This launch's random name, equal on all ranks. Message keys contain it.
+        patience: How long to retry a failed read.
+        local: The hosts' local checkpoints. None without local checkpoints.
     """
 
     def __init__(
@@ -84,26 +84,26 @@ class Restorer:
         is_new: bool = False,
         finish: Callable[[], None] = lambda: None,
     ) -> Restored:
-        """Fill live tensors from the newest valid checkpoint of `source`; all ranks load the same one.
+        """Fill live tensors from the newest valid checkpoint in `source`. All ranks load the same checkpoint.
 
-        Every block is verified on all ranks before a live byte changes; the second read mostly comes from the page
-        cache, and of a store from the host's. No save of these tensors may be under way.
+        All ranks verify every block before any live byte changes. The second read mostly comes from the page cache or,
+        for a store, from the host's cache. No save may be using these tensors.
 
         Args:
-            check: refuses a checkpoint of another run before any tensor is read; rank 0 only.
-            live: the tensors to fill, given the checkpoint; all ranks.
-            verify: check the digests of all blocks read.
-            verify_all: before that, check those of all blocks of the checkpoint, shared out between the ranks.
-            with_local: whether local checkpoints are candidates as well.
-            is_new: whether nobody keeps the tensors of a failed load: one read verifies and fills them.
-            finish: changes the rest of the state once all tensors are filled; an interrupt leads to a second call.
+            check: Refuses another run's checkpoint before any tensor is read. Called on rank 0 only.
+            live: Returns the tensors to fill, given the checkpoint. Called on all ranks.
+            verify: Whether to check the digests of all blocks read.
+            verify_all: Whether to check the digests of all blocks in the checkpoint first, divided among the ranks.
+            with_local: Whether local checkpoints are candidates too.
+            is_new: Whether nobody keeps the tensors after a failed load: a single read can then verify and fill them.
+            finish: Changes the other state once all tensors are filled. An interrupt causes a second call.
 
         Raises:
-            PartialLoadError: on every rank, if the load fails after the first live byte has changed.
-            UnreadableError: on every rank, if a rank cannot read the checkpoint now, or does not see it.
-            CheckpointError: on every rank, if none can be loaded; damaged checkpoints are logged and skipped, unless
-                named exactly.
-            MismatchError: on every rank, if a rank finds another checkpoint under the path than rank 0.
+            PartialLoadError: The load failed after the first live byte changed. Every rank raises.
+            UnreadableError: A rank cannot read the checkpoint now, or does not see it. Every rank raises.
+            CheckpointError: No checkpoint can be loaded. Damaged checkpoints are logged and skipped, unless the source
+                names an iteration. Every rank raises.
+            MismatchError: A rank finds another checkpoint under the path than rank 0. Every rank raises.
         """
         local = self._local if with_local else None
         shared_load = self._key("store").replace("/", "-") if self._channel.world_size > 1 or not is_new else None
@@ -140,7 +140,7 @@ class Restorer:
         live: Callable[[Checkpoint], Sequence[LiveTensor]],
         prepare: Callable[[Checkpoint], T],
     ) -> tuple[Checkpoint, str, T]:
-        """Return the first candidate prepared by every rank, the origin of its bytes, and the result of `prepare`."""
+        """Return the first candidate prepared by every rank, its bytes' origin, and the result of `prepare`."""
         damage: TrainerError | None = None
         loaded_from = ""
         while True:
@@ -148,7 +148,7 @@ class Restorer:
             name, digest = self._channel.from_first(self._key("pick"), pick)
             path, problem = location(name), None
             try:
-                if not digest:  # a local checkpoint, which the hosts have to complete
+                if not digest:  # the hosts must complete a local checkpoint
                     damage, loaded_from = None, self._complete(path, check, live)
                     continue
                 try:
@@ -159,16 +159,16 @@ class Restorer:
                 self._agree(problem)
                 return checkpoint, loaded_from if self._is_local(path) else "", prepared
             except TrainerError as error:
-                if digest and isinstance(error, LaunchError):  # a lost rank says nothing of the checkpoint
+                if digest and isinstance(error, LaunchError):  # a lost rank proves nothing about the checkpoint
                     raise
                 damage, loaded_from = None if self._heal(path, error) else error, ""
 
     def _change(
         self, fill_held: Callable[[], LoadReport], finish: Callable[[], None], tensors: Sequence[LiveTensor]
     ) -> LoadReport:
-        """Change live state, as all ranks have decided, and return the report of its tensors.
+        """Change live state, as all ranks have decided, and return the report for its tensors.
 
-        No message is awaited before all of it has changed on this rank.
+        This rank awaits no message before it has changed all its state.
         """
         problem: TrainerError | None = None
         report: LoadReport | None = None
@@ -195,7 +195,7 @@ class Restorer:
         return report
 
     def _open(self, chooser: Chooser, path: Path, digest: str) -> Checkpoint:
-        """Return the checkpoint that rank 0 has chosen and opened; another rank opens it once it is visible there."""
+        """Return the checkpoint opened by rank 0. Another rank opens it once it is visible there."""
         if self._channel.coordinates and chooser.checkpoint is not None:
             return chooser.checkpoint
         reader = self._channel.coordinator
@@ -203,10 +203,10 @@ class Restorer:
         return open_same(path, digest, self._files, reader=reader)
 
     def check_replicas(self, live: Sequence[LiveTensor]) -> None:
-        """Compare the bits of live tensors between their ranks. A call of all ranks.
+        """Compare live tensors' bits between their ranks. Collective.
 
         Raises:
-            CheckpointError: on every rank, a ReplicaError on rank 0, naming the first different tensor.
+            CheckpointError: A tensor differs; names the first. Every rank raises, rank 0 a ReplicaError.
         """
         replicas.check_replicas(live, self._channel, self._key("replicas"))
 
@@ -216,7 +216,7 @@ class Restorer:
         check: Callable[[Checkpoint], None],
         live: Callable[[Checkpoint], Sequence[LiveTensor]],
     ) -> str:
-        """Bring to every host what its ranks read of a local checkpoint, and return where it came from."""
+        """Fetch to every host the local checkpoint's pieces for its ranks, and return where they came from."""
         assert self._local is not None
 
         def wanted(checkpoint: Checkpoint) -> PieceNumbers:
@@ -228,9 +228,9 @@ class Restorer:
         return self._local is not None and self._local.owns(path)
 
     def _heal(self, path: Path, error: TrainerError) -> bool:
-        """Return whether hosts gave up damaged pieces of a local checkpoint, which others may have.
+        """Return whether hosts discarded damaged pieces of a local checkpoint, which others may have intact.
 
-        Each rank has an error of its own kind; rank 0's decides: all then make the same calls.
+        Ranks may have different errors. Rank 0's decides, and all ranks make the same calls.
         """
         if self._local is None or not self._is_local(path):
             return False
@@ -263,7 +263,7 @@ class Restorer:
         verify_blocks(checkpoint, places, tensors, threads=self._files.reading_threads, progress=progress)
 
     def _progress(self, what: str, checkpoint: Checkpoint, tensors: Sequence[LiveTensor]) -> Progress:
-        """Return the progress of reading tensors, logged by a load of more than a second."""
+        """Return a progress callback for reading tensors, which logs a load at most every few seconds."""
         total_bytes = sum(tensor.local.nbytes for tensor in tensors)
         return ProgressLine(f"{what} iteration {checkpoint.iteration}", total_bytes).at
 
@@ -277,23 +277,23 @@ class Restorer:
 
 
 def _held(tensors: Sequence[LiveTensor]) -> list[LiveTensor]:
-    """Return the tensors that the caller sees during the load."""
+    """Return the tensors visible to the caller during the load."""
     return [tensor for tensor in tensors if not tensor.is_new]
 
 
 def _make_whole(change: Callable[[], None]) -> None:
-    """Make a change that an interrupt must not cut: it is made again, to its end, before the interrupt goes on.
+    """Complete a change despite an interrupt: repeat it to its end, then raise the interrupt.
 
     A second interrupt ends it at once.
 
     Raises:
-        TrainerError: if the change fails.
+        TrainerError: The change fails.
     """
     try:
         change()
     except TrainerError:
         raise
-    except BaseException as error:  # Ctrl-C, or whatever the handler of a signal raises
+    except BaseException as error:  # Ctrl-C, or anything a signal handler raises
         _log.warning("interrupted while state changes: the load is completed first, unless interrupted again")
         try:
             change()
@@ -303,7 +303,7 @@ def _make_whole(change: Callable[[], None]) -> None:
 
 
 def _picked(chooser: Chooser, damage: TrainerError | None, *, is_complete: bool) -> list[str]:
-    """Return the path and the digest of the next candidate, after skipping the last one for its damage."""
+    """Return the next candidate's path and digest, after skipping the last candidate if it is damaged."""
     if damage is not None:
         chooser.skip(damage)
     path = chooser.pick(is_complete=is_complete)

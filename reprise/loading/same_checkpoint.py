@@ -13,19 +13,19 @@ from reprise.stores.locations import is_stored
 
 
 def open_same(path: Path, digest: str, files: Files, *, reader: int = 0) -> Checkpoint:
-    """Open the checkpoint picked by rank 0, with retries: a network file system may first show older or partial files.
+    """Open rank 0's checkpoint, with retries: a network file system may first show older or partial files.
 
-    Rank 0 found the checkpoint complete, so a problem here means a difference in the files of this host, not damage of
-    the checkpoint. Treating it as damage would make the run fall back to an older checkpoint.
+    Rank 0 found the checkpoint complete, so a problem here is a difference in this host's files, not damage. Treating
+    it as damage would make the run fall back to an older checkpoint.
 
     Args:
-        digest: digest of the manifest read by rank 0.
-        reader: the rank with the digest, in place of rank 0.
+        digest: The digest of the manifest read by rank 0.
+        reader: The rank with this digest, if not rank 0.
 
     Raises:
-        MismatchError: if this rank still reads another manifest, or finds a file missing or damaged, after
-            SEEN_WITHIN_S, naming this host and the path.
-        UnreadableError: as `open_checkpoint`.
+        MismatchError: After `SEEN_WITHIN_S`, this rank still reads another manifest, or finds a file missing or
+            damaged. Names this host and the path.
+        UnreadableError: See `open_checkpoint`.
     """
     checkpoints: list[Checkpoint] = []
 

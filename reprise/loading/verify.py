@@ -1,4 +1,4 @@
-"""Checks the digest of every block of a checkpoint without filling tensors."""
+"""Checks the digest of every block in a checkpoint without filling tensors."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def verify_share(
     threads: int | None = None,
     progress: Progress = lambda _: None,
 ) -> int:
-    """Check the digest of every `world_size`-th block, from number `rank` on; return the number of bytes checked.
+    """Check every `world_size`-th block's digest, starting at block `rank`. Return the checked byte count.
 
     Args:
-        threads: as `BlockReader.run`.
-        progress: as `BlockReader.run`.
+        threads: See `BlockReader.run`.
+        progress: See `BlockReader.run`.
 
     Raises:
-        CheckpointError: naming the file, the tensor and the byte range of the first damaged block.
+        CheckpointError: A block is damaged. Names the file, tensor and byte range for the first.
     """
     blocks = blocks_of(checkpoint, places, {name: checkpoint.held(name) for name in places})
     reader = BlockReader(checkpoint, ((block, None) for block in itertools.islice(blocks, rank, None, world_size)))
