@@ -1,18 +1,18 @@
 """A checkpoint library: whole logical tensors, written in place by all ranks, committed by a single rename.
 
     from reprise import save, load                          a model and its optimizer
-    from reprise import save_state_dict, load_state_dict    a nested state dict, on any group of ranks
+    from reprise import save_state_dict, load_state_dict    a nested state dict, on any process group
     from reprise import AsyncSaver                          both in the background
-    from reprise import latest                              the path of the newest checkpoint
+    from reprise import latest                              the newest checkpoint's path
 
-    import reprise                                          what is done with saved checkpoints:
-    reprise.list, reprise.show                              what a folder and a checkpoint hold
-    reprise.verify, reprise.diff                            every byte; two checkpoints, tensor by tensor
-    reprise.prune, reprise.drop_optimizer                   delete old ones, or their optimizer's state
-    reprise.gather                                          join the folders of hosts
-    reprise.copy                                            into an object store, out of it, from one to another
+    import reprise                                          manage saved checkpoints:
+    reprise.list, reprise.show                              list a folder's checkpoints; describe a checkpoint
+    reprise.verify, reprise.diff                            check every byte; compare two, tensor by tensor
+    reprise.prune, reprise.drop_optimizer                   delete old checkpoints, or their optimizer state
+    reprise.gather                                          join hosts' folders
+    reprise.copy                                            copy to, from or between object stores
 
-It needs nothing of the trainer around it and works on any torch model and optimizer.
+The library is independent of the trainer around it and works with any torch model and optimizer.
 """
 
 from collections.abc import Iterable
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.2.0"
 
-# Without `list`, which `from reprise import *` would put before Python's own.
+# Without `list`: `from reprise import *` would shadow the builtin.
 __all__ = [
     "AsyncSaver",
     "CheckpointContents",
@@ -113,7 +113,7 @@ _NAMES = {
     "nested.loaded": "LoadedState",
     "nested.random_state": "RandomState",
 }
-# The trainer, whose modules lie beneath, needs none of most.
+# Lazy, since the trainer imports submodules and needs few of these names.
 _attribute = importer(__name__, _NAMES)
 
 if not TYPE_CHECKING:
@@ -124,5 +124,5 @@ if not TYPE_CHECKING:
 
 
 def __dir__() -> Iterable[str]:
-    """Return the public names, also before their first use."""
+    """Return the public names, whether imported yet or not."""
     return ["list", *__all__]

@@ -1,4 +1,4 @@
-"""Saving and loading outside our trainer: a model and its optimizer, or a nested state dict on any group of ranks."""
+"""Saves and loads outside our trainer: a model and its optimizer, or a nested state dict on any process group."""
 
 from __future__ import annotations
 
@@ -39,29 +39,32 @@ def save(
 ) -> Path:
     """Save a model and its optimizer as `folder/iter_<iteration>`, and return this path.
 
-    To be called by all ranks of the default process group; tensors may be plain (replicated on all ranks) or DTensors
-    (FSDP2, tensor parallelism). The folder holds whole tensors under the parameters' names, whatever the topology.
-    `save_state_dict` saves ranks with different tensors, such as the stages of a pipeline, and groups of ranks.
+    Every rank in the default process group calls it. Tensors may be plain (replicated on all ranks) or DTensors (FSDP2,
+    tensor parallelism). The folder holds whole tensors under the parameter names, whatever the topology. Use
+    `save_state_dict` if ranks hold different tensors, such as pipeline stages, or to save with another process group.
 
     Args:
-        state: values, tensors, and objects with `state_dict()` and `load_state_dict()`, the same on all ranks.
-        per_rank: the same, where each rank has its own, such as the position of a sampler.
-        rng: save each rank's random state: Python, numpy, torch and its devices.
-        files: files for other programs, by name: bytes, text, a path to copy, or a dict or list to write as JSON.
-        max_checkpoint_keep: number of newest checkpoints kept in `folder`; 0 keeps all.
-        file_bytes: the size in bytes at which a file is full.
-        overwrite: whether the iteration may be there already; it is kept as `iter_....superseded-k`.
-        from_rank0: shell patterns for the names of tensors with differences between ranks by design, such as the
-            BatchNorm statistics of DDP (`["*.running_*", "*.num_batches_tracked"]`). Rank 0's are saved. All other
-            tensors must be equal bit for bit on all their ranks.
-        timeout_s: seconds to wait for ranks that have not made this call.
+        folder: The checkpoint folder, on a mounted file system. The save adds `iter_<iteration>` to it.
+        optimizer: The optimizer to save. None saves the model alone.
+        iteration: The iteration number, 0 or more.
+        state: Values, tensors, and objects with `state_dict()` and `load_state_dict()`, equal on all ranks.
+        per_rank: Like `state`, but with different content on each rank, such as a sampler position.
+        rng: Whether to save each rank's random state: Python, NumPy, torch and its devices.
+        files: Files for other programs, by name: bytes, text, a path to copy, or a dict or list to write as JSON.
+        max_checkpoint_keep: How many newest checkpoints to keep in `folder`. 0 keeps all.
+        file_bytes: The largest tensor file in bytes. A larger tensor gets its own file.
+        overwrite: Whether the iteration may already exist. The existing folder is kept as `iter_....superseded-k`.
+        from_rank0: Shell patterns for tensors whose values differ between ranks by design, such as DDP's BatchNorm
+            statistics (`["*.running_*", "*.num_batches_tracked"]`). Rank 0's values are saved. All other tensors must
+            be bitwise equal on all their ranks.
+        timeout_s: Seconds to wait for other ranks to make this call.
 
     Raises:
-        ConfigError: on a rank whose `folder` is a URL, or whose number or patterns are invalid; on the others it is a
+        ConfigError: On this rank, `folder` is a URL, or a number or pattern is invalid. Other ranks raise
             CheckpointError.
-        ReplicaError: on rank 0, if the bits of a tensor differ between ranks; on the others it is a CheckpointError.
-        TrainerError: if the ranks give different models, optimizers, iterations or `state`, or the checkpoint could not
-            be written; committed checkpoints are untouched.
+        ReplicaError: A tensor's bits differ between ranks. Rank 0 raises this, other ranks raise CheckpointError.
+        TrainerError: The ranks pass different models, optimizers, iterations or `state`, or the checkpoint could not be
+            written. Committed checkpoints are untouched.
     """
     with open_call(f"save(iteration={iteration})", timeout_s=timeout_s) as call:
         rank = call.channel.rank
@@ -91,34 +94,34 @@ def load(
     missing_ok: bool = False,
     timeout_s: float = CALL_TIMEOUT_S,
 ) -> LoadedState:
-    """Fill a model and its optimizer in place from an iteration folder, or the newest valid one of a run's folder.
+    """Fill a model and its optimizer in place from an iteration folder, or a run folder's newest valid checkpoint.
 
-    Optimizer state is found by parameter name, made where the optimizer has none yet, and the numbers of each parameter
-    group (learning rate, decay ...) are set from the group of the same parameters. A module takes back its value of
-    `get_extra_state`.
+    Optimizer state is matched by parameter name and created where the optimizer has none yet. Each parameter group's
+    hyperparameters (learning rate, weight decay, ...) come from the saved group with the same parameters. Modules
+    receive their `get_extra_state` values back.
 
     Args:
-        state: what to fill: an object with `load_state_dict()` takes its state, tensors are filled, and values are
-            replaced in their dict. Saved values of `state` absent from it come back in the result.
-        per_rank: what to fill with this rank's own values, on as many ranks as saved them.
-        rng: set the saved random state of this rank, on as many ranks as saved theirs; on others, `"if_same_ranks"`
-            leaves it, logs that, and draws go on from the program's own seed. What the checkpoint has and the call does
-            not take is logged; False, and an empty `state` or `per_rank`, says that this is meant.
-        strict: True refuses names missing on either side, `"missing"` those missing in the checkpoint, `"model"` those
-            of modules on either side, and False none. Other names are logged, and values missing in the checkpoint are
-            kept.
-        iteration: the iteration in a run's folder, in place of the newest valid one.
-        missing_ok: return `state` and iteration 0, and fill nothing, where the folder is missing or has no checkpoint.
-        timeout_s: seconds to wait for ranks that have not made this call.
+        path: An iteration folder, or a folder with checkpoints. It may be a store URL.
+        state: What to fill: objects receive their state through `load_state_dict()`, tensors are filled, and values are
+            replaced in their dict. Saved `state` values missing here are returned.
+        per_rank: What to fill with this rank's own values. Load on as many ranks as saved them.
+        rng: Whether to restore this rank's random state. True requires as many ranks as saved theirs. On a different
+            rank count, `"if_same_ranks"` logs it and keeps the program's own seed. A log line lists unrequested state
+            in the checkpoint. Passing False, or an empty `state` or `per_rank`, silences it.
+        strict: True refuses names missing on either side, `"missing"` those missing in the checkpoint, `"model"` module
+            names on either side, False none. Allowed names are logged, and values missing in the checkpoint stay.
+        iteration: The iteration to load from a run's folder. None loads the newest valid checkpoint.
+        missing_ok: Whether a missing folder or checkpoint fills nothing, and returns `state` with iteration 0.
+        timeout_s: Seconds to wait for other ranks to make this call.
 
     Returns:
-        The `state` given to `save`, and `iteration`: a dict, whose `missing_keys` and `unexpected_keys` list the names
-        missing on a side, where `strict` does not refuse them. Tensors in it are on the CPU; modules, optimizers and
-        DTensors absent from the call are left out.
+        A dict with the `state` passed to `save`, and `iteration`. Its `missing_keys` and `unexpected_keys` list the
+        missing names allowed by `strict`. Its tensors are on the CPU. Modules, optimizers and DTensors not passed are
+        left out.
 
     Raises:
-        TrainerError: if the checkpoint is damaged, has a tensor of another shape or dtype, or was saved with an
-            optimizer of another class, or if `strict` refuses a name.
+        TrainerError: The checkpoint is damaged, a tensor has another shape or dtype, the saved optimizer has another
+            class, or `strict` refuses a name.
     """
     values = state if isinstance(state, dict) else dict(state or {})
     with open_call(f"load(missing_ok={missing_ok})" if missing_ok else "load()", timeout_s=timeout_s) as call:
@@ -155,30 +158,34 @@ def save_state_dict(
     files: Mapping[str, object] | None = None,
     timeout_s: float = CALL_TIMEOUT_S,
 ) -> Path:
-    """Save a nested state dict as `folder/iter_<iteration>`, and return this path. A call of all ranks of the group.
+    """Save a nested state dict as `folder/iter_<iteration>`, and return this path. All ranks in the group call it.
 
-    Dicts and lists hold tensors, DTensors and plain values of Python. Each rank gives its keys: a tensor or value given
-    under the same name by several ranks must be equal, bit for bit, and a stage of a pipeline gives its own tensors
-    only. Optimizers are given as `get_optimizer_state_dict` of `torch.distributed.checkpoint.state_dict` returns them.
-    Tensors under `"model"` become the weights of the folder, and transformers opens the folder where the names are its
-    own.
+    Dicts and lists hold tensors, DTensors and plain Python values. Each rank passes its own keys: a tensor or value
+    passed under the same name by several ranks must be bitwise equal, and a pipeline stage passes only its own tensors.
+    Pass optimizers in the form returned by `get_optimizer_state_dict` from `torch.distributed.checkpoint.state_dict`.
+    Tensors under `"model"` become the folder's weights. If they have transformers' names, transformers can open the
+    folder.
 
     Args:
-        process_group: the saving ranks; None for all. The others have no part in it, and go on meanwhile.
-        coordinator_rank: the deciding global rank, which takes the lock of the folder and renames.
-        max_checkpoint_keep: number of newest checkpoints kept in `folder`; 0 keeps all.
-        file_bytes: the size in bytes at which a file is full.
-        overwrite: whether the iteration may be there already; it is kept as `iter_....superseded-k`.
-        from_rank0: shell patterns for the stored names of tensors with differences between ranks by design, such as
-            `["*.running_*"]`; the lowest rank with such a tensor saves it.
-        model: names the parameters where an optimizer is given as `optimizer.state_dict()`, with numbers for them.
-        files: as for `save`.
-        timeout_s: seconds to wait for ranks that have not made this call.
+        folder: The checkpoint folder, on a mounted file system. The save adds `iter_<iteration>` to it.
+        state_dict: The nested state dict. Each key becomes part of a stored name.
+        iteration: The iteration number, 0 or more.
+        process_group: The saving ranks. None saves with all ranks. Other ranks are not involved and go on.
+        coordinator_rank: The global rank to lock the folder, decide and rename.
+        max_checkpoint_keep: How many newest checkpoints to keep in `folder`. 0 keeps all.
+        file_bytes: The largest tensor file in bytes. A larger tensor gets its own file.
+        overwrite: Whether the iteration may already exist. The existing folder is kept as `iter_....superseded-k`.
+        from_rank0: Shell patterns for stored names whose tensors differ between ranks by design, such as
+            `["*.running_*"]`. The lowest rank with such a tensor saves it.
+        model: Names the parameters if you pass `optimizer.state_dict()`, which numbers them.
+        files: See `save`.
+        timeout_s: Seconds to wait for other ranks to make this call.
 
     Raises:
-        ConfigError: for a URL as folder, an invalid number or patterns, or a rank or coordinator outside the group.
-        ReplicaError: on the coordinator, if the bits of a tensor differ between ranks; a CheckpointError on the others.
-        TrainerError: naming an unstorable value, or a difference between ranks; committed checkpoints are untouched.
+        ConfigError: `folder` is a URL, a number or pattern is invalid, or the rank or coordinator is outside the group.
+        ReplicaError: A tensor's bits differ between ranks. The coordinator raises this, other ranks raise
+            CheckpointError.
+        TrainerError: A value cannot be stored, or the ranks disagree. Committed checkpoints are untouched.
     """
     with open_call(
         f"save_state_dict(iteration={iteration})",
@@ -210,27 +217,30 @@ def load_state_dict(
     missing_ok: bool = False,
     timeout_s: float = CALL_TIMEOUT_S,
 ) -> LoadedState:
-    """Fill a nested state dict in place from an iteration folder, or the newest valid checkpoint of a run's folder.
+    """Fill a nested state dict in place from an iteration folder, or a run folder's newest valid checkpoint.
 
-    Tensors are filled, values are replaced in their dicts and lists, at any topology and under any division of the keys
-    among ranks. A load is about the outermost keys given by any rank; others of the checkpoint are left out.
+    Tensors are filled, and values are replaced in their dicts and lists. The topology and the division of keys among
+    ranks may differ from the save. Only outermost keys passed by some rank are loaded. The checkpoint's other keys are
+    ignored.
 
     Args:
-        process_group: as for `save_state_dict`.
-        coordinator_rank: the global rank with the choice of the checkpoint.
-        model: names the parameters where an optimizer is given as `optimizer.state_dict()`. The missing state of such
-            an optimizer, as before its first step, is made; give the result to `optimizer.load_state_dict`. Of a model
-            of FSDP2, parameters gathered by a forward pass are freed, as they would be stale.
-        strict, iteration, missing_ok: as for `load`.
-        timeout_s: seconds to wait for ranks that have not made this call.
+        path: An iteration folder, or a folder with checkpoints. It may be a store URL.
+        state_dict: The nested state dict to fill.
+        process_group: See `save_state_dict`.
+        coordinator_rank: The global rank to choose the checkpoint.
+        model: Names the parameters if you pass `optimizer.state_dict()`. Missing state, as before the optimizer's first
+            step, is created: pass the filled dict to `optimizer.load_state_dict`. FSDP2 parameters gathered by a
+            forward pass are freed, because they would be stale.
+        strict: See `load`, also for `iteration` and `missing_ok`.
+        timeout_s: Seconds to wait for other ranks to make this call.
 
     Returns:
-        A dict with `iteration`, `missing_keys` and `unexpected_keys`; the keys are stored names, and JSON Pointers to
-        values.
+        A dict with `iteration`, and the attributes `missing_keys` and `unexpected_keys`: stored names, and JSON
+        Pointers for values.
 
     Raises:
-        TrainerError: if the checkpoint is damaged, or does not fit; values are replaced only after all tensors are
-            filled on every rank.
+        TrainerError: The checkpoint is damaged or does not fit. Values are replaced only after every rank has filled
+            all its tensors.
     """
 
     def make_tree() -> Tree:

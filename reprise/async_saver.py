@@ -1,4 +1,4 @@
-"""Saves in the background for a loop of the caller's own: every save holds the tensors as they were at the call."""
+"""Saves in the background for your own training loop. Every save holds the tensors as they were at the call."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from reprise.tensors.live import Contents
 
 
 class AsyncSaver:
-    """Saves to a folder in the background. All ranks of the group make the same calls in the same order.
+    """Saves to a folder in the background. All ranks in the group make the same calls in the same order.
 
-    A save copies all tensors and values, and returns while the copies are written: whatever changes afterward, the
-    checkpoint holds the values at the call. A failed save is raised by the next call of `save`, `save_state_dict`,
-    `wait` or `close`, once; committed checkpoints are untouched. A second save of an iteration is made, and the folder
-    of the first is kept as superseded, unless `overwrite` is False.
+    A save copies all tensors and values, and returns while the copies are being written, so later changes do not reach
+    the checkpoint. If a save fails, the next call to `save`, `save_state_dict`, `wait` or `close` raises its error,
+    once. Committed checkpoints are untouched. Saving an iteration again keeps the first folder as superseded, unless
+    `overwrite` is False.
 
-    A program that ends without `close` waits for the save under way, and ends with status 1 if it fails. After an error
-    it waits for 20 s.
+    A program ending without `close` waits for the running save, and exits with status 1 if it fails. After an error it
+    waits 20 seconds.
 
         with AsyncSaver("checkpoints", max_checkpoint_keep=2) as saver:
             for iteration in range(1, 1001):
@@ -46,23 +46,24 @@ class AsyncSaver:
                     saver.save(iteration, model, optimizer)
 
     Args:
-        max_checkpoint_keep: number of newest checkpoints kept in `folder`; 0 keeps all.
-        file_bytes: the size in bytes at which a file is full.
-        staging_bytes: the most memory in bytes for copies; None for as much as this rank writes. The memory stays
-            allocated until `close`. With less, a call returns only when the rest is written.
-        stall_timeout_s: seconds for which such a call waits for a stalled disk; then the save is given up.
-        commit_timeout_s: seconds after which an unfinished save has failed.
-        process_group: the saving ranks; None for all.
-        coordinator_rank: the global rank that holds the lock of the folder, decides, and renames.
-        from_rank0: shell patterns for the names of tensors with differences between ranks by design; see `save`.
-        overwrite: whether an existing iteration may be saved again; see `save`.
-        timeout_s: seconds for which a call waits for ranks that have not made it.
+        folder: The checkpoint folder, on a mounted file system. Saves add `iter_<iteration>` to it.
+        max_checkpoint_keep: How many newest checkpoints to keep in `folder`. 0 keeps all.
+        file_bytes: The largest tensor file in bytes. A larger tensor gets its own file.
+        staging_bytes: The largest memory for copies, in bytes, which stays allocated until `close`. None allows as much
+            as this rank writes. With less, a save returns only once the remainder is written.
+        stall_timeout_s: Seconds for which such a save waits on a stalled disk before it fails.
+        commit_timeout_s: Seconds after which an unfinished save fails.
+        process_group: The saving ranks. None saves with all ranks.
+        coordinator_rank: The global rank to lock the folder, decide and rename.
+        from_rank0: Shell patterns for tensors with different values on different ranks by design. See `save`.
+        overwrite: Whether an existing iteration may be saved again. See `save`.
+        timeout_s: Seconds for which a call waits for other ranks to make it.
 
     Raises:
-        ConfigError: on a rank whose `folder` is a URL, or whose number or patterns are invalid; on the others it is a
+        ConfigError: On this rank, `folder` is a URL, or a number or pattern is invalid. Other ranks raise
             CheckpointError.
-        LockError: on every rank, if another job writes to the folder.
-        TrainerError: on every rank, if a rank does not see the folder of the coordinator.
+        LockError: Another job writes to the folder. Every rank raises.
+        TrainerError: A rank does not see the coordinator's folder. Every rank raises.
     """
 
     def __init__(
@@ -126,22 +127,22 @@ class AsyncSaver:
         *,
         state: Mapping[str, object] | None = None,
     ) -> None:
-        """Allocate the memory for copies in the background, so that the first save need not wait for it.
+        """Allocate the staging memory in the background, so that the first save need not wait for it.
 
-        Optional. Call it after the first step of the optimizer, which makes most of the state. The call itself waits
-        for a save under way, and for tensors of a CUDA device until the memory is pinned. If a save has larger or other
-        tensors, it allocates what it needs.
+        Optional. Call it after the first optimizer step, which creates most optimizer state. The call itself waits for
+        a running save and, with tensors on a CUDA device, until the memory is pinned. A save with larger or different
+        tensors allocates what it needs.
 
         Raises:
-            TrainerError: on every rank, for what cannot be saved.
+            TrainerError: A tensor or value cannot be saved. Every rank raises.
         """
         self._prepare(lambda: tree_of(model, optimizer, state), is_replicated=True)
 
     def prepare_state_dict(self, state_dict: dict[str, Any], *, model: nn.Module | None = None) -> None:
-        """Allocate the memory for copies of a nested state dict; see `prepare`.
+        """Allocate the staging memory for a nested state dict; see `prepare`.
 
         Raises:
-            TrainerError: on every rank, for what cannot be saved.
+            TrainerError: A tensor or value cannot be saved. Every rank raises.
         """
         self._prepare(lambda: tree_of_dict(state_dict, model=model))
 
@@ -156,10 +157,10 @@ class AsyncSaver:
         rng: bool = False,
         files: Mapping[str, object] | None = None,
     ) -> None:
-        """Save a model and its optimizer in the background, after waiting for the save before; see `checkpoint.save`.
+        """Save a model and its optimizer in the background, after waiting for the previous save; see `reprise.save`.
 
         Raises:
-            TrainerError: on every rank, for the save before, or for what cannot be saved.
+            TrainerError: The previous save failed, or a tensor or value cannot be saved. Every rank raises.
         """
         rank = self._channel.rank
         self._save(
@@ -176,23 +177,25 @@ class AsyncSaver:
         model: nn.Module | None = None,
         files: Mapping[str, object] | None = None,
     ) -> None:
-        """Save a nested state dict in the background, after waiting for the save before; see `save_state_dict`.
+        """Save a nested state dict in the background, after waiting for the previous save.
+
+        See `reprise.save_state_dict` for the arguments.
 
         Raises:
-            TrainerError: on every rank, for the save before, or for what cannot be saved.
+            TrainerError: The previous save failed, or a tensor or value cannot be saved. Every rank raises.
         """
         self._save(iteration, lambda: tree_of_dict(state_dict, model=model, files=files))
 
     @property
     def is_saving(self) -> bool:
-        """Return whether a save is under way."""
+        """Return whether a save is running."""
         return self._checkpointer.is_saving
 
     def wait(self) -> None:
         """Wait until the running save is a checkpoint.
 
         Raises:
-            TrainerError: if the save did not become a checkpoint.
+            TrainerError: The save failed.
         """
         self._checkpointer.wait()
         program_end.forget(self)
@@ -203,10 +206,10 @@ class AsyncSaver:
     def close(self) -> None:
         """Wait for the running save, and release the folder.
 
-        After an interrupt, such as Ctrl-C, the save has 20 s more; if it becomes no checkpoint, a log line says so.
+        After an interrupt, such as Ctrl-C, the save gets 20 more seconds. A log line reports an unfinished save.
 
         Raises:
-            TrainerError: if the save did not become a checkpoint.
+            TrainerError: The save failed.
         """
         try:
             self._is_closed = True
@@ -225,7 +228,7 @@ class AsyncSaver:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close the saver; after an error a running save may land, and is waited for a short time only."""
+        """Close the saver. After an error, wait only a short time for a running save."""
         try:
             if error is None or (isinstance(error, SystemExit) and not error.code):
                 self.close()
@@ -236,7 +239,7 @@ class AsyncSaver:
         self._abandon()
 
     def _abandon(self) -> None:
-        """Let go of the folder, after waiting for a save under way for a short time."""
+        """Release the folder, after waiting a short time for a running save."""
         self._is_closed = True
         program_end.forget(self)
         self._checkpointer.abandon()
@@ -246,7 +249,7 @@ class AsyncSaver:
         with self._joint_call(name, iteration, make_tree, is_replicated=is_replicated) as contents:
             try:
                 self._checkpointer.save(iteration, contents, again=True)
-            finally:  # later than the save, as the program may be at its end already
+            finally:  # after the save, since the program may be exiting already
                 program_end.finish_at_end(self, self._checkpointer.landing)
 
     def _prepare(self, make_tree: MakeTree, *, is_replicated: bool = False) -> None:
@@ -257,7 +260,7 @@ class AsyncSaver:
     def _joint_call(
         self, name: str, iteration: int | None, make_tree: MakeTree, *, is_replicated: bool
     ) -> Iterator[Contents]:
-        """Agree on the contents of a call; without an iteration, nothing is to be saved yet."""
+        """Agree on a call's contents. Without an iteration, nothing is saved yet."""
         attempts, call = self._checkpointer.attempts, None
         try:
             self._calls += 1
@@ -277,13 +280,13 @@ class AsyncSaver:
         except BaseException as error:
             is_joint = self._channel.world_size > 1 and (call is None or call.is_out_of_step)
             is_alone = is_joint and not isinstance(error, TrainerError)
-            if is_alone and self._checkpointer.attempts == attempts:  # else all ranks learn that the attempt is aborted
+            if is_alone and self._checkpointer.attempts == attempts:  # otherwise the aborted attempt tells all ranks
                 self._is_closed = True
                 end_waits(self._channel, error)
             raise
 
     def _require_open(self) -> None:
-        """Raise why no save can begin: the saver is closed, or the one before failed."""
+        """Raise if the saver is closed or the previous save failed."""
         if self._is_closed:
             raise CheckpointError("A saver that is closed saves nothing", where=self._folder, fix="Make a new one.")
         self.wait()

@@ -1,8 +1,8 @@
-"""Error types. A message has five parts: the failure, its place, the expected and the found value, and the fix."""
+"""Error types. A message has five parts: the failure, its place, the expected and actual values, and the fix."""
 
 from __future__ import annotations
 
-# Text from a file may have any length; a message is logged and sent between ranks.
+# Text from a file may be long, and a message is logged and sent between ranks.
 _MOST_CHARACTERS = 4000
 
 
@@ -10,27 +10,27 @@ def count_of(number: int, noun: str, ending: str = "s", *, form: str = "") -> st
     """Return a number and its noun for a message, such as `1 rank` and `2 ranks`.
 
     Args:
-        ending: of the plural.
-        form: of the number, as in a format string.
+        ending: The plural ending.
+        form: The number's format specifier, such as `,`.
     """
     return f"{number:{form}} {noun}{'' if number == 1 else ending}"
 
 
 class TrainerError(Exception):
-    """A refusal or failure caused by a user, a file or a peer.
+    """An operation refused or failed because of a user, a file or a peer.
 
-    The message is one paragraph built from the given parts; `str(error)` can be printed without changes.
+    The message is a single paragraph made from the arguments. Print `str(error)` as it is.
 
     Args:
-        what: the failure, as a sentence without its period.
-        where: path, tensor or rank.
-        expected: the valid value or state.
-        found: the actual value or state.
-        fix: the action that resolves it.
+        what: The failure, as a sentence without its period.
+        where: A path, tensor or rank.
+        expected: The valid value or state.
+        found: The actual value or state.
+        fix: The action to take.
 
     Attributes:
-        is_known_to_all: whether every rank of the run has raised it: no report to them is needed then.
-        is_echo: whether it repeats the failure of another rank.
+        is_known_to_all: Whether every rank in the run has raised it, so that none needs a report.
+        is_echo: Whether it repeats another rank's failure.
     """
 
     is_known_to_all = False
@@ -50,7 +50,7 @@ class TrainerError(Exception):
         if found is not None:
             parts.append(f"found {_shortened(found)}")
         text = ", ".join(parts)
-        if not text.endswith("."):  # the last part may be another error, which is a sentence already
+        if not text.endswith("."):  # the last part may be another error, which ends with a period
             text += "."
         super().__init__(text if fix is None else f"{text}{'' if fix.startswith(chr(10)) else ' '}{fix}")
 
@@ -63,23 +63,23 @@ def _shortened(value: object) -> str:
 
 
 class ConfigError(TrainerError):
-    """A configuration unfit to run, refused before anything is built."""
+    """The configuration cannot run. Raised before anything is built."""
 
 
 class DataError(TrainerError):
-    """A data file, malformed or unfit for the model."""
+    """A data file is malformed or does not fit the model."""
 
 
 class CheckpointError(TrainerError):
-    """A failed write of a checkpoint, or a damaged or incomplete checkpoint."""
+    """A checkpoint could not be written, or is damaged or incomplete."""
 
 
 class UnreadableError(CheckpointError):
-    """A checkpoint unreadable now because the file system fails; it may be valid."""
+    """A checkpoint cannot be read now because the file system fails. It may be valid."""
 
 
 class MismatchError(CheckpointError):
-    """A valid checkpoint of another run: model, data, schedule or topology differ."""
+    """A valid checkpoint belongs to another run: its model, data, schedule or topology differs."""
 
 
 class LockError(CheckpointError):
@@ -87,13 +87,13 @@ class LockError(CheckpointError):
 
 
 class ReplicaError(CheckpointError):
-    """The bits of a tensor differ between its ranks: the state of the run is damaged."""
+    """A tensor's bits differ between its ranks: the run's state is damaged."""
 
 
 class PartialLoadError(TrainerError):
-    """A load that failed after it had begun to change live state, whose old values are gone.
+    """A load failed after it had started to change live state, whose old values are lost.
 
-    A damaged or unfit checkpoint is a CheckpointError and has changed nothing: a handler of that class may start fresh.
+    A damaged or unfit checkpoint raises CheckpointError instead, before anything changes: its handler may start fresh.
     """
 
 
@@ -102,8 +102,8 @@ class LaunchError(TrainerError):
 
 
 class OutOfMemoryError(TrainerError):
-    """A run in need of more memory than its host or its device has."""
+    """A run needs more memory than its host or device has."""
 
 
 class NonFiniteError(TrainerError):
-    """A nonfinite loss or gradient."""
+    """A loss or gradient is not finite."""

@@ -1,4 +1,4 @@
-"""Names of a module that it imports at their first use: of many parts, most programs need few."""
+"""Lazy imports: a module imports its names at their first use, since most programs need few."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from importlib import import_module
 
 
 def importer(module: str, names: Mapping[str, str], *, root: str = "reprise.") -> Callable[[str], object]:
-    """Return the `__getattr__` of a module (PEP 562), which imports a name and keeps it in the module.
+    """Return a module's `__getattr__` (PEP 562), which imports a name and keeps it in the module.
 
-    A type checker would take any name for one of a module with a `__getattr__`: assign it under `if not TYPE_CHECKING`.
+    Type checkers accept any name on a module with a `__getattr__`. Assign it under `if not TYPE_CHECKING`.
 
     Args:
-        module: its full name, `__name__`.
-        names: those of each module, separated by spaces, by its name below `root`.
-        root: of the names of modules.
+        module: The module's full name, `__name__`.
+        names: Space-separated names, by the submodule below `root` defining them.
+        root: The prefix for submodule names.
     """
     places = {name: f"{root}{place}" for place, members in names.items() for name in members.split()}
 

@@ -1,6 +1,6 @@
-"""The names in torch's private modules that the project uses; no other module of it imports from one.
+"""The project's imports from torch's private modules, which no other module here imports.
 
-torch moves them from release to release. Each is imported at its first use.
+torch moves these names between releases. Each is imported at its first use.
 """
 
 from __future__ import annotations

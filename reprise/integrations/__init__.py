@@ -1,1 +1,1 @@
-"""Doors into the loops of other programs. The library imports none of them, and each imports its program alone."""
+"""Integrations with other programs' training loops. The library imports none, and each imports only its program."""

@@ -1,4 +1,4 @@
-"""transformers' Trainer with checkpoints of Reprise, on as many ranks as there are."""
+"""transformers' Trainer with Reprise checkpoints, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ from reprise.async_saver import AsyncSaver
 from reprise.errors import ConfigError
 from reprise.nested.random_state import RandomState
 
-# The ends of what differs by rank: which it is, and times.
+# Key endings with different values on each rank: its role, and times.
 _OF_A_RANK = ("_process_zero", "_runtime", "_per_second")
 
 
 class SavesWithReprise:
-    """A mixin for `transformers.Trainer` and its subclasses, with which they save in the background.
+    """A mixin for `transformers.Trainer` and its subclasses, which saves in the background.
 
         class Trainer(SavesWithReprise, transformers.Trainer): ...
 
         Trainer(...).train(resume_from_checkpoint=True)
 
-    Checkpoints are `output_dir/iter_<step>`: model, optimizer, schedule, loss scale, random state and the Trainer's own
-    state. `save_strategy` and `save_steps` say when, and `save_total_limit` how many stay. The start and every restart
-    are the same line, under DDP and FSDP2 on any number of ranks; a path takes another folder or one iteration.
+    Checkpoints are `output_dir/iter_<step>`, with the model, optimizer, learning rate schedule, loss scale, random
+    state and the Trainer's own state. `save_strategy` and `save_steps` control when to save, and `save_total_limit` how
+    many checkpoints to keep. The same line starts and resumes a run, under DDP and FSDP2, on any number of ranks. Pass
+    a path to resume from another folder or a single iteration.
     """
 
     args: Any
@@ -39,13 +40,14 @@ class SavesWithReprise:
     callback_handler: Any
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *arguments: Any, **options: Any) -> Any:
-        """Train from the newest checkpoint, or from the start where there is none; see `Trainer.train`.
+        """Train from the newest checkpoint, or from scratch if there is none; see `Trainer.train`.
 
         Args:
-            resume_from_checkpoint: True for `output_dir`, or a path as for `reprise.load`.
+            resume_from_checkpoint: True for `output_dir`, or a path as in `reprise.load`.
 
         Raises:
-            TrainerError: if a checkpoint cannot be loaded, or a save did not become one.
+            ConfigError: A Trainer setting needs the Trainer's own checkpoints.
+            TrainerError: A checkpoint cannot be loaded, or a save failed.
         """
         if self.args.load_best_model_at_end or self.args.save_only_model:
             raise ConfigError(
@@ -61,7 +63,7 @@ class SavesWithReprise:
             iteration = load_state_dict(self._source, saved, missing_ok=not is_named)["iteration"]
         keep = self.args.save_total_limit or 0
         with TemporaryDirectory() as folder, AsyncSaver(self.args.output_dir, max_checkpoint_keep=keep) as self._saver:
-            if iteration:  # from here the Trainer takes the step and the position in its data
+            if iteration:  # the Trainer reads its step and data position from here
                 type(self.state)(**saved["trainer"]).save_to_json(str(Path(folder, "trainer_state.json")))
             return super().train(folder if iteration else None, *arguments, **options)  # type: ignore[misc]
 
@@ -84,7 +86,7 @@ class SavesWithReprise:
         self._saver.save(self.state.global_step, self.model, self.optimizer.optimizer, state=state, rng=True)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Leave the weights to the load of the optimizer, when both are in their places."""
+        """Do nothing: the weights are loaded together with the optimizer."""
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
@@ -100,5 +102,5 @@ class SavesWithReprise:
             self._random_state = RandomState().state_dict()
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        if checkpoint is not None:  # after the Trainer has skipped the batches that were used
+        if checkpoint is not None:  # after the Trainer has skipped the used batches
             RandomState().load_state_dict(self._random_state)
