@@ -129,7 +129,7 @@ def load(
         def make_tree() -> Tree:
             rank = call.channel.rank
             tree = tree_of(model, optimizer, values, rank=rank, per_rank=per_rank, rng=rng, is_load=True)
-            tree.takes_rest = True
+            tree.returns_unrequested = True
             tree.declined = declined({"state": state, "per_rank": per_rank, "rng": rng})
             return tree
 

@@ -51,9 +51,9 @@ class SavesWithReprise:
         """
         if self.args.load_best_model_at_end or self.args.save_only_model:
             raise ConfigError(
-                "A setting of the Trainer needs its own checkpoints",
+                "A Trainer setting requires the Trainer's own checkpoints",
                 found="load_best_model_at_end or save_only_model",
-                fix="Leave it out, and load the best iteration by its number.",
+                fix="Remove it, and load the best iteration by number.",
             )
         is_named = isinstance(resume_from_checkpoint, str)
         self._source: Any = Path(resume_from_checkpoint if is_named else self.args.output_dir)  # type: ignore[arg-type]

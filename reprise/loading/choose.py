@@ -105,14 +105,14 @@ def _require_admitted(checkpoint: Checkpoint, lineage: Lineage) -> None:
     saved = saved_lineage(checkpoint.state, where=checkpoint.path)
     if lineage.admits(saved, checkpoint.iteration):
         return
-    fix = "Begin another run from it, with a folder of its own, or move this run's run.json away to go on from it."
+    fix = "Start another run from it in a new folder, or move this run's run.json away to continue from it."
     if saved.run == lineage.run:
-        raise GivenUpError("A checkpoint is of a branch that the run has given up", where=checkpoint.path, fix=fix)
+        raise GivenUpError("A checkpoint belongs to a branch that the run abandoned", where=checkpoint.path, fix=fix)
     raise MismatchError(
-        "A checkpoint is of another run",
+        "A checkpoint belongs to another run",
         where=checkpoint.path,
         expected=f"run {lineage.run}",
-        found=f"run {saved.run}" if saved.run else "one that names no run",
+        found=f"run {saved.run}" if saved.run else "a checkpoint without a run id",
         fix=fix,
     )
 
@@ -211,7 +211,7 @@ class Chooser:
             self.checkpoint = checkpoint
             self._log_skipped()
             for problem in checkpoint.lacking.values():
-                _log.warning("%s The file holds no state of the run: the checkpoint is loaded without it.", problem)
+                _log.warning("%s The file holds no run state, so the checkpoint is loaded without it.", problem)
             for name in misleading_files(checkpoint):
                 _log.warning(
                     "%s is not part of the checkpoint, but transformers would read it: move it away", path / name
@@ -233,7 +233,7 @@ class Chooser:
     def _remedy(self) -> str:
         """Return what to do if every candidate was skipped."""
         is_damaged = any(damaged for _, _, damaged in self._skipped)
-        return "Repair one" if is_damaged or not self._skipped else "Move this run's run.json away to go on from one"
+        return "Repair one" if is_damaged or not self._skipped else "Move this run's run.json away to continue from one"
 
     def _reasons(self) -> list[str]:
         """Return each reason once, after the names of the checkpoints skipped for it."""
@@ -298,10 +298,10 @@ class Chooser:
         shared = self._find_shared() if names and (iteration is None or iteration in names or not local) else []
         if not local and not shared:
             raise CheckpointError(
-                "No local checkpoint is whole, and no folder that all hosts share has one",
+                "No local checkpoint is complete, and no shared folder has a checkpoint",
                 where=self._source.path,
                 found=self._local.describe_missing() or "no local checkpoint",
-                fix=self._source.terms.advice("Bring back the hosts that have the rest"),
+                fix=self._source.terms.advice("Bring back the hosts with the missing pieces"),
             )
         # If an iteration is in both, the local checkpoint stays first.
         return sorted([*local, *shared], key=lambda path: iteration_of(path) or 0, reverse=True)
@@ -316,7 +316,7 @@ class Chooser:
                     "An iteration was requested from a folder that is itself one iteration",
                     where=path,
                     found=f"iteration {self._source.iteration}",
-                    fix=f"Leave {self._source.terms.iteration} out, or let {self._source.terms.path} name the run's "
+                    fix=f"Leave {self._source.terms.iteration} out, or set {self._source.terms.path} to the run's "
                     "checkpoint folder.",
                 )
             self._is_exact = True

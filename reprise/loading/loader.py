@@ -80,7 +80,7 @@ def check_tensors(
     problems += further
     if problems:
         text = "; ".join(problems[:20]) + (f"; and {len(problems) - 20} more" if len(problems) > 20 else "")
-        raise MismatchError("The checkpoint's tensors are not the model's", where=where, found=text)
+        raise MismatchError("The checkpoint's tensors do not match the model's", where=where, found=text)
 
 
 @own_modes()

@@ -142,8 +142,8 @@ def _without_optimizer(checkpoint: Checkpoint) -> Checkpoint:
     listing = checkpoint.manifest
     files = {name: entry for name, entry in listing.files.items() if not _is_of_optimizer(name)}
     names = [name for name, entry in files.items() if entry.is_tensor_file]
-    stayed = {place.spec.name for name in names for place in _read_header(checkpoint, name)}
-    tensors = {name: entry for name, entry in listing.tensors.items() if name in stayed}
+    remaining = {place.spec.name for name in names for place in _read_header(checkpoint, name)}
+    tensors = {name: entry for name, entry in listing.tensors.items() if name in remaining}
     return replace(checkpoint, manifest=replace(listing, files=files, tensors=tensors))
 
 
@@ -195,11 +195,11 @@ def _check_name(path: Path, iteration: int) -> None:
     number = named_iteration(path.name)
     if number is not None and number != iteration:
         raise CheckpointError(
-            "A checkpoint has the name of another iteration",
+            "A checkpoint folder is named after another iteration",
             where=path,
             expected=f"iteration {number} in {STATE}",
             found=f"iteration {iteration}",
-            fix="Give the folder the name of its iteration, or one that does not begin with iter_.",
+            fix="Rename the folder after its iteration, or to a name that does not start with iter_.",
         )
 
 
@@ -256,7 +256,7 @@ def _checked_file(root: Path, name: str, entry: manifest.FileEntry, files: Files
         size = files.size(path)
         data = b"" if entry.is_tensor_file or size != entry.total_bytes else read_content(path, files)
     except OSError as error:
-        raise failed_read("A file of a checkpoint is missing", error, where=path) from error
+        raise failed_read("A checkpoint file is missing", error, where=path) from error
     if size != entry.total_bytes:
         raise CheckpointError(
             "A file has the wrong size", where=path, expected=f"{entry.total_bytes} B", found=f"{size} B"
@@ -320,7 +320,7 @@ def not_held(checkpoint: Checkpoint, place: Place, number: int) -> CheckpointErr
     host = checkpoint.host
     writer = "another host" if host is None else f"host {host.hosts[host.writers[place.spec.name][number]]}"
     return CheckpointError(
-        "A piece of a tensor lies on another host",
+        "A tensor piece is on another host",
         where=f"{checkpoint.path / place.file}, tensor {place.spec.name}, piece {number}",
         expected=f"a copy of what {writer} wrote",
         found="a hole",
@@ -408,7 +408,7 @@ def find_accessory(checkpoint: Checkpoint, name: str) -> Path | None:
     try:
         folders = matching(checkpoint.path.parent, "iter_*")
     except OSError as error:
-        _log.warning(f"no other checkpoint is looked at for {name}: {error}")
+        _log.warning(f"other checkpoints were not searched for {name}: {error}")
         return None
     for folder in reversed(folders):
         path = folder / name
@@ -419,7 +419,7 @@ def find_accessory(checkpoint: Checkpoint, name: str) -> Path | None:
         except (OSError, CheckpointError):
             continue
         if is_equal:
-            _log.warning(f"{name} is taken from {folder}, where it is the same")
+            _log.warning(f"{name} was read from {folder}, which has the same file")
             return path
     return None
 

@@ -144,7 +144,7 @@ class Restorer:
         damage: TrainerError | None = None
         loaded_from = ""
         while True:
-            pick = partial(_picked, chooser, damage, is_complete=bool(loaded_from))
+            pick = partial(_pick_next, chooser, damage, is_complete=bool(loaded_from))
             name, digest = self._channel.from_first(self._key("pick"), pick)
             path, problem = location(name), None
             try:
@@ -180,16 +180,16 @@ class Restorer:
 
         try:
             try:
-                _make_whole(change)
+                _complete_change(change)
             except TrainerError as error:
                 problem = error
             self._agree(problem)
             self.check_replicas(tensors)
         except TrainerError as error:
             raise PartialLoadError(
-                "A load failed after it had begun to change the tensors and values that it was given",
+                "A load failed after it had started to change tensors and values",
                 found=error,
-                fix="Load again on all ranks, or build them anew: they may hold parts of two states.",
+                fix="Load again on all ranks, or rebuild them: they may mix two states.",
             ) from error
         assert report is not None
         return report
@@ -281,7 +281,7 @@ def _held(tensors: Sequence[LiveTensor]) -> list[LiveTensor]:
     return [tensor for tensor in tensors if not tensor.is_new]
 
 
-def _make_whole(change: Callable[[], None]) -> None:
+def _complete_change(change: Callable[[], None]) -> None:
     """Complete a change despite an interrupt: repeat it to its end, then raise the interrupt.
 
     A second interrupt ends it at once.
@@ -302,7 +302,7 @@ def _make_whole(change: Callable[[], None]) -> None:
         raise
 
 
-def _picked(chooser: Chooser, damage: TrainerError | None, *, is_complete: bool) -> list[str]:
+def _pick_next(chooser: Chooser, damage: TrainerError | None, *, is_complete: bool) -> list[str]:
     """Return the next candidate's path and digest, after skipping the last candidate if it is damaged."""
     if damage is not None:
         chooser.skip(damage)

@@ -91,7 +91,7 @@ def contents_of(
     joint, joined = agree_on_state(call, table, data, cache, before_decision=before_decision)
     if tree.remark and call.channel.coordinates:
         _log_once(f"{folder}: {tree.remark}")
-    live = last.shared(joint, call.channel.rank)
+    live = last.with_replicas(joint, call.channel.rank)
     return Contents(joint.specs, live, joint.aliases, {STATE: document(joined or section, iteration), **tree.files})
 
 
@@ -188,21 +188,21 @@ def fill(
     joint, _ = agree_on_state(call, local.table, to_bytes({}), known_tables("load", channel))
     if missing_ok and _has_no_checkpoint(channel, source):
         return LoadedState({"iteration": 0})
-    shared, fillings = local.shared(joint, channel.rank), list[Filling]()
+    tensors, fillings = local.with_replicas(joint, channel.rank), list[Filling]()
 
     def check_all(checkpoint: Checkpoint) -> None:
         read_values(checkpoint)
         check(checkpoint)
 
     def live(checkpoint: Checkpoint) -> Sequence[LiveTensor]:
-        asked = joint
+        requested = joint
         if tree.may_drop_random_state and len(saved := saving_ranks(checkpoint)) != channel.world_size:
             tree.drop_random_state()
-            asked = replace(joint, entries=frozenset(joint.entries) - {PER_RANK})
+            requested = replace(joint, entries=frozenset(joint.entries) - {PER_RANK})
             if channel.coordinates:
                 ranks = f"saved on {count_of(len(saved), 'rank')}, loaded on {channel.world_size}"
                 _log.warning(f"random state not loaded from {checkpoint.path}: {ranks}")
-        fillings.append(Filling(tree, shared, asked, strict, checkpoint))
+        fillings.append(Filling(tree, tensors, requested, strict, checkpoint))
         return fillings[-1].live()
 
     restorer = Restorer(channel, nonce=call.nonce)

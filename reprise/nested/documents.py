@@ -63,12 +63,12 @@ def join_sections(by_rank: Mapping[int, Section]) -> Section:
         first_rank, first_value = first.setdefault((member, where), (rank, value))
         if first_value is not value and member != "orders" and _text(first_value) != _text(value):
             raise CheckpointError(  # `orders` differs only in the memory layout
-                "The ranks give different values",
+                "The ranks pass different values",
                 where=where,
                 expected="the same on every rank, as one file holds it",
                 found=f"{_shown(first_value)} on rank {first_rank} and {_shown(value)} on rank {rank}",
-                fix="Nothing was saved. Give what differs by rank in `per_rank`, in a state dict under a key for each "
-                "rank, or gather it first.",
+                fix="Nothing was saved. Pass values that differ by rank in `per_rank` or, in a state dict, under a key "
+                "for each rank, or gather them first.",
             )
 
     for rank, section in sorted(by_rank.items()):
@@ -166,11 +166,11 @@ def check_ranks(checkpoint: Checkpoint, world_size: int) -> None:
     saved = saving_ranks(checkpoint)
     if saved and len(saved) != world_size:
         raise MismatchError(
-            "The checkpoint has random state or other state of each rank, of another number of ranks",
+            "The checkpoint has random state or other per-rank state for a different number of ranks",
             where=checkpoint.path,
-            expected=f"{count_of(world_size, 'rank')}, as those that load",
-            found=f"{count_of(len(saved), 'rank')}, as those that saved",
-            fix='Load on as many ranks, or with rng="if_same_ranks" and without per_rank.',
+            expected=f"{count_of(world_size, 'rank')}, as in this load",
+            found=f"{count_of(len(saved), 'rank')}, as in the save",
+            fix='Load on the same number of ranks, or with rng="if_same_ranks" and without per_rank.',
         )
 
 

@@ -17,7 +17,7 @@ from reprise.format.names import STATE
 from reprise.loading.loader import check_tensors
 from reprise.loading.reader import Checkpoint, read_places
 from reprise.nested.documents import StoredState, read_state
-from reprise.nested.loaded import LoadedState, Strictness, log_names, log_options, log_untaken
+from reprise.nested.loaded import LoadedState, Strictness, log_names, log_options, log_unrequested
 from reprise.nested.modules import Receiver
 from reprise.nested.optimizers import ParameterGroup, saved_numbers
 from reprise.nested.stored_names import (
@@ -33,7 +33,7 @@ from reprise.nested.stored_names import (
 )
 from reprise.nested.table import JointTable
 from reprise.nested.tree import Tree
-from reprise.nested.typed_values import ByLeaf, TensorReference, leaves, put_back, references
+from reprise.nested.typed_values import ByLeaf, TensorReference, insert_tensors, leaves, references
 from reprise.storage.json_file import Json
 from reprise.tensors.dtypes import torch_dtype
 from reprise.tensors.file_form import in_memory, resolve
@@ -73,7 +73,7 @@ class Filling:
         self._receivers = list[tuple[str, Receiver]]()
         self._copies = list[Callable[[], None]]()
         self._numbers = list[tuple[ParameterGroup, Json]]()
-        self._rest = ByLeaf()
+        self._unrequested = ByLeaf()
         # By stored name, the tensors to which new optimizer state may be tied.
         self._tied = {stored_name(keys)[1]: each.tensor for keys, each in tree.tensors.items() if tree.optimizers}
 
@@ -86,8 +86,8 @@ class Filling:
         """
         joint, places, stored = self._joint, self._places, self._stored
         missing = [*self._take_optimizers(), *self._take_states()]
-        if self._tree.takes_rest:
-            self._take_rest({MODEL, OPTIMIZER[0], PER_RANK, *joint.entries})
+        if self._tree.returns_unrequested:
+            self._take_unrequested({MODEL, OPTIMIZER[0], PER_RANK, *joint.entries})
         own_tensors = self._own_tensors()
         lacking = {tensor.spec.name for tensor in own_tensors if tensor.spec.name not in places}
         pointers = joint.values | self._values.keys()
@@ -96,8 +96,8 @@ class Filling:
         requested |= {tensor.spec.name for tensor in (*own_tensors, *self._new)}
         requested |= {self._target(spec.name) for spec in joint.specs}
         unexpected = {name: keys_of(place.spec.kind, name) for name, place in places.items() if name not in requested}
-        unexpected |= {pointer(keys): keys for keys in sorted(_untaken(stored, pointers), key=pointer)}
-        unexpected = {name: keys for name, keys in unexpected.items() if self._is_asked(keys)}
+        unexpected |= {pointer(keys): keys for keys in sorted(_unrequested_values(stored, pointers), key=pointer)}
+        unexpected = {name: keys for name, keys in unexpected.items() if self._is_covered(keys)}
         problems = [f"{name} is missing" for name in missing if self._is_refused(keys_of_pointer(name))]
         if self._strict != "missing":
             problems += [f"{name} is unexpected" for name, keys in unexpected.items() if self._is_refused(keys)]
@@ -128,13 +128,13 @@ class Filling:
                 if copy is not None:
                     copy()
         for where, receiver in self._receivers:  # outside `own_modes`: this is the caller's code
-            receiver.give(where, put_back(self._values[where], self._tensors))
-        unknown = [name for entries in tree.modules.values() for name in entries.give()]
+            receiver.load(where, insert_tensors(self._values[where], self._tensors))
+        unknown = [name for entries in tree.modules.values() for name in entries.load()]
         if unknown and self._strict in (True, "model"):
             raise MismatchError(
                 "A module does not know entries of the checkpoint's state dict",
                 found=", ".join(unknown),
-                fix='Make it as it was made when the checkpoint was saved, or give strict="missing".',
+                fix='Build it as it was when the checkpoint was saved, or pass strict="missing".',
             )
         self._unexpected = list(dict.fromkeys((*self._unexpected, *unknown)))
 
@@ -144,15 +144,15 @@ class Filling:
         Args:
             is_first: Whether this rank logs the lines common to all ranks.
         """
-        checkpoint, values = self._checkpoint, put_back(self._rest, self._tensors)
+        checkpoint, values = self._checkpoint, insert_tensors(self._unrequested, self._tensors)
         result = LoadedState({**values, "iteration": checkpoint.iteration}, self._missing, self._unexpected)
         log_names(checkpoint.path, result, is_first=is_first)
         if is_first:
-            log_untaken(checkpoint.path, self._stored, self._tree, self._joint.entries, values)
+            log_unrequested(checkpoint.path, self._stored, self._tree, self._joint.entries, values)
             log_options(checkpoint.path, self._numbers)
         return result
 
-    def _is_asked(self, keys: Keys) -> bool:
+    def _is_covered(self, keys: Keys) -> bool:
         """Return whether the load covers a name in the checkpoint."""
         return keys[0] in self._joint.entries and not ("rng" in self._tree.declined and is_random_state(keys))
 
@@ -226,7 +226,7 @@ class Filling:
                     self._numbers += [(group, groups[number]["numbers"])] if is_there else []
                     continue
                 at = f"{where}/param_groups/{number}"
-                has_tensors = any(isinstance(value, torch.Tensor) for value in group.given.values())
+                has_tensors = any(isinstance(value, torch.Tensor) for value in group.live.values())
                 place = number if has_tensors or at in filled_groups else None
                 numbers = saved_numbers(at, group, saved, place, is_strict=self._strict in (True, "missing"))
                 if numbers is None:
@@ -266,11 +266,11 @@ class Filling:
                     receivers[where] = entries.receiver(name)
         return receivers
 
-    def _take_rest(self, left_out: Collection[str]) -> None:
+    def _take_unrequested(self, excluded: Collection[str]) -> None:
         """Take the values under all outermost keys except some. Skip DTensors, and tensors stored by leaf."""
-        members = ByLeaf({key: member for key, member in self._stored.root.items() if key not in left_out})
-        self._rest = _part(members, (), lambda _, v: any(at.is_sharded or at.is_implied for at in references(v)))
-        self._allocate(self._rest, {}, None)
+        members = ByLeaf({key: member for key, member in self._stored.root.items() if key not in excluded})
+        self._unrequested = _part(members, (), lambda _, v: any(at.is_sharded or at.is_implied for at in references(v)))
+        self._allocate(self._unrequested, {}, None)
 
     def _take(self, where: str, value: Any, receiver: Receiver, make: Make | None = None) -> None:
         """Take a value and create its tensors. DTensors in the current value are filled in place.
@@ -359,7 +359,7 @@ class Filling:
         return outermost_first.permute([order.index(dim) for dim in range(len(shape))])
 
 
-def _untaken(stored: StoredState, pointers: Collection[str]) -> Iterator[Keys]:
+def _unrequested_values(stored: StoredState, pointers: Collection[str]) -> Iterator[Keys]:
     """Yield the keys for a checkpoint's values outside these pointers.
 
     A value containing tensors or requested members is split: a template finds a tensor in a list by its name, and a
@@ -367,7 +367,7 @@ def _untaken(stored: StoredState, pointers: Collection[str]) -> Iterator[Keys]:
     """
     parents = {pointer(keys[:count]) for keys in map(keys_of_pointer, pointers) for count in range(len(keys))}
 
-    def untaken(value: object, keys: Keys) -> Iterator[Keys]:
+    def unrequested(value: object, keys: Keys) -> Iterator[Keys]:
         where = pointer(keys)
         if where in pointers or isinstance(value, TensorReference):
             return
@@ -375,21 +375,21 @@ def _untaken(stored: StoredState, pointers: Collection[str]) -> Iterator[Keys]:
             value = dict(enumerate(value))
         if isinstance(value, dict):
             for key, member in value.items():
-                yield from untaken(member, (*keys, str(key)))
+                yield from unrequested(member, (*keys, str(key)))
         else:
             yield keys
 
-    return untaken(stored.root, ())
+    return unrequested(stored.root, ())
 
 
-def _part(value: Any, keys: Keys, is_left_out: Callable[[Keys, object], bool]) -> Any:
+def _part(value: Any, keys: Keys, is_excluded: Callable[[Keys, object], bool]) -> Any:
     """Return a value without some values in its dicts by leaf, and without dicts left empty."""
     if type(value) is not ByLeaf:
         return value
     part = ByLeaf()
     for key, member in value.items():
-        inner = _part(member, (*keys, key), is_left_out)
-        if inner if type(inner) is ByLeaf else not is_left_out((*keys, key), member):
+        inner = _part(member, (*keys, key), is_excluded)
+        if inner if type(inner) is ByLeaf else not is_excluded((*keys, key), member):
             part[key] = inner
     return part
 

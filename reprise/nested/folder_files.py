@@ -81,7 +81,7 @@ def _content(name: str, content: object) -> bytes:
                 "The content of a file cannot be written as JSON", where=f"`files`, {name}", found=error
             ) from error
     raise CheckpointError(
-        "The content of a file is of another kind",
+        "The content of a file has an unsupported type",
         where=f"`files`, {name}",
         expected="bytes, text, a pathlib.Path, or a dict or list for JSON",
         found=type(content).__name__,

@@ -38,7 +38,7 @@ class HeldTensors:
     table: bytes
     patterns: Sequence[str] = ()
 
-    def shared(self, joint: JointTable, rank: int) -> tuple[LiveTensor, ...]:
+    def with_replicas(self, joint: JointTable, rank: int) -> tuple[LiveTensor, ...]:
         """Return the tensors with all ranks holding the same boxes, in the joint table's order.
 
         For a tensor matching a pattern, only the first rank with each box saves.
@@ -74,7 +74,7 @@ class LastTensors:
             self._marks = marks
         return self._held.table
 
-    def shared(self, joint: JointTable, rank: int) -> tuple[LiveTensor, ...]:
+    def with_replicas(self, joint: JointTable, rank: int) -> tuple[LiveTensor, ...]:
         """Return the tensors with all their ranks. Return the same tuple if nothing has changed.
 
         Raises:
@@ -83,7 +83,7 @@ class LastTensors:
         if joint is not self._joint:
             require_whole(joint)
             _require_patterns(self._held.patterns, joint)
-            self._live, self._joint = self._held.shared(joint, rank), joint
+            self._live, self._joint = self._held.with_replicas(joint, rank), joint
         return self._live
 
 
@@ -141,9 +141,9 @@ def _require_patterns(patterns: Sequence[str], joint: JointTable) -> None:
     unused = [p for p in patterns if not any(fnmatch.fnmatchcase(spec.name, p) for spec in joint.specs)]
     if unused:
         raise CheckpointError(
-            "A pattern in from_rank0 fits no tensor",
+            "A from_rank0 pattern matches no tensor",
             found=", ".join(sorted(unused)),
-            fix="Correct it, or leave it out; the manifest of a checkpoint lists the names of its tensors.",
+            fix="Correct or remove it. A checkpoint's manifest lists its tensor names.",
         )
 
 
@@ -171,10 +171,10 @@ def _marks(tree: Tree) -> object:
     return marks
 
 
-def _require_free_name(into: Mapping[str, object], further: Mapping[str, object], name: str, keys: Keys) -> None:
-    if name in into or name in further:
+def _require_free_name(into: Mapping[str, object], others: Mapping[str, object], name: str, keys: Keys) -> None:
+    if name in into or name in others:
         raise CheckpointError(
-            "Two tensors of a state dict have one stored name",
+            "Two tensors in a state dict have the same stored name",
             where=name,
             found="/".join(keys),
             fix="Weights have their own names, and optimizer state is KEY.NAME: rename one of them.",

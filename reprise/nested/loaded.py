@@ -33,7 +33,7 @@ def check_strict(strict: object) -> None:
     """
     if type(strict) is not bool and strict not in ("missing", "model"):
         expected = 'True, False, "missing" or "model"'
-        raise ConfigError("`strict` has no such value", expected=expected, found=repr(strict))
+        raise ConfigError("`strict` is invalid", expected=expected, found=repr(strict))
 
 
 class LoadedState(dict[str, Any]):
@@ -59,14 +59,14 @@ def log_names(path: Path, result: LoadedState, *, is_first: bool) -> None:
     """
     missing, unexpected = result.missing_keys, result.unexpected_keys
     if unexpected and is_first:
-        text = f"{count_of(len(unexpected), 'tensor')} that nothing given has: {_first(unexpected)}"
+        text = f"{count_of(len(unexpected), 'tensor')} not requested: {_first(unexpected)}"
         _log.warning(f"not loaded from {path}: {text}")
     if missing:
         keep = "keeps its value" if len(missing) == 1 else "keep their values"
         _log.warning(f"not in {path}: {count_of(len(missing), 'name')}, which {keep}: {_first(missing)}")
 
 
-def log_untaken(
+def log_unrequested(
     path: Path, stored: StoredState, tree: Tree, entries: Collection[str], returned: Mapping[str, object]
 ) -> None:
     """Log a checkpoint's unrequested state, unless the call declines it.
@@ -85,7 +85,7 @@ def log_untaken(
     for keys in (*(keys for keys, _ in leaves(stored.root)), *map(keys_of_pointer, filter(None, stored.groups))):
         if keys[0] in given_names:
             continue
-        if not tree.takes_rest:
+        if not tree.returns_unrequested:
             names += [keys[0]] if tree.optimizers else []
             continue
         name, argument = keys[0], "state"
@@ -94,8 +94,8 @@ def log_untaken(
         elif keys[0] == PER_RANK:
             name, argument = "/".join(keys[2:3] or keys), PER_RANK
         names += [f"{name} ({argument}=)"] if argument not in tree.declined else []
-    hint = "; False or an empty dict says that this is meant" if tree.takes_rest else ""
-    _warn(names, f"{path} has what this load was not given", hint)
+    hint = "; pass False or an empty dict to silence this" if tree.returns_unrequested else ""
+    _warn(names, f"{path} has state that this load did not request", hint)
 
 
 def log_options(path: Path, numbers: Iterable[tuple[ParameterGroup, Json]]) -> None:
@@ -110,7 +110,7 @@ def log_options(path: Path, numbers: Iterable[tuple[ParameterGroup, Json]]) -> N
         for key, value in group.numbers.items()
         if key in saved and saved[key] != value and (isinstance(value, _FLAGS) or isinstance(saved[key], _FLAGS))
     ]
-    _warn(changes, f"options of an optimizer are those of {path}, for equal bits")
+    _warn(changes, f"optimizer options were replaced by those in {path}, for bitwise equal results")
 
 
 def _warn(names: Sequence[str], text: str, hint: str = "") -> None:

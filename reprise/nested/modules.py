@@ -39,7 +39,7 @@ class Receiver:
     put: Callable[[Any], object]
     is_value: bool = False
 
-    def give(self, where: str, value: object) -> None:
+    def load(self, where: str, value: object) -> None:
         """Pass the checkpoint's state to the receiver.
 
         Raises:
@@ -55,10 +55,10 @@ def _taking(where: str) -> Iterator[None]:
         yield
     except Exception as error:
         raise MismatchError(
-            "An object does not take the state of the checkpoint",
+            "An object rejected its state from the checkpoint",
             where=where,
             found=f"{type(error).__name__}: {error}",
-            fix="Make it as it was made when the checkpoint was saved.",
+            fix="Build it as it was when the checkpoint was saved.",
         ) from error
 
 
@@ -70,38 +70,38 @@ class ModuleEntries:
         module: The outermost module with its own `state_dict()`.
         keys: The keys of the saved module containing it.
         prefix: Its name in the saved module, with a trailing dot. Empty for the saved module itself.
-        taken: The checkpoint's entries by name, filled at the end of a load.
+        received: The checkpoint's entries by name, filled at the end of a load.
     """
 
     module: nn.Module
     keys: Keys
     prefix: str
-    taken: dict[str, Any] = field(default_factory=dict)
+    received: dict[str, Any] = field(default_factory=dict)
 
     def receiver(self, name: str, template: Callable[[], Any] | None = None) -> Receiver:
-        """Return a receiver that collects an entry until `give`. The entry's name starts with the prefix."""
-        return Receiver(template or self._blank, partial(self.taken.__setitem__, name.removeprefix(self.prefix)))
+        """Return a receiver that collects an entry until `load`. The entry's name starts with the prefix."""
+        return Receiver(template or self._blank, partial(self.received.__setitem__, name.removeprefix(self.prefix)))
 
     def _blank(self) -> torch.Tensor:
         tensor = next(iter((*self.module.parameters(), *self.module.buffers())), None)
         return torch.empty(0, device="cpu" if tensor is None else tensor.device)
 
-    def give(self) -> list[str]:
+    def load(self) -> list[str]:
         """Load the collected entries into the module, and return the names unknown to it.
 
         Raises:
             MismatchError: The module raised an error.
         """
-        if not self.taken:
+        if not self.received:
             return []
         with _taking(pointer((*self.keys, self.prefix.removesuffix(".")))):
             state = self.module.state_dict()
             keys = {canonical_name(key): key for key in state}
-            state.update({keys.get(name, name): value for name, value in self.taken.items()})
+            state.update({keys.get(name, name): value for name, value in self.received.items()})
             state.update({keys[name]: tensor for name, tensor in named_tensors(self.module) if name in keys})
             result = self.module.load_state_dict(state, strict=False)
         unknown = {canonical_name(key) for key in getattr(result, "unexpected_keys", ())}
-        return [pointer((*self.keys, self.prefix + name)) for name in self.taken if name in unknown]
+        return [pointer((*self.keys, self.prefix + name)) for name in self.received if name in unknown]
 
 
 def entries_of(keys: Keys, model: nn.Module) -> tuple[dict[str, ModuleEntries], dict[str, Receiver]]:
@@ -121,8 +121,8 @@ def entries_of(keys: Keys, model: nn.Module) -> tuple[dict[str, ModuleEntries], 
         if _has_own_state_dict(module):
             covered_modules.update(module.modules())
             part = parts[prefix] = ModuleEntries(module, keys, prefix)
-            further = _further(part)
-            receivers |= {prefix + key: part.receiver(prefix + key, partial(further.get, key)) for key in further}
+            extra = _extra_entries(part)
+            receivers |= {prefix + key: part.receiver(prefix + key, partial(extra.get, key)) for key in extra}
         elif type(module).get_extra_state is not nn.Module.get_extra_state:
             receivers[prefix + _EXTRA_STATE] = Receiver(module.get_extra_state, module.set_extra_state)
     return parts, receivers
@@ -140,41 +140,41 @@ def refuse_flat_shards(keys: Keys, model: nn.Module) -> None:
             module.sharding_strategy != fsdp.ShardingStrategy.NO_SHARD  # type: ignore[union-attr]
         ):
             raise CheckpointError(
-                "A module is sharded by FSDP1, so that its parameters are parts of a flat tensor",
+                "A module is sharded by FSDP1, which stores its parameters as parts of a flat tensor",
                 where=pointer((*keys, name) if name else keys),
                 expected="a plain, DDP, FSDP2 or tensor-parallel module",
                 found=type(module).__name__,
-                fix="Wrap it with device_mesh=, give get_model_state_dict and get_optimizer_state_dict of "
-                "torch.distributed.checkpoint.state_dict, and after a load set_state_dict.",
+                fix="Wrap it with device_mesh=, pass the results of get_model_state_dict and get_optimizer_state_dict "
+                "from torch.distributed.checkpoint.state_dict, and call set_state_dict after a load.",
             )
 
 
-def _further(entries: ModuleEntries) -> dict[str, object]:
+def _extra_entries(entries: ModuleEntries) -> dict[str, object]:
     """Return the entries that are neither parameters nor buffers, nor views into them."""
     state, tensors = entries.module.state_dict(), dict(named_tensors(entries.module))
     require_text_keys(state, (*entries.keys, entries.prefix))
     values = {canonical_name(key): value for key, value in state.items()}
     other_forms = [name for name, tensor in tensors.items() if name in values and not _is_same(values[name], tensor)]
     memory = {_memory(tensor) for tensor in tensors.values()}
-    further_values = {
+    extra_values = {
         name: value
         for name, value in values.items()
         if name not in tensors and not (isinstance(value, torch.Tensor) and _memory(value) in memory)
     }
-    if any(_has_tensor(value) and name.rpartition(".")[2] != _EXTRA_STATE for name, value in further_values.items()):
+    if any(_has_tensor(value) and name.rpartition(".")[2] != _EXTRA_STATE for name, value in extra_values.items()):
         shown_memory = {_memory(leaf) for _, leaf in leaves(values) if isinstance(leaf, torch.Tensor)}
         other_forms += [
             name for name, tensor in tensors.items() if name not in values and _memory(tensor) not in shown_memory
         ]
     if other_forms:
         raise CheckpointError(
-            "The state_dict() of a module gives one of its parameters or buffers in another form",
+            "A module's state_dict() returns a parameter or buffer in another form",
             where=pointer((*entries.keys, entries.prefix + other_forms[0])),
             found=type(entries.module).__name__,
-            fix="Give module.state_dict() to `save_state_dict`, fill one by `load_state_dict`, and give it to the "
-            "module's load_state_dict.",
+            fix="Pass module.state_dict() to `save_state_dict`. To load, fill a state dict with `load_state_dict`, and "
+            "pass it to module.load_state_dict().",
         )
-    return further_values
+    return extra_values
 
 
 def _has_tensor(value: object) -> bool:

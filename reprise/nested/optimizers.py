@@ -32,22 +32,22 @@ class ParameterGroup:
     Args:
         names: The parameter names.
         numbers: The hyperparameters by key, without tensors.
-        given: The group itself, in which a load replaces the hyperparameters.
+        live: The group itself, in which a load replaces the hyperparameters.
         defaults: The keys in `numbers` whose values are the optimizer's defaults.
     """
 
     names: list[str]
     numbers: Json
-    given: dict[str, Any]
+    live: dict[str, Any]
     defaults: frozenset[str]
 
     def replace(self, numbers: Json) -> None:
         """Replace the hyperparameters, except tensors."""
         for key, value in numbers.items():
-            current = self.given.get(key)
+            current = self.live.get(key)
             if not isinstance(current, torch.Tensor):
                 is_list = isinstance(value, list) and isinstance(current, list)
-                self.given[key] = list(value) if is_list else decode_number(value)
+                self.live[key] = list(value) if is_list else decode_number(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,13 +100,13 @@ class OptimizerState:
     @property
     def steps_on_device(self) -> bool:
         """Return whether step counters are on their parameters' device."""
-        return any(group.given.get("fused") or group.given.get("capturable") for group in self.groups)
+        return any(group.live.get("fused") or group.live.get("capturable") for group in self.groups)
 
     def slots(self, top: Keys) -> Iterator[Slot]:
         """Yield the place of each value in groups and state, below the keys `top`."""
         names = {key: name for name, key in self.keys.items()}
         for number, group in enumerate(self.groups):
-            yield from (((*top, "param_groups", str(number), key), group.given, key) for key in group.given)
+            yield from (((*top, "param_groups", str(number), key), group.live, key) for key in group.live)
         for parameter, values in self.state.items():
             keys = (*top, "state", names[parameter])
             require_text_keys(values, keys)
@@ -125,8 +125,8 @@ class OptimizerState:
             return self.parameters[name], partial(self._put, name, key)
         if kind == "param_groups" and name.isdecimal() and int(name) < len(self.groups):
             group = self.groups[int(name)]
-            if key not in group.given and (first := self.parameters.get(next(iter(group.names), ""))) is not None:
-                return first, partial(group.given.__setitem__, key)
+            if key not in group.live and (first := self.parameters.get(next(iter(group.names), ""))) is not None:
+                return first, partial(group.live.__setitem__, key)
         return None
 
     def _put(self, name: str, key: str, value: object) -> None:
@@ -148,24 +148,24 @@ def of_optimizer(keys: Keys, modules: Mapping[Keys, nn.Module], optimizer: torch
         CheckpointError: A parameter is outside the modules, or the optimizer has state beyond its groups and
             parameters.
     """
-    _refuse_further_state(optimizer)
+    _refuse_extra_state(optimizer)
     parameters = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     names = _names_in(modules, parameters)
-    strangers = sum(parameter not in names for parameter in parameters)
-    if strangers:
+    foreign = sum(parameter not in names for parameter in parameters)
+    if foreign:
         raise CheckpointError(
-            "The optimizer holds parameters that are not the model's",
+            "The optimizer holds parameters outside the model",
             where=None if keys == OPTIMIZER[:1] else pointer(keys),
-            found=f"{strangers} of them",
-            fix="Build the optimizer after the model is wrapped (fully_shard, parallelize_module, to), and give the "
-            "modules of all its parameters.",
+            found=f"{foreign} of them",
+            fix="Build the optimizer after the model is wrapped (fully_shard, parallelize_module, to), and pass the "
+            "modules with all its parameters.",
         )
     unnamed: list[Any] = [key for key in optimizer.state if key not in parameters]
     if unnamed:
         raise CheckpointError(
             "The optimizer has state that belongs to none of its parameters",
             found=f"key {unnamed[0]!r}" if isinstance(unnamed[0], str) else f"key of type {type(unnamed[0]).__name__}",
-            fix="Give the state under a parameter, or save it in `state`.",
+            fix="Store the state under a parameter, or save it in `state`.",
         )
     return OptimizerState.of(keys, names, optimizer.param_groups, optimizer.state, names, optimizer.defaults)
 
@@ -186,7 +186,7 @@ def _names_in(modules: Mapping[Keys, nn.Module], parameters: Collection[nn.Param
     return names
 
 
-def _refuse_further_state(optimizer: torch.optim.Optimizer) -> None:
+def _refuse_extra_state(optimizer: torch.optim.Optimizer) -> None:
     """Refuse an optimizer whose own `state_dict()` has content beyond its groups and its parameters' state.
 
     Raises:
@@ -205,10 +205,10 @@ def _refuse_further_state(optimizer: torch.optim.Optimizer) -> None:
     )
     if difference is not None:
         raise CheckpointError(
-            "An optimizer has a state_dict() of its own, which is not its groups and its parameters' state",
+            "An optimizer's own state_dict() has content beyond its groups and its parameters' state",
             where=pointer(difference),
             found=type(optimizer).__name__,
-            fix="Save what it holds beside them in `state`, or the whole dict by `save_state_dict`.",
+            fix="Save the additional content in `state`, or the whole dict with `save_state_dict`.",
         )
 
 
@@ -243,12 +243,12 @@ def of_state_dict(keys: Keys, state_dict: dict[str, Any], model: nn.Module | Non
         parameters = {} if model is None else parameter_names(model)
         names = dict(zip(keys_of_groups, _names_of_numbers(groups, keys_of_groups, parameters, where), strict=True))
         _check_shapes(state, names, parameters, where)
-    strangers = [parameter for parameter in state if parameter not in names]
-    if strangers or len(set(names.values())) != len(keys_of_groups):
+    foreign = [parameter for parameter in state if parameter not in names]
+    if foreign or len(set(names.values())) != len(keys_of_groups):
         raise CheckpointError(
-            "An optimizer's state dict names a parameter that is in no group, or one twice",
+            "An optimizer's state dict names a parameter that is in no group, or in two",
             where=where,
-            found=strangers[:1] or None,
+            found=foreign[:1] or None,
         )
     return OptimizerState.of(keys, names, groups, state, parameters, {})
 
@@ -261,23 +261,23 @@ def _names_of_numbers(
         return [canonical_name(name) for group in groups for name in group.get("param_names") or ()]
     if not parameters:
         raise CheckpointError(
-            "An optimizer's state dict has numbers for the names of parameters",
+            "An optimizer's state dict identifies its parameters by number",
             where=where,
-            expected="names: a number depends on the order of the parameters, and every stage of a pipeline has a 0",
-            fix="Give get_optimizer_state_dict(model, optimizer) of torch.distributed.checkpoint.state_dict, or name "
-            "the model with model=.",
+            expected="parameter names: numbers depend on the parameter order, and every pipeline stage has a 0",
+            fix="Pass get_optimizer_state_dict(model, optimizer) from torch.distributed.checkpoint.state_dict, or pass "
+            "the model as model=.",
         )
     trained_names = [name for parameter, name in parameters.items() if parameter.requires_grad]
     for names in (list(parameters.values()), trained_names):
         if len(groups) == 1 and numbers == list(range(len(names))):
             return names
     raise CheckpointError(
-        "The parameters of an optimizer cannot be told by their numbers",
+        "The numbers in an optimizer's state dict do not identify its parameters",
         where=where,
-        expected=f"one parameter group of all {len(parameters)} parameters of the model, in its order",
+        expected=f"a single parameter group with all {len(parameters)} model parameters, in model order",
         found=f"{count_of(len(groups), 'group')} of {count_of(len(numbers), 'parameter')}",
-        fix="Make the optimizer of model.named_parameters(), so that its state dict has their names, or give "
-        "get_optimizer_state_dict(model, optimizer) of torch.distributed.checkpoint.state_dict.",
+        fix="Create the optimizer from model.named_parameters(), which puts names in its state dict, or pass "
+        "get_optimizer_state_dict(model, optimizer) from torch.distributed.checkpoint.state_dict.",
     )
 
 
@@ -291,11 +291,11 @@ def _check_shapes(
             value, name = values.get(key), names.get(number, "")
             if isinstance(value, torch.Tensor) and name in shapes and value.shape != shapes[name]:
                 raise CheckpointError(
-                    "An optimizer has its parameters in another order than the model",
+                    "An optimizer's parameter order differs from the model's",
                     where=f"{where}, {key} of parameter {number}",
                     expected=f"the shape of {name}, {list(shapes[name])}",
                     found=list(value.shape),
-                    fix="Give get_optimizer_state_dict(model, optimizer).",
+                    fix="Pass get_optimizer_state_dict(model, optimizer).",
                 )
 
 
@@ -313,7 +313,7 @@ def check_optimizer(checkpoint: Checkpoint, optimizer: torch.optim.Optimizer) ->
     saved, current = record.get("name") if isinstance(record, dict) else record, type(optimizer).__name__
     if saved is not None and saved != current:
         raise MismatchError(
-            "The checkpoint was saved with an optimizer of another class",
+            "The checkpoint was saved with another optimizer class",
             where=checkpoint.path,
             expected=current,
             found=saved,
@@ -341,21 +341,21 @@ def saved_numbers(
     )
     if odd_name and is_strict:
         raise MismatchError(
-            "The parameters of a group were in groups of different numbers",
+            "A group's parameters had different hyperparameters in the checkpoint",
             where=where,
             expected=f"those of {sources[0][0]}, {sources[0][2]}",
             found=f"{odd_name} with {odd_numbers}",
-            fix="Divide the parameters into groups as when the checkpoint was saved.",
+            fix="Group the parameters as when the checkpoint was saved.",
         )
     if odd_name or len(sources) < len(group.names):
         return None
     places = sorted({at for _, at, _ in sources})
     if place is not None and places != [place]:
         raise MismatchError(
-            "A parameter group with tensors was at another place",
+            "A parameter group with tensors had another place in the checkpoint",
             where=where,
             expected=f"place {place} in the list of groups",
             found=", ".join(map(str, places)),
-            fix="Give the groups in the order in which the checkpoint was saved.",
+            fix="Pass the groups in their saved order.",
         )
     return sources[0][2]

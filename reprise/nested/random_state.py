@@ -45,9 +45,9 @@ class RandomState:
         absent = [name for name in devices if torch.device(name).index >= _count(name)]
         if absent:
             raise MismatchError(
-                "Random state belongs to a device that this process does not have",
+                "The checkpoint has random state for a device that this process lacks",
                 found=", ".join(absent),
-                fix="Resume on as many devices, or load without rng=True: draws then begin at the program's own seed.",
+                fix="Resume on as many devices, or load without rng=True, which keeps the program's own seed.",
             )
         version, words, gauss = state["python"]
         random.setstate((version, tuple(words.tolist()), gauss))

@@ -84,8 +84,8 @@ def check_vacant(folder: Path, iteration: int) -> None:
     """
     path = folder / iteration_name(iteration)
     if exists(path):
-        fix = "Save another iteration, or with overwrite=True, which keeps this one as `.superseded-k`."
-        raise CheckpointError("The iteration is there already", where=path, fix=fix)
+        fix = "Save another iteration, or pass overwrite=True, which keeps the existing folder as `.superseded-k`."
+        raise CheckpointError("The iteration already exists", where=path, fix=fix)
 
 
 def require_path(path: object) -> None:

@@ -104,7 +104,7 @@ def join(tables: Mapping[int, bytes]) -> str:
     for rank, (rows, aliases, _, _, patterns, _) in by_rank.items():
         if patterns != by_rank[coordinator][4]:
             raise CheckpointError(
-                "The ranks give different from_rank0",
+                "The ranks pass different from_rank0",
                 expected="the same on every rank",
                 found=f"{by_rank[coordinator][4]} on rank {coordinator} and {patterns} on rank {rank}",
             )
@@ -124,7 +124,7 @@ def join(tables: Mapping[int, bytes]) -> str:
         for alias, (rank, name) in first_aliases.items()
         if alias in first
     ]
-    _refuse(problems, "The ranks give different tensors under one name", "Give each of them its own name.")
+    _refuse(problems, "The ranks pass different tensors under the same name", "Give each tensor its own name.")
     place_of = None
     if by_rank[coordinator][5]:
         _require_same_tensors(holders, list(by_rank))
@@ -143,14 +143,14 @@ def _require_same_tensors(holders: Mapping[str, Mapping[Place, list[int]]], rank
     """Require every rank to hold a part of every tensor."""
     problems = []
     for name, boxes in holders.items():
-        giving = {rank for ranks_of_box in boxes.values() for rank in ranks_of_box}
-        lacking = [rank for rank in ranks if rank not in giving]
-        if lacking and not name.startswith(f"/{PER_RANK}/"):
-            problems.append(f"{name} is on rank {min(giving)} and not on rank {lacking[0]}")
+        holding = {rank for ranks_of_box in boxes.values() for rank in ranks_of_box}
+        missing = [rank for rank in ranks if rank not in holding]
+        if missing and not name.startswith(f"/{PER_RANK}/"):
+            problems.append(f"{name} is on rank {min(holding)} and not on rank {missing[0]}")
     _refuse(
         problems,
-        "The ranks give different models or optimizers",
-        "Give the same on every rank. `save_state_dict` saves ranks with different tensors, as stages of a pipeline.",
+        "The ranks pass different models or optimizers",
+        "Pass the same on every rank. Use `save_state_dict` if ranks hold different tensors, such as pipeline stages.",
     )
 
 
@@ -170,7 +170,7 @@ def require_whole(joint: JointTable) -> None:
     _refuse(
         problems,
         "The ranks do not hold a tensor exactly once",
-        "Let all ranks of its device mesh take part, and hold it in equal or disjoint parts.",
+        "All ranks in its device mesh must take part, and hold equal or disjoint parts.",
     )
 
 

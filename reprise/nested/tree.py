@@ -78,7 +78,7 @@ class Tree:
         modules: By a module's keys and a submodule's prefix, the submodules with their own `state_dict()`.
         files: Files for other programs, by name.
         stored_as: By keys, a model tensor's file family and name in another library. Its own name becomes an alias.
-        takes_rest: Whether a load returns `state` values under outermost keys missing from the call.
+        returns_unrequested: Whether a load returns `state` values under outermost keys missing from the call.
         remark: What a save leaves out, and why.
         declined: The `load` arguments explicitly passed as False or empty.
         may_drop_random_state: Whether a load skips random state saved by a different rank count.
@@ -98,7 +98,7 @@ class Tree:
     modules: dict[tuple[Keys, str], ModuleEntries] = field(default_factory=dict)
     files: dict[str, bytes] = field(default_factory=dict)
     stored_as: dict[Keys, tuple[TensorKind, str]] = field(default_factory=dict)
-    takes_rest: bool = False
+    returns_unrequested: bool = False
     remark: str = ""
     declined: Collection[str] = ()
     may_drop_random_state: bool = False
@@ -147,8 +147,10 @@ class Tree:
 
     def drop_random_state(self) -> None:
         """Skip the random state in a load."""
-        kept = {where: each for where, each in self.receivers.items() if not is_random_state(keys_of_pointer(where))}
-        self.receivers, self.declined = kept, [*self.declined, RNG]
+        receivers = {
+            where: each for where, each in self.receivers.items() if not is_random_state(keys_of_pointer(where))
+        }
+        self.receivers, self.declined = receivers, [*self.declined, RNG]
 
     def _is_by_leaf(self, value: dict[Any, Any]) -> bool:
         """Return whether to store members of a dict without tensors separately.
@@ -168,7 +170,7 @@ class Tree:
                 "This is neither a model nor an optimizer",
                 where=pointer(keys),
                 found=type(member).__name__,
-                fix="Give the module or the optimizer itself; `save_state_dict` and `load_state_dict` take dicts.",
+                fix="Pass the module or the optimizer itself; `save_state_dict` and `load_state_dict` take dicts.",
             )
         self.entries += keys
         self.objects[keys] = member
@@ -374,7 +376,7 @@ def tree_of(
     tree.add_dict((), state)
     if isinstance(rng, str) and (rng != IF_SAME_RANKS or not is_load):
         raise ConfigError(
-            "`rng` has no such value", expected=f'True, False or, for a load, "{IF_SAME_RANKS}"', found=repr(rng)
+            "`rng` is invalid", expected=f'True, False or, for a load, "{IF_SAME_RANKS}"', found=repr(rng)
         )
     tree.may_drop_random_state = rng == IF_SAME_RANKS
     if per_rank or rng:

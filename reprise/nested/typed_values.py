@@ -71,10 +71,10 @@ def require_text_keys(container: Mapping[Any, Any], keys: Keys) -> None:
     for key in container:
         if not isinstance(key, str):
             raise CheckpointError(
-                "A state dict has a key that is not text",
+                "A state dict key is not a string",
                 where=pointer(keys) or "the outermost keys",
                 found=repr(key),
-                fix="JSON and file names have text only: use str(key), or a list.",
+                fix="JSON keys and file names are strings: use str(key), or a list.",
             )
         if not is_unicode(key):
             raise CheckpointError("A key cannot be stored as UTF-8", where=repr(keys), found=repr(key))
@@ -109,7 +109,7 @@ def _require_depth(keys: Keys) -> None:
             "A state dict is nested too deeply",
             where=f"{pointer(keys[:4])}/...",
             expected=f"at most {_MAX_DEPTH} levels",
-            fix="Look for a dict or list in itself.",
+            fix="Look for a dict or list that contains itself.",
         )
 
 
@@ -153,17 +153,17 @@ def decode(value: Any) -> Any:
     return _DECODERS[value[TAG]](value["value"]) if TAG in value else {key: decode(value[key]) for key in value}
 
 
-def put_back(value: object, tensors: Mapping[str, torch.Tensor]) -> Any:
+def insert_tensors(value: object, tensors: Mapping[str, torch.Tensor]) -> Any:
     """Return a decoded value with tensors, passed by stored name, instead of references."""
     if isinstance(value, TensorReference):
         return tensors[value.name]
     if isinstance(value, dict):
         members = {} if type(value) is ByLeaf else type(value)()
         for key, member in value.items():
-            members[key] = put_back(member, tensors)
+            members[key] = insert_tensors(member, tensors)
         return members
     if type(value) in (list, tuple):
-        return type(value)(put_back(member, tensors) for member in cast(list[object], value))  # type: ignore[call-arg]
+        return type(value)(insert_tensors(member, tensors) for member in cast(list[object], value))  # type: ignore[call-arg]
     return value
 
 
@@ -212,13 +212,13 @@ def encode(value: Any, keys: Keys, tensors: dict[Keys, torch.Tensor] | None = No
 def _refusal(value: object, keys: Keys) -> CheckpointError:
     if isinstance(value, torch.Tensor):
         return CheckpointError(
-            "A tensor lies in a value that holds none, such as a set, or a dict or list in a parameter group",
+            "A tensor is in a value that cannot hold tensors, such as a set, or a dict or list in a parameter group",
             where=pointer(keys),
             fix="Pass the tensor under a key of its own.",
         )
     parts = "Pass its parts, each of one of these types, such as str(value), list(value) or an enum's .value."
     return CheckpointError(
-        "A value is neither a tensor nor of a type that a checkpoint holds",
+        "A value has a type that a checkpoint cannot store",
         where=pointer(keys),
         expected="a tensor, a number, text, bytes, a boolean, None, or a list, tuple, set or dict of them",
         found=repr(value) if isinstance(value, str) else f"an object of {type(value).__name__}",
@@ -234,7 +234,7 @@ def _pairs(value: Any, keys: Keys, tensors: dict[Keys, torch.Tensor] | None) -> 
 def _encoded_numpy(value: np.generic | np.ndarray[Any, Any], keys: Keys) -> Any:
     if not _NUMPY_DTYPE.fullmatch(value.dtype.str) or type(value) not in (np.ndarray, np.memmap, value.dtype.type):
         raise CheckpointError(
-            "A value of numpy has a dtype or a class that a checkpoint does not hold",
+            "A NumPy value has a dtype or class that a checkpoint cannot store",
             where=pointer(keys),
             expected="a scalar or an array of numbers, booleans, text, bytes, datetime64 or timedelta64",
             found=f"{type(value).__name__} of dtype {value.dtype}",

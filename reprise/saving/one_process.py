@@ -52,7 +52,7 @@ def write_checkpoint(
             folder.sweep()
             if exists(target):
                 raise CheckpointError(
-                    "The iteration is there already", where=target, fix="Move it away, or name another folder."
+                    "The iteration already exists", where=target, fix="Move it away, or name another folder."
                 )
             require_room(attempt, documents, Retention())
             try:

@@ -283,7 +283,7 @@ def _refuse_strangers(optimizer: torch.optim.Optimizer, names: Mapping[nn.Parame
     strangers = sum(p not in names for group in optimizer.param_groups for p in group["params"])
     if strangers:
         raise CheckpointError(
-            "The optimizer holds parameters that are not the model's",
+            "The optimizer holds parameters outside the model",
             found=f"{strangers} of them",
             fix="Build the optimizer after the model is wrapped (fully_shard, parallelize_module, to).",
         )

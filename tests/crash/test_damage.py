@@ -127,7 +127,7 @@ def test_a_file_that_holds_no_state_is_named_and_costs_nothing(
         path.write_bytes(content)
     assert Loads().load(copy) == Loads().load(copy / "iter_0000006") == 6
     (line, _) = [record.getMessage() for record in caplog.records if str(path) in record.getMessage()]
-    assert line.endswith("The file holds no state of the run: the checkpoint is loaded without it.")
+    assert line.endswith("The file holds no run state, so the checkpoint is loaded without it.")
     with pytest.raises(CheckpointError, match=name):
         open_checkpoint(path.parent, Files())
     checkpoint = open_checkpoint(path.parent, Files(), may_lack=True)

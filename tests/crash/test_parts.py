@@ -14,7 +14,7 @@ from trainer.commands import convert, generate
 
 pytestmark = pytest.mark.slow
 
-NOT_HELD = "A piece of a tensor lies on another host ("
+NOT_HELD = "A tensor piece is on another host ("
 
 
 def test_a_part_is_refused_and_gathered_it_is_the_shared_save(

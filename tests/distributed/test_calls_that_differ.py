@@ -72,14 +72,14 @@ def raise_after_the_agreement(folder: Path, *, is_failing: bool) -> None:
         saver.save(8, model)
         save(folder, model, iteration=8)
         saver.wait()
-        original = LastTensors.shared
+        original = LastTensors.with_replicas
         if is_failing:
-            LastTensors.shared = lambda *_: [].pop()  # type: ignore[method-assign]
+            LastTensors.with_replicas = lambda *_: [].pop()  # type: ignore[method-assign]
             fails(lambda: saver.save(9, linear()))
         else:
             saver.save(9, linear())
             fails(saver.wait)
-        LastTensors.shared = original  # type: ignore[method-assign]
+        LastTensors.with_replicas = original  # type: ignore[method-assign]
         fails(lambda: saver.save(10, linear()))
 
 
