@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 from reprise.errors import ConfigError, LaunchError, LockError
 from reprise.storage import FILE_SYSTEM
 from trainer.config.checks import (
-    loose_threads,
     share_lines,
+    unpinned_thread_lines,
     unused_keys,
     validate,
     with_micro_batch,
@@ -99,7 +99,7 @@ def run(resolved: Resolved, environment: Environment) -> None:
         _log.info(f"train.micro_batch_size=auto: {config.train.micro_batch_size}")
         resolved = replace(resolved, config=config)
     require_host_memory(config, environment.world_size, environment.local_world_size)
-    for line in [*unused_keys(config), *share_lines(config, environment.world_size), *loose_threads(config)]:
+    for line in [*unused_keys(config), *share_lines(config, environment.world_size), *unpinned_thread_lines(config)]:
         _log.info(line)
     times = StartTimes.of_process()
     _import_training(config, environment.world_size)

@@ -1,4 +1,4 @@
-"""The section `checkpoint` with the ranges of its keys, grouped as they are used; the keys themselves are flat."""
+"""The `checkpoint` section with its keys' ranges, grouped by use. The keys themselves are flat."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from trainer.config.values import MOST_SECONDS
 
 
 class Verify(Enum):
-    """What a load checks the digests of, beyond headers and JSON files."""
+    """Digests checked by a load, beyond headers and JSON files."""
 
     none = "none"
     touched = "touched"
@@ -17,14 +17,14 @@ class Verify(Enum):
 
 
 class NewRows(Enum):
-    """The values of rows of a table beyond those of the loaded weights."""
+    """Initial values for embedding rows missing from the loaded weights."""
 
     initial = "initial"
     mean = "mean"
 
 
 class Allowed(Enum):
-    """Differences from the saved run that a flag of `ResumeKeys` allows; `all` stands for each of them."""
+    """Differences from the saved run, each allowed by a flag in `ResumeKeys`. `all` stands for every difference."""
 
     batch = "batch"
     data = "data"
@@ -37,7 +37,7 @@ class Allowed(Enum):
 
 
 class WeightsDtype(Enum):
-    """The dtype of saves of the weights alone."""
+    """The dtype for weights-only saves."""
 
     float32 = "float32"
     bfloat16 = "bfloat16"
@@ -45,19 +45,19 @@ class WeightsDtype(Enum):
 
 @dataclass
 class SaveKeys:
-    """When a run saves, where to, and which checkpoints stay.
+    """When and where a run saves, and which checkpoints it keeps.
 
     Args:
-        save: folder of the run's checkpoints; null saves nothing.
-        save_interval: iterations between saves; 0 saves only at the end.
-        save_interval_mins: most minutes between saves; 0 never.
-        max_checkpoint_keep: newest checkpoints that are kept; 0 keeps all. Without `finetune`, retention never deletes
-            the checkpoint that `ckpt_step`, or a path in `load`, names while that command trains; one that `auto` finds
-            is not exempt.
-        keep_best: checkpoints with the lowest validation loss, kept too.
-        save_retain_interval: keep checkpoints at multiples of so many iterations; 0 exempts none.
-        full_steps: iterations saved and kept too, always with the optimizer's state, such as ``[1000,5000]``.
-        no_save_optim: save the weights only.
+        save: The run's checkpoint folder. null saves nothing.
+        save_interval: Iterations between saves. 0 saves only at the end.
+        save_interval_mins: Maximum minutes between saves. 0 sets no limit.
+        max_checkpoint_keep: Newest checkpoints to keep. 0 keeps all. Without `finetune`, retention never deletes a
+            checkpoint named by `ckpt_step`, or by a path in `load`, while that command trains. A checkpoint found by
+            `auto` is not exempt.
+        keep_best: Checkpoints with the lowest validation loss to keep as well.
+        save_retain_interval: Keep checkpoints at multiples of this many iterations. 0 exempts none.
+        full_steps: Iterations to save and keep as well, always with optimizer state, such as ``[1000,5000]``.
+        no_save_optim: Save only the weights.
     """
 
     save: str | None = "${run.dir}/checkpoints"
@@ -72,13 +72,13 @@ class SaveKeys:
 
 @dataclass
 class WeightsKeys:
-    """Saves of the weights alone.
+    """Weights-only saves.
 
     Args:
-        save_weights_interval: iterations between saves of the weights alone, into ``weights`` of `save`; 0 saves none.
-        save_steps: iterations whose weights are saved too, such as ``[0,1,2,4]``; 0 is the start.
-        weights_dtype: dtype of weights saved alone.
-        weights_keep: newest saves of weights alone kept, beside `save_steps`; 0 keeps all.
+        save_weights_interval: Iterations between weights-only saves, into ``weights`` under `save`. 0 disables them.
+        save_steps: Iterations with another weights-only save, such as ``[0,1,2,4]``. 0 is the start.
+        weights_dtype: Dtype for weights-only saves.
+        weights_keep: Newest weights-only saves to keep, beside `save_steps`. 0 keeps all.
     """
 
     save_weights_interval: int = 0
@@ -89,14 +89,14 @@ class WeightsKeys:
 
 @dataclass
 class MirrorKeys:
-    """The copy of the run's checkpoints in an object store.
+    """The mirror of a run's checkpoints in an object store.
 
     Args:
-        mirror: URL in a store, such as ``s3://bucket/run``, to which each host uploads `save`, weights and adapters
-            too; null for none.
-        mirror_keep: newest checkpoints that stay in the store; 0 keeps all.
-        mirror_interval: mirror multiples of n save intervals, and the run's last checkpoint.
-        mirror_wait_s: most seconds that a run's end waits for the mirror; after a signal a tenth.
+        mirror: Store URL, such as ``s3://bucket/run``, to which each host uploads `save`, with weights and adapters.
+            null disables the mirror.
+        mirror_keep: Newest checkpoints to keep in the store. 0 keeps all.
+        mirror_interval: Mirror checkpoints at multiples of n save intervals, and the run's last checkpoint.
+        mirror_wait_s: Maximum seconds to wait for the mirror at the run's end. A tenth after a signal.
     """
 
     mirror: str | None = None
@@ -110,13 +110,13 @@ class LoadKeys:
     """The checkpoint from which a run starts.
 
     Args:
-        load: `auto` continues from the run's newest valid checkpoint, and starts fresh only where the run has none and
-            recorded no save; `none` starts fresh; a path or URL names a run, its checkpoint folder, an iteration or,
+        load: `auto` continues from the run's newest valid checkpoint, and starts fresh only if the run has none and
+            recorded no save. `none` starts fresh. A path or URL names a run, its checkpoint folder, an iteration or,
             with `finetune`, a transformers folder or llm.c weight file. `none` and paths act once: restarts continue
-            from the run's own checkpoints. Without ``model=`` and ``experiment=``, a path to a checkpoint brings its
-            configuration, and one to a transformers folder its model.
-        ckpt_step: iteration to load instead of the newest, once.
-        no_load_optim: load the weights only, and continue at the saved iteration.
+            from the run's own checkpoints. Without ``model=`` and ``experiment=``, a checkpoint path also supplies the
+            configuration, and a transformers folder the model.
+        ckpt_step: Iteration to load, once, instead of the newest.
+        no_load_optim: Load only the weights, and continue at the saved iteration.
     """
 
     load: str = "auto"
@@ -126,17 +126,17 @@ class LoadKeys:
 
 @dataclass
 class FinetuneKeys:
-    """The use of another run's weights.
+    """How another run's weights are used.
 
     Args:
-        finetune: load the weights only, and start at iteration 0.
-        base: frozen weights beneath `model.lora`: a path as in `load`; null takes `load`, with `finetune`. A resume
+        finetune: Load only the weights, and start at iteration 0.
+        base: Frozen weights beneath `model.lora`: a path as in `load`. null takes `load`, with `finetune`. A resume
             needs the same weights.
-        resize: with `finetune`, allow another `model.vocab_size` or `model.max_position_embeddings`; rows are kept by
-            number.
-        new_rows: with `resize`, values of new rows: `initial`, a fresh run's, or `mean`, of all loaded rows.
-        partial: with `finetune`, shell patterns of the weights to load, such as ``[model.embed_tokens.*]``; others stay
-            initial. Empty loads all.
+        resize: With `finetune`, allow another `model.vocab_size` or `model.max_position_embeddings`. Rows keep their
+            numbers.
+        new_rows: With `resize`, values for new rows: `initial` as in a fresh run, or `mean` over all loaded rows.
+        partial: With `finetune`, shell patterns for the weights to load, such as ``[model.embed_tokens.*]``. Others
+            stay initial. Empty loads all.
     """
 
     finetune: bool = False
@@ -151,18 +151,19 @@ class ResumeKeys:
     """Differences from the saved run allowed by a resume, and the digests checked.
 
     Args:
-        allow: differences to allow, such as ``lr,batch,dtype``: each stands for the flag below, `topology` for
-            `reshard` and `lr` for `override_scheduler`; `all` allows each of them, and logs their list.
-        reshard: allow another topology (ranks, parallel sizes, ZeRO stage) or micro_batch_size.
-        override_scheduler: allow another schedule, other optimizer settings or clip_grad.
-        use_checkpoint_scheduler: take schedule and optimizer settings from the checkpoint.
-        override_batch_size: allow another global_batch_size, batch_schedule or seq_length.
-        override_data: allow other data or another seed.
-        override_dropout: allow other dropout rates.
-        override_dtype: allow another dtype of activations and matrix products, or of the moments, which are converted.
-        override_freeze: allow other frozen parameters; newly trained ones begin with zero moments.
-        verify: digests checked by a load, besides headers and JSON files: `touched`, of blocks read; `full`, of all
-            blocks; `none`.
+        allow: Differences to allow, such as ``lr,batch,dtype``. Each stands for the flag below, `topology` for
+            `reshard` and `lr` for `override_scheduler`. `all` allows every difference, and logs the ones found.
+        reshard: Allow another topology (ranks, parallel sizes, ZeRO stage) or micro_batch_size.
+        override_scheduler: Allow another schedule, other optimizer settings or clip_grad.
+        use_checkpoint_scheduler: Take the schedule and optimizer settings from the checkpoint.
+        override_batch_size: Allow another global_batch_size, batch_schedule or seq_length.
+        override_data: Allow other data or another seed.
+        override_dropout: Allow other dropout rates.
+        override_dtype: Allow another dtype for activations and matrix products, or for the moments, which are
+            converted.
+        override_freeze: Allow other frozen parameters. Newly trained parameters start with zero moments.
+        verify: Digests checked by a load, besides headers and JSON files: `touched` for the blocks it reads, `full` for
+            all blocks, or `none`.
     """
 
     allow: list[Allowed] = field(default_factory=list)
@@ -182,15 +183,15 @@ class WriteKeys:
     """How a save is written, and the reaction to a failed save.
 
     Args:
-        file_bytes: bytes at which a safetensors file is full.
-        commit_timeout_s: seconds after which a save is aborted.
-        async_save: write in the background; the next optimizer step copies tensors not written by then.
-        staging_bytes: most bytes of each rank's host memory for those copies; null allows what the rank writes, twice
-            for tensors split by columns. With less, the step waits for the disk.
-        stall_timeout_s: seconds that step waits for a stalled disk before the save is aborted.
-        check_replicas: saves between bitwise comparisons of replicas; a difference commits nothing and ends the run. 0
-            never.
-        exit_on_save_failure: failed saves in a row that end the run with status 1; 0 never.
+        file_bytes: Maximum data bytes per safetensors file. A larger tensor gets its own file.
+        commit_timeout_s: Seconds before a save is aborted.
+        async_save: Write in the background. The next optimizer step copies tensors not written by then.
+        staging_bytes: Maximum host memory per rank for those copies, in bytes. null allows the bytes written by this
+            rank, twice for tensors split by columns. With less, the step waits for the disk.
+        stall_timeout_s: Seconds the step waits for a stalled disk before the save is aborted.
+        check_replicas: Saves between bitwise replica comparisons. A difference commits nothing and ends the run. 0
+            disables them.
+        exit_on_save_failure: Consecutive failed saves before the run ends with status 1. 0 sets no limit.
     """
 
     file_bytes: int = 2 << 30
@@ -204,15 +205,16 @@ class WriteKeys:
 
 @dataclass
 class LocalSection:
-    """Local checkpoints: each host saves its ranks' pieces into a folder of its own, often, and loads them from there.
+    """Local checkpoints: each host often saves its ranks' pieces into its own folder, and loads them from there.
 
     Args:
-        dir: each host's own folder, at one path on all, on disk or in memory (/dev/shm); null for none.
-        save_interval: iterations between local saves; 0 saves only when the run stops.
-        keep: newest local checkpoints kept, beside the newest copied to all hosts.
-        copies: next hosts in a ring to which each copies its saves.
-        adopt: take local checkpoints as the run's own where its folder and shared checkpoints are gone.
-        flush_on_exit: also save into `checkpoint.save` when a run stops early.
+        dir: Each host's own folder, at the same path on all hosts, on disk or in memory (/dev/shm). null disables local
+            checkpoints.
+        save_interval: Iterations between local saves. 0 saves only when the run stops.
+        keep: Newest local checkpoints to keep, beside the newest copied to all hosts.
+        copies: How many following hosts in a ring receive each host's saves.
+        adopt: Adopt local checkpoints as the run's own if its folder and shared checkpoints are gone.
+        flush_on_exit: Also save into `checkpoint.save` when a run stops early.
     """
 
     dir: str | None = None
@@ -230,24 +232,24 @@ class CheckpointSection(
     """Saving and loading.
 
     Args:
-        local: checkpoints on single hosts.
+        local: Local checkpoints on each host.
     """
 
     local: LocalSection = field(default_factory=LocalSection)
 
     @property
     def loads_weights_alone(self) -> bool:
-        """Return whether a load leaves out the state of the optimizer."""
+        """Return whether a load leaves out the optimizer state."""
         return self.finetune or self.no_load_optim
 
     @property
     def is_directed(self) -> bool:
-        """Return whether the command sets where the run begins; without that it resumes from its newest checkpoint."""
+        """Return whether the command overrides the default of resuming from the newest checkpoint."""
         return self.load != "auto" or self.ckpt_step is not None or self.loads_weights_alone
 
 
-# The keys that have no use where nothing is saved, all of them 0 or more.
-_OF_SAVING = (
+# Keys without effect if nothing is saved. All must be 0 or more.
+_SAVE_NAMES = (
     "save_interval",
     "save_interval_mins",
     "max_checkpoint_keep",
@@ -258,17 +260,17 @@ _OF_SAVING = (
     "save_weights_interval",
     "weights_keep",
 )
-_OF_MIRROR = ("mirror_keep", "mirror_interval", "mirror_wait_s")
-_OF_LOCAL = ("save_interval", "keep", "copies", "flush_on_exit")
+_MIRROR_NAMES = ("mirror_keep", "mirror_interval", "mirror_wait_s")
+_LOCAL_NAMES = ("save_interval", "keep", "copies", "flush_on_exit")
 
 
 def unused_checkpoint_keys(section: CheckpointSection) -> list[str]:
-    """Return a line for each key set without use, as nothing is saved."""
+    """Return a line per destination left null (save, mirror or local folder), listing set keys without effect."""
     lines = []
     for table, defaults, prefix, folder, names in (
-        (section, CheckpointSection(), "checkpoint", "save", (*_OF_SAVING, "save_steps", "full_steps")),
-        (section, CheckpointSection(), "checkpoint", "mirror", _OF_MIRROR),
-        (section.local, LocalSection(), "checkpoint.local", "dir", _OF_LOCAL),
+        (section, CheckpointSection(), "checkpoint", "save", (*_SAVE_NAMES, "save_steps", "full_steps")),
+        (section, CheckpointSection(), "checkpoint", "mirror", _MIRROR_NAMES),
+        (section.local, LocalSection(), "checkpoint.local", "dir", _LOCAL_NAMES),
     ):
         keys = [name for name in names if getattr(table, name) != getattr(defaults, name)]
         if keys and getattr(table, folder) is None:
@@ -278,7 +280,7 @@ def unused_checkpoint_keys(section: CheckpointSection) -> list[str]:
 
 
 def checkpoint_problems(section: CheckpointSection) -> list[str]:
-    """Return every key of the section outside its range, or in contradiction to another key."""
+    """List keys with values outside their range or in conflict with other keys."""
     problems = [*_save_problems(section), *_mirror_problems(section), *_local_problems(section)]
     return [*problems, *_load_problems(section)]
 
@@ -286,7 +288,7 @@ def checkpoint_problems(section: CheckpointSection) -> list[str]:
 def _save_problems(section: CheckpointSection) -> list[str]:
     problems = [
         f"checkpoint.{name}={getattr(section, name)}: must be 0 or more"
-        for name in _OF_SAVING
+        for name in _SAVE_NAMES
         if getattr(section, name) < 0
     ]
     if any(step < 0 for step in section.save_steps):

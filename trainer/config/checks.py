@@ -29,26 +29,26 @@ from trainer.parallel.lanes import invariant_ranks_problems, listed
 from trainer.parallel.topology import ACCELERATORS, Topology
 from trainer.schedules.lr import problems as schedule_problems
 
-# Practical limits of a model built of modules.
+# Practical limits for a model built from modules.
 _MOST_LAYERS, _MOST_PARAMETERS = 10_000, 10**16
-_MOST_TRIED = 1 << 16  # sizes of a micro batch
+_MOST_TRIED = 1 << 16  # micro-batch sizes
 
 
 def validate(config: Config, world_size: int, words: Sequence[str] | None = None) -> None:
     """Refuse a configuration that cannot run on `world_size` ranks, before anything is built.
 
     Args:
-        words: those of the command, to name it with torchrun where a single process cannot have the layout.
+        words: The command's words, for a torchrun command if a single process cannot hold the parallel layout.
 
     Raises:
-        ConfigError: lists every problem with its key, in a single message.
+        ConfigError: The configuration cannot run. The message lists every problem with its key.
     """
     ranks = config.parallel.tensor_model_parallel_size * config.parallel.pipeline_model_parallel_size
     lacks_ranks = words is not None and world_size == 1 < ranks
-    world_size = ranks if lacks_ranks else world_size  # other problems are those under torchrun
+    world_size = ranks if lacks_ranks else world_size  # find the other problems as under torchrun
     config = with_micro_batch(config, world_size)
-    of_types = [*number_problems(config), *type_problems(config), *_size_type_problems(config.train)]
-    problems = of_types or [  # comparisons with NaN are always false
+    value_problems = [*number_problems(config), *type_problems(config), *_size_type_problems(config.train)]
+    problems = value_problems or [  # comparisons with NaN are always false
         *path_problems(config),
         *(model_problems(config.model) or _size_problems(config.model) or _trained_problems(config)),
         *data_problems(config.data),
@@ -72,7 +72,7 @@ def validate(config: Config, world_size: int, words: Sequence[str] | None = None
 
 
 def with_micro_batch(config: Config, world_size: int) -> Config:
-    """Return a configuration with a number in place of `train.micro_batch_size=auto`; 1 where none can be."""
+    """Return the configuration with a number for `train.micro_batch_size=auto`, or 1 if no size is possible."""
     train = config.train
     if str(train.micro_batch_size) != AUTO:
         return config
@@ -93,7 +93,7 @@ def with_micro_batch(config: Config, world_size: int) -> Config:
 
 
 def unused_keys(config: Config) -> list[str]:
-    """Return a line for each key set without use because of another key."""
+    """Return lines about set keys without effect because of other keys."""
     train, lines = config.train, []
     if train.train_samples is not None and train.train_iters != TrainSection().train_iters:
         lines.append(
@@ -104,7 +104,7 @@ def unused_keys(config: Config) -> list[str]:
 
 
 def share_lines(config: Config, world_size: int) -> list[str]:
-    """Return a line about the shares of ranks in an iteration, if they differ."""
+    """Return a line about micro-batch counts if they differ between ranks."""
     train = config.train
     share = share_of(config, world_size, train.global_batch_size)
     if share == math.ceil(share):
@@ -116,8 +116,8 @@ def share_lines(config: Config, world_size: int) -> list[str]:
     ]
 
 
-def loose_threads(config: Config) -> list[str]:
-    """Return a line about an unset `train.threads` if the bits kept by `invariant_ranks` depend on it."""
+def unpinned_thread_lines(config: Config) -> list[str]:
+    """Return a line if `train.threads` is unset but decides the bits kept by `invariant_ranks`."""
     lanes, train = config.parallel.invariant_ranks, config.train
     if lanes == 0 or train.threads > 0 or train.device in ACCELERATORS:
         return []
@@ -133,7 +133,7 @@ def _size_type_problems(train: TrainSection) -> list[str]:
 
 
 def _size_problems(model: ModelConfig) -> list[str]:
-    """Return why a valid model exceeds every machine, dry runs included."""
+    """Explain why a valid model is too large for every machine, even in a dry run."""
     if model.n_layer > _MOST_LAYERS:
         return [f"model.n_layer={model.n_layer}: must be at most {_MOST_LAYERS}"]
     count = parameter_count(model)
@@ -141,7 +141,7 @@ def _size_problems(model: ModelConfig) -> list[str]:
 
 
 def _trained_problems(config: Config) -> list[str]:
-    """Return the problems of the choice of trained and frozen parameters."""
+    """List problems with adapters and frozen parameters."""
     model, section = config.model, config.checkpoint
     problems = adapter_problems(model) or freeze_problems(model, config.train.freeze)
     if problems or not model.is_adapted:
@@ -165,7 +165,7 @@ def _trained_problems(config: Config) -> list[str]:
 
 
 def _data_needs(config: Config) -> list[str]:
-    """Return the problems of keys of the section `train` with the model or the data."""
+    """List `train` keys in conflict with the model or the data."""
     train, problems = config.train, []
     if train.seq_length > config.model.max_position_embeddings:
         limit = config.model.max_position_embeddings
@@ -181,9 +181,9 @@ def _data_needs(config: Config) -> list[str]:
 
 
 def _length_problems(config: Config) -> list[str]:
-    """Return the problems of the run's length in samples, or else those of its learning-rate schedule."""
+    """List problems with the run's length in samples or, if there are none, with its learning-rate schedule."""
     train = config.train
-    if train.global_batch_size < 1:  # named by `train_problems`; there is no length then
+    if train.global_batch_size < 1:  # reported by `train_problems`; no length exists
         return []
     try:
         sizes = batch_schedule_of(train)
@@ -245,7 +245,7 @@ def _parallel_problems(config: Config, world_size: int) -> list[str]:
 
 
 def _copies_problems(copies: int, zero_stage: int, *, data_ranks: int) -> list[str]:
-    """Return the problems of `parallel.replicate`."""
+    """List problems with `parallel.replicate`."""
     if copies == 1:
         return []
     if zero_stage == 0:
@@ -257,7 +257,7 @@ def _copies_problems(copies: int, zero_stage: int, *, data_ranks: int) -> list[s
 
 
 def _invariant_tensor_problems(config: Config) -> list[str]:
-    """Return the problems of `parallel.invariant_tensor_ranks`, with the possible numbers."""
+    """List problems with `parallel.invariant_tensor_ranks`, with the valid numbers."""
     parallel, model, train = config.parallel, config.model, config.train
     count, tp = parallel.invariant_tensor_ranks, parallel.tensor_model_parallel_size
     if count == 0:
@@ -291,44 +291,44 @@ def _invariant_tensor_problems(config: Config) -> list[str]:
 
 
 def _first_known_position(config: Config) -> int:
-    """Return the consumed samples at which a run begins; the largest number where only its checkpoint says so."""
-    begins_anew = config.checkpoint.load == "none" or config.train.dry_run
-    return 0 if begins_anew else sys.maxsize
+    """Return the consumed samples at a run's start, or the largest integer if only its checkpoint knows."""
+    starts_fresh = config.checkpoint.load == "none" or config.train.dry_run
+    return 0 if starts_fresh else sys.maxsize
 
 
 def batch_problems(config: Config, world_size: int, consumed_samples: int) -> list[str]:
-    """Return why iterations cannot have the global batch sizes from a count of consumed samples on.
+    """Explain why iterations from `consumed_samples` on cannot have their global batch sizes.
 
-    Ranks may be more than an earlier size could be divided among.
+    Earlier sizes are not checked: the rank count may be too large for them.
     """
     train = config.train
     if train.micro_batch_size < 1 or not _has_shares(config, world_size):
         return []
     topology = topology_of(config, world_size)
     if train.batch_schedule is None:
-        return _size_problems_of_batch(config, topology, train.global_batch_size, "train.global_batch_size={}")
+        return _batch_size_problems(config, topology, train.global_batch_size, "train.global_batch_size={}")
     try:
         steps = batch_schedule_of(train).steps_from(consumed_samples)
-    except ValueError:  # named by `_length_problems`
+    except ValueError:  # reported by `_length_problems`
         return []
     return [
         problem
         for first, size in steps
-        for problem in _size_problems_of_batch(config, topology, size, f"train.batch_schedule={first}:{{}}")
+        for problem in _batch_size_problems(config, topology, size, f"train.batch_schedule={first}:{{}}")
     ]
 
 
 def _has_shares(config: Config, world_size: int) -> bool:
-    """Return whether data-parallel ranks can be counted, and an iteration has samples; if not, other checks say why."""
+    """Return whether an iteration can be shared among data-parallel ranks. If not, other checks say why."""
     sizes: list[int] = [getattr(config.parallel, name) for name in PARALLEL_SIZES]
     return min(config.train.global_batch_size, world_size, *sizes) >= 1 and world_size % (sizes[0] * sizes[1]) == 0
 
 
-def _size_problems_of_batch(config: Config, topology: Topology, size: int, key: str) -> list[str]:
-    """Return the problems of a global batch size.
+def _batch_size_problems(config: Config, topology: Topology, size: int, key: str) -> list[str]:
+    """List problems with a global batch size.
 
     Args:
-        key: the key that gives the size, with a place for it.
+        key: The key setting the size, with a placeholder for it.
     """
     train, problems = config.train, list[str]()
     least = train.micro_batch_size * topology.dp
@@ -366,7 +366,7 @@ def _size_problems_of_batch(config: Config, topology: Topology, size: int, key: 
 
 
 def _save_needs(config: Config) -> list[str]:
-    """Return the keys of the section `checkpoint` without use because of other sections."""
+    """List conflicts between `checkpoint` keys and other sections."""
     section, problems = config.checkpoint, []
     if section.keep_best and not (config.train.eval_interval and section.max_checkpoint_keep):
         problems.append(

@@ -1,6 +1,6 @@
-"""Composes the configuration of a command from its overrides, with Hydra.
+"""Composes a command's configuration from its overrides, with Hydra.
 
-Only this module and `overrides` use Hydra, by its public API.
+Only this module and `overrides` use Hydra, through its public API.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from trainer.data.section import TOKEN_KINDS
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
-# Lines of Hydra's errors to omit: no key can be appended, and Hydra's folders do not concern the user.
-_LEFT_OUT = ("reference_type", "object_type", "To append to your config", "Config search path:", "provider=")
+# Lines to omit from Hydra's errors: keys cannot be appended, and Hydra's folders do not concern the user.
+_OMITTED_LINES = ("reference_type", "object_type", "To append to your config", "Config search path:", "provider=")
 
-_LIKE_A_KEY = 0.75  # least ratio of equal characters of an option and a key
+_LIKE_A_KEY = 0.75  # minimum similarity between an option and a key
 
-# The end of a run's config.yaml. YAML indents the lines of its values, so no value begins a line so.
+# Starts the last line in a run's config.yaml. YAML indents values, so no value line starts like this.
 _ENVIRONMENT = "# from environment variables: "
 
 _HELP = """\
@@ -70,30 +70,30 @@ ConfigStore.instance().store(name="schema", node=Config)
 
 @cache
 def _scheme() -> str:
-    """Return the scheme of folders from which Hydra reads each text as it is written there.
+    """Register a folder scheme under which Hydra reads values as written, and return its name.
 
-    A number or a truth value that would be written otherwise stays a text, and the schema converts it by the kind of
-    its key: the text ``1.50`` is a name under one key, and a number under another.
+    A number or boolean whose normal form differs stays a text, and the schema converts it by its key's type: ``1.50``
+    is a name under some keys, and a number under others.
     """
     plugins, scheme = Plugins.instance(), "text"
     sources: list[Any] = plugins.discover(ConfigSource)
-    (of_files,) = (source for source in sources if source.scheme() == "file")
+    (file_source,) = (source for source in sources if source.scheme() == "file")
 
     def load_config(source: ConfigSource, config_path: str) -> ConfigResult:
-        result: ConfigResult = of_files.load_config(source, config_path)
+        result: ConfigResult = file_source.load_config(source, config_path)
         path = Path(source.path, f"{config_path.removesuffix('.yaml')}.yaml")
         texts = yaml.load(path.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
         result.config = OmegaConf.create(_as_written(OmegaConf.to_container(result.config), texts))
         return result
 
     plugins.register(
-        type("TextSource", (of_files,), {"scheme": staticmethod(lambda: scheme), "load_config": load_config})
+        type("TextSource", (file_source,), {"scheme": staticmethod(lambda: scheme), "load_config": load_config})
     )
     return scheme
 
 
 def _as_written(value: Any, text: Any) -> Any:
-    """Return a value from YAML with the text, from the same file, of what would be written otherwise."""
+    """Return a YAML value with the file's own text wherever the normal form would differ."""
     if isinstance(value, dict) and isinstance(text, dict):
         texts = {str(key): member for key, member in text.items()}
         return {key: _as_written(member, texts.get(str(key))) for key, member in value.items()}
@@ -104,14 +104,14 @@ def _as_written(value: Any, text: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class CommandLine:
-    """A command's overrides, and the files that they change.
+    """A command's overrides, and the configuration files they apply to.
 
     Args:
-        overrides: its overrides.
-        folder: the folder of the configuration.
-        name: its file there.
-        folders: further folders of groups.
-        words: the command's words as they were typed.
+        overrides: The command's overrides.
+        folder: The configuration folder.
+        name: The main file's name in that folder, without suffix.
+        folders: Additional folders with groups.
+        words: The command's words as typed.
     """
 
     overrides: tuple[str, ...]
@@ -121,16 +121,16 @@ class CommandLine:
     words: tuple[str, ...] = ()
 
     def compose(self) -> DictConfig:
-        """Return the configuration, with its interpolations.
+        """Return the configuration, with its interpolations unresolved.
 
         Raises:
-            ConfigError: for a malformed override, an unknown key, or a value of another type.
+            ConfigError: An override is malformed, a key is unknown, or a value has the wrong type.
         """
         _refuse_hydra_keys(self.overrides)
         return _reported(lambda: self._composed(self.overrides), self.overrides, self._problems)
 
     def _composed(self, overrides: Sequence[str]) -> DictConfig:
-        """Return the configuration. Values below a mapping that is null are set at last, as Hydra merges none there."""
+        """Return the configuration. Values below a null mapping are set last, because Hydra cannot merge there."""
         null_keys = tuple(f"{name}." for name, _ in null_mappings())
         below = [word for word in overrides if f"{word.lstrip('+').partition('=')[0]}.".startswith(null_keys)]
         later = [parsed for parsed in OverridesParser.create().parse_overrides(below) if not parsed.is_sweep_override()]
@@ -145,7 +145,7 @@ class CommandLine:
         return raw
 
     def _problems(self) -> list[str]:
-        """Return the problem of each override by itself, beside the groups of the command that compose."""
+        """Return each override's problem, composed separately on top of the command's valid groups."""
         names, problems, groups = {name for name, _ in self._groups()}, list[str](), list[str]()
         for word in sorted(self.overrides, key=lambda word: word.partition("=")[0] not in names):
             try:
@@ -157,7 +157,7 @@ class CommandLine:
         return list(dict.fromkeys(problems))
 
     def _groups(self) -> Iterator[tuple[str, list[str]]]:
-        """Yield the groups of all folders and their choices."""
+        """Yield the groups in all folders, with their choices."""
         groups: dict[str, list[str]] = {}
         for folder in (self.folder, *self.folders):
             for group, names in choices_in(folder).items():
@@ -165,17 +165,17 @@ class CommandLine:
         yield from ((name, choices) for name, choices in groups.items() if choices)
 
     def help(self) -> str:
-        """Return the text of `--help`."""
+        """Return the `--help` text."""
         lines = "\n".join(f"{name}: {', '.join(choices)}" for name, choices in self._groups())
         return _HELP.format(groups=lines, config=OmegaConf.to_yaml(self.compose()))
 
 
 def read_command(words: Sequence[str]) -> CommandLine | None:
-    """Return the command line of `reprise train`; None if it only asked for a text, which is printed.
+    """Parse a `reprise train` command line. Return None after printing a requested text, such as `--help`.
 
     Raises:
-        ConfigError: for flags in place of overrides, or what cannot be composed.
-        SystemExit: for other unknown options.
+        ConfigError: A word is a flag instead of an override, or the overrides cannot be composed.
+        SystemExit: Another option is unknown.
     """
     refuse_flags(words)
     parser = argparse.ArgumentParser("reprise train", usage="reprise train KEY=VALUE ...", add_help=False)
@@ -207,16 +207,16 @@ def read_command(words: Sequence[str]) -> CommandLine | None:
         return command
     try:
         print(command.help() if options.help else _yaml(command.compose(), options.package, options.resolve))
-    except BrokenPipeError:  # the reader has seen enough
+    except BrokenPipeError:  # the reader has closed the pipe
         sys.stdout = None
     return None
 
 
 def _yaml(raw: DictConfig, package: str | None, resolves: bool) -> str:
-    """Return a configuration, or a section of it, as YAML.
+    """Return the configuration, or a section, as YAML.
 
     Raises:
-        ConfigError: for an interpolation without resolution, or an unknown section.
+        ConfigError: An interpolation cannot be resolved, or the section is unknown.
     """
 
     def text() -> str:
@@ -231,10 +231,10 @@ class Resolved:
     """A configuration without interpolations.
 
     Args:
-        config: the configuration.
-        text: the same as YAML, which names `environment_keys` in a comment at its end.
-        environment_keys: dotted keys whose values come from environment variables.
-        words: the words of the command; None without one.
+        config: The configuration.
+        text: The configuration as YAML, with `environment_keys` in a final comment.
+        environment_keys: Dotted keys whose values come from environment variables.
+        words: The command's words. None without a command.
     """
 
     config: Config
@@ -244,16 +244,16 @@ class Resolved:
 
 
 def compose(overrides: Sequence[str]) -> Config:
-    """Return the configuration composed from these overrides, without validation.
+    """Compose the configuration from overrides, without validation.
 
     Raises:
-        ConfigError: for a malformed override, an unknown key, or a value without resolution.
+        ConfigError: An override is malformed, a key is unknown, or a value cannot be resolved.
     """
     return resolve(CommandLine(tuple(readable(overrides))).compose()).config
 
 
 def compose_values(values: Mapping[str, object], overrides: Sequence[str] = ()) -> Config:
-    """Return the configuration with these values by dotted key under overrides, without validation; see `compose`."""
+    """Compose the configuration from values by dotted key, which overrides replace. See `compose`."""
     command = CommandLine(tuple(readable(overrides)))
     raw, named_keys = command.compose(), _keys_of(command)
     _reported(lambda: _update(raw, {key: values[key] for key in values if not _is_named(key, named_keys)}), ())
@@ -261,7 +261,7 @@ def compose_values(values: Mapping[str, object], overrides: Sequence[str] = ()) 
 
 
 def _refuse_options(words: Sequence[str]) -> None:
-    """Refuse an unknown option whose name is like a key's; argparse refuses the others."""
+    """Refuse an unknown option with a name similar to a key's. argparse refuses the others."""
     by_name = {key.rpartition(".")[2]: key for key in reversed(keys())}
     for word in words:
         name, _, value = word.lstrip("-").partition("=")
@@ -275,17 +275,17 @@ def _refuse_options(words: Sequence[str]) -> None:
 
 
 def over_saved(command: CommandLine, files: Files) -> DictConfig:
-    """Return the configuration of a command without a model, over that of the checkpoint to load.
+    """Compose a command's configuration over the loaded checkpoint's, unless the command names a model.
 
-    The command's keys keep its values, and so do sections whose group it names.
+    The command's own keys win, and so do sections whose group it names.
     """
     raw = command.compose()
     _refuse_unknown_keys(raw)
     section = raw.checkpoint
     named_keys = _keys_of(command)
     load, step, save = _reported(lambda: (str(section.load), section.ckpt_step, section.save), command.overrides)
-    is_whole = (command.folder, command.name) != (CONFIGS, "train") or named_keys & {"model", "experiment"}
-    if load in ("auto", "none") or is_whole:
+    names_model = (command.folder, command.name) != (CONFIGS, "train") or named_keys & {"model", "experiment"}
+    if load in ("auto", "none") or names_model:
         return raw
     from trainer.config.load_saved import find_saved
 
@@ -303,13 +303,13 @@ def over_saved(command: CommandLine, files: Files) -> DictConfig:
 
 
 def resolve_command(command: CommandLine, files: Files) -> Resolved:
-    """Return the configuration of a command, resolved, over that of the checkpoint to load.
+    """Resolve a command's configuration over the loaded checkpoint's.
 
-    Texts without a tokenizer of their own have that of the weights. A fresh model for bytes has the vocabulary of the
-    texts' tokenizer.
+    Texts without their own tokenizer take the weights' tokenizer. A fresh byte-level model takes its vocabulary from
+    the texts' tokenizer.
 
     Raises:
-        TrainerError: see `resolve`; or a checkpoint is damaged, or its tokenizer of another form.
+        TrainerError: See `resolve`. Also, a checkpoint is damaged, or its tokenizer has another form.
     """
     raw = over_saved(command, files)
     resolved = replace(resolve(raw), words=command.words)
@@ -332,14 +332,14 @@ def resolve_command(command: CommandLine, files: Files) -> Resolved:
 
 
 def _vocabulary(config: Config, command: CommandLine) -> dict[str, int]:
-    """Return what a model that begins with the vocabulary of bytes, its default, takes from the texts' tokenizer.
+    """Return vocabulary keys from the texts' tokenizer, for a fresh model with the default byte vocabulary.
 
     Raises:
-        DataError: the tokenizer cannot be read.
+        DataError: The tokenizer cannot be read.
     """
-    model, begins = config.model, config.checkpoint.load in ("auto", "none") and config.checkpoint.base is None
+    model, starts_fresh = config.model, config.checkpoint.load in ("auto", "none") and config.checkpoint.base is None
     names = _keys_of(command)
-    if not begins or "model.vocab_size" in names or model.vocab_size != END_OF_TEXT_ID + 1:
+    if not starts_fresh or "model.vocab_size" in names or model.vocab_size != END_OF_TEXT_ID + 1:
         return {}
     from trainer.data.text import BYTES, open_encoder
 
@@ -360,34 +360,35 @@ def _update(raw: DictConfig, values: Mapping[str, object]) -> None:
 
 
 def _set(raw: DictConfig, key: str, value: object) -> None:
-    """Set a key. A mapping that is null has its defaults first if the value is of it or below it."""
+    """Set a key. A null mapping first gets its defaults, if the value belongs to it or below it."""
     for name, mapping in null_mappings():
-        is_whole = key == name and isinstance(value, dict)
-        if (is_whole or key.startswith(f"{name}.")) and OmegaConf.select(raw, name) is None:
+        replaces_mapping = key == name and isinstance(value, dict)
+        if (replaces_mapping or key.startswith(f"{name}.")) and OmegaConf.select(raw, name) is None:
             OmegaConf.update(raw, name, mapping(), merge=False)
-    # A nested section of the schema takes members only; a dict in its place would be of another type.
+    # Merge into a nested schema section: a dict in its place would have another type.
     is_section = isinstance(value, dict) and OmegaConf.select(raw, key) is not None
     OmegaConf.update(raw, key, value, merge=is_section)
 
 
 def _keys_of(command: CommandLine) -> set[str]:
-    """Return the keys and groups that a command names."""
+    """Return the keys and groups in a command's overrides."""
     parsed = OverridesParser.create().parse_overrides(list(command.overrides))
     return {override.key_or_group for override in parsed}
 
 
 def _is_named(key: str, names: Collection[str]) -> bool:
-    """Return whether a command names a key, its mapping, or a member of it."""
+    """Return whether a command names a key, its mapping, or a member."""
     return any(key == name or key.startswith(f"{name}.") or name.startswith(f"{key}.") for name in names)
 
 
 def _reported(call: Callable[[], _T], overrides: Sequence[str], problems: Callable[[], Sequence[str]] = tuple) -> _T:
     """Call Hydra or OmegaConf, and convert their errors to a ConfigError.
 
-    Their own error classes name the override; assertions and ValueErrors from their dependencies do not.
+    Their own error classes name the override. Assertions and ValueErrors from their dependencies do not.
 
     Args:
-        problems: returns the problems of all overrides, once one has failed.
+        overrides: The overrides to name in those errors.
+        problems: Returns each override's problem. Called after a failure.
     """
     try:
         return call()
@@ -407,7 +408,7 @@ def _reported(call: Callable[[], _T], overrides: Sequence[str], problems: Callab
 
 
 def _suggestion(error: BaseException) -> str | None:
-    """Return the key, or the choice of a group or a key, most like a misspelled name."""
+    """Return advice with the key or choice most similar to a misspelled name."""
     below = error.__cause__ or error
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         group, _, choice = error.missing_cfg_file.rpartition("/")
@@ -433,10 +434,10 @@ def _refuse_hydra_keys(overrides: Sequence[str]) -> None:
 
 
 def resolve(raw: DictConfig) -> Resolved:
-    """Return a composed configuration with every interpolation resolved.
+    """Resolve every interpolation in a composed configuration.
 
     Raises:
-        ConfigError: for an unknown key, a value of another type, or an interpolation without resolution.
+        ConfigError: A key is unknown, a value has the wrong type, or an interpolation cannot be resolved.
     """
     _refuse_unknown_keys(raw)
     _refuse_clocks(raw)
@@ -453,17 +454,17 @@ def resolve(raw: DictConfig) -> Resolved:
 
 
 def sections_of(config: Config) -> dict[str, object]:
-    """Return the sections of a configuration as `read_resolved` does those of a file."""
+    """Return a configuration's sections in the form that `read_resolved` reads from a file."""
     values = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
     return {str(name): section for name, section in values.items()} if isinstance(values, dict) else {}
 
 
 def read_resolved(path: Path) -> tuple[dict[str, object], frozenset[str]]:
-    """Return the sections of a run's `config.yaml`, and its `environment_keys`; empty where there is none.
+    """Read the sections and `environment_keys` from a run's `config.yaml`. Both are empty if it does not exist.
 
     Raises:
-        ConfigError: if it is damaged.
-        OSError: if it cannot be read.
+        ConfigError: It is damaged.
+        OSError: It cannot be read.
     """
     try:
         text = read_regular(path, limit_bytes=SMALL_BYTES).decode()
@@ -504,7 +505,7 @@ def _unknown_keys(node: DictConfig, prefix: str = "") -> Iterator[str]:
 
 
 def _error_text(error: BaseException) -> str:
-    """Return Hydra's message and its cause in a line; for a value, Hydra's message names only the key."""
+    """Return Hydra's message with its cause on a single line. For a value, Hydra's message names only the key."""
     below = error.__cause__
     text = _one_line(str(error)) or type(error).__name__
     return text if below is None else f"{text.removesuffix('.')}: {_one_line(str(below))}"
@@ -512,14 +513,14 @@ def _error_text(error: BaseException) -> str:
 
 def _one_line(text: str) -> str:
     lines = [re.sub(r"^full_key: (.*)", r"(\1)", line.strip()) for line in text.splitlines()]
-    return " ".join(line for line in lines if line and not line.startswith(_LEFT_OUT))
+    return " ".join(line for line in lines if line and not line.startswith(_OMITTED_LINES))
 
 
 def _refuse_clocks(raw: DictConfig) -> None:
     """Refuse a run folder whose name depends on the time: ranks would disagree, and no resume would find it."""
     table = OmegaConf.to_container(raw, resolve=False)
     assert isinstance(table, dict)
-    section = table["run"]  # an interpolation, if a value stands in its place
+    section = table["run"]  # a text if an interpolation replaces the section
     for key, value in section.items() if isinstance(section, dict) else ():
         if "${now" in str(value):
             raise ConfigError(

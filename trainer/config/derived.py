@@ -1,4 +1,4 @@
-"""What follows from a configuration: its topology, batch sizes, length, lanes and the folder of its saves."""
+"""Values derived from a configuration: topology, batch sizes, run length, lanes and save folder."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainer.schedules.lr import RunLength
 
 
 def rounded_itemsize(section: CheckpointSection) -> int:
-    """Return the bytes of an element rounded into host memory for saves of the weights alone, or 0."""
+    """Return the bytes per element if weights-only saves are rounded into host memory, else 0."""
     saves = section.save is not None and (section.save_weights_interval > 0 or bool(section.save_steps))
     match section.weights_dtype:
         case WeightsDtype.bfloat16:
@@ -26,19 +26,19 @@ def rounded_itemsize(section: CheckpointSection) -> int:
 
 
 def save_folder(section: CheckpointSection) -> Path | None:
-    """Return the folder of the run's saves, the shared folder if there are two; None if it saves nothing."""
+    """Return the folder for a run's saves, the shared folder if there are two. None if it saves nothing."""
     folder = section.save if section.save is not None else section.local.dir
     return None if folder is None else Path(folder)
 
 
 def command_line(words: str, ranks: int) -> str:
-    """Return the command to train on so many ranks of one host, followed by these words."""
+    """Return the command to train with these words on `ranks` ranks on a single host."""
     launcher = f"torchrun --no-python --nproc-per-node {ranks} " if ranks > 1 else ""
     return f"{launcher}reprise train {words}"
 
 
 def topology_of(config: Config, world_size: int) -> Topology:
-    """Return how `world_size` ranks, a multiple of the model-parallel sizes, are arranged."""
+    """Return the topology for `world_size` ranks, a multiple of the model-parallel sizes."""
     parallel = config.parallel
     pp, tp = parallel.pipeline_model_parallel_size, parallel.tensor_model_parallel_size
     dp = world_size // (pp * tp)
@@ -47,14 +47,14 @@ def topology_of(config: Config, world_size: int) -> Topology:
 
 
 def batch_schedule_of(train: TrainSection) -> BatchSchedule:
-    """Return the global batch sizes of a run."""
+    """Return a run's global batch sizes."""
     if train.batch_schedule is None:
         return BatchSchedule(((0, train.global_batch_size),))
     return parse_batch_schedule(train.batch_schedule)
 
 
 def length_of(train: TrainSection) -> RunLength:
-    """Return the length of a run from its first sample."""
+    """Return a run's length, counted from its first sample."""
     sizes = batch_schedule_of(train)
     if train.train_samples is None:
         return RunLength(train.train_iters, sizes.consumed_after(train.train_iters), False, sizes.last)
@@ -62,25 +62,25 @@ def length_of(train: TrainSection) -> RunLength:
 
 
 def lanes_of(config: Config) -> Lanes | None:
-    """Return the lanes of an iteration, or None if bits may depend on the number of ranks."""
+    """Return an iteration's lanes, or None if bits may depend on the rank count."""
     train, count = config.train, config.parallel.invariant_ranks
     return Lanes(count, train.global_batch_size // train.micro_batch_size) if count else None
 
 
 def reduces_lanes_over_ranks(config: Config, topology: Topology) -> bool:
-    """Return whether every lane is reduced over ranks, as ZeRO stages 2 and 3 do except in a pipeline."""
+    """Return whether every lane is reduced over ranks, as with ZeRO stages 2 and 3 outside a pipeline."""
     return config.parallel.zero_stage >= 2 and topology.dp > 1 and topology.pp == 1
 
 
 def share_of(config: Config, world_size: int, size: int) -> float:
-    """Return the mean number of micro batches of a data-parallel rank in an iteration of `size` samples."""
+    """Return the mean micro-batch count per data-parallel rank in an iteration with `size` samples."""
     return size / (config.train.micro_batch_size * topology_of(config, world_size).dp)
 
 
 def micro_batches_of(config: Config, topology: Topology, dp_rank: int, global_batch_size: int) -> list[int]:
-    """Return the numbers in an iteration of the micro batches of a data-parallel rank, in the order of their passes.
+    """Return a data-parallel rank's micro-batch numbers within an iteration, in the order it runs them.
 
-    Those of a smaller iteration are the first of them.
+    A smaller iteration's numbers are a prefix.
     """
     lanes = lanes_of(config)
     if lanes is None:

@@ -1,4 +1,4 @@
-"""The frozen parameters of a run, by their stored names: those of `train.freeze`, or a base. Pure."""
+"""A run's frozen parameters, by stored name: those in `train.freeze`, or a base. Pure."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from models.families import aliases, stored_tensors
 
 
 def frozen_names(model: ModelConfig, patterns: Sequence[str]) -> frozenset[str]:
-    """Return the frozen stored tensors: those whose names fit a pattern, or all beneath adapters.
+    """Return the names of frozen stored tensors: those matching a pattern, or all beneath adapters.
 
     Args:
-        patterns: shell patterns, those of `train.freeze`.
+        patterns: Shell patterns, from `train.freeze`.
     """
     is_base = model.is_adapted
     return frozenset(name for name in stored_tensors(model) if is_base or any(fnmatchcase(name, p) for p in patterns))
 
 
 def freeze_problems(model: ModelConfig, patterns: Sequence[str]) -> list[str]:
-    """Return the problems of patterns: those without a match, and a match of all parameters."""
+    """List problems with patterns: no match, or a match for every parameter."""
     if model.is_adapted:
         reason = f"model.lora.rank={model.lora.rank} freezes all but the adapters, leave the key out"
         return [f"train.freeze={list(patterns)}: {reason}"] if patterns else []

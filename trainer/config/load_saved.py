@@ -1,4 +1,4 @@
-"""Finds the configuration in the checkpoint to load, under its digest."""
+"""Finds the configuration in the checkpoint to load, and checks its digest."""
 
 from __future__ import annotations
 
@@ -37,21 +37,21 @@ from trainer.interop.hf.config import CONFIG, is_folder, read_folder_model
 
 @dataclass(frozen=True, slots=True)
 class SavedConfig:
-    """The configuration in a checkpoint: its file, and its values by dotted key."""
+    """A checkpoint's configuration: its file, and its values by dotted key."""
 
     path: Path
     values: dict[str, object]
 
     def is_of(self, save: str | None) -> bool:
-        """Return whether it is in a checkpoint below `save`."""
+        """Return whether it belongs to a checkpoint below `save`."""
         return save is not None and Path(save).resolve() in self.path.resolve().parents
 
 
 def find_saved(load: Path, *, iteration: int | None, save: Path | None, files: Files) -> SavedConfig | None:
-    """Return the configuration in the checkpoint at `load`; None if it is not ours, or has no configuration.
+    """Find the configuration in the checkpoint at `load`. None if it is not Reprise's, or lacks a configuration.
 
-    A folder of transformers has the model alone. Of a run, the newest readable checkpoint is taken. Where `load` is
-    gone, the newest checkpoint of the run itself is taken, which began there.
+    A transformers folder has only a model. In a run, the newest readable checkpoint is taken. If `load` is gone, the
+    run's own newest checkpoint is taken, since the run started from `load`.
 
     Args:
         load: `checkpoint.load`, a path.
@@ -59,7 +59,7 @@ def find_saved(load: Path, *, iteration: int | None, save: Path | None, files: F
         save: `checkpoint.save`.
 
     Raises:
-        TrainerError: if an exactly named checkpoint is damaged, or its configuration is invalid.
+        TrainerError: A path cannot be read, an exactly named checkpoint is damaged, or its configuration is invalid.
     """
     try:
         if not is_stored(load) and is_folder(load):
@@ -81,13 +81,13 @@ def find_saved(load: Path, *, iteration: int | None, save: Path | None, files: F
 
 
 def tokenizer_of_weights(config: Config, files: Files) -> str | None:
-    """Return `data.tokenizer` of a run whose texts may have another one than its weights: that of the weights.
+    """Return `data.tokenizer`, or the weights' tokenizer in a run whose texts may have a different one.
 
-    These are the run's own newest checkpoint, or else its base, or the weights to load.
+    The weights are the run's own newest checkpoint, or else its base, or the weights to load.
 
     Raises:
-        DataError: if the weights have a tokenizer in another form, or it cannot be read.
-        TrainerError: if a checkpoint is damaged, or a path cannot be read.
+        DataError: The weights have a tokenizer in another form, or it cannot be read.
+        TrainerError: A checkpoint is damaged, or a path cannot be read.
     """
     section = config.checkpoint
     if section.finetune or section.base is not None or section.override_data:
@@ -116,7 +116,7 @@ def _tokenizer_files(weights: Path, section: CheckpointSection, run: Path, files
 
 
 def own_command(checkpoint: Checkpoint, run: RunSection) -> str:
-    """Return advice: the command with the configuration of a checkpoint; empty if the checkpoint has none."""
+    """Return advice: a command that uses a checkpoint's configuration. Empty if the checkpoint has none."""
     if RUN_CONFIG not in checkpoint.manifest.files:
         return ""
     folder = checkpoint.path.parent
@@ -131,10 +131,10 @@ def own_command(checkpoint: Checkpoint, run: RunSection) -> str:
 
 
 def _with_tokenizer(values: dict[str, object], checkpoint: Checkpoint, run: Path, files: Files) -> dict[str, object]:
-    """Return the values with the checkpoint's own tokenizer, which has the same tokens, where the run's is gone.
+    """Return the values with the checkpoint's own tokenizer, which has the same tokens, if the run's is gone.
 
     Args:
-        run: the folder of the run, which gets a copy where the checkpoint lies in a store.
+        run: The run's folder, which receives a copy if the checkpoint lies in a store.
     """
     tokenizer = values.get("data.tokenizer")
     if tokenizer in (None, BYTES) or os.path.exists(Path(str(tokenizer)).expanduser()):
@@ -146,11 +146,12 @@ def _with_tokenizer(values: dict[str, object], checkpoint: Checkpoint, run: Path
 
 
 def _copied(checkpoint: Checkpoint, run: Path, files: Files) -> Path:
-    """Copy the tokenizer of a checkpoint into a folder, with its configuration, and return the copy. Ranks may do so at
-    once.
+    """Copy a checkpoint's tokenizer and its configuration into a folder, and return the copy.
+
+    Several ranks may do so at once.
 
     Raises:
-        CheckpointError: if the folder cannot be written.
+        CheckpointError: The folder cannot be written.
     """
     digest, path = checkpoint.manifest.files[TOKENIZER].digest, run
     for name in (TOKENIZER_CONFIG, TOKENIZER):
@@ -166,7 +167,7 @@ def _copied(checkpoint: Checkpoint, run: Path, files: Files) -> Path:
 
 
 def _exists(load: Path, save: Path, files: Files) -> bool:
-    """Return whether there is a path to load; False for a store that is away, if the run has checkpoints of its own."""
+    """Return whether there is a path to load. False for an unreachable store if the run has its own checkpoints."""
     try:
         return exists(load)
     except OSError:
@@ -187,6 +188,6 @@ def _open(load: Path, iteration: int | None, files: Files) -> Checkpoint | None:
             return open_checkpoint(folder.iteration(number), files, may_lack=True)
         except UnreadableError:
             raise
-        except TrainerError:  # the load names the damage, and takes the next older one
+        except TrainerError:  # the load reports the damage, and takes the next older checkpoint
             continue
     return None

@@ -1,15 +1,15 @@
-"""The section `logging` with the ranges of its keys, and the tables of outputs of metrics."""
+"""The `logging` section with its keys' ranges, and the tables of metric sinks and trackers."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-# The outputs of metrics beside `metrics.jsonl`, by name: the class of each, a `MetricSink`.
+# Metric sinks beside `metrics.jsonl`, by name: each value is the path of a `MetricSink` class.
 SINKS = {
     "tensorboard": "trainer.metrics.tensorboard_sink.TensorboardSink",
 }
 
-# The trackers of `reprise publish`, by name: the class of each, a `Tracker`.
+# Trackers for `reprise publish`, by name: each value is the path of a `Tracker` class.
 TRACKERS = {
     name: f"trainer.publish.{name}_tracker.{name.capitalize()}Tracker"
     for name in ("wandb", "swanlab", "mlflow", "trackio", "tensorboard")
@@ -18,13 +18,13 @@ TRACKERS = {
 
 @dataclass
 class LoggingSection:
-    """The log and the metrics.
+    """Log and metrics.
 
     Args:
-        log_interval: iterations between lines of the log.
-        tensorboard: write TensorBoard files into the run's folder.
-        sinks: further outputs of metrics, by name in `trainer/config/logging.py`.
-        publish: tracker to which a process beside the run sends metrics (docs/trackers.md): `wandb`, `swanlab`,
+        log_interval: Iterations between log lines.
+        tensorboard: Write TensorBoard files into the run's folder.
+        sinks: Additional metric sinks, by name in `trainer/config/logging.py`.
+        publish: Tracker to which a process beside the run sends metrics (docs/trackers.md): `wandb`, `swanlab`,
             `mlflow`, `trackio` or `tensorboard`.
     """
 
@@ -35,12 +35,12 @@ class LoggingSection:
 
 
 def sink_names(section: LoggingSection) -> list[str]:
-    """Return the names of a run's outputs of metrics, beside `metrics.jsonl`."""
+    """Return the names of a run's metric sinks, beside `metrics.jsonl`."""
     return list(dict.fromkeys([*(["tensorboard"] if section.tensorboard else []), *section.sinks]))
 
 
 def logging_problems(section: LoggingSection) -> list[str]:
-    """Return every key of the section outside its range."""
+    """List keys with values outside their range."""
     problems = []
     if section.log_interval < 1:
         problems.append(f"logging.log_interval={section.log_interval}: must be at least 1")

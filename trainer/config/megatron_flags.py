@@ -1,4 +1,4 @@
-"""Flags of Megatron-LM and the equivalent keys here, from the table beside this module."""
+"""Megatron-LM flags and their equivalent keys, from the table beside this module."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DIFFERENCE = "difference"
 
 @cache
 def table() -> dict[str, list[dict[str, str]]]:
-    """Return the rows of each section of the table: each flag with its keys, and the row's ``difference``."""
+    """Return the table's rows by section: each flag with its keys, and the row's ``difference``."""
     text = Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
     sections: dict[str, list[dict[str, str | None]]] = yaml.safe_load(text)
     return {
@@ -28,16 +28,16 @@ def table() -> dict[str, list[dict[str, str]]]:
 
 @cache
 def flags() -> dict[str, list[str]]:
-    """Return the keys of each flag; a flag without a key has no counterpart."""
+    """Return the keys for each flag. A flag without keys has no counterpart."""
     rows = (row for rows in table().values() for row in rows)
     return {flag: cell.split() for row in rows for flag, cell in row.items() if flag != DIFFERENCE}
 
 
 def refuse_flags(words: Sequence[str]) -> None:
-    """Refuse a command line with Megatron-LM's flags or keys spelled as flags, and name the key of each.
+    """Refuse Megatron-LM flags, and keys spelled as flags, and name the matching keys.
 
     Raises:
-        ConfigError: with an override for every such flag.
+        ConfigError: There are such flags. The message has an override for each.
     """
     answers: dict[str, str] = {}
     for number, word in enumerate(words):
@@ -60,7 +60,7 @@ def refuse_flags(words: Sequence[str]) -> None:
 
 
 def _keys_named(flag: str) -> list[str]:
-    """Return the key that a flag spells; none if several keys have its name."""
+    """Return the key spelled by a flag. Empty if several keys have this name."""
     flag_keys = [key for key in keys() if "." in key and key.rpartition(".")[2].replace("_", "-") == flag[2:]]
     return flag_keys if len(flag_keys) == 1 else []
 

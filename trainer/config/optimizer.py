@@ -1,22 +1,22 @@
-"""The section `optimizer` with the ranges of its keys."""
+"""The `optimizer` section with its keys' ranges."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
 
-_MOST_BFLOAT16 = 0.996  # below 1 - 2^-8: a smaller share may be less than half the distance to the next number
+_MOST_BFLOAT16 = 0.996  # below 1 - 2^-8: a smaller step may be less than half the distance to the next bfloat16
 
 
 class OptimizerName(Enum):
-    """An optimizer; `muon` steps the matrices of the blocks by Muon and all other parameters by AdamW."""
+    """An optimizer. `muon` updates the blocks' matrices with Muon and all other parameters with AdamW."""
 
     adamw = "adamw"
     muon = "muon"
 
 
 class MomentsDtype(Enum):
-    """The dtype in which moments are kept; a step computes in float32 either way."""
+    """The dtype for stored moments. A step computes in float32 either way."""
 
     float32 = "float32"
     bfloat16 = "bfloat16"
@@ -24,22 +24,22 @@ class MomentsDtype(Enum):
 
 @dataclass
 class OptimizerSection:
-    """The optimizer.
+    """Optimizer settings.
 
     Args:
-        name: `muon` is Muon for the blocks' matrices, AdamW for the rest.
-        lr: peak learning rate.
-        weight_decay: decoupled weight decay, of matrices only.
-        adam_beta1: decay rate of the first moment.
-        adam_beta2: decay rate of the second moment.
-        adam_eps: added to the denominator of the update.
-        muon_momentum: share of the Nesterov momentum kept by a step.
+        name: `muon` uses Muon for the blocks' matrices, AdamW for the rest.
+        lr: Peak learning rate.
+        weight_decay: Decoupled weight decay, for matrices only.
+        adam_beta1: Decay rate for the first moment.
+        adam_beta2: Decay rate for the second moment.
+        adam_eps: Epsilon added to the update's denominator.
+        muon_momentum: Nesterov momentum: the share kept by a step.
         muon_ns_steps: Newton-Schulz iterations to orthogonalize an update.
-        muon_match_rms_adamw: scale updates by 0.2 sqrt(max(rows, columns)), to AdamW's size, for the same `lr` and
-            `weight_decay` (torch's `match_rms_adamw`); false, by sqrt(max(1, rows / columns)) of the stored matrix
-            (`original`).
-        moments_dtype: dtype of the moments in memory and in checkpoints; a step updates them in float32, and `bfloat16`
-            rounds them to nearest even.
+        muon_match_rms_adamw: Scale updates by 0.2 sqrt(max(rows, columns)), to AdamW's size, for the same `lr` and
+            `weight_decay` (torch's `match_rms_adamw`). false scales by sqrt(max(1, rows / columns)), with the stored
+            matrix's shape (`original`).
+        moments_dtype: Dtype for the moments in memory and in checkpoints. A step updates them in float32, and
+            `bfloat16` rounds them to nearest even.
     """
 
     name: OptimizerName = OptimizerName.adamw
@@ -55,7 +55,7 @@ class OptimizerSection:
 
 
 def optimizer_problems(optimizer: OptimizerSection) -> list[str]:
-    """Return every key of the section outside its range."""
+    """List keys with values outside their range."""
     problems = [
         f"optimizer.{name}={getattr(optimizer, name)}: must be at least 0"
         for name in ("lr", "weight_decay")

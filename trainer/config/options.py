@@ -1,4 +1,4 @@
-"""Describes the keys of the configuration, from the schema: the docstrings of its dataclasses are the text."""
+"""Describes the configuration keys from the schema. The text comes from its dataclasses' docstrings."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NAMES = {bool: "boolean", int: "integer", float: "number", str: "text", list: "
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A key of the configuration with its description, in Markdown."""
+    """A configuration key with its description, in Markdown."""
 
     key: str
     kind: str
@@ -31,7 +31,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A section of the configuration with its keys, those of nested sections behind their own."""
+    """A configuration section with its keys. A nested section's keys follow its own key."""
 
     name: str
     summary: str
@@ -39,10 +39,10 @@ class Section:
 
 
 def sections() -> Iterator[Section]:
-    """Yield the sections of the schema.
+    """Yield the schema's sections.
 
     Raises:
-        KeyError: for a key without an explanation in the docstring of its section.
+        KeyError: A key has no entry in its section's docstring.
     """
     hints = get_type_hints(Config)
     for field in fields(Config):
@@ -51,12 +51,12 @@ def sections() -> Iterator[Section]:
 
 
 def keys() -> list[str]:
-    """Return all dotted keys, and the names of their sections."""
+    """Return all dotted keys and section names."""
     return [name for section in sections() for name in (section.name, *(row.key for row in section.rows))]
 
 
 def null_mappings(section: Any = Config, prefix: str = "") -> Iterator[tuple[str, type]]:
-    """Yield the keys of mappings that are null unless they are set, with their sections of the schema."""
+    """Yield the mapping keys with a null default, with their schema sections."""
     hints = get_type_hints(section)
     for field in fields(section):
         key, kinds = f"{prefix}{field.name}", get_args(hints[field.name]) or (hints[field.name],)
@@ -69,13 +69,13 @@ def null_mappings(section: Any = Config, prefix: str = "") -> Iterator[tuple[str
 
 
 def choices_in(folder: Path) -> dict[str, list[str]]:
-    """Return the choices of each group in a folder of configurations."""
+    """Return each group's choices in a configuration folder."""
     groups_there = sorted(path for path in folder.iterdir() if is_dir(path))
     return {group.name: sorted(path.stem for path in matching(group, "*.yaml")) for group in groups_there}
 
 
 def groups() -> Iterator[tuple[str, list[str]]]:
-    """Yield the groups of the configuration and their choices, the default in bold."""
+    """Yield the configuration groups with their choices, the default in bold."""
     top = (CONFIGS / "train.yaml").read_text(encoding="utf-8")
     for group, names in choices_in(CONFIGS).items():
         default = re.search(rf"^  - {group}: (\w+)", top, flags=re.M)
@@ -87,7 +87,7 @@ def _rows(section: Any, prefix: str) -> Iterator[Row]:
     for field in fields(section):
         hint = hints[field.name]
         kinds = get_args(hint) if isinstance(hint, UnionType) else (str, list, NoneType) if hint is Any else (hint,)
-        if field.default is None:  # which the default shows
+        if field.default is None:  # the default shows it
             kinds = tuple(kind for kind in kinds if kind is not NoneType)
         yield Row(f"{prefix}.{field.name}", " or ".join(map(_kind, kinds)), _default(field), explained[field.name])
         for kind in filter(is_dataclass, kinds):
@@ -126,7 +126,7 @@ def _summary(section: Any) -> str:
 
 
 def _meanings(section: type) -> dict[str, str]:
-    """Return the entries of the lists `Args:` in the docstrings of a class and its bases, each as a line."""
+    """Return the `Args:` entries from a class's docstring and its bases', each as a single line."""
     entries = list[tuple[str, str]]()
     for base in section.__mro__:
         _, _, listed = inspect.cleandoc(base.__doc__ or "").partition("\nArgs:\n")

@@ -1,4 +1,4 @@
-"""Text as values of overrides: quoted for Hydra's grammar, and for OmegaConf's interpolations."""
+"""Text in overrides: quoted for Hydra's grammar, and escaped for OmegaConf's interpolations."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from hydra.errors import HydraException
 from reprise.errors import ConfigError
 from trainer.config.schema import Config
 
-# A member of a list or a mapping that is no quoted text.
+# A member of a list or a mapping, quoted or not.
 _MEMBER = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|[^\s,:\[\]{}'"](?:[^,:\[\]{}'"]*[^\s,:\[\]{}'"])?""")
 
 
 def readable(overrides: Sequence[str]) -> list[str]:
-    """Return overrides with quotes around text that Hydra would refuse or read as another text; others stay.
+    """Quote text in overrides that Hydra would refuse or read differently. Other overrides stay.
 
     Raises:
-        ConfigError: for an override of invalid UTF-8.
+        ConfigError: An override is not valid UTF-8.
     """
     return [_readable(word) for word in overrides]
 
 
 def hint_of(key: str) -> Any:
-    """Return the type of a key of the configuration; None for an unknown key."""
+    """Return a configuration key's type. None for an unknown key."""
     hint: Any = Config
     for name in key.split("."):
         section = next(filter(is_dataclass, (hint, *get_args(hint))), None)
@@ -37,9 +37,9 @@ def hint_of(key: str) -> Any:
 
 
 def text_value(text: str) -> str:
-    """Return the value of an override for this text: quoted where Hydra would read another value.
+    """Return the override value for a text, quoted if Hydra would read another value.
 
-    OmegaConf has no form for the text ``???``, its mark of a missing value.
+    OmegaConf cannot express the text ``???``, its mark for a missing value.
     """
     literal = str(escape(text))
     override = _parse(f"key={literal}")
@@ -48,7 +48,7 @@ def text_value(text: str) -> str:
 
 
 def escape(value: object) -> object:
-    """Return `value` escaped for OmegaConf: no text in it is an interpolation."""
+    """Escape `value` for OmegaConf, so its texts contain no interpolation."""
     if isinstance(value, dict):
         return {key: escape(member) for key, member in value.items()}
     if isinstance(value, list):
@@ -57,7 +57,7 @@ def escape(value: object) -> object:
 
 
 def is_other_text(value: object, text: str) -> bool:
-    """Return whether a value is a number or a truth value that is not written as `text`."""
+    """Return whether a value is a number or boolean whose normal form differs from `text`."""
     return isinstance(value, int | float) and str(value) != text
 
 
@@ -71,13 +71,13 @@ def _readable(word: str) -> str:
     hint, is_read = hint_of(key.lstrip("+")), _parse(word) is not None
     kinds = (hint, *get_args(hint))
     if any(get_origin(kind) is list for kind in kinds) and re.match(r"[^\[$'\"]", value) and value != "null":
-        return _readable(f"{key}=[{value}]")  # a list of one
+        return _readable(f"{key}=[{value}]")  # a list with a single member
     is_text = Any in kinds or (str in kinds and int not in kinds)
     if not equals or (is_read and not is_text and not any(map(is_dataclass, kinds))):
         return word
     texts = [] if is_read else [quote(value)]
     if value.startswith(("[", "{")):
-        is_text &= "{" not in value  # whose members may be numbers
+        is_text &= "{" not in value  # a mapping's members may be numbers
         texts.insert(0, _MEMBER.sub(lambda member: _typed(member[0], is_text=is_text), value))
     elif is_read:
         texts = [quote(value) if hint is str and value.lower() == "null" else _typed(value, is_text=is_text)]
@@ -85,21 +85,21 @@ def _readable(word: str) -> str:
 
 
 def _typed(text: str, *, is_text: bool) -> str:
-    """Return a value, quoted where Hydra refuses it, or reads a number or truth value in place of the text."""
+    """Return a value, quoted if Hydra refuses it or reads a number or boolean instead of the text."""
     override = _parse(f"key={text}")
     if override is None:
         return quote(text)
     is_other = is_other_text(override.value(), "" if is_text else text.strip())
-    return quote(text.strip()) if is_other and "(" not in text else text  # float(1) converts by itself
+    return quote(text.strip()) if is_other and "(" not in text else text  # Hydra's cast float(1) converts on its own
 
 
 def quote(text: str) -> str:
-    """Return the text as a quoted value of Hydra's grammar."""
+    """Quote a text in Hydra's grammar."""
     return QuotedString(text, Quote.single).with_quotes()
 
 
 def _parse(word: str) -> Override | None:
-    """Return an override as Hydra reads it; None if its grammar refuses it."""
+    """Parse an override like Hydra. Return None if its grammar refuses it."""
     try:
         return OverridesParser.create().parse_override(word)
     except HydraException:

@@ -1,4 +1,4 @@
-"""The section `parallel` with the ranges of its keys."""
+"""The `parallel` section with its keys' ranges."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from dataclasses import dataclass
 
 @dataclass
 class ParallelSection:
-    """Distribution of the state over ranks; ranks beyond tensor and pipeline parallelism are data parallel.
+    """How the state is distributed over ranks. Ranks beyond tensor and pipeline parallelism are data parallel.
 
     Args:
-        tensor_model_parallel_size: ranks over which each weight matrix is split.
-        sequence_parallel: split activations between the split products along the sequence.
-        pipeline_model_parallel_size: ranks over which the layers are split.
-        num_virtual_stages_per_pipeline_rank: pipeline stages per pipeline rank; above 1 they are interleaved.
-        zero_stage: 0 replicates the state; 1 shards parameters and moments between iterations; 2 reduces gradients per
-            micro-batch, not per iteration; 3 also frees gathered parameters after the forward pass.
-        replicate: copies of the state, such as one per host; divides the data-parallel ranks. `zero_stage`, above 0,
-            shards each.
-        invariant_ranks: most data-parallel ranks with the same bits of losses and checkpoints, at any ZeRO stage, with
-            any pipeline; a power of two that divides an iteration's micro-batches. 0 promises none.
-        invariant_tensor_ranks: the same for tensor-parallel ranks, with and without sequence parallelism; a power of
+        tensor_model_parallel_size: Ranks over which each weight matrix is split.
+        sequence_parallel: Split activations along the sequence between the split matrix products.
+        pipeline_model_parallel_size: Ranks over which the layers are split.
+        num_virtual_stages_per_pipeline_rank: Pipeline stages per pipeline rank. Above 1 they are interleaved.
+        zero_stage: 0 replicates the state. 1 shards parameters and moments between iterations. 2 reduces gradients per
+            micro-batch, not per iteration. 3 also frees gathered parameters after the forward pass.
+        replicate: State copies, for example per host. Must divide the data-parallel rank count. Each copy is sharded by
+            `zero_stage`, which must be above 0.
+        invariant_ranks: Maximum number of data-parallel ranks for bitwise equal losses and checkpoints, at any ZeRO
+            stage, with any pipeline. A power of two dividing an iteration's micro-batches. 0 guarantees nothing.
+        invariant_tensor_ranks: The same for tensor-parallel ranks, with and without sequence parallelism. A power of
             two. Needs `invariant_ranks`.
     """
 
@@ -34,19 +34,19 @@ class ParallelSection:
     invariant_tensor_ranks: int = 0
 
 
-# The keys that are a number of ranks, or of stages of one.
+# Keys that count ranks, or stages per rank.
 PARALLEL_SIZES = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
     "num_virtual_stages_per_pipeline_rank",
     "replicate",
 )
-# The keys that keep bits across topologies.
+# Keys that keep bits equal across topologies.
 INVARIANT = ("invariant_ranks", "invariant_tensor_ranks")
 
 
 def parallel_problems(parallel: ParallelSection) -> list[str]:
-    """Return every key of the section outside its range."""
+    """List keys with values outside their range."""
     problems = []
     if parallel.zero_stage not in range(4):
         problems.append(f"parallel.zero_stage={parallel.zero_stage}: must be 0, 1, 2 or 3")

@@ -1,4 +1,4 @@
-"""The section `run`: where a run keeps what it writes."""
+"""The `run` section: where a run writes its files."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ class RunSection:
     """The run's name and folder.
 
     Args:
-        name: name; the same command with it continues the run.
-        dir: folder of configuration, metrics, TensorBoard files and, by default, checkpoints.
+        name: The run's name. The same command with the same name continues the run.
+        dir: Folder for configuration, metrics, TensorBoard files and, by default, checkpoints.
     """
 
     name: str = "default"

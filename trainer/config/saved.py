@@ -1,8 +1,8 @@
-"""The configuration in a checkpoint, `run_config.json`: written by a run, and the base of a run from it.
+"""A checkpoint's configuration, `run_config.json`: written by a run, and the base for a run that loads it.
 
-It holds the settings of the run alone. Left out are the paths of a machine, to write to and to load from, the keys with
-effect at a single start, and secrets. The parallel layout is left out too: it is `topology` of `trainer_state.json`. So
-the file has the same bytes at every topology and in every folder.
+It holds only the run's settings. It leaves out a machine's paths for writing and loading, keys acting on a single
+start, and secrets. It also leaves out the parallel layout, which is `topology` in `trainer_state.json`. So the file has
+the same bytes at every topology and in every folder.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ Json = dict[str, Any]
 RUN_CONFIG = "run_config.json"
 FORMAT = "reprise-run-config/1"
 
-# Keys, or whole sections, that a checkpoint does not carry.
-_LEFT_OUT = (
+# Keys and whole sections left out of a checkpoint.
+_EXCLUDED = (
     "run",
     "parallel",
     "experiment",
     "data.cache",
-    "data.factory",  # a function that a start calls: only a command names it
+    "data.factory",  # a function called at the start: only a command names it
     "data.position",
     "train.exit_interval",
     "train.exit_duration_in_mins",
@@ -58,10 +58,10 @@ _LEFT_OUT = (
     "checkpoint.override_freeze",
     "checkpoint.verify",
 )
-# The last words of keys that hold secrets; `eos_token_id` and `sample_tokens` do not end in one.
+# Last words in secret keys' names; `eos_token_id` and `sample_tokens` do not match.
 _SECRET = re.compile(r"(^|_)(token|secret|password|passwd|credentials?|key)$")
 
-# Members of `topology` in trainer_state.json, and their keys in the section `parallel`.
+# `topology` members in trainer_state.json, and their keys in the `parallel` section.
 PARALLEL_KEYS = {
     "tp": "tensor_model_parallel_size",
     "sp": "sequence_parallel",
@@ -75,21 +75,21 @@ PARALLEL_KEYS = {
 
 
 def model_values(model: ModelConfig) -> dict[str, object]:
-    """Return the values of another program's model for dotted keys; adapters and padding are the command's."""
+    """Return another program's model as values by dotted key, without adapters and padding, which the command sets."""
     names = [field.name for field in fields(model) if field.name not in ("lora", "pad_vocab_multiple")]
     return {f"model.{name}": _plain(getattr(model, name)) for name in names}
 
 
 def is_secret(key: str) -> bool:
-    """Return whether the name of a key, dotted or not, names a secret."""
+    """Return whether a key's name, dotted or not, marks a secret."""
     return _SECRET.search(key.rpartition(".")[2]) is not None
 
 
 def saved_config(config: Config) -> Json:
-    """Return the settings of a run by section and key, as JSON.
+    """Return a run's settings by section and key, as JSON.
 
-    `schedule.lr_decay_iters`, or `lr_decay_samples` and `lr_warmup_samples`, have their resolved values: a run of
-    another length, or with other batches, keeps the schedule.
+    `schedule.lr_decay_iters`, or `lr_decay_samples` and `lr_warmup_samples`, have their resolved values, so a run with
+    another length or other batches keeps the schedule.
     """
     schedule = resolve(config.schedule, length_of(config.train), config.optimizer.lr)
     resolved = replace(config.schedule)
@@ -106,7 +106,7 @@ def saved_config(config: Config) -> Json:
 
 
 def without_keys(document: Json, keys: Collection[str]) -> Json:
-    """Return `run_config.json` without the values of these dotted keys."""
+    """Return `run_config.json` without these dotted keys."""
     return {**document, "config": _without(document["config"], keys)}
 
 
@@ -119,20 +119,21 @@ def _without(table: Json, keys: Collection[str], prefix: str = "") -> Json:
 
 
 def with_schedule(config: Config, schedule: Schedule) -> Config:
-    """Return a configuration whose section `schedule`, with the peak rate, resolves to `schedule`."""
+    """Return the configuration with a `schedule` section and peak learning rate that resolve to `schedule`."""
     return replace(config, schedule=section_of(schedule), optimizer=replace(config.optimizer, lr=schedule.lr))
 
 
 def saved_values(document: Json, state: Json, *, where: object) -> dict[str, object]:
-    """Return a checkpoint's values for dotted keys of a configuration, `parallel` among them.
+    """Return a checkpoint's configuration values by dotted key, including `parallel`.
 
     Args:
-        document: `run_config.json`.
-        state: `trainer_state.json`, which has the parallel layout.
+        document: The content of `run_config.json`.
+        state: The content of `trainer_state.json`, which has the parallel layout.
+        where: The place to name in errors.
 
     Raises:
-        MismatchError: for another format, or a key unknown to this version.
-        CheckpointError: for a malformed document.
+        MismatchError: The format differs, or this version does not know a key.
+        CheckpointError: The document is malformed.
     """
     if document.get("format") != FORMAT:
         raise MismatchError(
@@ -163,25 +164,25 @@ _OTHER_WAY = "Name the configuration on the command line, with model= or experim
 
 
 def _settings(config: Config) -> Iterator[tuple[str, str, Any]]:
-    """Yield section, key and value of every setting in a checkpoint."""
+    """Yield section, key and value for every setting in a checkpoint."""
     for field in fields(config):
         section = getattr(config, field.name)
-        if field.name in _LEFT_OUT or not is_dataclass(section):
+        if field.name in _EXCLUDED or not is_dataclass(section):
             continue
         for member in fields(section):
-            if f"{field.name}.{member.name}" not in _LEFT_OUT:
+            if f"{field.name}.{member.name}" not in _EXCLUDED:
                 yield field.name, member.name, getattr(section, member.name)
 
 
 def _known_keys() -> set[str]:
     """Return the dotted keys allowed in a checkpoint."""
     kinds = {name: kind for name, kind in get_type_hints(Config).items() if is_dataclass(kind)}
-    keys = {f"{name}.{field.name}" for name, kind in kinds.items() if name not in _LEFT_OUT for field in fields(kind)}
-    return keys - set(_LEFT_OUT)
+    keys = {f"{name}.{field.name}" for name, kind in kinds.items() if name not in _EXCLUDED for field in fields(kind)}
+    return keys - set(_EXCLUDED)
 
 
 def _plain(value: Any) -> Any:
-    """Return a value of the schema as JSON; an enum by its name, as on the command line."""
+    """Convert a schema value to JSON. An enum becomes its name, as on the command line."""
     if isinstance(value, Enum):
         return value.name
     if is_dataclass(value):

@@ -1,6 +1,6 @@
-"""The schema of the configuration, which Hydra fills: a module for each section, composed here.
+"""The configuration schema, filled by Hydra: a module per section, composed here.
 
-`checks.py` has the reasons why a configuration cannot run.
+`checks.py` finds the reasons why a configuration cannot run.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from trainer.schedules.lr import ScheduleSection
 
 @dataclass
 class Config:
-    """The definition of a run."""
+    """A run's configuration."""
 
     model: ModelConfig
     data: DataSection = field(default_factory=DataSection)

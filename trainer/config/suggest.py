@@ -1,4 +1,4 @@
-"""The name most like a misspelled name."""
+"""Finds the name most similar to a misspelled name."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Iterable
 
 
 def closest(name: str, names: Iterable[str], *, cutoff: float = 0.6) -> str | None:
-    """Return the name most like `name`, or None if none is alike.
+    """Return the name most similar to `name`, or None if no name is similar.
 
-    A dotted name with the same last word is preferred: `lr` stands for `optimizer.lr`.
+    A dotted name with the same last word wins: `lr` stands for `optimizer.lr`.
 
     Args:
-        cutoff: the least ratio of equal characters, from 0 to 1.
+        cutoff: The minimum similarity, from 0 to 1.
     """
     candidates = list(names)
     word = name.rpartition(".")[2]

@@ -1,11 +1,11 @@
-"""The keys of the configuration in advice of the checkpoint library, which knows only its own arguments."""
+"""Configuration keys for the checkpoint library's advice. The library knows only its own arguments."""
 
 from __future__ import annotations
 
 from reprise.loading import LoadTerms
 from reprise.storage import FolderTerms
 
-# How a run saves on hosts that share no folder.
+# How a run saves on hosts without a shared folder.
 WAY_OUT = (
     "Hosts that share no folder keep local checkpoints: checkpoint.local.dir=FOLDER, on a disk of each host's own, and "
     "checkpoint.save=null."

@@ -1,4 +1,4 @@
-"""The section `train` with the ranges of its keys."""
+"""The `train` section with its keys' ranges."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from trainer.parallel.topology import ACCELERATORS, MOST_THREADS
 
 _MOST_MINUTES = 1e7
 _MOST_WINDOW = 10_000  # values in every checkpoint
-_MOST_RANKS = 1 << 20  # of a dry run's table
+_MOST_RANKS = 1 << 20  # rows in a dry run's table
 
 AUTO = "auto"
-# The text gives way to a number before anything but `checks.with_micro_batch` reads it.
+# `checks.with_micro_batch` replaces this text by a number before other code reads it.
 if TYPE_CHECKING:
     _SizeOrAuto: TypeAlias = int
 else:
@@ -22,14 +22,14 @@ else:
 
 
 class OnNonfinite(Enum):
-    """What becomes of an iteration whose loss or gradient norm is no finite number."""
+    """What happens to an iteration with a nonfinite loss or gradient norm."""
 
     stop = "stop"
     skip = "skip"
 
 
 class OnSpike(Enum):
-    """What becomes of an iteration whose loss or gradient norm is far above the running median."""
+    """What happens to an iteration with a loss or gradient norm far above the running median."""
 
     off = "off"
     warn = "warn"
@@ -38,7 +38,7 @@ class OnSpike(Enum):
 
 
 class Dtype(Enum):
-    """The dtype of activations and matrix products; parameters are float32 either way."""
+    """The dtype for activations and matrix products. Parameters are float32 either way."""
 
     float32 = "float32"
     bfloat16 = "bfloat16"
@@ -46,56 +46,56 @@ class Dtype(Enum):
 
 @dataclass
 class TrainSection:
-    """Length, batches, precision, evaluation and exit of a run.
+    """The run's length, batches, precision, evaluation and exit.
 
     Args:
-        train_iters: iterations of the whole run; unused with `train_samples`.
-        train_samples: samples of the whole run instead; it ends before exceeding them.
-        global_batch_size: samples per iteration, over all ranks and micro-batches.
-        batch_schedule: global batch by consumed samples: ``0:8 4k:16 16k:32`` has 8 samples per iteration, 16 after
-            4,000 consumed samples, then 32. The last must be `global_batch_size`, which evaluations use.
-        micro_batch_size: samples per forward pass of a rank, or `auto`: the size up to `max_micro_batch_size` with the
+        train_iters: Iterations in the whole run. Unused with `train_samples`.
+        train_samples: Samples in the whole run, instead of iterations. The run ends before exceeding them.
+        global_batch_size: Samples per iteration, over all ranks and micro-batches.
+        batch_schedule: Global batch size by consumed samples. ``0:8 4k:16 16k:32`` has 8 samples per iteration, 16
+            after 4,000 consumed samples, then 32. The last must be `global_batch_size`, which evaluations use.
+        micro_batch_size: Samples per forward pass on a rank, or `auto`: the size up to `max_micro_batch_size` with the
             fewest samples on the busiest rank.
-        max_micro_batch_size: largest `micro_batch_size` of `auto`.
-        seq_length: tokens per sample.
-        skip_samples: ranges of samples to pass over, counted from the run's first, as in `["120000-124000"]`, the end
+        max_micro_batch_size: Maximum `micro_batch_size` for `auto`.
+        seq_length: Tokens per sample.
+        skip_samples: Sample ranges to skip, counted from the run's first sample, as in `["120000-124000"]`, the end
             excluded.
-        freeze: shell patterns of stored names, as in `["transformer.h.0.*"]`, of parameters that stay unchanged.
-        ema_decay: share of an exponential moving average of the parameters kept by a step, such as 0.999; also saved,
-            loaded and evaluated. 0 keeps none.
-        ema_offload: keep the averages in host memory, with the same bits.
-        clip_grad: upper bound of the gradient's L2 norm; 0 disables it.
-        seed: seed of initial weights, order of samples and dropout.
-        dtype: dtype of activations and matrix products; parameters are float32, moments `optimizer.moments_dtype`.
-        compile: compile each transformer block and, without tensor parallelism, the loss with torch.compile.
-        deterministic: restrict torch to deterministic kernels; a CPU's always are.
-        threads: compute threads of a rank, on which a CPU's bits depend; 0 takes OMP_NUM_THREADS, else a share of
+        freeze: Shell patterns matching stored names, as in `["transformer.h.0.*"]`. Those parameters stay unchanged.
+        ema_decay: Decay rate for an exponential moving average of the parameters, such as 0.999. The average is also
+            saved, loaded and evaluated. 0 disables it.
+        ema_offload: Keep the averages in host memory, with the same bits.
+        clip_grad: Maximum L2 norm for gradients. 0 disables clipping.
+        seed: Seed for initial weights, sample order and dropout.
+        dtype: Dtype for activations and matrix products. Parameters are float32, moments `optimizer.moments_dtype`.
+        compile: Compile each transformer block and, without tensor parallelism, the loss with torch.compile.
+        deterministic: Restrict torch to deterministic kernels. CPU kernels always are.
+        threads: Compute threads per rank, on which a CPU's bits depend. 0 takes OMP_NUM_THREADS, else a share of the
             cores.
-        activation_checkpointing: recompute transformer blocks in the backward pass.
-        eval_interval: iterations between evaluations; 0 never.
-        eval_iters: global batches per evaluation; a smaller validation set repeats, which the log says.
-        sample_interval: iterations between sampled texts; 0 never.
-        sample_prompt: beginning of a sampled text; empty begins a document.
-        sample_tokens: most tokens beyond the prompt; in a pipeline each costs an iteration.
-        exit_interval: save and exit at the next multiple of so many iterations; 0 never.
-        exit_duration_in_mins: save and exit after so many minutes; 0 never.
-        exit_signal_save_seconds: seconds to save and exit after SIGTERM, SIGINT, SIGUSR1, SIGUSR2, SIGXCPU or SIGHUP on
+        activation_checkpointing: Recompute transformer blocks in the backward pass.
+        eval_interval: Iterations between evaluations. 0 disables them.
+        eval_iters: Global batches per evaluation. A smaller validation set repeats, and the log says so.
+        sample_interval: Iterations between sampled texts. 0 disables them.
+        sample_prompt: Prompt for a sampled text. Empty starts a document.
+        sample_tokens: Maximum tokens beyond the prompt. In a pipeline each costs an iteration.
+        exit_interval: Save and exit at the next multiple of this many iterations. 0 disables it.
+        exit_duration_in_mins: Save and exit after this many minutes. 0 disables it.
+        exit_signal_save_seconds: Seconds to save and exit after SIGTERM, SIGINT, SIGUSR1, SIGUSR2, SIGXCPU or SIGHUP on
             any rank, else the status is 1. torchrun kills 30 s after SIGTERM.
-        on_nonfinite: at a nonfinite loss or gradient norm, `stop` ends the run without saving that iteration, `skip`
+        on_nonfinite: At a nonfinite loss or gradient norm, `stop` ends the run without saving that iteration, `skip`
             omits its step.
-        on_spike: at a loss or gradient norm far above its running median, `warn` logs it; `stop` ends the run without
-            saving that iteration; `rewind`, also at a nonfinite loss, returns to the newest checkpoint before it and
+        on_spike: At a loss or gradient norm far above its running median, `warn` logs it. `stop` ends the run without
+            saving that iteration. `rewind`, also at a nonfinite loss, returns to the newest checkpoint before it and
             skips the samples between.
-        spike_factor: standard deviations of a spike above the running median.
-        spike_window: iterations of the running median; none is a spike before so many.
-        max_rewinds: rewinds of a run before a spike stops it.
-        check_replicas_interval: iterations between the comparisons of `checkpoint.check_replicas` beside saves; 0
-            never.
-        distributed_timeout_minutes: minutes that a rank waits for others before it counts them as lost.
+        spike_factor: Standard deviations above the running median from which a value counts as a spike.
+        spike_window: Iterations in the running median. Nothing counts as a spike before this many.
+        max_rewinds: Rewinds in a run before a spike stops it.
+        check_replicas_interval: Iterations between the comparisons in `checkpoint.check_replicas`, beside saves. 0
+            disables them.
+        distributed_timeout_minutes: Minutes to wait for other ranks before they count as lost.
         device: `cpu`, `cuda` (ROCm too), `xpu`, or `auto`: an accelerator, else the CPU.
-        profile_steps: first and last iteration of each rank's torch.profiler trace, as in `[10,13]`.
-        dry_run: train nothing; print what each of `dry_run_ranks` would hold and write.
-        dry_run_ranks: ranks of a dry run.
+        profile_steps: First and last iteration in each rank's torch.profiler trace, as in `[10,13]`.
+        dry_run: Train nothing. Print what each of `dry_run_ranks` would hold and write.
+        dry_run_ranks: Ranks in a dry run.
     """
 
     train_iters: int = 100
@@ -138,7 +138,7 @@ class TrainSection:
 
 
 def train_problems(train: TrainSection) -> list[str]:
-    """Return every key of the section outside its range."""
+    """List keys with values outside their range."""
     problems = [
         f"train.{name}={getattr(train, name)}: must be at least 1" for name in _COUNTS if getattr(train, name) < 1
     ]

@@ -1,4 +1,4 @@
-"""Checks single values of a configuration: finite numbers, usable paths, values of the environment. Pure."""
+"""Checks single configuration values: finite numbers, usable paths, environment variables. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from reprise.errors import ConfigError
 from reprise.storage import is_url, url_problem
 from reprise.stores import is_store_url, location
 
-# Keys that name a file or a folder, or become a part of a path.
+# Keys that name a file or folder, or become part of a path.
 _PATHS = (
     "run.name",
     "run.dir",
@@ -29,19 +29,19 @@ _PATHS = (
     "data.valid",
     "data.cache",
 )
-# Those of them that may be, or must be, the URL of a store.
+# Path keys that may be, or must be, a store URL.
 _MAY_BE_STORED = ("checkpoint.load", "checkpoint.mirror")
 _MUST_BE_STORED = ("checkpoint.mirror",)
 _INT64 = 1 << 63
-# Clocks, timers and torch's stores count in 64 bits of small units: 30 years are enough.
+# Clocks, timers and torch's stores count small units in 64 bits: 30 years are enough.
 MOST_SECONDS = 1e9
-# What OmegaConf may read a value from: ${KEY}, ${..KEY}, ${KEY[0]}, ${oc.select:KEY,DEFAULT}.
+# References in OmegaConf interpolations: ${KEY}, ${..KEY}, ${KEY[0]}, ${oc.select:KEY,DEFAULT}.
 _REFERENCE = re.compile(r"""[{:]\s*['"]?(\.*)([\w.\[\]]+)""")
 _IN_A_LIST = re.compile(r"\.\d+(\..*)?$")
 
 
 def number_problems(config: object) -> list[str]:
-    """Return every number of a configuration that is nonfinite, or no signed integer of 64 bits."""
+    """List nonfinite numbers, and integers beyond 64 signed bits."""
     problems = []
     for key, value in _leaves(config):
         if isinstance(value, float) and not math.isfinite(value):
@@ -52,7 +52,7 @@ def number_problems(config: object) -> list[str]:
 
 
 def type_problems(config: object, prefix: str = "") -> list[str]:
-    """Return every section and list of a configuration with a value of another type, such as an interpolation."""
+    """List sections and lists with a value of another type, such as an interpolation."""
     problems = []
     hints = get_type_hints(type(config))
     for field in fields(config):  # type: ignore[arg-type]
@@ -72,7 +72,7 @@ def type_problems(config: object, prefix: str = "") -> list[str]:
 
 
 def path_problems(config: object) -> list[str]:
-    """Return every path of a configuration that is empty, a URL, or invalid UTF-8."""
+    """List paths that are empty, a URL, or not valid UTF-8."""
     problems = []
     for key, value in _leaves(config):
         if not isinstance(value, str):
@@ -94,28 +94,28 @@ def _store_problems(key: str, value: str) -> list[str]:
     try:
         location(value)
     except ConfigError as error:
-        return [f"{key}: {error}"]  # which repeats the URL without what may be a secret
+        return [f"{key}: {error}"]  # the error shows the URL without possible secrets
     return []
 
 
 def from_environment(table: object) -> set[str]:
-    """Return the dotted keys whose values come from environment variables, by way of other keys too.
+    """Return the dotted keys whose values come from environment variables, also by way of other keys.
 
-    A list counts as a value: the key of the list is returned if a member comes from there.
+    A list counts as a value: if a member comes from there, the list's key is returned.
 
     Args:
-        table: the configuration as nested dictionaries, with its interpolations as they are written.
+        table: The configuration as nested dicts, with unresolved interpolations.
     """
     texts = dict(_interpolated(table))
     sources = {place: _references(place, text) for place, text in texts.items()}
     places = {place for place, text in texts.items() if "oc.env" in text}
-    while more := {place for place in sources.keys() - places if any(map(partial(_meet, places), sources[place]))}:
+    while more := {place for place in sources.keys() - places if any(map(partial(_overlaps, places), sources[place]))}:
         places |= more
     return {_IN_A_LIST.sub("", place) for place in places}
 
 
 def _interpolated(node: object, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the dotted place and the text of every interpolated value, also in lists."""
+    """Yield each interpolated value's dotted path and text, also in lists."""
     members = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
     for key, value in members:
         yield from _interpolated(value, f"{prefix}{key}.")
@@ -124,7 +124,7 @@ def _interpolated(node: object, prefix: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _references(place: str, text: str) -> list[str]:
-    """Return the dotted places that an interpolated value names, absolutely or by leading dots."""
+    """Return the dotted paths named by an interpolated value, absolute or relative by leading dots."""
     references = []
     for dots, path in _REFERENCE.findall(text):
         parents = place.split(".")[: -len(dots)] if dots else []
@@ -132,13 +132,13 @@ def _references(place: str, text: str) -> list[str]:
     return references
 
 
-def _meet(places: Collection[str], reference: str) -> bool:
-    """Return whether a reference is among places, or is a section or a member of such a place."""
+def _overlaps(places: Collection[str], reference: str) -> bool:
+    """Return whether a reference is among the paths, contains such a path, or lies below it."""
     return any(f"{place}.".startswith(f"{reference}.") or reference.startswith(f"{place}.") for place in places)
 
 
 def _leaves(section: object, prefix: str = "") -> Iterator[tuple[str, object]]:
-    """Yield the dotted key and the value of every member of nested dataclasses."""
+    """Yield every member's dotted key and value in nested dataclasses."""
     if not is_dataclass(section):
         return
     for field in fields(section):

@@ -16,7 +16,7 @@ import pytest
 from reprise.errors import ConfigError, LaunchError
 from tests.harness import DEADLINE_S
 from tests.messages import refused
-from trainer.config.checks import loose_threads, unused_keys, validate
+from trainer.config.checks import unpinned_thread_lines, unused_keys, validate
 from trainer.config.compose import compose
 from trainer.config.options import CONFIGS, keys
 from trainer.launch.environment import Environment
@@ -378,9 +378,9 @@ def test_the_command_prints_one_message_and_makes_no_file(
 
 def test_threads_that_follow_the_cores_are_named() -> None:
     lanes = ["parallel.invariant_ranks=2", "train.micro_batch_size=1"]
-    (line,) = loose_threads(compose(lanes))
+    (line,) = unpinned_thread_lines(compose(lanes))
     assert line.startswith("train.threads is 0")
-    assert loose_threads(compose([*lanes, "train.threads=1"])) == loose_threads(compose([])) == []
+    assert unpinned_thread_lines(compose([*lanes, "train.threads=1"])) == unpinned_thread_lines(compose([])) == []
 
 
 @pytest.mark.parametrize(
