@@ -166,7 +166,7 @@ def _open_folder(path: Path, model: ModelConfig, section: CheckpointSection, *, 
     same = _with_stored_sizes(folder.model, model) if section.resize else model
     fit = replace(Fit.of(section, same, model), casts=False)  # every dtype is copied as float32
     notes = [] if fit.patterns else differences(folder.model, same, where=path / CONFIG)
-    fit.left(list(families.stored_tensors(model)))
+    fit.unselected(list(families.stored_tensors(model)))
     tensors = stored_tensors(folder, same, fit.selects)
     if is_first and not fit.patterns:
         check_tied(folder, model)

@@ -1,1 +1,1 @@
-"""The memory that a run needs, checked before it starts and shown by a dry run."""
+"""A run's memory needs, checked before it starts and shown by a dry run."""

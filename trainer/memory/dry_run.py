@@ -1,6 +1,6 @@
-"""The parameters, memory and checkpoint bytes of every rank of a launch, computed on one machine.
+"""Computes parameters, memory and checkpoint bytes for every rank in a launch, on a single machine.
 
-The stages are built on the `meta` device under torch's fake process group, without memory or communication.
+Stages are built on the `meta` device under torch's fake process group, without memory or communication.
 """
 
 from __future__ import annotations
@@ -44,13 +44,14 @@ Boxes: TypeAlias = Mapping[str, tuple[Box, tuple[int, ...]]]
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """The memory of a coordinate, in elements and bytes.
+    """A coordinate's memory, in elements and bytes.
 
     Args:
-        state_bytes: parameters and moments at rest.
-        working_bytes: gathered parameters and gradients at the peak of an iteration.
-        activation_bytes: an estimate of the activations kept for the backward passes in flight.
-        written_bytes: its share of a checkpoint.
+        parameters: Local parameter elements.
+        state_bytes: Parameters and moments at rest.
+        working_bytes: Gathered parameters and gradients at an iteration's peak.
+        activation_bytes: Estimated activations kept for the backward passes in flight.
+        written_bytes: Its share in a checkpoint.
     """
 
     parameters: int
@@ -66,7 +67,7 @@ class RankMemory:
 
 @dataclass(frozen=True, slots=True)
 class Simulated:
-    """The stages of a pipeline rank, built on `meta` for the first rank of `grid`."""
+    """A pipeline rank's stages, built on `meta` for the first rank in `grid`."""
 
     pp: int
     parts: Sequence[Model]
@@ -74,9 +75,9 @@ class Simulated:
 
 
 def report(config: Config, world_size: int) -> str:
-    """Return a table with a row per pipeline and tensor-parallel coordinate; its figures are maxima over dp.
+    """Return a table with a row per pipeline and tensor-parallel coordinate. Its figures are maxima over dp.
 
-    Shards are those of `torch.chunk`, so the first data-parallel coordinate holds the most and the last the least.
+    Shards follow `torch.chunk`, so the first data-parallel coordinate holds the most and the last the least.
     """
     topology = topology_of(config, world_size)
     frozen = frozen_names(config.model, config.train.freeze)
@@ -103,7 +104,7 @@ def report(config: Config, world_size: int) -> str:
 
 
 def working_bytes_of(config: Config, topology: Topology) -> int:
-    """Return the gathered parameters and gradients of the first data-parallel rank, of the stages with the most."""
+    """Return the bytes in the first data-parallel rank's gathered parameters and gradients, for the largest stages."""
     return max(_working_bytes_of_first_rank(config, simulated, topology) for simulated in simulate(config, topology))
 
 
@@ -113,9 +114,9 @@ def _working_bytes_of_first_rank(config: Config, simulated: Simulated, topology:
 
 
 def simulate(config: Config, topology: Topology) -> Iterator[Simulated]:
-    """Yield the stages of every pipeline rank.
+    """Yield every pipeline rank's stages.
 
-    This process must not be in a process group; a fake group exists while the generator runs.
+    This process must not be in a process group. A fake group exists while the generator runs.
     """
     inner = replace(topology, pp=1)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=inner.world_size)
@@ -155,13 +156,13 @@ def _load(config: Config, simulated: Simulated, topology: Topology, *, layout: L
 
 
 def boxes_at(part: Model, grid: Grid, *, dp: int, tp: int) -> Boxes:
-    """Return the box of each parameter of a part at a coordinate, and the ranks with the same box."""
+    """Return each parameter's box in a part at a coordinate, and the ranks with the same box."""
     coordinate = {"dp": dp, "tp": tp}
     return {name: placed_box(name, p, coordinate, grid) for p, name in stored_names(part).items()}
 
 
 def holdings_of(config: Config, boxes_of_parts: Sequence[Boxes], layout: Layout, grid: Grid) -> list[Holding]:
-    """Return the holdings a coordinate would save, in the order of a save, given its boxes of each part."""
+    """Return the holdings a coordinate would save, in save order, given its boxes in each part."""
     copies = families.aliases(config.model)  # held by the first and the last stage, written by the first
     everybody, scalar = grid.holders({}), image(whole(()), (), 4)
     state = list(_state_tensors(config))
@@ -195,14 +196,14 @@ def _state_tensors(config: Config) -> Iterator[StateTensor]:
 def _working_bytes(
     config: Config, parts: Sequence[Model], topology: Topology, *, boxes_of_parts: Sequence[Boxes]
 ) -> int:
-    """Return gathered parameters in the compute dtype and gradients in float32, at their peak.
+    """Return the bytes in gathered parameters (compute dtype) and gradients (float32), at their peak.
 
-    ZeRO stage 3 without a pipeline gathers a block at a time, two with the prefetched block, and keeps gradients
-    sharded. Otherwise the parameters of a pipeline stage are unsharded. Its gradients are too, except with ZeRO stage 2
-    without a pipeline. Frozen parameters have no gradients.
+    ZeRO stage 3 without a pipeline gathers a block at a time, two with prefetch, and keeps gradients sharded. Otherwise
+    a pipeline stage's parameters are unsharded. So are its gradients, except with ZeRO stage 2 without a pipeline.
+    Frozen parameters have no gradients.
 
     Args:
-        boxes_of_parts: the boxes of each part.
+        boxes_of_parts: Each part's boxes.
     """
     parameters = sum(box.numel for boxes in boxes_of_parts for box, _ in boxes.values())
     trained = sum(
@@ -225,15 +226,15 @@ def _working_bytes(
 
 
 def _lane_bytes(config: Config, parts: Sequence[Model], topology: Topology, *, trained: int) -> int:
-    """Return the memory added by `parallel.invariant_ranks`: sums of lanes that wait for the next lane.
+    """Return the bytes added by `parallel.invariant_ranks`: lane sums waiting for the next lane.
 
-    Of 2^n lanes of a rank at most n sums wait, beside the gradients of the current lane. They are sharded where every
-    lane is reduced over ranks. Elsewhere a lane of a single micro batch is added parameter by parameter as its
-    gradients come, so a sum is in their place. A tied table has a second gradient in longer lanes, the output layer's;
-    where the other end is on another rank, the sums of all lanes wait for the end of the iteration.
+    With 2^n lanes on a rank at most n sums wait, beside the current lane's gradients. They are sharded if every lane is
+    reduced over ranks. Otherwise a lane with a single micro-batch is added parameter by parameter as its gradients
+    come, so a sum takes their place. In longer lanes, a tied table has a second gradient, the output layer's. If the
+    table's other end is on another rank, its sums for all lanes wait for the iteration's end.
 
     Args:
-        trained: the elements of this rank's trained parameters.
+        trained: Elements in this rank's trained parameters.
     """
     lanes = lanes_of(config)
     if lanes is None:
@@ -261,16 +262,16 @@ def _trained(part: Model) -> list[tuple[str, torch.nn.Parameter]]:
 
 
 def _unsharded_gradients(parts: Sequence[Model], topology: Topology) -> int:
-    """Return the trained parameters of a rank's stages before ZeRO shards them."""
+    """Count the elements in a rank's trained parameters before ZeRO shards them."""
     return sum(p.numel() for part in parts for _, p in _trained(part)) // topology.tp
 
 
 def _activation_bytes(config: Config, parts: Sequence[Model], topology: Topology) -> int:
-    """Return an estimate of kept activations: 34 bytes per position and channel of a layer in two-byte formats.
+    """Estimate kept activations: 34 bytes per position, channel and layer in two-byte formats.
 
-    Source: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", equation 1 without
-    its attention matrix, which fused kernels do not keep; equation 4 for sequence parallelism (10 of the 34 are not
-    sharded by tensor parallelism alone). With activation checkpointing only the 2 bytes of a block's input.
+    Source: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models". Equation 1 without
+    its attention matrix, which fused kernels do not keep; equation 4 for sequence parallelism (tensor parallelism alone
+    leaves 10 bytes unsharded). With activation checkpointing, only a block's 2-byte input.
     """
     train = config.train
     scale = compute_dtype(config).itemsize / 2
@@ -294,7 +295,7 @@ def _headline(config: Config, topology: Topology, layout: Layout) -> str:
 
 
 def _trained_share(config: Config) -> str:
-    """Return how many parameters are trained, in words; empty if all are."""
+    """Describe how many parameters are trained. Empty if all are."""
     frozen = frozen_names(config.model, config.train.freeze)
     trained = [tensor for name, tensor in saved_tensors(config.model).items() if name not in frozen]
     count = sum(prod(tensor.shape) for tensor in trained)

@@ -1,4 +1,4 @@
-"""A lower bound of the memory of a run, in closed form, to refuse too large a model before it is built."""
+"""A closed-form lower bound on a run's memory, to refuse too large a model before building it."""
 
 from __future__ import annotations
 
@@ -18,20 +18,19 @@ from trainer.optim.table import state_tensors
 from trainer.parallel.topology import ACCELERATORS
 
 _GIB = 1 << 30
-_FLOAT_BYTES = 4  # of weights and gradients
+_FLOAT_BYTES = 4  # per weight or gradient
 _TOKEN_BYTES = 8
-_GPU_NODES = (Path("/dev/nvidiactl"), Path("/dev/kfd"))  # of CUDA and ROCm
+_GPU_NODES = (Path("/dev/nvidiactl"), Path("/dev/kfd"))  # CUDA and ROCm
 
 
 def least_bytes(config: Config, world_size: int, *, is_host: bool = True) -> int:
-    """Return a lower bound of the average bytes of a rank of `world_size` at the end of an iteration.
+    """Return a lower bound on a rank's average bytes at an iteration's end, with `world_size` ranks.
 
-    Weights, gradients and moments of the trained weights, and the tokens of an iteration are counted. Activations are
-    not.
+    It counts weights, the trained weights' gradients and moments, and an iteration's tokens, but no activations.
 
     Args:
-        is_host: count the memory into which saves of the weights alone are rounded, and offloaded averages: on the host
-            with any device.
+        is_host: Also count memory for rounding weights-only saves, and offloaded averages. Both are on the host with
+            any device.
     """
     topology = topology_of(config, world_size)
     copies = topology.dp if config.parallel.zero_stage == 0 else topology.replicate
@@ -56,11 +55,11 @@ def least_bytes(config: Config, world_size: int, *, is_host: bool = True) -> int
 
 
 def host_bytes(meminfo: str, cgroup_limit: str = "max") -> int | None:
-    """Return the memory and swap of a host in bytes; None where the kernel does not report them.
+    """Return a host's memory and swap in bytes. None if the kernel does not report them.
 
     Args:
-        meminfo: the text of `/proc/meminfo`.
-        cgroup_limit: the text of the control group's `memory.max`.
+        meminfo: The text in `/proc/meminfo`.
+        cgroup_limit: The text in the control group's `memory.max`.
     """
     sizes = {name: int(kib) << 10 for name, kib in re.findall(r"^(\w+): +(\d+) kB$", meminfo, re.MULTILINE)}
     memory = sizes.get("MemTotal")
@@ -72,10 +71,10 @@ def host_bytes(meminfo: str, cgroup_limit: str = "max") -> int | None:
 
 
 def require_host_memory(config: Config, world_size: int, local_world_size: int) -> None:
-    """Refuse a run on CPUs whose state cannot fit into this host's memory and swap.
+    """Refuse a CPU run whose state cannot fit into this host's memory and swap.
 
     Raises:
-        ConfigError: naming both sizes.
+        ConfigError: It does not fit. The message names both sizes.
     """
     device = config.train.device
     if device in ACCELERATORS or (device == "auto" and any(exists(node) for node in _GPU_NODES)):
@@ -88,13 +87,14 @@ def require_host_memory(config: Config, world_size: int, local_world_size: int) 
 def require_memory(
     config: Config, world_size: int, *, ranks: int, available_bytes: int, where: str, is_host: bool = True
 ) -> None:
-    """Refuse a run whose state cannot fit where `ranks` of its ranks share `available_bytes`.
+    """Refuse a run whose state cannot fit if `ranks` ranks share `available_bytes`.
 
     Args:
-        is_host: whether this is memory of a host, and not of a device.
+        where: The place to name in the error.
+        is_host: Whether this is host memory, not device memory.
 
     Raises:
-        ConfigError: naming both sizes.
+        ConfigError: It does not fit. The message names both sizes.
     """
     samples = max(batch_schedule_of(config.train).sizes)
     needed = ranks * least_bytes(config, world_size, is_host=is_host)
@@ -111,10 +111,10 @@ def require_memory(
 
 
 def out_of_memory(error: BaseException, config: Config, *, where: str) -> OutOfMemoryError | None:
-    """Return the error to raise where `error` is a failed allocation on a host or a device; None for any other.
+    """Return the error to raise for a failed allocation on a host or a device. None for any other error.
 
     Args:
-        where: the rank and its device.
+        where: The rank and its device.
     """
     text = str(error)
     is_host = isinstance(error, MemoryError) or "DefaultCPUAllocator" in text

@@ -1,1 +1,1 @@
-"""A run as it is built: the model, the optimizer, the data and the record."""
+"""A run as built: model, optimizer, data and record."""

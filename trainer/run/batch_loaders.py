@@ -1,4 +1,4 @@
-"""Builds the loaders of a rank's micro batches from the open data of a run."""
+"""Builds a rank's micro-batch loaders from a run's open data."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ValidData:
-    """This rank's validation data, and when a run evaluates; by default never.
+    """This rank's validation data, and when the run evaluates. By default it never does.
 
     Args:
-        interval: iterations from one evaluation to the next; 0 for none.
-        batches: opens an evaluation: per global batch the micro batches, int64 [b, seq_length + 1].
+        interval: Iterations between evaluations. 0 for none.
+        batches: Opens an evaluation, which yields each global batch's micro-batches, int64 [b, seq_length + 1].
     """
 
     interval: int = 0
@@ -42,10 +42,10 @@ class ValidData:
 
 
 def build_loaders(config: Config, cluster: Cluster, topology: Topology, data: RunData) -> tuple[BatchLoader, ValidData]:
-    """Return the loaders of this rank's training data and validation data.
+    """Return the loaders for this rank's training and validation data.
 
     Raises:
-        DataError: if a source has no sample.
+        DataError: A source has no sample.
     """
     train = config.train
     dp_rank = topology.coordinate(cluster.rank).dp
@@ -84,7 +84,7 @@ def build_loaders(config: Config, cluster: Cluster, topology: Topology, data: Ru
 
 
 def _build_blend(data: RunData, cluster: Cluster) -> Blend:
-    """Return the blend of the sources, and log the share of each."""
+    """Return the blend of all sources, and log each source's share."""
     blend = Blend([source.weight for source in data.train])
     if cluster.rank or len(data.train) == 1:
         return blend

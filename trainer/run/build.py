@@ -55,11 +55,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Course:
-    """What the source of a run's tensors has a say in.
+    """The parts of a run that the source of its tensors may change.
 
     Args:
-        description: the record of the run in its checkpoints.
-        saved_config: the `run_config.json` of its checkpoints; rank 0 alone knows the commit.
+        schedule: The learning-rate schedule.
+        train_data: The training data loader.
+        description: The run's record in its checkpoints.
+        saved_config: The `run_config.json` for its checkpoints. Only rank 0 knows the commit.
     """
 
     schedule: Schedule
@@ -70,15 +72,15 @@ class Course:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A run: its state, data, outputs, and control. It never changes.
+    """A run: its state, data, outputs, and control. Immutable.
 
     Args:
-        course: of its command, until `start.fill` has found that of its source.
-        model_files: the JSON files of a checkpoint by which transformers or PEFT opens it, by name.
-        tokenizer: the tokenizer files of a checkpoint by name, on rank 0; empty without a tokenizer or without saves.
-        spikes: looks for spikes; empty for a run that does not.
-        logs: the log of rank 0 once it is open.
-        mirrors: the process that uploads checkpoints, on the first rank of each host with a mirror.
+        course: The command's course, until `start.fill` finds its source's course.
+        model_files: JSON files in a checkpoint by which transformers or PEFT opens it, by name.
+        tokenizer: A checkpoint's tokenizer files by name, on rank 0. Empty without a tokenizer or without saves.
+        spikes: The spike detector. Empty if the run does not look for spikes.
+        logs: Rank 0's log once it is open.
+        mirrors: The process that uploads checkpoints, on each host's first rank with a mirror.
     """
 
     config: Config
@@ -103,11 +105,11 @@ class Run:
 
     @property
     def train_iters(self) -> int:
-        """Return the last iteration of the run, given the samples consumed so far."""
+        """Return the run's last iteration, given the samples consumed so far."""
         return self.last_iteration(self.state.progress)
 
     def last_iteration(self, progress: Progress) -> int:
-        """Return the last iteration of the run from a position on."""
+        """Return the run's last iteration, counted from a position."""
         train = self.config.train
         if train.train_samples is None:
             return train.train_iters
@@ -128,12 +130,12 @@ def build(
     """Build a run. Collective.
 
     Args:
-        inputs: what the configuration reads, open.
-        saves: the targets of the configuration.
-        signals: the signal handler; None for none.
-        times: of this start; None begins now.
-        control: of a run that goes on in another start; None for a new one.
-        environment_keys: dotted keys whose values come from the environment, which no checkpoint carries.
+        inputs: The opened inputs.
+        saves: The save targets.
+        signals: The signal handler, if any.
+        times: This start's times. None starts counting now.
+        control: The control for a run continuing in another start. None for a new run.
+        environment_keys: Dotted keys whose values come from environment variables. Checkpoints leave them out.
     """
     topology = topology_of(config, cluster.world_size)
     mesh = build_mesh(topology, cluster.device.type) if cluster.world_size > 1 else None
@@ -177,10 +179,10 @@ def build(
 
 
 def describe_alone(config: Config) -> tuple[Schedule, Json]:
-    """Return the schedule and the record of a run of a single process on a CPU, without building it.
+    """Return the schedule and record for a single-process run on a CPU, without building it.
 
     Raises:
-        TrainerError: if the data does not match the model.
+        TrainerError: The data does not match the model.
     """
     data = open_data_alone(config)
     schedule = resolve(config.schedule, length_of(config.train), config.optimizer.lr)
@@ -223,10 +225,10 @@ def _build_state(config: Config, stages: Sequence[Model], grid: Grid) -> Trainer
 
 
 def run_config(config: Config, *, with_commit: bool) -> Json:
-    """Return the `run_config.json` of a run's checkpoints.
+    """Return the `run_config.json` for a run's checkpoints.
 
     Args:
-        with_commit: ask git for the commit, which takes a process of its own.
+        with_commit: Ask git for the commit, which starts another process.
     """
     document = {"format": saved.FORMAT, "config": saved.saved_config(config), "versions": versions()}
     return {**document, "commit": source_commit() if with_commit else None}
@@ -244,7 +246,7 @@ def _build_control(config: Config, cluster: Cluster, signals: SignalHandler | No
 
 
 def launch_record(course: Course) -> Json:
-    """Return the description of a launch: its topology, settings, environment and software, and rank 0's host."""
+    """Describe a launch: its topology, settings, environment and software, and rank 0's host."""
     saved_config, description = course.saved_config, course.description
     return {
         "host": platform.node(),
@@ -257,7 +259,7 @@ def launch_record(course: Course) -> Json:
 
 
 def build_log(run: Run) -> RunLog:
-    """Return the log of a filled run, on rank 0."""
+    """Return a filled run's log, on rank 0."""
     config, cluster = run.config, run.cluster
     peak = peak_flops(device_name(cluster.device))
     flops = families.flops_per_token(config.model, config.train.seq_length)

@@ -1,6 +1,6 @@
-"""Fits stored weights to another model than the saved: of another dtype, with other tables, or parts of them.
+"""Adapts stored weights to a model with another dtype or other table sizes, or loads a subset.
 
-Only a run from weights alone does so: with the optimizer's state, each tensor has its saved form.
+Only weights-only loads do so: with optimizer state, each tensor has its saved form.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from reprise.tensors import LiveTensor, torch_dtype
 from trainer.config.checkpoint import CheckpointSection, NewRows
 from trainer.run.random import fill_initial_values
 
-# Fields of a model that decide on the rows of its tables and on nothing else.
+# Model fields that set only the row counts of its tables.
 TABLE_SIZES = ("vocab_size", "max_position_embeddings")
-# The memory for rows that are read for their mean.
+# Bytes for rows read at once to compute their mean.
 _ROWS_BYTES = 64 << 20
 
-# Dtypes that need no line.
-_KEPT = {"float32"}
+# Dtypes without a log line.
+_UNCAST = {"float32"}
 
 Read = Callable[[LiveTensor], object]
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """The allowed differences of stored weights from the tensors to fill.
+    """The allowed differences between stored weights and the tensors to fill.
 
     Args:
-        casts: whether numbers of another floating-point dtype become float32.
-        rows: for each table with an allowed difference in rows, the stored number of rows, by name.
-        new_rows: the values of rows beyond the stored rows.
-        patterns: shell patterns for the names of the tensors to load; empty for all.
+        casts: Whether other floating-point dtypes are cast to float32.
+        rows: Stored row counts by name, for tables with an allowed difference in rows.
+        new_rows: Values for rows beyond the stored ones.
+        patterns: Shell patterns for the names of tensors to load. Empty loads all.
     """
 
     casts: bool = False
@@ -49,21 +49,21 @@ class Fit:
 
     @staticmethod
     def of(section: CheckpointSection, saved: ModelConfig, model: ModelConfig) -> Fit:
-        """Return the fit between the saved model and the configured model allowed by a configuration.
+        """Return the differences that a configuration allows between the saved and the configured model.
 
         Args:
-            section: as it applies to the load: of a run resumed from its own checkpoint, without `finetune`.
+            section: Settings as they apply to the load: without `finetune` if a run resumes from its own checkpoint.
         """
         rows = _stored_rows(saved, model) if section.finetune and section.resize else {}
         patterns = tuple(section.partial) if section.finetune else ()
         return Fit(section.loads_weights_alone, rows, section.new_rows, patterns)
 
     def selects(self, name: str) -> bool:
-        """Return whether a tensor is to be loaded."""
+        """Return whether to load a tensor."""
         return not self.patterns or any(fnmatch.fnmatchcase(name, pattern) for pattern in self.patterns)
 
     def stored(self, spec: TensorSpec, place: Place | None) -> TensorSpec:
-        """Return the form in which a tensor of the model must be stored."""
+        """Return the form in which a model's tensor must be stored."""
         if place is not None and self.casts and torch_dtype(place.spec.dtype).is_floating_point:
             spec = replace(spec, dtype=place.spec.dtype)
         if spec.name in self.rows:
@@ -71,11 +71,11 @@ class Fit:
             spec = replace(spec, shape=shape, view=shape)
         return spec
 
-    def left(self, names: Sequence[str]) -> list[str]:
-        """Return the tensors of a model with their initial values kept.
+    def unselected(self, names: Sequence[str]) -> list[str]:
+        """Return the names of tensors keeping their initial values.
 
         Raises:
-            MismatchError: for a pattern without a match.
+            MismatchError: A pattern has no match.
         """
         unused = [p for p in self.patterns if not any(fnmatch.fnmatchcase(name, p) for name in names)]
         if unused:
@@ -88,34 +88,34 @@ class Fit:
 
 
 class Fitting:
-    """The fit of a rank's live tensors to the places of their stored weights.
+    """A rank's live tensors, matched to their stored weights.
 
     Args:
-        live: the tensors to fill; tensors with values of their own have them before `finish`.
-        places: the place of each selected tensor by name, as stored.
+        live: The tensors to fill. Tensors that are not loaded must have their values before `finish`.
+        places: Each selected tensor's stored place, by name.
     """
 
     def __init__(self, fit: Fit, live: Sequence[LiveTensor], places: Mapping[str, Place]) -> None:
         self._fit, self._places = fit, places
         selected = [tensor for tensor in live if fit.selects(tensor.spec.name)]
         self._pairs = [(tensor, self._request(tensor)) for tensor in selected]
-        self.left_count = len(live) - len(selected)
+        self.unloaded_count = len(live) - len(selected)
 
     @property
     def requests(self) -> list[LiveTensor]:
-        """Return the tensors to fill from the files, in the stored form."""
+        """Return the tensors to fill from the files, in stored form."""
         return [request for _, request in self._pairs]
 
     def notes(self, names: Sequence[str], *, where: object) -> list[str]:
-        """Return log lines on every tensor of `names` not loaded, or loaded in part."""
+        """Return log lines about tensors in `names` not loaded, or loaded in part."""
         lines, fit = [], self._fit
-        if unloaded := fit.left(names):
+        if unloaded := fit.unselected(names):
             verb = "keeps" if len(unloaded) == 1 else "keep"
             tensors = f"{count_of(len(unloaded), 'tensor')} {verb} initial values: {', '.join(unloaded)}"
             lines.append(f"not loaded from {where}, {tensors}")
         for name in (name for name in fit.rows if fit.selects(name)):
             lines.append(f"{name}: {fit.rows[name]} rows of {where} are kept by number, new rows: {fit.new_rows.value}")
-        cast = sorted({str(p.spec.dtype) for n, p in self._places.items() if fit.selects(n) and fit.casts} - _KEPT)
+        cast = sorted({str(p.spec.dtype) for n, p in self._places.items() if fit.selects(n) and fit.casts} - _UNCAST)
         if cast:
             lines.append(f"cast to float32 from {', '.join(cast)}: {where}")
         return lines
@@ -124,7 +124,7 @@ class Fitting:
         """Move the filled values into the live tensors, and fill new rows.
 
         Args:
-            read: fills a tensor, in the stored form, from the files.
+            read: Fills a tensor, in stored form, from the files.
         """
         with torch.no_grad():
             for tensor, request in self._pairs:
@@ -152,7 +152,7 @@ class Fitting:
         return replace(tensor, spec=stored, box=box, local=local)
 
     def _fill_mean(self, tensor: LiveTensor, request: LiveTensor, read: Read) -> None:
-        """Fill the rows beyond the stored ones with the mean of all stored rows, the same bits on every rank."""
+        """Fill rows beyond the stored ones with the mean over all stored rows, with the same bits on every rank."""
         new = tensor.local.narrow(0, request.box.shape[0], tensor.box.shape[0] - request.box.shape[0])
         if tensor.spec.name not in self._fit.rows or not new.numel():
             return
@@ -171,14 +171,14 @@ class Fitting:
 
 
 def fill_unstored(fit: Fit, live: Sequence[LiveTensor], model: ModelConfig, seed: int) -> None:
-    """Fill the tensors outside a fit, and those with new rows, with the initial values of a fresh run."""
-    keeping = [tensor for tensor in live if not fit.selects(tensor.spec.name) or tensor.spec.name in fit.rows]
-    if keeping:
-        fill_initial_values(keeping, families.initial_values(model), seed)
+    """Fill unselected tensors, and tables with new rows, with a fresh run's initial values."""
+    unloaded = [tensor for tensor in live if not fit.selects(tensor.spec.name) or tensor.spec.name in fit.rows]
+    if unloaded:
+        fill_initial_values(unloaded, families.initial_values(model), seed)
 
 
 def _stored_rows(saved: ModelConfig, model: ModelConfig) -> dict[str, int]:
-    """Return the stored number of rows of every table whose number differs, by name."""
+    """Return the stored row count for every table whose count differs, by name."""
     same = replace(model, **{name: getattr(saved, name) for name in TABLE_SIZES})
     saved_tensors, tensors = families.stored_tensors(same), families.stored_tensors(model)
     return {name: saved_tensors[name].shape[0] for name in tensors if saved_tensors[name].shape != tensors[name].shape}

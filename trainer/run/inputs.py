@@ -1,6 +1,6 @@
-"""Opens the other inputs of a run besides its source of tensors: token files, tokenizer, the prompt of its samples.
+"""Opens a run's inputs other than its tensor source: token files, tokenizer, and sampling prompt.
 
-All are read before a lock is taken: a run without one of them leaves nothing behind.
+All are read before a lock is taken, so a run without an input leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from trainer.run.run_data import RunData, open_data
 
 @dataclass(frozen=True, slots=True)
 class RunInputs:
-    """The open inputs of a run on one rank.
+    """A run's open inputs on a rank.
 
     Args:
-        tokenizer: the tokenizer files of a checkpoint by name, on rank 0; empty without a tokenizer or without saves.
+        tokenizer: A checkpoint's tokenizer files by name, on rank 0. Empty without a tokenizer or without saves.
     """
 
     data: RunData
@@ -35,13 +35,13 @@ class RunInputs:
 
 
 def open_inputs(config: Config, cluster: Cluster, *, is_evaluation: bool = False) -> RunInputs:
-    """Open the inputs of a run, the same on all ranks. Collective.
+    """Open a run's inputs, the same on all ranks. Collective.
 
     Args:
-        is_evaluation: see `open_data`.
+        is_evaluation: See `open_data`.
 
     Raises:
-        TrainerError: on every rank, if the data does not match the model or a tokenizer cannot be read.
+        TrainerError: The data does not match the model, or a tokenizer cannot be read. Every rank raises.
     """
     data = open_data(config, cluster, is_evaluation=is_evaluation)
     train, valid = build_loaders(config, cluster, topology_of(config, cluster.world_size), data)
@@ -50,7 +50,7 @@ def open_inputs(config: Config, cluster: Cluster, *, is_evaluation: bool = False
 
 
 def _build_sampler(config: Config, cluster: Cluster) -> Sampler:
-    """Open the tokenizer on rank 0, and broadcast the tokens of the prompt."""
+    """Open the tokenizer on rank 0, and broadcast the prompt tokens."""
     train = config.train
     decode: Callable[[Sequence[int]], str] = str
 
@@ -73,16 +73,16 @@ def _build_sampler(config: Config, cluster: Cluster) -> Sampler:
 
 
 def _read_tokenizer(config: Config, cluster: Cluster) -> dict[str, bytes]:
-    """Read the tokenizer for every checkpoint, once, on rank 0."""
+    """Read the tokenizer on rank 0, once for all checkpoints."""
     with cluster.channel.agreed("tokenizer"):
         return tokenizer_of(config) if cluster.rank == 0 and save_folder(config.checkpoint) is not None else {}
 
 
 def tokenizer_of(config: Config) -> dict[str, bytes]:
-    """Return the files of the tokenizer of a run by name; empty if it has none.
+    """Return a run's tokenizer files by name. Empty if it has no tokenizer.
 
     Raises:
-        DataError: if it cannot be read.
+        DataError: The tokenizer cannot be read.
     """
     model = config.model
     return tokenizer_files(

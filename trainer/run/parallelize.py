@@ -85,12 +85,12 @@ def build_stage(
             block.compile()
     if mesh is not None and topology.dp > 1:
         block_dtype, rest_dtype = gathered_dtypes(config, topology)
-        # Lanes add over copies in a tree of their own.
+        # Lanes add over copies in their own tree.
         shares_mean = topology.replicate > 1 and lanes_of(config) is None
         data_mesh = mesh["replicate", "dp"] if shares_mean else mesh["dp"]
         zero_stage = config.parallel.zero_stage
         data.shard(model, blocks, data_mesh, zero_stage=zero_stage, compute_dtype=block_dtype, rest_dtype=rest_dtype)
-    # Like `to_empty`, whose `empty_like` of a meta tensor imports sympy: 0.3 s of a start.
+    # Like `to_empty`, whose `empty_like` imports sympy for a meta tensor, which delays a start by 0.3 s.
     model._apply(lambda like: with_memory(like, _empty(local_of(like), device)))  # type: ignore[no-untyped-call]
     model.tie_weights()
     for parameter in model.parameters():
@@ -99,7 +99,7 @@ def build_stage(
 
 
 def _shards(config: Config, mesh: DeviceMesh | None) -> Shards:
-    """Return the virtual shards of `parallel.invariant_tensor_ranks`, over a tensor-parallel mesh or on one rank."""
+    """Return the virtual shards for `parallel.invariant_tensor_ranks`, over a tensor-parallel mesh if there is one."""
     from trainer.parallel.shard_sums import Shards
 
     parallel = config.parallel
@@ -109,7 +109,7 @@ def _shards(config: Config, mesh: DeviceMesh | None) -> Shards:
 
 
 def _freeze(model: Model, names: Collection[str]) -> None:
-    """Let no gradient be computed for the parameters with these stored names. Before FSDP2, which groups by it."""
+    """Disable gradients for parameters with these stored names. Comes before FSDP2, which groups parameters by it."""
     stored = families.aliases(model.config)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(stored.get(name, name) not in names)
@@ -120,12 +120,12 @@ def _empty(like: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def gathered_dtypes(config: Config, topology: Topology) -> tuple[torch.dtype, torch.dtype]:
-    """Return the dtypes in which FSDP2 gathers the parameters of the blocks, and all other parameters.
+    """Return the dtypes in which FSDP2 gathers the blocks' parameters, and all other parameters.
 
-    With `invariant_ranks`, gradients must be rounded where a single rank rounds them. A weight used once by a micro
-    batch has a single rounding in either case. The gradient of a table adds rows, and tensor parallelism adds the
-    gradients of norms over ranks; a single rank does both in float32. A compiled block of a single rank has the cast of
-    its weights inside, where the compiler may leave out the rounding.
+    With `invariant_ranks`, gradients must be rounded where a single rank rounds them. A weight used once per
+    micro-batch is rounded once in either case. A table's gradient adds rows, and tensor parallelism adds norm gradients
+    over ranks; a single rank does both in float32. A block compiled for a single rank casts its weights inside, where
+    the compiler may omit the rounding.
     """
     dtype = compute_dtype(config)
     if config.parallel.invariant_ranks == 0:
@@ -135,7 +135,7 @@ def gathered_dtypes(config: Config, topology: Topology) -> tuple[torch.dtype, to
 
 
 def build_grid(topology: Topology, mesh: DeviceMesh | None) -> Grid:
-    """Return the grid of the ranks with the same stages as this rank."""
+    """Return the grid of ranks with the same stages as this rank."""
     if mesh is None:
         return Grid.flat(1)
     return stage_grid(topology, mesh.get_local_rank("pp"))
@@ -144,7 +144,7 @@ def build_grid(topology: Topology, mesh: DeviceMesh | None) -> Grid:
 def build_context(
     config: Config, state: TrainerState, *, topology: Topology, mesh: DeviceMesh | None, cluster: Cluster
 ) -> ParallelContext:
-    """Return the parallel context of a run. A collective call."""
+    """Return a run's parallel context. Collective."""
     place = topology.coordinate(cluster.rank)
     tensor_mesh = mesh["tp"] if mesh is not None and topology.tp > 1 else None
     loss = _loss(config, tensor_mesh)
@@ -195,7 +195,7 @@ def _loss(config: Config, mesh: DeviceMesh | None) -> Callable[[torch.Tensor, to
 
         return functools.partial(virtual_shards.cross_entropy, shards=_shards(config, mesh))
     if mesh is None:
-        # A compiled loss makes no float32 copies of the logits, the largest activation.
+        # A compiled loss avoids float32 copies of the logits, the largest activation.
         return torch.compile(token_loss) if config.train.compile else token_loss
     from trainer.parallel import tensor
 
@@ -247,7 +247,7 @@ def _build_pipeline(
 
 
 def _grad_norm_shares(config: Config, state: TrainerState, topology: Topology, rank: int) -> list[NormShare]:
-    """Return this rank's parameters in the gradient norm. The last stage's copy of a tied parameter does not count."""
+    """Return this rank's parameters in the gradient norm, without the last stage's copy of a tied parameter."""
     replicas = {
         tensor.spec.name: tensor.replicas for tensor in state.shards(with_optimizer=False) if not tensor.is_copy
     }
@@ -267,21 +267,21 @@ def _grad_norm_shares(config: Config, state: TrainerState, topology: Topology, r
 
 
 def compute_dtype(config: Config) -> torch.dtype:
-    """Return the dtype of activations and matrix products."""
+    """Return the dtype for activations and matrix products."""
     dtype: torch.dtype = getattr(torch, config.train.dtype.value)
     return dtype
 
 
 def check_tied_copies(state: TrainerState, embedding_group: dist.ProcessGroup | None) -> None:
-    """Compare the digests of both copies of a tied embedding, weights and optimizer state.
+    """Compare digests of a tied embedding's two copies, including weights and optimizer state.
 
-    A collective call of `embedding_group`.
+    Collective over `embedding_group`.
 
     Args:
-        embedding_group: the group of the first and last stage; None skips the check.
+        embedding_group: Process group with the first and last stage. None skips the check.
 
     Raises:
-        CheckpointError: on both stages, if the copies differ: a checkpoint would hold only the first.
+        CheckpointError: The copies differ: a checkpoint would hold only the first. Both stages raise.
     """
     if embedding_group is None:
         return

@@ -1,4 +1,4 @@
-"""Randomness as a function of its purpose: a resume needs no state of a generator."""
+"""Randomness derived from its purpose, so a resume needs no generator state."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ import xxhash
 from models.config import Initial, InitialKind
 from reprise.tensors import LiveTensor
 
-# Rows of a tensor that are drawn together; a rank draws only the blocks that overlap its box.
+# Tensor rows drawn together. A rank draws only the blocks overlapping its box.
 ROWS_PER_BLOCK = 64
 
 
 def dropout_key(seed: int, iteration: int, *, micro_batch: int) -> int:
-    """Return the key from which every dropout site of a forward pass derives its seed; 63 bits, to fit int64.
+    """Return the key from which a forward pass's dropout sites derive their seeds. It has 63 bits, to fit int64.
 
     Args:
-        micro_batch: its number in the iteration, over all ranks: masks are independent of the number of ranks.
+        micro_batch: Its number in the iteration, over all ranks, so masks do not depend on the rank count.
     """
-    # The third word was once a rank; it stays, so that runs of one rank keep their masks.
+    # The third word was once a rank. It stays 0, so single-rank runs keep their masks.
     return xxhash.xxh3_64_intdigest(struct.pack("<4q", seed, iteration, 0, micro_batch)) >> 1
 
 
@@ -54,8 +54,8 @@ def _fill_random(tensor: LiveTensor, rule: Initial, seed: int) -> None:
     for block in range(lo // ROWS_PER_BLOCK, -(-hi // ROWS_PER_BLOCK)):
         start = block * ROWS_PER_BLOCK
         count = min(ROWS_PER_BLOCK, rows - start)
-        # A counter-based generator with a key of 128 bits: torch's on the CPU keeps 32 bits of a seed, too few for the
-        # blocks of a large model to differ from each other.
+        # A counter-based generator with a 128-bit key: torch's CPU generator keeps 32 seed bits, too few for a large
+        # model's blocks to differ from each other.
         generator = Generator(Philox(key=xxhash.xxh3_128_intdigest(prefix + struct.pack("<q", block))))
         if rule.kind is InitialKind.normal:
             values = torch.from_numpy(generator.standard_normal((count, *row_shape), dtype=np.float32)).mul_(rule.std)

@@ -1,8 +1,8 @@
-"""Opens the token files of a run on every rank, and ends the run if two hosts have different tokens.
+"""Opens a run's token files on every rank, and ends the run if two hosts have different tokens.
 
-One rank of each host computes the digests of its files. The other ranks of the host use its result if they see the same
-files. All of this runs before the state is built, with its own time limit, because reading the tokens may take longer
-than `train.distributed_timeout_minutes`. A missing heartbeat reports a rank's death meanwhile.
+A rank on each host computes its files' digests. The host's other ranks use the result if they see the same files. All
+of this runs before the state is built, with its own timeout, because reading the tokens may take longer than
+`train.distributed_timeout_minutes`. Meanwhile, a missing heartbeat reports a rank's death.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ from trainer.data.token_file import TokenFile, open_token_file, open_token_files
 from trainer.launch.process_group import Cluster
 
 _DATA_TIMEOUT_S = 24 * 3600.0
-# Openers of files with an index; all others have the header of token files.
+# Openers for files with an index. All others have a token file header.
 _OPENERS = {DataKind.megatron: open_indexed_file, DataKind.datatrove: open_datatrove_file}
 _VALID = "data.valid"
-# Of the tokens and of the borders of documents, by the key of a source or of the validation data.
+# Fingerprints of tokens and of document boundaries, by the key for a source or the validation data.
 Fingerprints = Mapping[str, tuple[str, str | None]]
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A source of training data: its open files, their fingerprint, and its weight.
+    """A training data source: its open files, their fingerprint, and its weight.
 
     Args:
-        documents: the fingerprint of the borders of its documents; None where no sample depends on them.
+        documents: Fingerprint of its document boundaries. None if no sample depends on them.
     """
 
     files: Sequence[TokenFile]
@@ -61,13 +61,13 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class RunData:
-    """The open token files of a run, with the same tokens on every rank.
+    """A run's open token files, with the same tokens on every rank.
 
     Args:
-        train: the sources of training data, in order of their fingerprints.
-        valid: empty if the run never evaluates.
-        valid_fingerprint: of the validation data; None if the run never evaluates.
-        marks: the documents of `data.document_mask`; None without it.
+        train: Training data sources, in fingerprint order.
+        valid: Validation files. Empty if the run never evaluates.
+        valid_fingerprint: The validation data's fingerprint. None if the run never evaluates.
+        marks: The documents for `data.document_mask`. None without it.
     """
 
     train: Sequence[Source]
@@ -77,29 +77,29 @@ class RunData:
 
     @property
     def fingerprint(self) -> str:
-        """Return the fingerprint of the training data, without the weights of its sources."""
+        """Return the training data's fingerprint, without its sources' weights."""
         return fingerprint_of_sources([source.fingerprint for source in self.train])
 
     @property
     def documents(self) -> str | None:
-        """Return the fingerprint of the borders of all documents; None where no sample depends on them."""
+        """Return the fingerprint of all document boundaries. None if no sample depends on them."""
         fingerprints = [source.documents for source in self.train if source.documents is not None]
         return fingerprint_of_sources(fingerprints) if fingerprints else None
 
     @property
     def weights(self) -> dict[str, Fraction]:
-        """Return the share of each source of training data by its fingerprint."""
+        """Return each training data source's share, by its fingerprint."""
         return {source.fingerprint: source.weight for source in self.train}
 
 
 @dataclass(frozen=True, slots=True)
 class _OpenFiles:
-    """The open files of a rank.
+    """A rank's open files.
 
     Args:
-        sides: by the key of a source or of the validation data; training data first.
-        weights: of the sources by key.
-        marks: the documents of `data.document_mask`; None without it.
+        sides: Files by the key for a source or the validation data. Training data comes first.
+        weights: The sources' weights by key.
+        marks: The documents for `data.document_mask`. None without it.
     """
 
     sides: Mapping[str, Sequence[TokenFile]]
@@ -107,17 +107,17 @@ class _OpenFiles:
     marks: DocumentMarks | None
 
     def __iter__(self) -> Iterator[tuple[str, TokenFile]]:
-        """Yield each file behind its key."""
+        """Yield each file after its key."""
         return ((key, file) for key, files in self.sides.items() for file in files)
 
 
 @dataclass(frozen=True, slots=True)
 class _FileReport:
-    """What a rank of a host reports of a file to rank 0.
+    """A rank's report about a file on its host, for rank 0.
 
     Args:
-        key: of its source, or of the validation data.
-        documents: the digest of the borders of its documents; empty where no sample depends on them.
+        key: The key for its source, or for the validation data.
+        documents: Digest of its document boundaries. Empty if no sample depends on them.
     """
 
     key: str
@@ -126,7 +126,7 @@ class _FileReport:
     documents: str
 
     def __str__(self) -> str:
-        """Return what must be equal on all hosts, behind the path."""
+        """Return the path, followed by everything that must be equal on all hosts."""
         borders = f" and {self.documents} of its documents' borders" if self.documents else ""
         digest = self.digest
         size = f"{digest.token_bytes} bytes of {digest.dtype}"
@@ -134,16 +134,17 @@ class _FileReport:
 
 
 def open_data(config: Config, cluster: Cluster, *, is_evaluation: bool = False) -> RunData:
-    """Open the files and check that all hosts have the same tokens. Collective.
+    """Open the files, and check that all hosts have the same tokens. Collective.
 
     Args:
-        is_evaluation: open the validation data alone, which then is the training data too.
+        is_evaluation: Open only the validation data, which then is the training data too.
 
     Raises:
-        TrainerError: on every rank, if the data does not match the model or differs on a host; names host and file.
+        TrainerError: The data does not match the model or differs between hosts. The message names host and file. Every
+            rank raises.
     """
     channel, report = cluster.channel.clone(_DATA_TIMEOUT_S), b""
-    with channel.agreed("data"):  # rank 0 first alone, so that the others find the prepared files and the digests
+    with channel.agreed("data"):  # rank 0 goes first, so the others find prepared files and digests
         if cluster.rank == 0:
             files = _open(config, is_evaluation=is_evaluation)
             report = _encode(_reports(files, config))
@@ -165,20 +166,20 @@ def open_data(config: Config, cluster: Cluster, *, is_evaluation: bool = False) 
 
 
 def open_data_alone(config: Config) -> RunData:
-    """Return the data of a program without ranks.
+    """Return the data for a program without ranks.
 
     Raises:
-        TrainerError: if the data does not match the model.
+        TrainerError: The data does not match the model.
     """
     files = _open(config)
     return _run_data(files, _fingerprints(_reports(files, config)))
 
 
 def _run_data(files: _OpenFiles, fingerprints: Fingerprints) -> RunData:
-    """Return the data with the sources in order of their fingerprints, and weights that sum to 1.
+    """Return the data with its sources in fingerprint order, and weights summing to 1.
 
     Raises:
-        DataError: if two sources have the same tokens.
+        DataError: Two sources have the same tokens.
     """
     total, sources = sum(files.weights.values()), list[Source]()
     for key, weight in files.weights.items():
@@ -198,12 +199,12 @@ def _run_data(files: _OpenFiles, fingerprints: Fingerprints) -> RunData:
 
 
 def data_cache(config: Config) -> Path:
-    """Return the folder of prepared data."""
+    """Return the folder for prepared data."""
     return Path(config.data.cache) if config.data.cache else default_cache(os.environ, Path.home())
 
 
 def _open(config: Config, *, is_evaluation: bool = False) -> _OpenFiles:
-    """Open the files of both sides, and prepare them if they do not exist."""
+    """Open training and validation files, and prepare them if they do not exist."""
     cache, weights, paths, valid = data_cache(config), dict[str, Fraction](), dict[str, Sequence[Path]](), list[Path]()
     corpora = list[Corpus]()
     is_valid_alone = is_evaluation and config.data.kind in TOKEN_KINDS
@@ -229,10 +230,10 @@ def _open(config: Config, *, is_evaluation: bool = False) -> _OpenFiles:
 
 
 def _marks(config: Config, corpus: Corpus) -> DocumentMarks:
-    """Return where documents end: by `data.end_of_text`, the index, or the tokenizer.
+    """Return how documents end: by `data.end_of_text`, the index, or the tokenizer.
 
     Raises:
-        DataError: if the tokenizer cannot be read, or the model does not have the token.
+        DataError: The tokenizer cannot be read, or the model lacks the token.
     """
     data, token = config.data, config.data.end_of_text
     if token is None and data.kind in INDEXED_KINDS:
@@ -260,7 +261,7 @@ def _check_vocabulary(corpus: Corpus, vocab_size: int) -> None:
 
 
 def _reports(files: _OpenFiles, config: Config) -> list[_FileReport]:
-    """Return the digests of the files, after checking every token against the model's vocabulary."""
+    """Check every token against the model's vocabulary, and return the files' digests."""
     cache, read_again, reports = data_cache(config), config.data.verify is DigestSource.full, list[_FileReport]()
     has_tables = uses_index(files.marks, per_document=config.data.samples is SampleCut.per_document)
     for key, file in files:
@@ -283,13 +284,13 @@ def _encode(reports: Sequence[_FileReport]) -> bytes:
 
 
 def _decode(data: bytes) -> tuple[str, list[_FileReport]]:
-    """Return the name of a host and what it reports of its files."""
+    """Return a host's name and its file reports."""
     host, tables = json.loads(data)
     return host, [_FileReport(**{**table, "digest": TokenDigest(**table["digest"])}) for table in tables]
 
 
 def _host_ranks(channel: StoreChannel, cluster: Cluster, files: _OpenFiles) -> list[int]:
-    """Return the first rank of each group of ranks with a common view of files on a host; rank 0 is among them."""
+    """Return each host's first rank for every distinct view of the files. Includes rank 0."""
     host = (cluster.local_ranks or (cluster.rank,))[0]
     groups = channel.gather("data/groups", f"{host} {_identity(files)}".encode())
     ranks: list[int] = channel.from_first("data/host_ranks", lambda: sorted({groups.index(group) for group in groups}))
@@ -297,7 +298,7 @@ def _host_ranks(channel: StoreChannel, cluster: Cluster, files: _OpenFiles) -> l
 
 
 def _identity(files: _OpenFiles) -> str:
-    """Return a digest of the identity of the files on this host, and of their sources."""
+    """Return a digest identifying the files on this host, and their sources."""
     hasher = xxhash.xxh3_64()
     for key, file in files:
         if isinstance(file, ModuleFile):
@@ -310,7 +311,7 @@ def _identity(files: _OpenFiles) -> str:
 
 
 def _fingerprints(reports: Sequence[_FileReport]) -> Fingerprints:
-    """Return the fingerprints of each source of training data and of the validation data, as far as there is any."""
+    """Return each training source's fingerprints, and the validation data's if there is any."""
     fingerprints = {}
     for key, group in itertools.groupby(reports, attrgetter("key")):
         files = list(group)
@@ -320,10 +321,10 @@ def _fingerprints(reports: Sequence[_FileReport]) -> Fingerprints:
 
 
 def _refuse_difference(hosts: Mapping[int, tuple[str, Sequence[_FileReport]]]) -> None:
-    """Refuse other data on a host than on that of rank 0, naming the host and the first different file.
+    """Refuse a host whose data differs from rank 0's host, naming it and the first different file.
 
     Raises:
-        DataError: a file has other tokens or documents, or belongs to another source.
+        DataError: A file has other tokens or documents, or belongs to another source.
     """
     first_host, first = hosts[0]
     for rank, (host, reports) in hosts.items():

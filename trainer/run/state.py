@@ -1,4 +1,4 @@
-"""The state of a run (model, optimizer and progress) and the enumeration of its tensors."""
+"""A run's state (model, optimizer and progress), and the enumeration of its tensors."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from trainer.optim.average import finish_move, keep_average
 from trainer.optim.table import state_tensors
 from trainer.schedules.progress import Progress
 
-# The bytes of which every address that torch allocates on a CPU is a multiple (c10, `core/alignment.h`).
+# torch aligns CPU memory to this many bytes (c10, `core/alignment.h`).
 _ALIGNMENT = 64
 
 
 @dataclass(frozen=True, slots=True)
 class ModelPart:
-    """A stage of the model and its optimizer; a rank has a part for each virtual stage."""
+    """A model stage and its optimizer. A rank has a part per virtual stage."""
 
     model: Model
     optimizer: torch.optim.Optimizer
@@ -47,7 +47,7 @@ class ModelPart:
 
 @dataclass(frozen=True, slots=True)
 class _Enumerated:
-    """The tensors of a state, valid while `marks` equals the state's `memory_marks`."""
+    """A state's tensors, valid while `marks` equals the state's `memory_marks`."""
 
     marks: tuple[Marks, ...]
     specs: tuple[TensorSpec, ...]
@@ -60,9 +60,9 @@ class TrainerState:
     """All state changed by training.
 
     Args:
-        grid: the ranks with the same stages as this rank.
-        frozen: the stored names of the unchanged parameters.
-        averages: whether there is a moving average of each parameter.
+        grid: The ranks with the same stages as this rank.
+        frozen: Stored names of the frozen parameters.
+        averages: Whether each parameter has a moving average.
     """
 
     config: ModelConfig
@@ -75,12 +75,12 @@ class TrainerState:
     _enumerated: dict[bool, _Enumerated] = field(default_factory=dict, repr=False)
 
     def shards(self, *, with_optimizer: bool = True) -> Iterator[LiveTensor]:
-        """Yield this rank's part of every tensor of a checkpoint, under its name on disk.
+        """Yield this rank's part of every checkpoint tensor, under its name on disk.
 
-        Saving reads the parts, loading fills them. The base beneath adapters is not among them.
+        A save reads the parts, and a load fills them. The base beneath adapters is not among them.
 
         Raises:
-            CheckpointError: for a trainable parameter without optimizer state.
+            CheckpointError: A trainable parameter has no optimizer state.
         """
         is_base = {TensorKind.MODEL} if self.config.is_adapted else set()
         self.finish_averages()
@@ -91,14 +91,14 @@ class TrainerState:
             _refuse_unknown(part)
 
     def base_shards(self) -> Iterator[LiveTensor]:
-        """Yield this rank's part of every tensor beneath adapters, which no checkpoint of the run holds."""
+        """Yield this rank's part of every tensor beneath adapters. The run's checkpoints do not hold them."""
         for part in self.parts if self.config.is_adapted else ():
             for tensor in self._live(part, None):
                 if tensor.spec.kind is TensorKind.MODEL:
                     yield tensor
 
     def finish_averages(self) -> None:
-        """Wait until the moving averages are those of the last step."""
+        """Wait until the moving averages include the last step."""
         for part in self.parts if self.averages else ():
             finish_move(part.optimizer)
 
@@ -122,11 +122,11 @@ class TrainerState:
         syncs: tuple[Callable[[], None], ...] = (),
         notes: tuple[Callable[[], None], ...] = (),
     ) -> Contents:
-        """Return the contents of a checkpoint. `specs` and `live` are the same objects until a tensor moves.
+        """Return a checkpoint's contents. `specs` and `live` stay the same objects until a tensor moves.
 
         Args:
-            syncs: see `Contents`.
-            notes: see `Contents`.
+            syncs: See `Contents`.
+            notes: See `Contents`.
         """
         optimizers = tuple(part.optimizer for part in self.parts)
         self.finish_averages()
@@ -155,15 +155,15 @@ def build_part(
     ema_decay: float = 0.0,
     ema_offload: bool = False,
 ) -> ModelPart:
-    """Return a stage and its optimizer, in memory laid out so that saving needs no copy. Values are kept.
+    """Return a stage and its optimizer, in memory laid out for saving without copies. Values are kept.
 
     Args:
-        grid: the ranks with the stage.
-        file_bytes: the size at which a file of a checkpoint is full.
-        frozen: the stored names of the unchanged parameters.
-        is_invariant: see `optim.build_optimizer`.
-        ema_decay: of a moving average of each parameter; 0 for none.
-        ema_offload: whether the averages lie in the host's memory.
+        grid: The ranks with the stage.
+        file_bytes: Maximum data bytes per checkpoint file.
+        frozen: Stored names of the frozen parameters.
+        is_invariant: See `optim.build_optimizer`.
+        ema_decay: Decay rate for each parameter's moving average. 0 for no averages.
+        ema_offload: Whether the averages lie in host memory.
     """
     averages = ema_decay > 0
     specs = tuple(checkpoint_specs(config, section, frozen, averages=averages))
@@ -173,7 +173,7 @@ def build_part(
     live = [tensor for tensor in shards if tensor.spec.name in parameters]
     pairs = [(tensor, local_of(parameters[tensor.spec.name])) for tensor in live]
     plain = [(tensor, local) for tensor, local in pairs if not is_dtensor(parameters[tensor.spec.name])]
-    # Sums in products depend on the alignment: it is that of torch's allocator, as of what FSDP2 gathers.
+    # Sums in matrix products depend on the alignment. Tensors gathered by FSDP2 have torch's, and so do these.
     for name, memory in zeros_like_files(plain, ("",), layout, alignment=_ALIGNMENT).items():
         parameters[name].data = memory.copy_(parameters[name].data)
     state = state_tensors(section, config, frozen, averages=averages)
@@ -190,13 +190,13 @@ def build_part(
 
 
 def _stored_forms(config: ModelConfig) -> dict[str, Stored]:
-    """Return how the parameters of the network lie on disk, by their names in the network."""
+    """Return the network's parameters as they lie on disk, by their names in the network."""
     tensors = {**stored_tensors(config), **adapter_tensors(config)}
     return {name.removeprefix(PREFIX): Stored(tensor.shape, tensor.view) for name, tensor in tensors.items()}
 
 
 def _as_adapter(tensor: LiveTensor) -> LiveTensor:
-    """Return the tensor itself or, for an adapter's, the same under its name on disk."""
+    """Return the tensor or, for an adapter, the same tensor under its name on disk."""
     spec = tensor.spec
     key, _, parameter = spec.name.partition(".") if spec.kind is TensorKind.OPTIMIZER else ("", "", spec.name)
     name = stored_name(parameter)
@@ -208,7 +208,7 @@ def _as_adapter(tensor: LiveTensor) -> LiveTensor:
 
 
 def _under_stored_name(tensor: LiveTensor, names: Mapping[str, str]) -> LiveTensor:
-    """Return the tensor itself or, for the last stage's copy of a tied tensor, a copy under the stored name."""
+    """Return the tensor. For the last stage's copy of a tied tensor, use its stored name and mark it as a copy."""
     for alias, name in names.items():
         prefix, match, suffix = tensor.spec.name.partition(alias)
         if match and not suffix:
@@ -228,12 +228,12 @@ def _refuse_unknown(part: ModelPart) -> None:
 def checkpoint_specs(
     config: ModelConfig, optimizer: OptimizerSection | None, frozen: Collection[str] = (), *, averages: bool = False
 ) -> Iterator[TensorSpec]:
-    """Yield every tensor of a checkpoint in order, computed from the sizes of the model alone.
+    """Yield every checkpoint tensor in order, computed only from the model's sizes.
 
     Args:
-        optimizer: the optimizer whose state is saved; None for weights alone.
-        frozen: the stored names of the parameters unchanged by the optimizer.
-        averages: whether there is a moving average of each parameter, beside the optimizer's state.
+        optimizer: The optimizer whose state is saved. None for weights only.
+        frozen: Stored names of the frozen parameters.
+        averages: Whether each parameter has a moving average, beside the optimizer state.
     """
     kind = TensorKind.ADAPTER if config.is_adapted else TensorKind.MODEL
     for name, tensor in saved_tensors(config).items():

@@ -1,1 +1,1 @@
-"""The folders that a run saves into, and the mirror of its checkpoints."""
+"""The folders where a run saves, and the mirror of its checkpoints."""

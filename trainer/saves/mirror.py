@@ -1,4 +1,4 @@
-"""The mirror of a run: a process of each host that uploads the run's checkpoints into a store."""
+"""A run's mirror: a process per host that uploads the run's checkpoints into a store."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_OF_WAIT_AFTER_SIGNAL = 0.1  # of `mirror_wait_s`: a job that is told to stop has seconds
+_WAIT_SHARE_AFTER_SIGNAL = 0.1  # share of `mirror_wait_s`: a job told to stop has only seconds
 
 
 def rule_of(section: CheckpointSection) -> MirrorRule:
-    """Return the checkpoints that the mirror of a configuration takes."""
+    """Return the rule by which a configuration's mirror chooses checkpoints."""
     from reprise.stores import mirror_rule
 
     assert section.mirror is not None
@@ -34,15 +34,15 @@ def rule_of(section: CheckpointSection) -> MirrorRule:
 def mirrored(
     section: CheckpointSection, cluster: Cluster, *, is_stopped: Callable[[], bool]
 ) -> Iterator[tuple[MirrorProcess, ...]]:
-    """Yield the mirror of this host on its first rank, and none on the others. A call of all ranks, with a mirror.
+    """Yield this host's mirror on its first rank, and none on the others. With a mirror, all ranks call it.
 
-    After the block, which has saved all that the run saves, wait for the mirror; after an error, do not.
+    After the block, which has finished all saves, wait for the mirror. After an error, do not wait.
 
     Args:
-        is_stopped: whether a signal ends the run.
+        is_stopped: Returns whether a signal ends the run.
 
     Raises:
-        ConfigError: on every rank, if obstore is not installed.
+        ConfigError: obstore is not installed. Every rank raises.
     """
     from reprise.stores import MirrorProcess
 
@@ -58,7 +58,7 @@ def mirrored(
         if process is not None:
             stack.callback(process.end)
         yield () if process is None else (process,)
-        wait_s = section.mirror_wait_s * (_OF_WAIT_AFTER_SIGNAL if is_stopped() else 1.0)
+        wait_s = section.mirror_wait_s * (_WAIT_SHARE_AFTER_SIGNAL if is_stopped() else 1.0)
         has_ended = process is None or process.finish(wait_s)
     names = [] if has_ended or process is None or cluster.rank else process.missing()
     if names:

@@ -1,6 +1,6 @@
-"""The folders of a run's saves, as a list: the shared folder, each host's folder, and the folder of weights alone.
+"""A run's save folders, as a list: the shared folder, each host's folder, and the weights-only folder.
 
-A target absent from the configuration is not in the list.
+Unused folders are not in the list.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
 
 
 class Moment(Enum):
-    """When a run looks for what is due."""
+    """When a run checks whether something is due."""
 
     loaded = auto()  # before the first iteration of a start
-    evaluated = auto()  # before the first iteration, with a validation loss that the checkpoints lack
+    evaluated = auto()  # before the first iteration, with a validation loss missing from the checkpoints
     trained = auto()  # after an iteration
-    requested = auto()  # after an iteration, by a file or a time
+    requested = auto()  # after an iteration, because of a request file or elapsed time
     stopped = auto()  # the run ends before its last iteration
     finished = auto()
 
@@ -48,16 +48,16 @@ _AT_ANY_ITERATION = {Moment.requested: True, Moment.stopped: True, Moment.finish
 
 @dataclass(frozen=True, slots=True)
 class SaveTarget:
-    """A folder for saves of a run, and the rule when a save is due.
+    """A folder for a run's saves, and the rule when a save is due.
 
     Args:
-        event: the name of its saves in `metrics.jsonl`.
-        interval: save at every multiple of this iteration count; 0 for none.
-        steps: save at these iterations too.
-        moments: whether a save is due at a moment whatever the iteration; at any other the schedule decides.
-        has_optimizer: whether the save of an iteration has optimizer state.
-        has_state: whether a run can go on from its checkpoints.
-        files: further files of its saves.
+        event: The name for its saves in `metrics.jsonl`.
+        interval: Save at every multiple of this iteration count. 0 for none.
+        steps: Iterations to save as well.
+        moments: By moment, whether a save is due at any iteration. At other moments the schedule decides.
+        has_optimizer: Returns whether an iteration's save has optimizer state.
+        has_state: Whether a run can resume from its checkpoints.
+        files: Additional files in its saves.
     """
 
     event: str
@@ -70,12 +70,12 @@ class SaveTarget:
     files: Mapping[str, Document] = field(default_factory=dict)
 
     def is_scheduled(self, iteration: int) -> bool:
-        """Return whether the configuration asks for a save after `iteration`."""
+        """Return whether the configuration schedules a save after `iteration`."""
         is_multiple = self.interval > 0 and iteration > 0 and iteration % self.interval == 0
         return is_multiple or iteration in self.steps
 
     def is_due(self, iteration: int, moment: Moment) -> bool:
-        """Return whether the state after `iteration` is to be saved."""
+        """Return whether to save the state after `iteration`."""
         return self.moments.get(moment, self.is_scheduled(iteration))
 
     def save(
@@ -86,7 +86,7 @@ class SaveTarget:
         syncs: tuple[Callable[[], None], ...] = (),
         notes: tuple[Callable[[], None], ...] = (),
     ) -> SaveReport | None:
-        """Save the current state with these files; see `Checkpointer.save` and `Contents`."""
+        """Save the current state with these files. See `Checkpointer.save` and `Contents`."""
         iteration = state.progress.iteration
         with_optimizer = self.has_optimizer(iteration)
         contents = state.contents({**documents, **self.files}, with_optimizer=with_optimizer, syncs=syncs, notes=notes)
@@ -95,13 +95,13 @@ class SaveTarget:
 
 @dataclass(frozen=True, slots=True)
 class Saves:
-    """The targets of a run; none where it saves nothing.
+    """A run's save targets. Empty if it saves nothing.
 
     Args:
-        targets: the shared folder, the local ones, the weights.
-        files: the store in which they lie, and those that the run loads from.
-        shared: the folder shared by all hosts; None without it.
-        local: saves local checkpoints; None without them.
+        targets: The shared folder, the local folder, and the weights-only folder, if used.
+        files: The file calls for saves and loads.
+        shared: The folder shared by all hosts, if any.
+        local: The saver for local checkpoints, if any.
     """
 
     targets: tuple[SaveTarget, ...]
@@ -114,29 +114,30 @@ class Saves:
         return iter(self.targets)
 
     def due(self, iteration: int, moment: Moment) -> list[SaveTarget]:
-        """Return the due targets, in the order of their saves: local saves take less time."""
+        """Return the due targets in save order: local saves come first because they take less time."""
         due = [target for target in self.targets if target.is_due(iteration, moment)]
         return sorted(due, key=lambda target: target.saver is not self.local)
 
     def outlasting(self, saved: Sequence[SaveTarget]) -> list[SaveTarget]:
-        """Return the targets whose last save decides whether the end of a run is on disk.
+        """Return the targets whose last save decides whether the run's final state is on disk.
 
-        They are the last of the targets with its state, and the weights.
+        They are the last target with that state, and the weights.
 
         Args:
-            saved: where the run has saved its end, in order; local checkpoints count only without shared ones.
+            saved: The targets with the final state, in save order. Local checkpoints count only without a shared
+                folder.
         """
         weights = [target for target in self.targets if not target.has_state]
         return [*[target for target in saved if target.has_state][-1:], *weights]
 
     @property
     def host_folders(self) -> HostFolders | None:
-        """Return the folders of local checkpoints; None without them."""
+        """Return the folders for local checkpoints. None without them."""
         return None if self.local is None else self.local.folders
 
     @property
     def folders(self) -> list[CheckpointFolder]:
-        """Return the folders of checkpoints with state, the shared one first; on a host, its own of local ones."""
+        """Return the folders for full checkpoints, the shared folder before this host's own."""
         local = None if self.local is None else self.local.folders.folder
         return [folder for folder in (self.shared, local) if folder is not None]
 
@@ -146,14 +147,14 @@ class Saves:
         return self.local is not None and self.local.folders.leads
 
     def iterations(self) -> list[int]:
-        """Return the iterations a start of the run could resume from. Rank 0 only."""
-        # No load accepts what is no folder.
+        """Return the iterations from which a start could resume. Rank 0 only."""
+        # Includes non-folders, which a load refuses.
         shared = [] if self.shared is None else [*self.shared.committed(), *self.shared.non_folders()]
         return shared if self.local is None else [*shared, *self.local.folders.iterations]
 
     @property
     def main(self) -> SaveResults:
-        """Return the results of the target whose checkpoints outlive the run: the first."""
+        """Return the results for the first target, whose checkpoints outlive the run."""
         return self.targets[0].saver.results if self.targets else SaveResults()
 
     @property
@@ -162,18 +163,18 @@ class Saves:
         return any(target.saver.is_saving for target in self.targets)
 
     def take_blocked_s(self) -> float:
-        """Return for how long saving kept the main thread since the last call."""
+        """Return the seconds for which saving has blocked the main thread since the last call."""
         return sum(target.saver.results.take_blocked_s() for target in self.targets)
 
     def start(self, find_lineage: Callable[[], Lineage]) -> Lineage:
-        """Take the locks of all folders, and return the lineage of the run. Collective.
+        """Take all folders' locks, and return the run's lineage. Collective.
 
         Args:
-            find_lineage: called under the lock of the shared folder, before anything changes in those of the hosts.
+            find_lineage: Finds the lineage. Called under the shared folder's lock, before the hosts' folders change.
 
         Raises:
-            LockError: on every rank, if another job writes to a folder.
-            TrainerError: on every rank, if a folder cannot be written, or from `find_lineage`.
+            LockError: Another job writes to a folder. Every rank raises.
+            TrainerError: A folder cannot be written, or `find_lineage` raises. Every rank raises.
         """
         savers = [target.saver for target in self.targets]
         if self.shared is not None:
@@ -187,7 +188,7 @@ class Saves:
         """Rename checkpoints newer than `iteration` out of the way.
 
         Args:
-            keeps_weights: whether the run goes on from a checkpoint of its own.
+            keeps_weights: Whether the run continues from its own checkpoint.
         """
         for target in self.targets:
             target.saver.rewind(iteration if target.has_state or keeps_weights else -1)
@@ -197,7 +198,7 @@ class Saves:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Close all targets; if the process is about to end with an error, release their locks soon."""
+        """Close all targets. If the process is about to end with an error, release their locks soon."""
         with ExitStack() as stack:
             for target in reversed(self.targets):
                 stack.callback(target.saver.close if kind is None else target.saver.abandon)
@@ -208,9 +209,10 @@ class Saves:
 
 
 def build_saves(config: Config, cluster: Cluster, files: Files) -> Saves:
-    """Return the targets of a configuration. Collective.
+    """Return a configuration's save targets. Collective.
 
-    Weights alone are among them also where they are no longer saved but some are there, to sweep and to rewind.
+    The weights-only target is also included if its folder exists but weights are no longer saved, to sweep and rewind
+    it.
     """
     section, local = config.checkpoint, config.checkpoint.local
     targets, shared, host_saver = list[SaveTarget](), None, None
@@ -232,7 +234,7 @@ def build_saves(config: Config, cluster: Cluster, files: Files) -> Saves:
     if local.dir is not None:
         from reprise.local import LocalCheckpointer
 
-        if sources and shared is not None:  # what the shared folder has needs no memory of the hosts
+        if sources and shared is not None:  # hosts need not keep what the shared folder has
             sources -= frozenset(shared.committed())
         host_policy = replace(
             policy, folder=Path(local.dir), retention=Retention(local.keep, named=sources), terms=terms.LOCAL
@@ -253,7 +255,7 @@ def build_saves(config: Config, cluster: Cluster, files: Files) -> Saves:
 def _shared_target(
     section: CheckpointSection, cluster: Cluster, policy: SavePolicy, files: Files, sources: frozenset[int]
 ) -> SaveTarget:
-    """Return the target of the folder shared by all hosts, which spares what the hosts save when the run stops."""
+    """Return the shared folder's target. With local checkpoints, `flush_on_exit` decides on its save at a stop."""
     steps, local = frozenset(section.full_steps), section.local
     retention = Retention(
         section.max_checkpoint_keep,
@@ -275,14 +277,14 @@ def _shared_target(
 
 
 def _weights_target(config: Config, cluster: Cluster, policy: SavePolicy, files: Files) -> SaveTarget:
-    """Return the target of the weights alone, with the dtype in `config.json`."""
+    """Return the weights-only target, with its dtype in `config.json`."""
     from reprise.saving import WeightsCheckpointer
 
     section, documents = config.checkpoint, dict[str, Document]()
     steps, mirror, dtype = frozenset(section.save_steps), _mirror_rule(section), section.weights_dtype.value
     if mirror is not None:
         mirror = replace(mirror, prefix=f"{WEIGHTS}/")
-    if not config.model.is_adapted:  # PEFT's configuration of adapters has no dtype
+    if not config.model.is_adapted:  # PEFT's adapter configuration has no dtype
         documents["config.json"] = {**families.hf_config(config.model), "dtype": dtype}
     saver = WeightsCheckpointer(
         replace(policy, retention=Retention(section.weights_keep, always=steps, mirror=mirror), terms=terms.WEIGHTS),
@@ -312,9 +314,9 @@ def _is_readable_folder(path: Path) -> bool:
 
 
 def named_iteration(section: CheckpointSection) -> int | None:
-    """Return the iteration of the run's own folder named by its command as its start, or None.
+    """Return the iteration in the run's own folder that its command names as the start, or None.
 
-    The same command, repeated, needs the iteration again.
+    The same command, repeated, needs this iteration again.
     """
     folder = save_folder(section)
     if folder is None or section.load == "none" or section.finetune:

@@ -233,7 +233,7 @@ class _FittedLoad:
         """Refuse a checkpoint of another run or with tensors that do not fit. Rank 0."""
         self._part.refuse(checkpoint)
         fit, places = self._fit(checkpoint), read_places(checkpoint)
-        fit.left([spec.name for spec in self._specs])
+        fit.unselected([spec.name for spec in self._specs])
         stored = [fit.stored(spec, places.get(spec.name)) for spec in self._specs if fit.selects(spec.name)]
         check_tensors(stored, places, where=checkpoint.path, is_partial=bool(fit.patterns))
 
@@ -258,7 +258,7 @@ class _FittedLoad:
         if self._run.cluster.rank == 0:
             for line in fitting.notes([spec.name for spec in self._specs], where=checkpoint.path):
                 _log.warning(line)
-        return replace(restored.report, expected=restored.report.expected + fitting.left_count)
+        return replace(restored.report, expected=restored.report.expected + fitting.unloaded_count)
 
     def _fit(self, checkpoint: Checkpoint) -> Fit:
         """Return how the weights of a checkpoint may differ from those of the part."""

@@ -61,10 +61,10 @@ def test_only_a_run_from_weights_alone_fits_anything() -> None:
 
 def test_what_is_left_is_named_and_a_pattern_must_fit() -> None:
     names = ["a.weight", "a.bias", "b.weight"]
-    assert Fit(patterns=("a.*",)).left(names) == ["b.weight"]
-    assert Fit().left(names) == []
+    assert Fit(patterns=("a.*",)).unselected(names) == ["b.weight"]
+    assert Fit().unselected(names) == []
     with pytest.raises(MismatchError, match=r"checkpoint\.partial.*found c\.\*"):
-        Fit(patterns=("a.*", "c.*")).left(names)
+        Fit(patterns=("a.*", "c.*")).unselected(names)
 
 
 def test_what_is_not_loaded_begins_as_in_a_fresh_run() -> None:
