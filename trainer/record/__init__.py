@@ -1,1 +1,1 @@
-"""The record of the run in its checkpoint, and the rules for a resume by another run."""
+"""The run's record in its checkpoint, and the rules for resuming with differences."""

@@ -1,7 +1,7 @@
-"""The record of the data in `trainer_state.json`, and where a blend of sources begins after another. Pure.
+"""The data record in `trainer_state.json`, and where a blend continues after another. Pure.
 
-A blend is a function of the position since its beginning. When the data of a run changes, the position and the samples
-consumed of each source until then are recorded: every source goes on where it was.
+A blend depends on the position since its start. When a run's data changes, the position and each source's consumed
+samples are recorded, so every source continues where it was.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from trainer.data.documents import DocumentMarks
 from trainer.data.section import DataPosition, DataSection, SampleCut
 from trainer.schedules.progress import Progress
 
-# What `str` makes of a Fraction. Fraction itself reads exponents, whose digits take minutes.
+# The form in which `str` writes a Fraction. Fraction itself reads exponents, whose digits take minutes.
 _SHARE = re.compile(r"[0-9]+(/[0-9]+)?")
 
 
 @dataclass(frozen=True, slots=True)
 class DataOrigin:
-    """The beginning of the present data of a run.
+    """Where a run's present data starts.
 
     Args:
-        position: samples consumed by the run.
-        consumed: samples of each source among them by fingerprint, also of former sources.
+        position: Samples consumed by the run.
+        consumed: Samples consumed per source among them, by fingerprint, including former sources.
     """
 
     position: int = 0
     consumed: Mapping[str, int] = field(default_factory=dict)
 
     def of(self, fingerprints: Sequence[str]) -> list[int]:
-        """Return the samples consumed of each of these sources."""
+        """Return the consumed samples for each source."""
         return [self.consumed.get(name, 0) for name in fingerprints]
 
     def record(self) -> Json:
-        """Return the member `blend` of `trainer_state.json`."""
+        """Return the `blend` member for `trainer_state.json`."""
         return {"position": self.position, "consumed": dict(sorted(self.consumed.items()))}
 
 
@@ -51,14 +51,14 @@ def data_record(
     *,
     micro_batch_size: int,
 ) -> Json:
-    """Return the optional members of `data` in a description: of a blend, of document masks, of padded samples.
+    """Return the optional `data` members in a description, for blends, document masks and padded samples.
 
     Args:
-        weights: the share of each source by its fingerprint.
-        marks: the documents of `data.document_mask`; None without it.
-        documents: the fingerprint of the documents' borders; None where no sample depends on them.
-        micro_batch_size: the loss of a micro batch of padded samples is the mean over its targets, so its size is a
-            part of their data.
+        weights: Each source's share, by its fingerprint.
+        marks: The documents for `data.document_mask`. None without it.
+        documents: Fingerprint of the document boundaries. None if no sample depends on them.
+        micro_batch_size: Recorded with padded samples: a micro-batch's loss is the mean over its targets, so the size
+            is part of the data.
     """
     members: Json = {}
     if len(weights) > 1:
@@ -73,10 +73,10 @@ def data_record(
 
 
 def sources_in(state: Json) -> dict[str, Fraction]:
-    """Return the share of each source in a state or description, by fingerprint and in the order of the blend.
+    """Return each source's share in a state or description, by fingerprint and in blend order.
 
     Raises:
-        LookupError, TypeError, ValueError, AttributeError: if the state is malformed.
+        LookupError, TypeError, ValueError, AttributeError: The state is malformed.
     """
     data = state["data"]
     weights = data.get("weights", {data["fingerprint"]: "1"})
@@ -96,21 +96,23 @@ def origin_after(
     where: object,
     position: DataPosition = DataPosition.run,
 ) -> DataOrigin | None:
-    """Return where the data of a resumed run begins.
+    """Return where a resumed run's data starts.
 
-    None if it goes on at the position of the run: the sources are those of its start, or a source replaced another.
+    None if it continues at the run's position: the sources are those from the run's start, or a source replaced
+    another.
 
     Args:
-        saved: `trainer_state.json`.
-        current: the description of the run.
-        progress: of the resumed run.
-        position: where a source begins after it replaces another; of no effect if the sources are the same.
+        saved: The content of `trainer_state.json`.
+        current: The run's description.
+        progress: The resumed run's progress.
+        where: The place to name in errors.
+        position: Where a source starts after replacing another. No effect if the sources are the same.
 
     Raises:
-        CheckpointError: if the record is malformed.
+        CheckpointError: The record is malformed.
     """
     data, new = saved.get("data"), sources_in(current)
-    if not isinstance(data, Mapping) or "fingerprint" not in data:  # imported, so that nothing is known of its samples
+    if not isinstance(data, Mapping) or "fingerprint" not in data:  # imported: its samples are unknown
         return DataOrigin(progress.consumed_samples) if position is DataPosition.start else None
     try:
         old = sources_in(saved)
@@ -134,14 +136,14 @@ def origin_after(
 def new_source_lines(
     saved: Json, current: Json, origin: DataOrigin | None, consumed_samples: int, files: Sequence[tuple[object, int]]
 ) -> list[str]:
-    """Return a line for each new source of a resumed run: where it begins.
+    """Return a line per new source in a resumed run, with the position where it starts.
 
-    A run without consumed samples has none.
+    A run without consumed samples has no lines.
 
     Args:
-        origin: result of `origin_after`.
-        consumed_samples: of the resumed run.
-        files: the first file and the number of samples of each source, in the order of the blend.
+        origin: The result from `origin_after`.
+        consumed_samples: The resumed run's consumed samples.
+        files: Each source's first file and sample count, in blend order.
     """
     data, new = saved.get("data"), sources_in(current)
     old = sources_in(saved) if isinstance(data, Mapping) and "fingerprint" in data else {}

@@ -1,4 +1,4 @@
-"""What the bits of a run depend on besides its configuration: the software, the processor and their settings."""
+"""What a run's bits depend on besides its configuration: software, processor and their settings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trainer.record.resume_rules import flattened
 
 _log = logging.getLogger(__name__)
 
-# Variables by which the libraries take other kernels; torch's own is in `kernels`.
+# Variables that select other kernels in libraries; torch's own is in `kernels`.
 KERNEL_VARIABLES = (
     "MKL_CBWR",
     "MKL_ENABLE_INSTRUCTIONS",
@@ -32,12 +32,12 @@ KERNEL_VARIABLES = (
     "OMP_THREAD_LIMIT",
     "CUBLAS_WORKSPACE_CONFIG",
 )
-# Variables by which float32 products are made of numbers of fewer bits.
+# Variables that lower the precision inside float32 products.
 PRECISION_VARIABLES = ("ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE", "NVIDIA_TF32_OVERRIDE")
 
 
 def environment_record(config: Config, device: torch.device, threads: int) -> Json:
-    """Return the software and hardware of this process on which bits depend, besides the configuration."""
+    """Return this process's software and hardware on which bits depend, besides the configuration."""
     return {
         "device": device_name(device),
         "threads": threads,
@@ -51,12 +51,12 @@ def environment_record(config: Config, device: torch.device, threads: int) -> Js
 
 
 def kernel_record() -> Json:
-    """Return the processor of this host, and torch's kernels and libraries for it."""
+    """Return this host's processor, and torch's kernels and libraries for it."""
     return {"processor": _processor(), "math": _math(os.environ)}
 
 
 def _processor() -> Json:
-    """Return the processor as torch sees it; unknown with an older torch."""
+    """Return the processor as torch sees it. Unknown with an older torch."""
     capabilities: Mapping[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
     caches = [
         f"{name.removesuffix('_cache_size')} {size}" for name, size in capabilities.items() if name.endswith("_size")
@@ -69,7 +69,7 @@ def _processor() -> Json:
 
 
 def _math(variables: Mapping[str, str]) -> Json:
-    """Return the kernels and libraries of sums and products, and the settings by which they choose."""
+    """Return the kernels and libraries for sums and products, and the settings that select them."""
     libraries = torch.__config__.show()
     return {
         "kernels": torch.backends.cpu.get_cpu_capability(),
@@ -92,9 +92,9 @@ def _settings(names: Sequence[str], variables: Mapping[str, str]) -> str:
 
 
 def joint_environment(environment: Json, cluster: Cluster) -> Json:
-    """Return the environment of all ranks: a list with a value for each rank where they differ. A call of all ranks.
+    """Return all ranks' environment: a list with a value per rank wherever they differ. Collective.
 
-    Rank 0 logs what differs.
+    Rank 0 logs the differences.
     """
     data = json.dumps(environment, sort_keys=True).encode()
     digest = xxhash.xxh3_64_intdigest(data) >> 1
@@ -121,7 +121,7 @@ def _joined(rows: Sequence[Json]) -> Json:
 
 
 def _lines(rows: Sequence[Json]) -> list[str]:
-    """Return the lines for the log: the members in which ranks differ from rank 0, and the consequence."""
+    """Return log lines about members in which ranks differ from rank 0, and the consequence."""
     lines = []
     for name, value in rows[0].items():
         deviations = [(rank, row[name]) for rank, row in enumerate(rows) if row[name] != value]

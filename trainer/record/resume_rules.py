@@ -1,4 +1,4 @@
-"""The rules for differences of a run from the record of its loaded checkpoint. Pure."""
+"""Rules for differences between a run and its loaded checkpoint's record. Pure."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from trainer.schedules.batch_size import BatchSchedule, parse_batch_schedule
 from trainer.schedules.lr import COUNTS, DecayStyle
 
 ASSUMED = "assumed"
-_MOST_CHARACTERS = 500  # of a value in a message; a file may hold any
+_MOST_CHARACTERS = 500  # for a value in a message; a file may hold more
 
 
 class Verdict(Enum):
-    """The consequence of a difference."""
+    """A difference's consequence."""
 
     REFUSED = "refused"
     FLAG = "allowed with a flag"
@@ -29,16 +29,16 @@ class Verdict(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """The rule for a field of `trainer_state.json`, or for all fields below it.
+    """The rule for a field in `trainer_state.json`, or for all fields below it.
 
     Args:
-        field: a dotted path; a rule for a longer path wins.
-        flag: the flag to allow the difference, for Verdict.FLAG.
-        says: the effect of an allowed difference, for the log line.
-        begins, ends: the effect where the saved run, or this one, has no such value.
-        hint: advice for the refusal or, with Verdict.LOGGED, for the log line; `{saved}` in it is replaced by the saved
+        field: A dotted path. A rule for a longer path wins.
+        flag: The flag allowing the difference, for Verdict.FLAG.
+        says: An allowed difference's effect, for the log line.
+        begins, ends: The effect if the saved run, or this run, has no such value.
+        hint: Advice for the refusal or, with Verdict.LOGGED, for the log line. `{saved}` in it is replaced by the saved
             value.
-        is_optional: whether a field may be missing on a side; older checkpoints lack it.
+        is_optional: Whether either side may lack the field, as older checkpoints do.
     """
 
     field: str
@@ -72,7 +72,7 @@ _SAME_BITS = "weights and moments stay bitwise, and so does the loss curve: same
 
 _LENGTH = "the position is that of the tokens consumed, and all counts are of samples of this length"
 _EXTENDS = "keeps the saved schedule, which stays at schedule.min_lr"
-# Counts that follow other keys where they are not set, and what it does to set them to the saved ones.
+# Counts that follow other keys while unset, and the effect of setting them to their saved values.
 _KEPT_COUNTS = {"decay_iters": _EXTENDS, "decay_samples": _EXTENDS, "warmup_samples": "keeps the saved warm-up"}
 _PARTS = "only the weights of checkpoint.partial are loaded"
 _ROWS = "checkpoint.resize keeps the rows of its tables by number"
@@ -179,7 +179,7 @@ RULES: tuple[Rule, ...] = (
     Rule("environment.math.float32_products", Verdict.FLAG, "checkpoint.override_dtype", _COARSER, is_optional=True),
 )
 
-# The keys that set the fields of a record; others have the name of their key, or none.
+# The keys that set a record's fields. Other fields have their key's name, or no key.
 _KEYS = {
     **dict.fromkeys(("batch", "evaluation", "precision"), "train"),
     **{name: f"train.{name}" for name in ("seed", "clip_grad", "ema_decay", "freeze")},
@@ -198,7 +198,7 @@ _KEYS = {
         for name, key in keys.items()
     },
 }
-# The flag that allows what a member of `checkpoint.allow` does.
+# The flag equivalent to each `checkpoint.allow` value.
 _FLAGS = {
     Allowed.batch: "checkpoint.override_batch_size",
     Allowed.data: "checkpoint.override_data",
@@ -208,16 +208,16 @@ _FLAGS = {
     Allowed.lr: "checkpoint.override_scheduler",
     Allowed.topology: "checkpoint.reshard",
 }
-# With `parallel.invariant_ranks`, no bit of an iteration depends on these.
-_OF_NO_BIT = frozenset(f"topology.{name}" for name in ("world_size", "dp", "pp", "vpp", "zero_stage", "replicate"))
+# With `parallel.invariant_ranks`, an iteration's bits do not depend on these.
+_BITWISE_FIELDS = frozenset(f"topology.{name}" for name in ("world_size", "dp", "pp", "vpp", "zero_stage", "replicate"))
 # With `parallel.invariant_tensor_ranks`, nor on these.
-_OF_NO_TENSOR_BIT = frozenset({"topology.tp", "topology.sp"})
-# No iteration depends on the fields of these rules.
+_BITWISE_TENSOR_FIELDS = frozenset({"topology.tp", "topology.sp"})
+# Iterations do not depend on these rules' fields.
 _OUTSIDE_ITERATIONS = frozenset({"model.initializer_range", "data.valid_fingerprint", "evaluation", "ema_decay"})
 
 
 def flags_set(section: CheckpointSection) -> set[str]:
-    """Return the flags to allow differences that are set, or that `checkpoint.allow` stands for."""
+    """Return the allowing flags that are set, directly or through `checkpoint.allow`."""
     listed = _FLAGS.keys() if Allowed.all in section.allow else section.allow
     return {
         flag
@@ -227,13 +227,13 @@ def flags_set(section: CheckpointSection) -> set[str]:
 
 
 def allow_list(flags: Collection[str]) -> str:
-    """Return `checkpoint.allow` with the names of flags, as a word of a command; empty without flags."""
+    """Return a `checkpoint.allow` argument for these flags. Empty without flags."""
     names = [allowed.value for allowed, flag in _FLAGS.items() if flag in flags]
     return f"checkpoint.allow={','.join(names)}" if names else ""
 
 
 def rules_for(section: CheckpointSection) -> Sequence[Rule]:
-    """Return the effective rules; a fine-tuning run shares only the model, or parts of it, and a base of adapters."""
+    """Return the effective rules. A fine-tuning run shares only the model, or parts of it, and the adapters' base."""
     if section.finetune:
         rules = weight_rules()
         if section.partial:
@@ -245,19 +245,19 @@ def rules_for(section: CheckpointSection) -> Sequence[Rule]:
 
 
 def weight_rules() -> list[Rule]:
-    """Return the rules of a run from weights alone: its curve is its own, and needs no flag."""
+    """Return the rules for a run started from weights only: its loss curve is its own, and needs no flag."""
     rules = [rule for rule in RULES if rule.field.startswith(("model", "base"))]
     return [replace(rule, verdict=Verdict.LOGGED) if rule.verdict is Verdict.FLAG else rule for rule in rules]
 
 
 def compared(saved: Json, current: Json) -> tuple[Json, Json]:
-    """Return two states in the form for comparison.
+    """Return two states in comparable form.
 
-    The optimizer's groups are replaced by whether each parameter of both states has weight decay; its value is in
-    `adam`. A member of the optimizer missing in the saved state is removed from both, but a missing `moments_dtype` is
-    float32. Other patterns of `freeze` for the same trained parameters are no difference. A missing `invariant_ranks`
-    or `invariant_tensor_ranks` is 0, and a missing `replicate` is 1. Saved counts of samples are converted to samples
-    of the current length. Without a decay, its length and the lowest rate are removed.
+    The optimizer's groups are replaced by whether each parameter in both states has weight decay; the value is in
+    `adam`. An optimizer member missing in the saved state is removed from both, but a missing `moments_dtype` means
+    float32. Other `freeze` patterns for the same trained parameters make no difference. A missing `invariant_ranks` or
+    `invariant_tensor_ranks` means 0, and a missing `replicate` means 1. Saved sample counts are converted to the
+    current sequence length. Without a decay, its length and the minimum rate are removed.
     """
     saved = in_samples_of(current.get("batch", {}).get("seq_length"), saved)
     saved, current = (_with_whole_topology(_with_used_schedule(state)) for state in (saved, current))
@@ -300,36 +300,38 @@ def _with_whole_topology(state: Json) -> Json:
 
 
 def with_same_bits(differing: Sequence[Difference], saved: Json, current: Json) -> list[Difference]:
-    """Return the differences, with "same bits" as the effect of another topology where the loss curve keeps its bits.
+    """Return the differences, with "same bits" as a topology change's effect if the loss curve keeps its bits.
 
-    It does if `invariant_ranks` is on and all other influences on an iteration are known and equal: on both sides and
+    It does if `invariant_ranks` is on and all other influences on an iteration are known and equal, on both sides and
     on all ranks. Tests prove it on CPUs, so a run on another device does not get this message.
 
     Args:
-        differing: the differences between the states of `compared`.
-        saved: the state of the checkpoint.
-        current: the run's own state.
+        differing: The differences between the `compared` states.
+        saved: The checkpoint's state.
+        current: The run's own state.
     """
     topology = current["topology"]
-    of_no_bit = _OF_NO_BIT | (_OF_NO_TENSOR_BIT if topology.get("invariant_tensor_ranks", 0) > 0 else frozenset())
-    affecting = [d for d in differing if d.field not in of_no_bit and d.rule.field not in _OUTSIDE_ITERATIONS]
+    bitwise = _BITWISE_FIELDS | (
+        _BITWISE_TENSOR_FIELDS if topology.get("invariant_tensor_ranks", 0) > 0 else frozenset()
+    )
+    affecting = [d for d in differing if d.field not in bitwise and d.rule.field not in _OUTSIDE_ITERATIONS]
     is_on = topology.get("invariant_ranks", 0) > 0 and current["environment"]["device"] == "cpu"
     if affecting or not is_on or not _is_known(saved, current):
         return list(differing)
-    rules = {d.field: replace(d.rule, says=_SAME_BITS, hint="same bits") for d in differing if d.field in of_no_bit}
+    rules = {d.field: replace(d.rule, says=_SAME_BITS, hint="same bits") for d in differing if d.field in bitwise}
     return [replace(d, rule=rules.get(d.field, d.rule)) for d in differing]
 
 
 def _is_known(saved: Json, current: Json) -> bool:
-    """Return whether a state has all influences on the bits, and all ranks of the run have the same environment."""
+    """Return whether a saved state has all influences on the bits, and all ranks have the same environment."""
     optional = tuple(rule.field for rule in RULES if rule.is_optional and rule.field not in _OUTSIDE_ITERATIONS)
-    unsaid = flattened(current).keys() - flattened(saved).keys()
+    unrecorded = flattened(current).keys() - flattened(saved).keys()
     ranks_differ = any(isinstance(value, list) for value in flattened(current["environment"]).values())
-    return not any(field.startswith(optional) for field in unsaid) and not ranks_differ and not assumed_in(saved)
+    return not any(field.startswith(optional) for field in unrecorded) and not ranks_differ and not assumed_in(saved)
 
 
 def _decays(groups: object) -> dict[str, bool] | None:
-    """Return whether each parameter has weight decay, as the first group does. None if the groups are malformed."""
+    """Return whether each parameter has weight decay, as only the first group has. None if they are malformed."""
     if not isinstance(groups, list):
         return None
     decays = dict[str, bool]()
@@ -342,12 +344,12 @@ def _decays(groups: object) -> dict[str, bool] | None:
 
 
 def in_samples_of(seq_length: object, saved: Json) -> Json:
-    """Return a state whose schedules count samples of `seq_length` tokens, as the position of a resumed run does.
+    """Return a state whose schedules count samples with `seq_length` tokens, as a resumed run's position does.
 
-    Counts are rounded down, as the position is. Malformed parts, and counts of iterations, stay as they are.
+    Counts are rounded down, like the position. Malformed parts, and iteration counts, stay as they are.
 
     Args:
-        saved: `trainer_state.json`.
+        saved: The content of `trainer_state.json`.
     """
     batch, schedule = saved.get("batch"), saved.get("schedule")
     was = batch.get("seq_length") if isinstance(batch, Mapping) else None
@@ -373,7 +375,7 @@ def _converted(text: str, was: int, now: int) -> str:
 
 
 def differences(saved: Json, current: Json, table: Sequence[Rule]) -> list[Difference]:
-    """Return every differing field with a rule in `table`, in order of the table."""
+    """Return every differing field with a rule in `table`, in table order."""
     old, new, assumed = flattened(saved), flattened(current), assumed_in(saved)
     differing = []
     for field in sorted(old.keys() | new.keys()):
@@ -390,13 +392,13 @@ def differences(saved: Json, current: Json, table: Sequence[Rule]) -> list[Diffe
 
 
 def assumed_in(state: Json) -> tuple[str, ...]:
-    """Return what the fields of an imported state begin with that its source did not have; none is compared."""
+    """Return prefixes for fields an imported state assumed because its source lacked them. They are not compared."""
     fields = state.get(ASSUMED, [])
     return tuple(f"{field}." for field in fields if isinstance(field, str)) if isinstance(fields, list) else ()
 
 
 def flattened(table: Mapping[str, object], prefix: str = "") -> dict[str, object]:
-    """Return all values of nested objects by their dotted paths."""
+    """Return all values in nested objects by dotted path."""
     flat: dict[str, object] = {}
     for key, value in table.items():
         if isinstance(value, Mapping):
@@ -415,14 +417,19 @@ def settle(
     fix: str = "Use the saved values, or start another run with checkpoint.load=none.",
     otherwise: str = "",
 ) -> list[str]:
-    """Return the lines to log about allowed differences.
+    """Raise for refused differences, and return log lines about the allowed ones.
 
     Args:
-        fix: what to do about differences without a flag to allow them.
-        otherwise: what can be done about any difference.
+        differing: The differences, with their rules.
+        flags: The flags that are set.
+        where: The place to name in the error.
+        problem: The error's first sentence.
+        fix: Advice on differences without an allowing flag.
+        otherwise: Advice on any difference.
 
     Raises:
-        MismatchError: listing every difference refused or without its flag by key, with both values and the flag.
+        MismatchError: A difference is refused, or its flag is not set. The message lists each by key, with both values
+            and the flag.
     """
     refused = [
         d
@@ -472,13 +479,13 @@ def _advice(difference: Difference) -> str:
 
 
 def key_of(field: str) -> str:
-    """Return the key that sets a field, or the field where no key has that alone."""
+    """Return the key that sets a field, or the field itself if no single key sets it alone."""
     section, _, name = field.partition(".")
     return _KEYS.get(field) or (f"{_KEYS[section]}.{name}" if name and section in _KEYS else field)
 
 
 def rule_for(field: str, table: Sequence[Rule]) -> Rule | None:
-    """Return the rule for a dotted path: the longest path above it wins."""
+    """Return the rule for a dotted path. The longest matching path wins."""
     fitting = [rule for rule in table if field == rule.field or field.startswith(rule.field + ".")]
     return max(fitting, key=lambda rule: len(rule.field), default=None)
 

@@ -1,4 +1,4 @@
-"""The contents of `trainer_state.json`. Pure."""
+"""Writes and reads the contents of `trainer_state.json`. Pure."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from trainer.schedules.progress import Progress
 
 
 def model_record(config: ModelConfig) -> Json:
-    """Return every field of a model as JSON; a field added after the first format is absent where it has its default.
+    """Return every model field as JSON. A field added after the first format is absent while it has its default.
 
-    So a missing activation is the tanh form of GELU, and a model without `lora` has no adapters.
+    So a missing activation means the tanh GELU, and a model without `lora` has no adapters.
     """
     table = {name: value.value if isinstance(value, Enum) else value for name, value in asdict(config).items()}
     for field in fields(config):
@@ -58,11 +58,11 @@ def describe(
     """Return the constant part of a run's record.
 
     Args:
-        fingerprint: of the training data.
-        valid_fingerprint: of the validation data; None where nothing is evaluated.
-        weights: the share of each source of training data by its fingerprint.
-        marks: the documents of `data.document_mask`; None without it.
-        documents: the fingerprint of the documents' borders; None where no sample depends on them.
+        fingerprint: The training data's fingerprint.
+        valid_fingerprint: The validation data's fingerprint. None if the run never evaluates.
+        weights: Each training data source's share, by its fingerprint.
+        marks: The documents for `data.document_mask`. None without it.
+        documents: Fingerprint of the document boundaries. None if no sample depends on them.
     """
     train = config.train
     frozen, sizes = frozen_names(config.model, train.freeze), batch_schedule_of(train)
@@ -106,7 +106,7 @@ def describe(
 
 
 def _optional_record(train: TrainSection) -> Json:
-    """Return the members of keys with an effect on few runs."""
+    """Return the fields recorded only when set."""
     return {
         **({"ema_decay": train.ema_decay} if train.ema_decay else {}),
         **({SKIPPED: parse_ranges(train.skip_samples).record()} if train.skip_samples else {}),
@@ -115,10 +115,10 @@ def _optional_record(train: TrainSection) -> Json:
 
 
 def saved_progress(state: Json, *, seq_length: int, where: object) -> Progress:
-    """Return the progress in a state file; if `seq_length` differs, the position is converted through tokens.
+    """Return the progress in a state file. If `seq_length` differs, the position is converted through tokens.
 
     Raises:
-        CheckpointError: if it is missing or impossible.
+        CheckpointError: The progress is missing or impossible.
     """
     try:
         saved = Progress.from_record(state)
@@ -134,7 +134,7 @@ def saved_model(state: Json, *, where: object) -> ModelConfig:
     """Return the model in a state file.
 
     Raises:
-        CheckpointError: if it is missing or cannot be built.
+        CheckpointError: The model is missing or cannot be built.
     """
     try:
         values: dict[str, Any] = dict(_table(state["model"]))
@@ -144,7 +144,7 @@ def saved_model(state: Json, *, where: object) -> ModelConfig:
         lora: dict[str, Any] = dict(_table(values.pop("lora", {})))
         scaling = None if scaling is None else RopeScaling(**scaling)
         model = ModelConfig(**values, rope_scaling=scaling, lora=LoraConfig(**lora))
-        _same_kinds(model)
+        _check_types(model)
         reasons = problems(model) or adapter_problems(model)
     except (LookupError, TypeError, ValueError, ArithmeticError) as error:
         raise CheckpointError("A state file has no model", where=where, found=repr(error)) from error
@@ -160,29 +160,29 @@ def _family(name: object) -> Family:
     return Family(name)
 
 
-def _same_kinds(model: ModelConfig) -> None:
-    """Refuse members whose type differs from the schema's; an integer is accepted for a float."""
+def _check_types(model: ModelConfig) -> None:
+    """Refuse members whose type differs from the schema's. An integer is accepted for a float."""
     for table in (model, model.rope_scaling, model.lora):
         for field in () if table is None else fields(table):
             value = getattr(table, field.name)
             kinds = get_args(field.type) if isinstance(field.type, UnionType) else (field.type,)
-            if not any(_is_kind(value, kind) for kind in kinds):
+            if not any(_has_type(value, kind) for kind in kinds):
                 raise TypeError(f"{field.name} is {value!r}")
 
 
-def _is_kind(value: object, kind: Any) -> bool:
+def _has_type(value: object, kind: Any) -> bool:
     if kind is float:
         return isinstance(value, int | float) and not isinstance(value, bool)
     if get_origin(kind) is list:
-        return isinstance(value, list) and all(_is_kind(member, get_args(kind)[0]) for member in value)
+        return isinstance(value, list) and all(_has_type(member, get_args(kind)[0]) for member in value)
     return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
 
 
 def saved_frozen(state: Json, model: ModelConfig, *, where: object) -> frozenset[str]:
-    """Return the stored names of the parameters frozen when a state file was written.
+    """Return the stored names of parameters frozen when a state file was written.
 
     Raises:
-        CheckpointError: if its patterns are malformed.
+        CheckpointError: Its patterns are malformed.
     """
     patterns = state.get("freeze", [])
     if not isinstance(patterns, list) or not all(isinstance(pattern, str) for pattern in patterns):
@@ -191,10 +191,10 @@ def saved_frozen(state: Json, model: ModelConfig, *, where: object) -> frozenset
 
 
 def saved_moments(state: Json, *, where: object) -> MomentsDtype:
-    """Return the dtype of the moments in a checkpoint.
+    """Return the dtype of a checkpoint's moments.
 
     Raises:
-        CheckpointError: if the state file names none of ours.
+        CheckpointError: The state file names an unknown dtype.
     """
     try:
         return MomentsDtype(_table(state.get("optimizer", {})).get("moments_dtype", MomentsDtype.float32))
@@ -203,10 +203,10 @@ def saved_moments(state: Json, *, where: object) -> MomentsDtype:
 
 
 def saved_schedule(state: Json, section: OptimizerSection, *, where: object) -> tuple[Schedule, OptimizerSection]:
-    """Return the learning-rate schedule in a state file, and `section` with the optimizer settings in it.
+    """Return a state file's learning-rate schedule, and `section` with its optimizer settings.
 
     Raises:
-        CheckpointError: if any of them is missing or not a valid number.
+        CheckpointError: A value is missing or not a valid number.
     """
     try:
         values = _table(state["schedule"])

@@ -1,4 +1,4 @@
-"""The running software: versions of packages, and the commit of this program's source."""
+"""The running software: package versions, and this program's source commit."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from reprise import __version__
 
 _ROOT = Path(__file__).resolve().parents[2]
 _PACKAGES = ("torch", "numpy")
-# A work tree on a file system that hangs must not hold up a start.
+# A work tree on a hanging file system must not hold up a start.
 _TIMEOUT_S = 5.0
 
 
 def versions() -> dict[str, str | None]:
-    """Return the versions of Python and of the packages with influence on the bits of a run; None for unknown."""
+    """Return the versions of Python and packages affecting a run's bits. None for unknown."""
     return {
         "python": platform.python_version(),
         "reprise": __version__,
@@ -28,14 +28,14 @@ def versions() -> dict[str, str | None]:
 
 @cache
 def source_commit() -> str | None:
-    """Return the `commit` of this program's source, as it was at the first call."""
+    """Return the `commit` for this program's source, as it was at the first call."""
     return commit(_ROOT)
 
 
 def commit(root: Path) -> str | None:
-    """Return the git commit of the source tree at `root`, with `-dirty` after changes to its tracked files.
+    """Return the git commit for the source tree at `root`, with `-dirty` after changes to tracked files.
 
-    None where `root` is not the top of a work tree, as in an installed package, or git does not answer.
+    None if `root` is not a work tree's top folder, as in an installed package, or git does not answer.
     """
     answer = _git(root, "rev-parse", "--show-toplevel", "HEAD")
     if answer is None or len(answer) != 2 or Path(answer[0]) != root:
@@ -54,14 +54,14 @@ def _version(package: str) -> str | None:
 
 
 def _git(root: Path, *arguments: str) -> list[str] | None:
-    """Return the output lines of git; None if it fails."""
-    # A hook of another repository sets these, and git would look there.
+    """Return git's output lines. None if it fails."""
+    # Another repository's hook sets these, and git would look there.
     variables = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     variables["GIT_OPTIONAL_LOCKS"] = "0"  # looking at the source must not write to it
     try:
-        ended = subprocess.run(
+        process = subprocess.run(
             ["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=_TIMEOUT_S, env=variables
         )
     except (OSError, ValueError, subprocess.SubprocessError):
         return None
-    return ended.stdout.splitlines() if ended.returncode == 0 else None
+    return process.stdout.splitlines() if process.returncode == 0 else None

@@ -314,7 +314,7 @@ def _is_readable_folder(path: Path) -> bool:
 
 
 def named_iteration(section: CheckpointSection) -> int | None:
-    """Return the iteration in the run's own folder that its command names as the start, or None.
+    """Return the iteration in the run's own folder from which its command starts, or None.
 
     The same command, repeated, needs this iteration again.
     """

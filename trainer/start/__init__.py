@@ -1,1 +1,1 @@
-"""The source of a run's start, and the state filled from it."""
+"""A start's source, and the state filled from it."""

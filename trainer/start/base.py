@@ -1,4 +1,4 @@
-"""The frozen weights beneath adapters, loaded at every start of a run and known by their digest."""
+"""The frozen weights beneath adapters, loaded at every start and identified by a digest."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ _log = logging.getLogger(__name__)
 def load_base(run: Run, start: Start) -> Json:
     """Load the weights beneath the adapters, and return their identity for the run's description. Collective.
 
-    They are those of `checkpoint.base`, or of `checkpoint.load` with `finetune`. Their identity is a digest and no
-    path: of the manifest of a checkpoint, or of the files of another program.
+    They come from `checkpoint.base`, or from `checkpoint.load` with `finetune`. Their identity is a digest without a
+    path: a checkpoint's manifest digest, or another program's file digest.
 
     Raises:
-        TrainerError: on every rank, before a tensor is read, if they are missing, not of the configured model, or not
-            the base of the adapters.
+        TrainerError: They are missing, belong to another model, or are not the adapters' base. Every rank raises,
+            before a tensor is read.
     """
     section = run.config.checkpoint
     path = location(section.load if section.base is None else section.base)
@@ -61,7 +61,7 @@ def load_base(run: Run, start: Start) -> Json:
 
 
 def _source(section: CheckpointSection, choice: Json) -> TensorSource:
-    """Return the source of a choice of `named_source`, or of an iteration of it by `exact`."""
+    """Return the tensor source for a choice by `named_source`, or for the exact checkpoint chosen by `_same_base`."""
     path = location(choice["path"])
     if choice["kind"] != "checkpoint":
         return weights_of(choice)
@@ -72,12 +72,12 @@ def _source(section: CheckpointSection, choice: Json) -> TensorSource:
 
 
 def _same_base(run: Run, choice: Json, adapters: TensorSource) -> Json:
-    """Return the chosen base if adapters were trained on it: of a run, the iteration of this identity.
+    """Return the chosen base if the adapters were trained on it. In a run, choose the iteration with this identity.
 
-    Rank 0 only. Where nothing can be compared yet, the loads of both compare and refuse.
+    Rank 0 only. If nothing can be compared yet, the later loads compare and refuse.
 
     Raises:
-        MismatchError: if it is another base, with both digests.
+        MismatchError: It is another base. The message has both identities.
     """
     saved = _saved_base(run, adapters) if isinstance(adapters, Checkpoints) else None
     if saved is None:
@@ -103,7 +103,7 @@ def _same_base(run: Run, choice: Json, adapters: TensorSource) -> Json:
 
 
 def _saved_base(run: Run, adapters: Checkpoints) -> tuple[Path, Mapping[str, object]] | None:
-    """Return the newest readable checkpoint of adapters, and the identity of its base; None without a checkpoint."""
+    """Return the newest readable adapter checkpoint's path and base identity. None without a checkpoint."""
     local = run.saves.host_folders if adapters.is_own else None
     with contextlib.suppress(TrainerError, OSError):
         for checkpoint in _chooser(run, adapters.source, local).openable():
@@ -117,7 +117,7 @@ def _chooser(run: Run, source: LoadSource, local: HostFolders | None = None) -> 
 
 
 def _refuse(run: Run, checkpoint: Checkpoint) -> None:
-    """Refuse a base of another model, and log the allowed differences. Opens no tensor file."""
+    """Refuse a base with another model, and log the allowed differences. Opens no tensor file."""
     refuse_adapters(checkpoint, fix="Set checkpoint.base to the weights that they were trained on, or to merged ones.")
     current = {**run.course.description, "model": run_record.model_record(base_of(run.config.model))}
     rules = [rule for rule in resume_rules.weight_rules() if rule.field.startswith("model")]

@@ -1,4 +1,4 @@
-"""Decides on the source of a run: its own newest checkpoint, the command's checkpoint, other weights, or nothing."""
+"""Decides on a run's source: its own newest checkpoint, the command's checkpoint, other weights, or nothing."""
 
 from __future__ import annotations
 
@@ -37,33 +37,33 @@ from trainer.start.source import Checkpoints, InitialValues, TensorSource, weigh
 
 _log = logging.getLogger(__name__)
 
-_SECTIONS_OF_NUMBERS = ("model", "data", "train", "optimizer", "schedule")
+_NUMERIC_SECTIONS = ("model", "data", "train", "optimizer", "schedule")
 
 
 class Origin(Enum):
-    """Where a run goes on from, or begins."""
+    """Where a run starts, or continues from."""
 
     initial = auto()  # initial values
-    base = auto()  # initial adapters on a base that is loaded for itself
+    base = auto()  # initial adapters on a separately loaded base
     named = auto()  # what `checkpoint.load` names
     newest = auto()  # its own newest checkpoint, as its command says
-    own = auto()  # the same, although its command names another beginning
+    own = auto()  # the same, although its command names another start
 
 
 @dataclass(frozen=True, slots=True)
 class Past:
-    """What stands in a run's folders before a start, and what its command finds there.
+    """A run's folders before a start, and what its command finds there.
 
     Args:
-        journal: its lineage, and its newest save.
-        committed: the iterations a start could resume from.
-        given_up: those of them that a later branch of the run has given up, where the last began from initial values.
-        trained: the last iteration in `metrics.jsonl`, or None.
-        logged: the last save there, or None.
-        settings: of the launch that trained it, by key.
-        source: the path named by `checkpoint.load`, or None.
-        is_inside: whether that path lies in the run's own folder.
-        is_restarted: whether the launcher has restarted this launch after it saved.
+        journal: The run's lineage and newest save.
+        committed: Iterations from which a start could resume.
+        given_up: Committed iterations that a later branch gave up, if the last branch began from initial values.
+        trained: The last iteration in `metrics.jsonl`, or None.
+        logged: The last save in `metrics.jsonl`, or None.
+        settings: The training launch's settings, by key.
+        source: The path in `checkpoint.load`, or None.
+        is_inside: Whether `source` lies in the run's own folder.
+        is_restarted: Whether the launcher restarted this launch after it saved.
     """
 
     journal: Journal
@@ -78,22 +78,22 @@ class Past:
 
     @property
     def begins_again(self) -> bool:
-        """Return whether a fresh start has given up all that is here, and ended before it trained."""
+        """Return whether a fresh start gave up everything here, and ended before it trained."""
         branches = self.journal.lineage.branches
         if len(branches) < 2 or branches[-1].began_at != FRESH or self.journal.saved != FRESH:
             return False
         if self.committed:
             return sorted(self.committed) == sorted(self.given_up)
-        return self.logged is not None  # else the lines, if any, are those of the fresh start
+        return self.logged is not None  # otherwise any lines are from the fresh start
 
 
 @dataclass(frozen=True, slots=True)
 class StartChoice:
-    """The origin of a start.
+    """A start's origin.
 
     Args:
-        line: of the log; empty for none.
-        mirror_fix: the remedy if the mirror of what must be a new run has checkpoints; None for a run that goes on.
+        line: The log line. Empty for none.
+        mirror_fix: The remedy if a new run's mirror already has checkpoints. None for a run that continues.
     """
 
     origin: Origin
@@ -103,16 +103,16 @@ class StartChoice:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """The source and the circumstances of a start, the same on all ranks.
+    """A start's source and circumstances, the same on all ranks.
 
     Args:
-        source: of its tensors.
-        section: the settings of the load. Those of a beginning (`ckpt_step`, `finetune`, `no_load_optim`) do not apply
-            when a run resumes from its own checkpoint although its command names its first source. With `no_save_optim`
-            its own checkpoints have no optimizer, and `no_load_optim` applies.
-        journal: of the run until now.
-        began_elsewhere: whether the iterations until now may be another run's; this run has no records of them then.
-        keeps_weights: whether the weights saved before are this run's.
+        source: The tensors' source.
+        section: Settings for the load. The keys for a new start (`ckpt_step`, `finetune`, `no_load_optim`) do not apply
+            if a run resumes from its own checkpoint although its command names its first source. With `no_save_optim`,
+            its own checkpoints have no optimizer state, and `no_load_optim` applies.
+        journal: The run's journal so far.
+        began_elsewhere: Whether earlier iterations may be another run's. This run then has no records for them.
+        keeps_weights: Whether earlier weights-only saves belong to this run.
     """
 
     source: TensorSource
@@ -123,10 +123,10 @@ class Start:
 
 
 def decide(config: Config, cluster: Cluster, saves: Saves) -> Start:
-    """Decide what a run starts from, as rank 0 sees it, and take the locks of the folders it saves into. Collective.
+    """Decide on a run's source, as rank 0 sees it, and take the locks for its save folders. Collective.
 
     Raises:
-        TrainerError: on every rank, if it cannot start so.
+        TrainerError: The run cannot start this way. Every rank raises.
     """
     lineage = saves.start(lambda: find_lineage(config, cluster.channel, saves))
     section = config.checkpoint
@@ -142,8 +142,8 @@ def decide(config: Config, cluster: Cluster, saves: Saves) -> Start:
 
     answer: Json = cluster.channel.from_first("start", find)
     origin, choice = Origin[answer["origin"]], answer["source"]
-    goes_on = origin is Origin.own
-    if goes_on:
+    resumes_own = origin is Origin.own
+    if resumes_own:
         no_load_optim = section.no_load_optim and section.no_save_optim
         section = replace(section, finetune=False, no_load_optim=no_load_optim, ckpt_step=None)
     is_own = origin in (Origin.own, Origin.newest)
@@ -159,22 +159,22 @@ def decide(config: Config, cluster: Cluster, saves: Saves) -> Start:
         source,
         section,
         Journal(lineage, answer["saved"]),
-        began_elsewhere=(section.finetune if not choice else not goes_on)
+        began_elsewhere=(section.finetune if not choice else not resumes_own)
         if section.load != "auto"
-        else isinstance(source, Checkpoints) and not lineage.branches,  # of an import: a run's own launch records one
+        else isinstance(source, Checkpoints) and not lineage.branches,  # an import without lineage
         keeps_weights=_keeps_weights(config, source, section),
     )
 
 
 def named_source(path: Path, *, with_weights: bool = True) -> Json:
-    """Return the kind and the path of the user's source; a run may be named by its folder.
+    """Return the kind and path of the user's source. A run may be named by its folder.
 
     Args:
-        with_weights: whether the source may be weights of another program.
+        with_weights: Whether another program's weights are allowed.
 
     Raises:
-        CheckpointError: if a run cannot start from the file.
-        MismatchError: if it is a Megatron checkpoint, adapters of PEFT, or weights where these are not allowed.
+        CheckpointError: A run cannot start from the file.
+        MismatchError: It is a Megatron checkpoint, PEFT adapters, or weights where these are not allowed.
     """
     if is_stored(path):
         return {"kind": "checkpoint", "path": str(LoadSource.named(path).path)}
@@ -212,10 +212,10 @@ def named_source(path: Path, *, with_weights: bool = True) -> Json:
 
 
 def require_batches(config: Config, world_size: int, consumed_samples: int) -> None:
-    """Refuse global batch sizes, from a position on, indivisible by the ranks.
+    """Refuse global batch sizes, from a position on, if the ranks cannot divide them.
 
     Raises:
-        MismatchError: on every rank, listing them.
+        MismatchError: There are such sizes. The message lists them, and every rank raises.
     """
     problems = batch_problems(config, world_size, consumed_samples)
     if problems:
@@ -232,7 +232,7 @@ def _keeps_weights(config: Config, source: TensorSource, section: CheckpointSect
 
 
 def _find(config: Config, saves: Saves, lineage: Lineage, *, is_restarted: bool) -> Json:
-    """Return the origin of a start, the kind and path of its source, and the newest save on record. Rank 0 only."""
+    """Return a start's origin, its source's kind and path, and the newest recorded save. Rank 0 only."""
     section, folder = config.checkpoint, Path(config.run.dir)
     past = Past(Journal(lineage, newest_saved(folder, saves.shared)), is_restarted=is_restarted)
     if not is_restarted and section.load != "none":
@@ -250,12 +250,12 @@ def _find(config: Config, saves: Saves, lineage: Lineage, *, is_restarted: bool)
 
 
 def _look(config: Config, saves: Saves, past: Past) -> Past:
-    """Return what stands in the folders of a run."""
+    """Return `past` with the contents of the run's folders."""
     section, metrics = config.checkpoint, Path(config.run.dir) / METRICS
     lineage, committed, source, is_inside = past.journal.lineage, saves.iterations(), None, False
     if section.load != "auto":
         source, run_folder = location(section.load), save_folder(section)
-        if not is_stored(source):  # a run with checkpoints of its own goes on while the store is away
+        if not is_stored(source):  # a run with its own checkpoints continues while the store is unreachable
             source = LoadSource.named(source).path
         is_inside = run_folder is not None and run_folder.resolve() in (source.resolve(), *source.resolve().parents)
     given_up = []
@@ -277,15 +277,15 @@ def _look(config: Config, saves: Saves, past: Past) -> Past:
 
 
 def choose(past: Past, config: Config) -> StartChoice:
-    """Return where a run goes on from, or begins. Pure.
+    """Return where a run starts, or continues from. Pure.
 
-    A path in `checkpoint.load` outside this run's own folder is the start of the run. With `finetune` so is a path
-    inside it, such as imported weights. Once the run has its own checkpoint (beyond iteration 0 in the second case),
-    the same command resumes from it. A launch restarted by its launcher after a committed checkpoint resumes from it
-    with any command.
+    A path in `checkpoint.load` outside the run's own folder is the run's start. With `finetune`, so is a path inside
+    it, such as imported weights. Once the run has its own checkpoint (beyond iteration 0 in the second case), the same
+    command resumes from it. A launch restarted by its launcher after a committed checkpoint resumes from it with any
+    command.
 
     Raises:
-        CheckpointError: if checkpoints of the run are missing.
+        CheckpointError: The run's checkpoints are missing.
     """
     section, is_new = config.checkpoint, not past.journal.lineage.branches
     if past.is_restarted:
@@ -323,7 +323,7 @@ def choose(past: Past, config: Config) -> StartChoice:
 
 
 def _set_aside(committed: Collection[int], config: Config) -> str:
-    """Return what `checkpoint.load=none` does to the run's checkpoints, in words; empty without checkpoints."""
+    """Describe what `checkpoint.load=none` does to the run's checkpoints. Empty without checkpoints."""
     if not committed:
         return ""
     return (
@@ -334,9 +334,9 @@ def _set_aside(committed: Collection[int], config: Config) -> str:
 
 
 def _refuse_lost_checkpoints(past: Past, config: Config) -> None:
-    """Refuse a fresh start of a run that has saved, or has trained iterations of another beginning.
+    """Refuse a fresh start if the run has saved, or has trained iterations with another start.
 
-    Iterations before the first save are trained again by the command that trained them.
+    The same command may repeat its iterations before the first save.
     """
     save, url = config.checkpoint.save, config.checkpoint.mirror
     metrics, trained, saved = Path(config.run.dir) / METRICS, past.trained, past.journal.saved
@@ -365,22 +365,22 @@ def _saves(settings: Mapping[str, object]) -> bool:
 
 
 def _changes(earlier: Mapping[str, object], config: Config) -> list[str]:
-    """Return the settings of the last launch, by key, with which a fresh start would have other numbers."""
+    """Return the last launch's settings, by key, with which a fresh start would compute other numbers."""
     current = flattened(sections_of(config))
     changes = [
         f"{key}={value}"
         for key, value in earlier.items()
-        if key.partition(".")[0] in _SECTIONS_OF_NUMBERS and (key not in current or current[key] != value)
-        if (key, value) != ("train.micro_batch_size", AUTO)  # whose number the file does not have
+        if key.partition(".")[0] in _NUMERIC_SECTIONS and (key not in current or current[key] != value)
+        if (key, value) != ("train.micro_batch_size", AUTO)  # the file lacks its number
     ]
     began_at = earlier.get("checkpoint.load", "auto")
     return changes if began_at in ("auto", "none") else [*changes, f"checkpoint.load={began_at}"]
 
 
 def _refuse_mirror(section: CheckpointSection, *, fix: str) -> None:
-    """Refuse a new run whose mirror has checkpoints: its folder is lost, or they are of another run.
+    """Refuse a new run whose mirror has checkpoints: its folder is lost, or they belong to another run.
 
-    A store that is away refuses no run, and is logged.
+    An unreachable store is only logged.
     """
     if section.mirror is None:
         return

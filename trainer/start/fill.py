@@ -1,4 +1,4 @@
-"""Fills the tensors of a run from its source, and sets the run to the source's position."""
+"""Fills a run's tensors from its source, and sets the run to the source's position."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ _log = logging.getLogger(__name__)
 
 
 def fill(run: Run, start: Start) -> Course:
-    """Fill the tensors of a run, and return its course from here on. Collective.
+    """Fill a run's tensors, and return its course from here on. Collective.
 
-    Afterwards tied embeddings are a single tensor again, and newer checkpoints of this run are renamed to superseded.
+    Afterwards tied embeddings are a single tensor again, and the run's newer checkpoints are renamed to superseded.
 
     Raises:
-        TrainerError: on every rank, before a byte is copied, if this run must not continue from the source.
+        TrainerError: This run must not continue from the source. Every rank raises, before a byte is copied.
     """
     course, section, checkpoint = run.course, start.section, None
     if run.config.model.is_adapted:
@@ -70,10 +70,10 @@ def fill(run: Run, start: Start) -> Course:
 
 
 def _resumed(run: Run, course: Course, checkpoint: Checkpoint, section: CheckpointSection) -> Course:
-    """Set the progress of a run to the checkpoint's, and return its course there: its data and, if asked, schedule."""
+    """Set a run's progress to the checkpoint's, and return its course there: its data and, if requested, schedule."""
     seq_length = run.config.train.seq_length
     progress = run_record.saved_progress(checkpoint.state, seq_length=seq_length, where=checkpoint.path)
-    if not run.config.train.eval_interval:  # the saved run evaluated, this one does not
+    if not run.config.train.eval_interval:  # the saved run evaluated, this run does not
         progress = replace(progress, owes_evaluation=False)
     run.state.progress = progress
     course = _with_data(run, course, checkpoint)
@@ -88,10 +88,10 @@ def _resumed(run: Run, course: Course, checkpoint: Checkpoint, section: Checkpoi
 
 
 def _with_data(run: Run, course: Course, checkpoint: Checkpoint) -> Course:
-    """Return the course with the training data at the checkpoint's positions, and log where new sources begin.
+    """Return the course with training data at the checkpoint's positions, and log where new sources start.
 
-    The gaps of the checkpoint are behind the run, those of its command ahead. The origin of the data counts positions
-    in place of samples.
+    The checkpoint's gaps lie behind the run, the command's gaps ahead. The data origin counts positions instead of
+    samples.
     """
     state, progress, data, description = checkpoint.state, run.state.progress, course.train_data, {**course.description}
     requested, lines = parse_ranges(run.config.train.skip_samples), list[str]()
@@ -122,7 +122,7 @@ def _with_data(run: Run, course: Course, checkpoint: Checkpoint) -> Course:
 
 
 def _with_schedule(run: Run, course: Course, checkpoint: Checkpoint) -> Course:
-    """Return the course with the learning-rate schedule and the optimizer's settings of a checkpoint."""
+    """Return the course with a checkpoint's learning-rate schedule and optimizer settings."""
     state = in_samples_of(run.config.train.seq_length, checkpoint.state)
     schedule, section = run_record.saved_schedule(state, run.config.optimizer, where=checkpoint.path)
     for part in run.state.parts:
@@ -140,7 +140,7 @@ def _with_schedule(run: Run, course: Course, checkpoint: Checkpoint) -> Course:
 
 
 def _find_in_shared(run: Run, checkpoint: Checkpoint) -> None:
-    """Note whether the shared folder has the iteration of a local checkpoint too. A call of all ranks."""
+    """Note whether the shared folder also has a local checkpoint's iteration. Collective."""
     iteration, folder = checkpoint.iteration, run.saves.shared
     if folder is None:
         return
@@ -159,7 +159,7 @@ def _find_in_shared(run: Run, checkpoint: Checkpoint) -> None:
 
 
 def _refuse(run: Run, section: CheckpointSection, description: Json, checkpoint: Checkpoint) -> None:
-    """Refuse a checkpoint of another run, and log the allowed differences. Opens no tensor file."""
+    """Refuse another run's checkpoint, and log the allowed differences. Opens no tensor file."""
     changes = differences(*resume_rules.compared(checkpoint.state, description), resume_rules.rules_for(section))
     if not section.no_load_optim:
         changes = resume_rules.with_same_bits(changes, checkpoint.state, description)
@@ -193,7 +193,7 @@ def _refuse(run: Run, section: CheckpointSection, description: Json, checkpoint:
         progress = run_record.saved_progress(checkpoint.state, seq_length=length, where=checkpoint.path)
         origin_after(checkpoint.state, description, progress, where=checkpoint.path)
         samples = progress.consumed_samples
-    if run.config.train.batch_schedule is not None:  # one size is checked before the ranks join
+    if run.config.train.batch_schedule is not None:  # a single size is checked before the ranks join
         require_batches(run.config, run.cluster.world_size, samples)
     schedule = run.course.schedule
     if section.use_checkpoint_scheduler:
@@ -205,7 +205,7 @@ def _refuse(run: Run, section: CheckpointSection, description: Json, checkpoint:
 
 
 def _saved_settings(checkpoint: Checkpoint) -> dict[str, object]:
-    """Return the configuration in a checkpoint by dotted key; empty where it has none."""
+    """Return a checkpoint's configuration by dotted key. Empty if it has none."""
     if RUN_CONFIG not in checkpoint.manifest.files:
         return {}
     document = json_file.parse(read_file(checkpoint, RUN_CONFIG), where=checkpoint.path / RUN_CONFIG)
@@ -213,7 +213,7 @@ def _saved_settings(checkpoint: Checkpoint) -> dict[str, object]:
 
 
 def _with_key(change: Difference, run: Run, saved: Mapping[str, object]) -> Difference:
-    """Return a difference under the key that this command sets: of the data, with both paths; of the run's length."""
+    """Return a difference under the key this command sets: for data with both paths, or for the run's length."""
     settings = flattened(run.course.saved_config["config"])
     if change.field == "data.fingerprint":
         keys = ("data.train", "data.path", "data.kind")
@@ -228,10 +228,10 @@ def _with_key(change: Difference, run: Run, saved: Mapping[str, object]) -> Diff
 
 
 def _log_rates(run: Run, schedule: Schedule, progress: Progress, checkpoint: Checkpoint, *, is_new: bool) -> None:
-    """Log the learning rates of the iterations left where the schedule ends before them, or is a new one.
+    """Log the learning rates for remaining iterations if the schedule ends before them, or is new.
 
     Raises:
-        MismatchError: if the rate of every iteration of an extension is 0.
+        MismatchError: The learning rate is 0 in every iteration of an extension.
     """
     first, last = progress.iteration + 1, run.last_iteration(progress)
     consumed = run.batch_schedule.consumed_after(1, progress.consumed_samples)
@@ -257,7 +257,7 @@ def _log_rates(run: Run, schedule: Schedule, progress: Progress, checkpoint: Che
 
 
 def _begin_averages(run: Run, checkpoint: Checkpoint | None, section: CheckpointSection) -> None:
-    """Let the moving averages that were not loaded begin with the weights."""
+    """Initialize moving averages with the weights, unless they were loaded."""
     has_optimizer = checkpoint is not None and not section.loads_weights_alone
     stored = checkpoint.manifest.tensors if checkpoint is not None and has_optimizer else {}
     for part in run.state.parts:
@@ -265,10 +265,10 @@ def _begin_averages(run: Run, checkpoint: Checkpoint | None, section: Checkpoint
 
 
 def rebind(run: Run) -> None:
-    """Tie the embeddings again and check their shared memory.
+    """Tie the embeddings again, and check their shared memory.
 
     Raises:
-        CheckpointError: if they do not share memory.
+        CheckpointError: They do not share memory.
     """
     for part in run.state.parts:
         part.model.tie_weights()

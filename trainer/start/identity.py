@@ -1,6 +1,6 @@
-"""Which run a start belongs to: finds the lineage of a run before it loads, and records it before it trains.
+"""Which run a start belongs to: finds a run's lineage before the load, and records it before training.
 
-The folder of a run has its lineage in `run.json`, and so has every folder of local checkpoints.
+A run's folder has its lineage in `run.json`, and so has every local checkpoint folder.
 """
 
 from __future__ import annotations
@@ -41,11 +41,12 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class HostRecord:
-    """A host's records of the run.
+    """A host's records about the run.
 
     Args:
-        run: the lineage in its folder of the run.
-        saved: the lineages in its folder of local checkpoints; empty if the folder has no checkpoints.
+        name: The host's name.
+        run: The lineage in its run folder.
+        saved: The lineages in its local checkpoint folder. Empty if the folder has no checkpoints.
     """
 
     name: str
@@ -54,13 +55,13 @@ class HostRecord:
 
 
 def find_lineage(config: Config, channel: StoreChannel, saves: Saves) -> Lineage:
-    """Return the lineage of the run, on every rank; it has no branches if the run is new, or of an earlier version.
+    """Return the run's lineage, on every rank. It has no branches if the run is new, or from an earlier version.
 
-    The folder of the run decides, then the shared checkpoints, then what the other hosts have. Only with local
-    checkpoints does anything but the first matter before the load. A call of all ranks.
+    The run's folder decides, then the shared checkpoints, then the other hosts' records. Without local checkpoints,
+    only the first matters before the load. Collective.
 
     Raises:
-        TrainerError: on every rank, if the local checkpoints of a host are those of another run.
+        TrainerError: A host's local checkpoints belong to another run. Every rank raises.
     """
     folders, path, data = saves.host_folders, Path(config.run.dir) / RUN_FILE, b""
     if folders is None:
@@ -80,7 +81,7 @@ def find_lineage(config: Config, channel: StoreChannel, saves: Saves) -> Lineage
 
 
 def _host_table(path: Path, folders: HostFolders) -> Json:
-    """Return this rank's records: of the folder of the run and, on the leader of a host, of local checkpoints."""
+    """Return this rank's records: from the run's folder and, on a host's leader, from local checkpoints."""
     table: Json = {"run": _record(read_journal(path).lineage), "saved": []}
     if folders.leads:
         folder = folders.folder
@@ -109,17 +110,18 @@ def _choose(config: Config, shared: CheckpointFolder | None, hosts: Sequence[Hos
 def choose_lineage(
     shared: Lineage, hosts: Sequence[HostRecord], *, where: object, has_records: bool, adopts: bool
 ) -> Lineage:
-    """Return the lineage of a run with local checkpoints. Pure.
+    """Return the lineage for a run with local checkpoints. Pure.
 
     Args:
-        shared: the lineage of the newest shared checkpoint.
-        hosts: in order; the first is rank 0's.
-        where: the folder of local checkpoints.
-        has_records: whether the run has checkpoints or metrics outside of the hosts.
-        adopts: whether local checkpoints are the run's own where nothing else is known of the run.
+        shared: The newest shared checkpoint's lineage.
+        hosts: The hosts in order, rank 0's first.
+        where: The local checkpoint folder.
+        has_records: Whether the run has checkpoints or metrics outside the hosts' folders.
+        adopts: Whether to adopt local checkpoints if nothing else is known about the run.
 
     Raises:
-        MismatchError: naming the hosts with local checkpoints of another run, or of another branch of as many rewinds.
+        MismatchError: Hosts have local checkpoints from another run, or from another branch after as many rewinds. The
+            message names them.
     """
     lineages = [hosts[0].run, shared, *(host.run for host in hosts[1:])]
     run = next((lineage.run for lineage in lineages if lineage.run is not None), None)
@@ -131,14 +133,14 @@ def choose_lineage(
     recorded = [lineage for lineage in (*lineages, *saved) if lineage.branches and lineage.run == run]
     current = newest_lineage(recorded)
     has_unnamed = is_adopted or (current.branches[0].began_at > FRESH if current.branches else has_records)
-    strange = {
+    foreign_runs = {
         host.name: lineage.run
         for host in hosts
         for lineage in host.saved
         if (lineage.run != run if lineage.branches else not has_unnamed)
     }
-    if strange:
-        raise _another_run(strange, run, where)
+    if foreign_runs:
+        raise _another_run(foreign_runs, run, where)
     for host in hosts:
         for lineage in (host.run, *host.saved):
             if lineage in recorded and len(lineage.branches) == len(current.branches) and lineage != current:
@@ -149,19 +151,20 @@ def choose_lineage(
 def note_start(
     run: Run, journal: Journal, checkpoint: Checkpoint | None, began_at: int, *, is_own: bool, saved: int
 ) -> Json | None:
-    """Record a start, and return the lineage from here on for the run's checkpoints; None for a run that saves nothing.
+    """Record a start, and return the lineage for the run's later checkpoints. None for a run that saves nothing.
 
-    A new run gets an id, and a start from an older checkpoint begins a branch. Newer checkpoints are left behind later.
-    A call of all ranks.
+    A new run gets an id, and a start from an older checkpoint opens a branch. Newer checkpoints are set aside later.
+    Collective.
 
     Args:
-        journal: as read before the load.
-        checkpoint: the source of the run, if any.
-        is_own: whether `checkpoint` is the run's own.
-        saved: the newest iteration saved that this start leaves.
+        journal: The journal, as read before the load.
+        checkpoint: The run's source, if it is a checkpoint.
+        began_at: The iteration from which the run continues.
+        is_own: Whether `checkpoint` is the run's own.
+        saved: The newest saved iteration kept by this start.
 
     Raises:
-        TrainerError: on every rank, if it cannot be recorded.
+        TrainerError: The start cannot be recorded. Every rank raises.
     """
     channel, folders, folder = run.cluster.channel, run.saves.host_folders, Path(run.config.run.dir)
     if save_folder(run.config.checkpoint) is None:
@@ -172,17 +175,17 @@ def note_start(
         if run.config.checkpoint.is_directed and (launch := run.cluster.launch).names:
             names = current.launch if set(launch.earlier) & set(current.launch) else ()
             current = replace(current, launch=tuple(dict.fromkeys((*names, *launch.names))))
-        following = Journal(current, saved)
-        write_journal(folder, following, run.saves.files)
-        return following.record()
+        updated = Journal(current, saved)
+        write_journal(folder, updated, run.saves.files)
+        return updated.record()
 
-    following = Journal.from_record(channel.from_first("lineage/noted", note))
+    updated = Journal.from_record(channel.from_first("lineage/noted", note))
     with channel.agreed("lineage/hosts noted"):
         if folders is not None and folders.leads:
-            write_journal(folders.folder.root, Journal(following.lineage), folders.folder.files, LOCAL.another)
-            if run.saves.shared is None:  # each host may have a folder of the run, and be the first at the next start
-                write_journal(folder, following, run.saves.files)
-    return following.lineage.record()
+            write_journal(folders.folder.root, Journal(updated.lineage), folders.folder.files, LOCAL.another)
+            if run.saves.shared is None:  # each host may have its own run folder, and hold rank 0 at the next start
+                write_journal(folder, updated, run.saves.files)
+    return updated.lineage.record()
 
 
 def _next(run: Run, journal: Journal, checkpoint: Checkpoint | None, began_at: int, *, is_own: bool) -> Lineage:
@@ -192,15 +195,15 @@ def _next(run: Run, journal: Journal, checkpoint: Checkpoint | None, began_at: i
     if not lineage.branches:
         parent = None if checkpoint is None or is_own else Parent(saved.run, checkpoint.iteration)
         return Lineage((branch if is_own else Branch(branch.id, FRESH),), parent)
-    saves = (journal.saved, *run.saves.iterations())  # perhaps not all of them are left
+    saves = (journal.saved, *run.saves.iterations())  # some may no longer exist
     return lineage.after_start(branch, newest_known=max(FRESH if number is None else number for number in saves))
 
 
 def saved_lineages(folder: CheckpointFolder) -> Iterator[tuple[int, Lineage]]:
-    """Yield the committed iterations of a folder and the lineages in them, newest first; a damaged checkpoint has none.
+    """Yield a folder's committed iterations and their lineages, newest first. Damaged checkpoints are skipped.
 
     Raises:
-        UnreadableError: if a checkpoint cannot be read at the moment.
+        UnreadableError: A checkpoint cannot be read at the moment.
     """
     for iteration in reversed(folder.committed()):
         path = folder.iteration(iteration)
@@ -208,7 +211,7 @@ def saved_lineages(folder: CheckpointFolder) -> Iterator[tuple[int, Lineage]]:
             yield iteration, saved_lineage(open_checkpoint(path, folder.files, may_lack=True).state, where=path)
         except UnreadableError:
             raise
-        except TrainerError as error:  # the load says more
+        except TrainerError as error:  # the load reports the damage
             _log.debug("%s tells no lineage: %s", path, error)
 
 
@@ -217,12 +220,12 @@ def _newest_saved(folder: CheckpointFolder) -> Lineage:
 
 
 def find_restart(cluster: Cluster, saves: Saves) -> bool:
-    """Return whether the launcher has restarted this launch after the launch saved a checkpoint. Collective.
+    """Return whether the launcher restarted this launch after the launch saved a checkpoint. Collective.
 
-    Each host looks into its own folder, since rank 0 may have come to a new host.
+    Each host checks its own folder, since rank 0 may have moved to a new host.
 
     Raises:
-        TrainerError: on every rank, if a folder cannot be read.
+        TrainerError: A folder cannot be read. Every rank raises.
     """
     channel, is_restarted = cluster.channel, False
     earlier = set(channel.from_first("launch", lambda: list(cluster.launch.earlier)))
@@ -236,7 +239,7 @@ def find_restart(cluster: Cluster, saves: Saves) -> bool:
 
 
 def _launch_of(folder: CheckpointFolder) -> Sequence[str]:
-    """Return the names of the launch in the newest checkpoint of a folder; version 0.2 recorded them beside it."""
+    """Return the launch names in a folder's newest checkpoint. Version 0.2 recorded them beside the checkpoint."""
     iteration, lineage = next(saved_lineages(folder), (FRESH, Lineage()))
     if lineage.launch or not is_file(path := folder.root / "launch.json"):
         return lineage.launch
@@ -260,10 +263,10 @@ def _parsed(record: Json | None) -> Lineage:
     return Lineage() if record is None else Lineage.from_record(record)
 
 
-def _another_run(strange: dict[str, str | None], run: str | None, where: object) -> MismatchError:
+def _another_run(foreign_runs: dict[str, str | None], run: str | None, where: object) -> MismatchError:
     hosts = ", ".join(
         f"on host {name} those of {f'run {run_id}' if run_id else 'a run that they do not name'}"
-        for name, run_id in strange.items()
+        for name, run_id in foreign_runs.items()
     )
     fix = "Nothing was changed there. Set checkpoint.local.dir to another folder, or remove this one from these hosts."
     if run is None:

@@ -1,6 +1,6 @@
-"""The journal of a run, `run.json`: its lineage, and the newest iteration saved for a resume.
+"""A run's journal, `run.json`: its lineage, and the newest iteration saved for a resume.
 
-Each start writes it, and so does each commit. A folder of local checkpoints has one without the saves.
+Each start and each commit writes it. A local checkpoint folder has a journal without saves.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ RUN_FILE = "run.json"
 
 
 def read_journal(path: Path) -> Journal:
-    """Return the journal in a `run.json`; an empty one if the file is missing, or damaged, which is logged.
+    """Return the journal in a `run.json`. It is empty if the file is missing, or damaged, which is logged.
 
     Raises:
-        UnreadableError: if the file cannot be read at the moment.
+        UnreadableError: The file cannot be read at the moment.
     """
     try:
         return Journal.from_bytes(read_regular(path, limit_bytes=json_file.MAX_BYTES), where=path)
@@ -50,10 +50,10 @@ def read_journal(path: Path) -> Journal:
 
 
 def newest_saved(folder: Path, shared: CheckpointFolder | None) -> int:
-    """Return the newest iteration saved by the run in a folder; of an earlier version, by its metrics or its tracker.
+    """Return the newest iteration saved by the run in a folder. For an earlier version, use its metrics or tracker.
 
     Args:
-        shared: the folder shared by all hosts.
+        shared: The folder shared by all hosts.
     """
     saved = read_journal(folder / RUN_FILE).saved
     if saved is None:
@@ -64,7 +64,7 @@ def newest_saved(folder: Path, shared: CheckpointFolder | None) -> int:
 
 
 def write_journal(folder: Path, journal: Journal, files: Files, another: str = RUN.another) -> None:
-    """Write a `run.json` durably, unless it is there already. Hosts with a shared folder may write at once."""
+    """Write a `run.json` durably, unless it already has this content. Hosts with a shared folder may write at once."""
     path, data = folder / RUN_FILE, journal.to_bytes()
     try:
         if is_file(path) and path.read_bytes() == data:
@@ -77,10 +77,10 @@ def write_journal(folder: Path, journal: Journal, files: Files, another: str = R
 
 
 def note_saved(folder: Path, lineage: Json | None, files: Files, iteration: int) -> None:
-    """Record a commit, unless the run has gone on in another job. Any thread; a failure is logged alone.
+    """Record a commit, unless another job has continued the run. Any thread may call it. A failure is only logged.
 
     Args:
-        lineage: of the run that has saved, in its JSON form.
+        lineage: The saving run's lineage, in JSON form.
     """
     try:
         journal = read_journal(folder / RUN_FILE)

@@ -1,4 +1,4 @@
-"""Where the tensors of a run come from: checkpoints of ours, weights of another program, or initial values."""
+"""Sources for a run's tensors: Reprise checkpoints, another program's weights, or initial values."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The tensors of a run filled from a single source: its state, or the base beneath its adapters.
+    """Tensors filled from a single source: a run's state, or the base beneath its adapters.
 
     Args:
-        name: of the part, in messages; empty for the state.
-        model: the model of the tensors.
-        live: returns this rank's tensors, and the optimizer's state where there is one.
-        section: the settings of the load.
-        refuse: raises for a checkpoint unfit for the run, and logs differences; opens no tensor file. Rank 0.
+        name: The part's name in messages. Empty for the state.
+        model: The tensors' model.
+        live: Returns this rank's tensors, including optimizer state if there is any.
+        section: Settings for the load.
+        refuse: Raises if a checkpoint does not fit the run, and logs differences. Opens no tensor file. Rank 0 only.
     """
 
     name: str
@@ -50,17 +50,17 @@ class Part:
     refuse: Callable[[Checkpoint], None]
 
     def weights(self) -> list[LiveTensor]:
-        """Return this rank's tensors without those of the optimizer."""
+        """Return this rank's tensors without optimizer state."""
         return [tensor for tensor in self.live() if tensor.spec.kind is not TensorKind.OPTIMIZER]
 
 
 @dataclass(frozen=True, slots=True)
 class Filled:
-    """What filled a part.
+    """The source that filled a part.
 
     Args:
-        identity: the format and a digest of the source, and no path; empty for initial values.
-        restored: the checkpoint; None for other sources.
+        identity: The source's format and digest, without a path. Empty for initial values.
+        restored: The checkpoint. None for other sources.
     """
 
     identity: Json
@@ -68,10 +68,10 @@ class Filled:
 
 
 class TensorSource(Protocol):
-    """A source of tensors.
+    """A tensor source.
 
     Attributes:
-        is_own: whether it has the checkpoints of this run.
+        is_own: Whether it holds this run's checkpoints.
     """
 
     @property
@@ -81,17 +81,17 @@ class TensorSource(Protocol):
         """Fill a part of a run. Collective.
 
         Raises:
-            TrainerError: on every rank, before a tensor is read, if the source does not fit the part.
+            TrainerError: The source does not fit the part. Every rank raises, before a tensor is read.
         """
 
 
 class InitialValues:
-    """The initial values of a new run."""
+    """A new run's initial values."""
 
     is_own = False
 
     def fill(self, run: Run, part: Part) -> Filled:
-        """Fill a part with the initial values of `train.seed`."""
+        """Fill a part with initial values drawn from `train.seed`."""
         model, seed = part.model, run.config.train.seed
         values = adapter_initial_values(model) if model.is_adapted else families.initial_values(model)
         fill_initial_values(part.weights(), values, seed)
@@ -102,7 +102,7 @@ class InitialValues:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Weights of another program."""
+    """Another program's weights."""
 
     path: Path
     kind: WeightsKind
@@ -126,11 +126,12 @@ class Weights:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoints:
-    """A checkpoint of ours, or the newest valid checkpoint of a run.
+    """A Reprise checkpoint, or a run's newest valid checkpoint.
 
     Args:
-        loads_weights_alone: whether the state of the optimizer stays out, and tables may have other sizes.
-        is_own: whether they are this run's; local checkpoints are candidates then as well.
+        source: The checkpoint or run to load.
+        loads_weights_alone: Whether to omit optimizer state, and to allow other table sizes.
+        is_own: Whether they are this run's. Local checkpoints are then candidates as well.
     """
 
     source: LoadSource
@@ -138,7 +139,7 @@ class Checkpoints:
     is_own: bool = False
 
     def fill(self, run: Run, part: Part) -> Filled:
-        """Fill a part from the newest checkpoint without damage; see `Restorer.restore`."""
+        """Fill a part from the newest undamaged checkpoint. See `Restorer.restore`."""
         filling = _FittedLoad(run, part) if self.loads_weights_alone else _ExactLoad(run, part)
         start = time.perf_counter()
         restored = run.restorer.restore(
@@ -160,19 +161,19 @@ class Checkpoints:
 
 
 def weights_of(choice: Json) -> Weights:
-    """Return the weights of another program by their kind and path."""
+    """Return another program's weights by their kind and path."""
     return Weights(Path(choice["path"]), WeightsKind(choice["kind"]))
 
 
 def identity_of(checkpoint: Checkpoint) -> Json:
-    """Return what identifies a checkpoint of ours at any path."""
+    """Return a Reprise checkpoint's identity, the same at any path."""
     return {"format": "reprise", "xxh3_64": checkpoint.digest}
 
 
 class _ExactLoad:
-    """Fills a part of a run from a checkpoint that has all of its tensors in their form, or moments of another dtype.
+    """Fills a part from a checkpoint with all its tensors in the same form, or with moments in another dtype.
 
-    The rules for a resume have allowed such a dtype.
+    The resume rules have allowed this dtype.
     """
 
     def __init__(self, run: Run, part: Part) -> None:
@@ -180,7 +181,7 @@ class _ExactLoad:
         self._converted = list[tuple[LiveTensor, LiveTensor]]()
 
     def check(self, checkpoint: Checkpoint) -> None:
-        """Refuse a checkpoint of another run or with other tensors. Rank 0."""
+        """Refuse another run's checkpoint, or other tensors. Rank 0 only."""
         self._part.refuse(checkpoint)
         places = read_places(checkpoint)
         if not self._run.state.averages:
@@ -188,7 +189,7 @@ class _ExactLoad:
         check_tensors(self._specs(checkpoint), places, where=checkpoint.path)
 
     def live(self, checkpoint: Checkpoint) -> list[LiveTensor]:
-        """Return this rank's tensors to fill; the others are zeros again, after a damaged checkpoint that had them."""
+        """Return this rank's tensors to fill. Zero the others again, in case a damaged checkpoint had them."""
         dtypes, tensors = {spec.name: spec.dtype for spec in self._specs(checkpoint)}, list(self._part.live())
         for tensor in tensors:
             if tensor.spec.name not in dtypes:
@@ -199,13 +200,13 @@ class _ExactLoad:
         return requests
 
     def finish(self, restored: Restored) -> LoadReport:
-        """Convert moments of another dtype to nearest even, and return the report of the load."""
+        """Convert moments in another dtype, rounding to nearest even, and return the load's report."""
         for tensor, request in self._converted:
             tensor.local.copy_(request.local)
         return restored.report
 
     def _specs(self, checkpoint: Checkpoint) -> list[TensorSpec]:
-        """Return the tensors of the part, without the moments of parameters frozen when the checkpoint was saved."""
+        """Return the part's tensors, without moments for parameters frozen when the checkpoint was saved."""
         model, dtype = self._part.model, saved_moments(checkpoint.state, where=checkpoint.path)
         section = replace(self._run.config.optimizer, moments_dtype=dtype)
         frozen = saved_frozen(checkpoint.state, model, where=checkpoint.path)
@@ -214,7 +215,7 @@ class _ExactLoad:
 
 
 def _in_dtype(tensor: LiveTensor, dtype: StoredDtype) -> LiveTensor:
-    """Return the tensor itself or, for another dtype in the files, memory of its own for that."""
+    """Return the tensor or, if the files have another dtype, a tensor in that dtype with its own memory."""
     if tensor.spec.dtype is dtype:
         return tensor
     local = torch.empty_like(tensor.local, dtype=torch_dtype(dtype))
@@ -222,7 +223,7 @@ def _in_dtype(tensor: LiveTensor, dtype: StoredDtype) -> LiveTensor:
 
 
 class _FittedLoad:
-    """Fills the weights of a part of a run from a checkpoint of another dtype, with other tables or parts of them."""
+    """Fills a part's weights from a checkpoint with another dtype or other table sizes, or loads a subset."""
 
     def __init__(self, run: Run, part: Part) -> None:
         self._run, self._part = run, part
@@ -230,7 +231,7 @@ class _FittedLoad:
         self._fitting: Fitting | None = None
 
     def check(self, checkpoint: Checkpoint) -> None:
-        """Refuse a checkpoint of another run or with tensors that do not fit. Rank 0."""
+        """Refuse another run's checkpoint, or tensors that do not fit. Rank 0 only."""
         self._part.refuse(checkpoint)
         fit, places = self._fit(checkpoint), read_places(checkpoint)
         fit.unselected([spec.name for spec in self._specs])
@@ -238,14 +239,14 @@ class _FittedLoad:
         check_tensors(stored, places, where=checkpoint.path, is_partial=bool(fit.patterns))
 
     def live(self, checkpoint: Checkpoint) -> list[LiveTensor]:
-        """Return what to fill, in the stored form; tensors that are not stored get their initial values."""
+        """Return the tensors to fill, in stored form. Tensors without a stored form get their initial values."""
         fit, tensors = self._fit(checkpoint), self._part.weights()
         fill_unstored(fit, tensors, self._part.model, self._run.config.train.seed)
         self._fitting = Fitting(fit, tensors, read_places(checkpoint))
         return self._fitting.requests
 
     def finish(self, restored: Restored) -> LoadReport:
-        """Fill this rank's tensors from those in the stored form, log the differences, and return the load's report.
+        """Fill this rank's tensors from their stored form, log the differences, and return the load's report.
 
         Collective.
         """
@@ -261,14 +262,14 @@ class _FittedLoad:
         return replace(restored.report, expected=restored.report.expected + fitting.unloaded_count)
 
     def _fit(self, checkpoint: Checkpoint) -> Fit:
-        """Return how the weights of a checkpoint may differ from those of the part."""
+        """Return how a checkpoint's weights may differ from the part's."""
         model, section = self._part.model, self._part.section
         saved = saved_model(checkpoint.state, where=checkpoint.path) if section.resize else model
         return Fit.of(section, saved, model)
 
 
 def _log_load(run: Run, report: LoadReport, what: str, path: Path) -> None:
-    """Log the sizes and the rate of a load over all ranks. A call of all ranks."""
+    """Log a load's size and rate over all ranks. Collective."""
     (filled_bytes,) = run.cluster.counts([report.filled_bytes])
     if run.cluster.rank == 0:
         megabytes = filled_bytes / 1e6
