@@ -126,7 +126,9 @@ def test_several_differences_are_one_message(run: Path, caplog: pytest.LogCaptur
         lines = [line for line in caplog.messages if ", now " in line]
         assert len(lines) == 2
         assert all(key in caplog.text for key in ("optimizer.lr: saved", "train.seed: saved"))
-        assert ("checkpoint.allow=all let pass what checkpoint.allow=data,lr does" in caplog.messages) == passed
+        assert (
+            "checkpoint.allow=all allowed the same differences as checkpoint.allow=data,lr" in caplog.messages
+        ) == passed
     refuse(run, "model.n_layer=3", "checkpoint.allow=all")
 
 

@@ -113,7 +113,7 @@ def test_a_lost_folder_is_no_fresh_start_beside_its_mirror(tmp_path: Path) -> No
     shutil.move(run / "checkpoints", tmp_path / "aside")  # a disk of its own that is gone
     assert from_store in launch(run, settings(store)).text
     shutil.rmtree(run)
-    starts = ("auto", from_store), ("none", "checkpoint.mirror"), (f"file://{store}", "URL of its own")
+    starts = ("auto", from_store), ("none", "checkpoint.mirror"), (f"file://{store}", "its own URL")
     for load, fix in starts:
         ended = launch(run, settings(store, f"checkpoint.load={load}"))
         assert not ended.ok
@@ -139,11 +139,11 @@ def test_a_run_that_begins_in_a_store_has_no_mirror_unless_named(origin: Path, t
     store = origin.parent / "store"
     before = sorted(store.rglob("*"))
     started = run_ok(tmp_path / "run", [f"checkpoint.load=file://{store}", "train.train_iters=6"])
-    assert f"checkpoint.mirror=file://{store} is of the run that is loaded" in started.text
+    assert f"checkpoint.mirror=file://{store} belongs to the loaded run" in started.text
     assert sorted(store.rglob("*")) == before
     assert not (tmp_path / "run" / "checkpoints" / MIRROR).exists()
     again = run_ok(origin, [f"checkpoint.load={origin}", "train.train_iters=4"])  # its own keeps it
-    assert "is of the run that is loaded" not in again.text
+    assert "belongs to the loaded run" not in again.text
 
 
 @pytest.mark.slow

@@ -122,8 +122,8 @@ def unpinned_thread_lines(config: Config) -> list[str]:
     if lanes == 0 or train.threads > 0 or train.device in ACCELERATORS:
         return []
     return [
-        f"train.threads is 0, so a rank has its share of the cores of its host: parallel.invariant_ranks={lanes} keeps "
-        "the bits only between launches with equal numbers of threads"
+        f"train.threads is 0, so each rank uses its share of the host's cores: parallel.invariant_ranks={lanes} keeps "
+        "the bits only between launches with the same thread count"
     ]
 
 
@@ -158,7 +158,7 @@ def _trained_problems(config: Config) -> list[str]:
         )
     if section.base is None and not section.finetune and not config.train.dry_run:
         problems.append(
-            f"model.lora.rank={model.lora.rank}: needs the weights beneath the adapters: checkpoint.base=PATH, or "
+            f"model.lora.rank={model.lora.rank}: needs base weights: set checkpoint.base=PATH, or "
             "checkpoint.load=PATH checkpoint.finetune=true"
         )
     return problems
@@ -198,7 +198,7 @@ def _length_problems(config: Config) -> list[str]:
     if len(sizes.sizes) > 1 and config.parallel.invariant_ranks:
         problems.append(
             f"train.batch_schedule={train.batch_schedule}: not with parallel.invariant_ranks="
-            f"{config.parallel.invariant_ranks}, whose lanes divide one size"
+            f"{config.parallel.invariant_ranks}, which needs a constant batch size"
         )
     if train.train_samples is not None and train.train_samples < sizes.at(0):
         problems.append(
@@ -249,7 +249,7 @@ def _copies_problems(copies: int, zero_stage: int, *, data_ranks: int) -> list[s
     if copies == 1:
         return []
     if zero_stage == 0:
-        return [f"parallel.replicate={copies}: needs a parallel.zero_stage above 0, which has a copy on every rank"]
+        return [f"parallel.replicate={copies}: needs a parallel.zero_stage above 0: stage 0 has a copy on every rank"]
     if data_ranks % copies or data_ranks == copies:
         rule = "must divide them, with 2 ranks or more for a copy"
         return [f"parallel.replicate={copies}: {data_ranks} data-parallel ranks: {rule}"]
@@ -282,7 +282,7 @@ def _invariant_tensor_problems(config: Config) -> list[str]:
             f"are multiples of parallel.tensor_model_parallel_size={tp}{padding}"
         )
     if parallel.invariant_ranks == 0:
-        problems.append(f"{key}: needs parallel.invariant_ranks, which fixes the sums over micro batches and ranks")
+        problems.append(f"{key}: needs parallel.invariant_ranks, which fixes the sums over micro-batches and ranks")
     if train.compile:
         problems.append(f"{key}: not with train.compile, which fuses what the shards keep apart")
     if model.is_adapted:
@@ -355,13 +355,13 @@ def _batch_size_problems(config: Config, topology: Topology, size: int, key: str
     name = key.format(size) if train.batch_schedule is not None else "train.global_batch_size"
     if topology.pp > 1 and count < topology.pp:
         problems.append(
-            f"{count} micro batches per iteration: fewer than the {topology.pp} pipeline ranks; raise "
+            f"{count} micro-batches per iteration: fewer than the {topology.pp} pipeline ranks; raise "
             f"{name} or lower train.micro_batch_size"
         )
     elif topology.vpp > 1 and count % (rounds := max(1, count // topology.pp)):
         # torch/distributed/pipelining/schedules.py, ScheduleInterleaved1F1B.
         where = "" if train.batch_schedule is None else f" ({name})"
-        problems.append(f"{count} micro batches per iteration{where}: interleaved stages need a multiple of {rounds}")
+        problems.append(f"{count} micro-batches per iteration{where}: interleaved stages need a multiple of {rounds}")
     return problems
 
 

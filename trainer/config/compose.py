@@ -296,9 +296,9 @@ def over_saved(command: CommandLine, files: Files) -> DictConfig:
     if values.get("checkpoint.mirror") is not None and not saved.is_of(save):
         mirror = values.pop("checkpoint.mirror")
         values = {key: value for key, value in values.items() if not key.startswith("checkpoint.mirror_")}
-        _log.warning(f"checkpoint.mirror={mirror} is of the run that is loaded: this one has no mirror unless named")
+        _log.warning(f"checkpoint.mirror={mirror} belongs to the loaded run: set checkpoint.mirror to mirror this run")
     _reported(lambda: _update(raw, values), [str(saved.path)])
-    _log.info(f"the configuration is that of {saved.path}, under the keys of the command")
+    _log.info(f"using the configuration in {saved.path}, overridden by the command's keys")
     return raw
 
 
@@ -318,7 +318,7 @@ def resolve_command(command: CommandLine, files: Files) -> Resolved:
     if resolved.config.data.tokenizer is not None:
         values = _vocabulary(resolved.config, command)
         for key, value in values.items():
-            _log.info(f"{key}={value}, that of data.tokenizer={resolved.config.data.tokenizer}")
+            _log.info(f"{key}={value}, from data.tokenizer={resolved.config.data.tokenizer}")
         _update(raw, values)
         return replace(resolve(raw), words=command.words) if values else resolved
     from trainer.config.load_saved import tokenizer_of_weights
@@ -326,7 +326,7 @@ def resolve_command(command: CommandLine, files: Files) -> Resolved:
     tokenizer = tokenizer_of_weights(resolved.config, files)
     if tokenizer is None:
         return resolved
-    _log.info(f"data.tokenizer={tokenizer}, that of the weights")
+    _log.info(f"data.tokenizer={tokenizer}, from the weights")
     _update(raw, {"data.tokenizer": tokenizer})
     return replace(resolve(raw), words=command.words)
 

@@ -30,9 +30,9 @@ def freeze_problems(model: ModelConfig, patterns: Sequence[str]) -> list[str]:
         if any(fnmatchcase(name, pattern) for name in stored):
             continue
         tied = next(
-            (f"; {alias} is tied, name {name}" for alias, name in second.items() if fnmatchcase(alias, pattern)), ""
+            (f"; {alias} is tied, use {name}" for alias, name in second.items() if fnmatchcase(alias, pattern)), ""
         )
-        problems.append(f"train.freeze: {pattern!r} fits no parameter; a name is {next(iter(stored))}{tied}")
+        problems.append(f"train.freeze: {pattern!r} matches no parameter; a valid name is {next(iter(stored))}{tied}")
     if len(frozen_names(model, patterns)) == len(stored):
-        problems.append("train.freeze: fits every parameter, so that nothing would be trained")
+        problems.append("train.freeze: matches every parameter, so nothing would be trained")
     return problems

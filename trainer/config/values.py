@@ -47,7 +47,7 @@ def number_problems(config: object) -> list[str]:
         if isinstance(value, float) and not math.isfinite(value):
             problems.append(f"{key}={value}: must be a finite number")
         elif isinstance(value, int) and not -_INT64 <= value < _INT64:
-            problems.append(f"{key}={value}: must fit into a signed integer of 64 bits")
+            problems.append(f"{key}={value}: must fit into a signed 64-bit integer")
     return problems
 
 
@@ -82,7 +82,7 @@ def path_problems(config: object) -> list[str]:
         elif key in _PATHS and not value.strip():
             problems.append(f"{key}={value}: is empty; omit it to use the default")
         elif key in _MUST_BE_STORED and not is_store_url(value):
-            problems.append(f"{key}={value}: must be the URL of a store, such as s3://bucket/run")
+            problems.append(f"{key}={value}: must be a store URL, such as s3://bucket/run")
         elif key in _MAY_BE_STORED and is_store_url(value):
             problems += _store_problems(key, value)
         elif key in _PATHS and is_url(value):

@@ -96,10 +96,10 @@ def report(config: Config, world_size: int) -> str:
         )
     if itemsize := rounded_itemsize(config.checkpoint):
         rounded = itemsize * max(load.parameters for *_, loads in rows for load in loads)
-        lines.append(f"saves of the weights alone: at most {rounded / _GIB:.2f} GiB more on the host of a rank")
+        lines.append(f"weights-only saves: at most {rounded / _GIB:.2f} GiB more host memory per rank")
     if config.train.ema_offload:
         offloaded = 4 * max(load.parameters for *_, loads in rows for load in loads)
-        lines.append(f"moving averages: at most {offloaded / _GIB:.2f} GiB more on the host of a rank")
+        lines.append(f"moving averages: at most {offloaded / _GIB:.2f} GiB more host memory per rank")
     return "\n".join(lines)
 
 

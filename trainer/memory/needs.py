@@ -98,7 +98,7 @@ def require_memory(
     """
     samples = max(batch_schedule_of(config.train).sizes)
     needed = ranks * least_bytes(config, world_size, is_host=is_host)
-    light = ", the weights rounded for light saves," if is_host and rounded_itemsize(config.checkpoint) else ","
+    light = ", the weights rounded for weights-only saves," if is_host and rounded_itemsize(config.checkpoint) else ","
     if needed > available_bytes:
         raise ConfigError(
             f"The run does not fit into the memory of {where}",

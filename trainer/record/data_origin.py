@@ -81,7 +81,7 @@ def sources_in(state: Json) -> dict[str, Fraction]:
     data = state["data"]
     weights = data.get("weights", {data["fingerprint"]: "1"})
     if malformed := [weight for weight in weights.values() if not _SHARE.fullmatch(weight)]:
-        raise ValueError(f"{malformed[0]!r} is no weight")
+        raise ValueError(f"{malformed[0]!r} is not a weight")
     shares = {str(name): Fraction(weights[name]) for name in sorted(weights)}
     if min(shares.values()) <= 0:
         raise ValueError(f"{weights!r} has a weight that is not positive")
@@ -158,8 +158,8 @@ def new_source_lines(
             place = "its first sample"
         else:
             place = f"its sample {consumed % size} of {size} in epoch {consumed // size + 1}"
-            place += "" if name in origin.consumed else "; data.position=start begins a new source at its first sample"
-        lines.append(f"source {name} ({path}) is new at sample {consumed_samples} of the run and begins at {place}")
+            place += "" if name in origin.consumed else "; data.position=start reads a new source from its first sample"
+        lines.append(f"source {name} ({path}) is new at sample {consumed_samples} of the run and starts at {place}")
     return lines
 
 

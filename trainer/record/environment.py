@@ -131,6 +131,6 @@ def _lines(rows: Sequence[Json]) -> list[str]:
             lines.append(f"environment.{name}: {value} on rank 0, {deviation} on rank {rank}{more}")
     return [
         *lines,
-        "the ranks compute in different environments: a resume has the same bits if every rank has its own again, and "
-        "parallel.invariant_ranks does not hold",
+        "the ranks compute in different environments: a resume has the same bits if every rank runs in its old "
+        "environment again, and parallel.invariant_ranks does not hold",
     ]

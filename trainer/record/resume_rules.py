@@ -62,7 +62,7 @@ class Difference:
 
 
 _ROUNDING = "weights and moments stay bitwise, the loss curve equals within rounding"
-_LOSSES = "checkpoint.keep_best and the best loss compare validation losses that are not measured alike"
+_LOSSES = "checkpoint.keep_best and the best loss compare validation losses measured differently"
 _MASKS = f"{_ROUNDING}, except that dropout draws other masks"
 _KERNELS = f"{_ROUNDING}: sums and products take the kernels of the processor"
 _OTHER_CURVE = "the loss curve will differ"
@@ -70,7 +70,7 @@ _COARSER = "weights and moments stay bitwise, matrix products are rounded to ano
 _CONVERTED = "loaded moments are converted, and the loss curve will differ"
 _SAME_BITS = "weights and moments stay bitwise, and so does the loss curve: same bits"
 
-_LENGTH = "the position is that of the tokens consumed, and all counts are of samples of this length"
+_LENGTH = "the position follows the consumed tokens, and all counts are in samples of this length"
 _EXTENDS = "keeps the saved schedule, which stays at schedule.min_lr"
 # Counts that follow other keys while unset, and the effect of setting them to their saved values.
 _KEPT_COUNTS = {"decay_iters": _EXTENDS, "decay_samples": _EXTENDS, "warmup_samples": "keeps the saved warm-up"}
@@ -116,9 +116,9 @@ RULES: tuple[Rule, ...] = (
         Verdict.FLAG,
         "checkpoint.override_data",
         says="the run continues with other samples",
-        hint="data.position=start begins a new source at its first sample",
+        hint="data.position=start reads a new source from its first sample",
     ),
-    Rule("data.weights", Verdict.FLAG, "checkpoint.override_data", "every source goes on at its consumed count"),
+    Rule("data.weights", Verdict.FLAG, "checkpoint.override_data", "every source continues at its consumed count"),
     Rule("data.document_mask", Verdict.FLAG, "checkpoint.override_data", _OTHER_CURVE),
     Rule("data.documents", Verdict.FLAG, "checkpoint.override_data", _OTHER_CURVE, is_optional=True),
     Rule(
@@ -151,8 +151,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "ema_decay",
         Verdict.LOGGED,
-        says="the moving average goes on with it",
-        begins="the moving average begins with the weights",
+        says="the moving average continues with it",
+        begins="the moving average starts from the weights",
         ends="the moving average is dropped",
     ),
     Rule("clip_grad", Verdict.FLAG, "checkpoint.override_scheduler", _OTHER_CURVE, is_optional=True),
@@ -161,7 +161,7 @@ RULES: tuple[Rule, ...] = (
         "freeze",
         Verdict.FLAG,
         "checkpoint.override_freeze",
-        says="parameters that are trained from now on begin with zero moments, the moments of frozen ones are dropped",
+        says="newly trained parameters start with zero moments, the moments of frozen parameters are dropped",
     ),
     Rule("optimizer", Verdict.REFUSED),
     Rule("optimizer.weight_decay", Verdict.FLAG, "checkpoint.override_scheduler", _OTHER_CURVE),

@@ -246,5 +246,5 @@ def _saved_settings(state: Json, section: OptimizerSection) -> dict[str, Any]:
 
 def _table(value: object) -> Mapping[str, object]:
     if not isinstance(value, Mapping):
-        raise TypeError(f"{value!r} is no object")
+        raise TypeError(f"{value!r} is not an object")
     return value

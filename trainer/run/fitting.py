@@ -80,7 +80,7 @@ class Fit:
         unused = [p for p in self.patterns if not any(fnmatch.fnmatchcase(name, p) for name in names)]
         if unused:
             raise MismatchError(
-                "A pattern in checkpoint.partial fits no tensor of the model",
+                "A pattern in checkpoint.partial matches no tensor in the model",
                 found=", ".join(unused),
                 fix="Correct it, or leave it out; `reprise checkpoint show` lists the names.",
             )

@@ -127,7 +127,7 @@ class _FileReport:
 
     def __str__(self) -> str:
         """Return the path, followed by everything that must be equal on all hosts."""
-        borders = f" and {self.documents} of its documents' borders" if self.documents else ""
+        borders = f" and {self.documents} of its document boundaries" if self.documents else ""
         digest = self.digest
         size = f"{digest.token_bytes} bytes of {digest.dtype}"
         return f"{self.path} with {size} in {self.key}, digest {digest.digest} of the tokens{borders}"
@@ -242,7 +242,7 @@ def _marks(config: Config, corpus: Corpus) -> DocumentMarks:
         token = open_encoder(data.tokenizer).end_of_text if data.kind in TOKEN_KINDS else corpus.end_of_text
     if token is None or token >= config.model.vocab_size:
         raise DataError(
-            "The token that ends a document is not in the vocabulary of the model",
+            "The end-of-document token is not in the model's vocabulary",
             where="data.end_of_text",
             expected=f"0 to {config.model.vocab_size - 1}",
             found=token,
@@ -253,7 +253,7 @@ def _marks(config: Config, corpus: Corpus) -> DocumentMarks:
 def _check_vocabulary(corpus: Corpus, vocab_size: int) -> None:
     if corpus.vocab_size is not None and corpus.vocab_size > vocab_size:
         raise DataError(
-            "The data has more tokens than the model",
+            "The data has a larger vocabulary than the model",
             expected=f"model.vocab_size of at least {corpus.vocab_size}",
             found=vocab_size,
             fix=f"Set model.vocab_size={corpus.vocab_size}, or choose other data.",

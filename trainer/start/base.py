@@ -126,7 +126,7 @@ def _refuse(run: Run, checkpoint: Checkpoint) -> None:
         flags=(),
         where=checkpoint.path,
         problem="The base is another model",
-        fix="Give the model the saved values, or name another base.",
+        fix="Set the saved model values, or name another base.",
     )
     for line in lines:
         _log.warning(line)

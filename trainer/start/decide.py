@@ -181,7 +181,7 @@ def named_source(path: Path, *, with_weights: bool = True) -> Json:
     refuse_megatron(path)
     if is_file(path / ADAPTERS) and not exists(path / MANIFEST):
         raise MismatchError(
-            "Adapters in PEFT's form alone neither continue a run nor are a base",
+            "PEFT adapters alone can neither continue a run nor serve as a base",
             where=path,
             found=f"{ADAPTERS} without {MANIFEST}",
             fix="Name the checkpoint of the run that trained them, or the weights that they were trained on.",
@@ -220,7 +220,7 @@ def require_batches(config: Config, world_size: int, consumed_samples: int) -> N
     problems = batch_problems(config, world_size, consumed_samples)
     if problems:
         lines = "\n".join(f"  {problem}" for problem in problems)
-        raise MismatchError(f"The run cannot go on from sample {consumed_samples}:\n{lines}\nNothing was trained")
+        raise MismatchError(f"The run cannot continue from sample {consumed_samples}:\n{lines}\nNothing was trained")
 
 
 def _keeps_weights(config: Config, source: TensorSource, section: CheckpointSection) -> bool:
@@ -295,11 +295,11 @@ def choose(past: Past, config: Config) -> StartChoice:
         return StartChoice(Origin.initial, _set_aside(past.committed, config), fix)
     committed, line = past.committed, ""
     if past.begins_again:
-        committed, line = (), "a start with checkpoint.load=none ended before it trained: the run begins again"
+        committed, line = (), "a start with checkpoint.load=none ended before it trained: the run starts over"
     if section.load != "auto":
         if section.finetune and any(committed) if past.is_inside else committed:
             return StartChoice(Origin.own, f"this run began at {past.source} and resumes from its own checkpoints")
-        fix = "Name another checkpoint.mirror: each run has a URL of its own." if is_new else None
+        fix = "Set another checkpoint.mirror: each run needs its own URL." if is_new else None
         return StartChoice(Origin.base if config.model.is_adapted and section.base is None else Origin.named, line, fix)
     if committed:
         return StartChoice(Origin.newest)
@@ -315,10 +315,10 @@ def choose(past: Past, config: Config) -> StartChoice:
         return StartChoice(Origin.initial, line)
     _refuse_lost_checkpoints(past, config)
     if past.trained is not None:  # by this command
-        line = f"the run ended at iteration {past.trained}, before its first save: it begins again"
+        line = f"the run ended at iteration {past.trained}, before its first save: it starts over"
     url = section.mirror
     return StartChoice(
-        Origin.initial, line, f"Name another checkpoint.mirror, and checkpoint.load={url} to go on from there."
+        Origin.initial, line, f"Set another checkpoint.mirror, and checkpoint.load={url} to continue from there."
     )
 
 
@@ -340,14 +340,14 @@ def _refuse_lost_checkpoints(past: Past, config: Config) -> None:
     """
     save, url = config.checkpoint.save, config.checkpoint.mirror
     metrics, trained, saved = Path(config.run.dir) / METRICS, past.trained, past.journal.saved
-    mirror = f"go on from the mirror with checkpoint.load={url} and another checkpoint.mirror, " if url else ""
+    mirror = f"continue from the mirror with checkpoint.load={url} and another checkpoint.mirror, " if url else ""
     has_saved = saved is not None and saved > FRESH
     if has_saved or (trained is not None and not all(map(_saves, (flattened(sections_of(config)), past.settings)))):
         raise CheckpointError(
             f"This run has recorded {'saves' if has_saved else 'iterations'} but no checkpoint is there",
             where=metrics.with_name(RUN_FILE) if has_saved else metrics,
             expected=f"a checkpoint in {save}" if save else "a checkpoint, but checkpoint.save is null",
-            found=f"iteration {saved if has_saved else trained} as the last of them and no iter_ folder",
+            found=f"iteration {saved if has_saved else trained} as the last, and no iter_ folder",
             fix=f"Mount or restore the checkpoints, {mirror}or start over with checkpoint.load=none.",
         )
     if changes := _changes(past.settings, config):

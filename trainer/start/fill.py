@@ -101,7 +101,7 @@ def _with_data(run: Run, course: Course, checkpoint: Checkpoint) -> Course:
             lengths = integer(state["batch"]["seq_length"]), run.config.train.seq_length
         except (LookupError, TypeError, ValueError) as error:
             raise CheckpointError(
-                "A state file has no map of its samples", where=checkpoint.path, found=repr(error)
+                "A state file has no valid sample map", where=checkpoint.path, found=repr(error)
             ) from error
         resumed = resume_map(saved, requested, count, progress.consumed_samples, lengths=lengths)
         data, lines = data.mapped(resumed.map), [*resumed.lines]
@@ -170,10 +170,10 @@ def _refuse(run: Run, section: CheckpointSection, description: Json, checkpoint:
         flags=resume_rules.flags_set(section),
         where=checkpoint.path,
         otherwise=otherwise,
-        **({"problem": "The weights are of another model than this command's"} if section.finetune else {}),
+        **({"problem": "The weights belong to another model than this command's"} if section.finetune else {}),
     )
     if Allowed.all in section.allow and (passed := allow_list({change.rule.flag for change in changes})):
-        lines.append(f"checkpoint.allow=all let pass what {passed} does")
+        lines.append(f"checkpoint.allow=all allowed the same differences as {passed}")
     for line in lines:
         _log.warning(line)
     if not (checkpoint.has_optimizer or section.loads_weights_alone):
@@ -246,7 +246,7 @@ def _log_rates(run: Run, schedule: Schedule, progress: Progress, checkpoint: Che
         saved, train = _saved_settings(checkpoint), run.config.train
         if any(saved.get(f"train.{name}") != getattr(train, name) for name in ("train_iters", "train_samples")):
             raise MismatchError(
-                "Every iteration that is left has a learning rate of 0",
+                "Every remaining iteration has a learning rate of 0",
                 where=checkpoint.path,
                 expected=f"{key} above {begin - 1}, or schedule.min_lr above 0",
                 found=f"{key}={schedule.decay} and schedule.min_lr=0",

@@ -282,9 +282,9 @@ def _another_run(foreign_runs: dict[str, str | None], run: str | None, where: ob
 
 def _two_branches(name: str, where: object) -> MismatchError:
     return MismatchError(
-        "The hosts have gone on along two branches of the run",
+        "The hosts have continued on two branches of the run",
         where=where,
-        expected="one lineage in run.json, or one that is the longer",
-        found=f"another one of the same length on host {name}",
-        fix="Move the local checkpoints and the run.json of the hosts on the branch to give up out of the way.",
+        expected="the same lineage in every run.json, or a single longest lineage",
+        found=f"another lineage of equal length on host {name}",
+        fix="Choose the branch to give up, and move the local checkpoints and run.json on its hosts out of the way.",
     )

@@ -45,7 +45,7 @@ def read_journal(path: Path) -> Journal:
     except MismatchError:
         raise
     except CheckpointError as error:
-        _log.error("%s It is made anew from the checkpoints", error)
+        _log.error("%s It is rebuilt from the checkpoints", error)
     return Journal()
 
 

@@ -78,11 +78,11 @@ def test_a_new_source_is_named_with_the_place_it_begins_at() -> None:
             saved, current, origin, position, [("n.bin", 40)] * len(current["data"].get("weights", "1"))
         )
 
-    one = "source b (n.bin) is new at sample 100 of the run and begins at its "
+    one = "source b (n.bin) is new at sample 100 of the run and starts at its "
     assert lines(state(100, a="1"), state(a="1"), 100) == []
     assert lines(state(100, a="1"), state(b="1"), 100, DataPosition.start) == [f"{one}first sample"]
     [line] = lines(state(100, a="1"), state(b="1"), 100)
-    assert line == f"{one}sample 20 of 40 in epoch 3; data.position=start begins a new source at its first sample"
+    assert line == f"{one}sample 20 of 40 in epoch 3; data.position=start reads a new source from its first sample"
     assert lines(state(100, a="1"), state(a="1/2", b="1/2"), 100) == [f"{one}first sample"]
     recorded = {**state(100, a="1"), "blend": {"position": 90, "consumed": {"b": 45}}}
     assert lines(recorded, state(b="1"), 100) == [f"{one}sample 5 of 40 in epoch 2"]

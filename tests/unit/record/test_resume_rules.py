@@ -316,7 +316,7 @@ def test_a_run_of_another_length_is_compared_in_its_own_samples() -> None:
 
 
 @pytest.mark.parametrize(
-    ("saved", "now", "words"), [(0.0, 0.9, "begins"), (0.9, 0.0, "dropped"), (0.9, 0.99, "goes on with it")]
+    ("saved", "now", "words"), [(0.0, 0.9, "starts"), (0.9, 0.0, "dropped"), (0.9, 0.99, "continues with it")]
 )
 def test_a_moving_average_says_what_becomes_of_it(saved: float, now: float, words: str) -> None:
     before, after = description(f"train.ema_decay={saved}"), description(f"train.ema_decay={now}")

@@ -94,7 +94,7 @@ WHAT_STANDS = {
     "a fresh start's iterations": trained_by(ANEW, lineage=AFRESH),
     "a restart": past(saved=8, is_restarted=True),
 }
-AGAIN_LINE, OWN_LINE = "the run begins again", "resumes from its own"
+AGAIN_LINE, OWN_LINE = "the run starts over", "resumes from its own"
 NEVER, LOST, CHANGED = "checkpoint.ckpt_step.", "run.json", "its command has changed"
 
 
