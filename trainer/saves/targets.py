@@ -54,7 +54,7 @@ class SaveTarget:
         event: The name for its saves in `metrics.jsonl`.
         interval: Save at every multiple of this iteration count. 0 for none.
         steps: Iterations to save as well.
-        moments: By moment, whether a save is due at any iteration. At other moments the schedule decides.
+        moments: By moment, whether a save is due regardless of the iteration. At other moments the schedule decides.
         has_optimizer: Returns whether an iteration's save has optimizer state.
         has_state: Whether a run can resume from its checkpoints.
         files: Additional files in its saves.
