@@ -200,7 +200,7 @@ def test_a_fresh_model_has_the_vocabulary_of_its_tokenizer(
     big = f"data.tokenizer={tmp_path}/big.json"
     assert found(*TEXTS, big) == found(big) == (270, 0, 0)
     assert caplog.messages == [
-        f"model.{line}, that of {big}" for line in ("vocab_size=270", "bos_token_id=0", "eos_token_id=0")
+        f"model.{line}, from {big}" for line in ("vocab_size=270", "bos_token_id=0", "eos_token_id=0")
     ]
     assert found(*TEXTS, f"data.tokenizer={tmp_path}/small.json") == (257, 0, 0)
     assert found(*TEXTS, big, "model.bos_token_id=4", "checkpoint.load=none") == (270, 4, 0)
