@@ -235,8 +235,9 @@ def _find(config: Config, saves: Saves, lineage: Lineage, *, is_restarted: bool)
     """Return a start's origin, its source's kind and path, and the newest recorded save. Rank 0 only."""
     section, folder = config.checkpoint, Path(config.run.dir)
     past = Past(Journal(lineage, newest_saved(folder, saves.shared)), is_restarted=is_restarted)
-    if not is_restarted and section.load != "none":
-        past = _look(config, saves, past)
+    if not is_restarted:
+        is_anew = section.load == "none"
+        past = replace(past, committed=saves.iterations()) if is_anew else _look(config, saves, past)
     decision, source = choose(past, config), {}
     if decision.mirror_fix is not None:
         _refuse_mirror(section, fix=decision.mirror_fix)
