@@ -69,7 +69,7 @@ class HostsCommit(TwoPhaseCommit):
                         where=f"host {name}, {self._attempt.folder.root}",
                         expected=f"the folder of rank {ranks[0]}",
                         found=f"another one on rank {rank}",
-                        fix="Nothing was saved. Let all ranks of a host see one folder at this path.",
+                        fix="Nothing was saved. Mount the same folder at this path for all ranks on a host.",
                     )
         super()._begin()
 

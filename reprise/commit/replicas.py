@@ -177,5 +177,5 @@ def _difference(sides: Sequence[Sequence[int]], first: Mapping[str, str], second
         expected="the same bits on all ranks that hold a tensor",
         found=f"{count}{'; '.join(names[:_MOST_NAMED])}; {' against '.join(map(ranks_text, sides))}",
         fix="Committed checkpoints are untouched: resume from the newest. If it happens again, the memory of one of "
-        "these hosts cannot be trusted, or the program lets its replicas drift.",
+        "these hosts cannot be trusted, or the program's replicas drift apart.",
     )

@@ -92,7 +92,7 @@ def box_of_splits(shape: Sequence[int], splits: Sequence[Split]) -> Box:
     `_StridedShard`).
 
     Raises:
-        ValueError: A strided factor is no product of sizes to its right, so the shard is not a single box.
+        ValueError: A strided factor is not a product of sizes to its right, so the shard is not a single box.
     """
     offset, size = [0] * len(shape), list(shape)
     for dim in range(len(shape)):

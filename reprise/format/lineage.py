@@ -178,5 +178,5 @@ def _iteration(value: object) -> int:
 
 def _text(value: object) -> str:
     if not isinstance(value, str) or not value:
-        raise TypeError(f"{value!r} is no id")
+        raise TypeError(f"{value!r} is not an id")
     return value

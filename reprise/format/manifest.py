@@ -297,7 +297,7 @@ def _is_ascending(marks: tuple[int, ...]) -> bool:
 def _cell(key: str) -> int:
     cell = int(key)
     if str(cell) != key:
-        raise ValueError(f"{key!r} is no number of a cell")
+        raise ValueError(f"{key!r} is not a cell number")
     return cell
 
 

@@ -184,7 +184,7 @@ def _from_table(table: Json) -> MirrorRecord:
 
 def _name(name: str) -> str:
     if iteration_of(Path(name)) is None or name.removeprefix(f"{WEIGHTS}/") != Path(name).name:
-        raise ValueError(f"{name!r} is no checkpoint")
+        raise ValueError(f"{name!r} is not a checkpoint's name")
     return name
 
 

@@ -104,7 +104,7 @@ class HostFolders:
             _log.error("%s is skipped: %s", path, error)
             return None
         if checkpoint.host is None:
-            _log.warning("%s is no local checkpoint: it has no %s", path, HOST)
+            _log.warning("%s is not a local checkpoint: it has no %s", path, HOST)
         elif not is_admitted:
             self.given_up.add(iteration)
             return None

@@ -80,7 +80,7 @@ def refuse_link(path: Path) -> None:
         CheckpointError: `path` is a link.
     """
     if is_symlink(path):
-        raise CheckpointError("An iteration is no checkpoint of this run", where=path, found=kind_of(path))
+        raise CheckpointError("An iteration's path is not a checkpoint folder", where=path, found=kind_of(path))
 
 
 def _iterations(folder: Path) -> list[Path]:

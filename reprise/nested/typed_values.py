@@ -136,7 +136,7 @@ def decode_number(value: Any) -> Any:
     if isinstance(value, list) and all(isinstance(member, (int, float)) for member in value):
         return tuple(value)
     if isinstance(value, list) or (isinstance(value, dict) and TAG not in value):
-        raise ValueError(f"{value!r} is no value of a parameter group")
+        raise ValueError(f"{value!r} is not a parameter group value")
     return decode(value)
 
 
@@ -276,7 +276,7 @@ def _buffer(content: Any) -> io.BytesIO:
 
 def _instance(kind: type, value: Any) -> Any:
     if not isinstance(value, kind):
-        raise TypeError(f"{value!r} is no {kind.__name__}")
+        raise TypeError(f"{value!r} is not of type {kind.__name__}")
     return value
 
 

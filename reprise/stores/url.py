@@ -39,7 +39,7 @@ class StoreUrl:
         if match is None or scheme not in SCHEMES:
             command = download_command(text)
             raise ConfigError(
-                "This is no URL of a store",
+                "This is not a store URL",
                 expected=", ".join(f"{name}://" for name in SCHEMES),
                 found=_without_secret(text),
                 fix=f"Run `{command}`, and name FOLDER." if command else "A mounted file system is named by its path.",

@@ -169,7 +169,7 @@ class DeviceMemory:
 
     def copy_to(self, target: Bytes, lo: int) -> torch.Event | None:
         """Start copying bytes at `lo`. Return the event recorded after the copy."""
-        with torch.get_device_module(self.bytes.device).stream(self._stream):  # a stream's own context is no thread's
+        with torch.get_device_module(self.bytes.device).stream(self._stream):  # a stream's own context is shared
             torch.from_numpy(target).copy_(self.bytes[lo : lo + target.nbytes], non_blocking=True)
             return self._stream.record_event()
 
