@@ -53,7 +53,7 @@ def test_the_versions_of_the_engines_are_those_installed() -> None:
     text = (ROOT / "examples" / "README.md").read_text(encoding="utf-8")
     named = re.findall(r"^\| ([\w-]+) \| ([\d.]+) \|", text, re.M)
     pins = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
-    assert [name for name, _ in named] == ["datasets", "datatrove", "ray", "lightning-fabric"]
+    assert [name for name, _ in named] == ["datasets", "datatrove", "ray", "lightning-fabric", "pytorch-lightning"]
     assert {f"{name}=={version}" for name, version in named} <= set(pins)
 
 

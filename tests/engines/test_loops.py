@@ -11,7 +11,11 @@ from tests.harness import tensor_files
 
 ITERATIONS, KILLED_AFTER = 12, 7
 LAST = f"iter_{ITERATIONS:07d}"
-PACKAGES = {"fabric_loop": ["lightning_fabric"], "ray_train": ["ray", "pandas"]}  # pandas comes with ray[train]
+PACKAGES = {
+    "fabric_loop": ["lightning_fabric"],
+    "lightning_trainer": ["pytorch_lightning"],
+    "ray_train": ["ray", "pandas"],  # pandas comes with ray[train]
+}
 
 
 @pytest.mark.slow

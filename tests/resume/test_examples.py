@@ -28,7 +28,8 @@ SLOW = {
 # Spawned workers take seconds an epoch, where forked ones take none.
 NIGHTLY = {"spawned workers": Loop("whole_loop", ("spawn",), whole=FORKED.arguments)}
 NEED_ACCELERATE = ("hf_trainer", "accelerate_loop")
-OF_ENGINES = ("corpus", "datasets_samples", "fabric_loop", "ray_train")  # which tests/engines/ runs
+# tests/engines/ runs these.
+OF_ENGINES = ("corpus", "datasets_samples", "fabric_loop", "lightning_trainer", "ray_train")
 ITERATIONS = 12
 
 
