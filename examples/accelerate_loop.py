@@ -1,38 +1,50 @@
-"""accelerate: accelerate launch --cpu --num_processes 2 examples/accelerate_loop.py FOLDER; again after a kill."""
+"""accelerate: accelerate launch --cpu --num_processes 2 examples/accelerate_loop.py FOLDER; on 1 or 2 after a kill."""
 
+import random
 import sys
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import torch
-from accelerate import Accelerator
 from torch import nn
 
-from reprise import AsyncSaver, load
+from reprise.integrations.accelerate import RepriseStates
+
+MICRO_BATCHES = 2  # of an iteration, over all processes: halves and sums of two are exact in any order
+
+
+class Accelerator(RepriseStates, accelerate.Accelerator):
+    """An Accelerator that saves with Reprise."""
+
+    max_checkpoint_keep = 2
 
 
 def main(folder: Path, iterations: int = 12) -> None:
-    accelerator = Accelerator(cpu=True)
+    processes = accelerate.PartialState(cpu=True).num_processes
+    accelerator = Accelerator(
+        gradient_accumulation_steps=MICRO_BATCHES // processes, step_scheduler_with_optimizer=False
+    )
     torch.manual_seed(0)
-    model: Any = nn.Sequential(nn.Linear(16, 32), nn.Dropout(0.1), nn.Tanh(), nn.Linear(32, 1))
+    model: Any = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 1))
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01)
     schedule: Any = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, iterations)
     parallel, wrapped, schedule = accelerator.prepare(model, optimizer, schedule)
-    torch.manual_seed(accelerator.process_index)
-    state = {"schedule": schedule}
-    start = load(folder, model, optimizer, state=state, rng=True, missing_ok=True)["iteration"]
-    with AsyncSaver(folder, max_checkpoint_keep=2) as saver:
-        for iteration in range(start + 1, iterations + 1):
-            seed = iteration * accelerator.num_processes + accelerator.process_index
-            x = torch.randn(8, 16, generator=torch.Generator().manual_seed(seed))
-            loss = (parallel(x) - x.sum(1, keepdim=True)).square().mean()
-            accelerator.backward(loss)
-            wrapped.step()
-            schedule.step()
-            wrapped.zero_grad()
-            print(iteration, loss.item().hex(), flush=True)
-            if iteration % 2 == 0:
-                saver.save(iteration, model, optimizer, state=state, rng=True)
+    random.seed(accelerator.process_index)
+    start = accelerator.load_state(folder)
+    for iteration in range(start + 1, iterations + 1):
+        for number in range(accelerator.process_index, MICRO_BATCHES, processes):
+            with accelerator.accumulate(parallel):
+                generator = torch.Generator().manual_seed(iteration * MICRO_BATCHES + number)
+                x = torch.randn(8, 16, generator=generator)
+                loss = (parallel(x) - x.sum(1, keepdim=True)).square().mean()
+                accelerator.backward(loss)
+                wrapped.step()
+                wrapped.zero_grad()
+        schedule.step()
+        print(iteration, model[0].weight.sum().item().hex(), random.random().hex(), flush=True)
+        if iteration % 2 == 0:
+            accelerator.save_state(folder / f"step_{iteration}")
     accelerator.end_training()
 
 
