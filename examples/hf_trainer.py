@@ -1,6 +1,7 @@
 """transformers' Trainer: torchrun --nproc-per-node 2 examples/hf_trainer.py FOLDER; again after a kill, on 1 or 2."""
 
 import os
+import random
 import sys
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,8 @@ class Printer(transformers.TrainerCallback):
     """Prints a figure of every iteration."""
 
     def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        print(state.global_step, given["model"].transformer.wpe.weight.sum().item().hex(), flush=True)
+        weight = given["model"].transformer.wpe.weight.sum().item()
+        print(state.global_step, weight.hex(), random.random().hex(), flush=True)
 
 
 def main(folder: Path, iterations: int = 12) -> None:

@@ -1,4 +1,4 @@
-"""accelerate's `save_state` and `load_state` with checkpoints of Reprise, under DDP and FSDP2."""
+"""accelerate's `save_state` and `load_state` with checkpoints of Reprise, on any number of processes."""
 
 from __future__ import annotations
 
