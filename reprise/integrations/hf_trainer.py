@@ -12,6 +12,7 @@ from reprise.api import load, load_state_dict
 from reprise.async_saver import AsyncSaver
 from reprise.errors import ConfigError
 from reprise.nested.random_state import RandomState
+from reprise.stores.locations import location
 
 # Key endings with different values on each rank: its role, and times.
 _OF_A_RANK = ("_process_zero", "_runtime", "_per_second")
@@ -39,7 +40,7 @@ class SavesWithReprise:
     control: Any
     callback_handler: Any
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, *arguments: Any, **options: Any) -> Any:
+    def train(self, resume_from_checkpoint: str | Path | bool | None = None, *arguments: Any, **options: Any) -> Any:
         """Train from the newest checkpoint, or from scratch if there is none; see `Trainer.train`.
 
         Args:
@@ -55,12 +56,12 @@ class SavesWithReprise:
                 found="load_best_model_at_end or save_only_model",
                 fix="Remove it, and load the best iteration by number.",
             )
-        is_named = isinstance(resume_from_checkpoint, str)
-        self._source: Any = Path(resume_from_checkpoint if is_named else self.args.output_dir)  # type: ignore[arg-type]
+        path = resume_from_checkpoint if isinstance(resume_from_checkpoint, str | Path) else None
+        self._source: Any = location(self.args.output_dir if path is None else path)
         saved: dict[str, Any] = {"trainer": {}}
         iteration = 0
         if resume_from_checkpoint:
-            iteration = load_state_dict(self._source, saved, missing_ok=not is_named)["iteration"]
+            iteration = load_state_dict(self._source, saved, missing_ok=path is None)["iteration"]
         keep = self.args.save_total_limit or 0
         with TemporaryDirectory() as folder, AsyncSaver(self.args.output_dir, max_checkpoint_keep=keep) as self._saver:
             if iteration:  # the Trainer reads its step and data position from here

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 from reprise.format.names import MANIFEST
@@ -27,7 +28,11 @@ def latest(folder: str | Path) -> Path | None:
     return checkpoints.iteration(committed[-1]) if committed else None
 
 
-_PROGRAMS = {".metadata": "torch.distributed.checkpoint", "metadata.pkl": "torch_checkpointing"}
+# By the name of its table: a program, and files that lie beside the table.
+_PROGRAMS = {
+    ".metadata": ("torch.distributed.checkpoint", "__*_*.distcp"),
+    "metadata.pkl": ("torch_checkpointing", "*_0.pt"),
+}
 
 
 def has_no_checkpoint(path: Path, files: Files) -> bool:
@@ -48,11 +53,12 @@ def has_no_checkpoint(path: Path, files: Files) -> bool:
 
 def advice_on_other_program(path: Path) -> str:
     """Return how to import another program's checkpoint, or a folder with such checkpoints. Otherwise empty."""
-    for name, program in _PROGRAMS.items():
-        for file in (*matching(path, name), *reversed(matching(path, f"*/{name}"))):
-            command = f"reprise convert import dcp {file.parent} FOLDER --trust-pickle"
+    for name, (program, companions) in _PROGRAMS.items():
+        below = sorted(matching(path, f"*/{name}"), key=lambda file: (len(str(file)), file), reverse=True)
+        for folder in (file.parent for file in (*matching(path, name), *below) if matching(file.parent, companions)):
+            command = f"reprise convert import dcp {shlex.quote(str(folder))} FOLDER --trust-pickle"
             return (
-                f"{file.parent} is {program}'s: `{command}` brings in GPT-2, LLaMA-3 and Qwen3; fill any other model "
+                f"{folder} is {program}'s: `{command}` brings in GPT-2, LLaMA-3 and Qwen3; fill any other model "
                 "with its program, and save it here"
             )
     return ""

@@ -111,7 +111,8 @@ def _config(path: Path, options: argparse.Namespace, world_size: int) -> Config:
         )
     values = {key: value for key, value in saved.values.items() if key.partition(".")[0] not in _LEFT_OUT}
     if options.data:
-        kind = values["data.kind"] if DataKind(values["data.kind"]) in TOKEN_KINDS else DataKind.token_file.value
+        is_kept = DataKind(values["data.kind"]) in TOKEN_KINDS - {DataKind.module}
+        kind = values["data.kind"] if is_kept else DataKind.token_file.value
         paths = list(map(str, options.data))
         values |= {"data.kind": kind, "data.path": None, "data.train": paths[0], "data.valid": paths}
     model_ranks = [f"parallel.{axis}_model_parallel_size" for axis in ("tensor", "pipeline")]

@@ -107,7 +107,7 @@ def _matching(pattern: str, names: list[str]) -> list[str]:
 
 OURS = Meaning("metrics.jsonl")
 _HF = Meaning("HF Trainer", is_mean=True, single="logging_steps=1")
-_STEP, _LOSS = r"step|iteration|iter|(?:.*/)?global_step", r"(?:train[/_ ])?(?:lm[ _])?loss(?:_step)?"
+_STEP, _LOSS = r"step|iteration|iter|(?:.*/)?global_step", r"(?:train[/_ ])?(?:lm[ _])?loss(?:_step)?(?:/train)?"
 _RATES = {"grad_norm": "grad_norm", "lr": "lr|learning_rate"}
 
 _MEGATRON = {

@@ -11,6 +11,7 @@ import os
 import struct
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -43,7 +44,13 @@ class EventFile:
         if purge_step is not None:
             start = SessionLog(status=SessionLog.START)
             head.append(Event(wall_time=time.time(), step=purge_step, session_log=start))
-        self.write(head)
+        try:
+            self.write(head)
+        except OSError:  # the next attempt has its own file
+            with suppress(OSError):
+                self._file.close()
+            path.unlink(missing_ok=True)
+            raise
 
     def write(self, events: Iterable[Event]) -> None:
         """Append events and flush them to the operating system."""

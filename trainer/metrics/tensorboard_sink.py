@@ -8,6 +8,7 @@ import re
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -76,6 +77,9 @@ class TensorboardSink(MetricSink):
             if not self._has_lost_points:
                 _log.error("%s is missing points: %s", self._folder, error)
             self._has_lost_points = True
+            if self._file is not None:
+                with suppress(OSError):
+                    self._file.close()
             self._file, self._purge_step = None, iteration + 1
 
 

@@ -259,22 +259,17 @@ def _look(config: Config, saves: Saves, past: Past) -> Past:
         if not is_stored(source):  # a run with its own checkpoints continues while the store is unreachable
             source = LoadSource.named(source).path
         is_inside = run_folder is not None and run_folder.resolve() in (source.resolve(), *source.resolve().parents)
-    given_up = []
-    if committed and saves.shared is not None and lineage.branches and lineage.branches[-1].began_at == FRESH:
+    past = replace(past, committed=committed, source=source, is_inside=is_inside)
+    is_fresh = len(lineage.branches) > 1 and lineage.branches[-1].began_at == FRESH and past.journal.saved == FRESH
+    if committed and saves.shared is not None and is_fresh:
         saved = saved_lineages(saves.shared)
         given_up = [n for n, branch in saved if branch.run == lineage.run and not lineage.admits(branch, n)]
+        past = replace(past, given_up=given_up)
+    if committed and not past.begins_again:
+        return past
     trained = last_recorded_iteration(metrics)
     settings = {} if trained is None else flattened(read_resolved(metrics.with_name("config.yaml"))[0])
-    return replace(
-        past,
-        committed=committed,
-        given_up=given_up,
-        trained=trained,
-        logged=last_saved_iteration(metrics),
-        settings=settings,
-        source=source,
-        is_inside=is_inside,
-    )
+    return replace(past, trained=trained, logged=last_saved_iteration(metrics), settings=settings)
 
 
 def choose(past: Past, config: Config) -> StartChoice:
@@ -340,13 +335,16 @@ def _refuse_lost_checkpoints(past: Past, config: Config) -> None:
     The same command may repeat its iterations before the first save.
     """
     save, url = config.checkpoint.save, config.checkpoint.mirror
-    metrics, trained, saved = Path(config.run.dir) / METRICS, past.trained, past.journal.saved
+    metrics, trained = Path(config.run.dir) / METRICS, past.trained
+    # A commit can outlive a process killed before it is noted in the journal.
+    noted, logged = (FRESH if saved is None else saved for saved in (past.journal.saved, past.logged))
+    saved = max(noted, logged)
     mirror = f"continue from the mirror with checkpoint.load={url} and another checkpoint.mirror, " if url else ""
-    has_saved = saved is not None and saved > FRESH
+    has_saved = saved > FRESH
     if has_saved or (trained is not None and not all(map(_saves, (flattened(sections_of(config)), past.settings)))):
         raise CheckpointError(
             f"This run has recorded {'saves' if has_saved else 'iterations'} but no checkpoint is there",
-            where=metrics.with_name(RUN_FILE) if has_saved else metrics,
+            where=metrics.with_name(RUN_FILE) if has_saved and noted == saved else metrics,
             expected=f"a checkpoint in {save}" if save else "a checkpoint, but checkpoint.save is null",
             found=f"iteration {saved if has_saved else trained} as the last, and no iter_ folder",
             fix=f"Mount or restore the checkpoints, {mirror}or start over with checkpoint.load=none.",

@@ -6,10 +6,11 @@ Each start and each commit writes it. A local checkpoint folder has a journal wi
 from __future__ import annotations
 
 import logging
+import threading
 from pathlib import Path
 
 from reprise.errors import CheckpointError, MismatchError, TrainerError
-from reprise.format import FRESH, Journal
+from reprise.format import FRESH, Journal, Lineage
 from reprise.storage import (
     CheckpointFolder,
     Files,
@@ -29,6 +30,7 @@ from trainer.metrics.jsonl_file import last_saved_iteration
 _log = logging.getLogger(__name__)
 
 RUN_FILE = "run.json"
+_noting = threading.Lock()  # several save targets commit on their own threads
 
 
 def read_journal(path: Path) -> Journal:
@@ -83,8 +85,11 @@ def note_saved(folder: Path, lineage: Json | None, files: Files, iteration: int)
         lineage: The saving run's lineage, in JSON form.
     """
     try:
-        journal = read_journal(folder / RUN_FILE)
-        if journal.lineage.record() == lineage and (journal.saved is None or journal.saved < iteration):
-            write_journal(folder, Journal(journal.lineage, iteration), files)
+        with _noting:
+            journal = read_journal(folder / RUN_FILE)
+            if lineage is not None and not journal.lineage.branches:  # deleted or damaged meanwhile
+                journal = Journal(Lineage.from_record(lineage))
+            if journal.lineage.record() == lineage and (journal.saved is None or journal.saved < iteration):
+                write_journal(folder, Journal(journal.lineage, iteration), files)
     except TrainerError as error:
         _log.error("%s", error)

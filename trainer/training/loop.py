@@ -74,9 +74,9 @@ def train(run: Run) -> Rewind | None:
             _evaluate(run)
         if run.sampler.is_due(iteration):
             _sample(run)
-        if flags.exit_on_save_failure:
-            raise _failed_saves(run, run.saves.main, run.config.checkpoint.exit_on_save_failure)
         is_stopped = flags.stop or state.progress.owes_evaluation
+        if flags.exit_on_save_failure and iteration < last and not is_stopped:  # else a last save is tried
+            raise _failed_saves(run, run.saves.main, run.config.checkpoint.exit_on_save_failure)
         if is_stopped or (iteration < last and run.control.exits_after(iteration)):
             _log_on_rank_0(run, f"stopping after iteration {iteration}: {run.control.reason(iteration)}")
             break

@@ -29,7 +29,9 @@ def write_events(folder: Path, losses: dict[int, float], tag: str = "train/loss"
     return folder
 
 
-@pytest.mark.parametrize("tag", ["train/loss", "train/lm_loss", "lm loss", "loss", "loss_metrics/global_avg_loss"])
+@pytest.mark.parametrize(
+    "tag", ["train/loss", "loss/train", "train/lm_loss", "lm loss", "loss", "loss_metrics/global_avg_loss"]
+)
 def test_event_files_are_read_as_their_programs_name_losses(tmp_path: Path, tag: str) -> None:
     folder = write_events(tmp_path / "events", LOSSES, tag)
     (file,) = folder.iterdir()

@@ -83,6 +83,7 @@ WHAT_STANDS = {
     "lost saves": past(saved=8, trained=9, logged=8),
     "lost saves of a rewound run": past(REWOUND, saved=4),
     "a lost first save": past(saved=0),
+    "a lost save without its note": past(trained=9, logged=8),
     "no save": trained_by(),
     "no save, begun elsewhere": trained_by(LOAD),
     "no save, by intent": trained_by(NO_SAVES),
@@ -123,6 +124,7 @@ NEVER, LOST, CHANGED = "checkpoint.ckpt_step.", "run.json", "its command has cha
         ("lost saves", MIRROR, None, "checkpoint.load=s3://b/run"),
         ("lost saves of a rewound run", "", None, "iteration 4 as"),
         ("a lost first save", "", None, "iteration 0 as"),
+        ("a lost save without its note", "", None, "iteration 8 as"),
         ("no save", "", Origin.initial, "iteration 3, before its first save"),
         ("no save", "train.seed=7", None, "train.seed=1234"),
         ("no save", NO_SAVES, None, "metrics.jsonl"),
@@ -186,8 +188,12 @@ def test_a_journal_has_the_last_commit_and_loses_those_given_up(tmp_path: Path) 
     assert (journal_in(run).saved, len(journal_in(run).lineage.branches)) == (1, 2)
     note_saved(run, first.lineage.record(), FILE_SYSTEM, 9)  # of a job that the run has left behind
     assert journal_in(run).saved == 1
-    note_saved(run, journal_in(run).lineage.record(), FILE_SYSTEM, 9)
+    lineage = journal_in(run).lineage
+    note_saved(run, lineage.record(), FILE_SYSTEM, 9)
     assert journal_in(run).saved == 9
+    (run / "run.json").write_text("damaged")
+    note_saved(run, lineage.record(), FILE_SYSTEM, 10)
+    assert journal_in(run) == Journal(lineage, 10)
 
 
 def test_settings_of_a_beginning_end_with_the_own_checkpoint(tmp_path: Path) -> None:

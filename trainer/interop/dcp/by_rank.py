@@ -97,8 +97,8 @@ def _tensor(
         placed = packed["data"]
         shape, dtype = tuple(placed["global_shape"]), getattr(torch, placed["dtype"].removeprefix("torch."))
         for rank in group["ranks"]:
-            if (box := _box(shape, placed, rank)).numel:
-                chunks.setdefault(box, leaves(rank)[keys])
+            if (box := _box(shape, placed, rank)).numel and box not in chunks:  # a replica's file stays closed
+                chunks[box] = leaves(rank)[keys]
     return DcpTensor(shape, dtype, chunks)
 
 

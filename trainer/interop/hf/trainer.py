@@ -6,6 +6,7 @@ Sources: `_save_checkpoint` and `create_optimizer` in `trainer.py`, transformers
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +30,8 @@ from trainer.interop.hf.trainer_settings import with_settings
 from trainer.interop.numbered import STEP, Table, check_moments, entries_by_name, steps_of, unknown_order
 from trainer.interop.source import StateSource
 from trainer.interop.torch_file import open_torch_file
+
+_log = logging.getLogger(__name__)
 
 _SHARDS = ("pytorch_model_fsdp_0", "optimizer_0")  # FSDP's folders, each a DCP folder
 _OPTIMIZERS = ("optimizer.pt", "optimizer.bin")
@@ -123,6 +126,8 @@ def _entries(optimizer: Table, shapes: Mapping[str, Sequence[int]], *, where: Pa
     for is_last in divisions:
         last = sum(map(is_last, shapes))
         if counts == [count for count in (len(shapes) - last, last) if count]:
+            if is_last is not divisions[0] and any(group["weight_decay"] for group in groups):
+                _log.warning("the optimizer decays more parameters there, here the matrices alone")
             return entries_by_name(optimizer, sorted(shapes, key=is_last))
     matrices = sum(len(shape) > 1 for shape in shapes.values())
     raise unknown_order(

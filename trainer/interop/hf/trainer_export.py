@@ -76,11 +76,15 @@ def write(checkpoint: Checkpoint, out: Path, options: ExportOptions) -> None:
     files = options.files
     with new_output(out, files) as partial:
         fill_folder(partial, source, options)
-        torch.save(_optimizer(source, adam, schedule.lr, rate), partial / "optimizer.pt")
-        torch.save(scheduler, partial / "scheduler.pt")
+        for name, value in (("optimizer.pt", _optimizer(source, adam, schedule.lr, rate)), ("scheduler.pt", scheduler)):
+            with (partial / name).open("wb") as file:  # whose errors are the file system's
+                torch.save(value, file)
         files.write_whole(partial / STATE, json_file.to_bytes(state))
         sync_folder(files, partial)
-    arguments = _arguments(adam, schedule) | {"max_grad_norm": checkpoint.state.get("clip_grad")}
+    clipped = {"max_grad_norm": checkpoint.state.get("clip_grad") or 0.0}
+    is_bfloat16 = checkpoint.state.get("precision", {}).get("dtype") == "bfloat16"
+    arguments = _arguments(adam, schedule) | clipped | ({"bf16": True} if is_bfloat16 else {})
+    arguments = {name: value for name, value in arguments.items() if value is not None}
     _log.info(f"go on with {batch} samples a step and TrainingArguments(OUTPUT_DIR, **{arguments})")
 
 

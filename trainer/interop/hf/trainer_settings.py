@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from reprise.format import STATE
-from reprise.storage import Json, finite_number, integer, is_file, json_file, shown
+from reprise.storage import Json, finite_number, integer, is_file, json_file, read_regular, shown
 from trainer.interop.formats import few
 from trainer.interop.numbered import Table
 from trainer.interop.source import StateSource
@@ -44,7 +45,7 @@ def with_settings(source: StateSource, path: Path, groups: Sequence[Table]) -> S
     Args:
         groups: The optimizer's parameter groups. Empty if they are not numbered.
     """
-    state = json_file.read(path / STATE) if is_file(path / STATE) else {}
+    state = _read_state(path / STATE) if is_file(path / STATE) else {}
     file = path / _ARGUMENTS
     arguments = attributes_of(read_torch_file(file)) if is_file(file) else {}
     scheduler = next((open_torch_file(path / name) for name in _SCHEDULERS if is_file(path / name)), {})
@@ -65,14 +66,27 @@ def with_settings(source: StateSource, path: Path, groups: Sequence[Table]) -> S
     return replace(source, iteration=iteration, consumed_samples=samples, settings=words, log=log)
 
 
+def _read_state(path: Path) -> Json:
+    """Return the Trainer's state, with None for NaN and infinity, which the Trainer writes for gradient norms."""
+    data = read_regular(path, limit_bytes=json_file.MAX_BYTES)
+    try:
+        data = json.dumps(json.loads(data, parse_constant=lambda _: None)).encode()
+    except (ValueError, RecursionError):
+        _log.debug("%s is malformed", path)  # which `parse` explains
+    return json_file.parse(data, where=path)
+
+
 def _optimizer(groups: Sequence[Table], arguments: Json) -> dict[str, Any]:
     """Return AdamW's settings, from its groups if there are any, or from the arguments."""
     values = [arguments.get(name) for name in _ADAM.values()]
     if groups:
         group = max(groups, key=lambda group: finite_number(group["weight_decay"]))
         values = [group.get("initial_lr", group["lr"]), group["weight_decay"], *group["betas"], group["eps"]]
-    if len(groups) == 1 and values[1]:
-        _log.warning("the optimizer decays all parameters there, here the matrices alone")
+    used = [group for group in groups if group["params"]]
+    if any(group.get("decoupled_weight_decay") is False and group["weight_decay"] for group in used):
+        _log.warning("the weight decay is Adam's L2 penalty there, and AdamW's here")
+    if len({(group["lr"], *group["betas"], group["eps"]) for group in used}) > 1:
+        _log.warning("the parameter groups have several settings there, here those of one group")
     return {
         f"optimizer.{key}": finite_number(value) for key, value in zip(_ADAM, values, strict=True) if value is not None
     }
@@ -122,6 +136,8 @@ def _training(arguments: Json, state: Json) -> dict[str, Any]:
     if arguments:
         size = integer(state.get("train_batch_size") or arguments["per_device_train_batch_size"])
         ranks = integer(attributes_of(arguments.get("distributed_state")).get("num_processes", 1))
+        axes = attributes_of(arguments.get("parallelism_config"))
+        ranks //= math.prod(integer(axes.get(f"{axis}_size") or 1) for axis in ("tp", "cp", "sp"))
         settings["train.micro_batch_size"] = size
         settings["train.global_batch_size"] = size * ranks * integer(arguments["gradient_accumulation_steps"])
         settings["train.clip_grad"] = finite_number(arguments.get("max_grad_norm") or 0)
@@ -135,9 +151,10 @@ def _lines(history: Sequence[Mapping[str, Any]]) -> Iterator[Json]:
     for entry in history:
         line = {"iteration": integer(entry["step"])}
         if "eval_loss" in entry:
-            yield {**line, "event": "evaluation", "valid_loss": entry["eval_loss"]}
-        elif "loss" in entry:
+            if entry["eval_loss"] is not None:
+                yield {**line, "event": "evaluation", "valid_loss": entry["eval_loss"]}
+        elif entry.get("loss") is not None:
             event = {} if line["iteration"] == previous + 1 else {"event": "mean"}
             figures = {"loss": entry["loss"], "grad_norm": entry.get("grad_norm"), "lr": entry.get("learning_rate")}
-            yield line | event | figures
+            yield line | event | {name: figure for name, figure in figures.items() if figure is not None}
             previous = line["iteration"]

@@ -143,7 +143,7 @@ def test_a_malformed_tag_is_seen(value: object) -> None:
 
 @pytest.mark.parametrize("value", [{}, {"a": 1}, [[1]], [None]])
 def test_a_group_s_value_is_an_array_of_numbers_or_tagged(value: object) -> None:
-    with pytest.raises(ValueError, match="no value of a parameter group"):
+    with pytest.raises(ValueError, match="not a parameter group value"):
         decode_number(value)
 
 
