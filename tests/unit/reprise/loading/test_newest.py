@@ -42,6 +42,10 @@ def test_a_load_may_find_no_checkpoint(tmp_path: Path, is_there: bool) -> None:
 def test_a_folder_of_another_program_is_named(tmp_path: Path, name: str, missing_ok: bool) -> None:
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).touch()
+    if missing_ok:  # the table's name alone tells nothing
+        assert load(tmp_path, nn.Linear(2, 2), missing_ok=True) == {"iteration": 0}
+    for file in ("__0_0.distcp", "model_0.pt"):
+        (tmp_path / name).with_name(file).touch()
     with refused(CheckpointError, f"reprise convert import dcp {(tmp_path / name).parent} "):
         load(tmp_path, nn.Linear(2, 2), missing_ok=missing_ok)
 
