@@ -1,4 +1,4 @@
-"""accelerate's `save_state` and `load_state` with checkpoints of Reprise, on any number of processes."""
+"""accelerate's `save_state` and `load_state` with Reprise checkpoints, on any number of processes."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ class RepriseStates:
         accelerator.end_training()
 
     A checkpoint is `run/iter_<step>`: models, optimizers, schedulers, scaler, stateful loaders, registered objects and
-    random state. The start and every restart are the same line, on any number of ranks. accelerate's hooks come after
-    FSDP's files are written, and see neither optimizers nor random state, so this takes their place.
+    random state. The same line starts and resumes a run, on any number of ranks. accelerate's hooks run after FSDP's
+    files are written, and see neither optimizers nor random state, so this mixin replaces them.
     """
 
-    max_checkpoint_keep = 0  # number of newest checkpoints kept; 0 keeps all
+    max_checkpoint_keep = 0  # how many of the newest checkpoints to keep; 0 keeps all
 
     _folder: str | None = None
     _saver: AsyncSaver | None = None
 
     def save_state(self: Any, output_dir: str | os.PathLike[str], *arguments: Any, **options: Any) -> str:
-        """Save in the background, and return the path to be. A call of all ranks.
+        """Save in the background, and return the checkpoint's future path. Call on all ranks.
 
         Args:
-            output_dir: `FOLDER/step_N`, or `iter_`, `epoch_` or `checkpoint-` in its place; N is the iteration.
+            output_dir: `FOLDER/step_N`, or `iter_N`, `epoch_N` or `checkpoint-N`. N is the iteration.
 
         Raises:
-            ConfigError: for another name, or if a hook would write files of its own.
-            TrainerError: if the save before did not become a checkpoint, or a value cannot be saved.
+            ConfigError: The name has no iteration, or a hook would write its own files.
+            TrainerError: The previous save failed, or a value cannot be saved.
         """
         folder, iteration = _place(output_dir)
         if iteration is None or self._save_model_state_pre_hook:
@@ -60,13 +60,13 @@ class RepriseStates:
         return os.path.join(folder, f"iter_{iteration:07d}")
 
     def load_state(self: Any, input_dir: str | os.PathLike[str], *arguments: Any, **options: Any) -> int:
-        """Load the newest checkpoint of a folder, and return its iteration: 0 where there is none yet.
+        """Load a folder's newest checkpoint, and return its iteration, or 0 if there is none yet.
 
         Args:
-            input_dir: the folder, or a name that `save_state` takes, for that iteration.
+            input_dir: The folder, or a name as for `save_state`, which selects that iteration.
 
         Raises:
-            TrainerError: as for `reprise.load`.
+            TrainerError: See `reprise.load`.
         """
         if self._saver is not None:
             self._saver.wait()
@@ -77,7 +77,7 @@ class RepriseStates:
         return int(loaded["iteration"])
 
     def end_training(self: Any) -> None:
-        """Wait for the save under way, and end the training; see `Accelerator.end_training`."""
+        """Wait for the running save, and end training; see `Accelerator.end_training`."""
         self._close_saver()
         super().end_training()  # type: ignore[misc]
 
@@ -87,7 +87,7 @@ class RepriseStates:
         self._saver = self._folder = None
 
     def _parts(self: Any) -> dict[str, Any]:
-        """Return the arguments of `save` and `load`: the first model and optimizer, and the rest."""
+        """Return the arguments for `save` and `load`: the first model and optimizer, and the rest."""
         models = [self.unwrap_model(model, keep_torch_compile=False) for model in self._models]
         optimizers = [optimizer.optimizer for optimizer in self._optimizers]
         state = {
@@ -95,7 +95,7 @@ class RepriseStates:
             "optimizers": optimizers[1:],
             "schedulers": self._schedulers,
             "objects": self._custom_objects,
-            "step": self.step % self.gradient_accumulation_steps,  # micro batches since the last iteration
+            "step": self.step % self.gradient_accumulation_steps,  # micro-batches since the last iteration
         }
         if self.scaler is not None:
             state["scaler"] = self.scaler
@@ -105,7 +105,7 @@ class RepriseStates:
 
 
 def _place(path: str | os.PathLike[str]) -> tuple[str, int | None]:
-    """Return the folder of a name with an iteration, and the iteration, or a folder."""
+    """Split a name into its folder and iteration. Any other path is a folder, with None."""
     folder, name = os.path.split(os.path.abspath(path))
     match = _ITERATION.fullmatch(name)
     return (folder, int(match[1])) if match else (os.path.abspath(path), None)

@@ -1,4 +1,4 @@
-"""Lightning's Trainer with checkpoints of Reprise, under every strategy that takes a `CheckpointIO`."""
+"""Lightning's Trainer with Reprise checkpoints, under every strategy with a `CheckpointIO`."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ import torch.distributed as dist
 from reprise.api import load_state_dict
 from reprise.async_saver import AsyncSaver
 
-# Where `ModelCheckpoint` has the step in the names that it gives.
+# The step in `ModelCheckpoint` file names.
 _STEP = re.compile(r"step=(\d+)")
 
 
 class RepriseIO:
-    """A mixin for Lightning's `CheckpointIO`, with which a Trainer saves in the background.
+    """A mixin for Lightning's `CheckpointIO`, which saves in the background.
 
         class CheckpointIO(RepriseIO, pytorch_lightning.plugins.CheckpointIO): ...
 
         trainer = Trainer(plugins=[CheckpointIO(max_checkpoint_keep=3)], callbacks=[ModelCheckpoint("checkpoints")])
         trainer.fit(model, data, ckpt_path=reprise.latest("checkpoints"))
 
-    `ModelCheckpoint` says when. A checkpoint is `iter_<global_step>` beside the file that Lightning names, and holds
-    what that file would. The start and every restart are the same line, on any number of ranks.
+    `ModelCheckpoint` decides when to save. A checkpoint is `iter_<global_step>` beside the file that Lightning names,
+    with that file's content. The same line starts and resumes a run, on any number of ranks.
 
     Args:
-        max_checkpoint_keep: number of newest checkpoints kept in a folder; 0 keeps all. It takes the place of
-            `save_top_k`, as Lightning removes a file while the next one is written.
+        max_checkpoint_keep: How many of a folder's newest checkpoints to keep. 0 keeps all. It replaces `save_top_k`,
+            because Lightning removes a file while the next one is written.
     """
 
     def __init__(self, max_checkpoint_keep: int = 0) -> None:
@@ -38,10 +38,10 @@ class RepriseIO:
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None
     ) -> None:
-        """Save on rank 0, which alone has this call, in the background.
+        """Save in the background. Lightning calls this on rank 0 alone.
 
         Raises:
-            TrainerError: if the save before did not become a checkpoint, or a value cannot be saved.
+            TrainerError: The previous save failed, or a value cannot be saved.
         """
         folder = os.path.dirname(path)
         if folder not in self._savers:
@@ -56,10 +56,10 @@ class RepriseIO:
         """Return a checkpoint with its tensors on the CPU, on all ranks.
 
         Args:
-            path: as for `reprise.load`, or a name that `ModelCheckpoint` gave, with `step=` in it.
+            path: A path as for `reprise.load`, or a `ModelCheckpoint` file name with `step=` in it.
 
         Raises:
-            TrainerError: if the checkpoint is damaged or missing, or a save did not become one.
+            TrainerError: The checkpoint is damaged or missing, or a save failed.
         """
         for saver in self._savers.values():
             saver.wait()
@@ -69,13 +69,13 @@ class RepriseIO:
         return value.value
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Leave the removal to `max_checkpoint_keep`, since the next checkpoint may be under way."""
+        """Leave removal to `max_checkpoint_keep`, because the next checkpoint may be under way."""
 
     def teardown(self) -> None:
-        """Wait for the saves under way, and release their folders.
+        """Wait for running saves, and release their folders.
 
         Raises:
-            TrainerError: if a save did not become a checkpoint.
+            TrainerError: A save failed.
         """
         while self._savers:
             self._savers.popitem()[1].close()

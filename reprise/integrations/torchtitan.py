@@ -1,4 +1,4 @@
-"""torchtitan's checkpoint manager with checkpoints of Reprise, on any number of ranks."""
+"""torchtitan's checkpoint manager with Reprise checkpoints, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class RepriseManager:
 
         Trainer.Config(checkpoint=CheckpointManager.Config(enable=True, interval=100, keep_latest_k=2), ...)
 
-    Checkpoints are `folder/iter_<step>`, the last one with everything too. torchtitan's loaders cannot go on with
-    another number of data parallel ranks: `exclude_from_loading=["dataloader"]` starts the data anew there.
+    Checkpoints are `folder/iter_<step>`. The last one is complete too. torchtitan's data loaders cannot continue with
+    another data parallel size: `exclude_from_loading=["dataloader"]` restarts the data there.
     """
 
     save_future = None
@@ -28,10 +28,10 @@ class RepriseManager:
     def __init__(
         self, config: Any, *, dataloader: Any, model_parts: Any, optimizers: Any, lr_schedulers: Any, **others: Any
     ) -> None:
-        """Take what a Trainer gives.
+        """Keep the Trainer's objects.
 
         Raises:
-            ConfigError: if a setting asks for files of others.
+            ConfigError: A setting needs other checkpoint files.
         """
         self.enable = config.enable
         self._config, self._parts, self._optimizers, self._loader = config, model_parts, optimizers, dataloader
@@ -68,13 +68,13 @@ class RepriseManager:
         return bool(loaded)
 
     def _contents(self) -> dict[str, Any]:
-        """Return what a checkpoint has: of each rank, its own part of the model, the optimizers and the data."""
+        """Return a rank's checkpoint content: its part of the model, the optimizers and the data."""
         model = {name: tensor for part in self._parts for name, tensor in part.state_dict().items()}
         data = {"dataloader": self._loader.state_dict()} if self._loader is not None else {}
         return {"model": model, "optimizer": self._optimizers.state_dict(), **data, **self._states}
 
     def _maybe_wait_for_staging(self) -> None:
-        """Return at once: a save has copied everything when it returns."""
+        """Return at once: a save copies everything before it returns."""
 
     def _wait_for_saving(self) -> None:
         if self._saver is not None:

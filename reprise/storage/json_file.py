@@ -60,8 +60,15 @@ def content(document: Document) -> bytes:
     return document if isinstance(document, bytes) else to_bytes(document)
 
 
-def parse(data: bytes, *, where: object) -> Json:
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not standard JSON")
+
+
+def parse(data: bytes, *, where: object, constant: Callable[[str], object] = _refuse_constant) -> Json:
     """Parse a JSON object.
+
+    Args:
+        constant: Converts `NaN`, `Infinity` and `-Infinity`. By default they are refused.
 
     Raises:
         CheckpointError: `data` is not a standard JSON object (invalid UTF-8, an unpaired surrogate, NaN, a number out
@@ -71,7 +78,7 @@ def parse(data: bytes, *, where: object) -> Json:
         raise CheckpointError("A JSON file is too large", where=where, expected=f"<= {MAX_BYTES} B", found=len(data))
     try:
         value = json.loads(
-            data.decode(), parse_constant=_refuse_constant, parse_float=_parse_finite, object_pairs_hook=_unique_keys
+            data.decode(), parse_constant=constant, parse_float=_parse_finite, object_pairs_hook=_unique_keys
         )
         if data.count(b"{") + data.count(b"[") > MAX_DEPTH:
             require_depth(value)
@@ -86,8 +93,8 @@ def parse(data: bytes, *, where: object) -> Json:
     return value
 
 
-def read(path: Path) -> Json:
-    """Read and parse the JSON object in `path`.
+def read(path: Path, *, constant: Callable[[str], object] = _refuse_constant) -> Json:
+    """Read and parse the JSON object in `path`; see `parse`.
 
     Raises:
         CheckpointError: The file is missing, a pipe or a device, or not a standard JSON object.
@@ -95,13 +102,9 @@ def read(path: Path) -> Json:
     """
     try:
         with os.fdopen(open_regular(path), "rb") as file:
-            return parse(file.read(MAX_BYTES + 1), where=path)
+            return parse(file.read(MAX_BYTES + 1), where=path, constant=constant)
     except OSError as error:
         raise failed_read("A JSON file cannot be read", error, where=path) from error
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not standard JSON")
 
 
 def _parse_finite(digits: str) -> float:

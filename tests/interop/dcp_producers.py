@@ -142,6 +142,16 @@ def sharded(model: Any) -> Any:
     return model
 
 
+def trained_by_fsdp2(config: Config) -> tuple[list[torch.Tensor], Any, torch.optim.Optimizer]:
+    """Join the ranks, and return the data, and a model and its optimizer after the first `SAVED` steps."""
+    dist.init_process_group("gloo")
+    data, model = batches(config), sharded(make(config.model))
+    optimizer = make_adamw(model, config)
+    for batch in data[:SAVED]:
+        step(model, optimizer, batch)
+    return data, model, optimizer
+
+
 def fsdp2_job(arguments: list[str]) -> None:
     """On each of two ranks: train and save by FSDP2, then fill another model from an export of ours and go on.
 
@@ -150,12 +160,7 @@ def fsdp2_job(arguments: list[str]) -> None:
     """
     family, saved, export, losses = arguments
     config = compose(overrides_of(family))
-    dist.init_process_group("gloo")
-    data = batches(config)
-    model = sharded(make(config.model))
-    optimizer = make_adamw(model, config)
-    for batch in data[:SAVED]:
-        step(model, optimizer, batch)
+    data, model, optimizer = trained_by_fsdp2(config)
     dcp.save({**state_of(model, optimizer, flat=False), "epoch": 1}, checkpoint_id=saved)
     theirs = [step(model, optimizer, batch) for batch in data[SAVED:]]
 
@@ -177,12 +182,7 @@ def by_rank_job(arguments: list[str]) -> None:
     """
     program, family, saved, losses = arguments
     config = compose(overrides_of(family))
-    dist.init_process_group("gloo")
-    data = batches(config)
-    model = sharded(make(config.model))
-    optimizer = make_adamw(model, config)
-    for batch in data[:SAVED]:
-        step(model, optimizer, batch)
+    data, model, optimizer = trained_by_fsdp2(config)
     if program == "transformers":
         from transformers.distributed.checkpoint import _save_model_checkpoint_distributed, save_optimizer_distributed
 

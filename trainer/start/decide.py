@@ -77,10 +77,15 @@ class Past:
     is_restarted: bool = False
 
     @property
+    def is_anew(self) -> bool:
+        """Return whether the newest branch starts an earlier run over, and has saved nothing."""
+        branches = self.journal.lineage.branches
+        return len(branches) > 1 and branches[-1].began_at == FRESH and self.journal.saved == FRESH
+
+    @property
     def begins_again(self) -> bool:
         """Return whether a fresh start gave up everything here, and ended before it trained."""
-        branches = self.journal.lineage.branches
-        if len(branches) < 2 or branches[-1].began_at != FRESH or self.journal.saved != FRESH:
+        if not self.is_anew:
             return False
         if self.committed:
             return sorted(self.committed) == sorted(self.given_up)
@@ -260,8 +265,7 @@ def _look(config: Config, saves: Saves, past: Past) -> Past:
             source = LoadSource.named(source).path
         is_inside = run_folder is not None and run_folder.resolve() in (source.resolve(), *source.resolve().parents)
     past = replace(past, committed=committed, source=source, is_inside=is_inside)
-    is_fresh = len(lineage.branches) > 1 and lineage.branches[-1].began_at == FRESH and past.journal.saved == FRESH
-    if committed and saves.shared is not None and is_fresh:
+    if committed and saves.shared is not None and past.is_anew:
         saved = saved_lineages(saves.shared)
         given_up = [n for n, branch in saved if branch.run == lineage.run and not lineage.admits(branch, n)]
         past = replace(past, given_up=given_up)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from reprise.format import STATE
-from reprise.storage import Json, finite_number, integer, is_file, json_file, read_regular, shown
+from reprise.storage import Json, finite_number, integer, is_file, json_file, shown
 from trainer.interop.formats import few
 from trainer.interop.numbered import Table
 from trainer.interop.source import StateSource
@@ -45,7 +44,8 @@ def with_settings(source: StateSource, path: Path, groups: Sequence[Table]) -> S
     Args:
         groups: The optimizer's parameter groups. Empty if they are not numbered.
     """
-    state = _read_state(path / STATE) if is_file(path / STATE) else {}
+    # The Trainer writes NaN for gradient norms.
+    state = json_file.read(path / STATE, constant=lambda _: None) if is_file(path / STATE) else {}
     file = path / _ARGUMENTS
     arguments = attributes_of(read_torch_file(file)) if is_file(file) else {}
     scheduler = next((open_torch_file(path / name) for name in _SCHEDULERS if is_file(path / name)), {})
@@ -64,16 +64,6 @@ def with_settings(source: StateSource, path: Path, groups: Sequence[Table]) -> S
     samples = None if batch is None else iteration * batch
     log = list(_lines(state.get("log_history", ())))
     return replace(source, iteration=iteration, consumed_samples=samples, settings=words, log=log)
-
-
-def _read_state(path: Path) -> Json:
-    """Return the Trainer's state, with None for NaN and infinity, which the Trainer writes for gradient norms."""
-    data = read_regular(path, limit_bytes=json_file.MAX_BYTES)
-    try:
-        data = json.dumps(json.loads(data, parse_constant=lambda _: None)).encode()
-    except (ValueError, RecursionError):
-        _log.debug("%s is malformed", path)  # which `parse` explains
-    return json_file.parse(data, where=path)
 
 
 def _optimizer(groups: Sequence[Table], arguments: Json) -> dict[str, Any]:

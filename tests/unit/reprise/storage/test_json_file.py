@@ -103,3 +103,10 @@ def test_a_number_is_one_of_its_range(check: Callable[[object], float], values: 
 
 def test_a_finite_number_is_a_float() -> None:
     assert type(finite_number(3)) is type(step_count(3)) is float
+
+
+def test_constants_are_refused_unless_they_are_converted() -> None:
+    data = b'{"a": [NaN, -Infinity], "b": 1}'
+    assert json_file.parse(data, where="x", constant=lambda _: None) == {"a": [None, None], "b": 1}
+    with pytest.raises(CheckpointError, match="NaN"):
+        json_file.parse(data, where="x")
