@@ -177,6 +177,10 @@ class ResumeKeys:
     override_freeze: bool = False
     verify: Verify = Verify.touched
 
+    def allows(self, difference: Allowed, flag: str) -> bool:
+        """Return whether a difference is allowed, in `allow` or by its own flag."""
+        return Allowed.all in self.allow or difference in self.allow or bool(getattr(self, flag))
+
 
 @dataclass
 class WriteKeys:

@@ -315,19 +315,19 @@ def resolve_command(command: CommandLine, files: Files) -> Resolved:
     resolved = replace(resolve(raw), words=command.words)
     if resolved.config.data.kind in TOKEN_KINDS or path_problems(resolved.config):
         return resolved
+    values: Mapping[str, object]
     if resolved.config.data.tokenizer is not None:
-        values = _vocabulary(resolved.config, command)
-        for key, value in values.items():
-            _log.info(f"{key}={value}, from data.tokenizer={resolved.config.data.tokenizer}")
-        _update(raw, values)
-        return replace(resolve(raw), words=command.words) if values else resolved
-    from trainer.config.load_saved import tokenizer_of_weights
+        values, origin = _vocabulary(resolved.config, command), f"data.tokenizer={resolved.config.data.tokenizer}"
+    else:
+        from trainer.config.load_saved import tokenizer_of_weights
 
-    tokenizer = tokenizer_of_weights(resolved.config, files)
-    if tokenizer is None:
+        tokenizer = tokenizer_of_weights(resolved.config, files)
+        values, origin = {} if tokenizer is None else {"data.tokenizer": tokenizer}, "the weights"
+    if not values:
         return resolved
-    _log.info(f"data.tokenizer={tokenizer}, from the weights")
-    _update(raw, {"data.tokenizer": tokenizer})
+    for key, value in values.items():
+        _log.info(f"{key}={value}, from {origin}")
+    _update(raw, values)
     return replace(resolve(raw), words=command.words)
 
 

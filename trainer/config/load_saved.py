@@ -24,7 +24,7 @@ from reprise.storage import (
     json_file,
 )
 from reprise.stores import files_of, is_stored, location
-from trainer.config.checkpoint import CheckpointSection
+from trainer.config.checkpoint import Allowed, CheckpointSection
 from trainer.config.derived import command_line
 from trainer.config.overrides import text_value
 from trainer.config.run import RunSection
@@ -90,7 +90,7 @@ def tokenizer_of_weights(config: Config, files: Files) -> str | None:
         TrainerError: A checkpoint is damaged, or a path cannot be read.
     """
     section = config.checkpoint
-    if section.finetune or section.base is not None or section.override_data:
+    if section.finetune or section.base is not None or section.allows(Allowed.data, "override_data"):
         run = Path() if section.save is None else Path(section.save).parent
         for weights in filter(None, (section.save, section.base, section.load)):
             if weights not in ("auto", "none") and (beside := _tokenizer_files(location(weights), section, run, files)):

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 _MOST_BFLOAT16 = 0.996  # below 1 - 2^-8: a smaller step may be less than half the distance to the next bfloat16
+_DECAYS = ("adam_beta1", "adam_beta2", "muon_momentum")
 
 
 class OptimizerName(Enum):
@@ -67,14 +68,14 @@ def optimizer_problems(optimizer: OptimizerSection) -> list[str]:
         problems.append(f"optimizer.muon_ns_steps={optimizer.muon_ns_steps}: must be at least 1 and below 100")
     problems += [
         f"optimizer.{name}={getattr(optimizer, name)}: must be at least 0 and below 1"
-        for name in ("adam_beta1", "adam_beta2", "muon_momentum")
+        for name in _DECAYS
         if not 0 <= getattr(optimizer, name) < 1
     ]
     if optimizer.moments_dtype is MomentsDtype.bfloat16:
         problems += [
             f"optimizer.{name}={getattr(optimizer, name)}: must be at most {_MOST_BFLOAT16} with "
             "optimizer.moments_dtype=bfloat16, which rounds smaller changes of a moment away"
-            for name in ("adam_beta1", "adam_beta2", "muon_momentum")
+            for name in _DECAYS
             if _MOST_BFLOAT16 < getattr(optimizer, name) < 1
         ]
     return problems

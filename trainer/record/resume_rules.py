@@ -218,12 +218,7 @@ _OUTSIDE_ITERATIONS = frozenset({"model.initializer_range", "data.valid_fingerpr
 
 def flags_set(section: CheckpointSection) -> set[str]:
     """Return the allowing flags that are set, directly or through `checkpoint.allow`."""
-    listed = _FLAGS.keys() if Allowed.all in section.allow else section.allow
-    return {
-        flag
-        for allowed, flag in _FLAGS.items()
-        if allowed in listed or getattr(section, flag.removeprefix("checkpoint."))
-    }
+    return {flag for allowed, flag in _FLAGS.items() if section.allows(allowed, flag.removeprefix("checkpoint."))}
 
 
 def allow_list(flags: Collection[str]) -> str:

@@ -228,12 +228,14 @@ def require_batches(config: Config, world_size: int, consumed_samples: int) -> N
         raise MismatchError(f"The run cannot continue from sample {consumed_samples}:\n{lines}\nNothing was trained")
 
 
+def _lies_in(path: Path, folder: Path | None) -> bool:
+    return folder is not None and folder.resolve() in (path.resolve(), *path.resolve().parents)
+
+
 def _keeps_weights(config: Config, source: TensorSource, section: CheckpointSection) -> bool:
-    run_folder = save_folder(config.checkpoint)
-    if run_folder is None or not isinstance(source, Checkpoints) or section.finetune:
+    if not isinstance(source, Checkpoints) or section.finetune:
         return False
-    path = source.source.path.resolve()
-    return run_folder.resolve() in (path, *path.parents)
+    return _lies_in(source.source.path, save_folder(config.checkpoint))
 
 
 def _find(config: Config, saves: Saves, lineage: Lineage, *, is_restarted: bool) -> Json:
@@ -260,10 +262,10 @@ def _look(config: Config, saves: Saves, past: Past) -> Past:
     section, metrics = config.checkpoint, Path(config.run.dir) / METRICS
     lineage, committed, source, is_inside = past.journal.lineage, saves.iterations(), None, False
     if section.load != "auto":
-        source, run_folder = location(section.load), save_folder(section)
+        source = location(section.load)
         if not is_stored(source):  # a run with its own checkpoints continues while the store is unreachable
             source = LoadSource.named(source).path
-        is_inside = run_folder is not None and run_folder.resolve() in (source.resolve(), *source.resolve().parents)
+        is_inside = _lies_in(source, save_folder(section))
     past = replace(past, committed=committed, source=source, is_inside=is_inside)
     if committed and saves.shared is not None and past.is_anew:
         saved = saved_lineages(saves.shared)

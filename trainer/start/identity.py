@@ -17,17 +17,12 @@ from reprise.errors import CheckpointError, MismatchError, TrainerError, Unreada
 from reprise.format import FRESH, Branch, Journal, Lineage, Parent, newest_lineage, saved_lineage
 from reprise.loading import Checkpoint, open_checkpoint
 from reprise.ranks import StoreChannel
-from reprise.storage import (
-    CheckpointFolder,
-    Json,
-    is_dir,
-    is_file,
-    json_file,
-)
+from reprise.storage import CheckpointFolder, Json, is_dir, is_file, json_file
 from trainer.config.derived import save_folder
 from trainer.config.schema import Config
 from trainer.config.terms import LOCAL
 from trainer.launch.process_group import Cluster
+from trainer.metrics.json_lines import METRICS
 from trainer.metrics.jsonl_file import last_recorded_iteration
 from trainer.run.build import Run
 from trainer.saves.targets import Saves
@@ -96,7 +91,7 @@ def _host_record(name: str, table: Json) -> HostRecord:
 
 
 def _choose(config: Config, shared: CheckpointFolder | None, hosts: Sequence[HostRecord]) -> Lineage:
-    local, metrics = config.checkpoint.local, Path(config.run.dir) / "metrics.jsonl"
+    local, metrics = config.checkpoint.local, Path(config.run.dir) / METRICS
     is_recorded = last_recorded_iteration(metrics) is not None or (shared is not None and bool(shared.committed()))
     return choose_lineage(
         Lineage() if shared is None else _newest_saved(shared),

@@ -89,6 +89,8 @@ def test_texts_have_the_tokenizer_of_the_weights(
     assert tokenizer(*MODEL, *data, "model.lora.rank=2", f"checkpoint.base={folder}") == beside
     for word in ("bytes", "other.json"):
         assert tokenizer(*MODEL, *tuned, f"data.tokenizer={word}") == word
+    for word in ("override_data=true", "allow=[data]", "allow=[all]"):
+        assert tokenizer(*MODEL, *data, f"checkpoint.load={folder}", f"checkpoint.{word}") == beside
     for words in ([], [f"checkpoint.load={folder}"], ["checkpoint.load=none"]):
         assert tokenizer(*MODEL, *data, *words) is None
     (folder / "tokenizer.json").write_bytes(bytes_tokenizer())
