@@ -9,6 +9,7 @@ from typing import Any
 from reprise.api import load
 from reprise.async_saver import AsyncSaver
 from reprise.errors import ConfigError
+from reprise.storage.folder import iteration_name
 
 _ITERATION = re.compile(r"(?:step|iter|epoch|checkpoint)[_-](\d+)")
 
@@ -57,7 +58,7 @@ class RepriseStates:
             self._close_saver()
             self._folder, self._saver = folder, AsyncSaver(folder, max_checkpoint_keep=self.max_checkpoint_keep)
         self._saver.save(iteration, **self._parts(), rng=True)
-        return os.path.join(folder, f"iter_{iteration:07d}")
+        return os.path.join(folder, iteration_name(iteration))
 
     def load_state(self: Any, input_dir: str | os.PathLike[str], *arguments: Any, **options: Any) -> int:
         """Load a folder's newest checkpoint, and return its iteration, or 0 if there is none yet.

@@ -12,6 +12,7 @@ from reprise.api import load, load_state_dict
 from reprise.async_saver import AsyncSaver
 from reprise.errors import ConfigError
 from reprise.nested.random_state import RandomState
+from reprise.storage.folder import iteration_name
 from reprise.stores.locations import location
 
 # Key endings with different values on each rank: its role, and times.
@@ -91,7 +92,8 @@ class SavesWithReprise:
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
-            iteration = self.state.global_step if self._source.name != f"iter_{self.state.global_step:07d}" else None
+            step = self.state.global_step
+            iteration = None if self._source.name == iteration_name(step) else step
             load(
                 self._source,
                 self.model,

@@ -151,14 +151,11 @@ def _evaluate(run: Run, path: Path, *, averages: bool) -> Json:
     from trainer.start.source import Checkpoints, Part
     from trainer.training.loop import valid_loss
 
-    def refuse(checkpoint: Checkpoint) -> None:
-        if averages:
-            require_averages(checkpoint)
-
     source = Checkpoints(LoadSource.named(path), loads_weights_alone=True)
     section = CheckpointSection(finetune=True)
     if run.config.model.is_adapted:
         load_base(run, Start(source, section, Journal(), began_elsewhere=True, keeps_weights=False))
+    refuse = require_averages if averages else lambda _: None
     part = Part("", run.config.model, partial(run.state.shards, with_optimizer=False), section, refuse)
     restored = source.fill(run, part).restored
     assert restored is not None

@@ -67,8 +67,8 @@ def parse_log(text: str, *, source: str, last_wins: bool = False) -> Curve:
     return Curve(source, MetricColumns.of(iterations, QUANTITIES, cells), none, notes=tuple(notes), meaning=meaning)
 
 
-def parse_times(text: str, *, source: str) -> tuple[Meaning, MetricColumns]:
-    """Parse seconds per iteration from a log: logged durations, or else the differences between line times.
+def parse_times(text: str, *, source: str) -> tuple[Meaning, dict[int, float]]:
+    """Parse seconds by iteration from a log: logged durations, or else the differences between line times.
 
     A difference between lines averages over their iterations, including saves and evaluations. A later launch replaces
     an earlier launch's points from its own first iteration on.
@@ -91,7 +91,7 @@ def parse_times(text: str, *, source: str) -> tuple[Meaning, MetricColumns]:
             found=meaning.program,
             fix="An HF Trainer's trainer_state.json has no times. Its event files do (report_to=tensorboard).",
         )
-    return meaning, MetricColumns.of([*seconds], ["seconds"], [[(value, DECIMAL)] for value in seconds.values()])
+    return meaning, seconds
 
 
 def _parse(

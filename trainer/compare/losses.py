@@ -12,7 +12,7 @@ from reprise.storage import dumps, exists, is_dir, is_file
 from trainer.compare.curves import Comparison, Curve, Tolerance, common_dtype, compare, report
 from trainer.compare.evaluations import evaluation_table, read_evaluations, with_losses
 from trainer.compare.plot import plot_comparisons
-from trainer.compare.read import DTYPES, LLMC_LOG, event_files, read_curves
+from trainer.compare.read import DTYPES, read_curves, run_file
 from trainer.compare.table import name_runs, report_all, summarize, summarize_all
 from trainer.metrics.json_lines import METRICS
 
@@ -93,9 +93,7 @@ def _read(paths: Sequence[str], options: Namespace) -> list[Curve]:
 
 def _is_log_folder(path: str) -> bool:
     """Return whether a path is a folder with logs, rather than a run folder."""
-    folder = Path(path)
-    has_run = any(exists(folder / name) for name in (METRICS, LLMC_LOG)) or event_files(folder)
-    return is_dir(folder) and not has_run
+    return is_dir(Path(path)) and not exists(run_file(path))
 
 
 def _dtype_in_name(path: str) -> str | None:

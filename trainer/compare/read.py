@@ -72,10 +72,12 @@ def _size_of(path: str) -> int:
 def run_file(path: str | Path) -> Path:
     """Return a run's log file: metrics.jsonl, else llm.c's main.log, else the folder itself if it has event files."""
     path = Path(path)
-    file = path / METRICS if is_dir(path) else path
-    if not is_dir(path) or exists(file):
-        return file
-    return path / LLMC_LOG if exists(path / LLMC_LOG) else path if event_files(path) else file
+    if not is_dir(path):
+        return path
+    for name in (METRICS, LLMC_LOG):
+        if exists(path / name):
+            return path / name
+    return path if event_files(path) else path / METRICS
 
 
 def event_files(path: Path) -> list[Path]:

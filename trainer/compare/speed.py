@@ -153,11 +153,8 @@ def _timing_of_log(file: Path, text: str, tokens: int | None) -> Timing:
             fix="Pass them with --tokens: the global batch size times the sequence length.",
         )
     meaning, times = parse_times(text, source=str(file))
-    columns = MetricColumns.of(
-        times.iterations.tolist(),
-        _COLUMNS,
-        [[(seconds, DECIMAL), (tokens / seconds, DECIMAL)] for seconds in times.column("seconds").tolist()],
-    )
+    cells = [[(seconds, DECIMAL), (tokens / seconds, DECIMAL)] for seconds in times.values()]
+    columns = MetricColumns.of([*times], _COLUMNS, cells)
     note = f"{file}: times from {meaning.program}, which may include saves and evaluations; {tokens} tokens each"
     return Timing(str(file), columns, notes=(note,))
 

@@ -13,6 +13,7 @@ from reprise.loading import Checkpoint, LoadSource, find_accessory, open_checkpo
 from reprise.storage import (
     CheckpointFolder,
     Files,
+    Json,
     Patience,
     PatientFiles,
     atomic_output,
@@ -74,10 +75,17 @@ def find_saved(load: Path, *, iteration: int | None, save: Path | None, files: F
         reading.end()
         return None
     path = checkpoint.path / RUN_CONFIG
-    values = saved_values(json_file.parse(read_file(checkpoint, RUN_CONFIG), where=path), checkpoint.state, where=path)
+    values = saved_values(config_document(checkpoint), checkpoint.state, where=path)
     values = _with_tokenizer(values, checkpoint, Path() if save is None else save.parent, files)
     reading.end()
     return SavedConfig(path, values)
+
+
+def config_document(checkpoint: Checkpoint) -> Json:
+    """Return a checkpoint's configuration file. Empty if it has none."""
+    if RUN_CONFIG not in checkpoint.manifest.files:
+        return {}
+    return json_file.parse(read_file(checkpoint, RUN_CONFIG), where=checkpoint.path / RUN_CONFIG)
 
 
 def tokenizer_of_weights(config: Config, files: Files) -> str | None:

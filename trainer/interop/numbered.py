@@ -26,13 +26,13 @@ def entries_by_name(optimizer: Table, order: Sequence[str]) -> dict[str, Table]:
     return {name: state[at] for name, at in zip(order, numbers, strict=True) if at in state}
 
 
-def unknown_order(program: str, groups: Sequence[Table], *, expected: str, fix: str, where: Path) -> MismatchError:
+def unknown_order(program: str, groups: Sequence[Table], *, expected: str, fix: str, where: object) -> MismatchError:
     """Return an error for groups whose parameters are uncertain."""
     return MismatchError(
         f"The moments cannot be matched to parameters: {program} stores them by number",
         where=where,
         expected=expected,
-        found=f"groups of {' and '.join(str(len(group['params'])) for group in groups)}",
+        found=f"groups of {' and '.join(str(len(group.get('params', ()))) for group in groups)}",
         fix=f"{fix} Import the weights alone with --weights-only.",
     )
 

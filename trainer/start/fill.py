@@ -10,12 +10,12 @@ from functools import partial
 from models import families
 from reprise.errors import CheckpointError, MismatchError, TrainerError
 from reprise.format import FRESH, LINEAGE
-from reprise.loading import Checkpoint, open_checkpoint, read_file
-from reprise.storage import Json, integer, json_file
+from reprise.loading import Checkpoint, open_checkpoint
+from reprise.storage import Json, integer
 from reprise.tensors import local_of
 from trainer.config.checkpoint import Allowed, CheckpointSection
-from trainer.config.load_saved import own_command
-from trainer.config.saved import RUN_CONFIG, saved_config, with_schedule
+from trainer.config.load_saved import config_document, own_command
+from trainer.config.saved import saved_config, with_schedule
 from trainer.data.position_map import SKIPPED, PositionMap, parse_ranges, resume_map
 from trainer.metrics.spikes import SPIKES
 from trainer.optim.adamw import apply_settings
@@ -206,10 +206,7 @@ def _refuse(run: Run, section: CheckpointSection, description: Json, checkpoint:
 
 def _saved_settings(checkpoint: Checkpoint) -> dict[str, object]:
     """Return a checkpoint's configuration by dotted key. Empty if it has none."""
-    if RUN_CONFIG not in checkpoint.manifest.files:
-        return {}
-    document = json_file.parse(read_file(checkpoint, RUN_CONFIG), where=checkpoint.path / RUN_CONFIG)
-    return {key.removeprefix("config."): value for key, value in flattened(document).items()}
+    return {key.removeprefix("config."): value for key, value in flattened(config_document(checkpoint)).items()}
 
 
 def _with_key(change: Difference, run: Run, saved: Mapping[str, object]) -> Difference:

@@ -27,11 +27,11 @@ from trainer.interop.dcp.folder import (
     require_whole,
 )
 from trainer.interop.formats import ImportOptions, known_form, require_trust
+from trainer.interop.hf.folder import SHARDS
 from trainer.interop.torch_file import read_torch_file, unpickle_records
 
 TABLE = "metadata.pkl"
 _VERSION = "2.0"
-_SHARDS = "shard-*-model-*-of-*.safetensors"
 _OFFSETS = "DCP_SHARDING_INFO"
 
 
@@ -49,7 +49,7 @@ def open_any(path: Path, options: ImportOptions) -> DcpFolder:
         require_trust(options, "torch_checkpointing", where=path)
         with known_form("torch_checkpointing", path):
             return require_whole(_read_torch_checkpointing(path))
-    shards = matching(path, _SHARDS)
+    shards = matching(path, SHARDS)
     if shards and not is_file(path / METADATA):
         return require_whole(DcpFolder(path, _read_shards(shards), {}))
     folder = open_folder(path, trust_pickle=options.trusts_pickle)

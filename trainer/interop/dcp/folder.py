@@ -52,7 +52,6 @@ class Held:
     file: Path
     value: Any
     offset: int = 0
-    length: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ from trainer.interop.source import StateSource
 _log = logging.getLogger(__name__)
 
 SINGLE = "model.safetensors"
+SHARDS = "shard-*-model-*-of-*.safetensors"  # of `save_pretrained(distributed_checkpoint=True)`
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 # Buffers stored by older transformers versions, which the sizes determine: GPT-2's masks, LLaMA's frequencies.
@@ -257,7 +258,7 @@ def _weights_name(path: Path, table: Json) -> str:
     Args:
         table: The content of `config.json`.
     """
-    if shards := matching(path, "shard-*-model-*-of-*.safetensors"):
+    if shards := matching(path, SHARDS):
         raise CheckpointError(
             "A folder holds each rank's tensor parts, which transformers opens before any other file",
             where=shards[0],

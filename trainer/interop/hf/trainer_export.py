@@ -11,10 +11,10 @@ import torch
 from models.families import stored_tensors
 from reprise.errors import MismatchError
 from reprise.format import STATE
-from reprise.loading import Checkpoint, read_file
-from reprise.storage import Json, json_file
+from reprise.loading import Checkpoint
+from reprise.storage import json_file
+from trainer.config.load_saved import config_document
 from trainer.config.optimizer import OptimizerSection
-from trainer.config.saved import RUN_CONFIG
 from trainer.interop.dcp.export import SavedAdam, adam_groups, saved_adam
 from trainer.interop.dcp.streaming import sync_folder
 from trainer.interop.formats import ExportOptions
@@ -56,7 +56,7 @@ def write(checkpoint: Checkpoint, out: Path, options: ExportOptions) -> None:
     schedule, _ = saved_schedule(checkpoint.state, OptimizerSection(), where=where)
     if schedule.is_in_samples:
         raise MismatchError("The Trainer has no schedule over samples", where=where, fix="Export it as `dcp` or `hf`.")
-    step, config = source.iteration, _config(checkpoint)
+    step, config = source.iteration, config_document(checkpoint).get("config", {})
     rate, batch = schedule.at(step + 1, 0), checkpoint.state["batch"]["global_batch_size"]
     scheduler = {
         "base_lrs": [schedule.lr] * 2,
@@ -86,14 +86,6 @@ def write(checkpoint: Checkpoint, out: Path, options: ExportOptions) -> None:
     arguments = _arguments(adam, schedule) | clipped | ({"bf16": True} if is_bfloat16 else {})
     arguments = {name: value for name, value in arguments.items() if value is not None}
     _log.info(f"go on with {batch} samples a step and TrainingArguments(OUTPUT_DIR, **{arguments})")
-
-
-def _config(checkpoint: Checkpoint) -> Json:
-    if RUN_CONFIG not in checkpoint.manifest.files:
-        return {}
-    document = json_file.parse(read_file(checkpoint, RUN_CONFIG), where=checkpoint.path / RUN_CONFIG)
-    config: Json = document.get("config", {})
-    return config
 
 
 def _optimizer(source: StateSource, adam: SavedAdam, peak: float, rate: float) -> dict[str, Any]:

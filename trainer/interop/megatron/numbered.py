@@ -14,9 +14,8 @@ import torch
 from reprise.errors import CheckpointError, MismatchError
 from trainer.interop.megatron.shards import RankPiece, Stage
 from trainer.interop.megatron.state import MASTERS, MOMENTS, parameter_groups
+from trainer.interop.numbered import Table, unknown_order
 from trainer.interop.torch_file import is_plain
-
-Table = Mapping[Any, Any]
 
 _MASTERS = ("fp32_from_fp16_params", "fp32_from_fp16")
 
@@ -83,12 +82,12 @@ def _ordered(
             for key in MOMENTS
         ):
             return order
-    raise MismatchError(
-        "The moments cannot be matched to parameters: Megatron stores them by number",
-        where=where,
+    raise unknown_order(
+        "Megatron",
+        groups,
         expected=f"two groups: {len(decayed)} matrices, {len(undecayed)} biases and vectors, in the model's shapes",
-        found=f"groups of {' and '.join(str(len(members)) for members in numbers)}",
-        fix="Parameters were frozen or grouped differently. Import the weights alone with --weights-only.",
+        fix="Parameters were frozen or grouped differently.",
+        where=where,
     )
 
 
