@@ -24,7 +24,7 @@ from tests.fakes import Axis, Sharding, all_ranks, sample_specs, sample_state
 from trainer.commands import checkpoint as look
 
 READER = ROOT / "docs" / "read_checkpoint.py"
-DOCUMENT = (ROOT / "docs" / "checkpoint_format.md").read_text(encoding="utf-8")
+DOCUMENT = (ROOT / "docs" / "generated" / "format.md").read_text(encoding="utf-8")
 REPLICAS = Sharding("2 replicas", (Axis("replica", 2),))
 REPLICAS_OF_COLUMNS = Sharding("replicas of columns", (Axis("replica", 2), Axis("column", 2)))
 
