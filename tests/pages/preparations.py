@@ -128,7 +128,7 @@ LONG = "checkpoint.save_interval=500"
 
 PAGES = [
     Page("start.md", 11),
-    Page("commands.md", 12, prepare=commands),
+    Page("commands.md", 10, prepare=commands),
     Page(
         "data.md",
         3,
