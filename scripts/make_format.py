@@ -264,7 +264,7 @@ def _example() -> str:
         data = (path / "model.safetensors").read_bytes()
         manifest = json.loads((path / "manifest.json").read_bytes())
     start = 8 + int.from_bytes(data[:8], "little")
-    shown = len(data[:start].rstrip())
+    header_end = len(data[:start].rstrip())
     tensors = manifest["tensors"]
     code = inspect.getsource(_save_example).split('"""\n')[1].replace("return save(folder", 'save("example"')
     return _EXAMPLE.format(
@@ -272,7 +272,7 @@ def _example() -> str:
         size=len(data),
         length=start - 8,
         start=start,
-        dump="\n".join([*_dump(data, 0, shown), "          (spaces)", *_dump(data, start, len(data))]),
+        dump="\n".join([*_dump(data, 0, header_end), "          (spaces)", *_dump(data, start, len(data))]),
         manifest=_manifest_lines({**manifest, "attempt": "...", "xxh3_64": "..."}),
         header=manifest["files"]["model.safetensors"]["header_xxh3_64"],
         weight=tensors["weight"]["digests"],
