@@ -47,6 +47,15 @@ def test_a_run_stops_names_the_parameter_and_saves_nothing_of_it(tmp_path: Path,
     assert_ends_as(run, whole)
 
 
+def test_a_norm_that_overflows_is_told_from_a_bad_gradient(tmp_path: Path) -> None:
+    names = LAYOUTS["one rank"][3]
+    trouble = {"name": "infinite gradient", "rank": 0, "iteration": 2, "names": names, "value": 3e38}
+    ended = troubles.train(tmp_path, [*BASE, "checkpoint.save_interval=1"], trouble)
+    assert ended.statuses == (1,), ended.text
+    assert "iteration 2, all gradients are finite" in ended.text
+    assert saved(tmp_path) == [1]
+
+
 @pytest.mark.slow
 @on_all_layouts
 def test_a_skipped_iteration_changes_no_bit_and_resumes_bitwise(tmp_path: Path, layout: str) -> None:

@@ -160,8 +160,8 @@ def flipped_bit(during: int, tensor: str) -> None:
     _between(during, during + 1, begin, lambda _: None)
 
 
-def infinite_gradient(iteration: int, names: list[str]) -> None:
-    """Make an element of some gradients infinite in an iteration."""
+def infinite_gradient(iteration: int, names: list[str], value: float = torch.inf) -> None:
+    """Set an element of some gradients to a value in an iteration."""
     compute = trainer.training.step.forward_backward
 
     def poison(state: TrainerState, *rest: Any) -> list[torch.Tensor]:
@@ -169,7 +169,7 @@ def infinite_gradient(iteration: int, names: list[str]) -> None:
         if state.progress.iteration + 1 == iteration:
             named = {name: parameter for part in state.parts for parameter, name in parameter_names(part.model).items()}
             for name in names:
-                local_of(named[name].grad).view(-1)[0] = torch.inf  # type: ignore[arg-type]
+                local_of(named[name].grad).view(-1)[0] = value  # type: ignore[arg-type]
         return loss
 
     trainer.training.step.forward_backward = poison

@@ -42,7 +42,7 @@ def test_weights_without_a_short_period_are_rounded() -> None:
     assert sum(places) <= MOST_PERIOD
     total = sum(wanted)
     for count, weight in zip(places, wanted, strict=True):
-        assert abs(Fraction(count, sum(places)) - weight / total) < Fraction(2, MOST_PERIOD)
+        assert abs(Fraction(count, sum(places)) - weight / total) < Fraction(1, MOST_PERIOD)
     assert min(places) == 1
     assert places_of([Fraction(n) for n in (2, 4, 6)]) == ([1, 2, 3], True)
 

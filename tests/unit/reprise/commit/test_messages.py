@@ -6,7 +6,7 @@ import pytest
 
 from reprise.commit import attempt
 from reprise.commit.messages import Answer, DecisionMessage, OpeningMessage
-from reprise.commit.report import Offer, RankReport, require_readiness
+from reprise.commit.report import Offer, RankReport, ranks_text, require_readiness
 from reprise.errors import CheckpointError
 from tests.messages import refused
 
@@ -52,3 +52,9 @@ def test_a_rank_that_is_not_ready_is_named(third: Offer, words: tuple[str, ...])
     require_readiness({0: Offer(4), 1: Offer(4)})
     with refused(CheckpointError, *words):
         require_readiness({0: Offer(4), 1: Offer(4), 2: third})
+
+
+def test_many_ranks_are_named_by_the_first_eight() -> None:
+    assert ranks_text([3]) == "rank 3"
+    assert ranks_text(range(8)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7"
+    assert ranks_text(range(9)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 1 more"

@@ -9,7 +9,7 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from reprise.format.box import Box, Split, absolute, box_of_splits, cut, extent, image, intersect, relative
@@ -54,6 +54,7 @@ def strided_factors(sizes: list[int], dims: list[int], order: list[int]) -> list
 
 @examples(300)
 @given(meshes())
+@example(((13,), [2, 3, 2], [0, 0, 0], [2, 1, 0]))
 def test_box_of_splits_equals_cutting_axis_by_axis(
     mesh: tuple[tuple[int, ...], list[int], list[int], list[int]],
 ) -> None:
