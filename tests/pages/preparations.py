@@ -124,6 +124,15 @@ from transformers import AutoModelForCausalLM
 model = AutoModelForCausalLM.from_pretrained("DIR")
 optimizer = torch.optim.AdamW(model.parameters())
 """
+TRAINER = """
+import torch
+import transformers
+
+sizes = {"vocab_size": 64, "n_embd": 16, "n_layer": 1, "n_head": 2, "bos_token_id": 0, "eos_token_id": 0}
+model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))
+arguments = transformers.TrainingArguments("trained", max_steps=2, report_to="none", use_cpu=True)
+data = [{"input_ids": torch.arange(8), "labels": torch.arange(8)}] * 16
+"""
 LONG = "checkpoint.save_interval=500"
 
 PAGES = [
@@ -169,11 +178,12 @@ PAGES = [
     Page("topologies.md", 5, {"run.name=zero3": "run.name=zero3 train.train_iters=20"}),
     Page(
         "weights.md",
-        5,
+        6,
         {"checkpoint.save_interval=5000": "train.train_iters=40", "256,512]": "30]", "0000512": "0000030"}
         | {"ITER": "runs/demo/killed/checkpoints/iter_0000040", "vocab_size=50432": "vocab_size=320"}
         | {"eval_interval=500": "eval_interval=20 train.train_iters=40"},
         two_runs,
+        TRAINER,
     ),
     Page(
         "adapters.md",
