@@ -144,7 +144,7 @@ PAGES = [
         {"/data/": "$PWD/data/", "8000": "300"},
         token_files,
     ),
-    Page("recipes.md", 12, {"model=gpt2_124m": "model=gpt2_124m"}),
+    Page("recipes.md", 10, {"model=gpt2_124m": "model=gpt2_124m"}),
     Page("generated/megatron_flags.md", 2),
     Page(
         "samples.md",
