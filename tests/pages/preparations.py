@@ -167,7 +167,7 @@ PAGES = [
         },
         megatron,
     ),
-    Page("interop.md", 8, prepare=other_formats, names=MODEL_AND_OPTIMIZER),
+    Page("interop.md", 6, prepare=other_formats, names=MODEL_AND_OPTIMIZER),
     Page("launching.md", 4, {"/shared/runs": "runs", "experiment=demo": "experiment=demo train.train_iters=20"}),
     Page(
         "stores.md",
