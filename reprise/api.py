@@ -16,7 +16,7 @@ from reprise.nested.calls import fill, save_now
 from reprise.nested.documents import check_ranks
 from reprise.nested.loaded import LoadedState, Strictness
 from reprise.nested.optimizers import check_optimizer
-from reprise.nested.tree import LoadedRandomState, Tree, declined, tree_of, tree_of_dict
+from reprise.nested.tree import LoadedRandomState, Tree, tree_of, tree_of_dict
 from reprise.ranks.group import CALL_TIMEOUT_S, open_call
 from reprise.tensors.live import free_gathered_parameters
 
@@ -127,11 +127,9 @@ def load(
     with open_call(f"load(missing_ok={missing_ok})" if missing_ok else "load()", timeout_s=timeout_s) as call:
 
         def make_tree() -> Tree:
+            members = None if state is None else values
             rank = call.channel.rank
-            tree = tree_of(model, optimizer, values, rank=rank, per_rank=per_rank, rng=rng, is_load=True)
-            tree.returns_unrequested = True
-            tree.declined = declined({"state": state, "per_rank": per_rank, "rng": rng})
-            return tree
+            return tree_of(model, optimizer, members, rank=rank, per_rank=per_rank, rng=rng, is_load=True)
 
         def check(checkpoint: Checkpoint) -> None:
             if optimizer is not None:

@@ -16,7 +16,7 @@ from reprise.errors import CheckpointError, TrainerError
 from reprise.format.layout import DEFAULT_FILE_BYTES
 from reprise.nested.agreement import KnownTables
 from reprise.nested.calls import MakeTree, contents_of
-from reprise.nested.held import LastTensors
+from reprise.nested.held import HeldTensors
 from reprise.nested.save_arguments import check_options, check_vacant, target_folder
 from reprise.nested.tree import tree_of, tree_of_dict
 from reprise.ranks.group import CALL_TIMEOUT_S, COMMIT_TIMEOUT_S, open_call
@@ -89,7 +89,7 @@ class AsyncSaver:
             ) as call:
                 self._channel, self._timeout_s = call.channel, timeout_s
                 self._known, self._calls, self._is_closed = KnownTables(), 0, False
-                self._last = LastTensors()
+                self._last = HeldTensors()
                 with call.agreed():
                     self._folder = target_folder(folder)
                     check_options(
@@ -218,7 +218,7 @@ class AsyncSaver:
             self._abandon()
             raise
         program_end.forget(self)
-        self._last = LastTensors()
+        self._last = HeldTensors()
         self.wait()
 
     def __enter__(self) -> AsyncSaver:

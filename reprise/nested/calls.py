@@ -17,12 +17,13 @@ from reprise.loading.restorer import Restorer
 from reprise.nested.agreement import KnownTables, agree_on_state
 from reprise.nested.documents import document, read_values, saving_ranks
 from reprise.nested.filling import Filling
-from reprise.nested.held import LastTensors, local_tensors
-from reprise.nested.loaded import LoadedState, Strictness, check_strict
+from reprise.nested.held import HeldTensors
+from reprise.nested.loaded import LoadedState, Strictness
 from reprise.nested.save_arguments import (
     check_iteration,
     check_options,
     check_vacant,
+    require,
     require_path,
     target_folder,
 )
@@ -58,7 +59,7 @@ def contents_of(
     make_tree: MakeTree,
     *,
     cache: KnownTables,
-    last: LastTensors | None = None,
+    last: HeldTensors | None = None,
     iteration: int,
     from_rank0: Sequence[str] = (),
     is_replicated: bool = False,
@@ -80,7 +81,7 @@ def contents_of(
         TrainerError: A rank cannot save, or the ranks' trees conflict. Every rank raises.
         BaseException: This rank's own error. Other ranks raise a TrainerError naming it.
     """
-    last = last or LastTensors()
+    last = last or HeldTensors()
     with call.preparing(), own_modes():
         check()
         check_iteration(iteration)
@@ -89,9 +90,9 @@ def contents_of(
         table = last.table_of(tree, from_rank0, is_replicated=is_replicated)
         data = to_bytes(section)
     joint, joined = agree_on_state(call, table, data, cache, before_decision=before_decision)
-    if tree.remark and call.channel.coordinates:
-        _log_once(f"{folder}: {tree.remark}")
-    live = last.with_replicas(joint, call.channel.rank)
+    if tree.form.obstacle and call.channel.coordinates:
+        _log_once(f"{folder}: from_pretrained does not open these saves, as {tree.form.obstacle}")
+    live = last.with_replicas(joint, call.channel.rank, is_save=True)
     return Contents(joint.specs, live, joint.aliases, {STATE: document(joined or section, iteration), **tree.files})
 
 
@@ -182,13 +183,14 @@ def fill(
     with call.preparing(), own_modes():
         require_path(path)
         source = location(path)
-        check_strict(strict)
-        tree = make_tree()
-        local = local_tensors(tree)
-    joint, _ = agree_on_state(call, local.table, to_bytes({}), known_tables("load", channel))
+        is_valid = type(strict) is bool or strict in ("missing", "model")
+        require("`strict`", is_valid, 'True, False, "missing" or "model"', strict)
+        tree, local = make_tree(), HeldTensors()
+        table = local.table_of(tree)
+    joint, _ = agree_on_state(call, table, to_bytes({}), known_tables("load", channel))
     if missing_ok and _has_no_checkpoint(channel, source):
         return LoadedState({"iteration": 0})
-    tensors, fillings = local.with_replicas(joint, channel.rank), list[Filling]()
+    tensors, fillings = local.with_replicas(joint, channel.rank, is_save=False), list[Filling]()
 
     def check_all(checkpoint: Checkpoint) -> None:
         read_values(checkpoint)

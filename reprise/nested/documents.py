@@ -56,11 +56,11 @@ def join_sections(by_rank: Mapping[int, Section]) -> Section:
     Raises:
         CheckpointError: A value or a parameter group differs between ranks.
     """
-    first: dict[tuple[str, str], tuple[int, Any]] = {}
     joined: Section = {}
+    ranks: dict[tuple[str, str], int] = {}
 
-    def join(member: str, where: str, rank: int, value: object) -> None:
-        first_rank, first_value = first.setdefault((member, where), (rank, value))
+    def join(into: Json, member: str, where: str, rank: int, value: object) -> None:
+        first_value, first_rank = into.setdefault(where, value), ranks.setdefault((member, where), rank)
         if first_value is not value and member != "orders" and _text(first_value) != _text(value):
             raise CheckpointError(  # `orders` differs only in the memory layout
                 "The ranks pass different values",
@@ -71,19 +71,19 @@ def join_sections(by_rank: Mapping[int, Section]) -> Section:
                 "for each rank, or gather them first.",
             )
 
+    numbers: Json = {}
     for rank, section in sorted(by_rank.items()):
         for member, contents in section.items():
             into = joined.setdefault(member, {})
             for where, value in contents.items():
                 if member != "groups":
-                    join(member, where, rank, value)
-                    into.setdefault(where, value)
+                    join(into, member, where, rank, value)
                     continue
                 groups = into.setdefault(where, [])
                 texts = {_text({**group, "place": None}) for group in groups}
                 for place, group in enumerate(value):
                     for name in group["names"]:
-                        join(member, f"{where}/param_groups, {name}", rank, group["numbers"])
+                        join(numbers, member, f"{where}/param_groups, {name}", rank, group["numbers"])
                     if _text({**group, "place": None}) not in texts:
                         groups.append(group if place == len(groups) else {**group, "place": place})
     return joined
@@ -109,12 +109,11 @@ class StoredState:
         """Return the value under keys, which may lead through a list."""
         value: Any = self.root
         for key in keys:
-            if isinstance(value, dict) and key in value:
-                value = value[key]
-            elif isinstance(value, (list, tuple)) and key.isdecimal() and int(key) < len(value):
-                value = value[int(key)]
-            else:
+            if isinstance(value, (list, tuple)):
+                value = {str(number): member for number, member in enumerate(value)}
+            if not isinstance(value, dict) or key not in value:
                 return default
+            value = value[key]
         return value
 
     def members(self, *keys: str) -> Iterator[tuple[str, Any]]:
@@ -193,16 +192,15 @@ def upgraded(state: Json) -> Section:
 def _parsed(section: Section) -> StoredState:
     root, values = ByLeaf(), {where: decode(value) for where, value in section["values"].items()}
     for where, value in values.items():
-        _insert(root, _keys_at(where), value)
-    for where, groups in section["groups"].items():
-        _dict_at(root, _keys_at(where))
+        _insert(root, keys_of_pointer(where), value)
+    for groups in section["groups"].values():
         for group in groups:
             for key, number in group["numbers"].items():
                 _require(key not in ("params", "param_names"), key)
                 decode_number(number)
             _require(all(isinstance(name, str) for name in group["names"]), group)
     for where in sorted(section["classes"], reverse=True):  # inner dicts before outer dicts
-        *parents, last = _keys_at(where)
+        *parents, last = keys_of_pointer(where)
         container = _dict_at(root, parents)
         container[last] = DICTS[section["classes"][where]](container.get(last, ()))
     for name in section["dtypes"].values():
@@ -225,12 +223,6 @@ def _by_pointer(nested: Json, keys: Keys = ()) -> Json:
         inner = (*keys, key)
         by_pointer |= _by_pointer(member, inner) if isinstance(member, dict) and member else {pointer(inner): member}
     return by_pointer
-
-
-def _keys_at(where: str) -> Keys:
-    keys = keys_of_pointer(where)
-    _require(pointer(keys) == where, where)
-    return keys
 
 
 def _dict_at(container: ByLeaf, keys: Iterable[str]) -> ByLeaf:

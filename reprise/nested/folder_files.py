@@ -9,7 +9,6 @@ from pathlib import Path
 from reprise.errors import CheckpointError
 from reprise.format.layout import TensorKind
 from reprise.format.names import HOST, INDEX, MANIFEST, STATE
-from reprise.nested.typed_values import is_unicode
 from reprise.storage import json_file
 from reprise.storage.holds import HOLD
 
@@ -58,28 +57,16 @@ def _check_name(name: object) -> None:
 
 
 def _content(name: str, content: object) -> bytes:
-    if isinstance(content, bytes):
-        return content
-    if isinstance(content, str):
-        if not is_unicode(content):
-            raise CheckpointError("A text cannot be written as UTF-8", where=f"`files`, {name}")
-        return content.encode()
-    if isinstance(content, Path):
-        try:
-            return content.read_bytes()
-        except OSError as error:
-            raise CheckpointError(
-                f"A file for a checkpoint cannot be read: {error.strerror}",
-                where=content,
-                fix=f"Correct `files`, {name}.",
-            ) from error
-    if isinstance(content, (dict, list)):
-        try:
+    try:
+        if isinstance(content, (bytes, str, Path)):
+            text = content.read_bytes() if isinstance(content, Path) else content
+            return text.encode() if isinstance(text, str) else text
+        if isinstance(content, (dict, list)):
             return (json.dumps(content, indent=2, allow_nan=False) + "\n").encode()
-        except (TypeError, ValueError) as error:
-            raise CheckpointError(
-                "The content of a file cannot be written as JSON", where=f"`files`, {name}", found=error
-            ) from error
+    except (OSError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            "The content of a file cannot be read, or written as UTF-8 or JSON", where=f"`files`, {name}", found=error
+        ) from error
     raise CheckpointError(
         "The content of a file has an unsupported type",
         where=f"`files`, {name}",

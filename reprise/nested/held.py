@@ -5,13 +5,13 @@ from __future__ import annotations
 import fnmatch
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
 from reprise.errors import CheckpointError
 from reprise.format.layout import TensorKind, TensorSpec, refuse_unstorable
-from reprise.nested.stored_names import Keys, stored_name
+from reprise.nested.stored_names import MODEL, Keys, stored_name
 from reprise.nested.table import JointTable, require_whole, table_of
 from reprise.nested.tree import Tree
 from reprise.tensors.dtypes import stored_dtype
@@ -30,39 +30,18 @@ from reprise.tensors.live import (
 _ORDER = sorted(TensorKind, key=lambda kind: kind is not TensorKind.ADAPTER)
 
 
-@dataclass(frozen=True, slots=True)
 class HeldTensors:
-    """This rank's tensors by stored name, before other ranks are known, and their table as a message."""
-
-    live: Mapping[str, LiveTensor]
-    table: bytes
-    patterns: Sequence[str] = ()
-
-    def with_replicas(self, joint: JointTable, rank: int) -> tuple[LiveTensor, ...]:
-        """Return the tensors with all ranks holding the same boxes, in the joint table's order.
-
-        For a tensor matching a pattern, only the first rank with each box saves.
-        """
-        tensors = []
-        for spec in joint.specs:
-            if (tensor := self.live.get(spec.name)) is not None:
-                holders = joint.holders[spec.name][tensor.box]
-                is_first = any(fnmatch.fnmatchcase(spec.name, pattern) for pattern in self.patterns)
-                replicas, is_copy = (holders[:1], rank != holders[0]) if is_first else (holders, False)
-                tensors.append(replace(tensor, replicas=replicas, is_copy=is_copy))
-        return tuple(tensors)
-
-
-class LastTensors:
-    """The tensors from a saver's last save. Saving the same tensors again skips enumerating them."""
+    """This rank's tensors by stored name, and their table. Saving the same tensors again skips enumerating them."""
 
     def __init__(self) -> None:
         self._marks: object = None
-        self._held = HeldTensors({}, b"")
-        self._joint: JointTable | None = None  # the table `_live` was made for
-        self._live: tuple[LiveTensor, ...] = ()
+        self._live: Mapping[str, LiveTensor] = {}
+        self._table = b""
+        self._patterns: Sequence[str] = ()
+        self._joint: JointTable | None = None  # the table `_located` was made for
+        self._located: tuple[LiveTensor, ...] = ()
 
-    def table_of(self, tree: Tree, patterns: Sequence[str], *, is_replicated: bool) -> bytes:
+    def table_of(self, tree: Tree, patterns: Sequence[str] = (), *, is_replicated: bool = False) -> bytes:
         """Return this rank's table; see `table.table_of` for the arguments.
 
         Raises:
@@ -70,28 +49,44 @@ class LastTensors:
         """
         marks = (_marks(tree), tree.entries, [*tree.values], [*patterns], is_replicated)
         if marks != self._marks:
-            self._held, self._joint = local_tensors(tree, patterns, is_replicated=is_replicated), None
-            self._marks = marks
-        return self._held.table
+            self._live, aliases = local_tensors(tree)
+            self._table = table_of(
+                self._live.values(),
+                aliases=aliases,
+                entries=tree.entries,
+                values=(*tree.values, *tree.receivers),
+                patterns=patterns,
+                is_replicated=is_replicated,
+            )
+            self._marks, self._patterns, self._joint = marks, patterns, None
+        return self._table
 
-    def with_replicas(self, joint: JointTable, rank: int) -> tuple[LiveTensor, ...]:
-        """Return the tensors with all their ranks. Return the same tuple if nothing has changed.
+    def with_replicas(self, joint: JointTable, rank: int, *, is_save: bool) -> tuple[LiveTensor, ...]:
+        """Return the tensors with all ranks holding the same boxes, in the joint table's order.
+
+        For a tensor matching a pattern, only the first rank with each box saves. Return the same tuple if nothing has
+        changed.
 
         Raises:
-            CheckpointError: See `require_whole`; or a `from_rank0` pattern matches no tensor on any rank.
+            CheckpointError: See `require_whole`, for a save.
         """
-        if joint is not self._joint:
+        if joint is self._joint:
+            return self._located
+        if is_save:
             require_whole(joint)
-            _require_patterns(self._held.patterns, joint)
-            self._live, self._joint = self._held.with_replicas(joint, rank), joint
-        return self._live
+        tensors = []
+        for spec in joint.specs:
+            if (tensor := self._live.get(spec.name)) is not None:
+                holders = joint.holders[spec.name][tensor.box]
+                is_first = any(fnmatch.fnmatchcase(spec.name, pattern) for pattern in self._patterns)
+                replicas, is_copy = (holders[:1], rank != holders[0]) if is_first else (holders, False)
+                tensors.append(replace(tensor, replicas=replicas, is_copy=is_copy))
+        self._located, self._joint = tuple(tensors), joint
+        return self._located
 
 
-def local_tensors(tree: Tree, patterns: Sequence[str] = (), *, is_replicated: bool = False) -> HeldTensors:
-    """Return this rank's part of every tensor in a state dict.
-
-    Args:
-        patterns: See `table_of`, also for `is_replicated`.
+def local_tensors(tree: Tree) -> tuple[dict[str, LiveTensor], dict[str, str]]:
+    """Return this rank's part of every tensor in a state dict, and the second names for tied tensors.
 
     Raises:
         CheckpointError: A tensor cannot be stored, a part is not a box, or a tensor shares memory with another.
@@ -100,7 +95,8 @@ def local_tensors(tree: Tree, patterns: Sequence[str] = (), *, is_replicated: bo
     live: dict[str, LiveTensor] = {}
     aliases: dict[str, str] = {}
     names_by_identity: dict[object, str] = {}
-    rows = [(*tree.stored_as.get(keys, stored_name(keys)), keys) for keys in tree.tensors]
+    places: dict[Keys, tuple[TensorKind, str]] = {(MODEL, name): place for name, place in tree.form.stored_as.items()}
+    rows = [(*places.get(keys, stored_name(keys)), keys) for keys in tree.tensors]
     for kind, name, keys in sorted(rows, key=lambda row: _ORDER.index(row[0])):
         stored = tree.tensors[keys]
         tensor = stored.tensor
@@ -109,7 +105,7 @@ def local_tensors(tree: Tree, patterns: Sequence[str] = (), *, is_replicated: bo
             raise CheckpointError("A tensor has no memory", where=name, found="device meta", fix="Materialize it.")
         check_memory(name, local)
         identity = _identity(tensor, local)
-        if keys in tree.stored_as and (own_name := stored_name(keys)[1]) != name:
+        if keys in places and (own_name := stored_name(keys)[1]) != name:
             aliases[own_name] = names_by_identity.get(identity, name)
         if identity in names_by_identity:
             if names_by_identity[identity] != name:
@@ -126,25 +122,7 @@ def local_tensors(tree: Tree, patterns: Sequence[str] = (), *, is_replicated: bo
             names_by_identity[identity] = name
     check_disjoint([(name, tensor.local) for name, tensor in live.items()])
     refuse_unstorable(tensor.spec for tensor in live.values())
-    table = table_of(
-        live.values(),
-        aliases=aliases,
-        entries=tree.entries,
-        values=(*tree.values, *tree.receivers),
-        patterns=patterns,
-        is_replicated=is_replicated,
-    )
-    return HeldTensors(live, table, patterns)
-
-
-def _require_patterns(patterns: Sequence[str], joint: JointTable) -> None:
-    unused = [p for p in patterns if not any(fnmatch.fnmatchcase(spec.name, p) for spec in joint.specs)]
-    if unused:
-        raise CheckpointError(
-            "A from_rank0 pattern matches no tensor",
-            found=", ".join(sorted(unused)),
-            fix="Correct or remove it. A checkpoint's manifest lists its tensor names.",
-        )
+    return live, aliases
 
 
 def _identity(tensor: torch.Tensor, local: torch.Tensor) -> object:
@@ -155,7 +133,7 @@ def _identity(tensor: torch.Tensor, local: torch.Tensor) -> object:
 
 def _marks(tree: Tree) -> object:
     """Return a value that changes if a tensor's memory, position in memory or name changes."""
-    marks: list[object] = [*tree.tensors, *tree.stored_as.items()]
+    marks: list[object] = [*tree.tensors, *tree.form.stored_as.items()]
     try:
         for stored in tree.tensors.values():
             tensor = stored.tensor

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from reprise.errors import ConfigError, count_of
+from reprise.errors import count_of
 from reprise.nested.documents import StoredState
-from reprise.nested.optimizers import ParameterGroup
-from reprise.nested.stored_names import MODEL, OPTIMIZER, PER_RANK, is_random_state, keys_of_pointer
+from reprise.nested.stored_names import MODEL, OPTIMIZER, PER_RANK, RNG, keys_of_pointer
 from reprise.nested.tree import Tree
-from reprise.nested.typed_values import leaves
-from reprise.storage.json_file import Json
 
 _log = logging.getLogger(__name__)
 
@@ -22,18 +19,6 @@ _log = logging.getLogger(__name__)
 Strictness = bool | Literal["missing", "model"]
 
 _MOST_NAMED = 5
-_FLAGS = (bool, str, type(None))
-
-
-def check_strict(strict: object) -> None:
-    """Refuse an invalid `strict`: a misspelled text would refuse less than intended.
-
-    Raises:
-        ConfigError: `strict` is not a `Strictness`.
-    """
-    if type(strict) is not bool and strict not in ("missing", "model"):
-        expected = 'True, False, "missing" or "model"'
-        raise ConfigError("`strict` is invalid", expected=expected, found=repr(strict))
 
 
 class LoadedState(dict[str, Any]):
@@ -80,42 +65,18 @@ def log_unrequested(
         returned: The values in the result.
     """
     objects = {keys_of_pointer(where)[0] for where, value in stored.values.items() if isinstance(value, dict) and value}
-    given_names = {MODEL, OPTIMIZER[0], *entries} | (returned.keys() - objects)
-    names = []
-    for keys in (*(keys for keys, _ in leaves(stored.root)), *map(keys_of_pointer, filter(None, stored.groups))):
-        if keys[0] in given_names:
-            continue
-        if not tree.returns_unrequested:
-            names += [keys[0]] if tree.optimizers else []
-            continue
-        name, argument = keys[0], "state"
-        if is_random_state(keys):
-            name, argument = "random state", "rng"
-        elif keys[0] == PER_RANK:
-            name, argument = "/".join(keys[2:3] or keys), PER_RANK
-        names += [f"{name} ({argument}=)"] if argument not in tree.declined else []
-    hint = "; pass False or an empty dict to silence this" if tree.returns_unrequested else ""
-    _warn(names, f"{path} has state that this load did not request", hint)
-
-
-def log_options(path: Path, numbers: Iterable[tuple[ParameterGroup, Json]]) -> None:
-    """Log parameter group options, such as `fused`, replaced by the checkpoint. Numbers are not options.
-
-    Args:
-        numbers: Each group, with its hyperparameters in the checkpoint.
-    """
-    changes = [
-        f"{key}={saved[key]} for {value}"
-        for group, saved in numbers
-        for key, value in group.numbers.items()
-        if key in saved and saved[key] != value and (isinstance(value, _FLAGS) or isinstance(saved[key], _FLAGS))
-    ]
-    _warn(changes, f"optimizer options were replaced by those in {path}, for bitwise equal results")
-
-
-def _warn(names: Sequence[str], text: str, hint: str = "") -> None:
-    if names:
-        _log.warning(f"{text}: {', '.join(dict.fromkeys(names))}{hint}")
+    requested = {MODEL, OPTIMIZER[0], *entries, *(returned.keys() - objects)}
+    keys = dict.fromkeys((*stored.root, *(keys_of_pointer(where)[0] for where in stored.groups if where)))
+    names, hint = [key for key in keys if key not in requested], ""
+    if tree.returns_unrequested:
+        arguments = dict.fromkeys((key, "state") for key in names if key != PER_RANK)
+        for rank, _ in stored.members(PER_RANK) if PER_RANK in names else ():
+            for key, _ in stored.members(PER_RANK, rank):
+                arguments["random state" if key == RNG else key, key if key == RNG else PER_RANK] = None
+        names = [f"{name} ({argument}=)" for name, argument in arguments if argument not in tree.declined]
+        hint = "; pass False or an empty dict to silence this"
+    if names and (hint or tree.optimizers):
+        _log.warning(f"{path} has state that this load did not request: {', '.join(names)}{hint}")
 
 
 def _first(names: Sequence[str]) -> str:

@@ -92,7 +92,7 @@ class OptimizerState:
                 for key, value in group.items()
                 if key not in ("params", "param_names") and not isinstance(value, torch.Tensor)
             }
-            usual = frozenset(key for key in numbers if _is_default(group[key], defaults.get(key, _NOTHING)))
+            usual = frozenset(key for key in numbers if repr(group[key]) == repr(defaults.get(key, _NOTHING)))
             parameter_groups.append(ParameterGroup([names[p] for p in group["params"]], numbers, group, usual))
         by_name = {name: parameter for parameter, name in parameters.items()}
         return OptimizerState({name: key for key, name in names.items()}, parameter_groups, state, by_name)
@@ -131,11 +131,6 @@ class OptimizerState:
 
     def _put(self, name: str, key: str, value: object) -> None:
         self.state.setdefault(self.keys[name], {})[key] = value
-
-
-def _is_default(value: object, default: object) -> bool:
-    is_plain = isinstance(value, (bool, int, float, str, tuple, type(None)))
-    return is_plain and type(value) is type(default) and value == default
 
 
 def of_optimizer(keys: Keys, modules: Mapping[Keys, nn.Module], optimizer: torch.optim.Optimizer) -> OptimizerState:
@@ -190,32 +185,21 @@ def _refuse_extra_state(optimizer: torch.optim.Optimizer) -> None:
     """Refuse an optimizer whose own `state_dict()` has content beyond its groups and its parameters' state.
 
     Raises:
-        CheckpointError: Names the first difference.
+        CheckpointError: Names the first such content.
     """
     if type(optimizer).state_dict is torch.optim.Optimizer.state_dict:
         return
-    state_dict, own_groups = dict(optimizer.state_dict()), getattr(optimizer, "param_groups", ())
-    parameters = [parameter for group in own_groups for parameter in group["params"]]
-    state = {str(n): optimizer.state[p] for n, p in enumerate(parameters) if p in optimizer.state}
-    expected = {"state": state, "param_groups": [{**group, "params": None} for group in own_groups]}
-    state_dict["param_groups"] = [{**group, "params": None} for group in state_dict.get("param_groups", ())]
-    first, second = (dict(leaves(value, OPTIMIZER[:1])) for value in (state_dict, expected))
-    difference = next(
-        (k for k in {**second, **first} if not _is_same(first.get(k, _NOTHING), second.get(k, _NOTHING))), None
-    )
-    if difference is not None:
+    state_dict, groups = optimizer.state_dict(), getattr(optimizer, "param_groups", ())
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    state = {number: optimizer.state.get(parameter) for number, parameter in enumerate(parameters)}
+    expected = {keys for keys, _ in leaves({"state": state, "param_groups": [*groups]}, OPTIMIZER[:1])}
+    if extra := [keys for keys, _ in leaves(dict(state_dict), OPTIMIZER[:1]) if keys not in expected]:
         raise CheckpointError(
             "An optimizer's own state_dict() has content beyond its groups and its parameters' state",
-            where=pointer(difference),
+            where=pointer(extra[0]),
             found=type(optimizer).__name__,
             fix="Save the additional content in `state`, or the whole dict with `save_state_dict`.",
         )
-
-
-def _is_same(value: object, base: object) -> bool:
-    if isinstance(value, torch.Tensor) and isinstance(base, torch.Tensor):
-        return value is base or (value.dtype == base.dtype and torch.equal(value, base))
-    return value is base or (type(value) is type(base) and value == base)
 
 
 def is_optimizer_state(state_dict: Mapping[Any, Any]) -> bool:
@@ -236,13 +220,11 @@ def of_state_dict(keys: Keys, state_dict: dict[str, Any], model: nn.Module | Non
     """
     where, groups, state = pointer(keys) or "the state dict", state_dict["param_groups"], state_dict["state"]
     keys_of_groups = [parameter for group in groups for parameter in group["params"]]
-    parameters: dict[nn.Parameter, str] = {}
-    if all(isinstance(parameter, str) for parameter in keys_of_groups):
-        names = {name: name for name in keys_of_groups}
-    else:
-        parameters = {} if model is None else parameter_names(model)
-        names = dict(zip(keys_of_groups, _names_of_numbers(groups, keys_of_groups, parameters, where), strict=True))
-        _check_shapes(state, names, parameters, where)
+    is_named = all(isinstance(parameter, str) for parameter in keys_of_groups)
+    parameters = {} if is_named or model is None else parameter_names(model)
+    all_names = keys_of_groups if is_named else _names_of_numbers(groups, keys_of_groups, parameters, where)
+    names = dict(zip(keys_of_groups, all_names, strict=True))
+    _check_shapes(state, names, parameters, where)
     foreign = [parameter for parameter in state if parameter not in names]
     if foreign or len(set(names.values())) != len(keys_of_groups):
         raise CheckpointError(
@@ -309,8 +291,8 @@ def check_optimizer(checkpoint: Checkpoint, optimizer: torch.optim.Optimizer) ->
         raise MismatchError(
             "The checkpoint was saved without an optimizer", where=checkpoint.path, fix="Load the model alone."
         )
-    record = checkpoint.state.get("optimizer", {})
-    saved, current = record.get("name") if isinstance(record, dict) else record, type(optimizer).__name__
+    record, current = checkpoint.state.get("optimizer", {}), type(optimizer).__name__
+    saved = record.get("name") if isinstance(record, dict) else record
     if saved is not None and saved != current:
         raise MismatchError(
             "The checkpoint was saved with another optimizer class",

@@ -96,11 +96,10 @@ def _transformers_files(model: nn.Module) -> dict[str, bytes]:
 
 
 def _of_peft(peft: Any, model: Any, prefix: str, is_changed: Mapping[str, bool]) -> PretrainedForm:
-    if len(model.peft_config) != 1:
-        return PretrainedForm(obstacle=f"PEFT stores each of {len(model.peft_config)} adapters in a folder of its own")
-    ((adapter_name, config),) = model.peft_config.items()
-    if config.is_prompt_learning:  # PEFT would run the prompt encoder, which changes CPT's prompts
-        return PretrainedForm(obstacle="PEFT computes prompts for its file")
+    adapter_name, config = next(iter(model.peft_config.items()))
+    # For prompts, PEFT would run the prompt encoder, which changes CPT's prompts.
+    if len(model.peft_config) != 1 or config.is_prompt_learning:
+        return PretrainedForm(obstacle="PEFT computes prompts, and stores each of several adapters in its own folder")
     # PEFT selects and renames state dict members. Meta tensors reveal how without using memory.
     state = model.state_dict(keep_vars=True)
     tensors = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
@@ -113,18 +112,13 @@ def _of_peft(peft: Any, model: Any, prefix: str, is_changed: Mapping[str, bool])
         )
     except (RuntimeError, ValueError) as error:  # from a method that reads values, or refuses to save
         return PretrainedForm(obstacle=f"PEFT selects no tensors without memory: {type(error).__name__}: {error}")
-    computed_names = [name for name, value in selected.items() if id(value) not in keys]
-    if computed_names:
-        return PretrainedForm(obstacle=f"PEFT computes {computed_names[0]} for its file")
     # Among tied tensors, only the last name is stored: a method appends the name it looks for.
-    own_names = {name: keys[id(value)] for name, value in selected.items()}
+    own_names = {name: keys[id(value)] for name, value in selected.items() if id(value) in keys}
     names = {id(tensors[own_name]): name for name, own_name in own_names.items()}
+    is_in_file = {*names.values(), *(n for n, own_name in own_names.items() if ".modules_to_save." not in own_name)}
+    if lacking := selected.keys() - is_in_file:
+        return PretrainedForm(obstacle=f"PEFT computes {min(lacking)}, or looks for it beside a tied tensor")
     adapter = {canonical_name(own_name): names[id(tensors[own_name])] for own_name in own_names.values()}
-    dropped_names = [
-        n for n, own_name in own_names.items() if ".modules_to_save." in own_name and n not in names.values()
-    ]
-    if dropped_names:
-        return PretrainedForm(obstacle=f"PEFT looks for {dropped_names[0]} beside the tensor that it is tied to")
     return _renamed({"adapter_config.json": _adapter_config(model, config)}, prefix, adapter, is_changed)
 
 

@@ -10,6 +10,7 @@ import torch
 from numpy.random import get_state, set_state
 
 from reprise.errors import MismatchError
+from reprise.nested.typed_values import changed
 from reprise.tensors.modes import own_modes
 
 _HOST = ("python", "numpy", "cpu")
@@ -28,7 +29,7 @@ class RandomState:
         version, words, gauss = random.getstate()
         state: dict[str, Any] = {
             "python": [version, torch.tensor(words, device="cpu"), gauss],
-            "numpy": _exchanged(get_state(legacy=False), np.ndarray, lambda key: torch.from_numpy(key.copy())),
+            "numpy": changed(get_state(legacy=False), _exchanged),
             "cpu": torch.get_rng_state(),
         }
         for name in _devices_in_use():
@@ -51,7 +52,7 @@ class RandomState:
             )
         version, words, gauss = state["python"]
         random.setstate((version, tuple(words.tolist()), gauss))
-        set_state(_exchanged(state["numpy"], torch.Tensor, lambda key: key.numpy()))
+        set_state(changed(state["numpy"], _exchanged))
         torch.set_rng_state(state["cpu"])
         for name in devices:
             _module(name).set_rng_state(state[name], torch.device(name))
@@ -74,8 +75,8 @@ def _module(name: str) -> Any:
     return torch.get_device_module(torch.device(name))
 
 
-def _exchanged(value: Any, kind: type, exchange: Any) -> Any:
-    """Return nested dicts with the members of a type exchanged."""
-    if isinstance(value, dict):
-        return {key: _exchanged(member, kind, exchange) for key, member in value.items()}
-    return exchange(value) if isinstance(value, kind) else value
+def _exchanged(value: Any) -> Any:
+    """Return an array as a tensor, a tensor as an array, and other values as they are."""
+    if isinstance(value, np.ndarray):
+        return torch.from_numpy(value.copy())
+    return value.numpy() if isinstance(value, torch.Tensor) else value

@@ -1,4 +1,4 @@
-"""Checks a save's arguments, raising errors shared with other ranks."""
+"""Checks a call's arguments, raising errors shared with other ranks."""
 
 from __future__ import annotations
 
@@ -47,29 +47,26 @@ def check_options(
     Raises:
         ConfigError: Names the first invalid option.
     """
-    mistakes: list[object] = [from_rank0]
-    if isinstance(from_rank0, Sequence | Set) and not isinstance(from_rank0, str | bytes):
-        mistakes = [part for part in from_rank0 if not isinstance(part, str)]
-    for name, is_valid, expected, value in (
-        ("from_rank0", not mistakes, 'texts in a list, such as ["*.running_*"]', next(iter(mistakes), None)),
-        (
-            "max_checkpoint_keep",
-            _is_int(max_checkpoint_keep, 0),
-            "an int of 0 or more; 0 keeps all",
-            max_checkpoint_keep,
-        ),
-        ("file_bytes", _is_int(file_bytes, 1), "an int of 1 or more", file_bytes),
-        (
-            "staging_bytes",
-            staging_bytes is None or _is_int(staging_bytes, 0),
-            "None, or an int of 0 or more",
-            staging_bytes,
-        ),
-    ):
-        if not is_valid:
-            raise ConfigError(f"{name} is invalid", expected=expected, found=repr(value))
+    is_list = isinstance(from_rank0, Sequence | Set) and not isinstance(from_rank0, str | bytes)
+    are_texts = is_list and all(isinstance(part, str) for part in from_rank0)  # type: ignore[attr-defined]
+    require("from_rank0", are_texts, 'texts in a list, such as ["*.running_*"]', from_rank0)
+    is_count = _is_int(max_checkpoint_keep, 0)
+    require("max_checkpoint_keep", is_count, "an int of 0 or more; 0 keeps all", max_checkpoint_keep)
+    require("file_bytes", _is_int(file_bytes, 1), "an int of 1 or more", file_bytes)
+    is_size = staging_bytes is None or _is_int(staging_bytes, 0)
+    require("staging_bytes", is_size, "None, or an int of 0 or more", staging_bytes)
     for name, limit in seconds.items():
         check_seconds(name, limit)
+
+
+def require(name: str, is_valid: bool, expected: str, value: object) -> None:
+    """Refuse an invalid argument.
+
+    Raises:
+        ConfigError: Names the argument, and shows its value.
+    """
+    if not is_valid:
+        raise ConfigError(f"{name} is invalid", expected=expected, found=repr(value))
 
 
 def _is_int(value: object, least: int) -> bool:
@@ -94,5 +91,4 @@ def require_path(path: object) -> None:
     Raises:
         ConfigError: `path` is neither a str nor a Path.
     """
-    if not isinstance(path, (str, Path)):
-        raise ConfigError("The path is invalid", expected="a str or a pathlib.Path", found=type(path).__name__)
+    require("The path", isinstance(path, (str, Path)), "a str or a pathlib.Path", path)

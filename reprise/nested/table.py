@@ -97,10 +97,15 @@ def join(tables: Mapping[int, bytes]) -> str:
     parsed = {data: json.loads(data) for data in {*tables.values()}}
     by_rank = {rank: parsed[data] for rank, data in sorted(tables.items())}
     coordinator = min(by_rank)
-    first: dict[str, tuple[int, list[Any]]] = {}
+    first: dict[str, tuple[int, Any]] = {}  # a tensor's kind, dtype and shape; an alias's stored name
     holders: dict[str, dict[Place, list[int]]] = {}
-    first_aliases: dict[str, tuple[int, str]] = {}
     problems: list[str] = []
+
+    def compare(name: str, rank: int, entry: object) -> None:
+        first_rank, first_entry = first.setdefault(name, (rank, entry))
+        if first_entry != entry:
+            problems.append(f"{name} is {_words(first_entry)} on rank {first_rank} and {_words(entry)} on rank {rank}")
+
     for rank, (rows, aliases, _, _, patterns, _) in by_rank.items():
         if patterns != by_rank[coordinator][4]:
             raise CheckpointError(
@@ -109,34 +114,23 @@ def join(tables: Mapping[int, bytes]) -> str:
                 found=f"{by_rank[coordinator][4]} on rank {coordinator} and {patterns} on rank {rank}",
             )
         for name, (*tensor, offset, shape) in rows.items():
-            first_rank, first_tensor = first.setdefault(name, (rank, tensor))
-            if first_tensor != tensor:
-                problems.append(
-                    f"{name} is {_words(*first_tensor)} on rank {first_rank} and {_words(*tensor)} on rank {rank}"
-                )
+            compare(name, rank, tensor)
             holders.setdefault(name, {}).setdefault((tuple(offset), tuple(shape)), []).append(rank)
         for alias, name in aliases.items():
-            first_rank, first_name = first_aliases.setdefault(alias, (rank, name))
-            if first_name != name:
-                problems.append(f"{alias} is tied to {first_name} on rank {first_rank} and to {name} on rank {rank}")
-    problems += [
-        f"{alias} is tied to {name} on rank {rank} and a tensor of its own on rank {first[alias][0]}"
-        for alias, (rank, name) in first_aliases.items()
-        if alias in first
-    ]
+            compare(alias, rank, name)
     _refuse(problems, "The ranks pass different tensors under the same name", "Give each tensor its own name.")
-    place_of = None
+    place_of, aliases = None, {name: entry for name, (_, entry) in sorted(first.items()) if name not in holders}
     if by_rank[coordinator][5]:
         _require_same_tensors(holders, list(by_rank))
         places = {name: (place,) for place, name in enumerate(first)}
-        place_of = ({alias: places[name] for alias, (_, name) in first_aliases.items()} | places).__getitem__
-    specs = [_spec(name, *tensor) for name, (_, tensor) in first.items()]
+        place_of = (places | {alias: places[name] for alias, name in aliases.items()}).__getitem__
+    specs = [_spec(name, *first[name][1]) for name in holders]
     rows = [
         [spec.name, *first[spec.name][1], [[*box, ranks] for box, ranks in sorted(holders[spec.name].items())]]
         for spec in sorted(specs, key=lambda spec: order_of(spec, place_of))
     ]
     names = [sorted({name for table in by_rank.values() for name in table[place]}) for place in (2, 3)]
-    return json.dumps([rows, {alias: name for alias, (_, name) in sorted(first_aliases.items())}, *names])
+    return json.dumps([rows, aliases, *names])
 
 
 def _require_same_tensors(holders: Mapping[str, Mapping[Place, list[int]]], ranks: Sequence[int]) -> None:
@@ -181,8 +175,8 @@ def _refuse(problems: Sequence[str], what: str, fix: str) -> None:
         raise CheckpointError(what, found=text, fix=f"Nothing was read or written. {fix}")
 
 
-def _words(kind: str, dtype: str, shape: Sequence[int]) -> str:
-    return f"{dtype} {list(shape)} ({kind})"
+def _words(entry: Any) -> str:
+    return f"tied to {entry}" if isinstance(entry, str) else "{1} {2} ({0})".format(*entry)
 
 
 def _spec(name: str, kind: str, dtype: str, shape: Sequence[int]) -> TensorSpec:

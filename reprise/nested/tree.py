@@ -10,14 +10,14 @@ from typing import Any, Literal, Protocol, TypeGuard
 import torch
 from torch import nn
 
-from reprise.errors import CheckpointError, ConfigError
-from reprise.format.layout import TensorKind
+from reprise.errors import CheckpointError
 from reprise.nested.documents import Section
 from reprise.nested.folder_files import folder_files
 from reprise.nested.modules import ModuleEntries, Receiver, entries_of, refuse_flat_shards
 from reprise.nested.optimizers import OptimizerState, is_optimizer_state, of_optimizer, of_state_dict
-from reprise.nested.pretrained import form_of
+from reprise.nested.pretrained import PretrainedForm, form_of
 from reprise.nested.random_state import RandomState
+from reprise.nested.save_arguments import require
 from reprise.nested.stored_names import (
     MODEL,
     OPTIMIZER,
@@ -31,7 +31,7 @@ from reprise.nested.stored_names import (
 )
 from reprise.nested.typed_values import DICTS, encode, has_text_keys, leaves, require_text_keys
 from reprise.storage.json_file import Json
-from reprise.tensors.file_form import StorableTensor, materialized, resolve
+from reprise.tensors.file_form import StorableTensor, resolve
 from reprise.tensors.live import free_gathered_parameters, is_dtensor, named_tensors, order_in_memory
 
 IF_SAME_RANKS = "if_same_ranks"
@@ -68,18 +68,15 @@ class Tree:
         refers: Whether values contain references to their tensors, so that a load needs no template.
         model: Names the parameters in `optimizer.state_dict()`, which numbers them.
         tensors: By keys, the tensors in storable form, in dict order.
-        meta: By keys, the newly allocated tensors replacing a load's meta tensors, each with its place.
         values: In a save, all other content as JSON by JSON Pointer. A list without tensors is a single value. So is a
             dict without tensors if it is a subclass instance or has non-string keys.
         optimizers: The optimizers by JSON Pointer.
-        optimizer_class: The class name of the optimizer under `"optimizer"`. None if only its state dict is passed.
         objects: By keys, the objects with their own state.
         receivers: By JSON Pointer, the receivers of a new value or state at the end of a load.
         modules: By a module's keys and a submodule's prefix, the submodules with their own `state_dict()`.
         files: Files for other programs, by name.
-        stored_as: By keys, a model tensor's file family and name in another library. Its own name becomes an alias.
+        form: The model in another library's form. The names of renamed tensors become aliases.
         returns_unrequested: Whether a load returns `state` values under outermost keys missing from the call.
-        remark: What a save leaves out, and why.
         declined: The `load` arguments explicitly passed as False or empty.
         may_drop_random_state: Whether a load skips random state saved by a different rank count.
     """
@@ -89,20 +86,16 @@ class Tree:
     refers: bool = False
     model: nn.Module | None = None
     tensors: dict[Keys, StorableTensor] = field(default_factory=dict)
-    meta: dict[Keys, tuple[torch.Tensor, Place]] = field(default_factory=dict)
     values: Json = field(default_factory=dict)
     optimizers: dict[str, OptimizerState] = field(default_factory=dict)
-    optimizer_class: str | None = None
     objects: dict[Keys, Stateful] = field(default_factory=dict)
     receivers: dict[str, Receiver] = field(default_factory=dict)
     modules: dict[tuple[Keys, str], ModuleEntries] = field(default_factory=dict)
     files: dict[str, bytes] = field(default_factory=dict)
-    stored_as: dict[Keys, tuple[TensorKind, str]] = field(default_factory=dict)
+    form: PretrainedForm = field(default_factory=PretrainedForm)
     returns_unrequested: bool = False
-    remark: str = ""
     declined: Collection[str] = ()
     may_drop_random_state: bool = False
-    _materialized: dict[int, torch.Tensor] = field(default_factory=dict)  # by the meta tensor's id
 
     def add_dict(self, keys: Keys, members: dict[Any, Any]) -> None:
         """Add a dict by leaf, and an optimizer's state dict by parameter. Copies nothing.
@@ -135,12 +128,10 @@ class Tree:
             if not value:
                 self._add_value(keys, {}, place)
             self.add_dict(keys, value)
-        elif not is_divided:
+        elif not is_divided or (self.refers and _is_plain(value)):
             self._add_value(keys, value, place)
-        elif self.refers and _is_plain(value):
-            self._add_state(keys, value)
         elif isinstance(value, torch.Tensor):
-            self._add_tensor(keys, value, place)
+            self._add_tensor(keys, value)
         elif isinstance(value, (list, tuple)):
             for number, member in enumerate(value):
                 self.add((*keys, str(number)), member, (value, number))
@@ -175,13 +166,15 @@ class Tree:
         self.entries += keys
         self.objects[keys] = member
 
-    def add_objects(self) -> None:
+    def add_objects(self, model: object, files: Mapping[str, object] | None) -> None:
         """Add the objects: live tensors from modules and optimizers, and the state from all others.
 
         Frees gathered FSDP2 parameters first: only then does `named_parameters()` return the optimizers' parameters.
+        For a save, add the caller's files for other programs, and those with which `from_pretrained` opens the model.
 
         Raises:
-            CheckpointError: A value cannot be stored, or an optimizer has parameters outside the tree's modules.
+            CheckpointError: A value cannot be stored, or an optimizer has parameters outside the tree's modules; or see
+                `folder_files`.
         """
         modules = {keys: module for keys, module in self.objects.items() if isinstance(module, nn.Module)}
         for keys, module in modules.items():
@@ -197,24 +190,14 @@ class Tree:
                     self._add_receiver((*keys, name), receiver)
             elif isinstance(member, torch.optim.Optimizer):
                 self._add_optimizer(keys, of_optimizer(keys, modules, member))
-                if keys == OPTIMIZER[:1]:
-                    self.optimizer_class = type(member).__name__
         for keys in sorted(self.objects):  # in the same order on all ranks, since objects may communicate
             member = self.objects[keys]
             if not isinstance(member, (nn.Module, torch.optim.Optimizer)):
                 self._add_receiver(keys, Receiver(member.state_dict, member.load_state_dict))
-
-    def add_files(self, model: object, files: Mapping[str, object] | None) -> None:
-        """Add the caller's files for other programs, and the files with which `from_pretrained` opens a saved model.
-
-        Raises:
-            CheckpointError: See `folder_files`.
-        """
-        tensors = {keys[1]: tensor for keys, tensor in self.tensors.items() if len(keys) == 2 and keys[0] == MODEL}
-        form = form_of(model, {name: tensor.dtype is not None for name, tensor in tensors.items()})
-        self.stored_as = {(MODEL, name): place for name, place in form.stored_as.items()}
-        self.remark = f"from_pretrained does not open these saves, as {form.obstacle}" if form.obstacle else ""
-        self.files = {**form.files, **folder_files(files)}
+        if not self.is_load:
+            weights = [keys for keys in self.tensors if len(keys) == 2 and keys[0] == MODEL]
+            self.form = form_of(model, {keys[1]: self.tensors[keys].dtype is not None for keys in weights})
+            self.files = {**self.form.files, **folder_files(files)}
 
     def dtypes(self) -> dict[str, str]:
         """Return, by stored name, the dtype in memory for each tensor with another dtype in the files."""
@@ -228,66 +211,52 @@ class Tree:
             for keys, stored in self.tensors.items()
             if any(keys[: len(top)] == top for top in tops) and (order := order_in_memory(stored.tensor))
         }
+        optimizer = self.objects.get(OPTIMIZER[:1])
+        name = type(optimizer).__name__ if isinstance(optimizer, torch.optim.Optimizer) else None
         return {
             "values": self.values,
             "groups": {
                 where: [{"names": group.names, "numbers": group.numbers} for group in optimizer.groups]
                 for where, optimizer in self.optimizers.items()
             },
-            "optimizer": {pointer(OPTIMIZER[:1]): self.optimizer_class},
+            "optimizer": {pointer(OPTIMIZER[:1]): name},
             "dtypes": self.dtypes(),
             "orders": orders,
         }
 
-    def put_tensors(self, lacking: Collection[str]) -> None:
-        """Put newly allocated tensors in their meta tensors' places.
-
-        Args:
-            lacking: Stored names whose tensors stay as they are.
-        """
-        unfilled = {id(tensor) for keys, (tensor, _) in self.meta.items() if stored_name(keys)[1] in lacking}
-        for tensor, place in self.meta.values():
-            if id(tensor) not in unfilled:
-                _replace(place, tensor)
-
     def _add_value(self, keys: Keys, value: object, place: Place) -> None:
-        if self.is_load:
-            self.receivers[pointer(keys)] = Receiver(lambda: value, partial(_replace, _settable(keys, place)), True)
-        else:
-            self.values[pointer(keys)] = encode(value, keys)
+        """Add a value, which a load replaces in its container.
 
-    def _add_tensor(self, keys: Keys, tensor: torch.Tensor, place: Place | None = None) -> None:
+        Raises:
+            CheckpointError: A load would replace it in a tuple.
+        """
+        if self.is_load and isinstance(place[0], tuple):
+            where = pointer(keys)
+            raise CheckpointError("A value in a tuple cannot be filled in place", where=where, fix="Pass a list.")
+        self._add_receiver(keys, Receiver(lambda: value, partial(_replace, place), True))
+
+    def _add_tensor(self, keys: Keys, tensor: torch.Tensor) -> None:
         """Add a tensor in storable form.
-
-        Args:
-            place: The tensor's container and its key there, if a load may replace it.
 
         Raises:
             CheckpointError: The tensor's class keeps its memory elsewhere.
         """
-        if self.is_load and place is not None and tensor.is_meta:
-            tensor = self._materialized.setdefault(id(tensor), materialized(tensor))
-            self.meta[keys] = tensor, _settable(keys, place)
         if (stored := resolve(tensor, partial(pointer, keys))) is not None:
             self.tensors[keys] = stored
 
-    def _add_state(self, keys: Keys, state: object) -> None:
-        """Add a nested value as a single value, with references to its tensors.
+    def _add_receiver(self, keys: Keys, receiver: Receiver) -> None:
+        """Add a state as a single value with references to its tensors. A load passes it to the receiver at the end.
 
         Raises:
             CheckpointError: A value cannot be stored.
         """
-        tensors: dict[Keys, torch.Tensor] = {}
-        self.values[pointer(keys)] = encode(state, keys, tensors)
-        for inner, tensor in tensors.items():
-            self._add_tensor(inner, tensor)
-
-    def _add_receiver(self, keys: Keys, receiver: Receiver) -> None:
-        """Add a state as a single value. In a load, its object receives it at the end."""
         if self.is_load:
             self.receivers[pointer(keys)] = receiver
-        else:
-            self._add_state(keys, receiver.template())
+            return
+        tensors: dict[Keys, torch.Tensor] = {}
+        self.values[pointer(keys)] = encode(receiver.template(), keys, tensors)
+        for inner, tensor in tensors.items():
+            self._add_tensor(inner, tensor)
 
     def _add_optimizer(self, keys: Keys, optimizer: OptimizerState) -> None:
         """Add an optimizer's tensors, and its other state as single values."""
@@ -295,16 +264,9 @@ class Tree:
         for inner, container, key in optimizer.slots(keys):
             value = container[key]
             if isinstance(value, torch.Tensor):
-                self._add_tensor(inner, value, (container, key))  # type: ignore[arg-type]
+                self._add_tensor(inner, value)
             elif inner[len(keys)] == "state":
                 self._add_receiver(inner, Receiver(partial(container.get, key), partial(container.__setitem__, key)))
-
-
-def _settable(keys: Keys, place: Place) -> Place:
-    """Refuse to load a value or a meta tensor into a tuple, which cannot be filled in place."""
-    if isinstance(place[0], tuple):
-        raise CheckpointError("A value in a tuple cannot be filled in place", where=pointer(keys), fix="Pass a list.")
-    return place
 
 
 def _replace(place: Place, value: object) -> None:
@@ -315,7 +277,7 @@ def _replace(place: Place, value: object) -> None:
     if are_dicts and type(current) not in DICTS.values():
         current.update(value)
     elif not are_dicts or value or current:
-        container[key] = with_tuples(current, value)  # type: ignore[index]
+        container[key] = value  # type: ignore[index]
 
 
 def _is_plain(value: object) -> bool:
@@ -323,22 +285,6 @@ def _is_plain(value: object) -> bool:
     return not isinstance(value, dict) and not any(
         is_stateful(leaf) or (isinstance(leaf, torch.Tensor) and is_dtensor(leaf)) for _, leaf in leaves(value)
     )
-
-
-def with_tuples(template: object, value: object) -> object:
-    """Return a value with tuples instead of lists wherever `template` has them, as old files store tuples as lists."""
-    if isinstance(value, list):
-        old = template if isinstance(template, (list, tuple)) and len(template) == len(value) else [None] * len(value)
-        members = [with_tuples(before, after) for before, after in zip(old, value, strict=True)]
-        return tuple(members) if isinstance(template, tuple) else members
-    if type(value) is dict and isinstance(template, Mapping):
-        return {key: with_tuples(template.get(key), member) for key, member in value.items()}
-    return value
-
-
-def declined(arguments: Mapping[str, object]) -> list[str]:
-    """Return the names of a load's arguments explicitly passed as False or empty."""
-    return [name for name, value in arguments.items() if value is not None and not value]
 
 
 def tree_of(
@@ -367,29 +313,26 @@ def tree_of(
         CheckpointError: A value or the optimizer state cannot be stored, a key in `state` is reserved, or the optimizer
             has parameters outside the model.
     """
-    state = {} if state is None else state if isinstance(state, dict) else dict(state)
-    tree = Tree(tuple(map(str, state)), is_load=is_load, refers=not is_load)
+    arguments = {"state": state, "per_rank": per_rank, RNG: rng}
+    declined = [name for name, value in arguments.items() if value is not None and not value]
+    state = state if isinstance(state, dict) else dict(state or {})
+    tree = Tree(tuple(map(str, state)), is_load, not is_load, returns_unrequested=is_load, declined=declined)
     _require_free(state, (MODEL, OPTIMIZER[0], PER_RANK), "state", "the model, the optimizer or a rank's own state")
     tree.add_object((MODEL,), model)
     if optimizer is not None:
         tree.add_object(OPTIMIZER[:1], optimizer)
     tree.add_dict((), state)
-    if isinstance(rng, str) and (rng != IF_SAME_RANKS or not is_load):
-        raise ConfigError(
-            "`rng` is invalid", expected=f'True, False or, for a load, "{IF_SAME_RANKS}"', found=repr(rng)
-        )
+    is_valid = not isinstance(rng, str) or (is_load and rng == IF_SAME_RANKS)
+    require("`rng`", is_valid, f'True, False or, for a load, "{IF_SAME_RANKS}"', rng)
     tree.may_drop_random_state = rng == IF_SAME_RANKS
     if per_rank or rng:
         tree.entries += (PER_RANK,)
-        values = per_rank if isinstance(per_rank, dict) else dict(per_rank or {})
+        values, keys = per_rank if isinstance(per_rank, dict) else dict(per_rank or {}), (PER_RANK, str(rank))
         _require_free(values, (RNG,) if rng else (), "per_rank", "the random state")
-        require_text_keys(values, (PER_RANK,))
-        for container in (values, {RNG: RandomState()} if rng else {}):
-            for key, value in container.items():
-                tree.add((PER_RANK, str(rank), key), value, (container, key))
-    tree.add_objects()
-    if not is_load:
-        tree.add_files(model, files)
+        tree.add_dict(keys, values)
+        if rng:
+            tree.objects[*keys, RNG] = RandomState()
+    tree.add_objects(model, files)
     return tree
 
 
@@ -421,7 +364,5 @@ def tree_of_dict(
         raise CheckpointError("A state dict is a dict", found=type(state_dict).__name__)
     tree = Tree(tuple(map(str, state_dict)), is_load=is_load, model=model)
     tree.add_dict((), state_dict)
-    tree.add_objects()
-    if not is_load:
-        tree.add_files(tree.objects.get((MODEL,), model), files)
+    tree.add_objects(tree.objects.get((MODEL,), model), files)
     return tree

@@ -10,7 +10,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -69,15 +69,13 @@ def require_text_keys(container: Mapping[Any, Any], keys: Keys) -> None:
         CheckpointError: Names the key.
     """
     for key in container:
-        if not isinstance(key, str):
+        if not isinstance(key, str) or not is_unicode(key):
             raise CheckpointError(
-                "A state dict key is not a string",
+                "A state dict key is not a string, or has no UTF-8 encoding",
                 where=pointer(keys) or "the outermost keys",
                 found=repr(key),
                 fix="JSON keys and file names are strings: use str(key), or a list.",
             )
-        if not is_unicode(key):
-            raise CheckpointError("A key cannot be stored as UTF-8", where=repr(keys), found=repr(key))
 
 
 def leaves(value: object, keys: Keys = ()) -> Iterator[tuple[Keys, object]]:
@@ -153,17 +151,34 @@ def decode(value: Any) -> Any:
     return _DECODERS[value[TAG]](value["value"]) if TAG in value else {key: decode(value[key]) for key in value}
 
 
+def changed(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Return nested dicts, lists and tuples with each leaf changed."""
+    if isinstance(value, dict):
+        kind = dict if type(value) is ByLeaf else type(value)
+        return kind({key: changed(member, change) for key, member in value.items()})
+    return type(value)(changed(member, change) for member in value) if type(value) in (list, tuple) else change(value)
+
+
 def insert_tensors(value: object, tensors: Mapping[str, torch.Tensor]) -> Any:
     """Return a decoded value with tensors, passed by stored name, instead of references."""
-    if isinstance(value, TensorReference):
-        return tensors[value.name]
-    if isinstance(value, dict):
-        members = {} if type(value) is ByLeaf else type(value)()
-        for key, member in value.items():
-            members[key] = insert_tensors(member, tensors)
-        return members
-    if type(value) in (list, tuple):
-        return type(value)(insert_tensors(member, tensors) for member in cast(list[object], value))  # type: ignore[call-arg]
+    return changed(value, lambda leaf: tensors[leaf.name] if isinstance(leaf, TensorReference) else leaf)
+
+
+def shaped_like(template: object, value: Any) -> Any:
+    """Return a stored value with a template's containers.
+
+    A value stored by leaf gets its lists and tuples, and its order of keys. Old files store tuples as lists.
+    """
+    if type(value) is ByLeaf and isinstance(template, (list, tuple)):
+        numbers = [str(number) for number in range(len(value))]
+        value = [value[number] for number in numbers] if value.keys() == {*numbers} else value
+    if type(value) is list:
+        old = [*template, *[None] * len(value)] if isinstance(template, (list, tuple)) else [None] * len(value)
+        members = [shaped_like(before, after) for before, after in zip(old, value, strict=False)]
+        return tuple(members) if isinstance(template, tuple) else members
+    if type(value) in (dict, ByLeaf) and isinstance(template, Mapping):
+        keys = [*(key for key in template if key in value), *value] if type(value) is ByLeaf else value
+        return type(value)({key: shaped_like(template.get(key), value[key]) for key in keys})
     return value
 
 
@@ -250,10 +265,7 @@ def _tagged(kind: str, content: object) -> dict[str, object]:
 
 
 def _decoded_dict(kind: type[dict[Any, Any]], content: Any) -> dict[Any, Any]:
-    members = kind()
-    for key, member in content:
-        members[decode(key)] = decode(member)
-    return members
+    return kind({decode(key): decode(member) for key, member in content})
 
 
 def _decoded_members(kind: Callable[[Any], Any], content: Any) -> Any:

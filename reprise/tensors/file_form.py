@@ -109,16 +109,6 @@ def in_memory(stored: torch.Tensor, dtype: str | None) -> torch.Tensor:
         raise MismatchError("A tensor is not in the form of its dtype", expected=dtype, found=form) from error
 
 
-def materialized(tensor: torch.Tensor) -> torch.Tensor:
-    """Return uninitialized memory replacing a meta tensor, on torch's default device or on a DTensor's mesh."""
-    if not is_dtensor(tensor):
-        default = torch.get_default_device()
-        device = torch.device("cpu") if default.type == "meta" else default
-        return torch.empty_like(tensor, device=device, requires_grad=False)
-    device = tensor.device_mesh.device_type  # type: ignore[attr-defined]
-    return with_memory(tensor, torch.empty_like(memory_holder(tensor), device=device, requires_grad=False))
-
-
 def _stored(local: torch.Tensor) -> torch.Tensor:
     """Return the same memory in a dtype that safetensors has, if there is one."""
     if local.is_complex():

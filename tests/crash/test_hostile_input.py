@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 
 from reprise import load
 from reprise.errors import TrainerError
-from reprise.format import INDEX, MANIFEST, STATE, manifest
+from reprise.format import INDEX, MANIFEST, STATE
 from reprise.format.manifest import FileEntry, digest_of
 from reprise.storage import json_file
 from tests.crash.hostile_inputs import MODEL, OPTIMIZER, Inputs, Opened, seal
@@ -199,26 +199,6 @@ def test_a_header_of_a_declared_size_beyond_any_is_not_read(inputs: Hostile) -> 
     with path.open("r+b") as file:
         file.write((1 << 39).to_bytes(8, "little"))
     assert "a length of" in inputs.refused()
-
-
-def test_a_declared_size_of_state_allocates_no_memory(inputs: Hostile) -> None:
-    table = json.loads(inputs.seeds["optimizer_header"])
-    numel = 1 << 38
-    table = {"exp_avg.weight": {"dtype": "F32", "shape": [numel], "data_offsets": [0, 4 * numel]}}
-    data = json.dumps(table).encode()
-    head = len(data).to_bytes(8, "little") + data
-    inputs.write(OPTIMIZER, head)
-    os.truncate(inputs.checkpoint / OPTIMIZER, len(head) + 4 * numel)
-    tensors = {name: entry for name, entry in inputs.good_manifest.tensors.items() if "." not in name}
-    blocks = 4 * numel // manifest.BLOCK_BYTES
-    zero_block = bytes.fromhex(digest_of(bytes(manifest.BLOCK_BYTES)))
-    tensors["exp_avg.weight"] = manifest.TensorEntry((numel,), ((0, numel),), {}, zero_block * blocks)
-    entry = FileEntry(len(head) + 4 * numel, digest_of(head), is_tensor_file=True)
-    files = {**inputs.good_manifest.files, OPTIMIZER: entry}
-    index = json.loads(inputs.seeds["index"])
-    assert set(index["weight_map"]) == set(tensors) - {"exp_avg.weight"}
-    inputs.write(MANIFEST, manifest.to_bytes(replace(inputs.good_manifest, files=files, tensors=tensors)))
-    assert "too large for its parameter" in inputs.refused()
 
 
 # Changes of the manifest: members of the entry of one tensor, of shape [3, 4], of a file, or of the whole.

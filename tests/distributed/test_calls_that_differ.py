@@ -13,7 +13,7 @@ from torch import nn
 from reprise import AsyncSaver, load, load_state_dict, save, save_state_dict
 from reprise.errors import CheckpointError
 from reprise.nested.filling import Filling
-from reprise.nested.held import LastTensors
+from reprise.nested.held import HeldTensors
 from reprise.saving.snapshot import Staging
 from reprise.storage import FolderLock, shared_folder
 from reprise.storage.worker import Worker
@@ -72,14 +72,14 @@ def raise_after_the_agreement(folder: Path, *, is_failing: bool) -> None:
         saver.save(8, model)
         save(folder, model, iteration=8)
         saver.wait()
-        original = LastTensors.with_replicas
+        original = HeldTensors.with_replicas
         if is_failing:
-            LastTensors.with_replicas = lambda *_: [].pop()  # type: ignore[method-assign]
+            HeldTensors.with_replicas = lambda *_, **__: [].pop()  # type: ignore[method-assign]
             fails(lambda: saver.save(9, linear()))
         else:
             saver.save(9, linear())
             fails(saver.wait)
-        LastTensors.with_replicas = original  # type: ignore[method-assign]
+        HeldTensors.with_replicas = original  # type: ignore[method-assign]
         fails(lambda: saver.save(10, linear()))
 
 

@@ -159,7 +159,6 @@ def save_shards(folder: Path, rank: int) -> None:
     refused(lambda: save_state_dict(folder, state, iteration=2))
     refused(lambda: save_state_dict(folder, {"a": torch.full((3,), float(rank))}, iteration=2))
     save_state_dict(folder, {"a": torch.full((3,), float(rank))}, iteration=2, from_rank0=["/a"])
-    refused(lambda: save_state_dict(folder, {"a": torch.ones(1)}, iteration=3, from_rank0=["a"]))
     refused(lambda: save_state_dict(folder, {"a": torch.ones(1)}, iteration=3, from_rank0=["a"] * rank))
     refused(lambda: save_state_dict(folder, {"a": object() if rank else 1}, iteration=3))
     tied = torch.ones(3)
@@ -277,17 +276,16 @@ CASES: dict[str, tuple[list[str], list[str]]] = {
             ALONE,
             "layers.0.bias is F32 [7] (model) on rank 0 and F32 [6] (model) on rank 1",
             "found /a; rank 0 against rank 1",
-            "found a.",
             "found [] on rank 0 and ['a']",
             "(/a)",
-            "/b is tied to /a on rank 0 and a tensor of its own on rank 1",
+            "/b is tied to /a on rank 0 and F32 [3] (extra) on rank 1",
         ],
         ["iter_0000001", "iter_0000002"],
     ),
     "give_objects_in_any_order": ([], ["iter_0000001"]),
     "name_other_coordinators": (["coordinator"], []),
     "fail_early_on_rank_1": (
-        ["coordinator_rank=5", "nested too deeply", "cannot be stored as UTF-8", "The path is invalid"],
+        ["coordinator_rank=5", "nested too deeply", "no UTF-8 encoding", "The path is invalid"],
         ["iter_0000002"],
     ),
     "fail_in_the_background": (["errno 5"], ["iter_0000003"]),

@@ -87,8 +87,8 @@ def test_a_joint_table_has_every_box_with_its_ranks() -> None:
     ("other", "words"),
     [
         (table("a", dtype=StoredDtype.I8), ["a is F32 [4, 3]", "rank 0", "I8 [4, 3]", "rank 1"]),
-        (table("b", aliases={"a": "b"}), ["a is tied to b", "rank 1", "rank 0"]),
-        (table("a", "b", aliases={"x": "b"}), ["x is tied to a on rank 0", "b on rank 1"]),
+        (table("b", aliases={"a": "b"}), ["a is F32 [4, 3] (model) on rank 0 and tied to b on rank 1"]),
+        (table("a", "b", aliases={"x": "b"}), ["x is tied to a on rank 0", "tied to b on rank 1"]),
     ],
     ids=["dtype", "own", "tie"],
 )

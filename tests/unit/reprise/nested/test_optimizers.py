@@ -13,6 +13,7 @@ from torch import nn
 
 from reprise import load, load_state_dict, save, save_state_dict
 from reprise.errors import CheckpointError
+from tests.distributed.odd_modules import tensors_in
 from tests.messages import refused
 
 
@@ -31,14 +32,6 @@ class Counting(torch.optim.SGD):
         return {**super().state_dict(), "count": 3}
 
 
-class Halved(torch.optim.SGD):
-    """An optimizer whose state dict holds other values than its groups."""
-
-    def state_dict(self) -> dict[str, Any]:
-        found = super().state_dict()
-        return {**found, "param_groups": [{**group, "lr": group["lr"] / 2} for group in found["param_groups"]]}
-
-
 class Wrapped(torch.optim.SGD):
     """An optimizer whose state dict is torch's."""
 
@@ -48,9 +41,8 @@ class Wrapped(torch.optim.SGD):
 
 def test_a_state_dict_of_an_optimizer_s_own_is_refused(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
-    for kind, where in ((Counting, "/optimizer/count"), (Halved, "/optimizer/param_groups/0/lr")):
-        with refused(CheckpointError, f"({where})", kind.__name__):
-            save(tmp_path, model, kind(model.parameters(), lr=0.5, momentum=0.9), iteration=1)
+    with refused(CheckpointError, "(/optimizer/count)", "Counting"):
+        save(tmp_path, model, Counting(model.parameters(), lr=0.5, momentum=0.9), iteration=1)
     save(tmp_path, model, Wrapped(model.parameters(), lr=0.5), iteration=1)
 
 
@@ -93,6 +85,10 @@ STATE: dict[str, dict[str, Any]] = {
     "complex": {"spectrum": torch.rand(3, 4).to(torch.complex64), "parts": [torch.rand(2).to(torch.complex128)]},
     "float8": {"exp_avg": torch.rand(3, 4).to(torch.float8_e4m3fn), "lower": torch.ones(2).to(torch.float8_e5m2fnuz)},
     "keys": {"a.b": torch.ones(1), "c/d": [torch.ones(1)], "step": 3},
+    "orders": {
+        "basis": torch.rand(3, 4).T,
+        "parts": [torch.rand(2, 5, 3).permute(2, 0, 1), torch.rand(2, 2).cfloat().T],
+    },
 }
 
 
@@ -132,6 +128,9 @@ def test_state_of_any_form_comes_back(
     carry(tmp_path, net, Given(net, values), again, fresh := Given(again, other))
     found = fresh.state[fresh.parameter]
     assert sorted(map(repr, found.items())) == sorted(map(repr, values.items()))
+    if is_fresh:
+        pairs = zip(*(tensors_in([each[key] for key in sorted(each)]) for each in (values, found)), strict=True)
+        assert all(old.stride() == new.stride() for old, new in pairs)
 
 
 def _zeroed(value: Any) -> Any:
@@ -165,13 +164,3 @@ def test_tensors_that_a_fresh_group_lacks_come_back(tmp_path: Path) -> None:
     optimizer.param_groups[0]["distance"] = torch.tensor([2.5])
     load(save(tmp_path, net, optimizer, iteration=1), again, fresh)
     assert torch.equal(fresh.param_groups[0]["distance"], torch.tensor([2.5]))
-
-
-def test_memory_of_another_order_comes_back_in_its_order(tmp_path: Path) -> None:
-    net, again = nn.Linear(4, 3), nn.Linear(4, 3)
-    values = {"basis": torch.rand(3, 4).T, "parts": [torch.rand(2, 5, 3).permute(2, 0, 1), torch.rand(2, 2).cfloat().T]}
-    load(save(tmp_path, net, Given(net, values), iteration=1), again, fresh := Given(again))
-    found = fresh.state[fresh.parameter]
-    for old, new in zip([values["basis"], *values["parts"]], [found["basis"], *found["parts"]], strict=True):
-        assert torch.equal(old, new)
-        assert old.stride() == new.stride()

@@ -55,16 +55,6 @@ def test_a_load_restores_every_generator(tmp_path: Path, in_background: bool) ->
     assert [draws(), draws()] == expected
 
 
-def test_a_load_without_rng_leaves_the_generators_alone(tmp_path: Path) -> None:
-    model = nn.Linear(2, 2)
-    save(tmp_path, model, iteration=1, rng=True)
-    seed(3)
-    expected = draws()
-    seed(3)
-    assert load(tmp_path, model) == {"iteration": 1}
-    assert draws() == expected
-
-
 def test_random_state_that_was_not_saved_is_missing(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     save(tmp_path, model, iteration=1)

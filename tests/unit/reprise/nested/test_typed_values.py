@@ -7,8 +7,6 @@ import json
 import math
 import random
 from collections import Counter, OrderedDict, deque
-from datetime import date
-from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -100,13 +98,24 @@ def test_a_value_comes_back_in_value_type_and_order(tmp_path: Path) -> None:
         assert typed(state["a"][number]) == typed(state["b"][name]) == typed(value)
 
 
+def stored(**section: Any) -> Checkpoint:
+    """Return a checkpoint with this section in its state file."""
+    state = {"state_dict": {"values": {}, "groups": {}, **section}}
+    return Checkpoint(Path(), Files(), Manifest("", {}, {}, {}), state)
+
+
 def test_classes_of_earlier_versions_are_read() -> None:
     values = {"/a/b": 1, "/a/c/d": 2}
     for classes in ({"/a": "OrderedDict"}, {"/a": "OrderedDict", "/a/c": "Counter"}):
-        section = {"values": values, "groups": {}, "classes": classes}
-        found = read_values(Checkpoint(Path(), Files(), Manifest("", {}, {}, {}), {"state_dict": section}))
+        found = read_values(stored(values=values, classes=classes))
         kinds = [type(found.root["a"]), type(found.root["a"]["c"])]
         assert kinds == [OrderedDict, Counter if "/a/c" in classes else ByLeaf]
+
+
+@pytest.mark.parametrize("values", [{"epoch": 1}, {"": 1}, {"/a": 1, "/a/b": 2}, [1]], ids=repr)
+def test_a_state_file_that_contradicts_itself_is_refused(values: Any) -> None:
+    with refused(CheckpointError, "trainer_state.json"):
+        read_values(stored(values=values))
 
 
 def test_plain_values_have_no_tag() -> None:
@@ -122,15 +131,12 @@ def test_plain_values_have_no_tag() -> None:
     [
         {"$type": "set"},
         {"$type": "later", "value": 1},
-        {"$type": ["tuple"], "value": []},
         {"$type": "tuple", "value": 3},
         {"$type": "torch.dtype", "value": "load"},
-        {"$type": "torch.device", "value": "nowhere"},
         {"$type": "numpy.ndarray", "value": ["|O", [1], "00"]},
         {"$type": "numpy.ndarray", "value": ["<f8", [2], "00"]},
         {"$type": "numpy.ndarray", "value": ["<f8", [1], "00" * 16]},
         {"$type": "numpy.ndarray", "value": ["|V1", [1], "00"]},
-        {"$type": "set", "value": [[1]]},
         {"$type": "dict", "value": [[1]]},
         {"$type": "float", "value": "1e999"},
         {"$type": "complex", "value": ["a", 1]},
@@ -159,10 +165,9 @@ def test_ranks_may_not_differ_in_the_type_of_a_value(other: Any) -> None:
     [
         (np.array([(1, 2.0)], dtype=[("a", "<i4"), ("b", "<f4")]), ["[('a', '<i4')"]),
         (np.array([1, "a"], dtype=object), ["dtype object", "tolist()"]),
-        (np.void(b"abc"), ["|V3"]),
         (np.ma.masked_array([1.0, 2.0], mask=[0, 1]), ["MaskedArray", "mask"]),
         (np.array([1.0]).view(np.recarray), ["recarray"]),
-        *((value, [type(value).__name__]) for value in (Decimal(1), Path("a"), deque([1]), date(2020, 1, 1))),
+        (deque([1]), ["deque"]),
         (torch.strided, ["layout", "str(value)"]),
     ],
 )

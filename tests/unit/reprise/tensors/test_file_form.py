@@ -148,50 +148,6 @@ def test_negative_tensors_stay_tied_in_value(tmp_path: Path) -> None:
     assert [value.tolist() for value in state.values()] == [[-0.0, -1, -2]] * 2
 
 
-def meta_state() -> dict[str, Any]:
-    weight = torch.empty(2, 3, device="meta")
-    state = {"w": {"exp_avg": torch.empty(2, 3, device="meta")}}
-    groups = [{"params": ["w"], "lr": torch.empty((), device="meta")}]
-    return {
-        "model": {"w": weight, "again": weight, "c": torch.empty(2, dtype=torch.complex64, device="meta")},
-        "optimizer": {"state": state, "param_groups": groups},
-        "list": [torch.empty(2, dtype=torch.int64, device="meta"), {"a": 0}],
-    }
-
-
-def filled(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return torch.arange(1, 1 + value.numel()).reshape(value.shape).to(value.dtype)
-    if isinstance(value, dict):
-        return {key: filled(member) for key, member in value.items()}
-    return [filled(member) for member in value] if isinstance(value, list) else value
-
-
-def test_meta_tensors_get_memory_at_a_load(tmp_path: Path) -> None:
-    expected = filled(meta_state())
-    expected["model"]["again"] = expected["model"]["w"]
-    path = save_state_dict(tmp_path, expected, iteration=1)
-    state = meta_state()
-    load_state_dict(path, state)
-    assert repr(state) == repr(expected)
-    assert state["model"]["again"] is state["model"]["w"]
-    with refused(CheckpointError):
-        save_state_dict(tmp_path, meta_state(), iteration=2)
-
-
-def test_meta_tensors_that_a_checkpoint_lacks_stay(tmp_path: Path) -> None:
-    path = save_state_dict(tmp_path, {"a": {"x": torch.ones(2)}}, iteration=1)
-    state = {"a": {"x": torch.empty(2, device="meta"), "y": torch.empty(3, device="meta")}}
-    with refused(MismatchError, "/a/y"):
-        load_state_dict(path, state)
-    assert state["a"]["x"].is_meta
-    assert load_state_dict(path, state, strict=False).missing_keys == ["/a/y"]
-    assert state["a"]["x"].tolist() == [1, 1]
-    assert state["a"]["y"].is_meta
-    with refused(CheckpointError, "/a/0"):
-        load_state_dict(path, {"a": (torch.empty(2, device="meta"),)})
-
-
 @pytest.mark.parametrize(
     ("make", "name"),
     [(lambda: nn.LazyLinear(2), "weight"), (lambda: nn.LazyBatchNorm1d(affine=False), "running_mean")],
