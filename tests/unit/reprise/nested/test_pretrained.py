@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -163,14 +162,11 @@ def test_what_peft_stores_otherwise_has_no_file_of_an_adapter(tmp_path: Path, ca
 
 
 @pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize(
-    "wrap", [pytest.param(nn.parallel.DistributedDataParallel, marks=pytest.mark.slow), fully_shard]
-)
-def test_peft_opens_the_adapter_of_a_wrapped_model(tmp_path: Path, wrap: Callable[[Any], nn.Module]) -> None:
+def test_peft_opens_the_adapter_of_a_wrapped_model(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     model, _ = adapted(0)
-    path = save(tmp_path, wrap(model), iteration=1)
+    path = save(tmp_path, fully_shard(model), iteration=1)
     opened = peft.PeftModel.from_pretrained(gpt2(), path)
     assert torch.equal(opened.eval()(input_ids=TOKENS).logits, model.eval()(input_ids=TOKENS).logits)
-    load(path, wrap(other := adapted(1)[0]))
+    load(path, fully_shard(other := adapted(1)[0]))
     assert all(torch.equal(value, other.state_dict()[name]) for name, value in model.state_dict().items())

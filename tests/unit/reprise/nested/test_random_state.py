@@ -55,13 +55,6 @@ def test_a_load_restores_every_generator(tmp_path: Path, in_background: bool) ->
     assert [draws(), draws()] == expected
 
 
-def test_random_state_that_was_not_saved_is_missing(tmp_path: Path) -> None:
-    model = nn.Linear(2, 2)
-    save(tmp_path, model, iteration=1)
-    with refused(MismatchError, "/per_rank/0/rng is missing"):
-        load(tmp_path, model, rng=True)
-
-
 def test_a_slip_in_the_value_of_rng_is_refused(tmp_path: Path) -> None:
     with refused(ConfigError, "if_same_ranks"):
         load(tmp_path, nn.Linear(2, 2), rng="if_same_rank", missing_ok=True)
