@@ -200,7 +200,7 @@ def fill(
         requested = joint
         if tree.may_drop_random_state and len(saved := saving_ranks(checkpoint)) != channel.world_size:
             tree.drop_random_state()
-            requested = replace(joint, entries=frozenset(joint.entries) - {PER_RANK})
+            requested = replace(joint, entries=joint.entries - {PER_RANK})
             if channel.coordinates:
                 ranks = f"saved on {count_of(len(saved), 'rank')}, loaded on {channel.world_size}"
                 _log.warning(f"random state not loaded from {checkpoint.path}: {ranks}")

@@ -107,17 +107,22 @@ def local_tensors(tree: Tree) -> tuple[dict[str, LiveTensor], dict[str, str]]:
         identity = _identity(tensor, local)
         if keys in places and (own_name := stored_name(keys)[1]) != name:
             aliases[own_name] = names_by_identity.get(identity, name)
-        if identity in names_by_identity:
-            if names_by_identity[identity] != name:
-                _require_free_name(aliases, live, name, keys)
-                aliases[name] = names_by_identity[identity]
+        first_name = names_by_identity.get(identity)
+        if first_name != name and (name in live or name in aliases):
+            raise CheckpointError(
+                "Two tensors in a state dict have the same stored name",
+                where=name,
+                found="/".join(keys),
+                fix="Weights have their own names, and optimizer state is KEY.NAME: rename one of them.",
+            )
+        if first_name is not None:
+            aliases |= {} if first_name == name else {name: first_name}
             continue
         parts = locate(kind, name, tensor, grid=Grid.flat(1))
         if stored.box is not None:
             spec = TensorSpec(kind, name, stored.shape, stored_dtype(local.dtype, where=name), stored.shape)
             parts = iter([LiveTensor(spec, stored.box, local, ())])
         for tensor_of_rank in parts:
-            _require_free_name(live, aliases, name, keys)
             live[name] = tensor_of_rank
             names_by_identity[identity] = name
     check_disjoint([(name, tensor.local) for name, tensor in live.items()])
@@ -127,8 +132,8 @@ def local_tensors(tree: Tree) -> tuple[dict[str, LiveTensor], dict[str, str]]:
 
 def _identity(tensor: torch.Tensor, local: torch.Tensor) -> object:
     """Return a value equal for two tensors exactly if they have the same memory and shape."""
-    storage = local.untyped_storage()._cdata
-    return storage, local.storage_offset(), tuple(tensor.shape), tuple(local.shape), local.stride(), local.dtype
+    storage, offset = local.untyped_storage()._cdata, local.storage_offset()
+    return storage, offset, local.data_ptr(), tensor.shape, local.shape, local.stride(), local.dtype
 
 
 def _marks(tree: Tree) -> object:
@@ -137,23 +142,11 @@ def _marks(tree: Tree) -> object:
     try:
         for stored in tree.tensors.values():
             tensor = stored.tensor
-            if stored.box is not None:
-                marks += (tensor.shape, stored.box, stored.shape)
             local = memory_holder(tensor)
             if local is not tensor:
-                marks += (tensor.shape, tensor.device_mesh, tensor.placements)  # type: ignore[attr-defined]
-            marks += (local.untyped_storage()._cdata, local.data_ptr(), local.shape, local.stride(), local.dtype)
+                marks += (tensor.device_mesh, tensor.placements)  # type: ignore[attr-defined]
+            marks += (_identity(tensor, local), stored.box, stored.shape)
             marks += (local.device, type(local), local.is_neg(), local.is_conj())
     except RuntimeError:  # a tensor without plain memory: `local_tensors` reports it
         return object()
     return marks
-
-
-def _require_free_name(into: Mapping[str, object], others: Mapping[str, object], name: str, keys: Keys) -> None:
-    if name in into or name in others:
-        raise CheckpointError(
-            "Two tensors in a state dict have the same stored name",
-            where=name,
-            found="/".join(keys),
-            fix="Weights have their own names, and optimizer state is KEY.NAME: rename one of them.",
-        )

@@ -47,10 +47,10 @@ def form_of(model: object, tensors: Mapping[str, bool]) -> PretrainedForm:
     while isinstance(model, nn.Module):
         if isinstance(model, getattr(peft, "PeftModel", ())):
             return _of_peft(peft, model, prefix, tensors)
-        if _has_text(model, "config"):
+        if config := _text(model, "config"):
             if hasattr(model, "peft_config"):
                 return PretrainedForm(obstacle="PEFT's get_peft_model did not add the adapter")
-            return _renamed(_transformers_files(model), prefix, {}, tensors)
+            return _renamed(_transformers_files(model, config), prefix, {}, tensors)
         prefix += _WRAPPER if isinstance(model, nn.parallel.DistributedDataParallel) else ""
         model = getattr(model, "module", getattr(model, "_orig_mod", None))
     return PretrainedForm()
@@ -67,11 +67,11 @@ def _renamed(
     """
     if not prefix and not adapter:
         return PretrainedForm(files)
-    places: dict[str, tuple[TensorKind, str]] = {}
-    for own_name in tensors:
-        name = own_name.removeprefix(prefix)
-        is_adapter = name in adapter
-        places[own_name] = (TensorKind.ADAPTER, adapter[name]) if is_adapter else (TensorKind.MODEL, name)
+    bare_names = {name: name.removeprefix(prefix) for name in tensors}
+    places = {
+        name: (TensorKind.ADAPTER, adapter[bare]) if bare in adapter else (TensorKind.MODEL, bare)
+        for name, bare in bare_names.items()
+    }
     stored, adapter_names = {name for _, name in places.values()}, {*adapter.values()}
     mismatches = [*(adapter_names - stored), *(name for name, is_changed in tensors.items() if is_changed)]
     if mismatches or len(stored) < len(places) - len(adapter) + len(adapter_names):
@@ -81,17 +81,21 @@ def _renamed(
     return PretrainedForm(files, renamed)
 
 
-def _transformers_files(model: nn.Module) -> dict[str, bytes]:
-    """Return a transformers model's configuration files, as its `save_pretrained` writes them."""
-    config: dict[str, Any] = json.loads(_text(model, "config"))
+def _transformers_files(model: nn.Module, text: str) -> dict[str, bytes]:
+    """Return a transformers model's configuration files, as its `save_pretrained` writes them.
+
+    Args:
+        text: Its configuration.
+    """
+    config: dict[str, Any] = json.loads(text)
     kinds = [kind.__name__ for kind in type(model).__mro__ if not kind.__name__.startswith("FSDP")]
     config["architectures"] = config.get("architectures") or kinds[:1]
     dtypes = [parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()]
     if dtypes:
         config["dtype"] = str(dtypes[0]).removeprefix("torch.")
     files = {"config.json": (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()}
-    if _has_text(model, "generation_config"):
-        files["generation_config.json"] = _text(model, "generation_config").encode()
+    if generation_config := _text(model, "generation_config"):
+        files["generation_config.json"] = generation_config.encode()
     return files
 
 
@@ -140,9 +144,5 @@ def _adapter_config(model: Any, config: Any) -> bytes:
     return json.dumps(plain, indent=2, sort_keys=True).encode()
 
 
-def _has_text(model: object, attribute: str) -> bool:
-    return callable(getattr(getattr(model, attribute, None), "to_json_string", None))
-
-
 def _text(model: object, attribute: str) -> str:
-    return str(getattr(model, attribute).to_json_string())
+    return str(getattr(getattr(model, attribute, None), "to_json_string", str)())

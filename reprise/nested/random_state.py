@@ -32,7 +32,7 @@ class RandomState:
             "numpy": changed(get_state(legacy=False), _exchanged),
             "cpu": torch.get_rng_state(),
         }
-        for name in _devices_in_use():
+        for name in (name for name in _devices() if _module(name).is_initialized()):  # else it drew no numbers there
             state[name] = _module(name).get_rng_state(torch.device(name)).cpu()
         return state
 
@@ -43,7 +43,7 @@ class RandomState:
             MismatchError: A state belongs to a device missing here. Nothing is set then.
         """
         devices = [name for name in state if name not in _HOST]
-        absent = [name for name in devices if torch.device(name).index >= _count(name)]
+        absent = [name for name in devices if name not in _devices()]
         if absent:
             raise MismatchError(
                 "The checkpoint has random state for a device that this process lacks",
@@ -58,17 +58,10 @@ class RandomState:
             _module(name).set_rng_state(state[name], torch.device(name))
 
 
-def _devices_in_use() -> list[str]:
-    """Return the accelerator's devices if the process has initialized it. Before, it drew no random numbers there."""
+def _devices() -> list[str]:
+    """Return the accelerator's devices."""
     device = torch.accelerator.current_accelerator()
-    if device is None or not torch.get_device_module(device).is_initialized():
-        return []
-    return [f"{device.type}:{index}" for index in range(torch.accelerator.device_count())]
-
-
-def _count(name: str) -> int:
-    device = torch.accelerator.current_accelerator()
-    return torch.accelerator.device_count() if device is not None and name.startswith(f"{device.type}:") else 0
+    return [] if device is None else [f"{device.type}:{index}" for index in range(torch.accelerator.device_count())]
 
 
 def _module(name: str) -> Any:

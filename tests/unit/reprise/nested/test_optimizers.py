@@ -84,11 +84,11 @@ STATE: dict[str, dict[str, Any]] = {
     "integers": {"exp_avg": torch.arange(12, dtype=torch.int8).view(3, 4), "mask": torch.ones(3, 4, dtype=torch.bool)},
     "complex": {"spectrum": torch.rand(3, 4).to(torch.complex64), "parts": [torch.rand(2).to(torch.complex128)]},
     "float8": {"exp_avg": torch.rand(3, 4).to(torch.float8_e4m3fn), "lower": torch.ones(2).to(torch.float8_e5m2fnuz)},
-    "keys": {"a.b": torch.ones(1), "c/d": [torch.ones(1)], "step": 3},
     "orders": {
         "basis": torch.rand(3, 4).T,
         "parts": [torch.rand(2, 5, 3).permute(2, 0, 1), torch.rand(2, 2).cfloat().T],
     },
+    "keys": {"a.b": torch.ones(1), "c/d": [torch.ones(1)], "step": 3},
 }
 
 
