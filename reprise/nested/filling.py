@@ -23,6 +23,7 @@ from reprise.nested.stored_names import (
     MODEL,
     OPTIMIZER,
     PER_RANK,
+    RNG,
     Keys,
     is_random_state,
     keys_of,
@@ -92,7 +93,7 @@ class Filling:
         requested |= {tensor.spec.name for tensor in self._new} | {self._target(spec.name) for spec in joint.specs}
         unexpected = {name: keys_of(place.spec.kind, name) for name, place in places.items() if name not in requested}
         unexpected |= {pointer(keys): keys for keys in sorted(_unrequested_values(stored, pointers), key=pointer)}
-        unexpected = {name: keys for name, keys in unexpected.items() if self._is_covered(keys)}
+        unexpected = {name: keys for name, keys in unexpected.items() if self._is_unexpected(keys)}
         sides = [("missing", missing), ("unexpected", unexpected if self._strict != "missing" else {})]
         problems = [f"{n} is {side}" for side, names in sides for n, keys in names.items() if self._is_refused(keys)]
         tensors = [tensor for tensor in (*own_tensors, *self._new) if tensor.spec.name in places]
@@ -137,9 +138,10 @@ class Filling:
             log_unrequested(checkpoint.path, self._stored, self._tree, self._joint.entries, values)
         return result
 
-    def _is_covered(self, keys: Keys) -> bool:
-        """Return whether the load covers a name in the checkpoint."""
-        return keys[0] in self._joint.entries and not ("rng" in self._tree.declined and is_random_state(keys))
+    def _is_unexpected(self, keys: Keys) -> bool:
+        """Return whether the load covers an unrequested name in the checkpoint, and no rank creates state there."""
+        is_declined = RNG in self._tree.declined and is_random_state(keys)
+        return keys[0] in self._joint.entries and not is_declined and pointer(keys[:-1]) not in self._joint.values
 
     def _is_refused(self, keys: Keys) -> bool:
         """Return whether the load refuses a name missing on the other side."""

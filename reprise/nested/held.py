@@ -11,7 +11,7 @@ import torch
 
 from reprise.errors import CheckpointError
 from reprise.format.layout import TensorKind, TensorSpec, refuse_unstorable
-from reprise.nested.stored_names import MODEL, Keys, stored_name
+from reprise.nested.stored_names import MODEL, Keys, pointer, stored_name
 from reprise.nested.table import JointTable, require_whole, table_of
 from reprise.nested.tree import Tree
 from reprise.tensors.dtypes import stored_dtype
@@ -50,11 +50,14 @@ class HeldTensors:
         marks = (_marks(tree), tree.entries, [*tree.values], [*patterns], is_replicated)
         if marks != self._marks:
             self._live, aliases = local_tensors(tree)
+            # A load creates all state saved for an optimizer's parameters.
+            optimizers = tree.optimizers.items() if tree.is_load else ()
+            states = [f"{at}/state{pointer((name,))}" for at, each in optimizers for name in each.parameters]
             self._table = table_of(
                 self._live.values(),
                 aliases=aliases,
                 entries=tree.entries,
-                values=(*tree.values, *tree.receivers),
+                values=(*tree.values, *tree.receivers, *states),
                 patterns=patterns,
                 is_replicated=is_replicated,
             )

@@ -90,6 +90,9 @@ def save_stages(folder: Path, rank: int) -> None:
     other = state_of(*trained(*STAGES[1 - rank], fill=9.0))
     load_state_dict(folder, other)
     assert same(other, state_of(*trained(*STAGES[1 - rank])))
+    fresh = Model(*STAGES[1 - rank])
+    load_state_dict(folder, {"model": fresh, "optimizer": (optimizer := torch.optim.AdamW(fresh.parameters()))})
+    assert same(get_optimizer_state_dict(fresh, optimizer), other["optimizer"])
     # A new table on one rank is exchanged again, and no table of the other.
     tables.clear()
     if rank:
