@@ -20,6 +20,7 @@ from reprise.nested.loaded import LoadedState, Strictness, log_names, log_unrequ
 from reprise.nested.modules import Receiver
 from reprise.nested.optimizers import saved_numbers
 from reprise.nested.stored_names import (
+    ANY,
     MODEL,
     OPTIMIZER,
     PER_RANK,
@@ -141,7 +142,9 @@ class Filling:
     def _is_unexpected(self, keys: Keys) -> bool:
         """Return whether the load covers an unrequested name in the checkpoint, and no rank creates state there."""
         is_declined = RNG in self._tree.declined and is_random_state(keys)
-        return keys[0] in self._joint.entries and not is_declined and pointer(keys[:-1]) not in self._joint.values
+        return (
+            keys[0] in self._joint.entries and not is_declined and pointer((*keys[:-1], ANY)) not in self._joint.values
+        )
 
     def _is_refused(self, keys: Keys) -> bool:
         """Return whether the load refuses a name missing on the other side."""

@@ -11,7 +11,7 @@ import torch
 
 from reprise.errors import CheckpointError
 from reprise.format.layout import TensorKind, TensorSpec, refuse_unstorable
-from reprise.nested.stored_names import MODEL, Keys, pointer, stored_name
+from reprise.nested.stored_names import ANY, MODEL, Keys, pointer, stored_name
 from reprise.nested.table import JointTable, require_whole, table_of
 from reprise.nested.tree import Tree
 from reprise.tensors.dtypes import stored_dtype
@@ -52,7 +52,7 @@ class HeldTensors:
             self._live, aliases = local_tensors(tree)
             # A load creates all state saved for an optimizer's parameters.
             optimizers = tree.optimizers.items() if tree.is_load else ()
-            states = [f"{at}/state{pointer((name,))}" for at, each in optimizers for name in each.parameters]
+            states = [f"{at}/state{pointer((name, ANY))}" for at, each in optimizers for name in each.parameters]
             self._table = table_of(
                 self._live.values(),
                 aliases=aliases,
