@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -45,12 +46,7 @@ _log = logging.getLogger(__name__)
 MakeTree = Callable[[], Tree]
 
 # By call kind and ranks, the tables from the last agreement.
-_known: dict[tuple[str, tuple[int, ...]], KnownTables] = {}
-
-
-def known_tables(kind: str, channel: StoreChannel) -> KnownTables:
-    """Return the tables from a group's earlier calls of a kind, such as "save"."""
-    return _known.setdefault((kind, channel.ranks), KnownTables())
+_known = defaultdict[tuple[str, tuple[int, ...]], KnownTables](KnownTables)
 
 
 def contents_of(
@@ -143,7 +139,7 @@ def save_now(
             call,
             path,
             make_tree,
-            cache=known_tables("save", call.channel),
+            cache=_known["save", call.channel.ranks],
             iteration=iteration,
             from_rank0=from_rank0,
             is_replicated=is_replicated,
@@ -187,7 +183,7 @@ def fill(
         require("`strict`", is_valid, 'True, False, "missing" or "model"', strict)
         tree, local = make_tree(), HeldTensors()
         table = local.table_of(tree)
-    joint, _ = agree_on_state(call, table, to_bytes({}), known_tables("load", channel))
+    joint, _ = agree_on_state(call, table, to_bytes({}), _known["load", channel.ranks])
     if missing_ok and _has_no_checkpoint(channel, source):
         return LoadedState({"iteration": 0})
     tensors, fillings = local.with_replicas(joint, channel.rank, is_save=False), list[Filling]()

@@ -127,30 +127,24 @@ def itself() -> dict[str, Any]:
     return found
 
 
-def in_group(value: Any) -> dict[str, Any]:
-    return {"o": {"state": {}, "param_groups": [{"params": ["v"], "f": value}]}}
-
-
 ONE = torch.ones(1)
 # What cannot be stored, and the place and value that are named.
 REFUSED: list[tuple[Callable[[], Any], list[str]]] = [
     (lambda: {1: ONE}, ["outermost keys", "found 1"]),
     (lambda: {"\ud800": ONE}, ["UTF-8"]),
     (lambda: {"milestones": {30: ONE}}, ["/milestones", "30"]),
-    (lambda: {"a": [ONE, object()]}, ["/a/1", "object"]),
     (lambda: {"a": {3: [0, Color.RED]}}, ["/a/3/1", "Color"]),
     (lambda: {"model": Odd()}, ["/model", "Odd", "state_dict()"]),
     (lambda: {"p": Point(1)}, ["/p"]),
     (lambda: {"r": type("Rows", (list,), {})([1])}, ["/r"]),
-    (lambda: {"s": {ONE}}, ["/s/0"]),
-    (lambda: in_group({"a": ONE}), ["/o/param_groups/0/f/a"]),
-    (lambda: in_group(len), ["/o/param_groups/0/f"]),
-    (lambda: {"in": itself()}, ["/in/in/in/in/..."]),
+    (
+        lambda: {"o": {"state": {}, "param_groups": [{"params": ["v"], "f": {"a": ONE}}]}},
+        ["/o/param_groups/0/f/a"],
+    ),
     (lambda: {"a": [itself()]}, ["/a/0/in/in/..."]),
     (lambda: {"model": {"rotary": torch.empty(2, dtype=torch.uint4)}}, ["rotary", "uint4"]),
     (lambda: {"s": torch.eye(2).to_sparse()}, ["/s"]),
     (lambda: {"n": torch.nested.nested_tensor([ONE, torch.ones(2)])}, ["/n", "nested"]),
-    (lambda: {"e": torch.zeros(4).as_strided((3, 2), (1, 1))}, ["/e"]),
     (lambda: {"m": torch.zeros(1, device="meta")}, ["/m"]),
     (lambda: [ONE], ["list"]),
     (lambda: {"model": {"exp_avg.w": torch.zeros(1)}, "optimizer": {"state": {"w": {"exp_avg": ONE}}}}, ["exp_avg.w"]),

@@ -24,9 +24,6 @@ KEYS = st.lists(KEY, min_size=1, max_size=5).map(tuple)
         (("model", "/w"), TensorKind.EXTRA, "/model/~1w"),
         (("optimizer", "state", "layers.0.weight", "exp_avg"), TensorKind.OPTIMIZER, "exp_avg.layers.0.weight"),
         (("optimizer", "state", "w", "a.b"), TensorKind.EXTRA, "/optimizer/state/w/a.b"),
-        (("optimizer", "param_groups", "0", "lr"), TensorKind.EXTRA, "/optimizer/param_groups/0/lr"),
-        (("ema", "layers.0.weight"), TensorKind.EXTRA, "/ema/layers.0.weight"),
-        (("w",), TensorKind.EXTRA, "/w"),
         (("a/b~c", ""), TensorKind.EXTRA, "/a~1b~0c/"),
     ],
 )

@@ -180,9 +180,7 @@ def test_a_state_that_cannot_be_stored_is_named_by_key(tmp_path: Path) -> None:
     loader = Loader()
     loader.state = {"worker": [1, object()]}
     stranger = torch.optim.SGD(nn.Linear(2, 2).parameters())
-    endless = Loader()
-    endless.state["in"] = endless.state
-    for value, place in ((loader, "/it/worker/1"), (stranger, "/it"), (endless, "/it/in/in/in/...")):
+    for value, place in ((loader, "/it/worker/1"), (stranger, "/it")):
         with refused(CheckpointError, place):
             save(tmp_path, made()[0], iteration=1, state={"it": value})
     assert list(tmp_path.iterdir()) == []
