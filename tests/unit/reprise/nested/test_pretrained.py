@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -56,16 +57,6 @@ def test_from_pretrained_opens_a_save_of_the_library(tmp_path: Path) -> None:
     given = save(tmp_path / "given", model, iteration=1, files={"config.json": {"model_type": "mine"}})
     assert json.loads((given / "config.json").read_text()) == {"model_type": "mine"}
     assert (save_state_dict(tmp_path / "dict", {"model": model}, iteration=1) / "config.json").exists()
-
-
-@pytest.mark.usefixtures("one_rank")
-def test_from_pretrained_opens_a_save_of_a_wrapped_model(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    model = nn.parallel.DistributedDataParallel(gpt2())
-    path = save(tmp_path / "ours", model, iteration=1)
-    assert_same(model.module.state_dict(), transformers.AutoModelForCausalLM.from_pretrained(path).state_dict())
-    load(path, other := nn.parallel.DistributedDataParallel(gpt2(1)))
-    assert_same(model.state_dict(), other.state_dict())
 
 
 def test_a_model_of_peft_is_read_as_it_was_written(tmp_path: Path) -> None:
@@ -162,11 +153,17 @@ def test_what_peft_stores_otherwise_has_no_file_of_an_adapter(tmp_path: Path, ca
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_peft_opens_the_adapter_of_a_wrapped_model(tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft")
-    model, _ = adapted(0)
-    path = save(tmp_path, fully_shard(model), iteration=1)
-    opened = peft.PeftModel.from_pretrained(gpt2(), path)
+@pytest.mark.parametrize(
+    ("wrap", "is_adapted"), [(nn.parallel.DistributedDataParallel, False), (fully_shard, True)], ids=["DDP", "FSDP2"]
+)
+def test_from_pretrained_opens_a_save_of_a_wrapped_model(
+    tmp_path: Path, wrap: Callable[[Any], nn.Module], is_adapted: bool
+) -> None:
+    transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
+    model, other = (adapted(seed)[0] if is_adapted else gpt2(seed) for seed in (0, 1))
+    path = save(tmp_path, wrap(model), iteration=1)
+    theirs = transformers.AutoModelForCausalLM
+    opened = peft.PeftModel.from_pretrained(gpt2(), path) if is_adapted else theirs.from_pretrained(path)
     assert torch.equal(opened.eval()(input_ids=TOKENS).logits, model.eval()(input_ids=TOKENS).logits)
-    load(path, fully_shard(other := adapted(1)[0]))
+    load(path, wrap(other))
     assert all(torch.equal(value, other.state_dict()[name]) for name, value in model.state_dict().items())
