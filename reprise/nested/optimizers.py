@@ -159,7 +159,7 @@ def of_optimizer(keys: Keys, modules: Mapping[Keys, nn.Module], optimizer: torch
     if unnamed:
         raise CheckpointError(
             "The optimizer has state that belongs to none of its parameters",
-            found=f"key {unnamed[0]!r}" if isinstance(unnamed[0], str) else f"key of type {type(unnamed[0]).__name__}",
+            found=f"key {unnamed[0]!r:.80}",
             fix="Store the state under a parameter, or save it in `state`.",
         )
     return OptimizerState.of(keys, names, optimizer.param_groups, optimizer.state, names, optimizer.defaults)

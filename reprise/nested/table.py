@@ -121,7 +121,14 @@ def join(tables: Mapping[int, bytes]) -> str:
     _refuse(problems, "The ranks pass different tensors under the same name", "Give each tensor its own name.")
     place_of, aliases = None, {name: entry for name, (_, entry) in sorted(first.items()) if name not in holders}
     if by_rank[coordinator][5]:
-        _require_same_tensors(holders, list(by_rank))
+        differences = [
+            f"{name} is on rank {first[name][0]} and not on rank {rank}"
+            for name in holders
+            for rank, (rows, *_) in by_rank.items()
+            if name not in rows and not name.startswith(f"/{PER_RANK}/")
+        ]
+        fix = "Pass the same on every rank. Use `save_state_dict` for different tensors, such as pipeline stages."
+        _refuse(differences, "The ranks pass different models or optimizers", fix)
         places = {name: (place,) for place, name in enumerate(first)}
         place_of = (places | {alias: places[name] for alias, name in aliases.items()}).__getitem__
     specs = [_spec(name, *first[name][1]) for name in holders]
@@ -131,21 +138,6 @@ def join(tables: Mapping[int, bytes]) -> str:
     ]
     names = [sorted({name for table in by_rank.values() for name in table[place]}) for place in (2, 3)]
     return json.dumps([rows, aliases, *names])
-
-
-def _require_same_tensors(holders: Mapping[str, Mapping[Place, list[int]]], ranks: Sequence[int]) -> None:
-    """Require every rank to hold a part of every tensor."""
-    problems = []
-    for name, boxes in holders.items():
-        holding = {rank for ranks_of_box in boxes.values() for rank in ranks_of_box}
-        missing = [rank for rank in ranks if rank not in holding]
-        if missing and not name.startswith(f"/{PER_RANK}/"):
-            problems.append(f"{name} is on rank {min(holding)} and not on rank {missing[0]}")
-    _refuse(
-        problems,
-        "The ranks pass different models or optimizers",
-        "Pass the same on every rank. Use `save_state_dict` if ranks hold different tensors, such as pipeline stages.",
-    )
 
 
 def require_whole(joint: JointTable) -> None:
