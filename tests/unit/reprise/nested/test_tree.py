@@ -70,30 +70,28 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
 
 
 def test_modules_and_optimizers_in_state_are_filled(tmp_path: Path) -> None:
-    def all_of(seed: int) -> tuple[nn.Module, torch.optim.Optimizer, dict[str, Any]]:
-        model, optimizer = made(seed)
-        critic, critic_optimizer = made(seed + 10)
+    def all_of(seed: int) -> tuple[list[nn.Module], list[torch.optim.Optimizer], dict[str, Any]]:
+        (model, optimizer), (critic, inner) = made(seed), made(seed + 10)
         both = torch.optim.SGD([*model.parameters(), *critic.parameters()], lr=0.1 + seed, momentum=0.9)
-        averaged = AveragedModel(model)
-        return model, optimizer, {"ema": averaged, "critic": critic, "inner": [critic_optimizer], "both": both}
+        ema = AveragedModel(model)
+        state = {"ema": ema, "critic": critic, "inner": [inner], "both": both}
+        return [model, critic, ema], [optimizer, inner, both], state
 
-    model, optimizer, state = all_of(0)
-    step(model, optimizer, 1)
-    step(state["critic"], state["inner"][0], 2)
-    state["ema"].update_parameters(model)
-    model(torch.ones(2, 3)).sum().backward()
-    state["both"].step()
-    save(tmp_path, model, optimizer, iteration=1, state=state)
-    other, again, target = all_of(1)
+    modules, optimizers, state = all_of(0)
+    for number, optimizer in enumerate(optimizers):
+        step(modules[number % 2], optimizer, number)
+    state["ema"].update_parameters(modules[0])
+    save(tmp_path, modules[0], optimizers[0], iteration=1, state=state)
+    others, again, target = all_of(1)
     kept = target["ema"].module[0].weight
-    load(tmp_path, other, again, state=target)
+    load(tmp_path, others[0], again[0], state=target)
     assert target["ema"].module[0].weight is kept
     assert target["ema"].n_averaged == 1
-    for first, second in ((model, other), (state["ema"], target["ema"]), (state["critic"], target["critic"])):
-        assert_same(first.state_dict(), second.state_dict())
-    for first, second in ((state["inner"][0], target["inner"][0]), (state["both"], target["both"])):
-        assert_same_optimizer(first, second)
-    assert load(tmp_path, other).keys() == {"iteration"}
+    for module, other in zip(modules, others, strict=True):
+        assert_same(module.state_dict(), other.state_dict())
+    for optimizer, other in zip(optimizers, again, strict=True):
+        assert_same_optimizer(optimizer, other)
+    assert load(tmp_path, others[0]).keys() == {"iteration"}
 
 
 def test_a_state_whose_keys_change_needs_no_template(tmp_path: Path) -> None:
