@@ -16,11 +16,10 @@ import torch
 from torch import nn
 
 from reprise.errors import CheckpointError, MismatchError
-from reprise.format.layout import TensorKind
 from reprise.nested.stored_names import Keys, pointer
 from reprise.nested.typed_values import leaves, require_text_keys
 from reprise.tensors.file_form import bytes_of
-from reprise.tensors.live import Grid, canonical_name, is_dtensor, local_of, locate, memory_holder, named_tensors
+from reprise.tensors.live import canonical_name, local_of, memory_holder, named_tensors
 
 _EXTRA_STATE = "_extra_state"  # torch's state dict key for it
 
@@ -194,9 +193,6 @@ def _is_same(value: object, tensor: torch.Tensor) -> bool:
     """Return whether an entry is a live tensor, has its bits, or has the bits of its cast."""
     if not isinstance(value, torch.Tensor) or value.shape != tensor.shape:
         return False
-    if is_dtensor(tensor) and not is_dtensor(value):  # gathered by a hook
-        for part in locate(TensorKind.MODEL, "", tensor, grid=Grid.flat(1)):
-            value = value[part.box.slices]
     memory, live = local_of(value), local_of(tensor)
     if memory.is_set_to(live):
         return True
