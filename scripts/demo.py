@@ -24,7 +24,8 @@ from reprise.errors import TrainerError
 from trainer.commands.arguments import local_path
 from trainer.commands.report import write_report
 from trainer.compare.curves import compare, report
-from trainer.compare.plot import plot_comparisons
+from trainer.compare.figure import write_figure
+from trainer.compare.plot import draw_comparisons
 from trainer.compare.read import read_curve
 
 KILL_AFTER = 49
@@ -86,7 +87,10 @@ def compare_runs(unbroken: Path, killed: Path, last: int, picture: Path) -> int:
         comparison = compare(read_curve(unbroken), read_curve(killed), tolerance=None)
     except TrainerError as error:
         raise SystemExit(str(error)) from error
-    draw = partial(plot_comparisons, [comparison], names, picture)
+
+    def draw() -> None:
+        write_figure(draw_comparisons([comparison], names), picture)
+
     write_page = partial(write_report, [unbroken, killed], page := picture.with_name("report.html"))
     for path, write in ((picture, draw), (page, write_page)):
         try:

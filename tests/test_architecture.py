@@ -214,7 +214,7 @@ ONLY_IN = {
     "mlflow": "trainer.publish.mlflow_tracker",
     "trackio": "trainer.publish.trackio_tracker",
     "requests": "trainer.publish.mlflow_tracker trainer.publish.swanlab_tracker",
-    "yaml": "trainer.config.compose trainer.config.megatron_flags",
+    "yaml": "trainer.compare.read trainer.config.compose trainer.config.megatron_flags",
     "torch.distributed.tensor": """
         reprise.torch_private reprise.tensors.live trainer.interop.dcp.by_rank trainer.parallel
     """,
@@ -243,7 +243,7 @@ HANDED_ON = {
         reprise.stores.child
         reprise.stores.ranges
         trainer.config.compose
-        trainer.metrics.sink
+        trainer.metrics.run_log
     """,
 }
 

@@ -32,7 +32,7 @@ from trainer.launch.environment import Environment
 from trainer.launch.exit_with_error import exit_with_error
 from trainer.launch.start_times import Phase, StartTimes, importing
 from trainer.memory.needs import out_of_memory, require_host_memory, require_memory
-from trainer.metrics.progress_bar import line_handler
+from trainer.metrics.line_handler import LineHandler
 
 if TYPE_CHECKING:
     from reprise.stores import MirrorProcess
@@ -74,9 +74,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _start_log(rank: int, *, is_silent: bool) -> None:
     """Log to stdout on rank 0, or warnings to stderr if stdout is closed. Other ranks log errors to stderr."""
     if rank == 0 and not is_silent:
-        level, handler = logging.INFO, line_handler(sys.stdout)
+        level, handler = logging.INFO, LineHandler(sys.stdout)
     else:
-        level, handler = logging.WARNING if rank == 0 else logging.ERROR, line_handler(sys.stderr)
+        level, handler = logging.WARNING if rank == 0 else logging.ERROR, LineHandler(sys.stderr)
     form = "%(message)s" if rank == 0 else f"rank {rank}: %(message)s"
     logging.basicConfig(level=level, format=form, handlers=[handler], force=True)
 
@@ -232,7 +232,7 @@ def _train_from(
 
             is_stopped = run.control.is_signalled
             mirrors = stack.enter_context(mirrored(config.checkpoint, cluster, is_stopped=is_stopped))
-        logs = stack.enter_context(_logged(run, course, resolved.text, began_elsewhere=start.began_elsewhere))
+        logs = stack.enter_context(_logged(run, course, resolved.text))
         run = replace(run, course=course, mirrors=mirrors, logs=logs)
         times.end(Phase.load)
         if rewind is not None:
@@ -245,8 +245,8 @@ def _train_from(
 
 
 @contextmanager
-def _logged(run: Run, course: Course, config_text: str, *, began_elsewhere: bool) -> Iterator[tuple[RunLog, ...]]:
-    """Yield the open log for a filled run on rank 0, and close it at the end. An error only removes its bar."""
+def _logged(run: Run, course: Course, config_text: str) -> Iterator[tuple[RunLog, ...]]:
+    """Yield the open log for a filled run on rank 0, and close it at the end, unless an error ends the run."""
     from trainer.metrics.launch_log import LaunchOutcome
     from trainer.run.build import build_log, launch_record
 
@@ -259,7 +259,6 @@ def _logged(run: Run, course: Course, config_text: str, *, began_elsewhere: bool
             progress.iteration,
             config_text,
             owes_evaluation=progress.owes_evaluation,
-            began_elsewhere=began_elsewhere,
             age_s=run.start_times.age_s(),
         )
         if progress.iteration < run.train_iters:  # restarting a finished run changes nothing
@@ -268,7 +267,6 @@ def _logged(run: Run, course: Course, config_text: str, *, began_elsewhere: bool
     except BaseException as error:
         if not isinstance(error, LockError):  # then the folder belongs to another job
             log.ended(run.state.progress.iteration, LaunchOutcome.failed, repr(error)[:_MOST_REASON])
-        log.close_bar()
         raise
     iteration = run.state.progress.iteration
     is_finished = iteration >= run.train_iters

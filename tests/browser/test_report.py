@@ -123,7 +123,7 @@ def test_hovering_shows_the_value_of_the_log(browser: Any, page: Path) -> None:
 @pytest.mark.parametrize("width", [1280, 400])
 def test_charts_are_drawn_and_fit_the_screen(browser: Any, page: Path, width: int, scheme: str) -> None:
     opened = OpenPage(browser, page, width=width, scheme=scheme)
-    for chart in ("loss", "difference", "grad_norm", "life-0", "goodput", "speed"):
+    for chart in ("loss", "difference", "grad_norm", "life-0", "tokens_per_second"):
         assert opened.colors(chart) > 20, chart
     assert opened.tab.evaluate("document.documentElement.scrollWidth") <= width
     assert opened.problems == []

@@ -15,12 +15,12 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 
-from reprise.errors import DataError, LockError, TrainerError, count_of
+from reprise.errors import DataError, LockError, TrainerError
 from reprise.storage import FILE_SYSTEM, exists
 from trainer.commands.arguments import amount, existing_folder
 from trainer.config.logging import TRACKERS
 from trainer.metrics.json_lines import METRICS
-from trainer.publish.publisher import Publisher, follow, publish
+from trainer.publish.publisher import Publisher, publish
 from trainer.publish.tracker import load_tracker
 
 FINE, UNREACHABLE, UNUSABLE = 0, 1, 2
@@ -60,13 +60,12 @@ def _publish(options: argparse.Namespace, stack: ExitStack) -> int:
             if not options.until_input_ends or not pause(1.0):
                 raise
     with closing(sender):
-        follow(sender, tracker, pause)
-        count, error = publish(sender, tracker)
+        error = publish(sender, tracker, pause)
     if error is not None:
         print(f"reprise publish: the tracker cannot be reached: {error!r}. Try again later", file=sys.stderr)
         return UNREACHABLE
     place = f" in {tracker.place}" if tracker.place else ""
-    print(f"sent {count_of(count, 'line')}; the remote run is {sender.remote_id or 'not started'}{place}")
+    print(f"the remote run is {sender.remote_id or 'not started'}{place}")
     return FINE
 
 

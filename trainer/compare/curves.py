@@ -64,7 +64,6 @@ class CurveDifference(NamedTuple):
 
     Attributes:
         size: The absolute difference, as defined by `absolute_differences`.
-        is_exact: Whether both values' bits are known.
     """
 
     iteration: int
@@ -72,7 +71,6 @@ class CurveDifference(NamedTuple):
     base: float
     test: float
     size: float
-    is_exact: bool
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -114,10 +112,9 @@ class Sides:
 
     def difference(self, place: int, quantity: int) -> CurveDifference:
         """Return the two values at a place, whether or not they differ."""
-        base, test = float(self.base.values[quantity, place]), float(self.test.values[quantity, place])
-        is_exact = self.base.kinds[quantity, place] == self.test.kinds[quantity, place] == EXACT
-        size, name = float(absolute_differences(numpy.array(base), numpy.array(test))), self.base.quantities[quantity]
-        return CurveDifference(int(self.base.iterations[place]), name, base, test, size, bool(is_exact))
+        base, test = self.base.values[quantity, place], self.test.values[quantity, place]
+        iteration, name = int(self.base.iterations[place]), self.base.quantities[quantity]
+        return CurveDifference(iteration, name, float(base), float(test), float(absolute_differences(base, test)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -297,10 +294,17 @@ def _windows(curve: Curve) -> Integers:
     return means
 
 
-def meanings(curves: Mapping[str, Curve]) -> list[str]:
-    """Describe each curve's losses, one line per curve. Return none if all come from metrics.jsonl."""
-    is_usual = all(curve.meaning == OURS for curve in curves.values())
-    return [] if is_usual else [f"{name}: {meaning_of(curve)}" for name, curve in curves.items()]
+def about(curves: Mapping[str, Curve]) -> list[tuple[str, str]]:
+    """Describe curves by title: files, iterations and dtypes, what losses mean if other programs logged any, notes."""
+    rows = list[tuple[str, str]]()
+    for title, curve in curves.items():
+        first, last = curve.points.iterations[[0, -1]]
+        dtype = curve.dtype or "dtype unknown, taken as float32"
+        count = count_of(len(curve.points), "iteration")
+        rows.append((title, f"{curve.source}: {count}, {first} to {last}, {dtype}"))
+    if any(curve.meaning != OURS for curve in curves.values()):
+        rows += [("losses", f"{title}: {meaning_of(curve)}") for title, curve in curves.items()]
+    return rows + [("note", note) for note in dict.fromkeys(note for curve in curves.values() for note in curve.notes)]
 
 
 def meaning_of(curve: Curve) -> str:
@@ -317,10 +321,7 @@ def report(comparison: Comparison, *, max_rows: int = 20) -> str:
     """
     base, test, tolerance = comparison.base, comparison.test, comparison.tolerance
     rows = [
-        ("base", described(base)),
-        ("test", described(test)),
-        *(("losses", line) for line in meanings({"base": base, "test": test})),
-        *(("note", note) for note in base.notes + test.notes),
+        *about({"base": base, "test": test}),
         ("tolerance", f"{tolerance} on the losses" if tolerance else "equal bits in losses, grad_norm and lr"),
     ]
     hint = " (--allow-missing-prefix allows iterations missing before the first one of test)"
@@ -333,9 +334,10 @@ def report(comparison: Comparison, *, max_rows: int = 20) -> str:
     ):
         if iterations.size:
             rows.append((title, f"{words}: {_ranges(iterations, max_rows)}{advice}"))
-    rows.append(("bits", _bits(comparison)))
     if evaluated := len(comparison.evaluations.base):
-        rows.append(("evaluated", f"at {count_of(evaluated, 'iteration')} in both: {_validation(comparison)}"))
+        unequal = int(comparison.evaluations.unequal.sum())
+        text = f"at {count_of(evaluated, 'iteration')} in both: {unequal} validation losses differ"
+        rows.append(("evaluated", text))
     lines = [f"{title:9}  {text}" for title, text in rows]
     if differences := comparison.differences(max_rows):
         lines += ["", *_table(differences)]
@@ -367,26 +369,6 @@ def _require_exact(source: str, points: MetricColumns) -> None:
         )
 
 
-def described(curve: Curve) -> str:
-    """Describe a curve: file, iterations and dtype."""
-    first, last = curve.points.iterations[[0, -1]]
-    dtype = curve.dtype or "dtype unknown, taken as float32"
-    return f"{curve.source}: {count_of(len(curve.points), 'iteration')}, {first} to {last}, {dtype}"
-
-
-def _bits(comparison: Comparison) -> str:
-    if not all((curve.points.kinds[0] == EXACT).all() for curve in (comparison.base, comparison.test)):
-        return "not compared: decimals cannot prove equal bits"
-    return f"loss, grad_norm and lr are equal at {comparison.bit_equal} of {comparison.compared} iterations"
-
-
-def _validation(comparison: Comparison) -> str:
-    """Describe how the validation losses compare."""
-    if count := int(comparison.evaluations.unequal.sum()):
-        return f"{count} validation losses differ"
-    return "the validation losses are equal" + (f" within {comparison.tolerance}" if comparison.tolerance else "")
-
-
 def _ranges(iterations: Integers, limit: int) -> str:
     """Format ascending integers as ranges such as `1-40, 43`."""
     borders = (numpy.diff(iterations) != 1).nonzero()[0]
@@ -398,23 +380,6 @@ def _ranges(iterations: Integers, limit: int) -> str:
 
 
 def _table(differences: Sequence[CurveDifference]) -> list[str]:
-    rows = [("iteration", "quantity", "base", "test", "difference", "ulps")]
-    rows += [
-        (str(row.iteration), row.quantity, repr(row.base), repr(row.test), f"{row.size:.3e}", _ulps(row))
-        for row in differences
-    ]
+    rows = [("iteration", "quantity", "base", "test", "difference")]
+    rows += [(str(d.iteration), d.quantity, repr(d.base), repr(d.test), f"{d.size:.3e}") for d in differences]
     return format_table(rows, align=">")
-
-
-def _ulps(difference: CurveDifference) -> str:
-    """Return how many floats lie between two exact values, float32 if both fit, or `-` if unknown."""
-    values = numpy.array([difference.base, difference.test])
-    if not (difference.is_exact and numpy.isfinite(values).all()):
-        return "-"
-    with numpy.errstate(over="ignore"):
-        narrow = values.astype(numpy.float32)
-    floats, bits = (narrow, 32) if (narrow == values).all() else (values, 64)
-    # IEEE 754 bit patterns, read as sign and magnitude, sort like the numbers.
-    magnitudes = numpy.abs(floats).view(f"i{bits // 8}").tolist()
-    first, second = (int(math.copysign(1, value)) * size for value, size in zip(values, magnitudes, strict=True))
-    return f"{abs(first - second)} (float{bits})"

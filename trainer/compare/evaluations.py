@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from reprise.errors import DataError
-from reprise.storage import Json, integer, is_dir, matching
+from reprise.storage import Json, is_dir, matching
 from trainer.compare.text_table import format_table
 from trainer.metrics.json_lines import METRICS, read_records
 from trainer.metrics.log_file import VALID_LOSS, MetricColumns
@@ -61,16 +60,17 @@ def metrics_of(runs: Sequence[Mapping[str, Series]]) -> list[str]:
     return list(dict.fromkeys(name for metrics in runs for name in metrics))
 
 
-def _metrics(records: Sequence[tuple[str, Json]]) -> dict[str, Series]:
+def _metrics(records: Sequence[Json]) -> dict[str, Series]:
     """Return the metrics in a follower's lines."""
     metrics: dict[str, Series] = {}
-    branches = max((_branches(record) for _, record in records), key=len, default=[])
-    for where, record in records:
-        name, value, saved = record.get("metric"), record.get("value"), _branches(record)
-        try:
-            iteration = integer(record.get("iteration"))
-        except ValueError as error:
-            raise DataError("A line of a follower has no iteration", where=where, found=error) from error
+    branches = max((_branches(record) for record in records), key=len, default=[])
+    for record in records:
+        iteration, name, value, saved = (
+            record["iteration"],
+            record.get("metric"),
+            record.get("value"),
+            _branches(record),
+        )
         is_abandoned = any(iteration > began_at for _, began_at in branches[len(saved) :])
         if isinstance(name, str) and isinstance(value, int | float) and not is_abandoned:
             metrics.setdefault(name, {})[iteration] = float(value)

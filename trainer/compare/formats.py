@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from typing import Literal
-
-Comma = Literal["", "decimal", "thousands"]  # what a comma in a number is, if known
 
 # An integer, with or without thousands separators.
-COUNT = r"\d{1,3}(?:[,.'_\u00a0\u2009\u202f]\d{3})+(?!\d)|\d+"
+COUNT = r"\d{1,3}(?:,\d{3})+(?!\d)|\d+"
 # Times logged beside a curve's quantities: milliseconds per iteration, and clock seconds at the log line.
 ELAPSED, CLOCK = "elapsed", "clock"
 _INSTEAD = "Compare what the program writes to a file or a tracker."
@@ -52,7 +49,7 @@ class LineForm:
         head: Matches a line up to its fields. COUNT stands for the iteration.
         separator: Separates fields.
         labels: Regular expressions for the text before each number, by quantity.
-        comma: What a comma in a number is.
+        has_groups: Whether a comma in a number separates thousands.
     """
 
     meaning: Meaning
@@ -60,7 +57,7 @@ class LineForm:
     head: str
     separator: str
     labels: dict[str, str]
-    comma: Comma = ""
+    has_groups: bool = False
     pattern: re.Pattern[str] = field(init=False)
     fields: dict[str, re.Pattern[str]] = field(init=False)
 
@@ -177,7 +174,7 @@ LINE_FORMS = (
             "grad_norm": "optim/total[ _]grad[ _]norm=",
             "lr": r"optim/LR[^=\n]*=",
         },
-        comma="thousands",
+        has_groups=True,
     ),
 )
 

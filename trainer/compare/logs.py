@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from datetime import datetime
+from typing import NamedTuple
 
 from reprise.errors import DataError, count_of
 from reprise.storage import MAX_INTEGER
@@ -21,7 +22,6 @@ from trainer.compare.formats import (
     FORMATS,
     LINE_FORMS,
     UNREADABLE,
-    Comma,
     LineForm,
     Meaning,
     column_form_of,
@@ -30,21 +30,31 @@ from trainer.metrics.json_lines import ABSENT, DECIMAL, EXACT, JsonLines
 from trainer.metrics.log_file import VALID_LOSS, MetricColumns
 
 _CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
-# The rank before a line, as written by torchrun, srun or the program itself.
-_RANK = re.compile(r"^\s*(?:\[[a-z_]+(?=\d+\]:)|(?=\d+:\s))(\d+)|\brank\W{0,3}(\d+)", re.IGNORECASE | re.MULTILINE)
 # The time before a line, as written by Python's logging and Megatron.
 _CLOCK = re.compile(r"\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d(?:[.,]\d{1,6})?")
 _GROUPED = re.compile(r"[+-]?\d{1,3}(?:(?:,\d{3})+\.\d*(?:e[+-]?\d+)?|(?:,\d{3}){2,})", re.IGNORECASE)
-_DECIMAL_COMMA = re.compile(r"[+-]?(?:\d+|\d{1,3}(?:\.\d{3})+),\d*(?:e[+-]?\d+)?", re.IGNORECASE)
 _TENSORBOARD = ("Wall time", "Step", "Value")  # a row's cells in TensorBoard's JSON
-_HEAD = 1 << 16  # how many characters to search for the log's form at first
+_HEAD = 1 << 20  # how many characters to search for the log's form at first
 
 Readings = dict[str, tuple[float, int]]  # value and kind, by quantity
-Entry = tuple[str, str, int, Readings]  # the place, the writing rank, the iteration and its readings
+Entry = tuple[str, int, Readings]  # the place, the iteration and its readings
 Row = tuple[str, Mapping[str, object]]  # the place, and the cells by name
 
 
-def parse_log(text: str, *, source: str, last_wins: bool = False) -> Curve:
+class TextLog(NamedTuple):
+    """Another program's log.
+
+    Attributes:
+        source: The file, for messages.
+        notes: Remarks on the file, such as damage.
+    """
+
+    text: str
+    source: str
+    notes: Sequence[str] = ()
+
+
+def parse_log(text: str, *, source: str, last_wins: bool = False, notes: Sequence[str] = ()) -> Curve:
     """Parse a log in a format listed in `trainer.compare.formats`.
 
     If the last line lacks its newline, it may end inside a number, so it is read only up to its last `|`, `,` or space.
@@ -52,23 +62,25 @@ def parse_log(text: str, *, source: str, last_wins: bool = False) -> Curve:
     Args:
         source: The log's name in messages.
         last_wins: Whether a later launch replaces an earlier launch's points from its own first iteration on.
+        notes: Remarks for the curve.
 
     Raises:
         DataError: There is no training loss, a loss is not a number, or an iteration repeats with different values.
     """
-    meaning, points, notes = _parse(text, source, QUANTITIES, last_wins=last_wins)
+    log = TextLog(text, source, notes)
+    meaning, points, remarks = _parse(log, QUANTITIES, last_wins=last_wins)
     if meaning.first == 0:
-        notes.append(f"{source} counts from 0, as {meaning.program} does: its step 0 is iteration 1")
+        remarks.append(f"{source} counts from 0, as {meaning.program} does: its step 0 is iteration 1")
     if max(points) > MAX_INTEGER:
         raise DataError("An iteration is too large", where=source, expected=f"<= {MAX_INTEGER}", found=max(points))
     iterations, absent = sorted(points), (math.nan, ABSENT)
     cells = [[points[n].get(quantity, absent) for quantity in QUANTITIES] for n in iterations]
     none = MetricColumns.of([], [VALID_LOSS], [])
-    return Curve(source, MetricColumns.of(iterations, QUANTITIES, cells), none, notes=tuple(notes), meaning=meaning)
+    return Curve(source, MetricColumns.of(iterations, QUANTITIES, cells), none, notes=tuple(remarks), meaning=meaning)
 
 
-def parse_times(text: str, *, source: str) -> tuple[Meaning, dict[int, float]]:
-    """Parse seconds by iteration from a log: logged durations, or else the differences between line times.
+def parse_times(log: TextLog) -> tuple[Meaning, dict[int, float], list[str]]:
+    """Parse seconds by iteration from a log, and notes: logged durations, or else the differences between line times.
 
     A difference between lines averages over their iterations, including saves and evaluations. A later launch replaces
     an earlier launch's points from its own first iteration on.
@@ -76,7 +88,7 @@ def parse_times(text: str, *, source: str) -> tuple[Meaning, dict[int, float]]:
     Raises:
         DataError: As for `parse_log`, or the log has no times.
     """
-    meaning, points, _ = _parse(text, source, (*QUANTITIES, ELAPSED, CLOCK), last_wins=True)
+    meaning, points, notes = _parse(log, (*QUANTITIES, ELAPSED, CLOCK), last_wins=True)
     seconds = {n: point[ELAPSED][0] / 1000 for n, point in points.items() if ELAPSED in point}
     clocks = sorted((n, point[CLOCK][0]) for n, point in points.items() if CLOCK in point)
     for (before, begin), (n, end) in itertools.pairwise(clocks if not seconds else ()):
@@ -85,21 +97,21 @@ def parse_times(text: str, *, source: str) -> tuple[Meaning, dict[int, float]]:
     if not seconds:
         raise DataError(
             "The log has no iteration times",
-            where=source,
+            where=log.source,
             expected="elapsed time per iteration (ms), a time before each line, or a column _timestamp, _runtime or "
             "wall_time",
             found=meaning.program,
             fix="An HF Trainer's trainer_state.json has no times. Its event files do (report_to=tensorboard).",
         )
-    return meaning, seconds
+    return meaning, seconds, notes
 
 
 def _parse(
-    text: str, source: str, quantities: Sequence[str], *, last_wins: bool
+    log: TextLog, quantities: Sequence[str], *, last_wins: bool
 ) -> tuple[Meaning, dict[int, Readings], list[str]]:
     """Return what a log's losses mean, the readings by iteration, and notes."""
-    text = _CONTROL.sub("", text).replace("\r\n", "\n").replace("\r", "\n")
-    notes = list[str]()
+    text = _CONTROL.sub("", log.text).replace("\r\n", "\n").replace("\r", "\n")
+    source, notes = log.source, [*log.notes]
     table = _entries_of_table(text, source, notes, quantities)
     meaning, entries = table or _entries_of_lines(text, source, notes, quantities)
     points = _collect(entries, source, notes, last_wins=last_wins)
@@ -121,32 +133,23 @@ def require_points(points: Sized, source: str, text: str = "") -> None:
 
 def _collect(entries: Iterator[Entry], source: str, notes: list[str], *, last_wins: bool) -> dict[int, Readings]:
     """Return the readings by iteration. Refuse different losses for an iteration, unless a later launch logged them."""
-    points, ranks = dict[int, Readings](), dict[int, str]()
-    repeated, last, replaced = set[int](), -1, 0
-    for where, rank, iteration, readings in entries:
+    points, repeated, last, replaced = dict[int, Readings](), set[int](), -1, 0
+    for where, iteration, readings in entries:
         earlier = points.get(iteration)
         if earlier is not None and _bits(earlier) != _bits(readings):
             repeated |= {iteration} if iteration == last else set()
-            values = {"expected": f"loss {earlier['loss'][0]:.9g}", "found": f"loss {readings['loss'][0]:.9g}"}
-            if ranks.get(iteration, rank) != rank or len(repeated) > 1:
-                raise DataError(
-                    f"Several ranks print different losses for iteration {iteration}",
-                    where=where,
-                    **values,
-                    fix="Keep one rank's lines. For launches logging on different ranks, strip the rank.",
-                )
-            if not last_wins:
+            if len(repeated) > 1 or not last_wins:  # two launches repeat at most one iteration at once
                 raise DataError(
                     f"Iteration {iteration} comes twice with different values",
                     where=where,
-                    **values,
-                    fix="For a resumed run, --last-wins takes the later launch. For several ranks, keep one.",
+                    expected=f"loss {earlier['loss'][0]:.9g}",
+                    found=f"loss {readings['loss'][0]:.9g}",
+                    fix="For several ranks, keep one rank's lines. For a resumed run, --last-wins takes the later "
+                    "launch.",
                 )
         while last_wins and points and next(reversed(points)) >= iteration:  # points are in order, as each launch's are
             replaced += _bits(points.popitem()[1]) != _bits(readings)
         points[iteration], last = readings, iteration
-        if rank:
-            ranks[iteration] = rank
     if replaced:
         notes.append(f"{source}: {count_of(replaced, 'line')} from launches that a later launch replaced were left out")
     return points
@@ -159,14 +162,11 @@ def _bits(readings: Readings) -> dict[str, str]:
 def _entries_of_lines(
     text: str, source: str, notes: list[str], quantities: Sequence[str]
 ) -> tuple[Meaning, Iterator[Entry]]:
-    end = _HEAD
-    while True:
+    for end in (_HEAD, len(text)):
         for form in LINE_FORMS:
             if any(form.fields["loss"].search(match[2]) for match in form.pattern.finditer(text, 0, end)):
                 return form.meaning, _read_lines(text, form, source, notes, quantities)
-        if end >= len(text):
-            return Meaning(), iter(())
-        end *= 4
+    return Meaning(), iter(())
 
 
 def _read_lines(text: str, form: LineForm, source: str, notes: list[str], quantities: Sequence[str]) -> Iterator[Entry]:
@@ -179,17 +179,17 @@ def _read_lines(text: str, form: LineForm, source: str, notes: list[str], quanti
         if is_torn:
             fields = fields[: max(map(fields.rfind, "|, ")) + 1]
         readings = {
-            quantity: _read_number(token[1].rstrip(",;)"), where, comma=form.comma)
+            quantity: _read_number(token[1].rstrip(",;)"), where, has_groups=form.has_groups)
             for quantity, pattern in form.fields.items()
             if quantity in quantities and (token := pattern.search(fields))
         }
         if "loss" in readings:
             begin = text.rfind("\n", 0, start) + 1
-            rank, clock = _RANK.search(text, begin, start), _CLOCK.search(text, begin, start)
+            clock = _CLOCK.search(text, begin, start)
             if clock and CLOCK in quantities:
                 readings[CLOCK] = datetime.fromisoformat(clock[0]).timestamp(), DECIMAL
             iteration = int(re.sub(r"\D", "", match[1])) + 1 - form.meaning.first
-            yield where, rank[rank.lastindex or 0] if rank else "", iteration, readings
+            yield where, iteration, readings
         elif is_torn:
             notes.append(f"{where} is torn (no newline at its end) and was left out")
 
@@ -198,12 +198,10 @@ def _entries_of_table(
     text: str, source: str, notes: list[str], quantities: Sequence[str]
 ) -> tuple[Meaning, Iterator[Entry]] | None:
     """Return the entries in JSON or CSV, or None if the text has another form."""
-    comma: Comma = ""
     names, rows = _rows_of_json(text, source, notes)
     if not names:
         header = text[:_HEAD].lstrip().partition("\n")[0]
         delimiter = max(",;\t", key=header.count)
-        comma = "" if delimiter == "," else "decimal"
         names, rows = next(csv.reader([header], delimiter=delimiter), []), _rows_of_csv(text, delimiter, source, notes)
     form = column_form_of(names)
     if form is None:
@@ -214,21 +212,21 @@ def _entries_of_table(
         fix = "Export one run and one loss."
         raise DataError("Several columns hold a loss", where=source, expected="one", found=", ".join(losses), fix=fix)
     chosen = {name: matches[0] for name, matches in columns.items() if matches and name in ("iteration", *quantities)}
-    return meaning, _read_rows(rows, chosen, meaning, comma)
+    return meaning, _read_rows(rows, chosen, meaning)
 
 
-def _read_rows(rows: Iterator[Row], columns: Mapping[str, str], meaning: Meaning, comma: Comma) -> Iterator[Entry]:
+def _read_rows(rows: Iterator[Row], columns: Mapping[str, str], meaning: Meaning) -> Iterator[Entry]:
     for where, row in rows:
         cells = {quantity: str(row[name]).strip() for quantity, name in columns.items() if row.get(name) is not None}
         count = cells.pop("iteration", "")
         if not count or not cells.get("loss"):
             continue
-        if re.fullmatch(r"\d+\.0*", count) and not (comma and "," in cells["loss"]):
+        if re.fullmatch(r"\d+\.0*", count):
             count = count.partition(".")[0]
         if not re.fullmatch(COUNT, count):
             raise DataError("A row with a loss has no iteration", where=where, expected="an integer", found=repr(count))
-        readings = {quantity: _read_number(cell, where, comma=comma) for quantity, cell in cells.items() if cell}
-        yield where, "", int(re.sub(r"\D", "", count)) + 1 - meaning.first, readings
+        readings = {quantity: _read_number(cell, where) for quantity, cell in cells.items() if cell}
+        yield where, int(re.sub(r"\D", "", count)) + 1 - meaning.first, readings
 
 
 def _rows_of_json(text: str, source: str, notes: list[str]) -> tuple[list[str], Iterator[Row]]:
@@ -240,7 +238,7 @@ def _rows_of_json(text: str, source: str, notes: list[str]) -> tuple[list[str], 
         except (ValueError, RecursionError):
             document = None
         if document is None and column_form_of([*(first_object(text) or ())]):
-            lines = JsonLines(io.BytesIO(text.encode()), source)
+            lines = JsonLines(io.BytesIO(text.encode()), source, is_log=False)
             rows += lines.records()
             notes += lines.notes
         entries = document.get("log_history", [document]) if isinstance(document, dict) else document
@@ -268,35 +266,21 @@ def first_object(text: str) -> dict[str, object] | None:
     return record if isinstance(record, dict) else None
 
 
-def _read_number(text: str, where: str, *, comma: Comma = "") -> tuple[float, int]:
+def _read_number(text: str, where: str, *, has_groups: bool = False) -> tuple[float, int]:
     """Parse a number, and return it with its kind. Hex numbers, NaN and infinity are exact.
 
     Args:
-        comma: What a single comma before three digits is. If that is unknown, such a number is refused.
+        has_groups: Whether a comma separates thousands. If that is unknown, `1,234` is refused, but not `1,234.5`.
 
     Raises:
         DataError: The text is not a number, or its comma is ambiguous.
     """
     is_hex = "0x" in text.lower()
-    if "," in text:
-        text = _with_point(text, where, comma)
+    if has_groups or _GROUPED.fullmatch(text):
+        text = text.replace(",", "")
     try:
         value = float.fromhex(text) if is_hex else float(text)
     except (ValueError, OverflowError) as error:
-        raise DataError("Cannot read a number", where=where, found=repr(text[:60])) from error
+        fix = "Write the log with decimal points, for example with LC_ALL=C." if "," in text else None
+        raise DataError("Cannot read a number", where=where, found=repr(text[:60]), fix=fix) from error
     return value, EXACT if is_hex or not math.isfinite(value) else DECIMAL
-
-
-def _with_point(text: str, where: str, comma: Comma) -> str:
-    """Return a number that contains commas with a decimal point and without thousands separators."""
-    is_unclear = re.fullmatch(r"[+-]?[1-9]\d{0,2},\d{3}", text)
-    if _GROUPED.fullmatch(text) or (is_unclear and comma == "thousands"):
-        return text.replace(",", "")
-    if _DECIMAL_COMMA.fullmatch(text) and (not is_unclear or comma == "decimal"):
-        return text.replace(".", "").replace(",", ".")
-    raise DataError(
-        "The comma in a number may be a decimal comma or a thousands separator",
-        where=where,
-        found=repr(text[:60]),
-        fix="Write the log with decimal points and without separators, for example with LC_ALL=C.",
-    )

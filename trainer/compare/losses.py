@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,9 +11,10 @@ from reprise.errors import DataError
 from reprise.storage import dumps, exists, is_dir, is_file
 from trainer.compare.curves import Comparison, Curve, Tolerance, common_dtype, compare, report
 from trainer.compare.evaluations import evaluation_table, read_evaluations, with_losses
-from trainer.compare.plot import plot_comparisons
+from trainer.compare.figure import write_figure
+from trainer.compare.plot import draw_comparisons
 from trainer.compare.read import DTYPES, read_curves, run_file
-from trainer.compare.table import name_runs, report_all, summarize, summarize_all
+from trainer.compare.table import name_runs, summarize, summarize_all
 from trainer.metrics.json_lines import METRICS
 
 _SUFFIXES = (".log", ".txt", ".jsonl")
@@ -33,20 +34,21 @@ def compare_losses(options: Namespace) -> tuple[str, bool]:
         return _compare_folders(options)
     base, *tests = curves = _read(sources, options)
     names = name_runs([curve.source for curve in curves])
-    comparisons = [_compare(options, base, test) for test in tests]
+    comparisons = {name: _compare(options, base, test) for name, test in zip(names[1:], tests, strict=True)}
     evaluations = [read_evaluations(curve.source) for curve in curves]
     if any(evaluations):  # then list the validation losses too
         evaluations = [with_losses(curve.evaluations, run) for curve, run in zip(curves, evaluations, strict=True)]
     if options.plot:
-        plot_comparisons(comparisons, names, options.plot, evaluations=evaluations)
+        write_figure(draw_comparisons([*comparisons.values()], names, evaluations=evaluations), options.plot)
     metrics = dict(zip(names, evaluations, strict=True)) if any(evaluations) else {}
-    is_equal = all(comparison.equal for comparison in comparisons)
+    is_equal = all(comparison.equal for comparison in comparisons.values())
     if options.json:
-        return dumps(summarize_all(comparisons, names) | ({"evaluations": metrics} if metrics else {})), is_equal
-    table = [*evaluation_table(metrics), ""] if metrics else []
-    is_single = len(comparisons) == 1
-    text = report(comparisons[0], max_rows=options.max_rows) if is_single else report_all(comparisons, names)
-    return "\n".join([*table, text]), is_equal
+        runs = summarize_all(comparisons, names[0])
+        return dumps(runs | ({"evaluations": metrics} if metrics else {})), is_equal
+    lines = [*evaluation_table(metrics), ""] if metrics else []
+    if len(comparisons) == 1:
+        return "\n".join([*lines, report(*comparisons.values(), max_rows=options.max_rows)]), is_equal
+    return "\n".join([*lines, *_reports(comparisons, options, f"runs are equal to {names[0]}")]), is_equal
 
 
 def _compare_folders(options: Namespace) -> tuple[str, bool]:
@@ -69,14 +71,20 @@ def _compare_folders(options: Namespace) -> tuple[str, bool]:
         )
     comparisons = {name: _compare(options, *_read([base_logs[name], test_logs[name]], options)) for name in common}
     alone = {"only_in_base": sorted({*base_logs} - {*common}), "only_in_test": sorted({*test_logs} - {*common})}
-    equal = sum(comparison.equal for comparison in comparisons.values())
-    is_equal = equal == len(comparisons) and not any(alone.values())
+    is_equal = all(comparison.equal for comparison in comparisons.values()) and not any(alone.values())
     if options.json:
         logs = [summarize(comparison, name) for name, comparison in comparisons.items()]
         return dumps({"logs": logs, **alone, "equal": is_equal}), is_equal
-    lines = [f"{name}\n{report(result, max_rows=options.max_rows)}\n" for name, result in comparisons.items()]
-    lines += [f"{n} is in {folder} alone" for names, folder in zip(alone.values(), folders, strict=True) for n in names]
-    return "\n".join([*lines, f"{equal} of {len(comparisons)} logs are equal"]), is_equal
+    lines = [f"{n} is in {folder} alone" for names, folder in zip(alone.values(), folders, strict=True) for n in names]
+    return "\n".join([*lines, *_reports(comparisons, options, "logs are equal")]), is_equal
+
+
+def _reports(comparisons: Mapping[str, Comparison], options: Namespace, what: str) -> list[str]:
+    """Report each comparison, then all verdicts. The last line counts the equal ones."""
+    reports = [f"{name}\n{report(result, max_rows=options.max_rows)}\n" for name, result in comparisons.items()]
+    verdicts = [f"{name}: {result.verdict}" for name, result in comparisons.items()]
+    equal = sum(result.equal for result in comparisons.values())
+    return [*reports, *verdicts, f"{equal} of {len(comparisons)} {what}"]
 
 
 def _compare(options: Namespace, base: Curve, test: Curve) -> Comparison:

@@ -4,35 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy
 
-from trainer.compare.curves import Comparison, Curve
+from trainer.compare.curves import Comparison
 from trainer.compare.evaluations import Series, metrics_of
-from trainer.compare.figure import BASE_COLOR, COLORS, make_figure, write_figure
-from trainer.compare.table import short_verdict
+from trainer.compare.figure import BASE_COLOR, COLORS, make_figure
 from trainer.metrics.log_file import Floats, Integers
 
-_DIFFERENCE_COLOR = "#444444"
 _DASHES = ("-", (0, (5, 1.5)), (0, (1.5, 1)), (0, (6, 1.5, 1.5, 1.5)))
 _BASE_STYLE = {"color": BASE_COLOR, "linewidth": 6.0}
-
-
-def plot_comparisons(
-    comparisons: Sequence[Comparison],
-    names: Sequence[str],
-    path: str | Path,
-    *,
-    evaluations: Sequence[Mapping[str, Series]] = (),
-) -> None:
-    """Write the figure from `draw_comparisons`. The path's suffix determines the format.
-
-    Raises:
-        TrainerError: matplotlib is not installed, or the picture cannot be written.
-    """
-    write_figure(draw_comparisons(comparisons, names, evaluations=evaluations), path)
 
 
 def draw_comparisons(
@@ -41,8 +23,7 @@ def draw_comparisons(
     """Draw the runs' losses over their base, and each run's difference from the base below.
 
     Equal curves stay visible: each is thinner than the curve under it, and they differ in color and style. The
-    difference axis is logarithmic down to the smallest difference, and linear from there to 0. Infinite and NaN losses
-    are marked at the lower edge, nonfinite differences at the upper edge.
+    difference axis is logarithmic down to the smallest difference, and linear from there to 0.
 
     Args:
         comparisons: Results from `compare`, all with the same base.
@@ -59,37 +40,32 @@ def draw_comparisons(
     title = single.verdict if single else f"{equal} of {len(comparisons)} runs are equal to {names[0]}"
     figure.suptitle(title, fontsize=13)
     styles = [_BASE_STYLE, *(_style(number, len(comparisons)) for number in range(len(comparisons)))]
-    _draw_curve(upper, comparisons[0].base, f"{names[0]} (base)", styles[0])
-    sizes = [comparison.points.sizes for comparison in comparisons]
+    base, sizes = comparisons[0].base.points, [comparison.points.sizes for comparison in comparisons]
+    _draw(upper, base.iterations, base.values[0], styles[0], label=f"{names[0]} (base)")
     for comparison, name, style, differences in zip(comparisons, names[1:], styles[1:], sizes, strict=True):
-        _draw_curve(upper, comparison.test, f"{name}: {short_verdict(comparison)}", style)
-        _draw_sizes(lower, comparison.points.base.iterations, differences, style)
+        points = comparison.test.points
+        _draw(upper, points.iterations, points.values[0], style, label=f"{name}: {comparison.verdict}")
+        _draw(lower, comparison.points.base.iterations, differences, style)
     for axes, metric in zip(panels, metrics, strict=True):
-        _draw_metric(axes, metric, evaluations, styles)
-    limit = single.tolerance.absolute if single and single.tolerance else 0.0
-    if limit > 0:
-        lower.axhline(limit, color=_DIFFERENCE_COLOR, linestyle="--", linewidth=1)
-    _scale_differences(lower, numpy.concatenate(sizes), limit)
-    upper.set_ylabel("training loss")
+        for run, style in zip(evaluations, styles, strict=True):
+            series = sorted(run.get(metric, {}).items())
+            axes.plot(*zip(*series, strict=True) if series else ([], []), marker="o", **style)
+        axes.set_title(metric, fontsize=10)
+    if single and single.tolerance and single.tolerance.absolute:
+        lower.axhline(single.tolerance.absolute, color="#444444", linestyle="--", linewidth=1)
+    everything = numpy.concatenate(sizes)
+    if (visible := everything[(everything > 0) & numpy.isfinite(everything)]).size:
+        least = 10.0 ** math.floor(math.log10(visible.min()))
+        lower.set_yscale("symlog", linthresh=least, linscale=0.6)
+        lower.set_ylim(bottom=-0.4 * least)
+    upper.set_ylabel("training loss (x: not finite)")
     lower.set_ylabel(f"|loss - loss of {names[0]}|")
-    lower.set_xlabel("iteration")
-    for axes in (upper, lower):
+    for axes in (upper, lower, *panels):
+        axes.set_xlabel("iteration")
         axes.grid(alpha=0.25)
     figure.legend(*upper.get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
     figure.align_ylabels()
     return figure
-
-
-def _draw_metric(
-    axes: Any, metric: str, evaluations: Sequence[Mapping[str, Series]], styles: Sequence[dict[str, Any]]
-) -> None:
-    """Draw a metric measured on each run's checkpoints, in the style of the run's loss curve."""
-    for metrics, style in zip(evaluations, styles, strict=True):
-        series = sorted(metrics.get(metric, {}).items())
-        axes.plot(*zip(*series, strict=True) if series else ([], []), marker="o", **style)
-    axes.set_title(metric, fontsize=10)
-    axes.set_xlabel("iteration")
-    axes.grid(alpha=0.25)
 
 
 def _style(number: int, total: int) -> dict[str, Any]:
@@ -102,41 +78,10 @@ def _style(number: int, total: int) -> dict[str, Any]:
     }
 
 
-def _draw_curve(axes: Any, curve: Curve, label: str, style: dict[str, Any]) -> None:
-    iterations, losses = curve.points.iterations, curve.points.values[0]
-    is_finite = numpy.isfinite(losses)
-    marker = "o" if len(iterations) == 1 else None
-    axes.plot(iterations, numpy.where(is_finite, losses, math.nan), label=label, marker=marker, **style)
-    _mark(axes, iterations[~is_finite], f"nan or inf in {label.partition(':')[0]}", style["color"], 0.04)
-
-
-def _draw_sizes(axes: Any, iterations: Integers, sizes: Floats, style: dict[str, Any]) -> None:
-    is_finite = numpy.isfinite(sizes)
-    if (sizes[is_finite] > 0).any():  # differences rarely coincide, and dashes would hide details
-        style = {**style, "linestyle": "-", "linewidth": 1.2}
-    marker = "o" if len(sizes) == 1 else None
-    axes.plot(iterations, numpy.where(is_finite, sizes, math.nan), marker=marker, **style)
-    _mark(axes, iterations[~is_finite], "not finite and not the same", style["color"], 0.94)
-
-
-def _scale_differences(axes: Any, sizes: Floats, limit: float) -> None:
-    """Scale the difference axis to these sizes, and to the tolerance if it is not 0."""
-    levels = [*sizes[(sizes > 0) & numpy.isfinite(sizes)].tolist()]
-    if not levels:
-        axes.set_ylim(-0.5, 1)
-        axes.set_yticks([0])
-        text = "every compared loss is the same" if (sizes == 0).any() else "no difference has a size"
-        axes.text(0.5, 0.7, text, transform=axes.transAxes, ha="center", va="center", color=_DIFFERENCE_COLOR)
-        return
-    levels += [limit] if limit else []
-    low, high = math.floor(math.log10(min(levels))), math.ceil(math.log10(max(levels)))
-    axes.set_yscale("symlog", linthresh=10.0**low, linscale=0.6)
-    axes.set_ylim(-0.4 * 10.0**low, 2 * 10.0**high)
-    axes.set_yticks([0.0, *(10.0**decade for decade in range(low, high + 1, math.ceil((high - low + 1) / 6)))])
-    axes.set_yticks([], minor=True)
-
-
-def _mark(axes: Any, iterations: Integers, label: str, color: str, height: float) -> None:
-    if iterations.size:
-        edge = axes.get_xaxis_transform()
-        axes.plot(iterations, [height] * iterations.size, "x", transform=edge, color=color, label=label)
+def _draw(axes: Any, iterations: Integers, values: Floats, style: dict[str, Any], *, label: str = "") -> None:
+    """Draw a curve, and mark its nonfinite values at the lower edge."""
+    is_finite = numpy.isfinite(values)
+    marker = "o" if len(values) == 1 else None
+    axes.plot(iterations, numpy.where(is_finite, values, math.nan), label=label, marker=marker, **style)
+    gaps = iterations[~is_finite]
+    axes.plot(gaps, numpy.full(gaps.size, 0.04), "x", transform=axes.get_xaxis_transform(), color=style["color"])

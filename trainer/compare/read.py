@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import errno
-import io
 import os
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from fnmatch import fnmatch
@@ -14,14 +12,15 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import numpy
+import yaml
 
 from reprise.errors import DataError
 from reprise.storage import SMALL_BYTES, exists, is_dir, is_file, matching, read_regular
 from trainer.compare.curves import QUANTITIES, Curve
 from trainer.compare.formats import column_form_of
-from trainer.compare.logs import first_object, parse_log, require_points
+from trainer.compare.logs import TextLog, first_object, parse_log, require_points
 from trainer.metrics.json_lines import ABSENT, METRICS, open_log
-from trainer.metrics.log_file import VALID_LOSS, MetricsLog, read_lines
+from trainer.metrics.log_file import MetricsLog, read_lines
 from trainer.workers import spawned_pool
 
 LLMC_LOG = "main.log"
@@ -29,7 +28,6 @@ CONFIG_FILE = "config.yaml"
 DTYPES = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float32": "float32", "fp32": "float32"}  # by name
 _EVENTS = "*tfevents*"
 _HEAD_BYTES = 1 << 16
-_UTF_16 = (b"\xff\xfe", b"\xfe\xff")
 _MOST_BYTES = 4 << 30  # the limit for a text log, which is held in memory
 _LARGE_BYTES = 64 << 20  # reading a larger file takes longer than starting a process
 
@@ -51,8 +49,7 @@ def read_curve(path: str | Path, *, last_wins: bool = False) -> Curve:
     run = read_run(path, QUANTITIES)
     if isinstance(run, MetricsLog):
         return replace(curve_of(run), dtype=read_dtype(Path(run.source).parent / CONFIG_FILE))
-    file, text = run
-    return parse_log(text, source=str(file), last_wins=last_wins)
+    return parse_log(run.text, source=run.source, last_wins=last_wins, notes=run.notes)
 
 
 def read_curves(paths: Sequence[str], *, last_wins: bool = False) -> list[Curve]:
@@ -86,8 +83,8 @@ def event_files(path: Path) -> list[Path]:
     return sorted(paths)
 
 
-def read_run(path: str | Path, quantities: Sequence[str]) -> MetricsLog | tuple[Path, str]:
-    """Read a run's log. For another program's log, return the file and its text.
+def read_run(path: str | Path, quantities: Sequence[str]) -> MetricsLog | TextLog:
+    """Read a run's log, or the text in another program's log.
 
     Args:
         path: The file or the run's folder.
@@ -102,46 +99,43 @@ def read_run(path: str | Path, quantities: Sequence[str]) -> MetricsLog | tuple[
             raise DataError("Event files need tensorboard", where=file, fix="pip install 'torch-reprise[train]'.")
         from trainer.compare.events import table_of
 
-        return file, table_of(events)
+        notes = list[str]()
+        return TextLog(table_of(events, notes), str(file), notes)
     with open_log(file) as stream:
         head = stream.read(_HEAD_BYTES)
         stream.seek(0)
         if _is_metrics(_decode(head), file):
-            is_wide = head.startswith(_UTF_16)
-            lines = io.BytesIO(_decode(stream.read()).encode()) if is_wide else stream
-            return read_lines(lines, str(file), quantities)
+            return read_lines(stream, str(file), quantities)
         if os.fstat(stream.fileno()).st_size > _MOST_BYTES:
             raise OSError(errno.EFBIG, f"larger than {_MOST_BYTES} B", str(file))
-        return file, _decode(stream.read())
+        return TextLog(_decode(stream.read()), str(file))
 
 
 def _decode(data: bytes) -> str:
-    """Decode UTF-8, or UTF-16 as written by PowerShell. Drop the zeros that a host crash leaves in a log."""
-    encoding = "utf-16" if data.startswith(_UTF_16) else "utf-8-sig"
-    return data.decode(encoding, errors="replace").replace("\0", "")
+    """Decode UTF-8. Drop the zeros that a host crash leaves in a log, and those in UTF-16."""
+    return data.decode("utf-8-sig", errors="replace").replace("\0", "")
 
 
 def curve_of(log: MetricsLog) -> Curve:
-    """Return the curve from a run's log, whose columns must be `QUANTITIES`.
+    """Return the curve from a run's log.
 
     Raises:
-        DataError: No record has a loss, a loss cannot be read, or an iteration repeats.
+        DataError: No record has a loss, a value cannot be read, or an iteration repeats.
     """
-    log.require_usable(*QUANTITIES, VALID_LOSS)
-    points = log.columns
+    points, evaluations = log.readable(log.columns.only(*QUANTITIES)), log.readable(log.evaluations)
     is_null = points.kinds[0] == ABSENT
     if is_null.any():
-        where = log.place(log.lines[is_null.argmax()])
+        where = log.place(points.lines[is_null.argmax()])
         raise DataError("A loss is null", where=where, expected='loss_hex beside it, such as "nan"')
-    order = points.iterations.argsort(kind="stable")
-    if (numpy.diff(order) != 1).any():
-        points = points.take(order)
-    repeated = order[1:][numpy.diff(points.iterations) == 0]
+    if (numpy.diff(points.iterations) <= 0).any():
+        points = points.take(points.iterations.argsort(kind="stable"))
+    repeated = numpy.flatnonzero(numpy.diff(points.iterations) == 0) + 1
     if repeated.size:
-        where, problem = log.place(log.lines[repeated.min()]), f"Iteration {log.columns.iterations[repeated.min()]}"
-        raise DataError(f"{problem} comes twice", where=where, expected="one record per iteration")
+        place = repeated[points.lines[repeated].argmin()]
+        problem, where = f"Iteration {points.iterations[place]} comes twice", log.place(points.lines[place])
+        raise DataError(problem, where=where, expected="one record per iteration")
     require_points(points, log.source)
-    return Curve(log.source, points, log.evaluations, notes=log.notes)
+    return Curve(log.source, points, evaluations, notes=log.notes)
 
 
 def _is_metrics(text: str, file: Path) -> bool:
@@ -152,12 +146,9 @@ def _is_metrics(text: str, file: Path) -> bool:
 
 
 def read_dtype(config: Path) -> str | None:
-    """Return `dtype` directly under `train:` in a config.yaml, or None if missing or unknown."""
+    """Return the `dtype` in a config.yaml's `train` section, or None if missing or unknown."""
     try:
-        text = read_regular(config, limit_bytes=SMALL_BYTES).decode("utf-8", errors="replace")
-    except OSError:
+        document = yaml.safe_load(read_regular(config, limit_bytes=SMALL_BYTES))
+        return DTYPES.get(str(document["train"]["dtype"]).lower())
+    except (OSError, yaml.YAMLError, LookupError, TypeError):
         return None
-    section = re.search(r"^train:[^\S\n]*\n((?:[^\S\n]+.*\n?|[^\S\n]*\n)*)", text, re.MULTILINE)
-    child = section and re.match(r"(?:[^\S\n]*(?:#.*)?\n)*([^\S\n]+)", section[1])
-    dtype = child and re.search(rf"^{child[1]}dtype:\s*['\"]?(\w+)", section[1], re.MULTILINE) if section else None
-    return DTYPES.get(dtype[1].lower()) if dtype else None

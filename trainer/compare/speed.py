@@ -12,24 +12,14 @@ from typing import Any
 import numpy
 
 from reprise.errors import DataError
-from reprise.storage import finite_number
-from trainer.compare.logs import parse_times
+from trainer.compare.logs import TextLog, parse_times
 from trainer.compare.read import read_run
 from trainer.compare.text_table import format_table
 from trainer.metrics.json_lines import ABSENT, DECIMAL, METRICS
 from trainer.metrics.log_file import Floats, MetricColumns, MetricsLog
 
 _COLUMNS = ("seconds", "tokens_per_second")
-
-
-@dataclass(frozen=True, slots=True)
-class TimedSave:
-    """How long a committed save took, and how long it blocked and slowed training, in seconds."""
-
-    iteration: int
-    seconds: float
-    blocked_s: float
-    slowdown_s: float
+_SAVE = ("seconds", "blocked_seconds", "waited_seconds", "slowdown_seconds")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,12 +29,13 @@ class Timing:
     Attributes:
         columns: Seconds per iteration, without time blocked by saves, and tokens per second.
         starts: The place of the first iteration after each resume. Metrics from older versions lack it.
+        saves: The committed saves' `_SAVE` figures.
     """
 
     source: str
     columns: MetricColumns
+    saves: MetricColumns
     starts: Sequence[int] = ()
-    saves: Sequence[TimedSave] = ()
     notes: tuple[str, ...] = ()
 
     @property
@@ -67,8 +58,7 @@ class Timing:
                 found=len(self.columns),
                 fix="Leave out fewer with --skip.",
             )
-        skipped = set(self.columns.iterations[~remaining].tolist())
-        saves = [save for save in self.saves if save.iteration not in skipped]
+        saves = self.saves.take(~numpy.isin(self.saves.iterations, self.columns.iterations[~remaining]))
         return replace(self, columns=self.columns.take(remaining), starts=(), saves=saves)
 
 
@@ -126,43 +116,46 @@ def read_timing(path: str | Path, tokens: int | None = None) -> Timing:
     """
     log = read_run(path, _COLUMNS)
     if not isinstance(log, MetricsLog):
-        return _timing_of_log(*log, tokens)
-    log.require_usable(*_COLUMNS)
-    saves = [_save(record, log.place(line)) for line, record in log.events if record["event"] == "save"]
-    is_timed = log.columns.kinds[0] != ABSENT
+        return _timing_of_log(log, tokens)
+    columns, saves = log.readable(log.columns), log.readable(log.table("save", *_SAVE))
+    if (saves.kinds == ABSENT).any():
+        where = log.place(saves.lines[(saves.kinds == ABSENT).any(axis=0).argmax()])
+        raise DataError("Cannot read a save's figures", where=where, expected=f"numbers under {', '.join(_SAVE)}")
+    is_timed = columns.kinds[0] != ABSENT
     if not is_timed.any():
         expected = "records with iteration, loss, seconds and tokens_per_second"
         raise DataError("There are no iteration times", where=log.source, expected=expected, found="none of these")
-    values = log.columns.values
+    values = columns.values
     is_timeless = is_timed & ~((values > 0) & (values < math.inf)).all(axis=0)
     if is_timeless.any():
         place = is_timeless.argmax()
-        where, seconds = log.place(log.lines[place]), f"{values[0, place]} s"
+        where, seconds = log.place(columns.lines[place]), f"{values[0, place]} s"
         raise DataError("An iteration took no time", where=where, expected="more than 0", found=seconds)
-    resumed = [place for place, record in log.starts if record.get("resumed") is True]
-    starts = numpy.cumsum(is_timed)[resumed] - 1
-    return Timing(log.source, log.columns.take(is_timed), starts.tolist(), saves, log.notes)
+    columns = columns.take(is_timed)
+    resumed = [line for line, record in log.starts if record.get("resumed") is True]
+    return Timing(log.source, columns, saves, columns.lines.searchsorted(resumed).tolist(), log.notes)
 
 
-def _timing_of_log(file: Path, text: str, tokens: int | None) -> Timing:
+def _timing_of_log(log: TextLog, tokens: int | None) -> Timing:
     if tokens is None:
         raise DataError(
             "Another program's log does not state the tokens per iteration",
-            where=file,
+            where=log.source,
             expected=f"a run folder with {METRICS}, or such a file",
             fix="Pass them with --tokens: the global batch size times the sequence length.",
         )
-    meaning, times = parse_times(text, source=str(file))
+    meaning, times, notes = parse_times(log)
     cells = [[(seconds, DECIMAL), (tokens / seconds, DECIMAL)] for seconds in times.values()]
     columns = MetricColumns.of([*times], _COLUMNS, cells)
-    note = f"{file}: times from {meaning.program}, which may include saves and evaluations; {tokens} tokens each"
-    return Timing(str(file), columns, notes=(note,))
+    note = f"{log.source}: times from {meaning.program}, which may include saves and evaluations; {tokens} tokens each"
+    return Timing(log.source, columns, MetricColumns.of([], _SAVE, []), notes=(*notes, note))
 
 
 def measure(timing: Timing) -> Speed:
     """Compute a run's speed figures."""
-    blocked, slowdown = (sum(getattr(save, name) for save in timing.saves) for name in ("blocked_s", "slowdown_s"))
-    slowdown = max(0.0, slowdown)  # iterations during saves may be faster by chance
+    save_seconds, *waits, slowdowns = timing.saves.values
+    blocked = float(sum(map(sum, waits)))
+    slowdown = max(0.0, float(slowdowns.sum()))  # iterations during saves may be faster by chance
     seconds, speeds = timing.columns.values
     total, tokens = float(seconds.sum()) + blocked, float((speeds * seconds).sum())
     return Speed(
@@ -170,7 +163,7 @@ def measure(timing: Timing) -> Speed:
         seconds=Spread.of(seconds),
         iterations=len(timing.columns),
         saves=len(timing.saves),
-        save_seconds=median(save.seconds for save in timing.saves) if timing.saves else None,
+        save_seconds=median(save_seconds.tolist()) if len(timing.saves) else None,
         blocked_s=blocked,
         slowdown_s=slowdown,
         checkpoint_share=min(1.0, (blocked + slowdown) / total),
@@ -199,26 +192,19 @@ def summarize_speeds(
 
 
 def report_speeds(summary: Mapping[str, Any]) -> str:
-    """Return tables: the runs' speed, their saves' cost and, for several runs, verdicts.
-
-    The last line is the overall verdict.
-    """
+    """Return tables with the runs' speed and their saves' cost. For several runs, the last line is the verdict."""
     runs, slower = summary["runs"], summary["slower"]
-    pace = [["run", "iterations", "tok/s", "p10", "p90", "ratio", "s/iteration", "p10", "p90"]]
+    pace = [["run", "iterations", "tok/s", "p10", "p25", "p75", "p90", "ratio", "s/iteration", "p10", "p90", "verdict"]]
     cost = [["run", "saves", "s to commit", "blocked s", "slowed s", "share of time", "tok/s overall", "ratio"]]
-    verdicts = [["run", "verdict", "against the first", "tok/s", "quartiles"]]
     for run in runs:
         name, tokens, seconds, save_s = run["run"], run["tokens_per_second"], run["seconds"], run["save_seconds"]
-        speeds = [f"{tokens[key]:.1f}" for key in ("median", "p10", "p90")]
+        speeds = [f"{tokens[key]:.1f}" for key in ("median", "p10", "p25", "p75", "p90")]
         times = [f"{seconds[key]:.4g}" for key in ("median", "p10", "p90")]
-        pace.append([name, str(run["iterations"]), *speeds, f"{run['ratio']:.3f}", *times])
+        verdict = "base" if run is runs[0] else "SLOWER" if run["is_slower"] else "ok"
+        pace.append([name, str(run["iterations"]), *speeds, f"{run['ratio']:.3f}", *times, verdict])
         cost.append([name, str(run["saves"]), "-" if save_s is None else f"{save_s:.3f}"])
         cost[-1] += [f"{run['blocked_s']:.3f}", f"{run['slowdown_s']:.3f}", f"{run['checkpoint_share']:.2%}"]
         cost[-1] += [f"{run['tokens_per_second_overall']:.1f}", f"{run['ratio_overall']:.3f}"]
-        is_base = run is runs[0]
-        verdict = "base" if is_base else "SLOWER" if run["is_slower"] else "ok"
-        change = "-" if is_base else f"{0.0 - run['slower_by']:+.1%}"
-        verdicts.append([name, verdict, change, speeds[0], f"{tokens['p25']:.1f} to {tokens['p75']:.1f}"])
     skipped = summary["skipped"]
     rule = f"the first {skipped} iterations after each start, and their saves, are left out; tok/s is the median"
     lines = [rule, "", *format_table(pace), "", *format_table(cost)]
@@ -226,16 +212,5 @@ def report_speeds(summary: Mapping[str, Any]) -> str:
         limit = f"{runs[0]['run']} by more than {100 * summary['threshold']:g}% of its median"
         is_slower = f"SLOWER: {len(slower)} of {len(runs) - 1} runs than {limit}: {', '.join(slower)}"
         is_fine = f"ok: 0 of {len(runs) - 1} runs are slower than {limit}"
-        lines += ["", *format_table(verdicts), "", is_slower if slower else is_fine]
+        lines += ["", is_slower if slower else is_fine]
     return "\n".join(lines)
-
-
-def _save(record: Mapping[str, object], where: str) -> TimedSave:
-    names = ("iteration", "seconds", "blocked_seconds", "waited_seconds", "slowdown_seconds")
-    try:
-        iteration, seconds, blocked, waited, slowdown = (finite_number(record.get(name)) for name in names)
-    except ValueError as error:
-        raise DataError(
-            "Cannot read a save's figures", where=where, expected=f"numbers under {', '.join(names)}", found=error
-        ) from error
-    return TimedSave(int(iteration), seconds, blocked + waited, slowdown)

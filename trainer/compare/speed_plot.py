@@ -51,7 +51,7 @@ def _draw_iterations(axes: Any, timing: Timing, name: str, color: str, *, height
     axes.plot(iterations, values, color=color, linewidth=0.8, alpha=0.4)
     marker = "o" if len(values) == 1 else None
     axes.plot(iterations, running_median(values), color=color, linewidth=2.2, label=name, marker=marker)
-    saved = [save.iteration for save in timing.saves]
+    saved = timing.saves.iterations
     axes.plot(saved, [height] * len(saved), "x", color=color, transform=axes.get_xaxis_transform())
 
 

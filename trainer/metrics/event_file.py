@@ -8,6 +8,8 @@ and its checksum (https://www.tensorflow.org/tutorials/load_data/tfrecord).
 from __future__ import annotations
 
 import os
+import re
+import socket
 import struct
 import time
 from collections.abc import Iterable, Sequence
@@ -23,22 +25,32 @@ from tensorboard.compat.proto.types_pb2 import DT_DOUBLE, DT_STRING
 from tensorboard.plugins.scalar.metadata import create_summary_metadata as scalar_metadata
 from tensorboard.plugins.text.metadata import create_summary_metadata as text_metadata
 
+from reprise.storage import matching
+
 _POLYNOMIAL = 0x82F63B78  # the CRC-32C polynomial, bits reversed
+_NAME = re.compile(r"events\.out\.tfevents\.(\d{10})\.")
 _LINE = TensorShapeProto(dim=[TensorShapeProto.Dim(size=1)])
 
 
 class EventFile:
-    """A new event file, open for appending.
+    """A new event file in a folder, open for appending.
+
+    TensorBoard reads a folder's files in name order. Each name starts with a second: the current one, or the one after
+    the last file's, because two launches may share a second, and another host's clock may lag.
 
     Args:
-        path: The file, which must not exist yet. TensorBoard reads files with `tfevents` in their names.
+        folder: The folder, created if missing.
         purge_step: The step from which TensorBoard drops points in earlier files. None keeps them.
 
     Raises:
         OSError: The file cannot be created or written.
     """
 
-    def __init__(self, path: Path, *, purge_step: int | None = None) -> None:
+    def __init__(self, folder: Path, *, purge_step: int | None = None) -> None:
+        folder.mkdir(exist_ok=True)
+        names = [_NAME.match(path.name) for path in matching(folder, "events.out.tfevents.*")]
+        second = max([int(time.time()), *(int(name[1]) + 1 for name in names if name)])
+        path = folder / f"events.out.tfevents.{second:010d}.{socket.gethostname()}.{os.getpid()}.{time.time_ns()}"
         self._file = path.open("xb")
         head = [Event(wall_time=time.time(), file_version="brain.Event:2")]
         if purge_step is not None:

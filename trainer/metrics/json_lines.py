@@ -15,10 +15,10 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from reprise.errors import DataError
-from reprise.storage import Json, integer, open_regular
+from reprise.storage import MAX_INTEGER, Json, integer, open_regular
 
 METRICS = "metrics.jsonl"  # every run's metrics log
 ABSENT, DECIMAL, EXACT, UNREADABLE = range(4)  # how a record states a value; only EXACT preserves all bits
@@ -35,20 +35,23 @@ class JsonLines:
     Args:
         source: The file's name in messages.
         skips_damaged: Whether to skip damaged lines instead of raising.
+        is_log: Whether this is a run's file, where each object has an iteration.
 
     Attributes:
         notes: Remarks on the file, such as a torn last line.
     """
 
-    def __init__(self, lines: Iterable[bytes], source: object, *, skips_damaged: bool = False) -> None:
-        self._lines, self._source, self._skips_damaged = lines, source, skips_damaged
+    def __init__(
+        self, lines: Iterable[bytes], source: object, *, skips_damaged: bool = False, is_log: bool = True
+    ) -> None:
+        self._lines, self._source, self._skips_damaged, self._is_log = lines, source, skips_damaged, is_log
         self.notes: list[str] = []
 
     def chunks(self) -> Iterator[tuple[int, list[Json]]]:
         """Yield chunks: the first line's number, and an object per line, empty for blank or skipped lines.
 
         Raises:
-            DataError: A line is not a JSON object.
+            DataError: A line is not a JSON object, or lacks its iteration.
         """
         first, remaining = 1, iter(self._lines)
         while lines := list(islice(remaining, _CHUNK_LINES)):
@@ -69,37 +72,43 @@ class JsonLines:
     def _objects(self, first: int, lines: Sequence[bytes]) -> list[Json]:
         try:
             objects: list[Json] = json.loads(f"[{b','.join(lines).decode(errors='replace')}]")
-            if len(objects) == len(lines) and set(map(type, objects)) == {dict}:
+            if len(objects) == len(lines) and set(map(type, objects)) == {dict} and self._have_iterations(objects):
                 return objects
         except (ValueError, RecursionError):
             pass
         return [self._object(number, line) for number, line in enumerate(lines, first)]
 
+    def _have_iterations(self, objects: Sequence[Json]) -> bool:
+        numbers: list[Any] = [record.get("iteration") for record in objects] if self._is_log else [0]
+        return {*map(type, numbers)} == {int} and 0 <= min(numbers) <= max(numbers) <= MAX_INTEGER
+
     def _object(self, number: int, line: bytes) -> Json:
-        text, problem = line.decode(errors="replace"), ""
+        text, where = line.decode(errors="replace"), f"{self._source}, line {number}"
+        if not text.strip():
+            return {}
         try:
-            value = json.loads(text) if text.strip() else {}
+            value = json.loads(text)
+            if isinstance(value, dict) and self._have_iterations([value]):
+                return value
+            problem = repr(value)[:60]
         except (ValueError, RecursionError) as error:
-            value, problem = None, str(error)
-        if isinstance(value, dict):
-            return value
-        where = f"{self._source}, line {number}"
+            problem = str(error)
         if not line.endswith(b"\n"):
             self.notes.append(f"{where} is torn (no newline at its end) and was left out")
         elif not self._skips_damaged:
-            problem = problem or repr(value)[:60]
-            raise DataError("Cannot read a metrics record", where=where, expected="a JSON object", found=problem)
+            expected = "a JSON object" + " with an iteration" * self._is_log
+            raise DataError("Cannot read a metrics record", where=where, expected=expected, found=problem)
         return {}
 
 
-def read_records(path: Path) -> list[tuple[str, Json]]:
-    """Return the objects in a JSON-lines file, each with its file and line number. Skip a torn last line.
+def read_records(path: Path) -> list[Json]:
+    """Return the objects in a run's JSON-lines file. Skip a torn last line.
 
     Raises:
-        DataError: The file cannot be read, or another line is not a JSON object.
+        DataError: The file cannot be read, or another line is not a JSON object with an iteration.
     """
     with open_log(path) as file:
-        return JsonLines(file, path).records()
+        return [record for _, record in JsonLines(file, path).records()]
 
 
 @contextlib.contextmanager

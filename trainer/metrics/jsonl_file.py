@@ -13,7 +13,7 @@ from trainer.metrics.json_lines import LATEST, LINES, record_of, tail
 
 _log = logging.getLogger(__name__)
 
-_TAIL_BYTES = 1 << 18  # how much a start reads from the end at first
+_TAIL_BYTES = 1 << 18  # how much more than the last cut a start reads, in search of an unfinished cut
 _COPIED_BYTES = 1 << 22  # how much to copy at a time
 _SAVES = ("save", "local_save")  # the events for saves that a run can resume from
 
@@ -22,10 +22,13 @@ class JsonlFile:
     """A JSON-lines file, open for appending. If a write fails, lines stay in memory until the disk works again.
 
     Only a single thread may add lines. Other threads may call `sync` without blocking that thread on the disk.
+
+    Args:
+        clock: Returns the Unix time for each line.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, clock: Callable[[], float]) -> None:
+        self._path, self._clock = path, clock
         self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
         self._waiting = bytearray()
         self._lock = threading.Lock()  # guards the waiting lines
@@ -34,8 +37,8 @@ class JsonlFile:
         self._has_failed = False
 
     def add(self, members: Mapping[str, object]) -> None:
-        """Append an object as a line. NaN and infinity become null."""
-        line = f"{dumps(members)}\n".encode()
+        """Append an object and its time as a line. NaN and infinity become null."""
+        line = f"{dumps({**members, 'time': self._clock()})}\n".encode()
         with self._lock:
             self._waiting += line
         self._try(self._write)
@@ -72,7 +75,7 @@ class JsonlFile:
             self._has_failed = True
 
 
-def cut_after(path: Path, iteration: int, *, files: Files, owes_evaluation: bool = False) -> set[int]:
+def cut_after(path: Path, iteration: int, *, files: Files, owes_evaluation: bool = False) -> None:
     """Move lines after `iteration`, and truncated lines, to `metrics.abandoned-k.jsonl`.
 
     Reads the file from its end, back to a training line that stays: no line before it belongs to a later iteration.
@@ -82,55 +85,32 @@ def cut_after(path: Path, iteration: int, *, files: Files, owes_evaluation: bool
 
     Args:
         owes_evaluation: Also move the evaluation at `iteration`, because it will run again.
-
-    Returns:
-        The training iterations whose lines stay, among the lines read.
     """
     if not exists(path):
-        return set()
+        return
     number = _last_number(path)
     last_cut = LINES.findall(read_regular(_side_path(path, number))) if number else []
-    begin, lines = _last_lines(path, iteration, least_bytes=_TAIL_BYTES + sum(map(len, last_cut)))
-    retained, cut, recorded = list[bytes](), list[bytes](), set[int]()
-    for line in lines:
+    least_bytes = _TAIL_BYTES + sum(map(len, last_cut))
+    lines, retained, cut, size, stays = set[bytes](), list[bytes](), list[bytes](), 0, False
+    for line in tail(path):
         record = record_of(line) or {"iteration": iteration + 1}
-        is_training, behind = "event" not in record, record["iteration"] - iteration
-        is_owed = owes_evaluation and behind == 0 and record.get("event") == "evaluation"
-        if behind > 0 or is_owed:
-            cut.append(line)
-            continue
-        retained.append(line)
-        recorded |= {record["iteration"]} if is_training else set()
-    is_unfinished = bool(last_cut) and {*last_cut} <= {*lines}
+        is_owed = owes_evaluation and record["iteration"] == iteration and record.get("event") == "evaluation"
+        is_cut = is_owed or record["iteration"] > iteration
+        (cut if is_cut else retained).append(line)
+        lines.add(line)
+        size += len(line)
+        stays |= not is_cut and "event" not in record
+        if stays and size >= least_bytes:
+            break
+    is_unfinished = bool(last_cut) and lines.issuperset(last_cut)
     side = _side_path(path, number if is_unfinished else number + 1)
     if cut:
-        replace_file(files, side, b"".join(cut))
-        _replace_tail(path, begin, b"".join(retained), files)
+        replace_file(files, side, b"".join(reversed(cut)))
+        _replace_tail(path, path.stat().st_size - size, b"".join(reversed(retained)), files)
     elif is_unfinished:
         files.remove_file(side)
     for temporary in (temporary_of(path), temporary_of(side)):
         files.remove_file(temporary)
-    return recorded
-
-
-def _last_lines(path: Path, iteration: int, *, least_bytes: int) -> tuple[int, list[bytes]]:
-    """Return a file's last lines, and the byte offset where they start.
-
-    Reads back at least `least_bytes`, and until a training line up to `iteration` is found, or else the whole file.
-    """
-    with os.fdopen(open_regular(path), "rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        while True:
-            begin = max(0, size - least_bytes)
-            file.seek(begin)
-            data = file.read()
-            if begin:
-                partial = data.find(b"\n") + 1
-                begin, data = begin + partial, data[partial:]
-            lines = LINES.findall(data)
-            if begin == 0 or any(_is_training(line, iteration) for line in reversed(lines)):
-                return begin, lines
-            least_bytes *= 4
 
 
 def _replace_tail(path: Path, begin: int, tail: bytes, files: Files) -> None:
@@ -190,12 +170,6 @@ def last_saved_iteration(path: Path) -> int | None:
         record = record_of(line) or {}
         if record.get("event") in _SAVES:
             last = max(record["iteration"], last or 0)
-        if last is not None and _is_training(line, last):
+        elif record and "event" not in record and last is not None and record["iteration"] <= last:
             break
     return last
-
-
-def _is_training(line: bytes, iteration: int) -> bool:
-    """Return whether a line records a training iteration up to `iteration`."""
-    record = record_of(line)
-    return record is not None and "event" not in record and bool(record["iteration"] <= iteration)

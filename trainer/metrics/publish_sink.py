@@ -8,8 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from reprise.storage import make_folders
-from trainer.metrics.sink import MetricRecord, MetricSink, RunPosition
+from reprise.storage import Json, make_folders
+from trainer.metrics.sink import MetricSink, RunPosition
 
 _log = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class PublishSink(MetricSink):
                 env={**os.environ, **_VARIABLES},
             )
 
-    def write(self, record: MetricRecord) -> None:
+    def write(self, record: Json) -> None:
         if self._process is not None and self._process.poll() is not None:
             _log.warning(
                 "the process sending metrics to %s has ended with status %d, and the run continues without it: %s",

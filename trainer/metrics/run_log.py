@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import logging
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
 
 from reprise.saving import SaveReport
 from reprise.storage import FILE_SYSTEM, Files, Json, make_folders, replace_file
@@ -18,13 +16,13 @@ from trainer.compare.text_table import duration
 from trainer.launch.run_folder import run_folder_failed
 from trainer.launch.start_times import StartTimes
 from trainer.metrics.json_lines import METRICS
+from trainer.metrics.jsonl_file import JsonlFile
 from trainer.metrics.jsonl_sink import JsonlSink
-from trainer.metrics.launch_log import LAUNCHES, LaunchLog, LaunchOutcome
+from trainer.metrics.launch_log import LAUNCHES, LaunchOutcome
 from trainer.metrics.memory import MemoryPeaks
-from trainer.metrics.progress_bar import RunBar
+from trainer.metrics.publish_sink import PublishSink
 from trainer.metrics.run_clock import run_clock
-from trainer.metrics.sink import GuardedSink, MetricRecord, RunPosition, load_sink
-from trainer.metrics.slow_ranks import SlowestRank
+from trainer.metrics.sink import MetricSink, RunPosition, load_sink
 from trainer.record.versions import versions
 
 _log = logging.getLogger(__name__)
@@ -32,39 +30,29 @@ _log = logging.getLogger(__name__)
 # Dense bfloat16 peak in FLOP/s from vendors' data sheets, keyed by a substring in the device name.
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "A10": 125e12, "B200": 2250e12}
 
-
-class LoggedFigure(NamedTuple):
-    """How an `IterationRecord` attribute is logged.
-
-    Attributes:
-        curve: The TensorBoard tag. Empty for no curve.
-        is_exact: Whether `metrics.jsonl` also stores it as `<name>_hex`, which preserves every bit.
-        digits: Decimal places in `metrics.jsonl`. None keeps all.
-    """
-
-    name: str
-    curve: str = ""
-    is_exact: bool = False
-    digits: int | None = None
+_SAVED = {"save": "", "local_save": " locally", "weights_save": ", its weights alone,"}
 
 
-_FIGURES = (
-    LoggedFigure("iteration"),
-    LoggedFigure("loss", "train/loss", is_exact=True),
-    LoggedFigure("grad_norm", "train/grad_norm", is_exact=True),
-    LoggedFigure("lr", "train/lr", is_exact=True),
-    LoggedFigure("consumed_samples"),
-    LoggedFigure("tokens_per_second", "train/tokens_per_second", digits=1),
-    LoggedFigure("seconds", digits=6),
-    LoggedFigure("checkpoint_seconds", "checkpoint/blocked_seconds", digits=6),
-    LoggedFigure("data_seconds", digits=6),
-    LoggedFigure("global_batch_size", "train/global_batch_size"),
-)
+# An iteration's figures in `metrics.jsonl`, and their decimal places. `_EXACT` figures are also stored as `<name>_hex`,
+# which preserves every bit.
+_FIGURES = {
+    "iteration": None,
+    "loss": None,
+    "grad_norm": None,
+    "lr": None,
+    "consumed_samples": None,
+    "tokens_per_second": 1,
+    "seconds": 6,
+    "checkpoint_seconds": 6,
+    "data_seconds": 6,
+    "global_batch_size": None,
+}
+_EXACT = ("loss", "grad_norm", "lr")
 
 
 @dataclass(frozen=True, slots=True)
 class IterationRecord:
-    """An iteration's figures. `_FIGURES` lists which of them `metrics.jsonl` and TensorBoard get.
+    """An iteration's figures.
 
     Args:
         seconds: The iteration's duration, excluding `checkpoint_seconds`.
@@ -90,19 +78,14 @@ class IterationRecord:
     def tokens_per_second(self) -> float:
         return self.tokens / self.seconds
 
-    def line(self) -> dict[str, object]:
-        """Return the members for the iteration's `metrics.jsonl` line."""
-        members = dict[str, object]()
-        for name, _, is_exact, digits in _FIGURES:
+    def line(self) -> Json:
+        """Return the iteration's `metrics.jsonl` record."""
+        record: Json = {}
+        for name, digits in _FIGURES.items():
             if (value := getattr(self, name)) is not None:
-                members[name] = value if digits is None else round(value, digits)
-                members |= {f"{name}_hex": value.hex()} if is_exact else {}
-        return members | ({"skipped": True} if self.is_skipped else {})
-
-    def curves(self) -> dict[str, float]:
-        """Return the iteration's points, keyed by TensorBoard tag."""
-        points = {figure.curve: getattr(self, figure.name) for figure in _FIGURES if figure.curve}
-        return {curve: value for curve, value in points.items() if value is not None}
+                record[name] = value if digits is None else round(value, digits)
+                record |= {f"{name}_hex": value.hex()} if name in _EXACT else {}
+        return record | ({"skipped": True} if self.is_skipped else {})
 
 
 class Slowdown:
@@ -162,9 +145,9 @@ class RunLog:
         self._mfu_scale = mfu_scale
         self._names = sinks
         self._publish = publish
-        self._sinks = list[GuardedSink]()
-        self._bar: RunBar | None = None
-        self._launch: LaunchLog | None = None
+        self._sinks = list[tuple[str, MetricSink]]()
+        self._failed = set[str]()  # the sinks whose first exception was logged
+        self._launches: JsonlFile | None = None
         # Extra members for the next iteration's line: whether it is the first after a resume, and the startup times.
         self._first: dict[str, object] = {}
 
@@ -174,7 +157,6 @@ class RunLog:
         config: str,
         *,
         owes_evaluation: bool = False,
-        began_elsewhere: bool = False,
         age_s: float = 0.0,
     ) -> None:
         """Open the log after `iteration`. Later lines, from an abandoned branch, move to a side file.
@@ -182,13 +164,12 @@ class RunLog:
         Args:
             config: The resolved configuration in YAML, stored as `config.yaml`.
             owes_evaluation: Whether the evaluation at `iteration` is still due or must be repeated.
-            began_elsewhere: Whether earlier iterations may belong to another run, and so are not in this log.
             age_s: Seconds since the launch began.
 
         Raises:
             TrainerError: The run's folder cannot be written.
         """
-        position = RunPosition(self._folder, self._files, iteration, owes_evaluation, began_elsewhere, config)
+        position = RunPosition(self._folder, self._files, iteration, owes_evaluation)
         try:
             make_folders(self._files, self._folder)
             self._record_clock = run_clock(self._folder, (METRICS, LAUNCHES), age_s)
@@ -197,15 +178,13 @@ class RunLog:
             lines.start(position)
         except OSError as error:
             raise run_folder_failed(self._folder, error) from error
-        for name in self._names:
-            self._sinks.append(GuardedSink(name, load_sink(name)))
-            self._sinks[-1].start(position)
-        # `metrics.jsonl` comes last: a save it records, from which a killed run may resume, is then in all other sinks.
-        self._sinks.append(GuardedSink(METRICS, lines))
+        sinks = [(name, load_sink(name)) for name in self._names]
         if self._publish is not None:
-            self._start_publishing(self._publish, position)
+            sinks.insert(0, (self._publish, PublishSink(self._publish)))
+        # `metrics.jsonl` comes last: a save it records, from which a killed run may resume, is then in all other sinks.
+        self._sinks = [pair for pair in sinks if self._attempt(*pair, lambda sink: sink.start(position))]
+        self._sinks.append((METRICS, lines))
         self._first = {"resumed": True} if iteration > 0 else {}
-        self._bar = RunBar(sys.stdout, iteration=iteration, train_iters=self.train_iters)
 
     def launched(self, name: str, iteration: int, age_s: float, description: Json) -> None:
         """Record this launch's start. Its name is also in the next iteration's line.
@@ -220,30 +199,28 @@ class RunLog:
             TrainerError: The run's folder cannot be written.
         """
         try:
-            self._launch = LaunchLog(self._folder, name, self._record_clock)
+            self._launches = JsonlFile(self._folder / LAUNCHES, self._record_clock)
         except OSError as error:
             raise run_folder_failed(self._folder, error) from error
-        self._launch.begin(iteration, self._record_clock() - age_s, description)
-        self._first["launch"] = name
+        self._first["launch"] = self._launch = name
+        self._add_launch("begin", iteration, {"began": round(self._record_clock() - age_s, 3), **description})
 
     def rewound(self, iteration: int, members: Json) -> None:
-        """Record a rewind in this launch."""
-        if self._launch is not None:
-            self._launch.rewound(iteration, members)
+        """Record a rewind in this launch, durably."""
+        self._add_launch("rewind", iteration, members)
+        if self._launches is not None:
+            self._launches.sync()
 
     def ended(self, iteration: int, outcome: LaunchOutcome, reason: str = "") -> None:
         """Record this launch's end. Later calls do nothing."""
-        if self._launch is not None:
-            self._launch.end(iteration, outcome, reason)
-            self._launch = None
+        self._add_launch("end", iteration, {"outcome": outcome.value, **({"reason": reason} if reason else {})})
+        if self._launches is not None:
+            self._launches.close()
+            self._launches = None
 
-    def _start_publishing(self, tracker: str, position: RunPosition) -> None:
-        """Start the publishing process as the first sink, so that `metrics.jsonl` stays the last."""
-        from trainer.metrics.publish_sink import PublishSink
-
-        sink = GuardedSink(tracker, PublishSink(tracker))
-        sink.start(position)
-        self._sinks.insert(0, sink)
+    def _add_launch(self, event: str, iteration: int, members: Json) -> None:
+        if self._launches is not None:
+            self._launches.add({"event": event, "launch": self._launch, "iteration": iteration, **members})
 
     def started(self, times: StartTimes) -> None:
         """Log the startup times, and add them and the package versions to the next iteration's line."""
@@ -251,19 +228,13 @@ class RunLog:
         self._first["start"] = {phase: round(seconds, 3) for phase, seconds in times.seconds().items()}
         _log.info(str(times))
 
-    def iteration(
-        self, record: IterationRecord, slowest: SlowestRank | None = None, memory: MemoryPeaks | None = None
-    ) -> None:
+    def iteration(self, record: IterationRecord, slowest: str | None = None, memory: MemoryPeaks | None = None) -> None:
         """Log an iteration. Its log line also shows peak memory and the slowest rank since the previous line."""
-        sizes = {} if memory is None else {name: size for name, size in memory._asdict().items() if size}
-        curves = record.curves() | {f"train/{name}_bytes": float(size) for name, size in sizes.items()}
-        members = record.line() | {f"{name}_bytes": size for name, size in sizes.items()} | self._first
-        self._write(MetricRecord(record.iteration, members, curves))
+        sizes = {} if memory is None else memory._asdict()
+        self._write(record.line() | {f"{name}_bytes": size for name, size in sizes.items() if size} | self._first)
         self._first = {}
         now = self._clock()
         self._first_end = self._first_end or (record.iteration, now)
-        if self._bar is not None:
-            self._bar.show(loss=record.loss, tokens_per_second=record.tokens_per_second)
         if has_line(record.iteration, self._log_interval, self.train_iters):
             size = "" if memory is None else f" | {memory.limiting / 1e9:.1f} GB"
             mfu = "" if self._mfu_scale is None else f" | mfu {record.tokens_per_second * self._mfu_scale:.1%}"
@@ -286,30 +257,25 @@ class RunLog:
     def evaluation(self, iteration: int, loss: float, best: float | None, average_loss: float | None = None) -> None:
         """Log an evaluation, with the averaged weights' loss if any."""
         members = {"iteration": iteration, "event": "evaluation", "valid_loss": loss, "valid_loss_hex": loss.hex()}
-        curves, text = {"valid/loss": loss}, "none" if best is None else f"{best:.6f}"
+        text = "none" if best is None else f"{best:.6f}"
         if average_loss is not None:
             members |= {"ema_loss": average_loss, "ema_loss_hex": average_loss.hex()}
-            curves["valid/ema_loss"] = average_loss
             text += f" | averaged weights {average_loss:.6f}"
-        self._write(MetricRecord(iteration, members, curves))
+        self._write(members)
         _log.info(f"step {iteration:5d}/{self.train_iters} | valid loss {loss:.6f} | best {text}")
 
     def sample(self, iteration: int, text: str) -> None:
         """Log a text sampled from the model."""
-        members = {"iteration": iteration, "event": "sample", "text": text}
-        self._write(MetricRecord(iteration, members, texts={"sample": text}))
+        self._write({"iteration": iteration, "event": "sample", "text": text})
         _log.info(f"step {iteration:5d}/{self.train_iters} | sample {text!r}")
 
     def note(self, iteration: int, event: str, members: Mapping[str, object], text: str) -> None:
         """Log an event with the given members, and `text` as a warning."""
-        self._write(MetricRecord(iteration, {"iteration": iteration, "event": event, **members}))
+        self._write({"iteration": iteration, "event": event, **members})
         _log.warning(text)
 
     def save(self, report: SaveReport, *, slowdown_s: float, event: str = "save") -> None:
-        """Log a committed save.
-
-        Rounded figures go to `metrics.jsonl`; the log line shows only the duration and the pause. A `local_save` or a
-        `weights_save`, which may follow every iteration, gets a shorter line and no curve.
+        """Log a committed save. `metrics.jsonl` gets its rounded figures, and the log line its duration and pause.
 
         Args:
             slowdown_s: How much longer iterations took while the save was written. May be negative, to keep sums
@@ -326,45 +292,42 @@ class RunLog:
             "gigabytes_per_second": rate / 1e9,
         }
         rounded = {name: round(figure, 6) for name, figure in figures.items()}
-        members = {"iteration": report.iteration, "event": event, **rounded}
-        if event != "save":
-            self._write(MetricRecord(report.iteration, members))
-            saved = (
-                f"{report.iteration} locally" if event == "local_save" else f"{report.iteration}, its weights alone,"
-            )
-            _log.info(
-                f"saved iteration {saved} in {report.seconds:.2f} s, training paused for {report.blocked_s:.3f} s"
-            )
-            return
-        curves = {f"save/{name}": figure for name, figure in figures.items()}
-        for sink in self._sinks:
-            sink.write(MetricRecord(report.iteration, members, curves))
-            if sink is not self._sinks[-1]:
-                sink.sync()
+        record = {"iteration": report.iteration, "event": event, **rounded}
+        for name, sink in self._sinks:
+            self._attempt(name, sink, lambda sink: sink.write(record))
+            if name != METRICS:
+                self._attempt(name, sink, lambda sink: sink.sync())
         _log.info(
-            f"saved iteration {report.iteration} in {report.seconds:.2f} s ({report.written_bytes / 1e6:.1f} MB by "
-            f"this rank), training paused for {report.blocked_s + report.waited_s:.3f} s: {report.path}"
+            f"saved iteration {report.iteration}{_SAVED[event]} in {report.seconds:.2f} s "
+            f"({report.written_bytes / 1e6:.1f} MB by this rank), training paused for "
+            f"{report.blocked_s + report.waited_s:.3f} s: {report.path}"
         )
 
     def sync(self) -> None:
         """Make all lines durable, unless the disk fails. No checkpoint may be newer than the log. Thread-safe."""
-        for sink in self._sinks:
-            sink.sync()
-
-    def close_bar(self) -> None:
-        """Remove the progress bar from the terminal, before other output."""
-        if self._bar is not None:
-            self._bar.close()
+        for pair in self._sinks:
+            self._attempt(*pair, lambda sink: sink.sync())
 
     def close(self) -> None:
-        """Close the sinks."""
-        self.close_bar()
-        for sink in self._sinks:
-            sink.close()
+        """Close the sinks. A save that ends later has nothing to sync."""
+        sinks, self._sinks = self._sinks, []
+        for pair in sinks:
+            self._attempt(*pair, lambda sink: sink.close())
 
-    def _write(self, record: MetricRecord) -> None:
-        for sink in self._sinks:
-            sink.write(record)
+    def _write(self, record: Json) -> None:
+        for pair in self._sinks:
+            self._attempt(*pair, lambda sink: sink.write(record))
+
+    def _attempt(self, name: str, sink: MetricSink, call: Callable[[MetricSink], None]) -> bool:
+        """Call a sink, and return whether it succeeded. Its first exception is logged."""
+        try:
+            call(sink)
+        except Exception as error:  # noqa: BLE001 - whatever its library raises, training goes on
+            if name not in self._failed:
+                _log.error("Metrics could not be written to %s, and the run continues without them: %r", name, error)
+            self._failed.add(name)
+            return False
+        return True
 
 
 def has_line(iteration: int, log_interval: int, train_iters: int) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -81,30 +80,13 @@ class OwnTime:
             self._seconds += begin.elapsed_time(end) / 1e3 / load
 
 
-@dataclass(frozen=True, slots=True)
-class SlowestRank:
-    """The rank with the longest own work since the last log line.
-
-    Args:
-        ratio: Its time divided by the mean over ranks.
-        data_seconds: How long it loaded data.
-    """
-
-    rank: int
-    ratio: float
-    data_seconds: float
-
-    def __str__(self) -> str:
-        return f"slowest rank {self.rank}: {self.ratio:.2f} x mean (data {self.data_seconds:.1f} s)"
-
-
 def ranked(own: RankTime, rank: int) -> int:
     """Pack a rank's time and number into an int64 whose maximum over ranks identifies the slowest."""
     return min(own.total, _LONGEST) << _RANK_BITS | rank
 
 
-def slowest_rank(own: RankTime, total: int, largest: int, cluster: Cluster) -> SlowestRank | None:
-    """Return the slowest rank, or None if its time is near the mean. A collective call.
+def slowest_rank(own: RankTime, total: int, largest: int, cluster: Cluster) -> str | None:
+    """Describe the slowest rank for the log, or return None if its time is near the mean. A collective call.
 
     Ranks exchange a second message only if the result is not None.
 
@@ -117,4 +99,5 @@ def slowest_rank(own: RankTime, total: int, largest: int, cluster: Cluster) -> S
     if longest * cluster.world_size < _NOTABLE * total or cluster.world_size == 1 or not total:
         return None
     (data,) = cluster.counts([own.data if rank == cluster.rank else 0])
-    return SlowestRank(rank, longest * cluster.world_size / total, data / 1e6)
+    ratio = longest * cluster.world_size / total
+    return f"slowest rank {rank}: {ratio:.2f} x mean (data {data / 1e6:.1f} s)"

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import logging
-import os
-import re
-import socket
-import time
-from collections.abc import Callable
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from reprise.storage import Files, matching
-from trainer.metrics.sink import MetricRecord, MetricSink, RunPosition
+from reprise.storage import Json
+from trainer.metrics.figures import figures_of
+from trainer.metrics.sink import MetricSink, RunPosition
 
 if TYPE_CHECKING:
     from trainer.metrics.event_file import EventFile
@@ -28,8 +25,8 @@ _TAGS = {
     "valid/ema_loss": "loss/valid_ema",
     "checkpoint/blocked_seconds": "train/blocked_seconds",
 }
-# TensorBoard reads a folder's files in name order. Each name starts with the file's creation time in seconds.
-_NAME = re.compile(r"(events\.out\.tfevents\.)(\d{10})(\..*)")
+_GROUPS = ("train", "valid", "checkpoint", "save")
+_LEFT_OUT = ("train/consumed_samples", "train/seconds", "train/data_seconds", "train/resumed", "train/skipped")
 
 
 class TensorboardSink(MetricSink):
@@ -47,56 +44,37 @@ class TensorboardSink(MetricSink):
 
     def start(self, position: RunPosition) -> None:
         self._folder, self._purge_step = position.folder / _EVENTS, position.iteration + 1
-        self._plot(lambda: put_before(self._folder, int(time.time()), position.files), position.iteration)
 
-    def write(self, record: MetricRecord) -> None:
-        if record.curves or record.texts:
-            self._plot(lambda: self._add(record), record.iteration)
-
-    def close(self) -> None:
-        if self._file is not None:
-            self._plot(self._file.close, self._purge_step)
-
-    def _add(self, record: MetricRecord) -> None:
-        from trainer.metrics.event_file import EventFile, event, point, verbatim
-
-        if self._file is None:  # created with the first point, so that a run without points leaves no file
-            self._folder.mkdir(exist_ok=True)
-            name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{time.time_ns()}"
-            self._file = EventFile(self._folder / name, purge_step=self._purge_step)
-        values = [point(_TAGS.get(tag, tag), value) for tag, value in record.curves.items()]
-        values += [verbatim(tag, text) for tag, text in record.texts.items()]
-        self._file.write([event(record.iteration, values)])
-
-    def _plot(self, call: Callable[[], None], iteration: int) -> None:
-        """Write points. After a disk error the next point starts a new file."""
+    def write(self, record: Json) -> None:
+        figures, texts = figures_of(record)
+        points = {
+            _TAGS.get(name, name): value
+            for name, value in figures.items()
+            if name.partition("/")[0] in _GROUPS and name not in _LEFT_OUT
+        }
+        if not points and "sample" not in texts:
+            return
         try:
-            call()
+            self._add(record["iteration"], points, texts.get("sample"))
             self._has_lost_points = False
         except OSError as error:
             if not self._has_lost_points:
                 _log.error("%s is missing points: %s", self._folder, error)
             self._has_lost_points = True
-            if self._file is not None:
-                with suppress(OSError):
-                    self._file.close()
-            self._file, self._purge_step = None, iteration + 1
+            self.close()
+            self._purge_step = record["iteration"] + 1
 
+    def close(self) -> None:
+        if self._file is not None:
+            with suppress(OSError):
+                self._file.close()
+        self._file = None
 
-def put_before(folder: Path, second: int, files: Files) -> None:
-    """Rename event files where necessary, so that a file created at `second` or later sorts after all of them.
+    def _add(self, iteration: int, points: Mapping[str, float], sample: str | None) -> None:
+        from trainer.metrics.event_file import EventFile, event, point, verbatim
 
-    Two launches may share a second, and another host's clock may lag. The files keep their order, even if the process
-    is killed during the renames.
-
-    Args:
-        second: Unix time in seconds, as in file names.
-
-    Raises:
-        OSError: The folder cannot be read or written.
-    """
-    names = [path.name for path in matching(folder, "events.out.tfevents.*")]
-    matches = [match for match in map(_NAME.fullmatch, names) if match]
-    for last, match in zip(range(second - len(matches), second), matches, strict=True):
-        if int(match[2]) > last:
-            files.rename(folder / match[0], folder / f"{match[1]}{last:010d}{match[3]}")
+        if self._file is None:  # created with the first point, so that a run without points leaves no file
+            self._file = EventFile(self._folder, purge_step=self._purge_step)
+        values = [point(tag, value) for tag, value in points.items()]
+        values += [] if sample is None else [verbatim("sample", sample)]
+        self._file.write([event(iteration, values)])

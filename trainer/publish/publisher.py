@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
+from typing import BinaryIO
 
 from reprise.errors import DataError, LockError
 from reprise.format import Journal
@@ -28,9 +29,9 @@ from reprise.storage import (
 from trainer.config.compose import read_resolved
 from trainer.config.saved import is_secret
 from trainer.metrics.json_lines import METRICS, record_of
-from trainer.metrics.jsonl_file import newest_side_file
 from trainer.metrics.publish_sink import PUBLISH
 from trainer.publish.tracker import RemoteRun, Tracker, row_of
+from trainer.record.resume_rules import flattened
 
 _log = logging.getLogger(__name__)
 
@@ -70,29 +71,31 @@ class Cursor:
 
 
 class LogFollower:
-    """Reads `metrics.jsonl` while a run appends to it and truncates it. Truncating writes a side file first."""
+    """Reads `metrics.jsonl` while a run appends to it and truncates it, which replaces the file."""
 
     def __init__(self, folder: Path) -> None:
-        self._path, self._state, self._offset = folder / METRICS, (-1, -1), 0
+        self._path = folder / METRICS
+        self._file: BinaryIO | None = None  # stays open, so that no later file gets its number
 
     def records(self) -> Iterator[Json]:
         """Yield the records added since the last call, or all records after a truncation. An unfinished line waits."""
-        name = newest_side_file(self._path)
-        side = os.stat(self._path.with_name(name)).st_ino if name else 0  # a resumed truncation rewrites it
-        if not exists(self._path):
-            return
-        with os.fdopen(open_regular(self._path), "rb") as file:
-            status = os.fstat(file.fileno())
-            is_cut = (status.st_ino, side) != self._state or status.st_size < self._offset
-            self._state, self._offset = (status.st_ino, side), 0 if is_cut else self._offset
-            file.seek(self._offset)
-            for line in file:
-                if not line.endswith(b"\n"):
-                    return
-                self._offset += len(line)
-                record = record_of(line)
-                if record is not None:
-                    yield record
+        if self._file is not None and not (exists(self._path) and _is_at(self._path, self._file)):
+            self.close()
+        if self._file is None and exists(self._path):
+            self._file = os.fdopen(open_regular(self._path), "rb")
+        while self._file is not None:
+            at, line = self._file.tell(), self._file.readline()
+            if not line.endswith(b"\n"):
+                self._file.seek(at)
+                return
+            if record := record_of(line):
+                yield record
+
+    def close(self) -> None:
+        """Close the file. The next call reads all records."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
 
 class Publisher:
@@ -122,26 +125,26 @@ class Publisher:
         self.folder = run / PUBLISH / name
         make_folders(files, self.folder)
         self._lock = _lock(self.folder)
-        self._versions: Json = {}
-        self._number, self._is_open = -1, False
-        self.reopen()
+        self._log, self._versions = LogFollower(run), dict[str, object]()
+        self._number, self._is_open, self._cursor = -1, False, Cursor("")
 
     @property
     def remote_id(self) -> str:
         """The remote run's id for the current branch. Empty before its first line."""
         return self._cursor.id if self._cursor.lines else ""
 
-    def send(self) -> int:
-        """Send all new lines to the tracker, and return their count.
+    def send(self) -> None:
+        """Send all new lines to the tracker.
 
         Raises:
             DataError: A cursor is damaged.
         """
-        branches, count = read_branches(self._run), 0
+        branches = read_branches(self._run)
         number = max(len(branches) - 1, 0)
         if number != self._number:
             self.finish()
-            self._number, self._cursor, self._log = number, self._read(number, branches), LogFollower(self._run)
+            self.reopen()
+            self._number, self._cursor = number, self._read(number, branches)
         records = filter(self._passes, self._log.records())
         while batch := list(islice(records, _BATCH)):
             if not self._is_open:
@@ -151,10 +154,8 @@ class Publisher:
                 self._is_open = True
             self._tracker.send([row_of(self._cursor.lines + index, record) for index, record in enumerate(batch)])
             self._cursor.lines += len(batch)
-            count += len(batch)
             if self._tracker.is_durable:
                 self._store(self._cursor)
-        return count
 
     def finish(self) -> None:
         """Flush pending lines to the tracker, and close its run."""
@@ -165,10 +166,12 @@ class Publisher:
 
     def reopen(self) -> None:
         """Restart from the stored cursor, after a failure."""
-        self._number, self._is_open, self._cursor, self._log = -1, False, Cursor(""), LogFollower(self._run)
+        self._number, self._is_open, self._cursor = -1, False, Cursor("")
+        self._log.close()
 
     def close(self) -> None:
         """Release the lock, so that another process can publish the run."""
+        self._log.close()
         os.close(self._lock)
 
     def _passes(self, record: Json) -> bool:
@@ -192,7 +195,7 @@ class Publisher:
         replace_file(self._files, self._path(self._number), json.dumps(asdict(cursor)).encode())
 
     def _remote(self, branches: Branches) -> RemoteRun:
-        config, title = {**read_config(self._run), **_flat(self._versions, "versions.")}, self._title
+        config, title = {**read_config(self._run), **flattened(self._versions, "versions.")}, self._title
         if self._number:
             began_at, parent = branches[self._number][1], self._read(self._number - 1, branches).id
             config |= {"reprise.forked_from": parent, "reprise.forked_at": began_at}
@@ -204,7 +207,7 @@ class Publisher:
 def read_config(run: Path) -> Json:
     """Return a run's configuration by dotted keys, without secrets or values from environment variables."""
     sections, environment_keys = read_resolved(run / "config.yaml")
-    return {k: value for k, value in _flat(sections).items() if not is_secret(k) and k not in environment_keys}
+    return {k: value for k, value in flattened(sections).items() if not is_secret(k) and k not in environment_keys}
 
 
 def read_branches(run: Path) -> Branches:
@@ -221,13 +224,9 @@ def read_branches(run: Path) -> Branches:
     return [(branch.id, branch.began_at) for branch in lineage.branches]
 
 
-def _flat(config: Json, prefix: str = "") -> Json:
-    """Flatten nested sections into dotted keys."""
-    values: Json = {}
-    for key, value in config.items():
-        name = f"{prefix}{key}"
-        values |= _flat(value, f"{name}.") if isinstance(value, dict) else {name: value}
-    return values
+def _is_at(path: Path, file: BinaryIO) -> bool:
+    """Return whether an open file is still the one at a path."""
+    return os.path.samestat(os.stat(path), os.fstat(file.fileno()))
 
 
 def _lock(folder: Path) -> int:
@@ -262,48 +261,37 @@ def _lock(folder: Path) -> int:
     return descriptor
 
 
-def publish(publisher: Publisher, tracker: Tracker) -> tuple[int, Exception | None]:
-    """Send all new lines. Return their count, and the error if the tracker cannot be reached.
-
-    Raises:
-        DataError: The tracker refuses the run.
-    """
-    try:
-        count = publisher.send()
-        publisher.finish()
-    except tracker.failures as error:
-        if tracker.is_refusal(error):
-            raise _refused(error) from error
-        return 0, error
-    return count, None
-
-
-def follow(publisher: Publisher, tracker: Tracker, pause: Callable[[float], bool]) -> None:
-    """Send lines as a run writes them, until `pause` returns False. Call `publish` to send the last ones.
+def publish(publisher: Publisher, tracker: Tracker, pause: Callable[[float], bool]) -> Exception | None:
+    """Send lines as a run writes them, until `pause` returns False, and then the last ones.
 
     Args:
         pause: Waits for the given multiple of the polling interval, and returns whether to continue.
 
+    Returns:
+        The error if the tracker cannot be reached at the end.
+
     Raises:
-        DataError: The tracker refuses the run from the start.
+        DataError: The tracker refuses the run from the start, or at the end.
     """
-    failures, is_accepted = 0, False
-    while pause(min(2.0**failures, 2.0**6)):
+    failures, is_accepted, continues = 0, False, True
+    while continues:
+        continues = pause(min(2.0**failures, 2.0**6))
         try:
             publisher.send()
+            if not continues:
+                publisher.finish()
             if failures:
                 _log.info("the tracker can be reached again")
             failures, is_accepted = 0, True
         except tracker.failures as error:
             is_refusal = tracker.is_refusal(error)
-            if is_refusal and not is_accepted:
-                raise _refused(error) from error
+            if is_refusal and not (is_accepted and continues):
+                raise DataError("The tracker refuses the run", found=f"{type(error).__name__}: {error}") from error
+            if not continues:
+                return error
             if not failures:
                 state = "refuses" if is_refusal else "cannot be reached"
                 _log.warning("the tracker %s, and its lines wait: %r", state, error)
             failures += 1
             publisher.reopen()
-
-
-def _refused(error: Exception) -> DataError:
-    return DataError("The tracker refuses the run", found=f"{type(error).__name__}: {error}")
+    return None

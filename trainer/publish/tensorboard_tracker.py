@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
-from reprise.storage import matching
 from trainer.metrics.event_file import EventFile, double_point, event, verbatim
 from trainer.publish.tracker import RemoteRun, Tracker, TrackerRow
-
-_EVENTS = "events.out.tfevents.{:010d}.reprise.{:04d}"
 
 
 class TensorboardTracker(Tracker):
@@ -20,11 +16,8 @@ class TensorboardTracker(Tracker):
 
     def open(self, run: RemoteRun) -> None:
         self.close()
-        folder = run.folder / run.id
-        folder.mkdir(exist_ok=True)
-        self.place = str(folder)
-        number = len(matching(folder, "events.out.tfevents.*"))
-        self._file = EventFile(folder / _EVENTS.format(int(time.time()), number))
+        self.place = str(run.folder / run.id)
+        self._file = EventFile(run.folder / run.id)
         settings = "\n".join(f"{name}: {value}" for name, value in run.config.items())
         self._file.write([event(0, [verbatim("config", settings)])])
 

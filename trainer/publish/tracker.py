@@ -14,12 +14,8 @@ from pathlib import Path
 from reprise.errors import ConfigError
 from reprise.storage import Json
 from trainer.config.logging import TRACKERS
-from trainer.metrics.json_lines import DECIMAL, EXACT, value_of
-
-# The prefix for figure names by event, and the names under which other outputs log the same figure.
-_GROUPS = {"": "train", "evaluation": "valid"}
-_NAMES = {"valid/valid_loss": "valid/loss", "train/checkpoint_seconds": "checkpoint/blocked_seconds"}
-_HEX = "_hex"
+from trainer.metrics.figures import figures_of
+from trainer.metrics.json_lines import DECIMAL, value_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,27 +100,8 @@ def load_tracker(name: str) -> Tracker:
     return tracker
 
 
-def row_of(number: int, members: Json) -> TrackerRow:
+def row_of(number: int, record: Json) -> TrackerRow:
     """Convert a `metrics.jsonl` record into a row."""
-    group = str(members.get("event", ""))
-    group = _GROUPS.get(group, group)
-    figures, texts = dict[str, float | int](), dict[str, str]()
-    for name, value in members.items():
-        label = f"{group}/{name}"
-        label = _NAMES.get(label, label)
-        if name in ("iteration", "event", "time") or name.endswith(_HEX):
-            continue
-        figure, kind = value_of(members, name)
-        if kind in (DECIMAL, EXACT):
-            figures[label] = value if type(value) is int and f"{name}{_HEX}" not in members else figure
-        elif isinstance(value, bool):
-            figures[label] = int(value)
-        elif isinstance(value, str):
-            texts[group if name == "text" else label] = value
-        elif name == "start" and isinstance(value, dict):
-            phases = {phase: value_of(value, phase) for phase in value}
-            figures |= {f"start/{phase}": seconds for phase, (seconds, kind) in phases.items() if kind == DECIMAL}
-    time, kind = value_of(members, "time")
-    return TrackerRow(
-        number, members["iteration"], time if kind == DECIMAL else members["iteration"] / 1e3, figures, texts
-    )
+    time, kind = value_of(record, "time")
+    seconds = time if kind == DECIMAL else record["iteration"] / 1e3
+    return TrackerRow(number, record["iteration"], seconds, *figures_of(record))

@@ -1,47 +1,43 @@
-"""A report's charts: bokeh figures, whose curves the page fills for the visible range."""
+"""A report's charts: bokeh figures, whose curves the page fills."""
 
 from __future__ import annotations
 
 import base64
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy
-from numpy.typing import NDArray
 
 from reprise.errors import TrainerError
 from reprise.storage import Json
-from trainer.report.thin import levels, smoothed
+from trainer.metrics.log_file import Floats
+from trainer.report.life import LifeEvent
+from trainer.report.thin import smoothed, thinned
 
 # The Okabe-Ito colors distinguishable on both white and black.
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 WINDOWS = (10, 100, 1_000)  # iterations per running mean
 X_KINDS = {"iteration": "i4", "tokens": "f8", "hours": "f4"}  # numpy type codes
 X_LABELS = {"iteration": "iteration", "tokens": "tokens", "hours": "hours since the first start"}
-POINTS = 8_000  # in the finest levels across a chart's curves, 48 bytes each in the page
+POINTS = 12_000  # in a chart across its curves, 48 bytes each in the page
 FEWEST_POINTS = 400  # per curve in a chart with many curves
 DASH = 40  # length of a curve's dash pattern, in pixels
 HEIGHT = 320  # of a chart, in pixels
 
-# A bar's first part is trained-forward time.
-PART_COLORS = ("#009e73", "#d55e00", "#e69f00", "#cc79a7", "#56b4e9", "#0072b2", "#909090", "#c9c9c9")
-# Marker, color, size and whether it is filled, for each mark style.
+# Marker, color, size and whether it is filled, for each kind of event.
 MARKS = {
     "evaluation": ("circle", "#56b4e9", 5, True),
-    "kept": ("triangle", "#009e73", 10, True),
-    "pruned": ("triangle", "#009e73", 10, False),
-    "elsewhere": ("triangle", "#0072b2", 10, False),
-    "given up": ("triangle", "#909090", 10, False),
-    "damaged": ("triangle", "#d00000", 12, True),
+    "save kept": ("triangle", "#009e73", 10, True),
+    "save pruned": ("triangle", "#009e73", 10, False),
+    "save elsewhere": ("triangle", "#0072b2", 10, False),
+    "save given up": ("triangle", "#909090", 10, False),
+    "save damaged": ("triangle", "#d00000", 12, True),
     "light save": ("inverted_triangle", "#e69f00", 8, True),
     "local save": ("inverted_triangle", "#cc79a7", 8, True),
-    "measurement": ("diamond", "#cc79a7", 10, True),
     "spike": ("star", "#d00000", 12, False),
     "kill": ("x", "#d00000", 12, True),
 }
-
-Values = NDArray[numpy.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,56 +51,23 @@ class CurveLine:
     """
 
     name: str
-    x: dict[str, Values]
-    y: Values
+    x: dict[str, Floats]
+    y: Floats
     color: str
     is_dotted: bool = False
-
-
-class LifeMark(NamedTuple):
-    """An event in a life chart. `style` is a key in `MARKS`, and `time` is in Unix time."""
-
-    time: float
-    iteration: int
-    style: str
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class Chart:
-    """A chart with curves, and its table.
-
-    Args:
-        key: The chart's name in the page.
-        notes: Sentences below the title.
-        table: Rows of cells, starting with the header.
-        is_log: Whether the y axis starts out logarithmic. Readers can switch it.
-        points: The point budget for the finest levels across all curves.
-    """
-
-    key: str
-    title: str
-    unit: str
-    lines: Sequence[CurveLine]
-    table: Sequence[Sequence[str]]
-    notes: Sequence[str] = ()
-    is_log: bool = False
-    points: int = POINTS
 
 
 def library() -> Any:
     """Return bokeh's plotting module.
 
     Raises:
-        TrainerError: bokeh or tsdownsample is not installed.
+        TrainerError: bokeh is not installed.
     """
     try:
-        import tsdownsample  # noqa: F401 - thins curves
         from bokeh import plotting
     except ImportError as error:
-        raise TrainerError(
-            "A report needs bokeh and tsdownsample", fix="Install them with: pip install 'torch-reprise[report]'"
-        ) from error
+        fix = "Install it with: pip install 'torch-reprise[report]'"
+        raise TrainerError("A report needs bokeh", fix=fix) from error
     return plotting
 
 
@@ -128,17 +91,22 @@ def new_figure(title: str, **settings: Any) -> Any:
     return figure
 
 
-def curve_document(chart: Chart) -> Json:
-    """Return a chart for the page: the bokeh document, the curves' points at every level, and settings."""
+def curve_document(key: str, unit: str, lines: Sequence[CurveLine], *, is_log: bool = False) -> Json:
+    """Return a chart for the page: the bokeh document, the curves' points, and settings.
+
+    Args:
+        key: The chart's name in the page.
+        is_log: Whether the y axis starts out logarithmic. Readers can switch it.
+    """
     from bokeh.embed import json_item
     from bokeh.models import ColumnDataSource, HoverTool, LinearScale, LogScale, NumeralTickFormatter, Range1d
 
-    figure = new_figure(chart.key, x_range=Range1d(0, 1), y_range=Range1d(0, 1))
+    figure = new_figure(key, x_range=Range1d(0, 1), y_range=Range1d(0, 1))
     figure.tags = [LinearScale(), LogScale(), *_axis_parts(is_log=False), *_axis_parts(is_log=True)]
-    figure.yaxis.axis_label = chart.unit
+    figure.yaxis.axis_label = unit
     figure.xaxis.formatter = NumeralTickFormatter(format="0.[000]a")
-    hovered, count = [], len(chart.lines)
-    for number, line in enumerate(chart.lines):
+    hovered, count = [], len(lines)
+    for number, line in enumerate(lines):
         raw, mean, gaps = (ColumnDataSource({"x": [], "y": [], "iteration": [], "text": []}) for _ in range(3))
         # Where curves are equal, gaps in each show the curves below.
         length = max(2, DASH * (count - number) // count)
@@ -150,15 +118,15 @@ def curve_document(chart: Chart) -> Json:
         hovered += [figure.renderers[-3], edge]
         if line.is_dotted:
             figure.scatter("x", "y", source=raw, color=line.color, size=6, name=line.name)
-    html = f"<b>$name</b><br>iteration @iteration{{0}}<br>{chart.unit} @text"
+    html = f"<b>$name</b><br>iteration @iteration{{0}}<br>{unit} @text"
     figure.add_tools(HoverTool(renderers=hovered, tooltips=html, mode="vline", line_policy="nearest"))
-    budget = max(FEWEST_POINTS, chart.points // max(1, len(chart.lines)))
+    budget = max(FEWEST_POINTS, POINTS // max(1, count))
     return {
-        "key": chart.key,
-        "item": json_item(figure, f"chart-{chart.key}"),
-        "isLog": chart.is_log,
+        "key": key,
+        "item": json_item(figure, f"chart-{key}"),
+        "isLog": is_log,
         "labels": X_LABELS,
-        "curves": [_packed_line(line, budget) for line in chart.lines],
+        "curves": [_packed_line(line, budget) for line in lines],
     }
 
 
@@ -170,58 +138,35 @@ def _axis_parts(*, is_log: bool) -> list[Any]:
 
 
 def _packed_line(line: CurveLine, budget: int) -> Json:
-    windows = WINDOWS if not line.is_dotted else ()
-    means = smoothed(line.y, windows)
-    parts = []
-    for indices in levels(line.y, most=budget):
-        x = {name: _packed(line.x[name][indices], kind) for name, kind in X_KINDS.items()}
-        smooth = {str(window): _packed(mean[indices], "f4") for window, mean in means.items()}
-        parts.append({"x": x, "y": _packed(line.y[indices], "f8"), "smooth": smooth})
-    return {"name": line.name, "color": line.color, "isDotted": line.is_dotted, "levels": parts}
+    places = thinned(line.y, budget)
+    windows = [window for window in WINDOWS if window < len(line.y) and not line.is_dotted]
+    return {
+        "name": line.name,
+        "color": line.color,
+        "isDotted": line.is_dotted,
+        "x": {name: _packed(line.x[name][places], kind) for name, kind in X_KINDS.items()},
+        "y": _packed(line.y[places], "f8"),
+        "smooth": {str(window): _packed(smoothed(line.y, window)[places], "f4") for window in windows},
+    }
 
 
-def _packed(values: Values, kind: str) -> Json:
+def _packed(values: Floats, kind: str) -> Json:
     data = numpy.ascontiguousarray(values, dtype=f"<{kind}").tobytes()
     return {"type": kind, "data": base64.b64encode(data).decode()}
-
-
-def bar_document(key: str, names: Sequence[str], parts: dict[str, list[tuple[float, str]]]) -> Json:
-    """Return a stacked bar chart for the page.
-
-    Args:
-        names: The bars' names, from top to bottom.
-        parts: Each part's length and hover text in every bar, by part name.
-    """
-    from bokeh.embed import json_item
-    from bokeh.models import FactorRange, HoverTool
-
-    figure = new_figure(key, x_range=(0, 100), y_range=FactorRange(*reversed(names)))
-    figure.height = 120 + 44 * len(names)
-    figure.xaxis.axis_label = "% of the wall time"
-    figure.ygrid.visible = False
-    edges, legend = [0.0] * len(names), list[list[str]]()
-    for (kind, lengths), color in zip(parts.items(), PART_COLORS, strict=True):
-        rights = [edge + length for edge, (length, _) in zip(edges, lengths, strict=True)]
-        columns = {"y": list(names), "left": edges, "right": rights, "text": [details for _, details in lengths]}
-        figure.hbar(y="y", left="left", right="right", height=0.7, color=color, source=columns, name=kind)
-        edges = rights
-        legend.append([kind, color])
-    figure.add_tools(HoverTool(tooltips="<b>$name</b><br>@text"))
-    return {"key": key, "item": json_item(figure, f"chart-{key}"), "legend": legend}
 
 
 def life_document(
     key: str,
     spans: Sequence[tuple[float, float, str]],
     lines: Sequence[tuple[list[float], list[float], bool]],
-    marks: Sequence[LifeMark],
+    events: Sequence[LifeEvent],
 ) -> Json:
     """Return a run's life chart for the page: iterations over time.
 
     Args:
         spans: Start, end and hover text for each launch, in Unix time.
         lines: Times, iterations, and whether the iterations were abandoned.
-        marks: Events.
+        events: Events. Those in `MARKS` are drawn.
     """
     from bokeh.embed import json_item
     from bokeh.models import HoverTool, NumeralTickFormatter
@@ -244,18 +189,18 @@ def life_document(
         color, dash = ("#909090", "dashed") if is_given_up else ("#0072b2", "solid")
         figure.line([time * 1e3 for time in times], iterations, color=color, line_dash=dash, line_width=1.6)
     hovered, legend = list(figure.renderers[:1]), list[list[object]]()
-    for style, (marker, color, size, is_filled) in MARKS.items():
-        if events := [mark for mark in marks if mark.style == style]:
+    for kind, (marker, color, size, is_filled) in MARKS.items():
+        if marks := [event for event in events if event.kind == kind]:
             columns = {
-                "x": [mark.time * 1e3 for mark in events],
-                "y": [mark.iteration for mark in events],
-                "text": [mark.text for mark in events],
+                "x": [mark.time * 1e3 for mark in marks],
+                "y": [mark.iteration for mark in marks],
+                "text": [mark.text for mark in marks],
             }
             fill = {"fill_color": color} if is_filled else {"fill_alpha": 0.0}
             glyph = figure.scatter(
-                "x", "y", source=columns, marker=marker, line_color=color, size=size, name=style, **fill
+                "x", "y", source=columns, marker=marker, line_color=color, size=size, name=kind, **fill
             )
             hovered.append(glyph)
-            legend.append([style, color, not is_filled])
+            legend.append([kind, color, not is_filled])
     figure.add_tools(HoverTool(renderers=hovered, tooltips="<b>$name</b> @y{0}<br>@text"))
     return {"key": key, "item": json_item(figure, f"chart-{key}"), "legend": legend}

@@ -9,13 +9,11 @@ from dataclasses import dataclass
 import numpy
 
 from trainer.compare.text_table import duration
-from trainer.metrics.log_file import Floats, MetricsLog
+from trainer.metrics.log_file import MetricsLog
 from trainer.report.history import (
     BLOCKED,
     DATA,
-    SAVES,
     SECONDS,
-    TIME,
     History,
     LaunchSpan,
     events_of,
@@ -56,7 +54,7 @@ class Goodput:
 
 
 def measure_goodput(history: History) -> Goodput | None:
-    """Return the breakdown of a run's wall time, or None for a log without times or starts."""
+    """Return the breakdown of a run's wall time, or None for a run without recorded launches."""
     launches, logs = history.launches, history.logs
     if not launches:
         return None
@@ -65,9 +63,10 @@ def measure_goodput(history: History) -> Goodput | None:
         _TRAINED: _total(SECONDS, history.log) - data,
         "repeated": _total(SECONDS, *history.abandoned),  # iterations lost to a kill or rewind
         "waited for data": data,  # on rank 0
-        "blocked by saves": _total(BLOCKED, *logs) + _last_saves(launches, logs),
+        "blocked by saves": _total(BLOCKED, *logs),
         "evaluated": _evaluated(launches, logs),
         "started": sum(launch.start_seconds for launch in launches),  # from process start to the first iteration
+        "ended": _ending(launches, logs),
         "between launches": sum(max(0.0, b.began - a.ended) for a, b in itertools.pairwise(launches)),
     }
     wall = max(launches[-1].ended - launches[0].began, 0.0)
@@ -80,35 +79,19 @@ def _total(quantity: str, *logs: MetricsLog) -> float:
 
 def _evaluated(launches: Sequence[LaunchSpan], logs: Sequence[MetricsLog]) -> float:
     """Return the evaluation seconds. Each evaluation lasts from the previous line or its launch's startup."""
-    times = _sorted([times_of(log) for log in logs] + [numpy.array([_ready(launch) for launch in launches])])
-    moments = _sorted([_times_of(logs, "evaluation")])
-    before = times[numpy.maximum(numpy.searchsorted(times, moments) - 1, 0)]
+    times = numpy.sort(numpy.concatenate([times_of(logs), [*map(_ready, launches)]]))
+    moments = numpy.array([sum_of(event, "time") for event in events_of(logs, "evaluation")])
+    before = times[numpy.maximum(times.searchsorted(moments) - 1, 0)]
     return float(numpy.maximum(moments - before, 0.0).sum())
 
 
-def _last_saves(launches: Sequence[LaunchSpan], logs: Sequence[MetricsLog]) -> float:
-    """Return the seconds between each launch's last work and its end, if a save was logged in between."""
-    work = _sorted([*(log.columns.column(TIME) for log in logs), _times_of(logs, "evaluation", "sample")])
-    saves = _sorted([_times_of(logs, *SAVES)])
-    seconds = 0.0
-    for launch in launches:
-        place = int(numpy.searchsorted(work, launch.ended, side="right"))
-        last = max(_ready(launch), float(work[place - 1]) if place else 0.0)
-        if numpy.searchsorted(saves, last) < numpy.searchsorted(saves, launch.ended, side="right"):
-            seconds += max(0.0, launch.ended - last)
-    return seconds
+def _ending(launches: Sequence[LaunchSpan], logs: Sequence[MetricsLog]) -> float:
+    """Return the seconds between each launch's last work and its end, such as for its last save."""
+    work = times_of(logs, "evaluation", "sample")
+    lasts = [max([_ready(launch), *work[: work.searchsorted(launch.ended, "right")][-1:]]) for launch in launches]
+    return float(sum(max(0.0, launch.ended - last) for launch, last in zip(launches, lasts, strict=True)))
 
 
 def _ready(launch: LaunchSpan) -> float:
     """Return when a launch finished starting up."""
     return launch.began + launch.start_seconds
-
-
-def _times_of(logs: Sequence[MetricsLog], *names: str) -> Floats:
-    times = (sum_of(event, "time") for event in events_of(logs, *names))
-    return numpy.array([time for time in times if time])
-
-
-def _sorted(times: Sequence[Floats]) -> Floats:
-    joined = numpy.concatenate(times)
-    return numpy.sort(joined[numpy.isfinite(joined)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -15,9 +16,9 @@ from reprise.storage import Json, exists, is_dir, matching
 from trainer.compare.curves import QUANTITIES
 from trainer.metrics.json_lines import LATEST, METRICS, read_records
 from trainer.metrics.launch_log import LAUNCHES
-from trainer.metrics.log_file import Floats, MetricsLog, read_log
+from trainer.metrics.log_file import Floats, Integers, MetricsLog, read_log
 
-SAMPLES, SPEED, SECONDS = "consumed_samples", "tokens_per_second", "seconds"
+SPEED, SECONDS = "tokens_per_second", "seconds"
 BLOCKED, DATA, TIME = "checkpoint_seconds", "data_seconds", "time"
 SAVES = ("save", "local_save", "weights_save")  # names of save events
 _LARGEST = 1e300  # larger numbers are ignored, so that sums stay finite
@@ -30,9 +31,8 @@ class LaunchSpan:
     Attributes:
         began, ended: Unix times. A killed launch ends with its last line.
         start_seconds: Seconds from process start to the first iteration.
-        record: The launch's line in `launches.jsonl`. Empty for a run by an older version.
+        record: The launch's line in `launches.jsonl`.
         end: The launch's end line. None if the launch is running or was killed.
-        first: The record for the launch's first iteration, or None without iterations.
     """
 
     began: float
@@ -40,7 +40,11 @@ class LaunchSpan:
     start_seconds: float
     record: Json
     end: Json | None
-    first: Json | None
+
+    def places(self, log: MetricsLog) -> Integers:
+        """Return the places of this launch's iterations in a log's columns."""
+        times = log.columns.column(TIME)
+        return numpy.flatnonzero((times >= self.began) & (times <= self.ended))
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +54,7 @@ class History:
     Attributes:
         log: The run's iterations, each once.
         abandoned: Logs with iterations repeated or dropped by a later launch.
-        launches: Launches in time order. Empty if the log has no times.
+        launches: Launches in time order. Empty for a run by version 0.1, which did not record them.
     """
 
     folder: Path
@@ -64,15 +68,10 @@ class History:
         return (self.log, *self.abandoned)
 
     @property
-    def tokens_per_sample(self) -> float:
-        """The sequence length, derived from speed and sample counts. NaN if the log lacks them."""
-        columns = self.log.columns
-        samples = numpy.diff(columns.column(SAMPLES))
-        follows = (numpy.diff(columns.iterations) == 1) & (samples > 0)
-        if not follows.any():
-            return math.nan
-        tokens = (columns.column(SPEED) * columns.column(SECONDS))[1:][follows] / samples[follows]
-        return float(numpy.round(numpy.nanmedian(tokens)))
+    def tokens(self) -> Floats:
+        """The tokens trained up to each iteration, as this log has them."""
+        tokens: Floats = numpy.nancumsum(self.log.columns.column(SPEED) * self.log.columns.column(SECONDS))
+        return tokens
 
 
 def run_folder(path: str | Path) -> Path:
@@ -100,13 +99,12 @@ def read_history(path: str | Path) -> History:
         raise DataError("The run's log has no iteration", where=folder / METRICS)
     sides = matching(folder, f"{Path(METRICS).stem}.abandoned-*.jsonl")
     abandoned = tuple(_read_log(side, is_abandoned=True) for side in sides)
-    records = [record for _, record in read_records(folder / LAUNCHES)] if exists(folder / LAUNCHES) else []
-    records = [record for record in records if _is_time(record.get("time")) and isinstance(record.get("launch"), str)]
+    records = read_records(folder / LAUNCHES) if exists(folder / LAUNCHES) else []
     return History(folder, log, abandoned, _launches(records, [log, *abandoned]))
 
 
 def _read_log(path: Path, *, is_abandoned: bool = False) -> MetricsLog:
-    names = (*QUANTITIES, SAMPLES, SPEED, SECONDS, BLOCKED, DATA, TIME)
+    names = (*QUANTITIES, SPEED, SECONDS, BLOCKED, DATA, TIME)
     log = read_log(path, names, skips_damaged=is_abandoned)
     times = log.columns.column(TIME)
     times[times > LATEST] = math.nan
@@ -118,10 +116,11 @@ def events_of(logs: Sequence[MetricsLog], *names: str) -> Iterator[Json]:
     return (event for log in logs for _, event in log.events if event["event"] in names)
 
 
-def times_of(log: MetricsLog) -> Floats:
-    """Return the times in all lines, sorted."""
-    events = [event["time"] for _, event in log.events if _is_time(event.get("time"))]
-    times = numpy.concatenate([log.columns.column(TIME), numpy.array(events, dtype=float)])
+def times_of(logs: Sequence[MetricsLog], *names: str) -> Floats:
+    """Return the sorted times of the iterations, and of the events with the given names. No names mean all events."""
+    events = (event for log in logs for _, event in log.events if not names or event["event"] in names)
+    moments = [event["time"] for event in events if _is_time(event.get("time"))]
+    times = numpy.concatenate([*(log.columns.column(TIME) for log in logs), moments])
     return numpy.sort(times[numpy.isfinite(times)])
 
 
@@ -134,34 +133,24 @@ def _is_time(value: object) -> bool:
 
 
 def _launches(records: Sequence[Json], logs: Sequence[MetricsLog]) -> tuple[LaunchSpan, ...]:
-    """Join launch records with log lines, the only source for launches by older versions."""
-    ends = {record["launch"]: record for record in records if record.get("event") == "end"}
-    begins = {record["launch"]: record for record in records if _is_time(record.get("began"))}
-    starts, firsts = list[tuple[float, Json, Json | None]](), dict[str, Json]()
-    for record in (record for log in logs for _, record in log.starts if _is_time(record.get("time"))):
-        name = record.get("launch")
-        if isinstance(name, str) and name in begins:
-            firsts[name] = record
-        else:
-            took = _start_seconds(record) + sum_of(record, "seconds", "checkpoint_seconds")
-            starts.append((float(record["time"]) - took, {}, record))
-    starts += [(float(record["began"]), record, firsts.get(name)) for name, record in begins.items()]
-    starts.sort(key=lambda start: start[0])
-    times = numpy.sort(numpy.concatenate([times_of(log) for log in logs]))
-    borders = numpy.searchsorted(times, [*(began for began, _, _ in starts), math.inf])
+    """Return the launches. Times tell which lines are whose: no launch begins before an earlier one's last line."""
+    records = [record for record in records if _is_time(record.get("time"))]
+    begins = [record for record in records if record.get("event") == "begin" and _is_time(record.get("began"))]
+    firsts = [record for log in logs for _, record in log.starts if _is_time(record.get("time"))]
+    times = numpy.sort(numpy.concatenate([times_of(logs), [record["time"] for record in records]]))
     launches = list[LaunchSpan]()
-    for number, (began, record, first) in enumerate(starts):
-        end = ends.get(record["launch"]) if record else None
-        inside = times[borders[number] : borders[number + 1]]
-        last = max([began, *(float(line["time"]) for line in (record, end) if line), *inside[-1:].tolist()])
-        start = _start_seconds(first) if first else float(record["time"]) - began
-        launches.append(LaunchSpan(began, last, start, record, end, first))
+    for begin, until in zip(begins, [*(record["began"] for record in begins[1:]), math.inf], strict=True):
+        inside = partial(_is_inside, begin["began"], until)
+        end = next((record for record in filter(inside, records) if record.get("event") == "end"), None)
+        start = next((record.get("start") for record in filter(inside, firsts)), None)
+        seconds = sum_of(start, "seconds") if isinstance(start, dict) else begin["time"] - begin["began"]
+        last = max([begin["began"], *times[: times.searchsorted(until, "right")][-1:].tolist()])
+        launches.append(LaunchSpan(begin["began"], last, seconds, begin, end))
     return tuple(launches)
 
 
-def _start_seconds(first: Json) -> float:
-    start = first.get("start")
-    return sum_of(start, "seconds") if isinstance(start, dict) else 0.0
+def _is_inside(began: float, until: float, record: Json) -> bool:
+    return bool(began < record["time"] <= until)
 
 
 def sum_of(record: Json, *keys: str) -> float:

@@ -1,8 +1,7 @@
 "use strict";
-// Draws the charts of a report: the level of a curve that fits the part shown, its scale, its mean, and dark mode.
+// Draws the charts of a report: the part of a curve that is shown, its scale, its mean, and dark mode.
 (() => {
   const KINDS = { i4: Int32Array, f4: Float32Array, f8: Float64Array };
-  const MOST = 4000; // points of a curve on a screen
   const documents = JSON.parse(document.getElementById("charts").textContent);
   const dark = window.matchMedia("(prefers-color-scheme: dark)");
   const figures = [];
@@ -46,10 +45,7 @@
       this.isLog = spec.isLog;
       this.window = "0";
       this.curves = spec.curves.map((curve) => ({
-        ...curve, isShown: true,
-        levels: curve.levels.map((level) => ({
-          x: all(level.x), y: unpacked(level.y), smooth: all(level.smooth),
-        })),
+        ...curve, isShown: true, x: all(curve.x), y: unpacked(curve.y), smooth: all(curve.smooth),
       }));
       let next = 0;
       for (const curve of this.curves) {
@@ -100,7 +96,7 @@
         const names = Object.entries(this.labels).map(([name, text]) => [name, `over ${text}`]);
         select("x axis", names, (name) => { this.axis = name; this.reset(); });
       }
-      const windows = [...new Set(this.curves.flatMap((curve) => Object.keys(curve.levels[0].smooth)))];
+      const windows = [...new Set(this.curves.flatMap((curve) => Object.keys(curve.smooth)))];
       if (windows.length) {
         const names = windows.map((window) => [window, `mean of ${window} iterations`]);
         select("smoothing", [["0", "not smoothed"], ...names], (window) => { this.window = window; this.draw(); });
@@ -117,7 +113,7 @@
 
     reset() {
       const ends = this.curves.flatMap((curve) => {
-        const x = curve.levels[0].x[this.axis];
+        const x = curve.x[this.axis];
         return x.length ? [x[0], x[x.length - 1]] : [];
       });
       const low = Math.min(...ends), high = Math.max(...ends), margin = (high - low || 1) * 0.01;
@@ -132,17 +128,11 @@
       let low = Infinity, high = -Infinity;
       const parts = this.curves.map((curve) => {
         if (!curve.isShown) return null;
-        let level = curve.levels[0], from = 0, to = 0;
-        for (const finer of [...curve.levels].reverse()) {
-          const x = finer.x[this.axis];
-          from = Math.max(0, bound(x, start) - 1);
-          to = Math.min(x.length, bound(x, end) + 1);
-          level = finer;
-          if (to - from <= MOST) break;
-        }
-        const y = level.y.subarray(from, to);
-        const mean = level.smooth[this.window]?.subarray(from, to);
-        const x = level.x[this.axis].subarray(from, to);
+        const from = Math.max(0, bound(curve.x[this.axis], start) - 1);
+        const to = bound(curve.x[this.axis], end) + 1;
+        const y = curve.y.subarray(from, to);
+        const mean = curve.smooth[this.window]?.subarray(from, to);
+        const x = curve.x[this.axis].subarray(from, to);
         for (let i = 0; i < y.length; i++) {
           const isInside = x[i] >= start && x[i] <= end;
           if (isInside && Number.isFinite(y[i]) && (y[i] > 0 || !this.isLog)) {
@@ -150,7 +140,7 @@
             high = Math.max(high, y[i]);
           }
         }
-        return { x, y, mean, iteration: level.x.iteration.subarray(from, to) };
+        return { x, y, mean, iteration: curve.x.iteration.subarray(from, to) };
       });
       if (low > high) [low, high] = [this.isLog ? 0.1 : 0, 1];
       if (low === high) [low, high] = this.isLog ? [low / 2, high * 2] : [low - 0.5, high + 0.5];

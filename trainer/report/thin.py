@@ -1,61 +1,37 @@
-"""Thins curves to a screen's resolution at several zoom levels, without losing extremes or gaps."""
+"""Thins and smooths curves for a screen."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import numpy
 from numpy.typing import NDArray
 
-COARSEST = 2_000  # points in the fully zoomed-out curve
-FACTOR = 5  # ratio between the point counts of adjacent levels
+from trainer.metrics.log_file import Floats
 
-Indices = NDArray[numpy.int64]
+_KEPT = 3  # points per section
 
 
-def levels(values: NDArray[numpy.float64], *, most: int) -> list[Indices]:
-    """Return the point indices for each level, coarsest first. The last level has about `most` points, or all.
+def thinned(values: Floats, most: int) -> NDArray[numpy.int64]:
+    """Return the indices of about `most` points, or all. No extreme and no gap is lost.
 
-    A level divides the curve into sections of equal length, and keeps each section's smallest and largest finite value
-    and its first nonfinite value.
-
-    Args:
-        values: A curve's values, in order.
-        most: How many points the finest level has.
+    Sections of equal length keep their smallest and largest finite value, and their first nonfinite value.
     """
-    counts, count = list[int](), COARSEST
-    while count < min(most, len(values)):
-        counts.append(count)
-        count *= FACTOR
     everything = numpy.arange(len(values))
-    finest = [everything] if len(values) <= most else [_thinned(values, most)]
-    return [*(_thinned(values, count) for count in counts), *finest]
+    if len(values) <= most:
+        return everything
+    chosen = {0, len(values) - 1}
+    for section in numpy.array_split(everything, most // _KEPT):
+        part, is_gap = values[section], ~numpy.isfinite(values[section])
+        lowest, highest = (numpy.where(is_gap, edge, part) for edge in (numpy.inf, -numpy.inf))
+        chosen |= {section[place] for place in (lowest.argmin(), highest.argmax(), is_gap.argmax())}
+    return numpy.array(sorted(chosen))
 
 
-def _thinned(values: NDArray[numpy.float64], count: int) -> Indices:
-    from tsdownsample import MinMaxDownsampler, NaNMinMaxDownsampler
-
-    finite = numpy.where(numpy.isfinite(values), values, numpy.nan)
-    extremes = MinMaxDownsampler().downsample(finite, n_out=count)
-    parts = [extremes.astype(numpy.int64), numpy.array([0, len(values) - 1])]
-    if numpy.isnan(finite).any():
-        # NaNMinMaxDownsampler returns a section's NaN instead of its extremes, so each needs its own pass.
-        indices = NaNMinMaxDownsampler().downsample(finite, n_out=count).astype(numpy.int64)
-        parts.append(indices[numpy.isnan(finite[indices])])
-    return numpy.unique(numpy.concatenate(parts))
-
-
-def smoothed(values: NDArray[numpy.float64], windows: Sequence[int]) -> dict[int, NDArray[numpy.float64]]:
-    """Return the mean over the finite values among the last `window` points, for windows shorter than the curve."""
+def smoothed(values: Floats, window: int) -> Floats:
+    """Return the mean over the finite values among the last `window` points."""
     finite = numpy.isfinite(values)
-    sums = numpy.concatenate([[0.0], numpy.cumsum(numpy.where(finite, values, 0.0))])
-    counts = numpy.concatenate([[0], numpy.cumsum(finite)])
-    means = dict[int, NDArray[numpy.float64]]()
+    sums, counts = (numpy.concatenate([[0.0], numpy.where(finite, part, 0.0).cumsum()]) for part in (values, 1.0))
     ends = numpy.arange(1, len(values) + 1)
-    for window in windows:
-        if window < len(values):
-            begins = numpy.maximum(ends - window, 0)
-            number = counts[ends] - counts[begins]
-            with numpy.errstate(invalid="ignore", divide="ignore"):
-                means[window] = (sums[ends] - sums[begins]) / number
+    begins = numpy.maximum(ends - window, 0)
+    with numpy.errstate(invalid="ignore", divide="ignore"):
+        means: Floats = (sums[ends] - sums[begins]) / (counts[ends] - counts[begins])
     return means

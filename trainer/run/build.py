@@ -164,13 +164,7 @@ def build(
         model_files=model_documents(config.model),
         tokenizer=inputs.tokenizer,
         own_time=OwnTime(cluster.device),
-        profiler=Profiler(
-            Path(config.run.dir),
-            config.train.profile_steps,
-            rank=cluster.rank,
-            device=cluster.device,
-            files=saves.files,
-        ),
+        profiler=Profiler(Path(config.run.dir), config.train.profile_steps, rank=cluster.rank, files=saves.files),
         start_times=times or StartTimes(),
         spikes=()
         if config.train.on_spike is OnSpike.off

@@ -116,14 +116,12 @@ class Start:
             if a run resumes from its own checkpoint although its command names its first source. With `no_save_optim`,
             its own checkpoints have no optimizer state, and `no_load_optim` applies.
         journal: The run's journal so far.
-        began_elsewhere: Whether earlier iterations may be another run's. This run then has no records for them.
         keeps_weights: Whether earlier weights-only saves belong to this run.
     """
 
     source: TensorSource
     section: CheckpointSection
     journal: Journal
-    began_elsewhere: bool
     keeps_weights: bool
 
 
@@ -147,8 +145,7 @@ def decide(config: Config, cluster: Cluster, saves: Saves) -> Start:
 
     answer: Json = cluster.channel.from_first("start", find)
     origin, choice = Origin[answer["origin"]], answer["source"]
-    resumes_own = origin is Origin.own
-    if resumes_own:
+    if origin is Origin.own:
         no_load_optim = section.no_load_optim and section.no_save_optim
         section = replace(section, finetune=False, no_load_optim=no_load_optim, ckpt_step=None)
     is_own = origin in (Origin.own, Origin.newest)
@@ -164,9 +161,6 @@ def decide(config: Config, cluster: Cluster, saves: Saves) -> Start:
         source,
         section,
         Journal(lineage, answer["saved"]),
-        began_elsewhere=(section.finetune if not choice else not resumes_own)
-        if section.load != "auto"
-        else isinstance(source, Checkpoints) and not lineage.branches,  # an import without lineage
         keeps_weights=_keeps_weights(config, source, section),
     )
 

@@ -92,8 +92,11 @@ def _members(section: object) -> list[tuple[str, object]]:
 def _launch_of(folder: Path, iteration: int) -> Json:
     """Return the record of the launch that trained an iteration: the last launch to start before it."""
     try:
-        records = [record for _, record in read_records(folder / LAUNCHES)]
-        starts = [line for line in records if line["event"] == "begin" and integer(line["iteration"]) < iteration]
+        starts = [
+            line
+            for line in read_records(folder / LAUNCHES)
+            if line["event"] == "begin" and line["iteration"] < iteration
+        ]
         return dict(starts[-1])
     except (DataError, LookupError, ValueError) as error:
         raise DataError(
@@ -108,7 +111,7 @@ def _first_iteration(folder: Path) -> int | None:
     path = folder / METRICS
     with open_log(path) as lines:
         records = JsonLines([lines.readline()], path).records()
-    return integer(records[0][1].get("iteration")) if records else None
+    return records[0][1]["iteration"] if records else None
 
 
 def _saved(folder: Path, save: Path, files: Files, *, before: int) -> dict[int, Path | None]:

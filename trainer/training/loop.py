@@ -127,7 +127,7 @@ def _train_and_record(run: Run, slowdown: Slowdown) -> tuple[ControlFlags, StepR
     saving_s, is_saving = run.saves.take_blocked_s(), run.saves.is_saving
     samples = run.state.progress.consumed_samples
     start = time.perf_counter()
-    with run.profiler.around(run.state.progress.iteration + 1), run.profiler.watching_memory():
+    with run.profiler.around(run.state.progress.iteration + 1):
         result = iterate(run)
     held_back_s = run.saves.take_blocked_s()
     seconds = time.perf_counter() - start - held_back_s

@@ -99,7 +99,7 @@ def unfinished_rewind(config: Config, cluster: Cluster, saves: Saves) -> Rewind 
     def find() -> Json | None:
         if not exists(path):
             return None
-        rewinds = [line for _, line in read_records(path) if line.get("event") == "rewind"]
+        rewinds = [line for line in read_records(path) if line.get("event") == "rewind"]
         is_last = bool(rewinds) and (rewinds[-1].get("iteration"), rewinds[-1].get("saved")) == (iteration, saved)
         return rewinds[-1] if is_last else None
 

@@ -15,7 +15,7 @@ from reprise.errors import NonFiniteError
 from reprise.tensors import local_of
 from trainer.launch.process_group import Cluster
 from trainer.metrics.memory import MemoryPeaks, rank_memory
-from trainer.metrics.slow_ranks import OwnTime, RankTime, SlowestRank, ranked, slowest_rank
+from trainer.metrics.slow_ranks import OwnTime, RankTime, ranked, slowest_rank
 from trainer.optim import exact_sum
 from trainer.optim.adamw import clip_gradients, row_squares, set_learning_rate, squared_norm, stored_names
 from trainer.parallel.context import ParallelContext
@@ -32,7 +32,7 @@ class StepResult:
         grad_norm: L2 norm over all gradients before clipping.
         flags: How many ranks set each flag.
         skipped: The error for which the parameters stayed unchanged (`skips_nonfinite`), or None.
-        slowest: The rank with the most seconds spent on its own work since the last log line. None without a log line.
+        slowest: Describes the rank with the most own work since the last log line. None without a log line.
         memory: The maxima over all ranks. None without a log line.
     """
 
@@ -40,7 +40,7 @@ class StepResult:
     grad_norm: float
     flags: tuple[int, ...] = ()
     skipped: NonFiniteError | None = None
-    slowest: SlowestRank | None = None
+    slowest: str | None = None
     memory: MemoryPeaks | None = None
 
 

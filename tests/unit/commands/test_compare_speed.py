@@ -55,17 +55,13 @@ def test_the_figures_are_those_of_the_iterations_after_the_first(tmp_path: Path)
 def test_ratios_are_to_the_first_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     slow, fast = make_run(tmp_path / "slow", [0.5] * 8, {7: (0.1, 0.0)}), make_run(tmp_path / "fast", [0.25] * 8)
     assert main([str(slow), str(fast)]) == 0
-    rule, pace, cost, verdicts, summary = capsys.readouterr().out.split("\n\n")
+    rule, pace, cost, summary = capsys.readouterr().out.split("\n\n")
     assert rule.startswith("the first 5 iterations after each start")
-    assert [line.split() for line in verdicts.splitlines()[1:]] == [
-        ["slow", "base", "-", "200.0", "200.0", "to", "200.0"],
-        ["fast", "ok", "+100.0%", "400.0", "400.0", "to", "400.0"],
-    ]
     assert summary == "ok: 0 of 1 runs are slower than slow by more than 10% of its median\n"
     rows = [line.split() for line in pace.splitlines()[1:]]
     assert rows == [
-        ["slow", "3", "200.0", "200.0", "200.0", "1.000", "0.5", "0.5", "0.5"],
-        ["fast", "3", "400.0", "400.0", "400.0", "2.000", "0.25", "0.25", "0.25"],
+        ["slow", "3", *["200.0"] * 5, "1.000", "0.5", "0.5", "0.5", "base"],
+        ["fast", "3", *["400.0"] * 5, "2.000", "0.25", "0.25", "0.25", "ok"],
     ]
     rows = [line.split() for line in cost.splitlines()[1:]]
     assert rows[0] == ["slow", "1", "0.500", "0.200", "0.000", "11.76%", "176.5", "1.000"]
@@ -104,8 +100,8 @@ def test_the_verdict_is_of_medians_with_the_quartiles_beside_it(
     """A mean would call this run slower: three of its iterations waited for something."""
     even, uneven = make_run(tmp_path / "even", [0.5] * 15), make_run(tmp_path / "uneven", [0.5] * 12 + [5.0] * 3)
     assert main([str(even), str(uneven)]) == 0
-    row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("uneven  ") and " ok " in line)
-    assert row.split() == ["uneven", "ok", "+0.0%", "200.0", "65.0", "to", "200.0"]
+    row = next(line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("uneven  "))
+    assert (row[2], row[4:6], row[-1]) == ("200.0", ["65.0", "200.0"], "ok")
 
 
 def test_the_first_iterations_after_every_start_are_left_out(tmp_path: Path) -> None:
@@ -114,7 +110,7 @@ def test_the_first_iterations_after_every_start_are_left_out(tmp_path: Path) -> 
     timing = read_timing(run).without_first(5)
     assert timing.columns.iterations.tolist() == [6, 7, 8, 9, 15, 16]
     assert {*timing.columns.column("seconds")} == {0.5}
-    assert timing.saves == []
+    assert len(timing.saves) == 0
     assert len(read_timing(run).without_first(0).columns) == 16
 
 

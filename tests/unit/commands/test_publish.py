@@ -13,7 +13,7 @@ from reprise.errors import DataError
 from tests.messages import refused
 from tests.published_runs import LoggedRun, MemoryTracker, publisher
 from trainer.commands.publish import main
-from trainer.publish.publisher import follow, publish
+from trainer.publish.publisher import publish
 from trainer.publish.tracker import RemoteRun, TrackerRow
 
 
@@ -53,33 +53,27 @@ def run(tmp_path: Path) -> LoggedRun:
     return logged
 
 
-def once(run: LoggedRun, tracker: Server) -> Exception | None:
+def published(run: LoggedRun, tracker: Server, pause: Callable[[float], bool] = lambda _: False) -> Exception | None:
     with closing(publisher(run.folder, tracker)) as sender:
-        return publish(sender, tracker)[1]
-
-
-def followed(run: LoggedRun, tracker: Server, pause: Callable[[float], bool]) -> Exception | None:
-    with closing(publisher(run.folder, tracker)) as sender:
-        follow(sender, tracker, pause)
-        return publish(sender, tracker)[1]
+        return publish(sender, tracker, pause)
 
 
 @pytest.mark.parametrize("status", [401, 404])
 def test_a_tracker_that_refuses_ends_a_publication(run: LoggedRun, status: int) -> None:
     for tracker in (Server(status), Server(200, status)):
         with refused(DataError, f"{status}: as the server has it"):
-            once(run, tracker)
+            published(run, tracker)
     with refused(DataError, f"{status}: as the server has it"):
-        followed(run, Server(status), lambda _: True)
+        published(run, Server(status), lambda _: True)
 
 
 @pytest.mark.parametrize("status", [408, 503])
 def test_a_tracker_that_is_too_busy_is_tried_again(run: LoggedRun, status: int) -> None:
     tracker = Server(status)
-    assert isinstance(once(run, tracker), AnswerError)
+    assert isinstance(published(run, tracker), AnswerError)
     pauses = [True, False]
     tracker = Server(status)
-    assert followed(run, tracker, lambda _: pauses.pop(0)) is None
+    assert published(run, tracker, lambda _: pauses.pop(0)) is None
     assert len(tracker.losses(tracker.opened[0])) == 3
 
 
@@ -91,7 +85,7 @@ def test_a_tracker_that_refuses_later_is_waited_for(run: LoggedRun) -> None:
             run.train(4, 4)
         return len(tracker.opened) < 2
 
-    assert followed(run, tracker, pause) is None
+    assert published(run, tracker, pause) is None
     assert len(tracker.losses(tracker.opened[0])) == 4
 
 

@@ -35,9 +35,8 @@ def test_the_page_has_the_bits_of_the_log(tmp_path: Path) -> None:
     (curve,) = charts(write_report([steady_run(tmp_path / "run", LOSSES)], tmp_path / "report.html").read_text())[
         "loss"
     ]["curves"]
-    (level,) = curve["levels"]
-    assert unpacked(level["y"]) == LOSSES
-    assert unpacked(level["x"]["iteration"]) == list(range(1, 200))
+    assert unpacked(curve["y"]) == LOSSES
+    assert unpacked(curve["x"]["iteration"]) == list(range(1, 200))
 
 
 def test_the_command_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

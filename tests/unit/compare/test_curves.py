@@ -294,17 +294,6 @@ def test_the_coarser_dtype_is_the_common_one(base: str | None, test: str | None,
     assert common_dtype(*(replace(metrics({1: 1.0}), dtype=name) for name in (base, test))) == dtype
 
 
-@pytest.mark.parametrize(
-    ("base", "test", "distance"),
-    [
-        (1.0, 1.0 + 2**-23, "1 (float32)"), (0.1, math.nextafter(0.1, 1.0), "1 (float64)"),
-        (-5e-324, 5e-324, "2 (float64)"), (1e300, math.nextafter(1e300, 0.0), "1 (float64)"), (1.0, math.nan, "-"),
-    ],
-)  # fmt: skip
-def test_the_report_has_the_floats_between_two_values(base: float, test: float, distance: str) -> None:
-    assert distance in report(compare(metrics({1: base}), metrics({1: test}), tolerance=None))
-
-
 def test_the_report_lists_missing_iterations_as_ranges() -> None:
     base = metrics(dict.fromkeys([*range(1, 41), 43, 50], 1.0))
     text = report(compare(base, metrics({50: 1.0}), tolerance=Tolerance(1e-5)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -50,9 +51,29 @@ def test_a_resumed_run_replaces_what_it_repeats(tmp_path: Path, capsys: pytest.C
     write_events(folder, {3: 9.0, 4: 8.5})
     whole = write_events(tmp_path / "whole", {1: 10.95, 2: 10.5, 3: 9.0, 4: 8.5})
     assert compare_loss.main([str(folder), str(whole)]) == 0
-    (whole / "events.out.tfevents.9000000000.torn").write_bytes(file.parent.joinpath("none").name.encode())
-    assert compare_loss.main([str(folder), str(whole)]) == 0
-    capsys.readouterr()
+    assert "3 points of train/loss" in capsys.readouterr().out
+
+
+def test_a_damaged_event_file_is_read_up_to_the_damage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole, part = write_events(tmp_path / "whole", LOSSES), write_events(tmp_path / "part", LOSSES)
+    (file,) = part.iterdir()
+    data = bytearray(file.read_bytes())
+    at = data.rindex(b"train/loss")
+    data[at] ^= 1
+    file.write_bytes(data)
+    begin = len(data[:at]) - 40
+    assert compare_loss.main([str(part), str(whole), "--max-rows", "1"]) == 1
+    said = capsys.readouterr().out
+    assert "MISSING: 1 in base (first at 3)" in said
+    (place,) = (int(word) for word in re.findall(r"torn or damaged at byte (\d+)", said))
+    assert begin < place < at
+    file.write_bytes(data[: at - 3])
+    assert f"at byte {place}," in str(read_curve(file).notes)
+    file.write_bytes(data[:place])
+    assert read_curve(file).notes == ()
+    file.unlink()
+    assert compare_loss.main([str(file), str(whole)]) == 2
+    assert str(file) in capsys.readouterr().err
 
 
 def seconds_of(path: Path) -> dict[int, float]:

@@ -1,4 +1,4 @@
-"""Traces of chosen iterations, whose bits they do not move, and snapshots where memory runs out."""
+"""Traces of chosen iterations, whose bits they do not move."""
 
 from __future__ import annotations
 
@@ -8,12 +8,9 @@ import logging
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.harness import TINY, curve, run_ok
 from trainer.metrics.profile import Profiler
-
-CPU = torch.device("cpu")
 
 
 @pytest.mark.slow
@@ -31,7 +28,7 @@ def test_each_rank_traces_the_iterations_and_no_bit_moves(tmp_path: Path) -> Non
 
 
 def test_a_run_that_ends_in_between_writes_its_trace(tmp_path: Path) -> None:
-    profiler = Profiler(tmp_path, [2, 9], rank=3, device=CPU)
+    profiler = Profiler(tmp_path, [2, 9], rank=3)
     for iteration in (1, 2, 3):
         with profiler.around(iteration):
             pass
@@ -43,23 +40,8 @@ def test_a_run_that_ends_in_between_writes_its_trace(tmp_path: Path) -> None:
 
 def test_a_trace_that_cannot_be_written_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "profile").write_text("a file in the place of the folder")
-    profiler = Profiler(tmp_path, [1, 1], rank=0, device=CPU)
+    profiler = Profiler(tmp_path, [1, 1], rank=0)
     with profiler.around(1):
         pass
     assert [record.levelno for record in caplog.records] == [logging.ERROR]
     assert f"The trace cannot be written to {tmp_path / 'profile'}" in caplog.text
-
-
-def test_a_snapshot_is_written_where_memory_runs_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    profiler = Profiler(tmp_path, [], rank=1, device=CPU)
-    path = tmp_path / "profile/memory.rank1.pickle"
-    with pytest.raises(torch.OutOfMemoryError), profiler.watching_memory(lambda name: Path(name).write_text("blocks")):
-        raise torch.OutOfMemoryError("CUDA out of memory")
-    assert path.read_text() == "blocks"
-    assert f"rank 1 ran out of memory; a snapshot for pytorch.org/memory_viz: {path}" in caplog.text
-    path.unlink()
-    with pytest.raises(torch.OutOfMemoryError), profiler.watching_memory():  # a CPU has no snapshot
-        raise torch.OutOfMemoryError("CUDA out of memory")
-    with pytest.raises(ValueError, match="another"), profiler.watching_memory(lambda name: Path(name).write_text("")):
-        raise ValueError("another")
-    assert not path.exists()

@@ -14,7 +14,7 @@ from tests.messages import says
 from trainer.config.logging import LoggingSection, logging_problems
 from trainer.metrics.publish_sink import PublishSink
 from trainer.metrics.run_log import RunLog
-from trainer.metrics.sink import MetricRecord, RunPosition
+from trainer.metrics.sink import RunPosition
 
 DEADLINE_S = 100
 
@@ -48,7 +48,7 @@ def test_its_end_is_a_warning_once(tmp_path: Path, caplog: pytest.LogCaptureFixt
     sink._process.wait(DEADLINE_S)
     with caplog.at_level(logging.WARNING):
         for iteration in (1, 2):
-            sink.write(MetricRecord(iteration, {"iteration": iteration}))
+            sink.write({"iteration": iteration})
         sink.close()
     (record,) = caplog.records
     assert "has ended with status -9, and the run continues without it" in record.getMessage()

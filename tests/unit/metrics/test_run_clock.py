@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import time
 from pathlib import Path
 
@@ -15,11 +14,9 @@ from trainer.launch.start_times import StartTimes
 from trainer.metrics import run_clock as clock_module
 from trainer.metrics.jsonl_file import last_recorded_time
 from trainer.metrics.launch_log import LaunchOutcome
-from trainer.metrics.run_clock import run_clock
 from trainer.report.goodput import measure_goodput
 from trainer.report.history import read_history
 
-NAMES = ("metrics.jsonl", "launches.jsonl")
 DAY_S = 86400.0
 CLOCKS = [-DAY_S, 300.0]
 
@@ -99,10 +96,3 @@ def test_the_last_whole_record_has_the_last_time(tmp_path: Path) -> None:
     ]:
         path.write_text(text)
         assert last_recorded_time(path) == time_s, text
-
-
-def test_a_launch_begins_after_the_last_record(tmp_path: Path) -> None:
-    last = os.stat(tmp_path).st_mtime + DAY_S
-    (tmp_path / "launches.jsonl").write_text(json.dumps({"iteration": 0, "time": last}) + "\n")
-    clock = run_clock(tmp_path, NAMES, 30.0, clock=lambda: 7.0)
-    assert clock() == pytest.approx(last + 30.0, abs=0.001)

@@ -15,7 +15,7 @@ from tests.harness import TINY, around_iterations, call_on_ranks
 from trainer.__main__ import main
 from trainer.launch.process_group import Cluster
 from trainer.metrics import slow_ranks
-from trainer.metrics.slow_ranks import OwnTime, RankTime, SlowestRank, ranked, slowest_rank
+from trainer.metrics.slow_ranks import OwnTime, RankTime, ranked, slowest_rank
 from trainer.run.build import Run
 
 
@@ -36,7 +36,7 @@ class SumOfRanks:
         return [self._data + numbers[0]]
 
 
-def _slowest(times: list[RankTime], cluster: SumOfRanks) -> SlowestRank | None:
+def _slowest(times: list[RankTime], cluster: SumOfRanks) -> str | None:
     largest = max(ranked(own, rank) for rank, own in enumerate(times))
     total = sum(own.total for own in times)
     return slowest_rank(times[cluster.rank], total, largest, cast(Cluster, cluster))
@@ -45,8 +45,8 @@ def _slowest(times: list[RankTime], cluster: SumOfRanks) -> SlowestRank | None:
 def test_the_slowest_rank_is_named_beside_the_mean() -> None:
     times = [RankTime(10**6, 10**5), RankTime(10**6, 0), RankTime(10**6, 0), RankTime(2 * 10**6, 2 * 10**5)]
     slowest = "slowest rank 3: 1.60 x mean (data 0.2 s)"
-    assert str(_slowest(times, SumOfRanks(3, 4))) == slowest
-    assert str(_slowest(times, SumOfRanks(0, 4, data=2 * 10**5))) == slowest
+    assert _slowest(times, SumOfRanks(3, 4)) == slowest
+    assert _slowest(times, SumOfRanks(0, 4, data=2 * 10**5)) == slowest
 
 
 def test_the_most_ranks_and_the_longest_time_fit() -> None:
@@ -55,8 +55,7 @@ def test_the_most_ranks_and_the_longest_time_fit() -> None:
     largest = ranked(RankTime(10000 * hour, 0), ranks - 1)
     assert largest < 1 << 63
     slowest = slowest_rank(own, hour * (ranks + 99), largest, cast(Cluster, SumOfRanks(0, ranks)))
-    assert slowest is not None
-    assert slowest.rank == ranks - 1
+    assert str(slowest).startswith(f"slowest rank {ranks - 1}:")
 
 
 @pytest.mark.parametrize("times", [[10**6], [0, 0], [10**6, 10**6], [10**6, 1100 * 10**3]])
@@ -99,18 +98,6 @@ def test_the_host_does_not_wait_for_work_on_an_accelerator(monkeypatch: pytest.M
     assert own.take() == RankTime(0, 0)
     EVENTS[2].is_passed = EVENTS[3].is_passed = True
     assert own.take() == RankTime(1500000, 0)
-
-
-def test_time_is_counted_once_and_data_in_both(monkeypatch: pytest.MonkeyPatch) -> None:
-    moments = iter([0.0, 1.0, 10.0, 12.5])
-    monkeypatch.setattr(time, "perf_counter", lambda: next(moments))
-    own = OwnTime(torch.device("cpu"))
-    with own.working():
-        pass
-    with own.loading():
-        pass
-    assert own.take() == RankTime(3500000, 2500000)
-    assert own.take() == RankTime(0, 0)
 
 
 def test_ranks_with_more_and_fewer_passes_have_equal_times(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,15 +10,15 @@ from trainer.report.life import life_of, progress_lines
 def test_a_life_has_kills_resumes_and_saves_in_order(tmp_path: Path) -> None:
     events = life_of(read_history(twice_killed_run(tmp_path)))
     assert [(event.kind, event.iteration) for event in events if event.kind != "evaluation"] == [
-        ("launch", 0), ("save", 100), ("save", 200), ("kill", 260),
-        ("launch", 200), ("save", 300), ("kill", 340),
-        ("launch", 300), ("save", 400), ("save", 500), ("end", 500),
+        ("launch", 0), ("save elsewhere", 100), ("save elsewhere", 200), ("kill", 260),
+        ("launch", 200), ("save elsewhere", 300), ("kill", 340),
+        ("launch", 300), ("save elsewhere", 400), ("save elsewhere", 500), ("end", 500),
     ]  # fmt: skip
     launches = [event.text for event in events if event.kind == "launch"]
     assert launches[0] == "launch 1 on 1 rank, started in 30.0 s, from the beginning"
     assert launches[1] == "launch 2 on 2 ranks dp=2, started in 30.0 s, resumed from iteration 200, 60 iterations back"
-    saves = {event.text for event in events if event.kind == "save"}
-    assert saves == {"elsewhere, 2.00 GB, 8.00 s, blocked 0.500 s"}
+    saves = {event.text for event in events if event.kind.startswith("save")}
+    assert saves == {"2,000.0 MB by rank 0, 8.00 s, blocked 0.500 s"}
     assert events[-1].text.startswith("finished after ")
 
 
@@ -34,14 +34,5 @@ def test_events_of_a_branch_given_up_stand_where_they_were(tmp_path: Path) -> No
     lost = [event("save", 2, 9.0, written_bytes=10), spike]
     write(steady_run(tmp_path, [1.0]) / "metrics.abandoned-1.jsonl", lost)
     found = {event.kind: event for event in life_of(read_history(tmp_path))}
-    assert found["save"].state == "given up"
+    assert found["save given up"].iteration == 2
     assert (found["spike"].iteration, found["spike"].text) == (2, "loss 9.5")
-
-
-def test_measurements_of_followers_stand_at_their_saves(tmp_path: Path) -> None:
-    folder = twice_killed_run(tmp_path)
-    write(folder / "follow.jsonl", [{"iteration": 100, "metric": "accuracy", "value": 0.5, "branches": []}])
-    events = life_of(read_history(folder))
-    (measurement,) = (event for event in events if event.kind == "measurement")
-    (save,) = (event for event in events if event.kind == "save" and event.iteration == 100)
-    assert (measurement.time, measurement.text) == (save.time, "accuracy 0.5")

@@ -202,14 +202,12 @@ def test_settings_of_a_beginning_end_with_the_own_checkpoint(tmp_path: Path) -> 
     start = started(config_in(tmp_path / "run", *beginning))
     assert isinstance(start.source, Checkpoints)
     assert (start.source.source.path, start.source.source.iteration) == (other, 2)
-    assert start.began_elsewhere
     assert start.section.finetune
     folder = trained(tmp_path / "run", *beginning)
     start = started(config_in(tmp_path / "run", *beginning))
     assert isinstance(start.source, Checkpoints)
     assert (start.source.source.path, start.source.source.iteration) == (folder, None)
     assert start.source.is_own
-    assert not start.began_elsewhere
     assert not start.section.finetune
 
 

@@ -1,0 +1,34 @@
+"""Names the figures in a `metrics.jsonl` record for TensorBoard and trackers."""
+
+from __future__ import annotations
+
+from reprise.storage import Json
+from trainer.metrics.json_lines import DECIMAL, EXACT, value_of
+
+# The prefix for figure names by event, and other names for some figures.
+_GROUPS = {"": "train", "evaluation": "valid"}
+_NAMES = {"valid/valid_loss": "valid/loss", "train/checkpoint_seconds": "checkpoint/blocked_seconds"}
+_HEX = "_hex"
+
+
+def figures_of(record: Json) -> tuple[dict[str, float | int], dict[str, str]]:
+    """Return a record's numbers by name, such as `train/loss`, and its texts by name, such as `sample`."""
+    group = str(record.get("event", ""))
+    group = _GROUPS.get(group, group)
+    figures, texts = dict[str, float | int](), dict[str, str]()
+    for name, value in record.items():
+        label = f"{group}/{name}"
+        label = _NAMES.get(label, label)
+        if name in ("iteration", "event", "time") or name.endswith(_HEX):
+            continue
+        figure, kind = value_of(record, name)
+        if kind in (DECIMAL, EXACT):
+            figures[label] = value if type(value) is int and f"{name}{_HEX}" not in record else figure
+        elif isinstance(value, bool):
+            figures[label] = int(value)
+        elif isinstance(value, str):
+            texts[group if name == "text" else label] = value
+        elif name == "start" and isinstance(value, dict):
+            phases = {phase: value_of(value, phase) for phase in value}
+            figures |= {f"start/{phase}": seconds for phase, (seconds, kind) in phases.items() if kind == DECIMAL}
+    return figures, texts
