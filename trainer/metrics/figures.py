@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 from reprise.storage import Json
 from trainer.metrics.json_lines import DECIMAL, EXACT, value_of
 
 # The prefix for figure names by event, and other names for some figures.
 _GROUPS = {"": "train", "evaluation": "valid"}
 _NAMES = {"valid/valid_loss": "valid/loss", "train/checkpoint_seconds": "checkpoint/blocked_seconds"}
+_LEFT_OUT = ("iteration", "event", "time")
 _HEX = "_hex"
 
 
 def figures_of(record: Json) -> tuple[dict[str, float | int], dict[str, str]]:
     """Return a record's numbers by name, such as `train/loss`, and its texts by name, such as `sample`."""
-    group = str(record.get("event", ""))
-    group = _GROUPS.get(group, group)
+    event = str(record.get("event", ""))
+    group = _GROUPS.get(event, event)
     figures, texts = dict[str, float | int](), dict[str, str]()
     for name, value in record.items():
-        label = f"{group}/{name}"
-        label = _NAMES.get(label, label)
-        if name in ("iteration", "event", "time") or name.endswith(_HEX):
+        if name in _LEFT_OUT or name.endswith(_HEX):
             continue
+        label = _label(group, name)
         figure, kind = value_of(record, name)
         if kind in (DECIMAL, EXACT):
-            figures[label] = value if type(value) is int and f"{name}{_HEX}" not in record else figure
+            figures[label] = value if type(value) is int else figure
         elif isinstance(value, bool):
             figures[label] = int(value)
         elif isinstance(value, str):
@@ -32,3 +34,8 @@ def figures_of(record: Json) -> tuple[dict[str, float | int], dict[str, str]]:
             phases = {phase: value_of(value, phase) for phase in value}
             figures |= {f"start/{phase}": seconds for phase, (seconds, kind) in phases.items() if kind == DECIMAL}
     return figures, texts
+
+
+@cache  # a run has few names, and an iteration names them all
+def _label(group: str, name: str) -> str:
+    return _NAMES.get(f"{group}/{name}", f"{group}/{name}")

@@ -84,8 +84,11 @@ class IterationRecord:
         for name, digits in _FIGURES.items():
             if (value := getattr(self, name)) is not None:
                 record[name] = value if digits is None else round(value, digits)
-                record |= {f"{name}_hex": value.hex()} if name in _EXACT else {}
-        return record | ({"skipped": True} if self.is_skipped else {})
+                if name in _EXACT:
+                    record[f"{name}_hex"] = value.hex()
+        if self.is_skipped:
+            record["skipped"] = True
+        return record
 
 
 class Slowdown:
@@ -230,8 +233,10 @@ class RunLog:
 
     def iteration(self, record: IterationRecord, slowest: str | None = None, memory: MemoryPeaks | None = None) -> None:
         """Log an iteration. Its log line also shows peak memory and the slowest rank since the previous line."""
-        sizes = {} if memory is None else memory._asdict()
-        self._write(record.line() | {f"{name}_bytes": size for name, size in sizes.items() if size} | self._first)
+        members = record.line()
+        if memory is not None:
+            members |= {f"{name}_bytes": size for name, size in memory._asdict().items() if size}
+        self._write(members | self._first)
         self._first = {}
         now = self._clock()
         self._first_end = self._first_end or (record.iteration, now)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -47,11 +48,7 @@ class TensorboardSink(MetricSink):
 
     def write(self, record: Json) -> None:
         figures, texts = figures_of(record)
-        points = {
-            _TAGS.get(name, name): value
-            for name, value in figures.items()
-            if name.partition("/")[0] in _GROUPS and name not in _LEFT_OUT
-        }
+        points = {tag: value for name, value in figures.items() if (tag := _tag(name))}
         if not points and "sample" not in texts:
             return
         try:
@@ -78,3 +75,10 @@ class TensorboardSink(MetricSink):
         values = [point(tag, value) for tag, value in points.items()]
         values += [] if sample is None else [verbatim("sample", sample)]
         self._file.write([event(iteration, values)])
+
+
+@cache
+def _tag(name: str) -> str:
+    """Return the tag for a figure, or an empty one if it is not drawn."""
+    is_drawn = name.partition("/")[0] in _GROUPS and name not in _LEFT_OUT
+    return _TAGS.get(name, name) if is_drawn else ""
