@@ -130,8 +130,7 @@ def curve_of(log: MetricsLog) -> Curve:
     if (numpy.diff(points.iterations) <= 0).any():
         points = points.take(points.iterations.argsort(kind="stable"))
     repeated = numpy.flatnonzero(numpy.diff(points.iterations) == 0) + 1
-    if repeated.size:
-        place = repeated[points.lines[repeated].argmin()]
+    for place in repeated[:1]:
         problem, where = f"Iteration {points.iterations[place]} comes twice", log.place(points.lines[place])
         raise DataError(problem, where=where, expected="one record per iteration")
     require_points(points, log.source)

@@ -89,6 +89,18 @@ def test_a_tracker_that_refuses_later_is_waited_for(run: LoggedRun) -> None:
     assert len(tracker.losses(tracker.opened[0])) == 4
 
 
+def test_a_tracker_that_refuses_the_end_is_told(run: LoggedRun) -> None:
+    tracker = Server(200, 200, 401)
+
+    def pause(_: float) -> bool:
+        if len(tracker.opened) == 1:
+            run.train(4, 4)
+        return not tracker.opened
+
+    with refused(DataError, "401: as the server has it"):
+        published(run, tracker, pause)
+
+
 def test_a_publication_to_tensorboard_says_where(run: LoggedRun, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(run.folder), "--to", "tensorboard"]) == 0
     said = capsys.readouterr().out

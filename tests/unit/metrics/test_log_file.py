@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import numpy
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -93,6 +94,7 @@ def test_chunks_and_empty_lines_move_no_line(monkeypatch: pytest.MonkeyPatch, ch
     columns = log.columns
     assert (columns.lines.tolist(), columns.iterations.tolist()) == ([1, 4], [1, 3])
     assert columns.values[0].tolist() == [0.5, 1.5]
+    assert columns.take(numpy.array([False, True])).lines.tolist() == [4]
     assert [line for line, _ in log.events] == [3, 5]
     assert [line for line, _ in log.starts] == [4]
     assert (log.evaluations.iterations.tolist(), log.evaluations.values.tolist()) == ([2], [[1.5]])

@@ -75,7 +75,10 @@ def test_after_a_file_system_clock_went_back_records_go_on(tmp_path: Path, monke
     monkeypatch.setattr(clock_module, "file_system_time", real)
     launch(tmp_path, "b", 2, [0.0, 0.0], monkeypatch)
     history = read_history(tmp_path)
-    assert [span.record["launch"] for span in history.launches] == ["a", "b"]
+    assert [(span.record["launch"], (span.end or {})["launch"]) for span in history.launches] == [
+        ("a", "a"),
+        ("b", "b"),
+    ]
     goodput = measure_goodput(history)
     assert goodput is not None
     assert goodput.wall == pytest.approx(8.0)

@@ -26,7 +26,8 @@ def train(folder: Path, first: int, last: int, *, is_killed: bool = False) -> No
         if iteration % 4 == 0:
             log.evaluation(iteration, 2.0, 2.0)
             log.sync()
-            log.save(SaveReport(iteration, Path("iter"), 10, 0.5), slowdown_s=0.0)
+            for event in ("local_save", "save"):
+                log.save(SaveReport(iteration, Path("iter"), 10, 0.5), slowdown_s=0.0, event=event)
     if is_killed:
         log.sync()
     else:

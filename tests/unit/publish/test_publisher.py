@@ -99,6 +99,12 @@ def test_a_publisher_that_follows_sees_the_cut_of_the_log(run: LoggedRun, tracke
     run.train(21, 27)  # shorter lines
     look()
     assert tracker.losses("a1b2c3") == losses(1, 25, branch=3) | losses(26, 27)
+    line = json.dumps({"iteration": 27, "event": "save", "seconds": 0.5}) + "\n"
+    for part in (line[:9], line[9:]):
+        with (run.folder / "metrics.jsonl").open("a") as file:
+            file.write(part)
+        look()
+    assert tracker.rows["a1b2c3"][-1].figures == {"save/seconds": 0.5}
     run.start(3, branch_id="b1")
     look()
     run.train(4, 9, branch=1)
