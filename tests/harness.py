@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerProcess
@@ -329,7 +329,8 @@ def built(config: Config, cluster: Cluster) -> Run:
 
 def filled(run: Run) -> Run:
     """Return a run that was built, with its tensors filled as its configuration asks for."""
-    return replace(run, course=fill(run, decide(run.config, run.cluster, run.saves)))
+    fill(run, decide(run.config, run.cluster, run.saves))
+    return run
 
 
 def around_iterations(

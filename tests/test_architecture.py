@@ -60,7 +60,7 @@ trainer.metrics.log_file
 trainer.commands.arguments trainer.compare trainer.data
 trainer.config.terms trainer.interop.hf.config
 trainer.config trainer.record.data_origin trainer.launch
-trainer.optim.table
+trainer.optim.table trainer.launch.control
 trainer.record.resume_rules
 trainer.record.environment trainer.memory.needs trainer.metrics trainer.optim trainer.parallel \
     trainer.saves.mirror trainer.run.random trainer.run.run_data trainer.record.run_record

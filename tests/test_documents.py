@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from packaging.specifiers import SpecifierSet
 
-from trainer.config.checkpoint import CheckpointSection
-from trainer.record.resume_rules import RULES
+from trainer.config.checkpoint import Allowed, CheckpointSection
+from trainer.record.resume_rules import FLAGS, RULES, Verdict
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [
@@ -110,6 +110,9 @@ def test_the_contract_has_every_rule_with_its_verdict_and_flag() -> None:
     assert set(rows) == {rule.field for rule in RULES}
     for rule in RULES:
         _, word, rest, flag = rows[rule.field]
-        expected = {"REFUSED": "refused", "FLAG": "refused without the flag", "LOGGED": "logged"}[rule.verdict.name]
-        assert (word + rest).startswith(expected), rule.field
-        assert flag.strip("`") == rule.flag or (rule.verdict.name == "REFUSED" and flag.startswith("none"))
+        if isinstance(rule.verdict, Allowed):
+            assert (word + rest).startswith("refused without the flag"), rule.field
+            assert flag == f"`checkpoint.{FLAGS[rule.verdict]}`"
+        else:
+            assert word == rule.verdict.value, rule.field
+            assert flag == ("none" if rule.verdict is Verdict.REFUSED else "")

@@ -26,20 +26,18 @@ from trainer.config.checks import (
 from trainer.config.compose import Resolved, read_command, resolve_command
 from trainer.config.derived import topology_of
 from trainer.config.schema import Config
-from trainer.config.values import path_problems
-from trainer.launch import streams
 from trainer.launch.environment import Environment
 from trainer.launch.exit_with_error import exit_with_error
 from trainer.launch.start_times import Phase, StartTimes, importing
+from trainer.launch.streams import replace_closed
 from trainer.memory.needs import out_of_memory, require_host_memory, require_memory
 from trainer.metrics.line_handler import LineHandler
 
 if TYPE_CHECKING:
-    from reprise.stores import MirrorProcess
     from trainer.launch.process_group import Cluster
     from trainer.launch.signals import SignalHandler
     from trainer.metrics.run_log import RunLog
-    from trainer.run.build import Course, Run
+    from trainer.run.build import Run
     from trainer.run.inputs import RunInputs
     from trainer.training.rewind import Rewind
 
@@ -56,13 +54,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: The words after `reprise train`. None reads the process's, after `python -m trainer`.
     """
-    closed, environment = streams.replace_closed(), None
+    is_silent, environment = replace_closed(), None
     try:
         environment = Environment.read(os.environ)
         with importing():
             command = read_command(sys.argv[1:] if arguments is None else arguments)
         if command is not None:
-            _start_log(environment.rank, is_silent="stdout" in closed)
+            _start_log(environment.rank, is_silent=is_silent)
             run(resolve_command(command, FILE_SYSTEM), environment)
     except SystemExit:  # argparse has printed the reason
         raise
@@ -91,8 +89,6 @@ def run(resolved: Resolved, environment: Environment) -> None:
     if config.train.dry_run:
         _dry_run(config, environment.world_size)
         return
-    if not path_problems(config):
-        streams.keep_errors_in(Path(config.run.dir))
     validate(config, environment.world_size, resolved.words)
     config = with_micro_batch(config, environment.world_size)
     if config is not resolved.config:
@@ -171,8 +167,7 @@ def _train(resolved: Resolved, cluster: Cluster, signals: SignalHandler, times: 
     times.end(Phase.rendezvous)
     if cluster.device.type != CPU:
         total_bytes = memory_bytes(cluster.device)
-        where = str(cluster.device)
-        require_memory(config, cluster.world_size, ranks=1, available_bytes=total_bytes, where=where, is_host=False)
+        require_memory(config, cluster.world_size, ranks=1, available_bytes=total_bytes, where=str(cluster.device))
     inputs = open_inputs(config, cluster)
     times.end(Phase.data)
     checkpoints = None if config.checkpoint.save is None else Path(config.checkpoint.save)
@@ -205,12 +200,9 @@ def _train_from(
     from trainer.start.decide import decide
     from trainer.start.fill import fill
     from trainer.training.loop import train
-    from trainer.training.rewind import unfinished_rewind
 
     with ExitStack() as stack:
         saves = stack.enter_context(build_saves(config, cluster, FILE_SYSTEM))
-        if rewind is None and (rewind := unfinished_rewind(config, cluster, saves)) is not None:
-            config = rewind.config(config)
         start = decide(config, cluster, saves)
         times.end(Phase.load)
         keys = resolved.environment_keys
@@ -225,15 +217,13 @@ def _train_from(
             environment_keys=keys,
         )
         times.end(Phase.build)
-        course = fill(run, start)
-        mirrors: tuple[MirrorProcess, ...] = ()
+        fill(run, start)
         if config.checkpoint.mirror is not None:
             from trainer.saves.mirror import mirrored
 
             is_stopped = run.control.is_signalled
-            mirrors = stack.enter_context(mirrored(config.checkpoint, cluster, is_stopped=is_stopped))
-        logs = stack.enter_context(_logged(run, course, resolved.text))
-        run = replace(run, course=course, mirrors=mirrors, logs=logs)
+            run.mirrors = stack.enter_context(mirrored(config.checkpoint, cluster, is_stopped=is_stopped))
+        run.logs = stack.enter_context(_logged(run, resolved.text))
         times.end(Phase.load)
         if rewind is not None:
             rewind.begin(run)
@@ -245,7 +235,7 @@ def _train_from(
 
 
 @contextmanager
-def _logged(run: Run, course: Course, config_text: str) -> Iterator[tuple[RunLog, ...]]:
+def _logged(run: Run, config_text: str) -> Iterator[tuple[RunLog, ...]]:
     """Yield the open log for a filled run on rank 0, and close it at the end, unless an error ends the run."""
     from trainer.metrics.launch_log import LaunchOutcome
     from trainer.run.build import build_log, launch_record
@@ -262,7 +252,7 @@ def _logged(run: Run, course: Course, config_text: str) -> Iterator[tuple[RunLog
             age_s=run.start_times.age_s(),
         )
         if progress.iteration < run.train_iters:  # restarting a finished run changes nothing
-            log.launched(run.cluster.nonce, progress.iteration, run.start_times.age_s(), launch_record(course))
+            log.launched(run.cluster.nonce, progress.iteration, run.start_times.age_s(), launch_record(run))
         yield (log,)
     except BaseException as error:
         if not isinstance(error, LockError):  # then the folder belongs to another job

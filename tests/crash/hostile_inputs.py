@@ -157,7 +157,7 @@ class Inputs:
 
     def _try_trainer_state(self, data: bytes) -> None:
         state = json_file.parse(data, where=STATE)
-        settle(differences(state, _STATE, resume_rules.RULES), flags=_FLAGS, where=STATE)
+        settle(differences(state, _STATE, resume_rules.RULES), allowed=resume_rules.FLAGS, where=STATE)
         run_record.saved_progress(state, seq_length=32, where=STATE)
         run_record.saved_schedule(state, OptimizerSection(), where=STATE)[0].at(5, 40)
 
@@ -169,7 +169,6 @@ class Inputs:
 
 
 _FILES = {"state": STATE, "index": INDEX, "header": MODEL, "optimizer_header": OPTIMIZER}
-_FLAGS = {rule.flag for rule in resume_rules.RULES if rule.flag}
 
 
 class Opened:

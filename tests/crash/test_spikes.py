@@ -70,14 +70,14 @@ def test_a_rewound_run_is_that_which_was_told_the_range(data: Path, layout: str)
 
 
 @pytest.mark.slow
-def test_a_killed_rewind_goes_on_and_counts(data: Path) -> None:
+def test_a_killed_rewind_is_made_again_and_counts_once(data: Path) -> None:
     run, told, once = data / "run", data / "told", "train.max_rewinds=1"
     assert train(run, once, dies=True).statuses == (-9,)
     assert train(run, once).ok
     assert train(told, TOLD).ok
     assert_ends_as(run, told)
     assert state_of(checkpoint(run, 16))["spikes"]["rewound"] == [[96, 120]]
-    assert [row["event"] for row in rows(run, "spike", "rewind")] == ["rewind"]
+    assert [row["event"] for row in rows(run, "spike", "rewind")] == ["rewind", "rewind"]
     ended = train(run, once, "train.train_iters=20", bad=(180, 240))
     assert f"{once} rewinds, after 96-120" in ended.text
 

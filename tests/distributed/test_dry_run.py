@@ -16,9 +16,11 @@ from reprise.format import TensorKind, build_layout
 from reprise.saving.plan import plan
 from tests.harness import TINY, built, call_on_ranks, compose, launch
 from trainer.config.derived import topology_of
+from trainer.config.schema import Config
 from trainer.launch import process_group as launching
-from trainer.memory.dry_run import working_bytes_of
+from trainer.memory.dry_run import simulated_memory
 from trainer.parallel.invariant import LocalLanes
+from trainer.parallel.topology import Topology
 from trainer.run.state import checkpoint_specs
 from trainer.training.loop import iterate
 
@@ -40,6 +42,11 @@ def _count(arguments: list[str]) -> None:
     assert any(shard.spec.kind is not TensorKind.OPTIMIZER for shard in shards)
     Path(f"{output}.{os.environ['RANK']}").write_text(json.dumps([held, written]))
     launching.shutdown(cluster)
+
+
+def working_bytes_of(config: Config, topology: Topology) -> int:
+    layout = build_layout(list(checkpoint_specs(config.model, config.optimizer)))
+    return max(load.working_bytes for *_, loads in simulated_memory(config, topology, layout) for load in loads)
 
 
 def _locals(model: object) -> list:  # type: ignore[type-arg]

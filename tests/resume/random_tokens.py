@@ -35,9 +35,9 @@ def train_and_note_windows(arguments: list[str]) -> None:
     def note(run: Run, iteration: int) -> None:
         progress = run.state.progress.consumed_samples
         size = run.batch_schedule.at(progress)
-        batches = run.course.train_data.train_batch(progress, SEED, size)
+        batches = run.train_data.train_batch(progress, SEED, size)
         with Path(run.config.run.dir).with_name(f"windows.{run.cluster.rank}").open("a") as file:
-            for number, batch in zip(run.course.train_data.numbers_of(size), batches, strict=True):
+            for number, batch in zip(run.train_data.numbers_of(size), batches, strict=True):
                 print(json.dumps([iteration, number, batch[:, :-1].tolist()]), file=file)
 
     around_iterations(before=note)

@@ -154,7 +154,7 @@ def _evaluate(run: Run, path: Path, *, averages: bool) -> Json:
     source = Checkpoints(LoadSource.named(path), loads_weights_alone=True)
     section = CheckpointSection(finetune=True)
     if run.config.model.is_adapted:
-        load_base(run, Start(source, section, Journal(), keeps_weights=False))
+        load_base(run, Start(source, False, section, Journal(), keeps_weights=False))
     refuse = require_averages if averages else lambda _: None
     part = Part("", run.config.model, partial(run.state.shards, with_optimizer=False), section, refuse)
     restored = source.fill(run, part).restored
@@ -166,7 +166,7 @@ def _evaluate(run: Run, path: Path, *, averages: bool) -> Json:
     rebind(run)
     loss, name = valid_loss(run), "ema_loss" if averages else "valid_loss"
     assert loss is not None
-    data, saved_data = run.course.description["data"]["valid_fingerprint"], checkpoint.state.get("data", {})
+    data, saved_data = run.description["data"]["valid_fingerprint"], checkpoint.state.get("data", {})
     if run.cluster.rank == 0 and saved_data.get("valid_fingerprint", data) != data:
         _log.warning(f"{shown_name(checkpoint.path)}: the validation data differs from the run's")
     where = {"checkpoint": str(checkpoint.path), "iteration": checkpoint.iteration}

@@ -177,7 +177,7 @@ def _documents(
     model = run_record.model_record(source.model)
     differing = differences({"model": model}, {"model": description["model"]}, resume_rules.rules_for(_MODEL_ALONE))
     try:
-        settle(differing, flags=set(), where="the source")
+        settle(differing, where="the source")
     except MismatchError as error:
         raise MismatchError(
             "The source does not hold the configured model",

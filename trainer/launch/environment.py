@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from reprise.errors import LaunchError
 
+_MOST_RANKS = 1 << 20
+
 
 @dataclass(frozen=True, slots=True)
 class Environment:
@@ -36,32 +38,28 @@ class Environment:
         """Read torchrun's variables (https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables).
 
         Raises:
-            LaunchError: A variable is not a number or out of range, or is missing with several ranks.
+            LaunchError: A variable is not a number in its range, or is missing with several ranks.
         """
-        number = {name: _number(name, variables.get(name, default)) for name, default in _NUMBERS.items()}
-        for name, (least, most) in _ranges(number).items():
-            if not least <= number[name] <= most:
-                raise LaunchError(
-                    f"The environment variable {name} is out of range",
-                    expected=f"{least} to {most}",
-                    found=number[name],
-                    fix="Launch with torchrun, or unset torchrun's variables for a single process.",
-                )
+        world_size = _number(variables, "WORLD_SIZE", 1, 1, _MOST_RANKS)
+        rank = _number(variables, "RANK", 0, 0, world_size - 1)
+        local_world_size = _number(variables, "LOCAL_WORLD_SIZE", 1, 1, world_size)
+        local_rank = _number(variables, "LOCAL_RANK", 0, 0, world_size - 1)
+        port = _number(variables, "MASTER_PORT", 0, 0, 65535)
         missing = [name for name in ("RANK", "MASTER_ADDR") if not variables.get(name)]
-        missing += ["MASTER_PORT"] if number["MASTER_PORT"] == 0 else []
-        if number["WORLD_SIZE"] > 1 and missing:
+        missing += ["MASTER_PORT"] if port == 0 else []
+        if world_size > 1 and missing:
             raise LaunchError(
                 "Some of torchrun's environment variables are missing",
-                expected=f"{' and '.join(missing)} with WORLD_SIZE={number['WORLD_SIZE']}",
+                expected=f"{' and '.join(missing)} with WORLD_SIZE={world_size}",
                 fix="Launch with torchrun, or set them on every rank.",
             )
         return Environment(
-            number["RANK"],
-            number["WORLD_SIZE"],
-            number["LOCAL_RANK"],
-            number["LOCAL_WORLD_SIZE"],
+            rank,
+            world_size,
+            local_rank,
+            local_world_size,
             variables.get("MASTER_ADDR", "localhost"),
-            number["MASTER_PORT"],
+            port,
             variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
             "TORCHELASTIC_RUN_ID" in variables,
         )
@@ -73,33 +71,17 @@ class Environment:
         return tuple(range(first, min(first + self.local_world_size, self.world_size)))
 
 
-_NUMBERS = {
-    "WORLD_SIZE": "1",
-    "RANK": "0",
-    "LOCAL_WORLD_SIZE": "1",
-    "LOCAL_RANK": "0",
-    "MASTER_PORT": "0",
-}
-_MOST_RANKS = 1 << 20
-
-
-def _ranges(number: Mapping[str, int]) -> dict[str, tuple[int, int]]:
-    """Return each variable's range. Sizes come before the numbers they bound."""
-    return {
-        "WORLD_SIZE": (1, _MOST_RANKS),
-        "RANK": (0, number["WORLD_SIZE"] - 1),
-        "LOCAL_WORLD_SIZE": (1, number["WORLD_SIZE"]),
-        "LOCAL_RANK": (0, number["WORLD_SIZE"] - 1),
-        "MASTER_PORT": (0, 65535),
-    }
-
-
-def _number(name: str, text: str) -> int:
+def _number(variables: Mapping[str, str], name: str, default: int, least: int, most: int) -> int:
+    text = variables.get(name, str(default))
     try:
-        return int(text)
+        number = int(text)
     except ValueError:
+        number = least - 1
+    if not least <= number <= most:
         raise LaunchError(
-            f"The environment variable {name} is not a number",
+            f"The environment variable {name} is not valid",
+            expected=f"a number from {least} to {most}",
             found=repr(text),
             fix="Launch with torchrun, or unset torchrun's variables for a single process.",
-        ) from None
+        )
+    return number

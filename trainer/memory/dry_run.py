@@ -83,7 +83,7 @@ def report(config: Config, world_size: int) -> str:
     frozen = frozen_names(config.model, config.train.freeze)
     averages = config.train.ema_decay > 0
     layout = build_layout(list(checkpoint_specs(config.model, config.optimizer, frozen, averages=averages)))
-    rows = list(_rows(config, topology, layout))
+    rows = list(simulated_memory(config, topology, layout))
     header = ("pp", "tp", "layers", "parameters", "state", "working", "activations", "memory", _WRITTEN)
     lines = [_headline(config, topology, layout), ""]
     lines += format_table([header, *(_cells(*row) for row in rows)], align=">><>>>>><")
@@ -101,16 +101,6 @@ def report(config: Config, world_size: int) -> str:
         offloaded = 4 * max(load.parameters for *_, loads in rows for load in loads)
         lines.append(f"moving averages: at most {offloaded / _GIB:.2f} GiB more host memory per rank")
     return "\n".join(lines)
-
-
-def working_bytes_of(config: Config, topology: Topology) -> int:
-    """Return the bytes in the first data-parallel rank's gathered parameters and gradients, for the largest stages."""
-    return max(_working_bytes_of_first_rank(config, simulated, topology) for simulated in simulate(config, topology))
-
-
-def _working_bytes_of_first_rank(config: Config, simulated: Simulated, topology: Topology) -> int:
-    boxes_of_parts = [boxes_at(part, simulated.grid, dp=0, tp=0) for part in simulated.parts]
-    return _working_bytes(config, simulated.parts, topology, boxes_of_parts=boxes_of_parts)
 
 
 def simulate(config: Config, topology: Topology) -> Iterator[Simulated]:
@@ -131,7 +121,10 @@ def simulate(config: Config, topology: Topology) -> Iterator[Simulated]:
         dist.destroy_process_group()
 
 
-def _rows(config: Config, topology: Topology, layout: Layout) -> Iterator[tuple[Simulated, int, list[RankMemory]]]:
+def simulated_memory(
+    config: Config, topology: Topology, layout: Layout
+) -> Iterator[tuple[Simulated, int, list[RankMemory]]]:
+    """Yield each pipeline rank's stages, a tensor-parallel rank, and the memory of its distinct data-parallel ranks."""
     dps = sorted({0, min(1, topology.dp - 1), topology.dp - 1})
     for simulated in simulate(config, topology):
         for tp in range(topology.tp):

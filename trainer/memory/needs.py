@@ -11,7 +11,7 @@ from models.adapters import saved_tensors
 from models.families import parameter_count
 from reprise.errors import ConfigError, OutOfMemoryError, TrainerError, count_of
 from reprise.storage import exists
-from trainer.config.derived import batch_schedule_of, rounded_itemsize, topology_of
+from trainer.config.derived import batch_schedule_of, topology_of
 from trainer.config.frozen import frozen_names
 from trainer.config.schema import Config
 from trainer.optim.table import state_tensors
@@ -23,35 +23,24 @@ _TOKEN_BYTES = 8
 _GPU_NODES = (Path("/dev/nvidiactl"), Path("/dev/kfd"))  # CUDA and ROCm
 
 
-def least_bytes(config: Config, world_size: int, *, is_host: bool = True) -> int:
+def least_bytes(config: Config, world_size: int) -> int:
     """Return a lower bound on a rank's average bytes at an iteration's end, with `world_size` ranks.
 
-    It counts weights, the trained weights' gradients and moments, and an iteration's tokens, but no activations.
-
-    Args:
-        is_host: Also count memory for rounding weights-only saves, and offloaded averages. Both are on the host with
-            any device.
+    It counts weights, the trained weights' gradients and moments, and an iteration's tokens, but no activations, and
+    nothing that a GPU run has in host memory.
     """
-    topology = topology_of(config, world_size)
+    topology, train = topology_of(config, world_size), config.train
     copies = topology.dp if config.parallel.zero_stage == 0 else topology.replicate
     padded = replace(config.model, vocab_size=config.model.padded_vocab_size)
-    frozen = frozen_names(padded, config.train.freeze)
-    averages = config.train.ema_decay > 0 and (is_host or not config.train.ema_offload)
+    frozen = frozen_names(padded, train.freeze)
+    averages = train.ema_decay > 0 and not train.ema_offload
     state = state_tensors(config.optimizer, padded, frozen, averages=averages)
     moments = sum(tensor.dtype.itemsize * prod(tensor.stored.shape) for tensor in state if tensor.stored.shape)
     gradients = sum(prod(tensor.shape) for name, tensor in saved_tensors(padded).items() if name not in frozen)
     weights = parameter_count(padded) + (gradients if padded.is_adapted else 0)
+    samples = max(batch_schedule_of(train).sizes) // topology.dp
     state_bytes = (_FLOAT_BYTES * (weights + gradients) + moments) * copies // world_size
-    itemsize = rounded_itemsize(config.checkpoint) if is_host else 0
-    rounded = (
-        itemsize * sum(prod(tensor.shape) for tensor in saved_tensors(config.model).values()) * copies // world_size
-    )
-    train = config.train
-    return (
-        state_bytes
-        + rounded
-        + _TOKEN_BYTES * (max(batch_schedule_of(train).sizes) // topology.dp) * (train.seq_length + 1)
-    )
+    return state_bytes + _TOKEN_BYTES * samples * (train.seq_length + 1)
 
 
 def host_bytes(meminfo: str, cgroup_limit: str = "max") -> int | None:
@@ -84,28 +73,24 @@ def require_host_memory(config: Config, world_size: int, local_world_size: int) 
         require_memory(config, world_size, ranks=local_world_size, available_bytes=available, where="this host")
 
 
-def require_memory(
-    config: Config, world_size: int, *, ranks: int, available_bytes: int, where: str, is_host: bool = True
-) -> None:
+def require_memory(config: Config, world_size: int, *, ranks: int, available_bytes: int, where: str) -> None:
     """Refuse a run whose state cannot fit if `ranks` ranks share `available_bytes`.
 
     Args:
         where: The place to name in the error.
-        is_host: Whether this is host memory, not device memory.
 
     Raises:
         ConfigError: It does not fit. The message names both sizes.
     """
     samples = max(batch_schedule_of(config.train).sizes)
-    needed = ranks * least_bytes(config, world_size, is_host=is_host)
-    light = ", the weights rounded for weights-only saves," if is_host and rounded_itemsize(config.checkpoint) else ","
+    needed = ranks * least_bytes(config, world_size)
     if needed > available_bytes:
         raise ConfigError(
             f"The run does not fit into the memory of {where}",
             where=f"{ranks} of {count_of(world_size, 'rank')}",
             expected=f"at most {available_bytes / _GIB:.1f} GiB",
             found=f"at least {needed / _GIB:.1f} GiB for {parameter_count(config.model):,} parameters, their gradients "
-            f"and moments{light} and {count_of(samples, 'sample', form=',')} of {config.train.seq_length:,} tokens",
+            f"and moments, and {count_of(samples, 'sample', form=',')} of {config.train.seq_length:,} tokens",
             fix="Choose a smaller model or batch, or more hosts; train.dry_run=true shows the memory of every rank.",
         )
 

@@ -1,6 +1,6 @@
 """The launch log, `launches.jsonl`: a line at each launch's start, and another if the launch ends by itself.
 
-A launch without an end line was killed or is still running. A rewind also adds a line.
+A launch without an end line was killed or is still running.
 """
 
 from __future__ import annotations

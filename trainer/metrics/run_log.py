@@ -208,12 +208,6 @@ class RunLog:
         self._first["launch"] = self._launch = name
         self._add_launch("begin", iteration, {"began": round(self._record_clock() - age_s, 3), **description})
 
-    def rewound(self, iteration: int, members: Json) -> None:
-        """Record a rewind in this launch, durably."""
-        self._add_launch("rewind", iteration, members)
-        if self._launches is not None:
-            self._launches.sync()
-
     def ended(self, iteration: int, outcome: LaunchOutcome, reason: str = "") -> None:
         """Record this launch's end. Later calls do nothing."""
         self._add_launch("end", iteration, {"outcome": outcome.value, **({"reason": reason} if reason else {})})

@@ -7,15 +7,15 @@ samples are recorded, so every source continues where it was.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fractions import Fraction
 
 from reprise.errors import CheckpointError
 from reprise.storage import Json, integer
 from trainer.data.blend import Blend
-from trainer.data.documents import DocumentMarks
-from trainer.data.section import DataPosition, DataSection, SampleCut
+from trainer.data.section import DataPosition
 from trainer.schedules.progress import Progress
 
 # The form in which `str` writes a Fraction. Fraction itself reads exponents, whose digits take minutes.
@@ -43,33 +43,17 @@ class DataOrigin:
         return {"position": self.position, "consumed": dict(sorted(self.consumed.items()))}
 
 
-def data_record(
-    section: DataSection,
-    weights: Mapping[str, Fraction],
-    marks: DocumentMarks | None,
-    documents: str | None,
-    *,
-    micro_batch_size: int,
-) -> Json:
-    """Return the optional `data` members in a description, for blends, document masks and padded samples.
+@contextmanager
+def reading_state(what: str, where: object) -> Iterator[None]:
+    """Report a malformed part of a state file.
 
-    Args:
-        weights: Each source's share, by its fingerprint.
-        marks: The documents for `data.document_mask`. None without it.
-        documents: Fingerprint of the document boundaries. None if no sample depends on them.
-        micro_batch_size: Recorded with padded samples: a micro-batch's loss is the mean over its targets, so the size
-            is part of the data.
+    Raises:
+        CheckpointError: The block reads a malformed value.
     """
-    members: Json = {}
-    if len(weights) > 1:
-        members["weights"] = {name: str(weights[name]) for name in sorted(weights)}
-    if marks is not None:
-        members["document_mask"] = "index" if marks.end_of_text is None else marks.end_of_text
-    if documents is not None:
-        members["documents"] = documents
-    if section.samples is not SampleCut.across_documents:
-        members |= {"samples": section.samples.value, "micro_batch_size": micro_batch_size}
-    return members
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise CheckpointError(f"A state file has no valid {what}", where=where, found=repr(error)) from error
 
 
 def sources_in(state: Json) -> dict[str, Fraction]:
@@ -114,7 +98,7 @@ def origin_after(
     data, new = saved.get("data"), sources_in(current)
     if not isinstance(data, Mapping) or "fingerprint" not in data:  # imported: its samples are unknown
         return DataOrigin(progress.consumed_samples) if position is DataPosition.start else None
-    try:
+    with reading_state("record of its data", where):
         old = sources_in(saved)
         recorded = _from_record(saved["blend"]) if "blend" in saved else None
         origin = recorded or DataOrigin()
@@ -123,8 +107,6 @@ def origin_after(
         if (old, was) == (new, now) or (recorded is None and len(old) == len(new) == 1 and keeps_position):
             return recorded
         counts = Blend(list(old.values())).counts(integer(saved["consumed_samples"]) - origin.position)
-    except (LookupError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
-        raise CheckpointError("A state file has no valid record of its data", where=where, found=repr(error)) from error
     consumed = dict(origin.consumed)
     for name, count in zip(old, counts, strict=True):
         consumed[name] = consumed.get(name, 0) + count

@@ -20,10 +20,9 @@ _MOST_CHARACTERS = 500  # for a value in a message; a file may hold more
 
 
 class Verdict(Enum):
-    """A difference's consequence."""
+    """The consequence of a difference that no flag allows."""
 
     REFUSED = "refused"
-    FLAG = "allowed with a flag"
     LOGGED = "logged"
 
 
@@ -33,20 +32,16 @@ class Rule:
 
     Args:
         field: A dotted path. A rule for a longer path wins.
-        flag: The flag allowing the difference, for Verdict.FLAG.
+        verdict: The consequence, or the `checkpoint.allow` value without which the difference is refused.
         says: An allowed difference's effect, for the log line.
-        begins, ends: The effect if the saved run, or this run, has no such value.
         hint: Advice for the refusal or, with Verdict.LOGGED, for the log line. `{saved}` in it is replaced by the saved
             value.
         is_optional: Whether either side may lack the field, as older checkpoints do.
     """
 
     field: str
-    verdict: Verdict
-    flag: str = ""
+    verdict: Verdict | Allowed
     says: str = ""
-    begins: str = ""
-    ends: str = ""
     hint: str = ""
     is_optional: bool = False
 
@@ -82,49 +77,45 @@ RULES: tuple[Rule, ...] = (
     Rule("model", Verdict.REFUSED),
     Rule("model.activation", Verdict.REFUSED, hint="absent means gelu_tanh"),
     Rule("model.lora.rank", Verdict.REFUSED, hint="checkpoint.base takes the weights beneath adapters"),
-    Rule("model.lora.dropout", Verdict.FLAG, "checkpoint.override_dropout", _OTHER_CURVE),
+    Rule("model.lora.dropout", Allowed.dropout, _OTHER_CURVE),
     Rule("model.lora.target_modules", Verdict.REFUSED, hint="null means the family's default"),
     Rule("base", Verdict.REFUSED, hint="adapters fit the base that they were trained on: set checkpoint.base to it"),
-    Rule("model.dropout", Verdict.FLAG, "checkpoint.override_dropout", _OTHER_CURVE),
+    Rule("model.dropout", Allowed.dropout, _OTHER_CURVE),
     Rule("model.initializer_range", Verdict.LOGGED, says="it affects only the start of a run"),
     Rule("model.pad_vocab_multiple", Verdict.LOGGED, says=_ROUNDING),
     Rule("model.stop_token_ids", Verdict.LOGGED, says="it affects only where a generated text ends"),
-    Rule("topology", Verdict.FLAG, "checkpoint.reshard", _ROUNDING, hint="within rounding"),
-    Rule("topology.tp", Verdict.FLAG, "checkpoint.reshard", _MASKS, hint="within rounding, other dropout masks"),
-    Rule("topology.sp", Verdict.FLAG, "checkpoint.reshard", _MASKS, hint="within rounding, other dropout masks"),
+    Rule("topology", Allowed.topology, _ROUNDING, hint="within rounding"),
+    Rule("topology.tp", Allowed.topology, _MASKS, hint="within rounding, other dropout masks"),
+    Rule("topology.sp", Allowed.topology, _MASKS, hint="within rounding, other dropout masks"),
     Rule("topology.invariant_ranks", Verdict.LOGGED, says=f"{_ROUNDING}: gradients are added in another order"),
     Rule(
         "topology.invariant_tensor_ranks",
-        Verdict.FLAG,
-        "checkpoint.reshard",
+        Allowed.topology,
         says=_MASKS,
         hint="within rounding, other dropout masks",
     ),
-    Rule("batch", Verdict.FLAG, "checkpoint.override_batch_size", "the run continues with other batches"),
-    Rule("batch.seq_length", Verdict.FLAG, "checkpoint.override_batch_size", _LENGTH),
+    Rule("batch", Allowed.batch, "the run continues with other batches"),
+    Rule("batch.seq_length", Allowed.batch, _LENGTH),
     Rule(
         "batch.micro_batch_size",
-        Verdict.FLAG,
-        "checkpoint.reshard",
+        Allowed.topology,
         says=_MASKS,
         hint="within rounding, other dropout masks",
         is_optional=True,
     ),
-    Rule("data", Verdict.FLAG, "checkpoint.override_data", "the run continues with other samples"),
+    Rule("data", Allowed.data, "the run continues with other samples"),
     Rule(
         "data.fingerprint",
-        Verdict.FLAG,
-        "checkpoint.override_data",
+        Allowed.data,
         says="the run continues with other samples",
         hint="data.position=start reads a new source from its first sample",
     ),
-    Rule("data.weights", Verdict.FLAG, "checkpoint.override_data", "every source continues at its consumed count"),
-    Rule("data.document_mask", Verdict.FLAG, "checkpoint.override_data", _OTHER_CURVE),
-    Rule("data.documents", Verdict.FLAG, "checkpoint.override_data", _OTHER_CURVE, is_optional=True),
+    Rule("data.weights", Allowed.data, "every source continues at its consumed count"),
+    Rule("data.document_mask", Allowed.data, _OTHER_CURVE),
+    Rule("data.documents", Allowed.data, _OTHER_CURVE, is_optional=True),
     Rule(
         "data.micro_batch_size",
-        Verdict.FLAG,
-        "checkpoint.override_data",
+        Allowed.data,
         says=_OTHER_CURVE,
         hint="the loss is the mean over the targets of each micro batch",
     ),
@@ -132,41 +123,32 @@ RULES: tuple[Rule, ...] = (
     Rule("evaluation", Verdict.LOGGED, says=_LOSSES, is_optional=True),
     Rule(
         "seed",
-        Verdict.FLAG,
-        "checkpoint.override_data",
+        Allowed.data,
         says="the run continues with other samples and other dropout masks",
         hint="it determines the order of the samples and the dropout masks",
     ),
-    Rule("schedule", Verdict.FLAG, "checkpoint.override_scheduler", _OTHER_CURVE),
+    Rule("schedule", Allowed.lr, _OTHER_CURVE),
     *(
         Rule(
             f"schedule.{name}",
-            Verdict.FLAG,
-            "checkpoint.override_scheduler",
+            Allowed.lr,
             says=_OTHER_CURVE,
             hint=f"schedule.lr_{name}={{saved}} {effect}",
         )
         for name, effect in _KEPT_COUNTS.items()
     ),
-    Rule(
-        "ema_decay",
-        Verdict.LOGGED,
-        says="the moving average continues with it",
-        begins="the moving average starts from the weights",
-        ends="the moving average is dropped",
-    ),
-    Rule("clip_grad", Verdict.FLAG, "checkpoint.override_scheduler", _OTHER_CURVE, is_optional=True),
-    *(Rule(name, Verdict.FLAG, "checkpoint.override_scheduler", _OTHER_CURVE) for name in SECTIONS),
+    Rule("ema_decay", Verdict.LOGGED, "the moving average takes the new decay, starts from the weights, or is dropped"),
+    Rule("clip_grad", Allowed.lr, _OTHER_CURVE, is_optional=True),
+    *(Rule(name, Allowed.lr, _OTHER_CURVE) for name in SECTIONS),
     Rule(
         "freeze",
-        Verdict.FLAG,
-        "checkpoint.override_freeze",
+        Allowed.freeze,
         says="newly trained parameters start with zero moments, the moments of frozen parameters are dropped",
     ),
     Rule("optimizer", Verdict.REFUSED),
-    Rule("optimizer.weight_decay", Verdict.FLAG, "checkpoint.override_scheduler", _OTHER_CURVE),
-    Rule("optimizer.moments_dtype", Verdict.FLAG, "checkpoint.override_dtype", _CONVERTED),
-    Rule("precision", Verdict.FLAG, "checkpoint.override_dtype", _COARSER, is_optional=True),
+    Rule("optimizer.weight_decay", Allowed.lr, _OTHER_CURVE),
+    Rule("optimizer.moments_dtype", Allowed.dtype, _CONVERTED),
+    Rule("precision", Allowed.dtype, _COARSER, is_optional=True),
     Rule("environment", Verdict.LOGGED, says=_ROUNDING),
     Rule(
         "environment.threads",
@@ -176,7 +158,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule("environment.processor", Verdict.LOGGED, says=_KERNELS, is_optional=True),
     Rule("environment.math", Verdict.LOGGED, says=_KERNELS, is_optional=True),
-    Rule("environment.math.float32_products", Verdict.FLAG, "checkpoint.override_dtype", _COARSER, is_optional=True),
+    Rule("environment.math.float32_products", Allowed.dtype, _COARSER, is_optional=True),
 )
 
 # The keys that set a record's fields. Other fields have their key's name, or no key.
@@ -198,15 +180,15 @@ _KEYS = {
         for name, key in keys.items()
     },
 }
-# The flag equivalent to each `checkpoint.allow` value.
-_FLAGS = {
-    Allowed.batch: "checkpoint.override_batch_size",
-    Allowed.data: "checkpoint.override_data",
-    Allowed.dropout: "checkpoint.override_dropout",
-    Allowed.dtype: "checkpoint.override_dtype",
-    Allowed.freeze: "checkpoint.override_freeze",
-    Allowed.lr: "checkpoint.override_scheduler",
-    Allowed.topology: "checkpoint.reshard",
+# The key in `checkpoint` equivalent to each `checkpoint.allow` value.
+FLAGS = {
+    Allowed.batch: "override_batch_size",
+    Allowed.data: "override_data",
+    Allowed.dropout: "override_dropout",
+    Allowed.dtype: "override_dtype",
+    Allowed.freeze: "override_freeze",
+    Allowed.lr: "override_scheduler",
+    Allowed.topology: "reshard",
 }
 # With `parallel.invariant_ranks`, an iteration's bits do not depend on these.
 _BITWISE_FIELDS = frozenset(f"topology.{name}" for name in ("world_size", "dp", "pp", "vpp", "zero_stage", "replicate"))
@@ -216,14 +198,14 @@ _BITWISE_TENSOR_FIELDS = frozenset({"topology.tp", "topology.sp"})
 _OUTSIDE_ITERATIONS = frozenset({"model.initializer_range", "data.valid_fingerprint", "evaluation", "ema_decay"})
 
 
-def flags_set(section: CheckpointSection) -> set[str]:
-    """Return the allowing flags that are set, directly or through `checkpoint.allow`."""
-    return {flag for allowed, flag in _FLAGS.items() if section.allows(allowed, flag.removeprefix("checkpoint."))}
+def allowed_by(section: CheckpointSection) -> set[Allowed]:
+    """Return the allowed differences, in `checkpoint.allow` or by their own keys."""
+    return {allowed for allowed, flag in FLAGS.items() if section.allows(allowed, flag)}
 
 
-def allow_list(flags: Collection[str]) -> str:
-    """Return a `checkpoint.allow` argument for these flags. Empty without flags."""
-    names = [allowed.value for allowed, flag in _FLAGS.items() if flag in flags]
+def allow_list(verdicts: Collection[Verdict | Allowed]) -> str:
+    """Return the `checkpoint.allow` argument that allows differences with these verdicts. Empty if none needs it."""
+    names = [allowed.value for allowed in FLAGS if allowed in verdicts]
     return f"checkpoint.allow={','.join(names)}" if names else ""
 
 
@@ -242,7 +224,7 @@ def rules_for(section: CheckpointSection) -> Sequence[Rule]:
 def weight_rules() -> list[Rule]:
     """Return the rules for a run started from weights only: its loss curve is its own, and needs no flag."""
     rules = [rule for rule in RULES if rule.field.startswith(("model", "base"))]
-    return [replace(rule, verdict=Verdict.LOGGED) if rule.verdict is Verdict.FLAG else rule for rule in rules]
+    return [replace(rule, verdict=Verdict.LOGGED) if rule.verdict in FLAGS else rule for rule in rules]
 
 
 def compared(saved: Json, current: Json) -> tuple[Json, Json]:
@@ -406,8 +388,8 @@ def flattened(table: Mapping[str, object], prefix: str = "") -> dict[str, object
 def settle(
     differing: Sequence[Difference],
     *,
-    flags: Collection[str],
     where: object,
+    allowed: Collection[Allowed] = (),
     problem: str = "This command differs from the run that it resumes",
     fix: str = "Use the saved values, or start another run with checkpoint.load=none.",
     otherwise: str = "",
@@ -416,33 +398,29 @@ def settle(
 
     Args:
         differing: The differences, with their rules.
-        flags: The flags that are set.
         where: The place to name in the error.
+        allowed: The allowed differences.
         problem: The error's first sentence.
-        fix: Advice on differences without an allowing flag.
+        fix: Advice on differences that no flag allows.
         otherwise: Advice on any difference.
 
     Raises:
         MismatchError: A difference is refused, or its flag is not set. The message lists each by key, with both values
             and the flag.
     """
-    refused = [
-        d
-        for d in differing
-        if d.rule.verdict is Verdict.REFUSED or (d.rule.verdict is Verdict.FLAG and d.rule.flag not in flags)
-    ]
+    refused = [d for d in differing if d.rule.verdict not in (Verdict.LOGGED, *allowed)]
     if refused:
         width = max(len(key_of(d.field)) for d in refused)
         rows = [
             f"  {key_of(d.field):<{width}}  saved {_text(d.saved)}  current {_text(d.current)}{_advice(d)}"
             for d in refused
         ]
-        needed = [d.rule.flag for d in refused if d.rule.verdict is Verdict.FLAG]
-        allowed = allow_list({*flags, *needed})
-        if len(needed) == len(refused):
-            fix = f"To continue anyway, set {allowed}."
-        elif needed:
-            fix += f" The others need {allowed}."
+        verdicts = {d.rule.verdict for d in refused}
+        words = allow_list({*allowed, *verdicts})
+        if Verdict.REFUSED not in verdicts:
+            fix = f"To continue anyway, set {words}."
+        elif len(verdicts) > 1:
+            fix += f" The others need {words}."
         raise MismatchError(
             problem,
             where=where,
@@ -454,8 +432,7 @@ def settle(
 
 def _line(difference: Difference) -> str:
     rule = difference.rule
-    effect = (difference.saved is None and rule.begins) or (difference.current is None and rule.ends) or rule.says
-    parts = [effect, *(_hint(difference) if rule.verdict is Verdict.LOGGED else [])]
+    parts = [rule.says, *(_hint(difference) if rule.verdict is Verdict.LOGGED else [])]
     values = f"saved {_text(difference.saved)}, now {_text(difference.current)}"
     return f"{key_of(difference.field)}: {values}; {'; '.join(parts)}"
 
@@ -467,9 +444,9 @@ def _hint(difference: Difference) -> list[str]:
 
 
 def _advice(difference: Difference) -> str:
-    rule, parts = difference.rule, _hint(difference)
-    if rule.verdict is Verdict.FLAG:
-        parts.append(f"{rule.flag}=true allows it")
+    verdict, parts = difference.rule.verdict, _hint(difference)
+    if isinstance(verdict, Allowed):
+        parts.append(f"checkpoint.{FLAGS[verdict]}=true allows it")
     return f"  ({'; '.join(parts)})" if parts else ""
 
 

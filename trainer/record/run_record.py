@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, fields, replace
 from enum import Enum
-from fractions import Fraction
 from types import UnionType
 from typing import Any, get_args, get_origin
 
@@ -20,11 +19,10 @@ from trainer.config.optimizer import MomentsDtype, OptimizerSection
 from trainer.config.parallel import INVARIANT
 from trainer.config.schema import Config
 from trainer.config.train import TrainSection
-from trainer.data.documents import DocumentMarks
 from trainer.data.position_map import SKIPPED, parse_ranges
 from trainer.optim.table import OPTIMIZERS, optimizer_record, settings_record
 from trainer.parallel.topology import Topology
-from trainer.record.data_origin import data_record
+from trainer.record.data_origin import reading_state
 from trainer.schedules.lr import COUNTS, DecayStyle, Schedule
 from trainer.schedules.progress import Progress
 
@@ -43,26 +41,11 @@ def model_record(config: ModelConfig) -> Json:
     return table
 
 
-def describe(
-    config: Config,
-    *,
-    schedule: Schedule,
-    topology: Topology,
-    fingerprint: str,
-    environment: Json,
-    valid_fingerprint: str | None = None,
-    weights: Mapping[str, Fraction] | None = None,
-    marks: DocumentMarks | None = None,
-    documents: str | None = None,
-) -> Json:
+def describe(config: Config, *, schedule: Schedule, topology: Topology, data: Json, environment: Json) -> Json:
     """Return the constant part of a run's record.
 
     Args:
-        fingerprint: The training data's fingerprint.
-        valid_fingerprint: The validation data's fingerprint. None if the run never evaluates.
-        weights: Each training data source's share, by its fingerprint.
-        marks: The documents for `data.document_mask`. None without it.
-        documents: Fingerprint of the document boundaries. None if no sample depends on them.
+        data: The data's record.
     """
     train = config.train
     frozen, sizes = frozen_names(config.model, train.freeze), batch_schedule_of(train)
@@ -85,11 +68,7 @@ def describe(
             "micro_batch_size": train.micro_batch_size,
             **({"batch_schedule": str(sizes)} if len(sizes.sizes) > 1 else {}),
         },
-        "data": {
-            "fingerprint": fingerprint,
-            **data_record(config.data, weights or {}, marks, documents, micro_batch_size=train.micro_batch_size),
-            **({"valid_fingerprint": valid_fingerprint} if valid_fingerprint else {}),
-        },
+        "data": data,
         "evaluation": {
             "eval_interval": train.eval_interval,
             **({"eval_iters": train.eval_iters} if train.eval_interval else {}),
@@ -107,11 +86,9 @@ def describe(
 
 def _optional_record(train: TrainSection) -> Json:
     """Return the fields recorded only when set."""
-    return {
-        **({"ema_decay": train.ema_decay} if train.ema_decay else {}),
-        **({SKIPPED: parse_ranges(train.skip_samples).record()} if train.skip_samples else {}),
-        **({"freeze": list(train.freeze)} if train.freeze else {}),
-    }
+    skipped = parse_ranges(train.skip_samples).record()
+    fields = {"ema_decay": train.ema_decay, SKIPPED: skipped, "freeze": list(train.freeze)}
+    return {name: value for name, value in fields.items() if value}
 
 
 def saved_progress(state: Json, *, seq_length: int, where: object) -> Progress:
@@ -120,11 +97,9 @@ def saved_progress(state: Json, *, seq_length: int, where: object) -> Progress:
     Raises:
         CheckpointError: The progress is missing or impossible.
     """
-    try:
+    with reading_state("progress", where):
         saved = Progress.from_record(state)
         saved_length = integer(state["batch"]["seq_length"])
-    except (LookupError, TypeError, ValueError) as error:
-        raise CheckpointError("A state file has no progress", where=where, found=repr(error)) from error
     if saved_length == seq_length:
         return saved
     return replace(saved, consumed_samples=saved.consumed_tokens // seq_length, valid_loss=None)
@@ -136,7 +111,7 @@ def saved_model(state: Json, *, where: object) -> ModelConfig:
     Raises:
         CheckpointError: The model is missing or cannot be built.
     """
-    try:
+    with reading_state("model", where):
         values: dict[str, Any] = dict(_table(state["model"]))
         scaling = values.pop("rope_scaling")
         values["family"] = _family(values["family"])
@@ -146,8 +121,6 @@ def saved_model(state: Json, *, where: object) -> ModelConfig:
         model = ModelConfig(**values, rope_scaling=scaling, lora=LoraConfig(**lora))
         _check_types(model)
         reasons = problems(model) or adapter_problems(model)
-    except (LookupError, TypeError, ValueError, ArithmeticError) as error:
-        raise CheckpointError("A state file has no model", where=where, found=repr(error)) from error
     if reasons:
         raise CheckpointError("A state file has a model that cannot be built", where=where, found="; ".join(reasons))
     return model
@@ -185,8 +158,9 @@ def saved_frozen(state: Json, model: ModelConfig, *, where: object) -> frozenset
         CheckpointError: Its patterns are malformed.
     """
     patterns = state.get("freeze", [])
-    if not isinstance(patterns, list) or not all(isinstance(pattern, str) for pattern in patterns):
-        raise CheckpointError("A state file has no valid patterns of frozen parameters", where=where, found=patterns)
+    with reading_state("patterns for frozen parameters", where):
+        if not isinstance(patterns, list) or not all(isinstance(pattern, str) for pattern in patterns):
+            raise TypeError(f"{patterns!r} is not a list of names")
     return frozen_names(model, patterns) if patterns else frozenset()
 
 
@@ -196,10 +170,8 @@ def saved_moments(state: Json, *, where: object) -> MomentsDtype:
     Raises:
         CheckpointError: The state file names an unknown dtype.
     """
-    try:
+    with reading_state("dtype for moments", where):
         return MomentsDtype(_table(state.get("optimizer", {})).get("moments_dtype", MomentsDtype.float32))
-    except (TypeError, ValueError) as error:
-        raise CheckpointError("A state file has no valid dtype of moments", where=where, found=repr(error)) from error
 
 
 def saved_schedule(state: Json, section: OptimizerSection, *, where: object) -> tuple[Schedule, OptimizerSection]:
@@ -208,7 +180,7 @@ def saved_schedule(state: Json, section: OptimizerSection, *, where: object) -> 
     Raises:
         CheckpointError: A value is missing or not a valid number.
     """
-    try:
+    with reading_state("schedule", where):
         values = _table(state["schedule"])
         unit = "samples" if "decay_samples" in values else "iters"
         if values.keys() != {"style", "lr", "min_lr", *(f"{name}_{unit}" for name in COUNTS)}:
@@ -223,8 +195,6 @@ def saved_schedule(state: Json, section: OptimizerSection, *, where: object) -> 
             is_in_samples=unit == "samples",
         )
         return schedule, replace(section, **_saved_settings(state, section))
-    except (LookupError, TypeError, ValueError) as error:
-        raise CheckpointError("A state file has no schedule", where=where, found=repr(error)) from error
 
 
 def _saved_settings(state: Json, section: OptimizerSection) -> dict[str, Any]:

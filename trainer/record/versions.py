@@ -17,12 +17,12 @@ _PACKAGES = ("torch", "numpy")
 _TIMEOUT_S = 5.0
 
 
-def versions() -> dict[str, str | None]:
-    """Return the versions of Python and packages affecting a run's bits. None for unknown."""
+def versions() -> dict[str, str]:
+    """Return the versions of Python and packages affecting a run's bits."""
     return {
         "python": platform.python_version(),
         "reprise": __version__,
-        **{name: _version(name) for name in _PACKAGES},
+        **{name: metadata.version(name) for name in _PACKAGES},
     }
 
 
@@ -44,13 +44,6 @@ def commit(root: Path) -> str | None:
     if changes is None:
         return None
     return f"{answer[1]}-dirty" if changes else answer[1]
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _git(root: Path, *arguments: str) -> list[str] | None:

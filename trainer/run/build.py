@@ -24,7 +24,7 @@ from trainer.config.schema import Config
 from trainer.config.train import OnSpike
 from trainer.data.loader import BatchLoader
 from trainer.generate.during_training import Sampler
-from trainer.launch.control import ControlRules, RunControl
+from trainer.launch.control import RunControl
 from trainer.launch.device import device_name
 from trainer.launch.process_group import Cluster, thread_count
 from trainer.launch.signals import SignalHandler
@@ -35,14 +35,13 @@ from trainer.metrics.slow_ranks import OwnTime
 from trainer.metrics.spikes import SpikeWatch
 from trainer.parallel.context import ParallelContext
 from trainer.parallel.mesh import build_mesh
-from trainer.parallel.topology import Topology
 from trainer.record import run_record
 from trainer.record.environment import environment_record, joint_environment
 from trainer.record.versions import source_commit, versions
 from trainer.run.batch_loaders import ValidData
 from trainer.run.inputs import RunInputs
 from trainer.run.parallelize import build_context, build_grid, build_models
-from trainer.run.run_data import RunData, open_data_alone
+from trainer.run.run_data import open_data_alone
 from trainer.run.state import TrainerState, build_part
 from trainer.saves.targets import Saves
 from trainer.schedules.batch_size import BatchSchedule
@@ -53,29 +52,15 @@ if TYPE_CHECKING:
     from reprise.stores import MirrorProcess
 
 
-@dataclass(frozen=True, slots=True)
-class Course:
-    """The parts of a run that the source of its tensors may change.
+@dataclass(slots=True)
+class Run:
+    """A run: its state, data, outputs, and control. A start sets the schedule, data and records to its source's.
 
     Args:
         schedule: The learning-rate schedule.
         train_data: The training data loader.
         description: The run's record in its checkpoints.
         saved_config: The `run_config.json` for its checkpoints. Only rank 0 knows the commit.
-    """
-
-    schedule: Schedule
-    train_data: BatchLoader
-    description: Json
-    saved_config: Json
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """A run: its state, data, outputs, and control. Immutable.
-
-    Args:
-        course: The command's course, until `start.fill` finds its source's course.
         model_files: JSON files in a checkpoint by which transformers or PEFT opens it, by name.
         tokenizer: A checkpoint's tokenizer files by name, on rank 0. Empty without a tokenizer or without saves.
         spikes: The spike detector. Empty if the run does not look for spikes.
@@ -86,7 +71,10 @@ class Run:
     config: Config
     cluster: Cluster
     state: TrainerState
-    course: Course
+    schedule: Schedule
+    train_data: BatchLoader
+    description: Json
+    saved_config: Json
     context: ParallelContext
     batch_schedule: BatchSchedule
     valid_data: ValidData
@@ -148,19 +136,19 @@ def build(
         config=config,
         cluster=cluster,
         state=state,
-        course=Course(
-            schedule,
-            inputs.train_data,
-            _describe(config, schedule, topology, inputs.data, environment),
-            saved.without_keys(document, environment_keys),
+        schedule=schedule,
+        train_data=inputs.train_data,
+        description=run_record.describe(
+            config, schedule=schedule, topology=topology, data=inputs.data.record(config), environment=environment
         ),
+        saved_config=saved.without_keys(document, environment_keys),
         context=build_context(config, state, topology=topology, mesh=mesh, cluster=cluster),
         batch_schedule=batch_schedule_of(config.train),
         valid_data=inputs.valid_data,
         sampler=inputs.sampler,
         saves=saves,
         restorer=Restorer(cluster.channel, nonce=cluster.nonce, files=saves.files, local=saves.host_folders),
-        control=control or _build_control(config, cluster, signals),
+        control=control or RunControl(config, signals, rank=cluster.rank),
         model_files=model_documents(config.model),
         tokenizer=inputs.tokenizer,
         own_time=OwnTime(cluster.device),
@@ -178,23 +166,11 @@ def describe_alone(config: Config) -> tuple[Schedule, Json]:
     Raises:
         TrainerError: The data does not match the model.
     """
-    data = open_data_alone(config)
+    data, topology = open_data_alone(config).record(config), topology_of(config, 1)
     schedule = resolve(config.schedule, length_of(config.train), config.optimizer.lr)
     environment = environment_record(config, torch.device("cpu"), thread_count(config.train.threads))
-    return schedule, _describe(config, schedule, topology_of(config, 1), data, environment)
-
-
-def _describe(config: Config, schedule: Schedule, topology: Topology, data: RunData, environment: Json) -> Json:
-    return run_record.describe(
-        config,
-        schedule=schedule,
-        topology=topology,
-        fingerprint=data.fingerprint,
-        environment=environment,
-        valid_fingerprint=data.valid_fingerprint,
-        weights=data.weights,
-        marks=data.marks,
-        documents=data.documents,
+    return schedule, run_record.describe(
+        config, schedule=schedule, topology=topology, data=data, environment=environment
     )
 
 
@@ -228,27 +204,13 @@ def run_config(config: Config, *, with_commit: bool) -> Json:
     return {**document, "commit": source_commit() if with_commit else None}
 
 
-def _build_control(config: Config, cluster: Cluster, signals: SignalHandler | None) -> RunControl:
-    section = config.checkpoint
-    rules = ControlRules(
-        exit_interval=config.train.exit_interval,
-        exit_duration_in_mins=config.train.exit_duration_in_mins,
-        save_interval_mins=section.save_interval_mins,
-        exit_on_save_failure=section.exit_on_save_failure,
-    )
-    return RunControl(rules, signals, rank=cluster.rank, folder=save_folder(section))
-
-
-def launch_record(course: Course) -> Json:
+def launch_record(run: Run) -> Json:
     """Describe a launch: its topology, settings, environment and software, and rank 0's host."""
-    saved_config, description = course.saved_config, course.description
+    settings = {name: run.saved_config[name] for name in ("config", "versions", "commit")}
     return {
         "host": platform.node(),
-        "topology": description["topology"],
-        "environment": description["environment"],
-        "config": saved_config["config"],
-        "versions": saved_config["versions"],
-        "commit": saved_config["commit"],
+        **{name: run.description[name] for name in ("topology", "environment")},
+        **settings,
     }
 
 

@@ -128,10 +128,8 @@ class Fitting:
         """
         with torch.no_grad():
             for tensor, request in self._pairs:
-                if request.local.dtype is not tensor.local.dtype:
-                    is_whole = request.box.shape == tensor.box.shape
-                    target = tensor.local if is_whole else tensor.local.narrow(0, 0, request.box.shape[0])
-                    target.copy_(request.local)
+                if request is not tensor:
+                    tensor.local.narrow(0, 0, request.box.shape[0]).copy_(request.local)
                 match self._fit.new_rows:
                     case NewRows.mean:
                         self._fill_mean(tensor, request, read)
@@ -141,14 +139,13 @@ class Fitting:
                         assert_never(new_rows)
 
     def _request(self, tensor: LiveTensor) -> LiveTensor:
-        stored = self._fit.stored(tensor.spec, self._places.get(tensor.spec.name))
-        box, local = tensor.box, tensor.local
-        if stored.shape != tensor.spec.shape:
-            count = max(0, min(box.end[0], stored.shape[0]) - box.offset[0])
-            box = Box(box.offset if count else (0, *box.offset[1:]), (count, *box.shape[1:]))
-            local = local.narrow(0, 0, count)
-        if (dtype := torch_dtype(stored.dtype)) is not local.dtype:
-            local = torch.empty(box.shape, dtype=dtype, device=local.device)
+        """Return the tensor itself, or a tensor in stored form with its own memory if it differs."""
+        stored, box = self._fit.stored(tensor.spec, self._places.get(tensor.spec.name)), tensor.box
+        if stored == tensor.spec:
+            return tensor
+        count = max(0, min(box.end[0], stored.shape[0]) - box.offset[0])
+        box = Box(box.offset if count else (0, *box.offset[1:]), (count, *box.shape[1:]))
+        local = torch.empty(box.shape, dtype=torch_dtype(stored.dtype), device=tensor.local.device)
         return replace(tensor, spec=stored, box=box, local=local)
 
     def _fill_mean(self, tensor: LiveTensor, request: LiveTensor, read: Read) -> None:

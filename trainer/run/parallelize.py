@@ -147,7 +147,7 @@ def build_context(
     """Return a run's parallel context. Collective."""
     place = topology.coordinate(cluster.rank)
     tensor_mesh = mesh["tp"] if mesh is not None and topology.tp > 1 else None
-    loss = _loss(config, tensor_mesh)
+    loss, gather_logits = _functions_of_logits(config, tensor_mesh)
     has_tied_ends = topology.pp > 1 and config.model.tie_word_embeddings
     embedding_group = pipeline.embedding_group(mesh) if mesh is not None and has_tied_ends else None
     is_sharded = topology.dp > 1 and config.parallel.zero_stage > 0
@@ -156,7 +156,7 @@ def build_context(
         lanes=lanes_of(config),
         needs_loss_parallel=topology.tp > 1 and config.parallel.invariant_tensor_ranks == 0,
         loss=loss,
-        gather_logits=_gather_logits(config, tensor_mesh),
+        gather_logits=gather_logits,
         pipeline=None if mesh is None or topology.pp == 1 else _build_pipeline(config, state, topology, mesh, loss),
         embedding_group=embedding_group,
         reports_loss=place.pp == topology.pp - 1 and place.tp == 0,
@@ -189,29 +189,24 @@ def _build_reduction(
     )
 
 
-def _loss(config: Config, mesh: DeviceMesh | None) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+def _functions_of_logits(
+    config: Config, mesh: DeviceMesh | None
+) -> tuple[Callable[[torch.Tensor, torch.Tensor], torch.Tensor], Callable[[torch.Tensor], torch.Tensor]]:
+    """Return the loss, given logits and targets, and the function that gathers logits over tensor-parallel ranks."""
     if config.parallel.invariant_tensor_ranks:
         from trainer.parallel import virtual_shards
 
-        return functools.partial(virtual_shards.cross_entropy, shards=_shards(config, mesh))
+        shards = _shards(config, mesh)
+        gather = functools.partial(virtual_shards.gather_logits, shards=shards)
+        return functools.partial(virtual_shards.cross_entropy, shards=shards), gather
     if mesh is None:
         # A compiled loss avoids float32 copies of the logits, the largest activation.
-        return torch.compile(token_loss) if config.train.compile else token_loss
+        return torch.compile(token_loss) if config.train.compile else token_loss, lambda logits: logits
     from trainer.parallel import tensor
 
-    return functools.partial(tensor.vocab_parallel_cross_entropy, mesh=mesh, rows=config.model.padded_vocab_size)
-
-
-def _gather_logits(config: Config, mesh: DeviceMesh | None) -> Callable[[torch.Tensor], torch.Tensor]:
-    if config.parallel.invariant_tensor_ranks:
-        from trainer.parallel import virtual_shards
-
-        return functools.partial(virtual_shards.gather_logits, shards=_shards(config, mesh))
-    if mesh is None:
-        return lambda logits: logits
-    from trainer.parallel import tensor
-
-    return functools.partial(tensor.gather_logits, mesh=mesh, rows=config.model.padded_vocab_size)
+    rows = config.model.padded_vocab_size
+    gather_logits = functools.partial(tensor.gather_logits, mesh=mesh, rows=rows)
+    return functools.partial(tensor.vocab_parallel_cross_entropy, mesh=mesh, rows=rows), gather_logits
 
 
 def _build_pipeline(

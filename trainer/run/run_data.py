@@ -1,8 +1,8 @@
 """Opens a run's token files on every rank, and ends the run if two hosts have different tokens.
 
-A rank on each host computes its files' digests. The host's other ranks use the result if they see the same files. All
-of this runs before the state is built, with its own timeout, because reading the tokens may take longer than
-`train.distributed_timeout_minutes`. Meanwhile, a missing heartbeat reports a rank's death.
+A rank on each host computes its files' digests. All of this runs before the state is built, with its own timeout,
+because reading the tokens may take longer than `train.distributed_timeout_minutes`. Meanwhile, a missing heartbeat
+reports a rank's death.
 """
 
 from __future__ import annotations
@@ -18,14 +18,12 @@ from functools import partial
 from operator import attrgetter
 from pathlib import Path
 
-import xxhash
-
 from reprise.errors import DataError
-from reprise.ranks import StoreChannel
+from reprise.storage import Json
 from trainer.config.schema import Config
 from trainer.data.corpus import Corpus, default_cache, prepare
 from trainer.data.datatrove_file import open_datatrove_file
-from trainer.data.digest_file import digest_of, identity
+from trainer.data.digest_file import digest_of
 from trainer.data.document_table import table_of
 from trainer.data.documents import DocumentMarks, uses_index
 from trainer.data.fingerprint import TokenDigest, check_tokens, fingerprint, fingerprint_of_sources
@@ -75,21 +73,21 @@ class RunData:
     valid_fingerprint: str | None
     marks: DocumentMarks | None = None
 
-    @property
-    def fingerprint(self) -> str:
-        """Return the training data's fingerprint, without its sources' weights."""
-        return fingerprint_of_sources([source.fingerprint for source in self.train])
+    def record(self, config: Config) -> Json:
+        """Return the `data` record for a run's checkpoints: its fingerprints, and what its samples depend on.
 
-    @property
-    def documents(self) -> str | None:
-        """Return the fingerprint of all document boundaries. None if no sample depends on them."""
-        fingerprints = [source.documents for source in self.train if source.documents is not None]
-        return fingerprint_of_sources(fingerprints) if fingerprints else None
-
-    @property
-    def weights(self) -> dict[str, Fraction]:
-        """Return each training data source's share, by its fingerprint."""
-        return {source.fingerprint: source.weight for source in self.train}
+        A padded sample's micro-batch size is part of the data: a micro-batch's loss is the mean over its targets.
+        """
+        record: Json = {"fingerprint": fingerprint_of_sources([source.fingerprint for source in self.train])}
+        if len(self.train) > 1:
+            record["weights"] = {source.fingerprint: str(source.weight) for source in self.train}
+        if self.marks is not None:
+            record["document_mask"] = "index" if self.marks.end_of_text is None else self.marks.end_of_text
+        if documents := [source.documents for source in self.train if source.documents is not None]:
+            record["documents"] = fingerprint_of_sources(documents)
+        if config.data.samples is not SampleCut.across_documents:
+            record |= {"samples": config.data.samples.value, "micro_batch_size": config.train.micro_batch_size}
+        return record | ({"valid_fingerprint": self.valid_fingerprint} if self.valid_fingerprint else {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,10 +149,9 @@ def open_data(config: Config, cluster: Cluster, *, is_evaluation: bool = False) 
     with channel.agreed("data/open"):
         if cluster.rank != 0:
             files = _open(config, is_evaluation=is_evaluation)
-    host_ranks = _host_ranks(channel, cluster, files)
     with channel.agreed("data/digests"):
-        if cluster.rank in host_ranks and not report:
-            report = _encode(_reports(files, config))
+        if cluster.rank in cluster.local_ranks[:1] or not cluster.local_ranks:  # a host's first rank
+            report = report or _encode(_reports(files, config))
     reports = channel.gather("data/hosts", report)
 
     def fingerprints() -> Fingerprints:
@@ -287,27 +284,6 @@ def _decode(data: bytes) -> tuple[str, list[_FileReport]]:
     """Return a host's name and its file reports."""
     host, tables = json.loads(data)
     return host, [_FileReport(**{**table, "digest": TokenDigest(**table["digest"])}) for table in tables]
-
-
-def _host_ranks(channel: StoreChannel, cluster: Cluster, files: _OpenFiles) -> list[int]:
-    """Return each host's first rank for every distinct view of the files. Includes rank 0."""
-    host = (cluster.local_ranks or (cluster.rank,))[0]
-    groups = channel.gather("data/groups", f"{host} {_identity(files)}".encode())
-    ranks: list[int] = channel.from_first("data/host_ranks", lambda: sorted({groups.index(group) for group in groups}))
-    return ranks
-
-
-def _identity(files: _OpenFiles) -> str:
-    """Return a digest identifying the files on this host, and their sources."""
-    hasher = xxhash.xxh3_64()
-    for key, file in files:
-        if isinstance(file, ModuleFile):
-            view = str(file.digest)
-        else:
-            status = file.status()
-            view = f"{status.st_dev} {status.st_ino} {identity(status)}"
-        hasher.update(f"{key} {view}\n".encode())
-    return hasher.hexdigest()
 
 
 def _fingerprints(reports: Sequence[_FileReport]) -> Fingerprints:

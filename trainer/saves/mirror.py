@@ -21,11 +21,12 @@ _log = logging.getLogger(__name__)
 _WAIT_SHARE_AFTER_SIGNAL = 0.1  # share of `mirror_wait_s`: a job told to stop has only seconds
 
 
-def rule_of(section: CheckpointSection) -> MirrorRule:
-    """Return the rule by which a configuration's mirror chooses checkpoints."""
+def rule_of(section: CheckpointSection) -> MirrorRule | None:
+    """Return the rule by which a configuration's mirror chooses checkpoints. None without a mirror."""
+    if section.mirror is None:
+        return None
     from reprise.stores import mirror_rule
 
-    assert section.mirror is not None
     interval = section.mirror_interval * section.save_interval if section.mirror_interval > 1 else 0
     return mirror_rule(section.mirror, interval=interval, keep=section.mirror_keep)
 
@@ -48,6 +49,7 @@ def mirrored(
 
     folder, rule = save_folder(section), rule_of(section)
     assert folder is not None
+    assert rule is not None
     hosts = find_hosts(cluster.channel, cluster.local_ranks, "mirror")
     process: MirrorProcess | None = None
     with cluster.channel.agreed("mirror/started"):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from models import families
-from reprise.format import Lineage
+from reprise.format import Journal
 from reprise.loading import LoadSource
 from reprise.saving import Checkpointer, Retention, SavePolicy, SaveReport, SaveResults
 from reprise.storage import WEIGHTS, CheckpointFolder, Document, Files, is_dir, iteration_of
@@ -26,9 +26,9 @@ from trainer.config.derived import save_folder
 from trainer.config.schema import Config
 from trainer.launch.process_group import Cluster
 from trainer.run.state import TrainerState
+from trainer.saves.mirror import rule_of
 
 if TYPE_CHECKING:
-    from reprise.format import MirrorRule
     from reprise.local import HostFolders, LocalCheckpointer
 
 
@@ -166,23 +166,23 @@ class Saves:
         """Return the seconds for which saving has blocked the main thread since the last call."""
         return sum(target.saver.results.take_blocked_s() for target in self.targets)
 
-    def start(self, find_lineage: Callable[[], Lineage]) -> Lineage:
-        """Take all folders' locks, and return the run's lineage. Collective.
+    def start(self, find_journal: Callable[[], Journal]) -> Journal:
+        """Take all folders' locks, and return the run's journal. Collective.
 
         Args:
-            find_lineage: Finds the lineage. Called under the shared folder's lock, before the hosts' folders change.
+            find_journal: Finds the journal. Called under the shared folder's lock, before the hosts' folders change.
 
         Raises:
             LockError: Another job writes to a folder. Every rank raises.
-            TrainerError: A folder cannot be written, or `find_lineage` raises. Every rank raises.
+            TrainerError: A folder cannot be written, or `find_journal` raises. Every rank raises.
         """
         savers = [target.saver for target in self.targets]
         if self.shared is not None:
             savers.pop(0).start()
-        lineage = find_lineage()
+        journal = find_journal()
         for saver in savers:
-            saver.start() if self.local is not saver else self.local.start(lineage)
-        return lineage
+            saver.start() if self.local is not saver else self.local.start(journal.lineage)
+        return journal
 
     def rewind(self, iteration: int, *, keeps_weights: bool) -> None:
         """Rename checkpoints newer than `iteration` out of the way.
@@ -263,7 +263,7 @@ def _shared_target(
         section.keep_best,
         always=steps,
         named=sources,
-        mirror=_mirror_rule(section),
+        mirror=rule_of(section),
     )
     policy, ranks = replace(policy, retention=retention), cluster.local_ranks
     return SaveTarget(
@@ -281,7 +281,7 @@ def _weights_target(config: Config, cluster: Cluster, policy: SavePolicy, files:
     from reprise.saving import WeightsCheckpointer
 
     section, documents = config.checkpoint, dict[str, Document]()
-    steps, mirror, dtype = frozenset(section.save_steps), _mirror_rule(section), section.weights_dtype.value
+    steps, mirror, dtype = frozenset(section.save_steps), rule_of(section), section.weights_dtype.value
     if mirror is not None:
         mirror = replace(mirror, prefix=f"{WEIGHTS}/")
     if not config.model.is_adapted:  # PEFT's adapter configuration has no dtype
@@ -327,11 +327,3 @@ def named_iteration(section: CheckpointSection) -> int | None:
         return None
     path, run_folder = LoadSource.named(Path(section.load)).path.resolve(), folder.resolve()
     return section.ckpt_step if path == run_folder else iteration_of(path) if path.parent == run_folder else None
-
-
-def _mirror_rule(section: CheckpointSection) -> MirrorRule | None:
-    if section.mirror is None:
-        return None
-    from trainer.saves.mirror import rule_of
-
-    return rule_of(section)

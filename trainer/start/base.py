@@ -98,7 +98,7 @@ def _same_base(run: Run, choice: Json, adapters: TensorSource) -> Json:
         _refuse(run, newest)
         identity = identity_of(newest)
     changes = differences({"base": expected}, {"base": identity}, resume_rules.RULES)
-    settle(changes, flags=(), where=where, problem="The adapters were trained on another base")
+    settle(changes, where=where, problem="The adapters were trained on another base")
     return choice
 
 
@@ -119,11 +119,10 @@ def _chooser(run: Run, source: LoadSource, local: HostFolders | None = None) -> 
 def _refuse(run: Run, checkpoint: Checkpoint) -> None:
     """Refuse a base with another model, and log the allowed differences. Opens no tensor file."""
     refuse_adapters(checkpoint, fix="Set checkpoint.base to the weights that they were trained on, or to merged ones.")
-    current = {**run.course.description, "model": run_record.model_record(base_of(run.config.model))}
+    current = {**run.description, "model": run_record.model_record(base_of(run.config.model))}
     rules = [rule for rule in resume_rules.weight_rules() if rule.field.startswith("model")]
     lines = settle(
         differences(checkpoint.state, current, rules),
-        flags=(),
         where=checkpoint.path,
         problem="The base is another model",
         fix="Set the saved model values, or name another base.",

@@ -9,7 +9,7 @@ from enum import Enum, auto
 from pathlib import Path
 
 from reprise.errors import CheckpointError, MismatchError, count_of
-from reprise.format import ADAPTERS, FRESH, MANIFEST, Journal, Lineage
+from reprise.format import ADAPTERS, FRESH, MANIFEST, Journal
 from reprise.loading import LoadSource
 from reprise.storage import CheckpointFolder, Json, Patience, exists, failed_read, is_file
 from reprise.stores import files_of, is_stored, location
@@ -27,12 +27,13 @@ from trainer.interop.llmc import WEIGHTS, foreign
 from trainer.interop.megatron.refuse import refuse_megatron
 from trainer.interop.start import WeightsKind
 from trainer.launch.process_group import Cluster
+from trainer.launch.relaunch import Launch
 from trainer.metrics.json_lines import METRICS
 from trainer.metrics.jsonl_file import last_recorded_iteration, last_saved_iteration
 from trainer.record.resume_rules import flattened
 from trainer.saves.targets import Saves
-from trainer.start.identity import find_lineage, find_restart, saved_lineages
-from trainer.start.journal import RUN_FILE, newest_saved
+from trainer.start.identity import find_journal, saved_lineages
+from trainer.start.journal import RUN_FILE, is_anew, newest_saved
 from trainer.start.source import Checkpoints, InitialValues, TensorSource, weights_of
 
 _log = logging.getLogger(__name__)
@@ -43,8 +44,7 @@ _NUMERIC_SECTIONS = ("model", "data", "train", "optimizer", "schedule")
 class Origin(Enum):
     """Where a run starts, or continues from."""
 
-    initial = auto()  # initial values
-    base = auto()  # initial adapters on a separately loaded base
+    initial = auto()  # initial values, or initial adapters on a separately loaded base
     named = auto()  # what `checkpoint.load` names
     newest = auto()  # its own newest checkpoint, as its command says
     own = auto()  # the same, although its command names another start
@@ -56,8 +56,8 @@ class Past:
 
     Args:
         journal: The run's lineage and newest save.
-        committed: Iterations from which a start could resume.
-        given_up: Committed iterations that a later branch gave up, if the last branch began from initial values.
+        record: The file that has the newest save.
+        committed: Iterations from which a start could resume, or that it sets aside.
         trained: The last iteration in `metrics.jsonl`, or None.
         logged: The last save in `metrics.jsonl`, or None.
         settings: The training launch's settings, by key.
@@ -67,8 +67,8 @@ class Past:
     """
 
     journal: Journal
+    record: Path = Path(RUN_FILE)
     committed: Sequence[int] = ()
-    given_up: Sequence[int] = ()
     trained: int | None = None
     logged: int | None = None
     settings: Mapping[str, object] = field(default_factory=dict)
@@ -79,17 +79,7 @@ class Past:
     @property
     def is_anew(self) -> bool:
         """Return whether the newest branch starts an earlier run over, and has saved nothing."""
-        branches = self.journal.lineage.branches
-        return len(branches) > 1 and branches[-1].began_at == FRESH and self.journal.saved == FRESH
-
-    @property
-    def begins_again(self) -> bool:
-        """Return whether a fresh start gave up everything here, and ended before it trained."""
-        if not self.is_anew:
-            return False
-        if self.committed:
-            return sorted(self.committed) == sorted(self.given_up)
-        return self.logged is not None  # otherwise any lines are from the fresh start
+        return is_anew(self.journal.lineage) and self.journal.saved == FRESH
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,12 +88,12 @@ class StartChoice:
 
     Args:
         line: The log line. Empty for none.
-        mirror_fix: The remedy if a new run's mirror already has checkpoints. None for a run that continues.
+        is_new: Whether the start begins a run, whose mirror must not have checkpoints.
     """
 
     origin: Origin
     line: str = ""
-    mirror_fix: str | None = None
+    is_new: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +102,7 @@ class Start:
 
     Args:
         source: The tensors' source.
+        is_own: Whether it holds this run's checkpoints.
         section: Settings for the load. The keys for a new start (`ckpt_step`, `finetune`, `no_load_optim`) do not apply
             if a run resumes from its own checkpoint although its command names its first source. With `no_save_optim`,
             its own checkpoints have no optimizer state, and `no_load_optim` applies.
@@ -120,6 +111,7 @@ class Start:
     """
 
     source: TensorSource
+    is_own: bool
     section: CheckpointSection
     journal: Journal
     keeps_weights: bool
@@ -131,13 +123,12 @@ def decide(config: Config, cluster: Cluster, saves: Saves) -> Start:
     Raises:
         TrainerError: The run cannot start this way. Every rank raises.
     """
-    lineage = saves.start(lambda: find_lineage(config, cluster.channel, saves))
-    section = config.checkpoint
-    is_restarted = section.is_directed and find_restart(cluster, saves)
+    journal = saves.start(lambda: find_journal(config, cluster, saves))
+    section, lineage = config.checkpoint, journal.lineage
 
     def find() -> Json:
         try:
-            return Patience().retry(lambda: _find(config, saves, lineage, is_restarted=is_restarted))
+            return Patience().retry(lambda: _find(config, saves, journal, cluster.launch))
         except OSError as error:
             raise failed_read(
                 "A path cannot be read", error, where=section.load, fix="Correct checkpoint.load."
@@ -159,6 +150,7 @@ def decide(config: Config, cluster: Cluster, saves: Saves) -> Start:
         require_batches(config, cluster.world_size, 0)
     return Start(
         source,
+        is_own,
         section,
         Journal(lineage, answer["saved"]),
         keeps_weights=_keeps_weights(config, source, section),
@@ -232,16 +224,12 @@ def _keeps_weights(config: Config, source: TensorSource, section: CheckpointSect
     return _lies_in(source.source.path, save_folder(config.checkpoint))
 
 
-def _find(config: Config, saves: Saves, lineage: Lineage, *, is_restarted: bool) -> Json:
+def _find(config: Config, saves: Saves, journal: Journal, launch: Launch) -> Json:
     """Return a start's origin, its source's kind and path, and the newest recorded save. Rank 0 only."""
-    section, folder = config.checkpoint, Path(config.run.dir)
-    past = Past(Journal(lineage, newest_saved(folder, saves.shared)), is_restarted=is_restarted)
-    if not is_restarted:
-        is_anew = section.load == "none"
-        past = replace(past, committed=saves.iterations()) if is_anew else _look(config, saves, past)
+    section, past = config.checkpoint, _past(config, saves, journal, launch)
     decision, source = choose(past, config), {}
-    if decision.mirror_fix is not None:
-        _refuse_mirror(section, fix=decision.mirror_fix)
+    if decision.is_new:
+        _refuse_mirror(section)
     if decision.line:
         _log.log(logging.INFO if decision.origin is Origin.own else logging.WARNING, decision.line)
     if decision.origin in (Origin.own, Origin.newest):
@@ -251,21 +239,27 @@ def _find(config: Config, saves: Saves, lineage: Lineage, *, is_restarted: bool)
     return {"origin": decision.origin.name, "source": source, "saved": past.journal.saved}
 
 
-def _look(config: Config, saves: Saves, past: Past) -> Past:
-    """Return `past` with the contents of the run's folders."""
-    section, metrics = config.checkpoint, Path(config.run.dir) / METRICS
-    lineage, committed, source, is_inside = past.journal.lineage, saves.iterations(), None, False
+def _past(config: Config, saves: Saves, journal: Journal, launch: Launch) -> Past:
+    section, folder, lineage = config.checkpoint, Path(config.run.dir), journal.lineage
+    record, metrics = folder / (METRICS if journal.saved is None else RUN_FILE), folder / METRICS
+    given_up, saved = set[int](), newest_saved(journal, folder, saves.shared)
+    if is_anew(lineage) and saves.shared is not None and journal.saved in (None, FRESH):
+        branches = saved_lineages(saves.shared)
+        given_up = {n for n, branch in branches if branch.run == lineage.run and not lineage.admits(branch, n)}
+    past = Past(Journal(lineage, FRESH if saved in given_up else saved), record)
+    if section.is_directed and not set(launch.earlier).isdisjoint(lineage.launch):
+        return replace(past, is_restarted=True)
+    if section.load == "none":  # hosts delete what they set aside
+        return replace(past, committed=[] if saves.shared is None else saves.shared.committed())
+    source, is_inside = None, False
     if section.load != "auto":
         source = location(section.load)
         if not is_stored(source):  # a run with its own checkpoints continues while the store is unreachable
             source = LoadSource.named(source).path
         is_inside = _lies_in(source, save_folder(section))
+    committed = [number for number in saves.iterations() if number not in given_up]
     past = replace(past, committed=committed, source=source, is_inside=is_inside)
-    if committed and saves.shared is not None and past.is_anew:
-        saved = saved_lineages(saves.shared)
-        given_up = [n for n, branch in saved if branch.run == lineage.run and not lineage.admits(branch, n)]
-        past = replace(past, given_up=given_up)
-    if committed and not past.begins_again:
+    if committed:
         return past
     trained = last_recorded_iteration(metrics)
     settings = {} if trained is None else flattened(read_resolved(metrics.with_name("config.yaml"))[0])
@@ -283,20 +277,20 @@ def choose(past: Past, config: Config) -> StartChoice:
     Raises:
         CheckpointError: The run's checkpoints are missing.
     """
-    section, is_new = config.checkpoint, not past.journal.lineage.branches
+    section, committed, line = config.checkpoint, past.committed, ""
+    is_new = not past.journal.lineage.branches
     if past.is_restarted:
         return StartChoice(Origin.own, "this launch was restarted: it resumes from its own newest checkpoint")
     if section.load == "none":
-        fix = "Start over with another checkpoint.mirror." if is_new else None
-        return StartChoice(Origin.initial, _set_aside(past.committed, config), fix)
-    committed, line = past.committed, ""
-    if past.begins_again:
-        committed, line = (), "a start with checkpoint.load=none ended before it trained: the run starts over"
+        return StartChoice(Origin.initial, _set_aside(committed, config), is_new)
+    begins_again = past.is_anew and not committed and past.logged is not None  # else any lines are from the fresh start
+    if begins_again:
+        line = "a start with checkpoint.load=none ended before it trained: the run starts over"
     if section.load != "auto":
         if section.finetune and any(committed) if past.is_inside else committed:
             return StartChoice(Origin.own, f"this run began at {past.source} and resumes from its own checkpoints")
-        fix = "Set another checkpoint.mirror: each run needs its own URL." if is_new else None
-        return StartChoice(Origin.base if config.model.is_adapted and section.base is None else Origin.named, line, fix)
+        is_base = config.model.is_adapted and section.base is None
+        return StartChoice(Origin.initial if is_base else Origin.named, line, is_new)
     if committed:
         return StartChoice(Origin.newest)
     if section.ckpt_step is not None:
@@ -307,15 +301,12 @@ def choose(past: Past, config: Config) -> StartChoice:
             found="no checkpoint",
             fix="Correct checkpoint.ckpt_step.",
         )
-    if line:
+    if begins_again:
         return StartChoice(Origin.initial, line)
     _refuse_lost_checkpoints(past, config)
     if past.trained is not None:  # by this command
         line = f"the run ended at iteration {past.trained}, before its first save: it starts over"
-    url = section.mirror
-    return StartChoice(
-        Origin.initial, line, f"Set another checkpoint.mirror, and checkpoint.load={url} to continue from there."
-    )
+    return StartChoice(Origin.initial, line, is_new=True)
 
 
 def _set_aside(committed: Collection[int], config: Config) -> str:
@@ -335,16 +326,15 @@ def _refuse_lost_checkpoints(past: Past, config: Config) -> None:
     The same command may repeat its iterations before the first save.
     """
     save, url = config.checkpoint.save, config.checkpoint.mirror
-    metrics, trained = Path(config.run.dir) / METRICS, past.trained
+    metrics, trained, noted = Path(config.run.dir) / METRICS, past.trained, past.journal.saved
     # A commit can outlive a process killed before it is noted in the journal.
-    noted, logged = (FRESH if saved is None else saved for saved in (past.journal.saved, past.logged))
-    saved = max(noted, logged)
+    saved = max(FRESH if number is None else number for number in (noted, past.logged))
     mirror = f"continue from the mirror with checkpoint.load={url} and another checkpoint.mirror, " if url else ""
     has_saved = saved > FRESH
     if has_saved or (trained is not None and not all(map(_saves, (flattened(sections_of(config)), past.settings)))):
         raise CheckpointError(
             f"This run has recorded {'saves' if has_saved else 'iterations'} but no checkpoint is there",
-            where=metrics.with_name(RUN_FILE) if has_saved and noted == saved else metrics,
+            where=past.record if has_saved and noted == saved else metrics,
             expected=f"a checkpoint in {save}" if save else "a checkpoint, but checkpoint.save is null",
             found=f"iteration {saved if has_saved else trained} as the last, and no iter_ folder",
             fix=f"Mount or restore the checkpoints, {mirror}or start over with checkpoint.load=none.",
@@ -376,7 +366,7 @@ def _changes(earlier: Mapping[str, object], config: Config) -> list[str]:
     return changes if began_at in ("auto", "none") else [*changes, f"checkpoint.load={began_at}"]
 
 
-def _refuse_mirror(section: CheckpointSection, *, fix: str) -> None:
+def _refuse_mirror(section: CheckpointSection) -> None:
     """Refuse a new run whose mirror has checkpoints: its folder is lost, or they belong to another run.
 
     An unreachable store is only logged.
@@ -398,5 +388,6 @@ def _refuse_mirror(section: CheckpointSection, *, fix: str) -> None:
             where=path,
             expected=f"a checkpoint in {save_folder(section)}, or an empty mirror",
             found=f"iteration {max(committed)} in the mirror",
-            fix=fix,
+            fix="Set another checkpoint.mirror: each run needs its own URL. To continue from these checkpoints, also "
+            f"set checkpoint.load={section.mirror}.",
         )

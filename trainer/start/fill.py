@@ -11,7 +11,7 @@ from models import families
 from reprise.errors import CheckpointError, MismatchError, TrainerError
 from reprise.format import FRESH, LINEAGE
 from reprise.loading import Checkpoint, open_checkpoint
-from reprise.storage import Json, integer
+from reprise.storage import integer
 from reprise.tensors import local_of
 from trainer.config.checkpoint import Allowed, CheckpointSection
 from trainer.config.load_saved import config_document, own_command
@@ -22,9 +22,9 @@ from trainer.optim.adamw import apply_settings
 from trainer.optim.average import begin_average
 from trainer.optim.table import optimizer_record, settings_record
 from trainer.record import resume_rules, run_record
-from trainer.record.data_origin import new_source_lines, origin_after, sources_in
+from trainer.record.data_origin import new_source_lines, origin_after, reading_state, sources_in
 from trainer.record.resume_rules import Difference, allow_list, differences, flattened, in_samples_of, settle
-from trainer.run.build import Course, Run
+from trainer.run.build import Run
 from trainer.schedules.lr import DecayStyle, Schedule
 from trainer.schedules.progress import Progress
 from trainer.start.base import load_base
@@ -35,18 +35,18 @@ from trainer.start.source import InitialValues, Part
 _log = logging.getLogger(__name__)
 
 
-def fill(run: Run, start: Start) -> Course:
-    """Fill a run's tensors, and return its course from here on. Collective.
+def fill(run: Run, start: Start) -> None:
+    """Fill a run's tensors, and set its schedule, data and records to the source's. Collective.
 
     Afterwards tied embeddings are a single tensor again, and the run's newer checkpoints are renamed to superseded.
 
     Raises:
         TrainerError: This run must not continue from the source. Every rank raises, before a byte is copied.
     """
-    course, section, checkpoint = run.course, start.section, None
+    section, checkpoint = start.section, None
     if run.config.model.is_adapted:
-        course = replace(course, description={**course.description, "base": load_base(run, start)})
-    part = Part("", run.config.model, run.state.shards, section, partial(_refuse, run, section, course.description))
+        run.description["base"] = load_base(run, start)
+    part = Part("", run.config.model, run.state.shards, section, partial(_refuse, run, section))
     restored = start.source.fill(run, part).restored
     if restored is not None:
         checkpoint = restored.checkpoint
@@ -56,87 +56,73 @@ def fill(run: Run, start: Start) -> Course:
         if restored.loaded_from:
             _find_in_shared(run, checkpoint)
         if not section.finetune:
-            course = _resumed(run, course, checkpoint, section)
+            _resume(run, checkpoint, section)
     rebind(run)
     if run.state.averages:
         _begin_averages(run, checkpoint, section)
     is_first = isinstance(start.source, InitialValues) and not section.finetune
     began_at = FRESH if is_first else run.state.progress.iteration
     saved = began_at if start.keeps_weights else FRESH
-    lineage = note_start(run, start.journal, checkpoint, began_at, is_own=start.source.is_own, saved=saved)
+    lineage = note_start(run, start.journal, checkpoint, began_at, is_own=start.is_own, saved=saved)
     run.saves.rewind(began_at, keeps_weights=start.keeps_weights)
-    members = {} if lineage is None else {LINEAGE: lineage}
-    return replace(course, description={**course.description, **members})
+    if lineage is not None:
+        run.description[LINEAGE] = lineage
 
 
-def _resumed(run: Run, course: Course, checkpoint: Checkpoint, section: CheckpointSection) -> Course:
-    """Set a run's progress to the checkpoint's, and return its course there: its data and, if requested, schedule."""
+def _resume(run: Run, checkpoint: Checkpoint, section: CheckpointSection) -> None:
+    """Set a run's progress, data and, if requested, schedule to the checkpoint's."""
     seq_length = run.config.train.seq_length
     progress = run_record.saved_progress(checkpoint.state, seq_length=seq_length, where=checkpoint.path)
     if not run.config.train.eval_interval:  # the saved run evaluated, this run does not
         progress = replace(progress, owes_evaluation=False)
     run.state.progress = progress
-    course = _with_data(run, course, checkpoint)
+    _resume_data(run, checkpoint)
     for watch in run.spikes if SPIKES in checkpoint.state else ():
-        try:
+        with reading_state("record of spikes", checkpoint.path):
             watch.resume(checkpoint.state[SPIKES])
-        except (LookupError, TypeError, ValueError) as error:
-            raise CheckpointError(
-                "A state file has no valid record of spikes", where=checkpoint.path, found=repr(error)
-            ) from error
-    return _with_schedule(run, course, checkpoint) if section.use_checkpoint_scheduler else course
+    if section.use_checkpoint_scheduler:
+        _resume_schedule(run, checkpoint)
 
 
-def _with_data(run: Run, course: Course, checkpoint: Checkpoint) -> Course:
-    """Return the course with training data at the checkpoint's positions, and log where new sources start.
+def _resume_data(run: Run, checkpoint: Checkpoint) -> None:
+    """Set the training data to the checkpoint's positions, and log where new sources start.
 
     The checkpoint's gaps lie behind the run, the command's gaps ahead. The data origin counts positions instead of
     samples.
     """
-    state, progress, data, description = checkpoint.state, run.state.progress, course.train_data, {**course.description}
+    state, progress, description = checkpoint.state, run.state.progress, run.description
     requested, lines = parse_ranges(run.config.train.skip_samples), list[str]()
     if SKIPPED in state or requested.gaps:
-        try:
+        with reading_state("sample map", checkpoint.path):
             saved, count = PositionMap.from_record(state.get(SKIPPED, [])), integer(state["consumed_samples"])
             lengths = integer(state["batch"]["seq_length"]), run.config.train.seq_length
-        except (LookupError, TypeError, ValueError) as error:
-            raise CheckpointError(
-                "A state file has no valid sample map", where=checkpoint.path, found=repr(error)
-            ) from error
         resumed = resume_map(saved, requested, count, progress.consumed_samples, lengths=lengths)
-        data, lines = data.mapped(resumed.map), [*resumed.lines]
+        run.train_data, lines = run.train_data.mapped(resumed.map), [*resumed.lines]
         description.pop(SKIPPED, None)
         if resumed.map.gaps:
             description[SKIPPED] = resumed.map.record()
         state = {**state, "consumed_samples": saved.end(count)}
         progress = replace(progress, consumed_samples=resumed.position)
     origin = origin_after(state, description, progress, where=checkpoint.path, position=run.config.data.position)
-    files = [(source.path, source.count) for source in data.samples.sources]
+    files = [(source.path, source.count) for source in run.train_data.samples.sources]
     lines += new_source_lines(state, description, origin, progress.consumed_samples, files)
     for line in lines if run.cluster.rank == 0 else ():
         _log.warning(line)
     if origin is not None:
-        data = data.starting_at(origin.position, origin.of(list(sources_in(description))))
+        run.train_data = run.train_data.starting_at(origin.position, origin.of(list(sources_in(description))))
         description["blend"] = origin.record()
-    return replace(course, train_data=data, description=description)
 
 
-def _with_schedule(run: Run, course: Course, checkpoint: Checkpoint) -> Course:
-    """Return the course with a checkpoint's learning-rate schedule and optimizer settings."""
+def _resume_schedule(run: Run, checkpoint: Checkpoint) -> None:
+    """Set the learning-rate schedule and optimizer settings to the checkpoint's."""
     state = in_samples_of(run.config.train.seq_length, checkpoint.state)
-    schedule, section = run_record.saved_schedule(state, run.config.optimizer, where=checkpoint.path)
+    run.schedule, section = run_record.saved_schedule(state, run.config.optimizer, where=checkpoint.path)
     for part in run.state.parts:
         apply_settings(part.optimizer, run.config.model, part.model, section)
-    record = {"schedule": state["schedule"], **settings_record(section)}
-    record["optimizer"] = optimizer_record(run.config.model, section, run.state.frozen)
-    values = saved_config(with_schedule(replace(run.config, optimizer=section), schedule))
-    sections = course.saved_config["config"] | {name: values[name] for name in ("schedule", "optimizer")}
-    return replace(
-        course,
-        schedule=schedule,
-        description={**course.description, **record},
-        saved_config={**course.saved_config, "config": sections},
-    )
+    run.description |= {"schedule": state["schedule"], **settings_record(section)}
+    run.description["optimizer"] = optimizer_record(run.config.model, section, run.state.frozen)
+    values = saved_config(with_schedule(replace(run.config, optimizer=section), run.schedule))
+    run.saved_config["config"] |= {name: values[name] for name in ("schedule", "optimizer")}
 
 
 def _find_in_shared(run: Run, checkpoint: Checkpoint) -> None:
@@ -158,8 +144,9 @@ def _find_in_shared(run: Run, checkpoint: Checkpoint) -> None:
         run.saves.targets[0].saver.note_saved(iteration, has_optimizer=has_it)
 
 
-def _refuse(run: Run, section: CheckpointSection, description: Json, checkpoint: Checkpoint) -> None:
+def _refuse(run: Run, section: CheckpointSection, checkpoint: Checkpoint) -> None:
     """Refuse another run's checkpoint, and log the allowed differences. Opens no tensor file."""
+    description = run.description
     changes = differences(*resume_rules.compared(checkpoint.state, description), resume_rules.rules_for(section))
     if not section.no_load_optim:
         changes = resume_rules.with_same_bits(changes, checkpoint.state, description)
@@ -167,12 +154,12 @@ def _refuse(run: Run, section: CheckpointSection, description: Json, checkpoint:
     saved = _saved_settings(checkpoint) if changes else {}
     lines = settle(
         [_with_key(change, run, saved) for change in changes],
-        flags=resume_rules.flags_set(section),
+        allowed=resume_rules.allowed_by(section),
         where=checkpoint.path,
         otherwise=otherwise,
         **({"problem": "The weights belong to another model than this command's"} if section.finetune else {}),
     )
-    if Allowed.all in section.allow and (passed := allow_list({change.rule.flag for change in changes})):
+    if Allowed.all in section.allow and (passed := allow_list({change.rule.verdict for change in changes})):
         lines.append(f"checkpoint.allow=all allowed the same differences as {passed}")
     for line in lines:
         _log.warning(line)
@@ -195,7 +182,7 @@ def _refuse(run: Run, section: CheckpointSection, description: Json, checkpoint:
         samples = progress.consumed_samples
     if run.config.train.batch_schedule is not None:  # a single size is checked before the ranks join
         require_batches(run.config, run.cluster.world_size, samples)
-    schedule = run.course.schedule
+    schedule = run.schedule
     if section.use_checkpoint_scheduler:
         state = in_samples_of(run.config.train.seq_length, checkpoint.state)
         schedule, _ = run_record.saved_schedule(state, run.config.optimizer, where=checkpoint.path)
@@ -211,7 +198,7 @@ def _saved_settings(checkpoint: Checkpoint) -> dict[str, object]:
 
 def _with_key(change: Difference, run: Run, saved: Mapping[str, object]) -> Difference:
     """Return a difference under the key this command sets: for data with both paths, or for the run's length."""
-    settings = flattened(run.course.saved_config["config"])
+    settings = flattened(run.saved_config["config"])
     if change.field == "data.fingerprint":
         keys = ("data.train", "data.path", "data.kind")
         key = next(key for key in keys if settings[key] is not None)

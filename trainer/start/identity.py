@@ -11,13 +11,11 @@ import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from reprise.errors import CheckpointError, MismatchError, TrainerError, UnreadableError
+from reprise.errors import MismatchError, TrainerError, UnreadableError
 from reprise.format import FRESH, Branch, Journal, Lineage, Parent, newest_lineage, saved_lineage
 from reprise.loading import Checkpoint, open_checkpoint
-from reprise.ranks import StoreChannel
-from reprise.storage import CheckpointFolder, Json, is_dir, is_file, json_file
+from reprise.storage import CheckpointFolder, Json, is_dir
 from trainer.config.derived import save_folder
 from trainer.config.schema import Config
 from trainer.config.terms import LOCAL
@@ -27,9 +25,6 @@ from trainer.metrics.jsonl_file import last_recorded_iteration
 from trainer.run.build import Run
 from trainer.saves.targets import Saves
 from trainer.start.journal import RUN_FILE, read_journal, write_journal
-
-if TYPE_CHECKING:
-    from reprise.local import HostFolders
 
 _log = logging.getLogger(__name__)
 
@@ -41,65 +36,65 @@ class HostRecord:
     Args:
         name: The host's name.
         run: The lineage in its run folder.
-        saved: The lineages in its local checkpoint folder. Empty if the folder has no checkpoints.
+        saved: The lineage in its local checkpoint folder. None if the folder has no checkpoints.
     """
 
     name: str
     run: Lineage
-    saved: tuple[Lineage, ...]
+    saved: Lineage | None = None
 
 
-def find_lineage(config: Config, channel: StoreChannel, saves: Saves) -> Lineage:
-    """Return the run's lineage, on every rank. It has no branches if the run is new, or from an earlier version.
+def find_journal(config: Config, cluster: Cluster, saves: Saves) -> Journal:
+    """Return the run's journal, on every rank. It has no branches if the run is new, or from an earlier version.
 
     The run's folder decides, then the shared checkpoints, then the other hosts' records. Without local checkpoints,
-    only the first matters before the load. Collective.
+    only the first matters before the load. The lineage's `launch` has the names in each folder's newest checkpoint:
+    rank 0 may have moved to a new host. Collective.
 
     Raises:
         TrainerError: A host's local checkpoints belong to another run. Every rank raises.
     """
-    folders, path, data = saves.host_folders, Path(config.run.dir) / RUN_FILE, b""
-    if folders is None:
-        return _parsed(channel.from_first("lineage", lambda: _record(read_journal(path).lineage)))
+    channel, folders, folder, shared = cluster.channel, saves.host_folders, Path(config.run.dir), saves.shared
+    journal, data = Journal(), b""
     with channel.agreed("lineage/read"):
-        if folders.leads or channel.rank == 0:
-            data = json.dumps(_host_table(path, folders)).encode()
-    tables, hosts = channel.gather("lineage/hosts", data), folders.hosts
+        if channel.rank == 0 or saves.leads:
+            journal = read_journal(folder / RUN_FILE)
+            data = b"" if folders is None else json.dumps(_host_table(journal.lineage, folders.folder)).encode()
+    tables = [] if folders is None else channel.gather("lineage/hosts", data)
 
-    def choose() -> Json | None:
-        pairs = zip(hosts.names, hosts.leaders, strict=True)
-        return _record(
-            _choose(config, saves.shared, [_host_record(name, json.loads(tables[rank])) for name, rank in pairs])
-        )
+    def find() -> Json:
+        lineage, newest = journal.lineage, Lineage()
+        if shared is not None and (folders is not None or (config.checkpoint.is_directed and cluster.launch.earlier)):
+            newest = _newest_lineage(shared)
+        launch = [*newest.launch]
+        if folders is not None:
+            local, rows = config.checkpoint.local, [json.loads(tables[rank]) for rank in folders.hosts.leaders]
+            is_recorded = last_recorded_iteration(folder / METRICS) is not None
+            lineage = choose_lineage(
+                newest,
+                [_host_record(name, row) for name, row in zip(folders.hosts.names, rows, strict=True)],
+                where=local.dir,
+                has_records=is_recorded or (shared is not None and bool(shared.committed())),
+                adopts=local.adopt,
+            )
+            launch += [name for row in rows for name in row["launch"]]
+        return {"lineage": _record(lineage), "launch": launch, "saved": journal.saved}
 
-    return _parsed(channel.from_first("lineage", choose))
+    answer = channel.from_first("lineage", find)
+    return Journal(replace(_parsed(answer["lineage"]), launch=tuple(answer["launch"])), answer["saved"])
 
 
-def _host_table(path: Path, folders: HostFolders) -> Json:
-    """Return this rank's records: from the run's folder and, on a host's leader, from local checkpoints."""
-    table: Json = {"run": _record(read_journal(path).lineage), "saved": []}
-    if folders.leads:
-        folder = folders.folder
-        if is_dir(folder.root) and (folder.committed() or folder.partials() or folder.superseded()):
-            recorded = [read_journal(folder.root / RUN_FILE).lineage, _newest_saved(folder)]
-            table["saved"] = [_record(lineage) for lineage in recorded if lineage.branches] or [None]
+def _host_table(run: Lineage, folder: CheckpointFolder) -> Json:
+    """Return a host's records: `run` from the run's folder, and the records in its local checkpoint folder."""
+    table: Json = {"run": _record(run), "launch": ()}
+    if is_dir(folder.root) and (folder.committed() or folder.partials() or folder.superseded()):
+        noted, newest = read_journal(folder.root / RUN_FILE).lineage, _newest_lineage(folder)
+        table |= {"saved": _record(noted if noted.branches else newest), "launch": newest.launch}
     return table
 
 
 def _host_record(name: str, table: Json) -> HostRecord:
-    return HostRecord(name, _parsed(table["run"]), tuple(map(_parsed, table["saved"])))
-
-
-def _choose(config: Config, shared: CheckpointFolder | None, hosts: Sequence[HostRecord]) -> Lineage:
-    local, metrics = config.checkpoint.local, Path(config.run.dir) / METRICS
-    is_recorded = last_recorded_iteration(metrics) is not None or (shared is not None and bool(shared.committed()))
-    return choose_lineage(
-        Lineage() if shared is None else _newest_saved(shared),
-        hosts,
-        where=local.dir,
-        has_records=is_recorded,
-        adopts=local.adopt,
-    )
+    return HostRecord(name, _parsed(table["run"]), _parsed(table["saved"]) if "saved" in table else None)
 
 
 def choose_lineage(
@@ -120,24 +115,23 @@ def choose_lineage(
     """
     lineages = [hosts[0].run, shared, *(host.run for host in hosts[1:])]
     run = next((lineage.run for lineage in lineages if lineage.run is not None), None)
-    saved = [lineage for host in hosts for lineage in host.saved]
-    runs = {lineage.run for lineage in saved if lineage.run is not None}
+    saved = {host.name: host.saved for host in hosts if host.saved is not None}
+    runs = {lineage.run for lineage in saved.values() if lineage.run is not None}
     is_adopted = run is None and adopts and len(runs) < 2
     if is_adopted:
         run = next(iter(runs), None)
-    recorded = [lineage for lineage in (*lineages, *saved) if lineage.branches and lineage.run == run]
+    recorded = [lineage for lineage in (*lineages, *saved.values()) if lineage.branches and lineage.run == run]
     current = newest_lineage(recorded)
     has_unnamed = is_adopted or (current.branches[0].began_at > FRESH if current.branches else has_records)
     foreign_runs = {
-        host.name: lineage.run
-        for host in hosts
-        for lineage in host.saved
+        name: lineage.run
+        for name, lineage in saved.items()
         if (lineage.run != run if lineage.branches else not has_unnamed)
     }
     if foreign_runs:
         raise _another_run(foreign_runs, run, where)
     for host in hosts:
-        for lineage in (host.run, *host.saved):
+        for lineage in (host.run, host.saved):
             if lineage in recorded and len(lineage.branches) == len(current.branches) and lineage != current:
                 raise _two_branches(host.name, where)
     return current
@@ -210,44 +204,8 @@ def saved_lineages(folder: CheckpointFolder) -> Iterator[tuple[int, Lineage]]:
             _log.debug("%s tells no lineage: %s", path, error)
 
 
-def _newest_saved(folder: CheckpointFolder) -> Lineage:
+def _newest_lineage(folder: CheckpointFolder) -> Lineage:
     return next((lineage for _, lineage in saved_lineages(folder)), Lineage())
-
-
-def find_restart(cluster: Cluster, saves: Saves) -> bool:
-    """Return whether the launcher restarted this launch after the launch saved a checkpoint. Collective.
-
-    Each host checks its own folder, since rank 0 may have moved to a new host.
-
-    Raises:
-        TrainerError: A folder cannot be read. Every rank raises.
-    """
-    channel, is_restarted = cluster.channel, False
-    earlier = set(channel.from_first("launch", lambda: list(cluster.launch.earlier)))
-    if not earlier:
-        return False
-    with channel.agreed("launch/read"):
-        folders = [f for f in saves.folders if (cluster.rank == 0 if f is saves.shared else saves.leads)]
-        is_restarted = any(not earlier.isdisjoint(_launch_of(folder)) for folder in folders)
-    answers = channel.gather("launch/restarted", json.dumps(is_restarted).encode())
-    return bool(channel.from_first("launch/is_restarted", lambda: any(map(json.loads, answers))))
-
-
-def _launch_of(folder: CheckpointFolder) -> Sequence[str]:
-    """Return the launch names in a folder's newest checkpoint. Version 0.2 recorded them beside the checkpoint."""
-    iteration, lineage = next(saved_lineages(folder), (FRESH, Lineage()))
-    if lineage.launch or not is_file(path := folder.root / "launch.json"):
-        return lineage.launch
-    record = json_file.read(path)
-    names, began_at = record.get("launches"), record.get("began_at")
-    if type(began_at) is not int or not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise CheckpointError(
-            "The record of a launch is malformed",
-            where=path,
-            expected="names and an iteration",
-            fix="Delete it; the next start then follows checkpoint.load and checkpoint.ckpt_step.",
-        )
-    return names if iteration > began_at else ()
 
 
 def _record(lineage: Lineage) -> Json | None:

@@ -51,17 +51,22 @@ def read_journal(path: Path) -> Journal:
     return Journal()
 
 
-def newest_saved(folder: Path, shared: CheckpointFolder | None) -> int:
-    """Return the newest iteration saved by the run in a folder. For an earlier version, use its metrics or tracker.
+def is_anew(lineage: Lineage) -> bool:
+    """Return whether the newest branch starts an earlier run over."""
+    return len(lineage.branches) > 1 and lineage.branches[-1].began_at == FRESH
+
+
+def newest_saved(journal: Journal, folder: Path, shared: CheckpointFolder | None) -> int:
+    """Return the newest iteration saved by the run in a folder. An earlier version has it in its tracker or metrics.
 
     Args:
         shared: The folder shared by all hosts.
     """
-    saved = read_journal(folder / RUN_FILE).saved
-    if saved is None:
-        saved = last_saved_iteration(folder / METRICS)
+    saved = journal.saved
     if saved is None and shared is not None:
         saved = shared.tracker()
+    if saved is None and not is_anew(journal.lineage):  # a start over removes the tracker before it moves the metrics
+        saved = last_saved_iteration(folder / METRICS)
     return FRESH if saved is None else saved
 
 

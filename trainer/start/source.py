@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 import torch
 
@@ -68,14 +68,7 @@ class Filled:
 
 
 class TensorSource(Protocol):
-    """A tensor source.
-
-    Attributes:
-        is_own: Whether it holds this run's checkpoints.
-    """
-
-    @property
-    def is_own(self) -> bool: ...
+    """A tensor source."""
 
     def fill(self, run: Run, part: Part) -> Filled:
         """Fill a part of a run. Collective.
@@ -88,15 +81,12 @@ class TensorSource(Protocol):
 class InitialValues:
     """A new run's initial values."""
 
-    is_own = False
-
     def fill(self, run: Run, part: Part) -> Filled:
         """Fill a part with initial values drawn from `train.seed`."""
         model, seed = part.model, run.config.train.seed
         values = adapter_initial_values(model) if model.is_adapted else families.initial_values(model)
         fill_initial_values(part.weights(), values, seed)
-        if run.cluster.rank == 0:
-            _log.info(f"starting fresh, seed {seed}")
+        _log.info(f"starting fresh, seed {seed}")
         return Filled({})
 
 
@@ -106,7 +96,6 @@ class Weights:
 
     path: Path
     kind: WeightsKind
-    is_own: ClassVar[bool] = False
 
     def fill(self, run: Run, part: Part) -> Filled:
         """Fill a part with the weights, cast to float32."""
@@ -153,7 +142,7 @@ class Checkpoints:
         )
         checkpoint = restored.checkpoint
         report = filling.finish(restored)
-        if run.cluster.rank == 0 and restored.loaded_from:
+        if restored.loaded_from:
             seconds = time.perf_counter() - start
             _log.info(f"loaded iteration {checkpoint.iteration}: {restored.loaded_from}; {seconds:.1f} s")
         _log_load(run, report, part.name or f"iteration {checkpoint.iteration}", checkpoint.path)
@@ -271,10 +260,9 @@ class _FittedLoad:
 def _log_load(run: Run, report: LoadReport, what: str, path: Path) -> None:
     """Log a load's size and rate over all ranks. Collective."""
     (filled_bytes,) = run.cluster.counts([report.filled_bytes])
-    if run.cluster.rank == 0:
-        megabytes = filled_bytes / 1e6
-        rate = megabytes / max(report.seconds, 1e-9) / 1e3
-        _log.info(
-            f"loaded {report.tensors} of {report.expected} tensors, {megabytes:.1f} MB, {report.seconds:.2f} s, "
-            f"{rate:.2f} GB/s: {what} from {path}"
-        )
+    megabytes = filled_bytes / 1e6
+    rate = megabytes / max(report.seconds, 1e-9) / 1e3
+    _log.info(  # only rank 0 logs such lines
+        f"loaded {report.tensors} of {report.expected} tensors, {megabytes:.1f} MB, {report.seconds:.2f} s, "
+        f"{rate:.2f} GB/s: {what} from {path}"
+    )

@@ -99,7 +99,7 @@ class Recorder:
         self._iteration = iteration
         size = self._run.batch_schedule.at(self._run.state.progress.consumed_samples)
         for passes in self._passes:
-            passes.begin(self._run.course.train_data.numbers_of(size))
+            passes.begin(self._run.train_data.numbers_of(size))
 
     def state(self, phase: str) -> None:
         """Record the parameters and the optimizer state, box by box."""

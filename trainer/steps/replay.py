@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -190,7 +190,7 @@ def _record(
     with build_saves(config, cluster, files) as saves:
         start = decide(config, cluster, saves)
         run = build(config, cluster, inputs=open_inputs(config, cluster), saves=saves)
-        run = replace(run, course=fill(run, start))
+        fill(run, start)
         header = {"run": str(recorded.folder), "settings": recorded.settings, "begin": begin, "last": last}
         record_steps(run, out, header, begin=begin, last=last, values=values)
     final_barrier(cluster)

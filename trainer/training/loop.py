@@ -31,7 +31,7 @@ from trainer.training.evaluate import evaluate
 from trainer.training.rewind import Rewind, react
 from trainer.training.step import StepResult, train_step
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)  # shows informational lines on rank 0 only
 
 
 def train(run: Run) -> Rewind | None:
@@ -48,7 +48,7 @@ def train(run: Run) -> Rewind | None:
     state, settings = run.state, run.config.train
     last = run.train_iters
     if state.progress.iteration >= last:
-        _log_on_rank_0(run, f"iteration {state.progress.iteration} of {last} is reached; nothing is left to train")
+        _log.info(f"iteration {state.progress.iteration} of {last} is reached; nothing is left to train")
     slowdown = Slowdown()
     keep_freed_memory(run.cluster.device)
     run.control.begin()
@@ -78,7 +78,7 @@ def train(run: Run) -> Rewind | None:
         if flags.exit_on_save_failure and iteration < last and not is_stopped:  # else a last save is tried
             raise _failed_saves(run, run.saves.main, run.config.checkpoint.exit_on_save_failure)
         if is_stopped or (iteration < last and run.control.exits_after(iteration)):
-            _log_on_rank_0(run, f"stopping after iteration {iteration}: {run.control.reason(iteration)}")
+            _log.info(f"stopping after iteration {iteration}: {run.control.reason(iteration)}")
             break
         if iteration < last:
             _save_due(run, Moment.requested if flags.save else Moment.trained, slowdown)
@@ -108,7 +108,7 @@ def _save_at_end(run: Run, slowdown: Slowdown, *, is_stopped: bool) -> None:
     folder = save_folder(run.config.checkpoint)
     if is_stopped and folder is not None:
         iteration = run.state.progress.iteration
-        _log_on_rank_0(run, f"the run is saved at iteration {iteration} in {folder}; the same command resumes it")
+        _log.info(f"the run is saved at iteration {iteration} in {folder}; the same command resumes it")
 
 
 def _await_saves(run: Run, slowdown: Slowdown) -> None:
@@ -136,7 +136,7 @@ def _train_and_record(run: Run, slowdown: Slowdown) -> tuple[ControlFlags, StepR
     _record(run, result, samples=samples, seconds=seconds, blocked_s=saving_s + held_back_s)
     for target in run.saves:
         _record_saves(run, target, target.saver.reports(), slowdown)
-    return ControlFlags.of(result.flags), result
+    return ControlFlags(*(count > 0 for count in result.flags)), result
 
 
 def _rewind_at_spike(run: Run, result: StepResult, slowdown: Slowdown) -> Rewind | None:
@@ -156,14 +156,14 @@ def iterate(run: Run) -> StepResult:
     state, settings = run.state, run.config.train
     progress = state.progress
     iteration, size = progress.iteration + 1, run.batch_schedule.at(progress.consumed_samples)
-    numbers, share = run.course.train_data.numbers_of(size), share_of(run.config, run.cluster.world_size, size)
+    numbers, share = run.train_data.numbers_of(size), share_of(run.config, run.cluster.world_size, size)
     run.own_time.load = len(numbers) / share
     run.cluster.activity.begin("the data", iteration)
     with run.own_time.loading():
-        micro_batches = run.course.train_data.train_batch(progress.consumed_samples, settings.seed, size)
+        micro_batches = run.train_data.train_batch(progress.consumed_samples, settings.seed, size)
     run.cluster.activity.begin("the step", iteration)
     keys = [dropout_key(settings.seed, iteration, micro_batch=number) for number in numbers]
-    lr = run.course.schedule.at(iteration, progress.consumed_samples + size)
+    lr = run.schedule.at(iteration, progress.consumed_samples + size)
     result = train_step(
         state,
         micro_batches,
@@ -173,7 +173,7 @@ def iterate(run: Run) -> StepResult:
         clip_grad=settings.clip_grad,
         context=run.context,
         cluster=run.cluster,
-        flags=lambda: run.control.now(failed_saves=run.saves.main.failed_saves).flags(),
+        flags=lambda: run.control.now(failed_saves=run.saves.main.failed_saves),
         skips_nonfinite=_skips(settings.on_nonfinite) or settings.on_spike is OnSpike.rewind,
         own_time=run.own_time,
         is_logged=has_line(iteration, run.config.logging.log_interval, run.train_iters),
@@ -181,7 +181,7 @@ def iterate(run: Run) -> StepResult:
     state.progress = progress.after_iteration(size, size * settings.seq_length)
     following = run.batch_schedule.at(state.progress.consumed_samples)
     if following != size:
-        _log_on_rank_0(run, f"the global batch size is {following} after iteration {iteration}, it was {size}")
+        _log.info(f"the global batch size is {following} after iteration {iteration}, it was {size}")
     return result
 
 
@@ -229,8 +229,7 @@ def _evaluate(run: Run) -> None:
         average_loss = _evaluate_averages(run)
     if loss is None or (average_loss is None and run.state.averages):
         run.state.progress = run.state.progress.without_evaluation()
-        _log_on_rank_0(
-            run,
+        _log.info(
             f"the evaluation at iteration {run.state.progress.iteration} was interrupted; the resumed run repeats it",
         )
         return
@@ -303,7 +302,7 @@ def _save_due(run: Run, moment: Moment, slowdown: Slowdown) -> list[SaveTarget]:
         run.control.saving()
         syncs = tuple(log.sync for log in run.logs)
     folder, files = Path(run.config.run.dir), run.saves.files
-    note = partial(note_saved, folder, run.course.description.get(LINEAGE), files, iteration)
+    note = partial(note_saved, folder, run.description.get(LINEAGE), files, iteration)
     for target in due:
         is_interim = moment is Moment.stopped and not target.is_scheduled(iteration)
         notes = (note,) if run.cluster.rank == 0 and target.has_state else ()
@@ -315,20 +314,20 @@ def _save_due(run: Run, moment: Moment, slowdown: Slowdown) -> list[SaveTarget]:
 
 def _documents(run: Run, *, is_interim: bool = False) -> dict[str, Document]:
     """Return the non-tensor files for a checkpoint of the current state."""
-    record = run.state.progress.state_record(_lr(run), run.course.description)
+    record = run.state.progress.state_record(_lr(run), run.description)
     for watch in run.spikes:
         record[SPIKES] = watch.record()
     return {
         **run.model_files,
         STATE: {**record, INTERIM: True} if is_interim else record,
-        RUN_CONFIG: run.course.saved_config,
+        RUN_CONFIG: run.saved_config,
         **run.tokenizer,
     }
 
 
 def _lr(run: Run) -> float:
     """Return the last iteration's learning rate."""
-    return run.course.schedule.at(run.state.progress.iteration, run.state.progress.consumed_samples)
+    return run.schedule.at(run.state.progress.iteration, run.state.progress.consumed_samples)
 
 
 def _record_saves(run: Run, target: SaveTarget, reports: Sequence[SaveReport], slowdown: Slowdown) -> None:
@@ -352,8 +351,3 @@ def _failed_saves(run: Run, results: SaveResults, limit: int | None = None) -> T
         found=f"{results.failed_saves} failed saves, the last: {str(results.last_error).rstrip('.')}",
         fix="Repair the file system and resume from the newest checkpoint.",
     )
-
-
-def _log_on_rank_0(run: Run, text: str) -> None:
-    if run.cluster.rank == 0:
-        _log.info(text)

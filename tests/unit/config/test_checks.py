@@ -16,7 +16,7 @@ from trainer.config.schema import Config
 from trainer.config.train import Dtype
 from trainer.optim.table import no_decay_names
 from trainer.parallel.topology import Topology
-from trainer.record.resume_rules import RULES, Verdict, flags_set, rules_for
+from trainer.record.resume_rules import RULES, Verdict, allowed_by, rules_for
 from trainer.record.run_record import describe
 from trainer.schedules.lr import resolve
 
@@ -98,7 +98,7 @@ def test_the_record_has_a_rule_for_every_field() -> None:
     found.train.dtype = Dtype.bfloat16
     schedule = resolve(found.schedule, length_of(found.train), found.optimizer.lr)
     description = describe(
-        found, schedule=schedule, topology=Topology(1, 2, 1), fingerprint="ab", environment={"threads": 1}
+        found, schedule=schedule, topology=Topology(1, 2, 1), data={"fingerprint": "ab"}, environment={"threads": 1}
     )
     decayed, spared = (group["names"] for group in description["optimizer"]["groups"])
     assert "transformer.wte.weight" in decayed
@@ -112,18 +112,11 @@ def test_the_record_has_a_rule_for_every_field() -> None:
 
 
 def test_the_flags_that_are_set_and_the_rules_that_apply() -> None:
-    assert flags_set(CheckpointSection()) == set()
-    assert flags_set(CheckpointSection(reshard=True, override_data=True)) == {
-        "checkpoint.reshard",
-        "checkpoint.override_data",
-    }
-    assert flags_set(CheckpointSection(allow=[Allowed.dtype], reshard=True)) == {
-        "checkpoint.override_dtype",
-        "checkpoint.reshard",
-    }
-    flags = {rule.flag for rule in RULES if rule.flag}
-    assert flags_set(CheckpointSection(allow=[Allowed.all])) == flags
-    assert len(flags) == len(Allowed) - 1
+    assert allowed_by(CheckpointSection()) == set()
+    assert allowed_by(CheckpointSection(reshard=True, override_data=True)) == {Allowed.topology, Allowed.data}
+    assert allowed_by(CheckpointSection(allow=[Allowed.dtype], reshard=True)) == {Allowed.dtype, Allowed.topology}
+    named = {rule.verdict for rule in RULES if isinstance(rule.verdict, Allowed)}
+    assert allowed_by(CheckpointSection(allow=[Allowed.all])) == named == {*Allowed} - {Allowed.all}
     assert rules_for(CheckpointSection()) == RULES
     assert {rule.field.split(".")[0] for rule in rules_for(CheckpointSection(finetune=True))} == {"model", "base"}
     resized = {rule.field for rule in rules_for(CheckpointSection(finetune=True, resize=True))}

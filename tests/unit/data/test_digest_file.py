@@ -180,7 +180,7 @@ def test_a_second_start_reads_less_than_a_megabyte_of_the_tokens(tmp_path: Path)
     for verify in ("sidecar", "sidecar", "full"):
         config = compose(["model=gpt2_tiny", "data=token_file", *TINY, *keys, f"data.verify={verify}"])
         before = bytes_read()
-        starts.append((open_data(config, cluster).fingerprint, bytes_read() - before))
+        starts.append((open_data(config, cluster).record(config)["fingerprint"], bytes_read() - before))
     (first, first_bytes), (second, second_bytes), (third, third_bytes) = starts
     assert first == second == third
     assert min(first_bytes, third_bytes) > 32 << 20

@@ -7,13 +7,14 @@ import pytest
 from reprise.errors import MismatchError
 from reprise.storage import Json
 from tests.messages import refused, says
+from trainer.config.checkpoint import Allowed
 from trainer.record.resume_rules import Rule, Verdict, differences, settle
 
 TABLE = (
     Rule("model", Verdict.REFUSED),
     Rule("model.dropout", Verdict.LOGGED, says="the curve changes"),
-    Rule("topology", Verdict.FLAG, flag="checkpoint.reshard"),
-    Rule("data", Verdict.FLAG, flag="checkpoint.override_data", says="other samples", hint="samples are others"),
+    Rule("topology", Allowed.topology),
+    Rule("data", Allowed.data, says="other samples", hint="samples are others"),
     Rule("versions", Verdict.LOGGED, says="bits may differ"),
 )
 SAVED: Json = {
@@ -33,7 +34,7 @@ def changed(**fields: object) -> Json:
 
 def test_a_field_without_a_rule_may_differ() -> None:
     assert differences(SAVED, changed(modelling=2, seconds=6), TABLE) == []
-    assert settle([], flags=(), where="x") == []
+    assert settle([], where="x") == []
 
 
 def test_all_problems_that_no_flag_allows_are_in_one_message() -> None:
@@ -53,16 +54,16 @@ def test_all_problems_that_no_flag_allows_are_in_one_message() -> None:
     ]
     flags = ["checkpoint.override_data=true allows it", "The others need checkpoint.allow=data,topology."]
     with refused(MismatchError, *names, *flags, "data.digest") as caught:
-        settle(table, flags=(), where="runs/a/iter_0000010")
+        settle(table, where="runs/a/iter_0000010")
     assert "dropout" not in str(caught.value)
     with refused(MismatchError, *names) as caught:
-        settle(table, flags=("checkpoint.override_data",), where="runs/a/iter_0000010")
+        settle(table, allowed={Allowed.data}, where="runs/a/iter_0000010")
     assert "data.digest" not in str(caught.value)
 
 
 def test_what_is_allowed_or_logged_gives_a_line_each() -> None:
     table = differences(SAVED, changed(topology={"tp": 2}, versions={"torch": "2.13"}), TABLE)
-    topology, versions = settle(table, flags=("checkpoint.reshard",), where="x")
+    topology, versions = settle(table, allowed={Allowed.topology}, where="x")
     assert topology.startswith("parallel.tensor_model_parallel_size: saved 1, now 2")
     assert versions == "versions.torch: saved 2.11, now 2.13; bits may differ"
 
@@ -70,11 +71,11 @@ def test_what_is_allowed_or_logged_gives_a_line_each() -> None:
 @pytest.mark.parametrize("saved", [None, 0])
 def test_a_hint_without_a_saved_value_is_left_out(saved: int | None) -> None:
     hint = "decay={saved} extends the run"
-    needs_flag = Rule("decay", Verdict.FLAG, flag="checkpoint.override_data", hint=hint)
+    needs_flag = Rule("decay", Allowed.data, hint=hint)
     with refused(MismatchError, "decay", "checkpoint.override_data=true") as caught:
-        settle(differences({"decay": saved}, {"decay": 40}, [needs_flag]), flags=(), where="x")
+        settle(differences({"decay": saved}, {"decay": 40}, [needs_flag]), where="x")
     logged = Rule("decay", Verdict.LOGGED, says="rates differ", hint=hint)
-    (line,) = settle(differences({"decay": saved}, {"decay": 40}, [logged]), flags=(), where="x")
+    (line,) = settle(differences({"decay": saved}, {"decay": 40}, [logged]), where="x")
     says(line)
     for text in (line, str(caught.value)):
         assert ("decay=0 extends the run" in text) == (saved == 0)
@@ -93,4 +94,4 @@ def test_an_optional_field_is_compared_only_if_both_have_it() -> None:
     assert differences(SAVED, {**SAVED, "evaluation": {"iters": 4}}, table) == []
     assert differences({**SAVED, "evaluation": {"iters": 4}}, SAVED, table) == []
     found = differences({**SAVED, "evaluation": {"iters": 4}}, {**SAVED, "evaluation": {"iters": 8}}, table)
-    assert settle(found, flags=(), where="x") == ["train.iters: saved 4, now 8; losses are not measured alike"]
+    assert settle(found, where="x") == ["train.iters: saved 4, now 8; losses are not measured alike"]

@@ -13,6 +13,7 @@ from reprise.errors import MismatchError
 from reprise.storage import Json
 from tests.harness import TINY, compose
 from tests.messages import refused
+from trainer.config.checkpoint import Allowed
 from trainer.config.derived import length_of, topology_of
 from trainer.config.options import keys
 from trainer.config.schema import Config
@@ -40,7 +41,7 @@ BIAS = "transformer.h.1.ln_2.bias"
 
 def found(
     change: Callable[[Any], object], rules: object = resume_rules.RULES
-) -> dict[str, tuple[object, object, Verdict]]:
+) -> dict[str, tuple[object, object, Verdict | Allowed]]:
     saved = copy.deepcopy(CURRENT)
     change(saved)
     table = differences(*resume_rules.compared(saved, CURRENT), rules)  # type: ignore[arg-type]
@@ -56,15 +57,15 @@ def swap(saved: Any) -> None:
 def test_other_decayed_parameters_need_the_scheduler_s_flag() -> None:
     changed = found(lambda saved: saved["optimizer"].update(name="SGD"))
     assert changed == {"optimizer.name": ("SGD", "AdamW", Verdict.REFUSED)}
-    assert found(swap) == {f"optimizer.weight_decay.{BIAS}": (True, False, Verdict.FLAG)}
+    assert found(swap) == {f"optimizer.weight_decay.{BIAS}": (True, False, Allowed.lr)}
     rules = resume_rules.rules_for(compose(["model=gpt2_tiny", "checkpoint.finetune=true"]).checkpoint)
     assert found(swap, rules) == found(lambda saved: saved.update(optimizer=7), rules) == {}
     saved = copy.deepcopy(CURRENT)
     swap(saved)
     table = differences(*resume_rules.compared(saved, CURRENT), resume_rules.RULES)
     with refused(MismatchError, "checkpoint.override_scheduler=true"):
-        settle(table, flags=set(), where="x")
-    assert len(settle(table, flags={"checkpoint.override_scheduler"}, where="x")) == 1
+        settle(table, where="x")
+    assert len(settle(table, allowed={Allowed.lr}, where="x")) == 1
 
 
 @pytest.mark.parametrize(
@@ -115,9 +116,8 @@ def description(*overrides: str, ranks: int = 1, environment: Json = CPU) -> Jso
     run = configuration(*overrides)
     schedule = resolve(run.schedule, length_of(run.train), run.optimizer.lr)
     topology = topology_of(run, ranks)
-    return run_record.describe(
-        run, schedule=schedule, topology=topology, fingerprint="ab", environment=environment, valid_fingerprint="cd"
-    )
+    data = {"fingerprint": "ab", "valid_fingerprint": "cd"}
+    return run_record.describe(run, schedule=schedule, topology=topology, data=data, environment=environment)
 
 
 def effects(saved: Json, current: Json) -> dict[str, Difference]:
@@ -158,7 +158,9 @@ def test_another_topology_keeps_the_bits_with_invariant_ranks(
     for changed in (effects(saved, current), effects(current, saved)):
         shown = {d.field.removeprefix("topology."): d.rule for d in changed.values() if d.field.startswith("topology.")}
         assert shown.keys() == {*fields.split()}
-        assert {(rule.says, rule.verdict, rule.hint) for rule in shown.values()} == {(SAME, Verdict.FLAG, "same bits")}
+        assert {(rule.says, rule.verdict, rule.hint) for rule in shown.values()} == {
+            (SAME, Allowed.topology, "same bits")
+        }
     if SHARDS not in first:
         without = effects(description(*first.split(), ranks=ranks[0]), description(*second.split(), ranks=ranks[1]))
         assert {d.rule.says for d in without.values() if d.field.startswith("topology.")} == {ROUNDING}
@@ -228,34 +230,31 @@ def test_every_member_of_the_record_has_a_rule(overrides: list[str]) -> None:
     assert [field for field in fields if rule_for(field, resume_rules.RULES) is None] == []
 
 
-def test_tensor_parallelism_and_micro_batches_change_masks() -> None:
-    for lanes in ((), (LANES,)):
-        saved = description(*lanes)
-        changed = effects(saved, description(*lanes, "parallel=tp2", ranks=4))
-        assert {d.field: d.rule.says for d in changed.values()} == {
-            "topology.tp": MASKS, "topology.dp": ROUNDING, "topology.world_size": ROUNDING,
-        }  # fmt: skip
-        changed = effects(description(*lanes, "parallel=tp2", ranks=2), description(*lanes, "parallel=tp2_sp", ranks=2))
-        assert {d.field: d.rule.says for d in changed.values()} == {"topology.sp": MASKS}
-        changed = effects(saved, description(*lanes, "train.micro_batch_size=1"))
-        assert {d.field: d.rule.says for d in changed.values()} == {"batch.micro_batch_size": MASKS}
+VIRTUAL, RANKS = "topology.invariant_tensor_ranks", "topology.invariant_ranks"
+ORDER = f"{ROUNDING}: gradients are added in another order"
 
 
-@pytest.mark.parametrize(("saved", "current"), [(0, 2), (2, 0)])
-def test_other_virtual_shards_draw_other_masks(saved: int, current: int) -> None:
-    keys = [LANES, "model.pad_vocab_multiple=2"]
-    states = (description(*keys, f"parallel.invariant_tensor_ranks={count}") for count in (saved, current))
-    (difference,) = effects(*states).values()
-    assert difference.field == "topology.invariant_tensor_ranks"
-    assert (difference.rule.says, difference.rule.flag) == (MASKS, "checkpoint.reshard")
-
-
-@pytest.mark.parametrize(("saved", "current"), [(0, 4), (4, 8), (4, 0)])
-def test_other_invariant_ranks_need_no_flag(saved: int, current: int) -> None:
-    states = (description(f"parallel.invariant_ranks={count}") for count in (saved, current))
-    assert settle(list(effects(*states).values()), flags=(), where="x") == [
-        f"parallel.invariant_ranks: saved {saved}, now {current}; {ROUNDING}: gradients are added in another order"
-    ]
+@pytest.mark.parametrize("lanes", ["", LANES])
+@pytest.mark.parametrize(
+    ("first", "second", "ranks", "expected"),
+    [
+        ("", "parallel=tp2", (1, 4), {"topology.tp": MASKS, "topology.dp": ROUNDING, "topology.world_size": ROUNDING}),
+        ("parallel=tp2", "parallel=tp2_sp", (2, 2), {"topology.sp": MASKS}),
+        ("", "train.micro_batch_size=1", (1, 1), {"batch.micro_batch_size": MASKS}),
+        ("", "model.pad_vocab_multiple=2", (1, 1), {"model.pad_vocab_multiple": ROUNDING}),
+        ("model.pad_vocab_multiple=2", SHARDS, (1, 1), {VIRTUAL: MASKS}),
+        ("", "parallel.invariant_ranks=8", (1, 1), {RANKS: ORDER}),
+    ],
+)
+def test_these_keys_change_masks_or_rounding(
+    lanes: str, first: str, second: str, ranks: tuple[int, int], expected: dict[str, str]
+) -> None:
+    states = [description(*lanes.split(), *f.split(), ranks=n) for f, n in zip((first, second), ranks, strict=True)]
+    for saved, current in (states, states[::-1]):
+        changed = effects(saved, current)
+        assert {d.field: d.rule.says for d in changed.values()} == expected
+        verdict = Verdict.LOGGED if expected.keys() <= {RANKS, "model.pad_vocab_multiple"} else Allowed.topology
+        assert {d.rule.verdict for d in changed.values()} == {verdict}
 
 
 def test_a_schedule_of_one_size_is_no_schedule() -> None:
@@ -263,7 +262,7 @@ def test_a_schedule_of_one_size_is_no_schedule() -> None:
     changed = description("train.batch_schedule='0:8 4k:16'")
     assert changed["batch"]["batch_schedule"] == "0:8 4000:16"
     (found,) = effects(description(), changed).values()
-    assert (found.field, found.rule.flag) == ("batch.batch_schedule", "checkpoint.override_batch_size")
+    assert (found.field, found.rule.verdict) == ("batch.batch_schedule", Allowed.batch)
 
 
 def test_a_record_without_invariant_ranks_has_none() -> None:
@@ -313,17 +312,6 @@ def test_a_run_of_another_length_is_compared_in_its_own_samples() -> None:
     }
     (found,) = differences(*compared(saved, current), RULES)
     assert (found.field, found.saved, found.current) == ("batch.seq_length", 16, 32)
-
-
-@pytest.mark.parametrize(
-    ("saved", "now", "words"), [(0.0, 0.9, "starts"), (0.9, 0.0, "dropped"), (0.9, 0.99, "continues with it")]
-)
-def test_a_moving_average_says_what_becomes_of_it(saved: float, now: float, words: str) -> None:
-    before, after = description(f"train.ema_decay={saved}"), description(f"train.ema_decay={now}")
-    (line,) = settle(differences(*compared(before, after), RULES), flags=(), where="x")
-    assert line.startswith("train.ema_decay: saved ")
-    assert line.count("moving average") == 1
-    assert words in line
 
 
 def test_a_constant_rate_has_no_other_end() -> None:

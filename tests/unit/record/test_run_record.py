@@ -117,7 +117,7 @@ def test_a_setting_of_muon_of_another_type_is_refused(key: str, value: object) -
 def record_of(config: Config) -> object:
     schedule = resolve(config.schedule, length_of(config.train), config.optimizer.lr)
     topology = topology_of(config, 8)
-    return run_record.describe(config, schedule=schedule, topology=topology, fingerprint="ab", environment={})
+    return run_record.describe(config, schedule=schedule, topology=topology, data={}, environment={})
 
 
 def another(value: Any, kinds: tuple[Any, ...]) -> object:

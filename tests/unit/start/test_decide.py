@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,7 @@ NO_SAVES, MIRROR = "checkpoint.save=null", "checkpoint.mirror=s3://b/run"
 
 
 def past(lineage: Lineage = RUN, saved: int = FRESH, committed: tuple[int, ...] = (), **rest: Any) -> Past:
-    return Past(Journal(lineage, saved), committed, source=Path("/other"), **rest)
+    return Past(Journal(lineage, saved), Path("run/run.json"), committed, source=Path("/other"), **rest)
 
 
 def trained_by(*overrides: str, lineage: Lineage = RUN, **rest: Any) -> Past:
@@ -87,10 +88,8 @@ WHAT_STANDS = {
     "no save": trained_by(),
     "no save, begun elsewhere": trained_by(LOAD),
     "no save, by intent": trained_by(NO_SAVES),
-    "saves given up": past(AFRESH, committed=(8, 6), given_up=(6, 8), trained=9, logged=8),
     "saves set aside": past(AFRESH, trained=9, logged=8),
-    "a fresh start's save": past(AFRESH, saved=2, committed=(2,)),
-    "a fresh start's save and older ones": past(AFRESH, committed=(2, 8), given_up=(8,)),
+    "a fresh start's save": past(AFRESH, committed=(2,)),
     "a fresh start's lost saves": past(AFRESH, saved=2, trained=3, logged=2),
     "a fresh start's iterations": trained_by(ANEW, lineage=AFRESH),
     "a restart": past(saved=8, is_restarted=True),
@@ -131,12 +130,10 @@ NEVER, LOST, CHANGED = "checkpoint.ckpt_step.", "run.json", "its command has cha
         ("no save", "logging.log_interval=7", Origin.initial, "before its first save"),
         ("no save, begun elsewhere", "", None, "checkpoint.load=/other"),
         ("no save, by intent", "", None, "metrics.jsonl"),
-        ("saves given up", "", Origin.initial, AGAIN_LINE),
-        ("saves given up", LOAD, Origin.named, AGAIN_LINE),
         ("saves set aside", "", Origin.initial, AGAIN_LINE),
+        ("saves set aside", LOAD, Origin.named, AGAIN_LINE),
         ("saves set aside", STEP, None, NEVER),
         ("a fresh start's save", "", Origin.newest, ""),
-        ("a fresh start's save and older ones", "", Origin.newest, ""),
         ("a fresh start's lost saves", "", None, LOST),
         ("a fresh start's iterations", "train.seed=7", None, CHANGED),
         ("a restart", ANEW, Origin.own, "this launch was restarted"),
@@ -169,7 +166,7 @@ def test_what_stands_and_the_command_decide(what: str, command: str, origin: Ori
     ],
 )
 def test_a_new_run_needs_an_empty_mirror(what: str, command: str, is_claimed: bool) -> None:
-    assert (choose(WHAT_STANDS[what], config_in(Path("run"), *command.split())).mirror_fix is not None) == is_claimed
+    assert choose(WHAT_STANDS[what], config_in(Path("run"), *command.split())).is_new == is_claimed
 
 
 def journal_in(run: Path) -> Journal:
@@ -207,7 +204,7 @@ def test_settings_of_a_beginning_end_with_the_own_checkpoint(tmp_path: Path) -> 
     start = started(config_in(tmp_path / "run", *beginning))
     assert isinstance(start.source, Checkpoints)
     assert (start.source.source.path, start.source.source.iteration) == (folder, None)
-    assert start.source.is_own
+    assert start.is_own
     assert not start.section.finetune
 
 
@@ -218,8 +215,7 @@ def test_a_command_sets_where_a_run_begins_once_a_launch(tmp_path: Path) -> None
         source = started(config_in(tmp_path / "run", command), launch=launch).source
         return isinstance(source, Checkpoints) and source.source.iteration is None
 
-    stale = trained(tmp_path / "run") / "launch.json"
-    stale.write_text(json.dumps({"launches": ["y"], "began_at": -1}))
+    trained(tmp_path / "run")
     assert not resumes(AGAIN)
     folder = trained(tmp_path / "run", ANEW, launch=FIRST)
     assert resumes(AGAIN)
@@ -235,15 +231,43 @@ def test_a_command_sets_where_a_run_begins_once_a_launch(tmp_path: Path) -> None
     assert not resumes(AGAIN)
 
 
-@pytest.mark.parametrize(("began_at", "is_restart"), [(-1, True), (1, True), (2, False)])
-def test_a_launch_is_known_by_the_record_of_version_0_2(tmp_path: Path, began_at: int, is_restart: bool) -> None:
-    folder = trained(tmp_path / "run")
-    (folder / "launch.json").write_text(json.dumps({"launches": ["b"], "began_at": began_at}))
-    assert started(config_in(tmp_path / "run", ANEW), launch=AGAIN).source.is_own == is_restart
-    assert not started(config_in(tmp_path / "run", ANEW), launch=OTHER).source.is_own
-    (folder / "launch.json").write_text("{")
-    with refused(CheckpointError, "launch.json"):
-        started(config_in(tmp_path / "run", ANEW), launch=AGAIN)
+@pytest.mark.parametrize(
+    ("saved", "lineage", "command", "what"),
+    [
+        (True, RUN, "", "newest"),
+        (True, AFRESH, "", "anew"),
+        (False, RUN, "", "refused"),
+        (False, AFRESH, "", "anew"),
+        (False, AFRESH, ANEW, "anew"),
+    ],
+)
+def test_a_folder_of_version_0_2_is_judged_by_tracker_and_log(
+    tmp_path: Path, saved: bool, lineage: Lineage, command: str, what: str
+) -> None:
+    """Its `run.json` has no newest save. A start over that was killed before it saved begins again."""
+    run = tmp_path / "run"
+    folder = trained(run, "checkpoint.save_interval=1")
+    first = journal_in(run).lineage
+    branches = (*first.branches, *lineage.branches[1:])
+    (run / "metrics.jsonl").write_text('{"iteration": 2, "loss": 1.0}\n{"iteration": 2, "event": "save"}\n')
+    (run / "run.json").write_bytes(Journal(replace(first, branches=branches)).to_bytes())
+    if not saved:
+        for path in folder.iterdir():
+            path.unlink() if path.is_file() else shutil.rmtree(path)
+    config = config_in(run, *command.split())
+    if what == "refused":
+        with refused(CheckpointError, "metrics.jsonl"):
+            started(config)
+    else:
+        assert started(config).is_own == (what == "newest")
+
+
+def test_a_start_over_leaves_the_local_checkpoints_uncounted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    local = (f"checkpoint.local.dir={tmp_path}/host", "checkpoint.local.save_interval=1")
+    trained(tmp_path / "run", *local)
+    caplog.clear()
+    started(config_in(tmp_path / "run", *local, ANEW))
+    assert "sets aside 1 checkpoint of this run" in caplog.text
 
 
 def test_no_rank_starts_if_rank_0_cannot(tmp_path: Path) -> None:

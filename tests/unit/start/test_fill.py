@@ -83,14 +83,14 @@ def test_an_extension_says_its_learning_rates(
     run = resumed(tmp_path / "run", *settings, *more)
     assert any(text.startswith(f"learning rate: {line}") for text in caplog.messages)
     first, last = (float(word) for word in line.split() if "e-" in word or "e+" in word)
-    assert (run.course.schedule.at(3, 0), run.course.schedule.at(6, 0)) == pytest.approx((first, last), rel=1e-3)
+    assert (run.schedule.at(3, 0), run.schedule.at(6, 0)) == pytest.approx((first, last), rel=1e-3)
 
 
 def test_a_constant_rate_goes_on_without_a_flag(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     trained(tmp_path / "run", "schedule.lr_decay_style=constant")
     caplog.clear()
     run = resumed(tmp_path / "run", "schedule.lr_decay_style=constant", "schedule.min_lr=0.0")
-    assert run.course.schedule.at(6, 0) == 1e-3
+    assert run.schedule.at(6, 0) == 1e-3
     assert "schedule" not in caplog.text
 
 

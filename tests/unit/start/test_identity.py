@@ -20,7 +20,7 @@ NEW = Lineage()
 
 
 def choose(
-    *hosts: tuple[Lineage, tuple[Lineage, ...]], shared: Lineage = NEW, has_records: bool = False, adopts: bool = False
+    *hosts: tuple[Lineage, Lineage | None], shared: Lineage = NEW, has_records: bool = False, adopts: bool = False
 ) -> Lineage:
     """Return the lineage that hosts with these folders of the run, and of local checkpoints, agree on."""
     records = [HostRecord(f"host{number}", run, saved) for number, (run, saved) in enumerate(hosts)]
@@ -28,42 +28,42 @@ def choose(
 
 
 def test_the_longest_lineage_of_any_host_is_the_current_one() -> None:
-    assert choose((A, (A,)), (NEW, (REWOUND, A))) == REWOUND
-    assert choose((REWOUND, (REWOUND,)), (NEW, (A,))) == REWOUND
-    assert choose((A, ()), (NEW, ()), shared=REWOUND) == REWOUND
+    assert choose((A, A), (NEW, REWOUND)) == REWOUND
+    assert choose((REWOUND, REWOUND), (NEW, A)) == REWOUND
+    assert choose((A, None), (NEW, None), shared=REWOUND) == REWOUND
 
 
 def test_a_run_is_known_by_shared_checkpoints_or_another_host() -> None:
-    assert choose((NEW, ()), shared=A) == A
-    assert choose((NEW, (A,)), (A, (A,))) == A
-    assert choose((NEW, ()), (NEW, ())) == NEW
+    assert choose((NEW, None), shared=A) == A
+    assert choose((NEW, A), (A, A)) == A
+    assert choose((NEW, None), (NEW, None)) == NEW
 
 
 @pytest.mark.parametrize(("run", "shared"), [(NEW, NEW), (A, NEW), (NEW, A)])
 def test_the_hosts_of_another_run_are_named(run: Lineage, shared: Lineage) -> None:
     with refused(MismatchError, "host1", "run x") as error:
-        choose((run, ()), (NEW, (OTHER,)), shared=shared)
+        choose((run, None), (NEW, OTHER), shared=shared)
     assert ("checkpoint.local.adopt=true" in str(error.value)) == (run is shared)
 
 
 def test_a_run_whose_folder_is_lost_is_adopted_if_asked() -> None:
-    assert choose((NEW, (A,)), (NEW, (REWOUND,)), adopts=True) == REWOUND
+    assert choose((NEW, A), (NEW, REWOUND), adopts=True) == REWOUND
     with refused(MismatchError, "/local"):
-        choose((NEW, (A,)), (NEW, (OTHER,)), adopts=True)
+        choose((NEW, A), (NEW, OTHER), adopts=True)
     with refused(MismatchError, "/local"):
-        choose((A, (OTHER,)), adopts=True)
+        choose((A, OTHER), adopts=True)
 
 
 def test_checkpoints_that_name_no_run_need_other_records_of_it() -> None:
-    assert choose((NEW, (NEW,)), has_records=True) == NEW
-    assert choose((NEW, (NEW,)), adopts=True) == NEW
-    assert choose((UPGRADED, (UPGRADED,)), (NEW, (NEW,))) == UPGRADED
+    assert choose((NEW, NEW), has_records=True) == NEW
+    assert choose((NEW, NEW), adopts=True) == NEW
+    assert choose((UPGRADED, UPGRADED), (NEW, NEW)) == UPGRADED
     for run in (NEW, A):
         with refused(MismatchError, "/local"):
-            choose((run, (NEW,)))
+            choose((run, NEW))
 
 
 def test_two_branches_of_as_many_rewinds_are_refused() -> None:
     with refused(MismatchError, "host1"):
-        choose((REWOUND, (REWOUND,)), (NEW, (ASIDE,)))
-    assert choose((A, (replace(A, launch=("b",)),))) == A  # a launch makes no branch
+        choose((REWOUND, REWOUND), (NEW, ASIDE))
+    assert choose((A, replace(A, launch=("b",)))) == A  # a launch makes no branch

@@ -8,10 +8,12 @@ from pathlib import Path
 import torch
 
 from reprise.format import DEFAULT_FILE_BYTES, FORMAT, STATE, StoredDtype, TensorKind, TensorSpec, build_layout
+from reprise.ranks import StoreChannel
 from reprise.saving import write_checkpoint
 from reprise.storage import FILE_SYSTEM, CheckpointFolder
 from tests.fakes import all_ranks
 from trainer.interop.tensor_files import write_tensor_files
+from trainer.launch.process_group import Cluster
 from trainer.training.rewind import newest_before
 
 LAYOUT = build_layout([TensorSpec(TensorKind.MODEL, "w", (2,), StoredDtype.F32, (2,))], file_bytes=DEFAULT_FILE_BYTES)
@@ -28,7 +30,7 @@ class Folders:
 def saved(root: Path, *iterations: int) -> CheckpointFolder:
     folder = CheckpointFolder(root, FILE_SYSTEM)
     for iteration in iterations:
-        document = {"format": FORMAT, "iteration": iteration, "consumed_samples": 10 * iteration, "run": {"id": "r"}}
+        document = {"format": FORMAT, "iteration": iteration, "consumed_samples": 10 * iteration}
         write_checkpoint(
             folder,
             iteration,
@@ -44,21 +46,21 @@ def test_the_way_back_is_to_a_checkpoint_that_every_host_has(tmp_path: Path) -> 
     shared = saved(tmp_path / "shared", 10)
     hosts = [saved(tmp_path / "a", 12, 14, 16, 20), saved(tmp_path / "b", 12, 14, 20)]
 
-    def newest(iteration: int | None, *, is_shared: bool) -> list[tuple[int, int, object]]:
-        first = shared if is_shared else None
-        return all_ranks(
-            2,
-            lambda channel: newest_before(
-                Folders(first, [*([shared] if is_shared else []), hosts[channel.rank]]),  # type: ignore[arg-type]
-                channel,
-                "key",
+    def newest(iteration: int, *, is_shared: bool) -> list[tuple[int, int]]:
+        def of(channel: StoreChannel) -> tuple[int, int]:
+            first = shared if is_shared else None
+            folders = Folders(first, [*([shared] if is_shared else []), hosts[channel.rank]])
+            return newest_before(
+                folders,  # type: ignore[arg-type]
+                Cluster(channel.rank, 2, torch.device("cpu"), 1, channel, "test"),
                 iteration,
-            ),
-        )
+            )
 
-    assert newest(18, is_shared=True) == [(14, 140, {"id": "r"})] * 2  # host b lacks 16
-    assert newest(None, is_shared=False) == [(20, 200, {"id": "r"})] * 2
-    assert newest(12, is_shared=True) == [(10, 100, {"id": "r"})] * 2
-    assert newest(12, is_shared=False) == [(-1, 0, {})] * 2
+        return all_ranks(2, of)
+
+    assert newest(18, is_shared=True) == [(14, 140)] * 2  # host b lacks 16
+    assert newest(21, is_shared=False) == [(20, 200)] * 2
+    assert newest(12, is_shared=True) == [(10, 100)] * 2
+    assert newest(12, is_shared=False) == [(-1, 0)] * 2
     (hosts[0].iteration(14) / STATE).unlink()
-    assert newest(18, is_shared=True) == [(12, 120, {"id": "r"})] * 2
+    assert newest(18, is_shared=True) == [(12, 120)] * 2
