@@ -241,8 +241,8 @@ def _find(config: Config, saves: Saves, journal: Journal, launch: Launch) -> Jso
 
 def _past(config: Config, saves: Saves, journal: Journal, launch: Launch) -> Past:
     section, folder, lineage = config.checkpoint, Path(config.run.dir), journal.lineage
-    record, metrics = folder / (METRICS if journal.saved is None else RUN_FILE), folder / METRICS
-    given_up, saved = set[int](), newest_saved(journal, folder, saves.shared)
+    metrics, given_up = folder / METRICS, set[int]()
+    saved, record = newest_saved(journal, folder, saves.shared)
     if is_anew(lineage) and saves.shared is not None and journal.saved in (None, FRESH):
         branches = saved_lineages(saves.shared)
         given_up = {n for n, branch in branches if branch.run == lineage.run and not lineage.admits(branch, n)}

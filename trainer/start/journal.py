@@ -12,6 +12,7 @@ from pathlib import Path
 from reprise.errors import CheckpointError, MismatchError, TrainerError
 from reprise.format import FRESH, Journal, Lineage
 from reprise.storage import (
+    TRACKER,
     CheckpointFolder,
     Files,
     Json,
@@ -56,18 +57,20 @@ def is_anew(lineage: Lineage) -> bool:
     return len(lineage.branches) > 1 and lineage.branches[-1].began_at == FRESH
 
 
-def newest_saved(journal: Journal, folder: Path, shared: CheckpointFolder | None) -> int:
-    """Return the newest iteration saved by the run in a folder. An earlier version has it in its tracker or metrics.
+def newest_saved(journal: Journal, folder: Path, shared: CheckpointFolder | None) -> tuple[int, Path]:
+    """Return the newest iteration saved by the run in a folder, and the file that records it.
+
+    An earlier version has a tracker, which a start over removes before it moves the metrics.
 
     Args:
         shared: The folder shared by all hosts.
     """
-    saved = journal.saved
-    if saved is None and shared is not None:
-        saved = shared.tracker()
-    if saved is None and not is_anew(journal.lineage):  # a start over removes the tracker before it moves the metrics
-        saved = last_saved_iteration(folder / METRICS)
-    return FRESH if saved is None else saved
+    if journal.saved is not None:
+        return journal.saved, folder / RUN_FILE
+    if shared is not None and (tracked := shared.tracker()) is not None:
+        return tracked, shared.root / TRACKER
+    logged = None if is_anew(journal.lineage) else last_saved_iteration(folder / METRICS)
+    return FRESH if logged is None else logged, folder / METRICS
 
 
 def write_journal(folder: Path, journal: Journal, files: Files, another: str = RUN.another) -> None:
