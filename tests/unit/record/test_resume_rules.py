@@ -257,6 +257,35 @@ def test_these_keys_change_masks_or_rounding(
         assert {d.rule.verdict for d in changed.values()} == {verdict}
 
 
+def test_all_problems_that_no_flag_allows_are_in_one_message() -> None:
+    words = ["model.n_layer=3", "parallel=tp2", "train.seed=7", "model.initializer_range=0.5"]
+    table = list(effects(description(), description(*words, ranks=2)).values())
+    names = ["here", "model.n_layer  ", "saved 2  current 3", "parallel.tensor_model_parallel_size"]
+    others = "The others need checkpoint.allow=data,topology."
+    with refused(MismatchError, *names, "checkpoint.override_data=true allows it", others) as caught:
+        settle(table, where="here")
+    assert "initializer_range" not in str(caught.value)
+    with refused(MismatchError, *names, others) as caught:
+        settle(table, where="here", allowed={Allowed.data})
+    assert "train.seed" not in str(caught.value)
+    flagged = [d for d in table if isinstance(d.rule.verdict, Allowed)]
+    with refused(MismatchError, "To continue anyway, set checkpoint.allow=data,topology."):
+        settle(flagged, where="here", allowed={Allowed.data})
+    lines = settle(flagged, where="here", allowed={Allowed.data, Allowed.topology})
+    assert f"parallel.tensor_model_parallel_size: saved 1, now 2; {MASKS}" in lines
+
+
+@pytest.mark.parametrize("saved", [None, 0])
+def test_a_hint_without_a_saved_value_is_left_out(saved: int | None) -> None:
+    states: Any = ({"schedule": {"decay_iters": n}, "environment": {"threads": n}} for n in (saved, 40))
+    decay, threads = differences(*states, RULES)
+    with refused(MismatchError, "schedule.lr_decay_iters", "checkpoint.override_scheduler=true") as caught:
+        settle([decay], where="x")
+    (line,) = settle([threads], where="x")
+    assert line.startswith(f"train.threads: saved {'nothing' if saved is None else saved}, now 40; ")
+    assert ("train.threads=0 keeps" in line) == ("lr_decay_iters=0 keeps" in str(caught.value)) == (saved == 0)
+
+
 def test_a_schedule_of_one_size_is_no_schedule() -> None:
     assert description("train.batch_schedule=0:16") == description()
     changed = description("train.batch_schedule='0:8 4k:16'")
