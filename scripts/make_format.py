@@ -34,6 +34,7 @@ from trainer.memory.dry_run import boxes_at, simulate
 from trainer.record.data_origin import DataOrigin
 from trainer.record.environment import environment_record
 from trainer.record.run_record import describe
+from trainer.run.run_data import RunData, Source
 from trainer.schedules.lr import resolve
 from trainer.schedules.progress import Progress
 
@@ -232,16 +233,15 @@ def _other_members() -> Json:
 def _description(config: Config) -> Json:
     schedule = resolve(config.schedule, length_of(config.train), config.optimizer.lr)
     environment = environment_record(config, torch.device("cpu"), 2)
+    weights = {"d3": Fraction(7, 10), "d4": Fraction(3, 10)}
+    sources = [Source("", (), weight, name, "d5") for name, weight in weights.items()]
+    data = RunData(sources, (), "d2", DocumentMarks(0))
     return describe(
         config,
         schedule=schedule,
         topology=topology_of(config, 8),
-        fingerprint="d1",
         environment={**environment, **{name: _blank(environment[name]) for name in _MACHINE_VALUES}},
-        valid_fingerprint="d2",
-        weights={"d3": Fraction(7, 10), "d4": Fraction(3, 10)},
-        marks=DocumentMarks(0),
-        documents="d5",
+        data={**data.record(config), "fingerprint": "d1", "documents": "d5"},
     )
 
 

@@ -11,11 +11,11 @@ import itertools
 import json
 import os
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from functools import partial
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from pathlib import Path
 
 from reprise.errors import DataError
@@ -41,20 +41,26 @@ _OPENERS = {DataKind.megatron: open_indexed_file, DataKind.datatrove: open_datat
 _VALID = "data.valid"
 # Fingerprints of tokens and of document boundaries, by the key for a source or the validation data.
 Fingerprints = Mapping[str, tuple[str, str | None]]
+# A host's name, and for each file its source's key, path, token digest, and the digest of its document boundaries.
+HostReport = tuple[str, Sequence[tuple[str, str, Json, str]]]
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A training data source: its open files, their fingerprint, and its weight.
+    """A training data source, or the validation data, with its open files.
 
     Args:
+        key: Its key in messages.
+        weight: Its share of the samples. 0 for the validation data.
+        fingerprint: Its tokens' fingerprint. Empty before all hosts agree on it.
         documents: Fingerprint of its document boundaries. None if no sample depends on them.
     """
 
+    key: str
     files: Sequence[TokenFile]
-    fingerprint: str
     weight: Fraction
-    documents: str | None
+    fingerprint: str = ""
+    documents: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,47 +96,6 @@ class RunData:
         return record | ({"valid_fingerprint": self.valid_fingerprint} if self.valid_fingerprint else {})
 
 
-@dataclass(frozen=True, slots=True)
-class _OpenFiles:
-    """A rank's open files.
-
-    Args:
-        sides: Files by the key for a source or the validation data. Training data comes first.
-        weights: The sources' weights by key.
-        marks: The documents for `data.document_mask`. None without it.
-    """
-
-    sides: Mapping[str, Sequence[TokenFile]]
-    weights: Mapping[str, Fraction]
-    marks: DocumentMarks | None
-
-    def __iter__(self) -> Iterator[tuple[str, TokenFile]]:
-        """Yield each file after its key."""
-        return ((key, file) for key, files in self.sides.items() for file in files)
-
-
-@dataclass(frozen=True, slots=True)
-class _FileReport:
-    """A rank's report about a file on its host, for rank 0.
-
-    Args:
-        key: The key for its source, or for the validation data.
-        documents: Digest of its document boundaries. Empty if no sample depends on them.
-    """
-
-    key: str
-    path: str
-    digest: TokenDigest
-    documents: str
-
-    def __str__(self) -> str:
-        """Return the path, followed by everything that must be equal on all hosts."""
-        borders = f" and {self.documents} of its document boundaries" if self.documents else ""
-        digest = self.digest
-        size = f"{digest.token_bytes} bytes of {digest.dtype}"
-        return f"{self.path} with {size} in {self.key}, digest {digest.digest} of the tokens{borders}"
-
-
 def open_data(config: Config, cluster: Cluster, *, is_evaluation: bool = False) -> RunData:
     """Open the files, and check that all hosts have the same tokens. Collective.
 
@@ -144,22 +109,16 @@ def open_data(config: Config, cluster: Cluster, *, is_evaluation: bool = False) 
     channel, report = cluster.channel.clone(_DATA_TIMEOUT_S), b""
     with channel.agreed("data"):  # rank 0 goes first, so the others find prepared files and digests
         if cluster.rank == 0:
-            files = _open(config, is_evaluation=is_evaluation)
-            report = _encode(_reports(files, config))
+            sources, marks = _open(config, is_evaluation=is_evaluation)
+            report = _report(sources, marks, config)
     with channel.agreed("data/open"):
         if cluster.rank != 0:
-            files = _open(config, is_evaluation=is_evaluation)
+            sources, marks = _open(config, is_evaluation=is_evaluation)
     with channel.agreed("data/digests"):
         if cluster.rank in cluster.local_ranks[:1] or not cluster.local_ranks:  # a host's first rank
-            report = report or _encode(_reports(files, config))
+            report = report or _report(sources, marks, config)
     reports = channel.gather("data/hosts", report)
-
-    def fingerprints() -> Fingerprints:
-        hosts = {rank: _decode(report) for rank, report in enumerate(reports) if report}
-        _refuse_difference(hosts)
-        return _fingerprints(hosts[0][1])
-
-    return _run_data(files, channel.from_first("data/fingerprints", fingerprints))
+    return _run_data(sources, marks, channel.from_first("data/fingerprints", lambda: _fingerprints(reports)))
 
 
 def open_data_alone(config: Config) -> RunData:
@@ -168,22 +127,22 @@ def open_data_alone(config: Config) -> RunData:
     Raises:
         TrainerError: The data does not match the model.
     """
-    files = _open(config)
-    return _run_data(files, _fingerprints(_reports(files, config)))
+    sources, marks = _open(config)
+    return _run_data(sources, marks, _fingerprints([_report(sources, marks, config)]))
 
 
-def _run_data(files: _OpenFiles, fingerprints: Fingerprints) -> RunData:
+def _run_data(sources: Sequence[Source], marks: DocumentMarks | None, fingerprints: Fingerprints) -> RunData:
     """Return the data with its sources in fingerprint order, and weights summing to 1.
 
     Raises:
         DataError: Two sources have the same tokens.
     """
-    total, sources = sum(files.weights.values()), list[Source]()
-    for key, weight in files.weights.items():
-        tokens, documents = fingerprints[key]
-        sources.append(Source(files.sides[key], tokens, weight / total, documents))
-    sources.sort(key=attrgetter("fingerprint"))
-    for first, second in itertools.pairwise(sources):
+    total, named = sum(source.weight for source in sources), list[Source]()
+    for source in sources:
+        tokens, documents = fingerprints[source.key]
+        named.append(replace(source, weight=source.weight / total, fingerprint=tokens, documents=documents))
+    train = sorted((source for source in named if source.weight), key=attrgetter("fingerprint"))
+    for first, second in itertools.pairwise(train):
         if first.fingerprint == second.fingerprint:
             raise DataError(
                 "Two sources of a blend have the same tokens",
@@ -191,8 +150,10 @@ def _run_data(files: _OpenFiles, fingerprints: Fingerprints) -> RunData:
                 found=f"fingerprint {first.fingerprint} of both",
                 fix="Name one of them in data.train, with the sum of the weights.",
             )
-    valid, _ = fingerprints.get(_VALID, (None, None))
-    return RunData(sources, files.sides[_VALID], valid, files.marks)
+    valid = next((source for source in named if not source.weight), None)
+    if valid is None:
+        return RunData(train, (), None, marks)
+    return RunData(train, valid.files, valid.fingerprint, marks)
 
 
 def data_cache(config: Config) -> Path:
@@ -200,8 +161,8 @@ def data_cache(config: Config) -> Path:
     return Path(config.data.cache) if config.data.cache else default_cache(os.environ, Path.home())
 
 
-def _open(config: Config, *, is_evaluation: bool = False) -> _OpenFiles:
-    """Open training and validation files, and prepare them if they do not exist."""
+def _open(config: Config, *, is_evaluation: bool = False) -> tuple[list[Source], DocumentMarks | None]:
+    """Open training and validation files, and prepare them if they do not exist. Return also how documents end."""
     cache, weights, paths, valid = data_cache(config), dict[str, Fraction](), dict[str, Sequence[Path]](), list[Path]()
     corpora = list[Corpus]()
     is_valid_alone = is_evaluation and config.data.kind in TOKEN_KINDS
@@ -216,14 +177,15 @@ def _open(config: Config, *, is_evaluation: bool = False) -> _OpenFiles:
         weights, paths = {"data.train[0]": Fraction(1)}, {"data.train[0]": valid}
     elif section.kind is not DataKind.module:
         refuse_shared([*itertools.chain(*paths.values())], valid)
-    paths[_VALID] = valid if config.train.eval_interval else []
+    if config.train.eval_interval:
+        weights[_VALID], paths[_VALID] = Fraction(), valid
     open_file = _OPENERS.get(config.data.kind, open_token_file)
     if section.kind is DataKind.module:
         length, rows = config.train.seq_length, config.model.vocab_size
         open_file = partial(ModuleFile, factory=section.factory or "", seq_length=length, vocab_size=rows)
     queue = iter(open_token_files([*itertools.chain(*paths.values())], open_file))
-    sides = {key: list(itertools.islice(queue, len(members))) for key, members in paths.items()}
-    return _OpenFiles(sides, weights, _marks(config, corpora[0]) if config.data.document_mask else None)
+    sources = [Source(key, [*itertools.islice(queue, len(paths[key]))], weight) for key, weight in weights.items()]
+    return sources, _marks(config, corpora[0]) if config.data.document_mask else None
 
 
 def _marks(config: Config, corpus: Corpus) -> DocumentMarks:
@@ -257,11 +219,11 @@ def _check_vocabulary(corpus: Corpus, vocab_size: int) -> None:
         )
 
 
-def _reports(files: _OpenFiles, config: Config) -> list[_FileReport]:
-    """Check every token against the model's vocabulary, and return the files' digests."""
-    cache, read_again, reports = data_cache(config), config.data.verify is DigestSource.full, list[_FileReport]()
-    has_tables = uses_index(files.marks, per_document=config.data.samples is SampleCut.per_document)
-    for key, file in files:
+def _report(sources: Sequence[Source], marks: DocumentMarks | None, config: Config) -> bytes:
+    """Check every token against the model's vocabulary, and return this host's `HostReport` as JSON."""
+    cache, read_again, rows = data_cache(config), config.data.verify is DigestSource.full, list[object]()
+    has_tables = uses_index(marks, per_document=config.data.samples is SampleCut.per_document)
+    for key, file in ((source.key, file) for source in sources for file in source.files):
         documents = ""
         if isinstance(file, ModuleFile):
             digest = file.digest
@@ -272,46 +234,45 @@ def _reports(files: _OpenFiles, config: Config) -> list[_FileReport]:
         if has_tables:
             length = config.train.seq_length
             documents = table_of(file, seq_length=length, cache=cache, read_again=read_again).digest
-        reports.append(_FileReport(key, str(file.path), digest, documents))
-    return reports
+        rows.append([key, str(file.path), asdict(digest), documents])
+    return json.dumps([socket.gethostname(), rows]).encode()
 
 
-def _encode(reports: Sequence[_FileReport]) -> bytes:
-    return json.dumps([socket.gethostname(), [asdict(report) for report in reports]]).encode()
+def _fingerprints(reports: Sequence[bytes]) -> Fingerprints:
+    """Return each source's fingerprints, by its key.
 
-
-def _decode(data: bytes) -> tuple[str, list[_FileReport]]:
-    """Return a host's name and its file reports."""
-    host, tables = json.loads(data)
-    return host, [_FileReport(**{**table, "digest": TokenDigest(**table["digest"])}) for table in tables]
-
-
-def _fingerprints(reports: Sequence[_FileReport]) -> Fingerprints:
-    """Return each training source's fingerprints, and the validation data's if there is any."""
-    fingerprints = {}
-    for key, group in itertools.groupby(reports, attrgetter("key")):
-        files = list(group)
-        borders = fingerprint_of_sources([file.documents for file in files]) if files[0].documents else None
-        fingerprints[key] = fingerprint([file.digest for file in files]), borders
-    return fingerprints
-
-
-def _refuse_difference(hosts: Mapping[int, tuple[str, Sequence[_FileReport]]]) -> None:
-    """Refuse a host whose data differs from rank 0's host, naming it and the first different file.
+    Args:
+        reports: Each rank's report. Empty for a rank that is not its host's first.
 
     Raises:
-        DataError: A file has other tokens or documents, or belongs to another source.
+        DataError: A host's data differs from rank 0's host. The message names it and the first different file.
     """
+    hosts: dict[int, HostReport] = {rank: json.loads(report) for rank, report in enumerate(reports) if report}
     first_host, first = hosts[0]
-    for rank, (host, reports) in hosts.items():
-        for expected, actual in itertools.zip_longest(first, reports):
-            contents = [file and (file.key, file.digest, file.documents) for file in (expected, actual)]
-            if contents[0] != contents[1]:
+    for rank, (host, rows) in hosts.items():
+        for expected, actual in itertools.zip_longest(first, rows):
+            if None in (expected, actual) or (expected[0], *expected[2:]) != (actual[0], *actual[2:]):
                 raise DataError(
                     "Hosts do not have the same data",
                     where=f"host {host}, rank {rank}",
-                    expected=f"that of host {first_host}, rank 0: {expected or 'no further file'}",
-                    found=actual or "no further file",
+                    expected=f"that of host {first_host}, rank 0: {_described(expected)}",
+                    found=_described(actual),
                     fix="Give every host the same files under the same names, with the same index if they have one. If "
                     "a cached digest may be wrong, data.verify=full reads all tokens again.",
                 )
+    fingerprints = {}
+    for key, group in itertools.groupby(first, itemgetter(0)):
+        files = list(group)
+        borders = fingerprint_of_sources([documents for *_, documents in files]) if files[0][3] else None
+        fingerprints[key] = fingerprint([TokenDigest(**digest) for _, _, digest, _ in files]), borders
+    return fingerprints
+
+
+def _described(row: tuple[str, str, Json, str] | None) -> str:
+    """Describe a file by its path and everything that must be equal on all hosts."""
+    if row is None:
+        return "no further file"
+    key, path, digest, documents = row
+    borders = f" and {documents} of its document boundaries" if documents else ""
+    size = f"{digest['token_bytes']} bytes of {digest['dtype']}"
+    return f"{path} with {size} in {key}, digest {digest['digest']} of the tokens{borders}"
