@@ -143,9 +143,7 @@ def build_subject(config: Config, cluster: Cluster) -> Subject:
     mesh = build_mesh(topology, cluster.device.type) if cluster.world_size > 1 else None
     stages = build_models(config, cluster.device, topology=topology, mesh=mesh)
     grid = build_grid(topology, mesh)
-    file_bytes = config.checkpoint.file_bytes
-    parts = [build_part(config.model, stage, config.optimizer, grid=grid, file_bytes=file_bytes) for stage in stages]
-    state = TrainerState(config.model, parts, grid)
+    state = TrainerState(config.model, [build_part(config, stage, grid) for stage in stages], grid)
     context = build_context(config, state, topology=topology, mesh=mesh, cluster=cluster)
     subject = Subject(config, cluster, state, context)
     subject.initialize()

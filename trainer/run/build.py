@@ -175,23 +175,14 @@ def describe_alone(config: Config) -> tuple[Schedule, Json]:
 
 
 def _build_state(config: Config, stages: Sequence[Model], grid: Grid) -> TrainerState:
-    frozen = frozen_names(config.model, config.train.freeze)
-    parts = [
-        build_part(
-            config.model,
-            stage,
-            config.optimizer,
-            grid=grid,
-            file_bytes=config.checkpoint.file_bytes,
-            frozen=frozen,
-            is_invariant=config.parallel.invariant_ranks > 0,
-            ema_decay=config.train.ema_decay,
-            ema_offload=config.train.ema_offload,
-        )
-        for stage in stages
-    ]
-    averages = config.train.ema_decay > 0
-    return TrainerState(config.model, parts, grid, optimizer=config.optimizer, frozen=frozen, averages=averages)
+    return TrainerState(
+        config.model,
+        [build_part(config, stage, grid) for stage in stages],
+        grid,
+        optimizer=config.optimizer,
+        frozen=frozen_names(config.model, config.train.freeze),
+        averages=config.train.ema_decay > 0,
+    )
 
 
 def run_config(config: Config, *, with_commit: bool) -> Json:

@@ -27,7 +27,9 @@ from reprise.tensors import (
     memory_marks,
     zeros_like_files,
 )
+from trainer.config.frozen import frozen_names
 from trainer.config.optimizer import OptimizerSection
+from trainer.config.schema import Config
 from trainer.optim.adamw import build_optimizer, stored_names
 from trainer.optim.average import finish_move, keep_average
 from trainer.optim.table import state_tensors
@@ -52,7 +54,6 @@ class _Enumerated:
     marks: tuple[Marks, ...]
     specs: tuple[TensorSpec, ...]
     live: tuple[LiveTensor, ...]
-    aliases: Mapping[str, str]
 
 
 @dataclass(slots=True)
@@ -135,57 +136,41 @@ class TrainerState:
         if enumerated is None or enumerated.marks != marks:
             optimizer = self.optimizer if with_optimizer else None
             specs = tuple(checkpoint_specs(self.config, optimizer, self.frozen, averages=self.averages))
-            second_names = {} if self.config.is_adapted else aliases(self.config)
-            enumerated = _Enumerated(marks, specs, tuple(self.shards(with_optimizer=with_optimizer)), second_names)
+            enumerated = _Enumerated(marks, specs, tuple(self.shards(with_optimizer=with_optimizer)))
             self._enumerated[with_optimizer] = enumerated
         constant = tuple(p for part in self.parts for p in part.model.parameters() if not p.requires_grad)
-        specs, live, names = enumerated.specs, enumerated.live, enumerated.aliases
+        specs, live, names = enumerated.specs, enumerated.live, {} if self.config.is_adapted else aliases(self.config)
         return Contents(specs, live, names, documents, optimizers, constant, syncs=syncs, notes=notes)
 
 
-def build_part(
-    config: ModelConfig,
-    model: Model,
-    section: OptimizerSection,
-    *,
-    grid: Grid,
-    file_bytes: int,
-    frozen: Collection[str] = (),
-    is_invariant: bool = False,
-    ema_decay: float = 0.0,
-    ema_offload: bool = False,
-) -> ModelPart:
+def build_part(config: Config, model: Model, grid: Grid) -> ModelPart:
     """Return a stage and its optimizer, in memory laid out for saving without copies. Values are kept.
 
     Args:
         grid: The ranks with the stage.
-        file_bytes: Maximum data bytes per checkpoint file.
-        frozen: Stored names of the frozen parameters.
-        is_invariant: See `optim.build_optimizer`.
-        ema_decay: Decay rate for each parameter's moving average. 0 for no averages.
-        ema_offload: Whether the averages lie in host memory.
     """
-    averages = ema_decay > 0
-    specs = tuple(checkpoint_specs(config, section, frozen, averages=averages))
-    layout = build_layout(specs, file_bytes=file_bytes)
+    train, section, averages = config.train, config.optimizer, config.train.ema_decay > 0
+    frozen = frozen_names(config.model, train.freeze)
+    specs = tuple(checkpoint_specs(config.model, section, frozen, averages=averages))
+    layout = build_layout(specs, file_bytes=config.checkpoint.file_bytes)
     parameters = {name: parameter for parameter, name in stored_names(model).items()}
-    shards = map(_as_adapter, live_tensors(model, None, grid=grid, stored=_stored_forms(config)))
+    shards = map(_as_adapter, live_tensors(model, None, grid=grid, stored=_stored_forms(config.model)))
     live = [tensor for tensor in shards if tensor.spec.name in parameters]
     pairs = [(tensor, local_of(parameters[tensor.spec.name])) for tensor in live]
     plain = [(tensor, local) for tensor, local in pairs if not is_dtensor(parameters[tensor.spec.name])]
     # Sums in matrix products depend on the alignment. Tensors gathered by FSDP2 have torch's, and so do these.
     for name, memory in zeros_like_files(plain, ("",), layout, alignment=_ALIGNMENT).items():
         parameters[name].data = memory.copy_(parameters[name].data)
-    state = state_tensors(section, config, frozen, averages=averages)
+    state = state_tensors(section, config.model, frozen, averages=averages)
     keys = dict.fromkeys(tensor.key for tensor in state if tensor.stored.shape)
     zeros = zeros_like_files(pairs, [f"{key}." for key in keys], layout)
-    optimizer = build_optimizer(config, model, section, zeros, is_invariant=is_invariant)
-    if averages and ema_offload:
+    optimizer = build_optimizer(config.model, model, section, zeros, is_invariant=config.parallel.invariant_ranks > 0)
+    if averages and train.ema_offload:
         from trainer.optim.offloaded_average import keep_average_on_host
 
-        keep_average_on_host(optimizer, model, ema_decay, zeros)
+        keep_average_on_host(optimizer, model, train.ema_decay, zeros)
     elif averages:
-        keep_average(optimizer, model, ema_decay, zeros)
+        keep_average(optimizer, model, train.ema_decay, zeros)
     return ModelPart(model, optimizer)
 
 

@@ -135,17 +135,6 @@ class Saves:
         """Return the folders for local checkpoints. None without them."""
         return None if self.local is None else self.local.folders
 
-    @property
-    def folders(self) -> list[CheckpointFolder]:
-        """Return the folders for full checkpoints, the shared folder before this host's own."""
-        local = None if self.local is None else self.local.folders.folder
-        return [folder for folder in (self.shared, local) if folder is not None]
-
-    @property
-    def leads(self) -> bool:
-        """Return whether this rank leads a host with local checkpoints."""
-        return self.local is not None and self.local.folders.leads
-
     def iterations(self) -> list[int]:
         """Return the iterations from which a start could resume. Rank 0 only."""
         # Includes non-folders, which a load refuses.

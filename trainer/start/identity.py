@@ -57,7 +57,7 @@ def find_journal(config: Config, cluster: Cluster, saves: Saves) -> Journal:
     channel, folders, folder, shared = cluster.channel, saves.host_folders, Path(config.run.dir), saves.shared
     journal, data = Journal(), b""
     with channel.agreed("lineage/read"):
-        if channel.rank == 0 or saves.leads:
+        if channel.rank == 0 if folders is None else folders.leads:
             journal = read_journal(folder / RUN_FILE)
             data = b"" if folders is None else json.dumps(_host_table(journal.lineage, folders.folder)).encode()
     tables = [] if folders is None else channel.gather("lineage/hosts", data)

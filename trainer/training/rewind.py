@@ -97,7 +97,7 @@ def newest_before(saves: Saves, cluster: Cluster, iteration: int) -> tuple[int, 
     A collective call.
     """
     channel, key = cluster.channel, f"spike/{cluster.nonce}/{iteration}"
-    local = [folder for folder in saves.folders if folder is not saves.shared]
+    local = [] if saves.host_folders is None else [saves.host_folders.folder]
     rows = channel.gather(f"{key}/local", json.dumps([n for folder in local for n in folder.committed()]).encode())
 
     def newest() -> tuple[int, int]:

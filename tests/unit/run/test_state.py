@@ -14,8 +14,8 @@ from models.config import LoraConfig, ModelConfig
 from models.layers import token_loss
 from models.network import Model
 from reprise.tensors import Grid
+from tests.harness import compose
 from tests.unit.model_samples import FAMILIES, fill, random_values
-from trainer.config.optimizer import OptimizerSection
 from trainer.parallel.adapters import add_adapters
 from trainer.run.state import build_part
 
@@ -58,7 +58,9 @@ def model_of(config: ModelConfig, dtype: torch.dtype) -> Model:
 def laid_out(config: ModelConfig, dtype: torch.dtype, *, file_bytes: int) -> Model:
     """Return the same model in the memory of a rank that holds it whole."""
     model = model_of(config, dtype)
-    build_part(config, model, OptimizerSection(), grid=Grid.flat(1), file_bytes=file_bytes)
+    whole = compose([f"checkpoint.file_bytes={file_bytes}"])
+    whole.model = config
+    build_part(whole, model, Grid.flat(1))
     return model
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 
@@ -17,14 +18,6 @@ from trainer.launch.process_group import Cluster
 from trainer.training.rewind import newest_before
 
 LAYOUT = build_layout([TensorSpec(TensorKind.MODEL, "w", (2,), StoredDtype.F32, (2,))], file_bytes=DEFAULT_FILE_BYTES)
-
-
-@dataclass
-class Folders:
-    """The folders of a run's saves on one rank."""
-
-    shared: CheckpointFolder | None
-    folders: list[CheckpointFolder]
 
 
 def saved(root: Path, *iterations: int) -> CheckpointFolder:
@@ -48,10 +41,10 @@ def test_the_way_back_is_to_a_checkpoint_that_every_host_has(tmp_path: Path) -> 
 
     def newest(iteration: int, *, is_shared: bool) -> list[tuple[int, int]]:
         def of(channel: StoreChannel) -> tuple[int, int]:
-            first = shared if is_shared else None
-            folders = Folders(first, [*([shared] if is_shared else []), hosts[channel.rank]])
+            local = SimpleNamespace(folder=hosts[channel.rank])
+            saves: Any = SimpleNamespace(shared=shared if is_shared else None, host_folders=local)
             return newest_before(
-                folders,  # type: ignore[arg-type]
+                saves,
                 Cluster(channel.rank, 2, torch.device("cpu"), 1, channel, "test"),
                 iteration,
             )

@@ -13,6 +13,7 @@ from reprise.format.dtype import StoredDtype
 from reprise.format.layout import PAGE_BYTES, TensorKind, TensorSpec, build_layout
 from reprise.tensors.file_aligned import zeros_like_files
 from reprise.tensors.live import Grid, LiveTensor
+from tests.harness import compose
 from tests.unit.model_samples import GPT2, fill, random_values
 from trainer.config.optimizer import MomentsDtype, OptimizerSection
 from trainer.run.state import TrainerState, build_part, checkpoint_specs
@@ -26,7 +27,9 @@ def test_a_file_aligned_state_is_congruent_and_keeps_its_values(pad_vocab_multip
     config = dataclasses.replace(GPT2, pad_vocab_multiple=pad_vocab_multiple)
     model = fill(build_model(config), random_values(config))
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    part = build_part(config, model, settings, grid=Grid.flat(1), file_bytes=FILE_BYTES)
+    whole = compose([f"checkpoint.file_bytes={FILE_BYTES}"])
+    whole.model, whole.optimizer = config, settings
+    part = build_part(whole, model, Grid.flat(1))
     state = TrainerState(config, [part], Grid.flat(1))
     layout = build_layout(tuple(checkpoint_specs(config, settings)), file_bytes=FILE_BYTES)
     live = [tensor for tensor in state.shards() if tensor.local.ndim > 0]
