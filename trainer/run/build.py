@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,7 +30,7 @@ from trainer.launch.process_group import Cluster, thread_count
 from trainer.launch.signals import SignalHandler
 from trainer.launch.start_times import StartTimes
 from trainer.metrics.profile import Profiler
-from trainer.metrics.run_log import RunLog, peak_flops
+from trainer.metrics.run_log import RunLog, Slowdown, peak_flops
 from trainer.metrics.slow_ranks import OwnTime
 from trainer.metrics.spikes import SpikeWatch
 from trainer.parallel.context import ParallelContext
@@ -64,6 +64,7 @@ class Run:
         model_files: JSON files in a checkpoint by which transformers or PEFT opens it, by name.
         tokenizer: A checkpoint's tokenizer files by name, on rank 0. Empty without a tokenizer or without saves.
         spikes: The spike detector. Empty if the run does not look for spikes.
+        slowdown: The iteration times with and without saves under way.
         logs: Rank 0's log once it is open.
         mirrors: The process that uploads checkpoints, on each host's first rank with a mirror.
     """
@@ -88,6 +89,7 @@ class Run:
     profiler: Profiler
     start_times: StartTimes
     spikes: tuple[SpikeWatch, ...] = ()
+    slowdown: Slowdown = field(default_factory=Slowdown)
     logs: tuple[RunLog, ...] = ()
     mirrors: tuple[MirrorProcess, ...] = ()
 

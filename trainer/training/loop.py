@@ -19,7 +19,7 @@ from trainer.config.train import OnNonfinite, OnSpike
 from trainer.generate.during_training import sample
 from trainer.launch.control import ControlFlags
 from trainer.launch.process_group import keep_freed_memory
-from trainer.metrics.run_log import IterationRecord, Slowdown, has_line
+from trainer.metrics.run_log import IterationRecord, has_line
 from trainer.metrics.spikes import SPIKES
 from trainer.optim.average import averages_in_place
 from trainer.run.build import Run
@@ -49,7 +49,6 @@ def train(run: Run) -> Rewind | None:
     last = run.train_iters
     if state.progress.iteration >= last:
         _log.info(f"iteration {state.progress.iteration} of {last} is reached; nothing is left to train")
-    slowdown = Slowdown()
     keep_freed_memory(run.cluster.device)
     run.control.begin()
     is_late = state.progress.owes_evaluation
@@ -60,11 +59,11 @@ def train(run: Run) -> Rewind | None:
         if settings.compile:
             _log.info("compiling the model: the first iteration may take minutes")
     if _should_continue(run):  # saves that the interruption prevented
-        _save_due(run, Moment.evaluated if is_late else Moment.loaded, slowdown)
+        _save_due(run, Moment.evaluated if is_late else Moment.loaded)
     is_stopped = state.progress.owes_evaluation
     while _should_continue(run):
-        flags, result = _train_and_record(run, slowdown)
-        if (rewind := _rewind_at_spike(run, result, slowdown)) is not None:
+        flags, result = _train_and_record(run)
+        if (rewind := _rewind_at_spike(run, result)) is not None:
             run.profiler.close()
             return rewind
         iteration = state.progress.iteration
@@ -81,13 +80,13 @@ def train(run: Run) -> Rewind | None:
             _log.info(f"stopping after iteration {iteration}: {run.control.reason(iteration)}")
             break
         if iteration < last:
-            _save_due(run, Moment.requested if flags.save else Moment.trained, slowdown)
+            _save_due(run, Moment.requested if flags.save else Moment.trained)
     run.profiler.close()
-    _save_at_end(run, slowdown, is_stopped=is_stopped)
+    _save_at_end(run, is_stopped=is_stopped)
     return None
 
 
-def _save_at_end(run: Run, slowdown: Slowdown, *, is_stopped: bool) -> None:
+def _save_at_end(run: Run, *, is_stopped: bool) -> None:
     """Save the last state, and wait for the save.
 
     Args:
@@ -99,8 +98,8 @@ def _save_at_end(run: Run, slowdown: Slowdown, *, is_stopped: bool) -> None:
     is_at_end = run.state.progress.iteration >= run.train_iters
     if run.saves.local is not None and not is_stopped:
         run.saves.local.await_copies()
-    due = _save_due(run, Moment.finished if is_at_end else Moment.stopped, slowdown)
-    _await_saves(run, slowdown)
+    due = _save_due(run, Moment.finished if is_at_end else Moment.stopped)
+    _await_saves(run)
     for target in run.saves.outlasting(due):
         results = target.saver.results
         if results.last_error is not None:
@@ -111,10 +110,10 @@ def _save_at_end(run: Run, slowdown: Slowdown, *, is_stopped: bool) -> None:
         _log.info(f"the run is saved at iteration {iteration} in {folder}; the same command resumes it")
 
 
-def _await_saves(run: Run, slowdown: Slowdown) -> None:
+def _await_saves(run: Run) -> None:
     for target in run.saves:
         target.saver.wait()
-        _record_saves(run, target, target.saver.reports(), slowdown)
+        _record_saves(run, target, target.saver.reports())
 
 
 def _should_continue(run: Run) -> bool:
@@ -122,7 +121,7 @@ def _should_continue(run: Run) -> bool:
     return progress.iteration < run.train_iters and not progress.owes_evaluation
 
 
-def _train_and_record(run: Run, slowdown: Slowdown) -> tuple[ControlFlags, StepResult]:
+def _train_and_record(run: Run) -> tuple[ControlFlags, StepResult]:
     """Train an iteration, and record it and the finished saves. Return all ranks' control flags, and the result."""
     saving_s, is_saving = run.saves.take_blocked_s(), run.saves.is_saving
     samples = run.state.progress.consumed_samples
@@ -132,21 +131,21 @@ def _train_and_record(run: Run, slowdown: Slowdown) -> tuple[ControlFlags, StepR
     held_back_s = run.saves.take_blocked_s()
     seconds = time.perf_counter() - start - held_back_s
     samples = run.state.progress.consumed_samples - samples
-    slowdown.add(seconds, samples, is_saving=is_saving)
+    run.slowdown.add(seconds, samples, is_saving=is_saving)
     _record(run, result, samples=samples, seconds=seconds, blocked_s=saving_s + held_back_s)
     for target in run.saves:
-        _record_saves(run, target, target.saver.reports(), slowdown)
+        _record_saves(run, target, target.saver.reports())
     return ControlFlags(*(count > 0 for count in result.flags)), result
 
 
-def _rewind_at_spike(run: Run, result: StepResult, slowdown: Slowdown) -> Rewind | None:
+def _rewind_at_spike(run: Run, result: StepResult) -> Rewind | None:
     """Return the rewind to make after an iteration, if a spike calls for it. A collective call."""
     settings = run.config.train
     for watch in () if result.skipped is not None and _skips(settings.on_nonfinite) else run.spikes:
         spike = watch.add(run.state.progress.iteration, result.loss, result.grad_norm)
         if spike is not None:
             if settings.on_spike is not OnSpike.warn:  # the pending save may be the rewind's target
-                _await_saves(run, slowdown)
+                _await_saves(run)
             return react(run, watch, spike)
     return None
 
@@ -285,7 +284,7 @@ def _check_replicas(run: Run) -> None:
     run.restorer.check_replicas([tensor for tensor in shards if not tensor.is_copy])
 
 
-def _save_due(run: Run, moment: Moment, slowdown: Slowdown) -> list[SaveTarget]:
+def _save_due(run: Run, moment: Moment) -> list[SaveTarget]:
     """Save the current state to the due targets, and return them.
 
     A save continues in the background unless `checkpoint.async_save=false`.
@@ -308,7 +307,7 @@ def _save_due(run: Run, moment: Moment, slowdown: Slowdown) -> list[SaveTarget]:
         notes = (note,) if run.cluster.rank == 0 and target.has_state else ()
         report = target.save(run.state, _documents(run, is_interim=is_interim), syncs=syncs, notes=notes)
         if report is not None:
-            _record_saves(run, target, [report], slowdown)
+            _record_saves(run, target, [report])
     return due
 
 
@@ -330,12 +329,12 @@ def _lr(run: Run) -> float:
     return run.schedule.at(run.state.progress.iteration, run.state.progress.consumed_samples)
 
 
-def _record_saves(run: Run, target: SaveTarget, reports: Sequence[SaveReport], slowdown: Slowdown) -> None:
+def _record_saves(run: Run, target: SaveTarget, reports: Sequence[SaveReport]) -> None:
     for report in reports:
         # Another job holds this folder, or the state is damaged: further training is useless.
         if isinstance(report.error, LockError | ReplicaError):
             raise report.error
-        slowdown_s = slowdown.take()
+        slowdown_s = run.slowdown.take()
         for mirror in run.mirrors:
             mirror.wake()
         for log in run.logs if report.error is None else ():

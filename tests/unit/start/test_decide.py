@@ -270,6 +270,16 @@ def test_a_start_over_leaves_the_local_checkpoints_uncounted(tmp_path: Path, cap
     assert "sets aside 1 checkpoint of this run" in caplog.text
 
 
+def test_a_host_s_record_outlives_its_newest_checkpoint(tmp_path: Path) -> None:
+    local = (f"checkpoint.local.dir={tmp_path}/host", "checkpoint.local.save_interval=1", "checkpoint.save=null")
+    trained(tmp_path / "run", *local)
+    lineage = journal_in(tmp_path / "host").lineage
+    rewound = replace(lineage, branches=(*lineage.branches, Branch("z", 1)))  # by a start that saved nothing
+    (tmp_path / "host/run.json").write_bytes(Journal(rewound).to_bytes())
+    (tmp_path / "run/run.json").unlink()
+    assert started(config_in(tmp_path / "run", *local, "checkpoint.local.adopt=true")).journal.lineage == rewound
+
+
 def test_no_rank_starts_if_rank_0_cannot(tmp_path: Path) -> None:
     config = config_in(tmp_path / "run", "checkpoint.ckpt_step=5")
     outcomes = run_ranks(2, lambda channel: started(config, channel))

@@ -1,4 +1,4 @@
-"""A run is filled from a source, and never changed after it is built."""
+"""A run is filled from a source, and has its position, schedule and records."""
 
 from __future__ import annotations
 
@@ -14,24 +14,6 @@ from tests.harness import built, filled
 from tests.messages import refused
 from tests.unit.start.test_decide import cluster_of, config_in, trained
 from trainer.run.build import Run
-
-ABSENT = ("trainer.start.source.Fitting", "trainer.start.source.Fit.of", "trainer.run.state.finish_move")
-
-
-@pytest.mark.parametrize("averages", [False, True])
-def test_a_resume_enters_neither_fits_nor_averages_it_lacks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, averages: bool
-) -> None:
-    settings = ("schedule.lr_decay_iters=2", *(["train.ema_decay=0.9"] if averages else []))
-    trained(tmp_path / "run", *settings)
-    run = built(config_in(tmp_path / "run", *settings), cluster_of(single_rank_channel()))
-    entered = list[str]()
-    for name in ABSENT:
-        monkeypatch.setattr(name, lambda *_, name=name: entered.append(name))
-    with run.saves:
-        assert filled(run).state.progress.iteration == 2
-    assert {*entered} == ({ABSENT[2]} if averages else set())
-
 
 LINEAR = ("schedule.lr_decay_style=linear", "schedule.min_lr=0.0")
 
@@ -84,6 +66,14 @@ def test_an_extension_says_its_learning_rates(
     assert any(text.startswith(f"learning rate: {line}") for text in caplog.messages)
     first, last = (float(word) for word in line.split() if "e-" in word or "e+" in word)
     assert (run.schedule.at(3, 0), run.schedule.at(6, 0)) == pytest.approx((first, last), rel=1e-3)
+
+
+def test_a_checkpoint_s_schedule_is_saved_again(tmp_path: Path) -> None:
+    trained(tmp_path / "run", "optimizer.adam_eps=1e-6", "schedule.lr_decay_iters=9")
+    run = resumed(tmp_path / "run", "checkpoint.use_checkpoint_scheduler=true")
+    saved = run.saved_config["config"]
+    assert (saved["optimizer"]["adam_eps"], saved["schedule"]["lr_decay_iters"], run.schedule.decay) == (1e-6, 9, 9)
+    assert run.description["adam"]["eps"] == 1e-6
 
 
 def test_a_constant_rate_goes_on_without_a_flag(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
