@@ -115,9 +115,7 @@ def start(
         launch = _identify_alone(environment, variables)
         return Cluster(0, 1, chosen, threads, single_rank_channel(), secrets.token_hex(4), launch=launch)
     with _exit_after(environment, 2 * timeout_s + _GRACE_S):
-        store, name, launch = _rendezvous(environment, timeout_s, variables)
-        channel = StoreChannel(store, environment.rank, world_size=environment.world_size, timeout_s=timeout_s)
-        _form_group(environment, chosen, store=store, channel=channel, timeout_s=timeout_s)
+        channel, name, launch = _join(environment, chosen, timeout_s, variables)
     return Cluster(
         environment.rank,
         environment.world_size,
@@ -236,59 +234,43 @@ def _identify_alone(environment: Environment, variables: Mapping[str, str]) -> L
         return identify(variables, None)
 
 
-def _rendezvous(
-    environment: Environment, timeout_s: float, variables: Mapping[str, str]
-) -> tuple[PrefixStore, str, Launch]:
-    """Join the other ranks. Return a store for this launch only, the rendezvous name, and rank 0's launch.
+def _join(
+    environment: Environment, device: torch.device, timeout_s: float, variables: Mapping[str, str]
+) -> tuple[StoreChannel, str, Launch]:
+    """Join the other ranks in a process group. Return a channel, the rendezvous name, and rank 0's launch.
 
     torchrun's agent keeps its store over restarts, and gloo fails or hangs on a dead launch's keys, so each launch has
     its own prefix.
     """
-    is_host = environment.rank == 0 and not environment.has_agent_store
+    rank, world_size, address, port = environment.rank, environment.world_size, environment.address, environment.port
+    is_host = rank == 0 and not environment.has_agent_store
+    timeout, channel, launch = timedelta(seconds=timeout_s), None, Launch()
     try:
-        server = TCPStore(
-            environment.address,
-            environment.port,
-            environment.world_size,
-            is_host,
-            timeout=timedelta(seconds=timeout_s),
-            wait_for_workers=False,
-        )
-        name = rendezvous(server, environment.rank, world_size=environment.world_size, timeout_s=timeout_s)
-        launch = Launch()
-        if environment.rank == 0:
+        server = TCPStore(address, port, world_size, is_host, timeout=timeout, wait_for_workers=False)
+        name = rendezvous(server, rank, world_size=world_size, timeout_s=timeout_s)
+        if rank == 0:
             launch = identify(variables, server if environment.has_agent_store else None)
-    except (dist.DistError, RuntimeError, ValueError) as error:
-        raise _join_error(environment, error, []) from error
-    return PrefixStore(name, server), name, launch
-
-
-def _form_group(
-    environment: Environment, device: torch.device, *, store: PrefixStore, channel: StoreChannel, timeout_s: float
-) -> None:
-    """Form the process group after the rendezvous. On failure, find out which ranks are missing."""
-    try:
+        store = PrefixStore(name, server)
+        channel = StoreChannel(store, rank, world_size=world_size, timeout_s=timeout_s)
         dist.init_process_group(
             dist.get_default_backend_for_device(device),  # gloo for a CPU, nccl for CUDA and ROCm, xccl for XPU
             store=store,
-            rank=environment.rank,
-            world_size=environment.world_size,
-            timeout=timedelta(seconds=timeout_s),
+            rank=rank,
+            world_size=world_size,
+            timeout=timeout,
             device_id=None if device.type == CPU else device,
         )
     except (dist.DistError, RuntimeError, ValueError) as error:
-        channel.fail(str(error))
-        silent = channel.silent_ranks(_GRACE_S)
-        channel.await_others(but=silent)
-        raise _join_error(environment, error, silent) from error
-
-
-def _join_error(environment: Environment, error: Exception, silent: Sequence[int]) -> LaunchError:
-    """Return the error for missing ranks. The `silent` ranks do not answer."""
-    missing = f"no answer from rank {', '.join(map(str, silent))}: " if silent else ""
-    return LaunchError(
-        "The ranks did not all join",
-        where=f"rank {environment.rank}, {environment.address}:{environment.port}",
-        found=missing + str(error).splitlines()[0],
-        fix=f"Read the logs of the other ranks; the store's host is {environment.store_host}.",
-    )
+        missing = ""
+        if channel is not None:  # find out which ranks are missing
+            channel.fail(str(error))
+            silent = channel.silent_ranks(_GRACE_S)
+            channel.await_others(but=silent)
+            missing = f"no answer from rank {', '.join(map(str, silent))}: " if silent else ""
+        raise LaunchError(
+            "The ranks did not all join",
+            where=f"rank {rank}, {address}:{port}",
+            found=missing + str(error).splitlines()[0],
+            fix=f"Read the logs of the other ranks; the store's host is {environment.store_host}.",
+        ) from error
+    return channel, name, launch
