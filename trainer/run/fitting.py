@@ -8,7 +8,6 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import assert_never
 
 import torch
 
@@ -130,13 +129,8 @@ class Fitting:
             for tensor, request in self._pairs:
                 if request is not tensor:
                     tensor.local.narrow(0, 0, request.box.shape[0]).copy_(request.local)
-                match self._fit.new_rows:
-                    case NewRows.mean:
-                        self._fill_mean(tensor, request, read)
-                    case NewRows.initial:
-                        pass
-                    case new_rows:
-                        assert_never(new_rows)
+                if self._fit.new_rows is NewRows.mean:
+                    self._fill_mean(tensor, request, read)
 
     def _request(self, tensor: LiveTensor) -> LiveTensor:
         """Return the tensor itself, or a tensor in stored form with its own memory if it differs."""

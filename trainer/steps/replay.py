@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from trainer.launch.process_group import Cluster
 
 _CAPABILITY = "ATEN_CPU_CAPABILITY"
-_OVERRIDES = ("reshard", "override_scheduler", "override_batch_size", "override_data", "override_dropout")
 _FROM_FILE = ("checkpoint.base", "data.cache")
 _START_KEYS = ("load", "finetune", "no_load_optim", "resize", "new_rows", "partial")
 
@@ -207,8 +206,7 @@ def _config(recorded: RecordedRun, first: int, out: Path) -> Config:
     if checkpoint is None:
         values |= {f"checkpoint.{key}": recorded.settings[f"checkpoint.{key}"] for key in _START_KEYS}
     else:
-        values |= {"checkpoint.load": str(checkpoint), **{f"checkpoint.{name}": True for name in _OVERRIDES}}
-        values |= {"checkpoint.override_dtype": True, "checkpoint.override_freeze": True}
+        values |= {"checkpoint.load": str(checkpoint), "checkpoint.allow": ["all"]}
     kept = ("checkpoint.base", "checkpoint.file_bytes")
     values |= {key: recorded.settings[key] for key in kept if key in recorded.settings}
     values |= {

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import assert_never
 
 from reprise.errors import CheckpointError, LockError, ReplicaError, TrainerError
 from reprise.format import INTERIM, LINEAGE, STATE
@@ -141,7 +140,7 @@ def _train_and_record(run: Run) -> tuple[ControlFlags, StepResult]:
 def _rewind_at_spike(run: Run, result: StepResult) -> Rewind | None:
     """Return the rewind to make after an iteration, if a spike calls for it. A collective call."""
     settings = run.config.train
-    for watch in () if result.skipped is not None and _skips(settings.on_nonfinite) else run.spikes:
+    for watch in () if result.skipped is not None and settings.on_nonfinite is OnNonfinite.skip else run.spikes:
         spike = watch.add(run.state.progress.iteration, result.loss, result.grad_norm)
         if spike is not None:
             if settings.on_spike is not OnSpike.warn:  # the pending save may be the rewind's target
@@ -173,7 +172,7 @@ def iterate(run: Run) -> StepResult:
         context=run.context,
         cluster=run.cluster,
         flags=lambda: run.control.now(failed_saves=run.saves.main.failed_saves),
-        skips_nonfinite=_skips(settings.on_nonfinite) or settings.on_spike is OnSpike.rewind,
+        skips_nonfinite=settings.on_nonfinite is OnNonfinite.skip or settings.on_spike is OnSpike.rewind,
         own_time=run.own_time,
         is_logged=has_line(iteration, run.config.logging.log_interval, run.train_iters),
     )
@@ -182,16 +181,6 @@ def iterate(run: Run) -> StepResult:
     if following != size:
         _log.info(f"the global batch size is {following} after iteration {iteration}, it was {size}")
     return result
-
-
-def _skips(reaction: OnNonfinite) -> bool:
-    """Return whether training continues after a nonfinite iteration."""
-    match reaction:
-        case OnNonfinite.skip:
-            return True
-        case OnNonfinite.stop:
-            return False
-    assert_never(reaction)
 
 
 def _record(run: Run, result: StepResult, *, samples: int, seconds: float, blocked_s: float) -> None:
