@@ -59,6 +59,7 @@ class Difference:
 _ROUNDING = "weights and moments stay bitwise, the loss curve equals within rounding"
 _LOSSES = "checkpoint.keep_best and the best loss compare validation losses measured differently"
 _MASKS = f"{_ROUNDING}, except that dropout draws other masks"
+_MASKS_HINT = "within rounding, other dropout masks"
 _KERNELS = f"{_ROUNDING}: sums and products take the kernels of the processor"
 _OTHER_CURVE = "the loss curve will differ"
 _COARSER = "weights and moments stay bitwise, matrix products are rounded to another precision"
@@ -85,24 +86,14 @@ RULES: tuple[Rule, ...] = (
     Rule("model.pad_vocab_multiple", Verdict.LOGGED, says=_ROUNDING),
     Rule("model.stop_token_ids", Verdict.LOGGED, says="it affects only where a generated text ends"),
     Rule("topology", Allowed.topology, _ROUNDING, hint="within rounding"),
-    Rule("topology.tp", Allowed.topology, _MASKS, hint="within rounding, other dropout masks"),
-    Rule("topology.sp", Allowed.topology, _MASKS, hint="within rounding, other dropout masks"),
-    Rule("topology.invariant_ranks", Verdict.LOGGED, says=f"{_ROUNDING}: gradients are added in another order"),
-    Rule(
-        "topology.invariant_tensor_ranks",
-        Allowed.topology,
-        says=_MASKS,
-        hint="within rounding, other dropout masks",
+    *(
+        Rule(f"topology.{name}", Allowed.topology, _MASKS, _MASKS_HINT)
+        for name in ("tp", "sp", "invariant_tensor_ranks")
     ),
+    Rule("topology.invariant_ranks", Verdict.LOGGED, says=f"{_ROUNDING}: gradients are added in another order"),
     Rule("batch", Allowed.batch, "the run continues with other batches"),
     Rule("batch.seq_length", Allowed.batch, _LENGTH),
-    Rule(
-        "batch.micro_batch_size",
-        Allowed.topology,
-        says=_MASKS,
-        hint="within rounding, other dropout masks",
-        is_optional=True,
-    ),
+    Rule("batch.micro_batch_size", Allowed.topology, _MASKS, _MASKS_HINT, is_optional=True),
     Rule("data", Allowed.data, "the run continues with other samples"),
     Rule(
         "data.fingerprint",
@@ -156,8 +147,7 @@ RULES: tuple[Rule, ...] = (
         says=f"{_ROUNDING}: sums of a matrix product on a CPU depend on the number of threads",
         hint="train.threads={saved} keeps the bits of these sums",
     ),
-    Rule("environment.processor", Verdict.LOGGED, says=_KERNELS, is_optional=True),
-    Rule("environment.math", Verdict.LOGGED, says=_KERNELS, is_optional=True),
+    *(Rule(f"environment.{name}", Verdict.LOGGED, _KERNELS, is_optional=True) for name in ("processor", "math")),
     Rule("environment.math.float32_products", Allowed.dtype, _COARSER, is_optional=True),
 )
 
