@@ -217,24 +217,38 @@ def _compare(place: StepPlace, a: Sequence[StepPart], b: Sequence[StepPart], equ
 def _compare_activations(
     place: StepPlace, a: Sequence[StepPart], b: Sequence[StepPart], equal: int
 ) -> StepDifference | None:
-    """Compare an activation's parts on all ranks, or any of its copies.
-
-    Activations cut over different numbers of ranks are not compared: a later place shows a difference.
-    """
+    """Compare an activation's parts on all ranks: copies, equal parts, or parts along a single dimension."""
     a, b = _without_copies(a), _without_copies(b)
-    for part, part_b in zip(a, b, strict=True) if len(a) == len(b) else ():
-        if (part.dtype, part.shape) != (part_b.dtype, part_b.shape):
-            return StepDifference(place, f"{_form(part)} and {_form(part_b)}", 0, 0, None, (), equal)
-        if part.digest != part_b.digest:
-            detail = "" if len(a) == 1 else f"part {a.index(part)} of {len(a)}"
-            return _sized(place, detail, part.values(), part_b.values(), math.prod(part.shape), equal)
-    return None
+    if len(a) == len(b):
+        for part, part_b in zip(a, b, strict=True):
+            if (part.dtype, part.shape) != (part_b.dtype, part_b.shape):
+                return StepDifference(place, f"{_form(part)} and {_form(part_b)}", 0, 0, None, (), equal)
+            if part.digest != part_b.digest:
+                detail = "" if len(a) == 1 else f"part {a.index(part)} of {len(a)}"
+                return _sized(place, detail, part.values(), part_b.values(), math.prod(part.shape), equal)
+        return None
+    values_a, values_b = _along(a, b[0].shape), _along(b, a[0].shape)
+    if values_a is None or values_b is None or values_a.shape != values_b.shape:
+        return None  # these cuts cannot be joined; a later place shows a difference
+    return _sized(place, "", values_a, values_b, values_a.numel(), equal)
 
 
 def _without_copies(parts: Sequence[StepPart]) -> Sequence[StepPart]:
     """Return a single part if all ranks hold copies."""
     alike = {(part.digest, part.shape) for part in parts}
     return parts[:1] if len(alike) == 1 and len({part.rank for part in parts}) == len(parts) else parts
+
+
+def _along(parts: Sequence[StepPart], like: tuple[int, ...]) -> torch.Tensor | None:
+    """Join parts along the only dimension in which they are shorter than a shape. A single part needs no join."""
+    import torch
+
+    values = [value for part in parts if (value := part.values()) is not None]
+    if len(values) != len(parts) or len(parts) == 1:
+        return values[0] if len(values) == len(parts) else None
+    shape = parts[0].shape
+    dims = [dim for dim, (size, length) in enumerate(zip(shape, like, strict=False)) if size * len(parts) == length]
+    return torch.cat(values, dims[0]) if len(dims) == 1 and len(shape) == len(like) else None
 
 
 def _unequal_replicas(parts: Sequence[StepPart]) -> tuple[StepPart, StepPart] | tuple[()]:
