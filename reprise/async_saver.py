@@ -288,7 +288,7 @@ class AsyncSaver:
     def _require_open(self) -> None:
         """Raise if the saver is closed or the previous save failed."""
         if self._is_closed:
-            raise CheckpointError("The saver is closed", where=self._folder, fix="Make a new one.")
+            raise CheckpointError("The saver is closed", where=self._folder, fix="Create a new one.")
         self.wait()
 
     def _require_vacant(self, iteration: int | None) -> None:

@@ -111,7 +111,9 @@ def _cutting_order(splits: list[Split]) -> list[Split]:
             product *= order[place].count
             place += 1
         if product != split.strided:
-            raise ValueError(f"a strided shard of factor {split.strided} is no box on axes {[s.count for s in splits]}")
+            raise ValueError(
+                f"a strided shard of factor {split.strided} is not a box on axes {[s.count for s in splits]}"
+            )
         order.insert(place, split)
     return order
 

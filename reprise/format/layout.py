@@ -148,10 +148,10 @@ def refuse_unstorable(specs: Iterable[TensorSpec]) -> None:
     seen: set[str] = set()
     for spec in specs:
         if spec.name in seen:
-            raise CheckpointError("Two tensors have one name", where=spec.name, fix="Give every tensor its own name.")
+            raise CheckpointError("Two tensors have the same name", where=spec.name, fix="Rename one of them.")
         seen.add(spec.name)
         if spec.name == METADATA:
-            raise CheckpointError("A tensor has a name that safetensors keeps for itself", where=spec.name)
+            raise CheckpointError("A tensor has a name that safetensors reserves", where=spec.name)
         if max(len(spec.shape), len(spec.view)) > MOST_DIMENSIONS:
             raise CheckpointError(
                 "A tensor has too many dimensions",

@@ -164,7 +164,9 @@ def saved_lineage(state: Json, *, where: object) -> Lineage:
     try:
         return Lineage.from_record(state[LINEAGE])
     except (LookupError, TypeError, ValueError) as error:
-        raise CheckpointError("A state file has no lineage of its run", where=where, found=repr(error)) from error
+        raise CheckpointError(
+            "The run lineage in the state file is missing or invalid", where=where, found=repr(error)
+        ) from error
 
 
 def newest_lineage(lineages: Iterable[Lineage]) -> Lineage:

@@ -258,7 +258,7 @@ def _from_table(table: Mapping[str, Any]) -> Manifest:
 def _tensor_entry(entry: Mapping[str, Any]) -> TensorEntry:
     view = tuple(_size(n) for n in entry["view"])
     if not is_shape(view):
-        raise ValueError(f"a view of {len(view)} dimensions has more of them, or of elements, than a tensor can")
+        raise ValueError(f"a view of {len(view)} dimensions has too many dimensions or elements")
     cuts = tuple(_marks(marks) for marks in entry["cuts"])
     if len(cuts) != len(view) or any(
         marks[0] != 0 or marks[-1] != n or not _is_ascending(marks) for marks, n in zip(cuts, view, strict=True)
@@ -269,7 +269,7 @@ def _tensor_entry(entry: Mapping[str, Any]) -> TensorEntry:
     # Only the headers know the item size; `reader.read_places` checks again with it.
     if not any(parsed.fits(itemsize) for itemsize in _ITEMSIZES):
         raise ValueError(
-            f"{len(parsed.digests)} B of digests and shares {shares} fit no tensor of {view} cut at {cuts}"
+            f"{len(parsed.digests)} B of digests and shares {shares} do not fit a tensor of {view} cut at {cuts}"
         )
     return parsed
 
@@ -305,5 +305,5 @@ def _inside(name: str) -> str:
     """Return `name` if it is a relative path within the folder."""
     parts = name.split("/")
     if not name or name.startswith("/") or "\\" in name or "\0" in name or any(p in ("", ".", "..") for p in parts):
-        raise ValueError(f"the file name {name!r} leaves the folder")
+        raise ValueError(f"the file name {name!r} is not a path inside the folder")
     return name

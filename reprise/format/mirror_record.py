@@ -167,7 +167,7 @@ def from_bytes(data: bytes, *, where: object) -> MirrorRecord:
         MismatchError: It has another format version.
         CheckpointError: It is damaged or malformed.
     """
-    fix = "Start the mirror, which writes the record anew from the store: `reprise checkpoint mirror`."
+    fix = "Run `reprise checkpoint mirror`: it rebuilds the record from the store."
     return json_file.unsealed(data, _from_table, kind="record of a mirror", form=FORMAT, where=where, fix=fix)
 
 
@@ -184,7 +184,7 @@ def _from_table(table: Json) -> MirrorRecord:
 
 def _name(name: str) -> str:
     if iteration_of(Path(name)) is None or name.removeprefix(f"{WEIGHTS}/") != Path(name).name:
-        raise ValueError(f"{name!r} is not a checkpoint's name")
+        raise ValueError(f"{name!r} is not a checkpoint name")
     return name
 
 

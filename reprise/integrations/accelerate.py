@@ -49,10 +49,10 @@ class RepriseStates:
         folder, iteration = _place(output_dir)
         if iteration is None or self._save_model_state_pre_hook:
             raise ConfigError(
-                "save_state takes a name with the iteration, and no hook",
+                "save_state needs an iteration in the name, and does not run hooks",
                 expected="a name such as step_40",
                 found=str(output_dir) if iteration is None else "a hook of register_save_state_pre_hook",
-                fix="Give objects of your own to register_for_checkpointing.",
+                fix="Pass your own objects to register_for_checkpointing.",
             )
         if folder != self._folder:
             self._close_saver()

@@ -40,9 +40,9 @@ class RepriseManager:
         self._saver: AsyncSaver | None = None
         if config.enable and (config.initial_load_path or config.initial_load_in_hf or config.last_save_in_hf):
             raise ConfigError(
-                "A setting of the checkpoint needs torchtitan's own manager",
+                "A checkpoint setting needs torchtitan's own manager",
                 found="initial_load_path, initial_load_in_hf or last_save_in_hf",
-                fix="Leave it out; a first start may load weights with torchtitan's own manager.",
+                fix="Remove it. To load initial weights, use torchtitan's own manager for the first start.",
             )
 
     def _save(self, curr_step: int, last_step: bool = False) -> bool:

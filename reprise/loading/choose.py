@@ -62,11 +62,11 @@ class LoadSource:
         return LoadSource(inner if is_dir(inner) else path, terms=terms)
 
 
-def no_folder(path: Path, *, kind: str = "such folder", fix: str | None = None) -> CheckpointError:
+def no_folder(path: Path, *, kind: str = "folder", fix: str | None = None) -> CheckpointError:
     """Return the error for a missing path, or a path to a file."""
     if exists(path):
-        return CheckpointError("A path is a file where a folder is expected", where=path, fix=fix)
-    return CheckpointError(f"There is no {kind}", where=path, fix=fix)
+        return CheckpointError("The path is a file, not a folder", where=path, fix=fix)
+    return CheckpointError(f"The {kind} does not exist", where=path, fix=fix)
 
 
 def committed_in(folder: CheckpointFolder) -> list[int]:
@@ -85,9 +85,9 @@ def committed_in(folder: CheckpointFolder) -> list[int]:
                 where=path,
                 expected="a folder",
                 found=kind_of(path),
-                fix="Replace the link by its target or remove it, or load the target.",
+                fix="Replace the link with its target, remove it, or load the target.",
             )
-        _log.warning("%s is %s, not a checkpoint of this run, and is ignored", path, kind_of(path))
+        _log.warning("ignoring %s: it is %s, not a checkpoint of this run", path, kind_of(path))
     return committed
 
 
@@ -105,9 +105,12 @@ def _require_admitted(checkpoint: Checkpoint, lineage: Lineage) -> None:
     saved = saved_lineage(checkpoint.state, where=checkpoint.path)
     if lineage.admits(saved, checkpoint.iteration):
         return
-    fix = "Start another run from it in a new folder, or move this run's run.json away to continue from it."
+    fix = (
+        "To start a new run from it, use a new folder. To continue this run from it, move run.json out of the run's "
+        "folder."
+    )
     if saved.run == lineage.run:
-        raise GivenUpError("A checkpoint belongs to a branch that the run abandoned", where=checkpoint.path, fix=fix)
+        raise GivenUpError("The checkpoint belongs to an abandoned branch of this run", where=checkpoint.path, fix=fix)
     raise MismatchError(
         "A checkpoint belongs to another run",
         where=checkpoint.path,
@@ -214,7 +217,8 @@ class Chooser:
                 _log.warning("%s The file holds no run state, so the checkpoint is loaded without it.", problem)
             for name in misleading_files(checkpoint):
                 _log.warning(
-                    "%s is not part of the checkpoint, but transformers would read it: move it away", path / name
+                    "%s is not part of the checkpoint, but transformers would read it: move it to another folder",
+                    path / name,
                 )
             return path
         raise CheckpointError(
@@ -233,7 +237,11 @@ class Chooser:
     def _remedy(self) -> str:
         """Return what to do if every candidate was skipped."""
         is_damaged = any(damaged for _, _, damaged in self._skipped)
-        return "Repair one" if is_damaged or not self._skipped else "Move this run's run.json away to continue from one"
+        return (
+            "Repair one of them"
+            if is_damaged or not self._skipped
+            else "Move run.json out of the run's folder to continue from one of them"
+        )
 
     def _reasons(self) -> list[str]:
         """Return each reason once, after the names of the checkpoints skipped for it."""
@@ -316,7 +324,7 @@ class Chooser:
                     "An iteration was requested from a folder that is itself one iteration",
                     where=path,
                     found=f"iteration {self._source.iteration}",
-                    fix=f"Leave {self._source.terms.iteration} out, or set {self._source.terms.path} to the run's "
+                    fix=f"Omit {self._source.terms.iteration}, or set {self._source.terms.path} to the run's "
                     "checkpoint folder.",
                 )
             self._is_exact = True

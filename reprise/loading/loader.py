@@ -118,7 +118,7 @@ def fill(
     for target in targets:
         if target.filled_bytes != target.box.numel:
             raise CheckpointError(
-                "A checkpoint does not cover a tensor",
+                "The checkpoint is missing part of a tensor",
                 where=f"{checkpoint.path}, {target.tensor.spec.name}",
                 expected=f"{target.box.numel} B",
                 found=f"{target.filled_bytes} B",
@@ -191,7 +191,7 @@ def _written_box(checkpoint: Checkpoint, places: Mapping[str, Place], tensor: Li
     if tensor.box == whole(lives):
         return whole(saved_view)
     raise MismatchError(
-        "A sharded tensor has other dimensions than it was written with",
+        "A sharded tensor has different dimensions in the checkpoint",
         where=f"{checkpoint.path}, {tensor.spec.name}",
         expected=f"a view as {list(saved_view)}",
         found=f"{list(lives)}",

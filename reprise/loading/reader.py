@@ -101,7 +101,7 @@ def open_checkpoint(path: Path, files: Files, *, may_lack: bool = False) -> Chec
         listing = manifest.from_bytes(content, where=path / MANIFEST)
     except OSError as error:
         raise failed_read(
-            "A folder is not a checkpoint", error, where=path, expected=MANIFEST, fix="Name another one."
+            "A folder is not a checkpoint", error, where=path, expected=MANIFEST, fix="Pass another folder."
         ) from error
 
     def checked(name: str) -> bytes | CheckpointError:
@@ -156,11 +156,11 @@ def check_state(state: Json, path: Path) -> None:
     """
     if state.get("format") != FORMAT:
         raise MismatchError(
-            "A checkpoint has another format version",
+            "The checkpoint has an unsupported format version",
             where=path / STATE,
             expected=FORMAT,
             found=state.get("format"),
-            fix="Load it with the version of this program that wrote it, or a newer one.",
+            fix="Load it with the Reprise version that wrote it, or a newer one.",
         )
     iteration = state.get("iteration")
     if type(iteration) is not int or not 0 <= iteration <= MOST_ELEMENTS:
@@ -185,7 +185,10 @@ def _host_file(path: Path, files: Files, listing: Manifest, digest: str) -> Host
         raise failed_read("A host file cannot be read", error, where=where) from error
     if host.manifest != digest or host.attempt != listing.attempt or host.writers.keys() != listing.tensors.keys():
         raise CheckpointError(
-            "A host file belongs to another checkpoint", where=where, expected=f"manifest {digest}", found=host.manifest
+            "The host file belongs to a different checkpoint",
+            where=where,
+            expected=f"manifest {digest}",
+            found=host.manifest,
         )
     return host
 
@@ -195,11 +198,11 @@ def _check_name(path: Path, iteration: int) -> None:
     number = named_iteration(path.name)
     if number is not None and number != iteration:
         raise CheckpointError(
-            "A checkpoint folder is named after another iteration",
+            "The checkpoint folder's name does not match its iteration",
             where=path,
             expected=f"iteration {number} in {STATE}",
             found=f"iteration {iteration}",
-            fix="Rename the folder after its iteration, or to a name that does not start with iter_.",
+            fix="Rename the folder to match its iteration, or to a name that does not start with iter_.",
         )
 
 
@@ -210,7 +213,7 @@ def _check_index(index: Json, listing: Manifest, *, where: Path) -> None:
         entry = listing.files.get(file) if isinstance(file, str) else None
         if name not in listing.tensors or entry is None or not entry.is_tensor_file:
             raise CheckpointError(
-                "The index names a tensor or a file that the checkpoint does not have",
+                "The index lists a tensor or a file that is not in the checkpoint",
                 where=f"{where}, {name}",
                 expected="one of the manifest's",
                 found=repr(file),
@@ -295,12 +298,14 @@ def _checked_places(checkpoint: Checkpoint) -> dict[str, Place]:
     for name, in_file in zip(names, checkpoint.files.map(partial(_read_header, checkpoint), names), strict=True):
         for place in in_file:
             if place.spec.name in places:
-                raise CheckpointError("A tensor lies in two files", where=checkpoint.path / name, found=place.spec.name)
+                raise CheckpointError(
+                    "A tensor is stored in two files", where=checkpoint.path / name, found=place.spec.name
+                )
             places[place.spec.name] = place
     if places.keys() != checkpoint.manifest.tensors.keys():
         difference = min(places.keys() ^ checkpoint.manifest.tensors.keys())
         raise CheckpointError(
-            "The headers and the manifest name different tensors", where=checkpoint.path, found=difference
+            "The headers and the manifest list different tensors", where=checkpoint.path, found=difference
         )
     return places
 
@@ -323,7 +328,7 @@ def not_held(checkpoint: Checkpoint, place: Place, number: int) -> CheckpointErr
         "A tensor piece is on another host",
         where=f"{checkpoint.path / place.file}, tensor {place.spec.name}, piece {number}",
         expected=f"a copy of what {writer} wrote",
-        found="a hole",
+        found="no data",
         fix="Resume from the local checkpoints of all hosts, or join their folders: "
         "`reprise checkpoint gather FOLDER... OUT`.",
     )
@@ -376,7 +381,7 @@ class OpenFile:
         self.read_bytes += count
         if count != buffer.nbytes:
             expected, size = f"{buffer.nbytes} B at {offset}", f"{count} B"
-            raise CheckpointError("A file ended early", where=self._path, expected=expected, found=size)
+            raise CheckpointError("The file is shorter than expected", where=self._path, expected=expected, found=size)
 
 
 @contextlib.contextmanager

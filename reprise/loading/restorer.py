@@ -187,9 +187,10 @@ class Restorer:
             self.check_replicas(tensors)
         except TrainerError as error:
             raise PartialLoadError(
-                "A load failed after it had started to change tensors and values",
+                "The load failed partway",
                 found=error,
-                fix="Load again on all ranks, or rebuild them: they may mix two states.",
+                fix="Some tensors and values may already have changed: load again on all ranks, or rebuild the "
+                "objects.",
             ) from error
         assert report is not None
         return report
@@ -294,7 +295,7 @@ def _complete_change(change: Callable[[], None]) -> None:
     except TrainerError:
         raise
     except BaseException as error:  # Ctrl-C, or anything a signal handler raises
-        _log.warning("interrupted while state changes: the load is completed first, unless interrupted again")
+        _log.warning("interrupted while restoring state: the load finishes first; interrupt again to stop now")
         try:
             change()
         except Exception as failure:  # noqa: BLE001 - every rank hears of it

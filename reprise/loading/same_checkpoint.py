@@ -44,7 +44,7 @@ def open_same(path: Path, digest: str, files: Files, *, reader: int = 0) -> Chec
     difference = problem() if is_stored(path) else look_again(problem, path)
     if difference:
         raise MismatchError(
-            f"This host reads another checkpoint than rank {reader} under the same path",
+            f"This host reads a different checkpoint from rank {reader} at the same path",
             where=on_this_host(path / MANIFEST),
             expected=f"digest {digest}",
             found=difference,

@@ -130,7 +130,7 @@ class Copies:
             is_done = True
         except (TrainerError, OSError) as error:
             problem = str(error).rstrip(".")
-            _log.error("iteration %d is not copied: %s. The next save copies again", attempt.iteration, problem)
+            _log.error("iteration %d was not copied: %s. The next save tries again", attempt.iteration, problem)
         finally:
             if not is_done:
                 self._is_broken = True

@@ -86,7 +86,7 @@ class HostFolders:
         for name, (_, given_up) in zip(self.hosts.names, tables, strict=False):
             if given_up:
                 listed = ", ".join(map(str, given_up))
-                _log.warning("local iterations of branches that the run has given up, on host %s: %s", name, listed)
+                _log.warning("local iterations of abandoned branches on host %s: %s", name, listed)
 
     def _intact(self, iteration: int) -> HostFile | None:
         """Return the `host.json` for a run's iteration on this host. Log and return None for any other folder.
@@ -101,7 +101,7 @@ class HostFolders:
         except UnreadableError:
             raise
         except TrainerError as error:
-            _log.error("%s is skipped: %s", path, error)
+            _log.error("skipping %s: %s", path, error)
             return None
         if checkpoint.host is None:
             _log.warning("%s is not a local checkpoint: it has no %s", path, HOST)
@@ -130,7 +130,7 @@ class HostFolders:
                 continue
             if candidate.together.missing:
                 lacks = candidate.together.describe_missing()
-                _log.warning("local iteration %d is not whole: missing are %s", candidate.iteration, lacks)
+                _log.warning("local iteration %d is incomplete: missing %s", candidate.iteration, lacks)
             else:
                 whole[candidate.iteration] = self.folder.iteration(candidate.iteration)
         return list(whole.values())
@@ -248,10 +248,10 @@ class HostFolders:
         job.wait(self._timeout_s)
         if writer.damage:
             raise CheckpointError(
-                "Bytes of a local checkpoint arrived damaged",
+                "Part of a local checkpoint arrived damaged",
                 where=checkpoint.path,
                 found=writer.damage[0],
-                fix="They are read from another host, or an older checkpoint is loaded.",
+                fix="It is read from another host, or an older checkpoint is loaded.",
             )
 
     def heal(self, path: Path) -> bool:
@@ -289,10 +289,10 @@ class HostFolders:
         candidate = next((each for each in self.candidates if self.folder.iteration(each.iteration) == path), None)
         if candidate is None or candidate.together.missing:
             raise CheckpointError(
-                "A local checkpoint is not whole",
+                "A local checkpoint is incomplete",
                 where=path,
                 found=f"on no host: {candidate.together.describe_missing() if candidate else 'any part'}",
-                fix="Bring back the host that has them, or load an older iteration.",
+                fix="Bring back the host that has the missing parts, or load an older iteration.",
             )
         return candidate
 
@@ -346,7 +346,7 @@ class HostFolders:
                     "A local checkpoint cannot be completed on this host",
                     where=on_this_host(path),
                     found=error.strerror,
-                    fix="Nothing is lost. Make room on this host, or name another folder.",
+                    fix="Nothing is lost. Free up space on this host, or choose another folder.",
                 ) from error
 
     def _key(self, kind: str) -> str:

@@ -63,7 +63,9 @@ class Link:
             self._take(request)
             digest, pieces = json.loads(request.tobytes())
             if digest != checkpoint.digest:
-                raise LaunchError("Two hosts have two checkpoints of an iteration", where=self._name, found=digest)
+                raise LaunchError(
+                    "Two hosts have different checkpoints of the same iteration", where=self._name, found=digest
+                )
             for _, data in read_blocks(checkpoint, piece_blocks(checkpoint, pieces)):
                 self._put(data)
                 total += data.nbytes

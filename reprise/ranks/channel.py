@@ -454,7 +454,7 @@ class StoreChannel:
             where=f"key {key}, rank {self.rank}",
             expected=f"one within {self.timeout_s:.0f} s",
             found=str(error).splitlines()[0],
-            fix="Look at that rank's log; it may have died, or it hangs.",
+            fix="Check that rank's log: it may have died or hung.",
         )
 
     def _first_missing(self, keys: Sequence[str], senders: Mapping[str, str]) -> tuple[str, str]:

@@ -49,7 +49,7 @@ class FileExchange:
                 files[name] = self._kept.get(name, b"")
             if digest_of(files[name]) != digest:
                 raise CheckpointError(
-                    "A file of a checkpoint has not arrived at this host",
+                    "A checkpoint file has not arrived at this host",
                     where=name,
                     expected=f"digest {digest}",
                     found="none" if not files[name] else digest_of(files[name]),

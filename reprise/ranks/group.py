@@ -48,7 +48,9 @@ def open_call(
     check = partial(check_seconds, "timeout_s", timeout_s, may_be_zero=True)
     if not dist.is_available() or not dist.is_initialized():
         if process_group is not None or coordinator_rank != 0:
-            raise ConfigError("There is no process group", fix="Call torch.distributed.init_process_group first.")
+            raise ConfigError(
+                "The process group is not initialized", fix="Call torch.distributed.init_process_group first."
+            )
         return OpenCall(single_rank_channel(), name, timeout_s=timeout_s, check=check)
     rank, ranks = dist.get_rank(), _members(process_group)
     store: Store = distributed_c10d._get_default_store()  # torch has no public name for it
@@ -104,7 +106,7 @@ def _require_coordinator(coordinator_rank: int, ranks: tuple[int, ...]) -> None:
             "The coordinator is not in the process group",
             expected=f"one of its ranks: {', '.join(map(str, ranks))}",
             found=f"coordinator_rank={coordinator_rank}",
-            fix=f"Set coordinator_rank={ranks[0]}; the numbers are those of the whole program.",
+            fix=f"Set coordinator_rank={ranks[0]}. Ranks are global, not numbered within the group.",
         )
 
 
@@ -116,6 +118,6 @@ def _members(process_group: dist.ProcessGroup | None) -> tuple[int, ...]:
         raise ConfigError(
             "This rank is not in the process group",
             where=f"rank {dist.get_rank()}",
-            fix="Call this on the members of the group alone; the others are not needed.",
+            fix="Call this only on the members of the group.",
         )
     return tuple(sorted(dist.get_process_group_ranks(process_group)))

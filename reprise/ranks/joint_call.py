@@ -176,14 +176,14 @@ class JointCall:
         last = [f"rank {rank} last called {name}" if name else f"rank {rank} nothing" for rank, name in calls.items()]
         return CheckpointError(
             f"{_ranks(list(calls))} not called {self.name} within {self.timeout_s:g} s; {', '.join(last)}",
-            fix="All ranks of a group make the same calls in the same order. Look at the log of a rank that is "
-            "missing; `timeout_s` is how long the others wait for one that is slow.",
+            fix="All ranks of a group must make the same calls in the same order. Check the logs of the missing "
+            "ranks. If a rank is only slow, raise `timeout_s`.",
         )
 
     def _unready(self, ranks: Sequence[int]) -> CheckpointError:
         return CheckpointError(
-            f"{_ranks(ranks)} called {self.name}, and not become ready within {self.channel.timeout_s:g} s",
-            fix="Look at the log of that rank; it may have died, or its disk hangs.",
+            f"{_ranks(ranks)} called {self.name}, but did not become ready within {self.channel.timeout_s:g} s",
+            fix="Check that rank's log: it may have died, or its disk may hang.",
         )
 
 
@@ -206,7 +206,7 @@ class OpenCall:
         """Announce the call, and return it.
 
         Raises:
-            CheckpointError: The ranks make different calls.
+            CheckpointError: The ranks made different calls.
             TrainerError: `check` raised on a rank.
         """
         try:
@@ -244,10 +244,10 @@ def end_waits(channel: StoreChannel, error: BaseException) -> None:
 
 def _different_calls(calls: dict[int, str]) -> CheckpointError:
     return CheckpointError(
-        "The ranks make different calls",
+        "The ranks made different calls",
         expected="the same call on every rank, in the same order",
         found="; ".join(f"{name} on rank {rank}" for rank, name in sorted(calls.items())),
-        fix="Nothing was read or written. A rank that skips a call, or makes one more, is at another call ever after.",
+        fix="Nothing was read or written. Look for a rank that skipped a call or made an extra one.",
     )
 
 

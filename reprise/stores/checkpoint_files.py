@@ -65,5 +65,5 @@ def _sizes(table: Json) -> dict[str, int]:
     sizes = {str(name): integer(entry["bytes"]) for name, entry in table["files"].items()}
     for name in sizes:
         if {"", ".", ".."} & set(name.split("/")) or "\\" in name or "\0" in name:
-            raise ValueError(f"the file name {name!r} leaves the folder")
+            raise ValueError(f"the file name {name!r} is not a path inside the folder")
     return sizes

@@ -35,7 +35,7 @@ CONFLICT_WAITS_S = (0.05, 0.2, 1.0)
 RETRY_S = 120
 _NO_BUCKET = "the bucket does not exist: create it, or correct the URL"
 _REFUSES = "the store refuses the credentials"
-_REGION = "the bucket lies in another region: set AWS_REGION"
+_REGION = "the bucket is in another region: set AWS_REGION"
 # Failures that only a user can fix, by the code in the store's answer.
 _REFUSALS = {
     "NoSuchBucket": _NO_BUCKET,
@@ -211,7 +211,7 @@ def _needs_profile() -> bool:
 
 def _profile_credentials() -> Any:
     if importlib.util.find_spec("boto3") is None:
-        raise OSError(errno.EACCES, "the credentials lie in a profile: pip install boto3, or set AWS_ACCESS_KEY_ID")
+        raise OSError(errno.EACCES, "the credentials are in a profile: pip install boto3, or set AWS_ACCESS_KEY_ID")
     from obstore.auth.boto3 import Boto3CredentialProvider
 
     return Boto3CredentialProvider()

@@ -79,7 +79,7 @@ def mirror(options: MirrorOptions, orders: Orders) -> int:
         The exit status. With `once`, 1 if a checkpoint in the folder is not mirrored, which the log explains.
 
     Raises:
-        CheckpointError: There is no such folder, or the URL belongs to another run.
+        CheckpointError: The folder does not exist, or the URL belongs to another run.
         ConfigError: The URL lies in the folder.
         LockError: Another process mirrors the folder.
         OSError: With `once`, the store fails; from a command, it refuses a request until a user fixes the cause.
@@ -88,7 +88,7 @@ def mirror(options: MirrorOptions, orders: Orders) -> int:
     url, root = StoreUrl.parse(options.url), Path(options.run)
     folder = root / "checkpoints" if is_dir(root / "checkpoints") else root
     if not options.attached and not is_dir(folder):
-        raise CheckpointError("There is no such folder", where=root)
+        raise CheckpointError("The folder does not exist", where=root)
     url.require_outside(folder)
     rule = MirrorRule(str(url), options.interval, options.keep)
     passes = MirrorPass(StoreClient(url.root), url, folder, rule, host=options.host, hosts=options.hosts)
@@ -110,13 +110,13 @@ def mirror(options: MirrorOptions, orders: Orders) -> int:
                     raise
                 kind = str(error.errno) if isinstance(error, OSError) else type(error).__name__
                 if kind != problem:
-                    _log.warning("the mirror waits: %s; it tries again, and training goes on", _line(error))
+                    _log.warning("the mirror is waiting: %s; it will retry, and training continues", _line(error))
                 problem = kind
                 orders.wake.wait(pause_s * random.uniform(0.5, 1.5))
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
                 continue
             if problem:
-                _log.info("the mirror goes on: %s", url)
+                _log.info("the mirror continues: %s", url)
             problem, pause_s = "", _FIRST_PAUSE_S
             if is_done and is_last:
                 return _REFUSED if options.once and passes.refused else FINE

@@ -118,7 +118,7 @@ class MirrorPass:
         for name, entry in self._committed.items():
             if self._lineage.branches and not self._lineage.admits(entry.lineage, iteration_in(name)):
                 self._remove(name)
-                _log.info("%s is deleted in %s: the run has given it up", name, self._url)
+                _log.info("%s was deleted from %s: the run abandoned its branch", name, self._url)
 
     def _surveyed(self) -> dict[str, MirroredCheckpoint]:
         """Return this run's checkpoints actually in the store."""
@@ -159,11 +159,11 @@ class MirrorPass:
             claim = run if is_ours else "checkpoints of another"
         if claim != run:
             raise CheckpointError(
-                "The URL is another run's, which is not touched",
+                "The URL already holds another run, which was not changed",
                 where=self._url,
                 expected=f"run {run}",
                 found=claim,
-                fix="Give each run a URL of its own.",
+                fix="Use a separate URL for each run.",
             )
 
     def _upload(self, name: str, path: Path, digest: str) -> None:
@@ -181,9 +181,9 @@ class MirrorPass:
             is_through = upload.commit() if absent is not None else self._leads
         except (SourceChangedError, FileNotFoundError):
             self._leftovers.add(name)
-            _log.info("%s is replaced or deleted, its upload is given up", name)
+            _log.info("%s was replaced or deleted: its upload is canceled", name)
         except CheckpointError as error:
-            _log.error("%s is not mirrored: %s", path, error)
+            _log.error("%s was not mirrored: %s", path, error)
             self._leftovers.add(name)
             self._refused.add(name)
             if self._leads:  # other hosts retry: the first waits for their share
@@ -195,7 +195,7 @@ class MirrorPass:
                 self._write({**self._committed, name: MirroredCheckpoint(digest, lineage)})
                 self._refused.discard(name)
                 seconds, size = time.monotonic() - start, upload.files.total_bytes
-                _log.info("%s is in %s: %.1f MB in %.1f s", name, self._url, size / 1e6, seconds)
+                _log.info("%s was uploaded to %s: %.1f MB in %.1f s", name, self._url, size / 1e6, seconds)
 
     def _prune(self) -> None:
         """Delete checkpoints beyond `keep`, and remains of abandoned uploads."""

@@ -43,7 +43,7 @@ class StorePath(PosixPath):
 
     def __fspath__(self) -> str:
         """Raise TypeError: no file system has this path."""
-        raise TypeError(f"{self} lies in a store, not in a file system")
+        raise TypeError(f"{self} is in a store, not in a file system")
 
     def absolute(self) -> StorePath:
         """Return the path itself."""

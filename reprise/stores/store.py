@@ -94,7 +94,7 @@ class Child:
             with socket.socket(socket.AF_UNIX) as connected, contextlib.suppress(ConnectionError):
                 connected.connect(self._address)
                 if not is_of_this_user(connected):
-                    raise PermissionError(errno.EACCES, "a process of another user answers", "a store")
+                    raise PermissionError(errno.EACCES, "a process of another user answered", "a store")
                 return ChildLink(connected)
             with socket.socket(socket.AF_UNIX) as listener:
                 try:
@@ -104,7 +104,7 @@ class Child:
                 listener.listen(4096)
                 if self.process is not None:
                     self.end()
-                    _log.warning("the process that reads stores has ended and is started again")
+                    _log.warning("the store reader process exited and is restarted")
                 self.process = subprocess.Popen(
                     [sys.executable, "-P", "-m", "reprise.stores.child", str(listener.fileno()), str(os.getpid())],
                     pass_fds=[listener.fileno()],
@@ -155,7 +155,7 @@ class Child:
                 case _:
                     if self.process is not None:
                         self.process.kill()  # if it has not ended, it is hung
-        raise OSError(errno.EIO, f"the process that reads stores has ended {MOST_TRIES} times", str(url))
+        raise OSError(errno.EIO, f"the store reader process exited {MOST_TRIES} times", str(url))
 
     def forget(self) -> None:
         """Close this process's copies of the connections after a fork."""

@@ -81,7 +81,7 @@ class Upload:
             self._client.delete(objects[name].key for name in marks)
             return None
         if objects and not marks:
-            raise self._refusal(f"{min(objects)}, which no upload has left")
+            raise self._refusal(f"{min(objects)}, which is not part of an upload")
         if self._mark not in marks:
             clear(self._client, objects)
             self._client.put(self._folder.child(self._mark).key, b"")
@@ -143,7 +143,7 @@ class Upload:
             return False
         self._require_same()
         for name in self._absent(objects, self.files.sizes):
-            raise OSError(errno.EIO, "a file is missing that was there", str(self._folder.child(name)))
+            raise OSError(errno.EIO, "a file disappeared during the upload", str(self._folder.child(name)))
         if not self._client.create(self._folder.child(MANIFEST).key, self.files.manifest):
             raise self._refusal("another checkpoint")
         self._client.delete(entry.key for name, entry in objects.items() if name.startswith(MARK))
@@ -151,11 +151,11 @@ class Upload:
 
     def _refusal(self, found: str) -> CheckpointError:
         return CheckpointError(
-            "A folder of a store is not that of an upload",
+            "A folder in the store does not belong to this upload",
             where=self._folder,
-            expected="this checkpoint, or no object",
+            expected="this checkpoint, or an empty folder",
             found=found,
-            fix="Delete it, or name another target.",
+            fix="Delete it, or choose another target.",
         )
 
 

@@ -42,21 +42,22 @@ class StoreUrl:
                 "This is not a store URL",
                 expected=", ".join(f"{name}://" for name in SCHEMES),
                 found=_without_secret(text),
-                fix=f"Run `{command}`, and name FOLDER." if command else "A mounted file system is named by its path.",
+                fix=f"Run `{command}` and use FOLDER." if command else "Use a path for a mounted file system.",
             )
         if {"@", ":"} & set(match["rest"].partition("/")[0]) or {"?", "#"} & set(match["rest"]):
             raise ConfigError(
-                "A URL of a store has a user, a query or a fragment",
+                "A store URL has a user, a query or a fragment",
                 expected=f"{scheme}://bucket/folder",
                 found=_without_secret(text),
-                fix="Credentials come from the environment of the store, such as AWS_ACCESS_KEY_ID, or its files.",
+                fix="Put credentials in environment variables, such as AWS_ACCESS_KEY_ID, or in the store's credential "
+                "files.",
             )
         bucket, _, key = ("", "", match["rest"].lstrip("/")) if scheme == "file" else match["rest"].partition("/")
         if scheme != "file" and not _BUCKET.fullmatch(bucket):
-            raise ConfigError("A URL of a store names no bucket", expected=f"{scheme}://bucket/folder", found=text)
+            raise ConfigError("A store URL has no bucket", expected=f"{scheme}://bucket/folder", found=text)
         key = key.rstrip("/")
         if {"", ".", ".."} & set(key.split("/") if key else []):
-            raise ConfigError("A URL of a store has an empty segment, `.` or `..`", found=text)
+            raise ConfigError("A store URL has an empty segment, `.` or `..`", found=text)
         return StoreUrl(f"{scheme}://{bucket}", key)
 
     def __str__(self) -> str:
@@ -71,11 +72,11 @@ class StoreUrl:
         """
         if self.root == "file://" and Path("/", self.key).resolve().is_relative_to(folder.resolve()):
             raise ConfigError(
-                "A mirror lies in the folder that it mirrors",
+                "The mirror is inside the folder that it mirrors",
                 where=folder,
-                expected="a place outside",
+                expected="a location outside it",
                 found=self,
-                fix="Name the URL of another place.",
+                fix="Choose a URL outside the folder.",
             )
 
     def child(self, name: str) -> StoreUrl:

@@ -130,7 +130,7 @@ def test_a_link_cut_in_a_copy_costs_that_copy_only(link: Link, tmp_path: Path, m
             gate.await_reached()
         link.set("down", at=SWITCH)
         gates[1].open()
-        line = f"iteration {iteration} is not copied: "
+        line = f"iteration {iteration} was not copied: "
         # A side that opens a link looks for the run's store on the first host, for as long as it is cut off.
         knowing = running.outputs if moment == "copy" else running.outputs[:1]
         await_true(lambda: all(line in output.read_text() for output in knowing))

@@ -220,7 +220,7 @@ def test_what_is_not_of_the_run_is_neither_deleted_nor_replaced(site: Site, capl
     save(site.folder, [15, 20])
     site.mirror(keep=2)
     assert committed(site.store) == names_of(5, 10, 15, 20)
-    assert "iter_0000015 is not mirrored" in caplog.text
+    assert "iter_0000015 was not mirrored" in caplog.text
     assert before.items() <= content(site.store).items()
 
 
@@ -232,7 +232,7 @@ def test_a_damaged_checkpoint_is_named_and_the_others_go(site: Site, caplog: pyt
     assert passes.refused == {iteration_name(10)}
     assert committed(site.store) == names_of(5)
     assert not (site.store / iteration_name(10)).exists()
-    assert "iter_0000010 is not mirrored: A file has the wrong size" in caplog.text
+    assert "iter_0000010 was not mirrored: A file has the wrong size" in caplog.text
     assert mirror(options, Orders()) == 1
     shutil.rmtree(site.folder / iteration_name(10))
     save(site.folder, [10], nonce="another", add=0.5)

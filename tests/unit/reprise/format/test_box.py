@@ -79,9 +79,9 @@ def test_box_of_splits_equals_cutting_axis_by_axis(
 
 
 def test_box_of_splits_refuses_a_factor_no_axes_multiply_to() -> None:
-    with pytest.raises(ValueError, match="factor 3 is no box"):
+    with pytest.raises(ValueError, match="factor 3 is not a box"):
         box_of_splits((12,), [Split(0, 0, 2, strided=3), Split(0, 0, 2)])
-    with pytest.raises(ValueError, match="factor 2 is no box"):
+    with pytest.raises(ValueError, match="factor 2 is not a box"):
         box_of_splits((12,), [Split(0, 0, 2, strided=2)])
 
 

@@ -42,7 +42,7 @@ def test_an_older_link_is_named_in_a_line_and_left_alone(run: Path, caplog: pyte
     save(run, 40)
     assert load(run)[0] == 40
     (record,) = [r for r in caplog.records if r.levelno == logging.WARNING and "is a link" in r.getMessage()]
-    assert f"{run / 'iter_0000030'} is a link to" in record.getMessage()
+    assert f"{run / 'iter_0000030'}: it is a link to" in record.getMessage()
     assert (run / "iter_0000030").is_symlink()
 
 

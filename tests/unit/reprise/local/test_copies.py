@@ -79,7 +79,7 @@ def test_a_copy_that_fails_is_named_and_mended_by_the_next(tmp_path: Path, caplo
 
     outcomes = run_ranks(2, fail, store=tcp_store)
     assert outcomes == [[False, True, []], [False, True, []]]
-    assert "iteration 4 is not copied: A folder is not a checkpoint" in caplog.text
+    assert "iteration 4 was not copied: A folder is not a checkpoint" in caplog.text
     assert json.loads(copies().decide([json.dumps(found).encode() for found in outcomes]))[:2] == [True, 2]
 
 
@@ -161,6 +161,6 @@ def test_flipped_bytes_and_broken_links_are_named_and_not_held(
 
     monkeypatch.setattr(link, "read_blocks", read)
     all_ranks(2, call, store=tcp_store)
-    assert "iteration 1 is not copied" in caplog.text or "iteration 1 arrived damaged" in caplog.text
+    assert "iteration 1 was not copied" in caplog.text or "iteration 1 arrived damaged" in caplog.text
     assert lacks(tmp_path / "0/iter_0000001") == {"w": (1,)}
     assert lacks(tmp_path / "0/iter_0000002") == lacks(tmp_path / "1/iter_0000002") == {}

@@ -33,7 +33,9 @@ def run(tmp_path: Path) -> Path:
 def test_a_copy_named_after_another_iteration_is_skipped(run: Path, caplog: pytest.LogCaptureFixture) -> None:
     shutil.copytree(run / "iter_0000020", run / "iter_0000100")
     assert load(run)[0] == 20
-    assert "iter_0000100 is damaged and skipped: A checkpoint folder is named after another iteration" in caplog.text
+    assert (
+        "iter_0000100 is damaged and skipped: The checkpoint folder's name does not match its iteration" in caplog.text
+    )
     for named in ((run, 100), (run / "iter_0000100", None)):
         with refused(CheckpointError, "iteration 100", "iteration 20"):
             load(*named)
