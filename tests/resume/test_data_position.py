@@ -88,9 +88,9 @@ def test_skipped_samples_are_passed_over_once(data: Path) -> None:
     assert [sample for _, _, sample in windows_read(data)] == [order[n] for n in range(60) if n not in passed][:40]
     assert texts == [
         [],
-        ["train.skip_samples: from position 19 on 20-25, 40-41 is passed over, before it was none"],
-        ["train.skip_samples: from position 36 on none is passed over, before it was 40-41"],
-        ["train.skip_samples: from position 44 on 50-52 is passed over, before it was none"],
+        ["train.skip_samples: from position 19 on, 20-25, 40-41 is skipped; before, it was none"],
+        ["train.skip_samples: from position 36 on, none is skipped; before, it was 40-41"],
+        ["train.skip_samples: from position 44 on, 50-52 is skipped; before, it was none"],
     ]
     text = train_noting(run, run_of(data, "b", 8, OTHER, START, "train.skip_samples=[56-58]"))
     assert "is new at sample 54 of the run and starts at its first sample" in text

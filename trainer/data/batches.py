@@ -78,7 +78,7 @@ class Samples:
         )
         if not self.count:
             raise DataError(
-                "the data has no complete sample",
+                "The data has no complete sample",
                 where=", ".join(str(file.path) for file in files) or "no files",
                 expected=f"a {unit} of at least {least}",
                 found=f"at most {count_of(max(lengths, default=0), 'token')}",

@@ -152,14 +152,14 @@ def _array(source: TextSource, options: SplitOptions) -> TextPart:
     if not source.size_bytes or source.size_bytes % token_bytes:
         problem = count_of(source.size_bytes, "byte")
     elif head.startswith(_NUMPY_MAGIC):
-        problem = "a NumPy array: write it again by numpy.load(PATH).tofile(OTHER)"
+        problem = "a NumPy .npy file: convert it with numpy.load(PATH).tofile(OTHER)"
     elif head.startswith(MAGICS):
         problem = f"a token file: train on it with data=token_file data.train={source.path}"
     if problem:
         raise DataError(
-            "A file is not a token array",
+            "The file is not a token array",
             where=source.path,
-            expected=f"a file of {token_bytes} bytes a token, at least one, from the first byte on",
+            expected=f"{token_bytes} bytes per token from the first byte, and at least one token",
             found=problem,
         )
     return TextPart(source, options.form, options, source.size_bytes)
@@ -243,13 +243,13 @@ def _too_long(part: TextPart, line: int, cuts: Cuts) -> DataError:
     """Return the error for a line, or a text without a cut."""
     place = "the next letter or digit before white space, or the end of the line"
     if cuts.obstacle:
-        place = f"its end, since the tokenizer's {cuts.obstacle} allows no cut"
+        place = f"its end, since the tokenizer's {cuts.obstacle} does not allow a split"
     return DataError(
-        "A document is too long to be encoded whole",
+        "A document is too long to encode in one piece",
         where=f"{part.source.path}, line {line}",
-        expected=f"at most {MOST_BLOCK_BYTES} bytes up to {place}",
+        expected=f"at most {MOST_BLOCK_BYTES} bytes before {place}",
         found="more",
-        fix="Divide it into JSON lines, read JSON lines as one text with --form text, or choose another tokenizer.",
+        fix="Split it into JSON lines, read JSON lines as one text with --form text, or choose another tokenizer.",
     )
 
 
@@ -262,9 +262,9 @@ def _document(part: TextPart, number: int, line: bytes) -> tuple[str, int]:
         return text, xxhash.xxh3_64_intdigest(text.encode())
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(
-            "A line holds no document",
+            "A line is not a document",
             where=f"{part.source.path}, line {number}",
-            expected=f"a JSON object with a text under {key!r}",
+            expected=f"a JSON object with text under {key!r}",
             found=f"the keys {[*value]}" if isinstance(value, dict) and key not in value else f"{error!r:.99}",
-            fix="Fix the line, or name the text's key: reprise prepare-data --key KEY.",
+            fix="Fix the line, or set the key of the text: reprise prepare-data --key KEY.",
         ) from error

@@ -86,7 +86,7 @@ def prepare(section: DataSection, *, cache: Path) -> Corpus:
             where=section.tokenizer or "bytes and end of text",
             expected=f"at least {encoder.vocab_size}",
             found=vocab_size,
-            fix="Leave data.vocab_size null.",
+            fix="Set data.vocab_size=null.",
         )
     folder = cache / f"{section.kind.value}-{_key(sources, encoder, section.valid_fraction, takes_bytes=takes_bytes)}"
     train, valid = folder / "train.bin", folder / "valid.bin"
@@ -118,10 +118,10 @@ def _write(folder: Path, sources: Sequence[TextSource], options: SplitOptions, e
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise DataError(
-            "the cache of prepared data cannot be written",
+            "The cache of prepared data cannot be written",
             where=folder,
             found=error.strerror or str(error),
-            fix="Set data.cache to a folder that can.",
+            fix="Set data.cache to a writable folder.",
         ) from error
     cuts = encoder.cuts()
     for name, parts in split(sources, options).items():

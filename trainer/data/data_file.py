@@ -69,7 +69,7 @@ def unreadable(path: Path, error: OSError) -> DataError:
     """Return the error for an unreadable file."""
     fix = "Raise the limit of open files (ulimit -Hn), or make fewer, larger files."
     return DataError(
-        "a file cannot be read",
+        "A file cannot be read",
         where=path,
         expected="a readable file",
         found=error.strerror or str(error),
@@ -91,10 +91,10 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
             os.fsync(file.fileno())
     except OSError as error:
         raise DataError(
-            "a token file cannot be written",
+            "A token file cannot be written",
             where=path,
             found=error.strerror or str(error),
-            fix="Check space and permissions, or name another folder.",
+            fix="Check free space and permissions, or choose another folder.",
         ) from error
 
 
@@ -115,7 +115,7 @@ def fitting_chunks(
         low, high = int(chunk.min()), int(chunk.max())
         if low < 0 or high > largest:
             raise DataError(
-                "a token does not fit its file",
+                "A token is out of range for the file's dtype",
                 where=path,
                 expected=f"0 to {largest} ({dtype.name})",
                 found=low if low < 0 else high,

@@ -51,14 +51,14 @@ def open_datatrove_file(path: Path) -> TokenFile:
     place, masks = Path(f"{path}.index"), Path(f"{path}.loss")
     if not lexists(place):
         raise DataError(
-            "A file of tokens has no index beside it",
+            "A token file has no index beside it",
             where=path,
             expected=place.name,
-            fix="Name files that datatrove's DocumentTokenizer has completed, as 'folder/*.ds'.",
+            fix="Pass files that datatrove's DocumentTokenizer has finished writing, such as 'folder/*.ds'.",
         )
     if lexists(masks):
         raise DataError(
-            "Loss masks lie beside a file of tokens, and would be ignored",
+            "A token file has loss masks beside it, which would be ignored",
             where=masks,
             fix="Move them away to train on every token, or write the tokens without save_loss_metadata.",
         )

@@ -84,11 +84,11 @@ def cached_result(
     after = file.status()
     if (after.st_size, after.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
         raise DataError(
-            "A file of data was written to while it was read",
+            "A data file changed while it was being read",
             where=file.path,
             expected=f"{before.st_size} bytes",
-            found=f"{after.st_size} bytes, or another time of change",
-            fix="Start again when no other program writes to it.",
+            found=f"{after.st_size} bytes, or a new modification time",
+            fix="Start again when no other program is writing to it.",
         )
     text = f"{prefix}{words}".encode()
     for place in places:

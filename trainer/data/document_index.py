@@ -40,15 +40,15 @@ class DocumentIndex(DataFile, ABC):
     def _checked(self, borders: npt.NDArray[np.int64], end: int) -> npt.NDArray[np.int64]:
         """Return borders, or ends, after checking that they ascend from at least 0 to at most `end`."""
         if borders.size and (int(borders[0]) < 0 or int(borders[-1]) > end or (borders[1:] < borders[:-1]).any()):
-            actual = f"{int(borders[0])} to {int(borders[-1])}, or in another order"
-            raise damaged(self.path, f"ascending borders of documents, up to {end}", actual)
+            actual = f"{int(borders[0])} to {int(borders[-1])}, or not ascending"
+            raise damaged(self.path, f"ascending document offsets, up to {end}", actual)
         return borders
 
 
 def damaged(place: Path, expected: str, actual: str) -> DataError:
     """Return the error for an index whose numbers cannot be right."""
     return DataError(
-        "An index of documents is damaged, or has another format",
+        "The document index is damaged, or has an unsupported format",
         where=place,
         expected=expected,
         found=actual,
@@ -59,9 +59,9 @@ def damaged(place: Path, expected: str, actual: str) -> DataError:
 def other_size(path: Path, index: Path, expected: str, size: int) -> DataError:
     """Return the error for a token file whose size contradicts its index."""
     return DataError(
-        "The size of a file of tokens differs from its index",
+        "The size of a token file does not match its index",
         where=path,
         expected=f"{expected}, by {index.name}",
         found=f"{size} bytes",
-        fix="Either was cut off, is still being written, or belongs to another data set: copy or write both again.",
+        fix="One of them is truncated, still being written, or from another data set: copy or write both again.",
     )

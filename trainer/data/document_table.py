@@ -63,7 +63,9 @@ class DocumentTable:
         bounds[:, 0] = self.counts[blocks]
         bounds[:, 1:] = bounds[:, :1] + np.cumsum(_sample_counts(borders, self.seq_length), axis=1)
         if (bounds[:, -1] != self.counts[blocks + 1]).any():
-            raise damaged(self.documents.path, "the documents of the start", "others: it was overwritten")
+            raise damaged(
+                self.documents.path, "the documents read at the start", "different documents: it was overwritten"
+            )
         # Both ascend over all blocks, and no sample starts at a block's last border.
         positions, before = borders.ravel(), bounds.ravel()
         numbers = np.searchsorted(before, samples, side="right") - 1
@@ -86,7 +88,9 @@ class DocumentTable:
         first = block * STRIDE
         borders = self.documents.borders(first, min(first + STRIDE, self.documents.count))
         if (borders[0], borders[-1]) != (self.starts[block], self.starts[block + 1]):
-            raise damaged(self.documents.path, "the documents of the start", "others: it was overwritten")
+            raise damaged(
+                self.documents.path, "the documents read at the start", "different documents: it was overwritten"
+            )
         return np.append(borders, np.repeat(borders[-1:], STRIDE + 1 - borders.size))
 
 

@@ -91,7 +91,7 @@ def in_order(jobs: Iterable[Future[Encoded]], *, most: int) -> Iterator[Encoded]
             yield waiting.popleft().result()
     except BrokenProcessPool as error:
         raise DataError(
-            "An encoding process has died", fix="Check whether memory ran out; --workers 1 needs the least."
+            "An encoding process died", fix="Check whether memory ran out; --workers 1 uses the least."
         ) from error
 
 

@@ -76,11 +76,11 @@ def check_tokens(file: TokenFile, vocab_size: int) -> None:
         if int(chunk.max()) >= vocab_size:
             offset = int(np.argmax(chunk >= vocab_size))
             raise DataError(
-                "a token is outside the vocabulary of the model",
+                "A token is outside the model's vocabulary",
                 where=f"{file.path}, position {start + offset}",
                 expected=f"0 to {vocab_size - 1}",
                 found=int(chunk[offset]),
-                fix="Set the vocabulary size of the tokenizer that wrote the file.",
+                fix="Set model.vocab_size to the vocabulary size of the tokenizer that wrote the file.",
             )
 
 

@@ -44,17 +44,17 @@ class IndexedDocuments(DocumentIndex):
         size, header = self.size, np.zeros(_HEADER.size, np.uint8)
         if self.fill(header, 0) or not header.tobytes().startswith(MAGIC):
             expected = f"the magic {MAGIC.rstrip(bytes(1)).decode()} of Megatron's tools/preprocess_data.py"
-            raise damaged(path, expected, f"{size} bytes that begin with {header[:9].tobytes()!r}")
+            raise damaged(path, expected, f"{size} bytes that start with {header[:9].tobytes()!r}")
         _, version, code, self._sequences, borders = _HEADER.unpack(header.tobytes())
         if version != _VERSION or code not in _DTYPES:
-            actual = f"version {version}, and the dtype of code {code}"
+            actual = f"version {version}, and dtype code {code}"
             raise damaged(path, f"version {_VERSION}, and uint16 (8) or int32 (4)", actual)
         self.dtype, self._has_borders = _DTYPES[code], borders > 1
         self._offsets_at = _HEADER.size + self._sequences * _LENGTH_BYTES
         self._borders_at = self._offsets_at + self._sequences * _OFFSET_BYTES
         end = self._borders_at + borders * _BORDER_BYTES
         if size not in (end, end + self._sequences * _MODE_BYTES):
-            sizes = f"{end} bytes for {self._sequences} sequences and {borders} borders of documents"
+            sizes = f"{end} bytes for {self._sequences} sequences and {borders} document offsets"
             raise damaged(path, sizes, f"{size} bytes")
         # Without borders, every sequence is a document.
         self.count, self.end = borders - 1 if self._has_borders else self._sequences, 0
@@ -65,7 +65,7 @@ class IndexedDocuments(DocumentIndex):
             self.end = last + length * self.dtype.itemsize
             if first != 0 or length < 0 or last < 0 or border not in (0, self._sequences):
                 actual = f"byte {first}, the last of {length} tokens at byte {last}, border {border}"
-                raise damaged(path, f"{self._sequences} sequences that begin at byte 0", actual)
+                raise damaged(path, f"{self._sequences} sequences that start at byte 0", actual)
 
     def borders(self, first: int = 0, stop: int | None = None) -> npt.NDArray[np.int64]:
         """Return the documents' first positions and the last document's end, ascending, shape [stop - first + 1]."""
@@ -87,7 +87,7 @@ class IndexedDocuments(DocumentIndex):
         self._checked(offsets, self.end)
         bits = self.dtype.itemsize.bit_length() - 1  # a division would be slower than the read
         if (offsets & self.dtype.itemsize - 1).any():
-            raise damaged(self.path, f"offsets of tokens of {self.dtype.itemsize} bytes", "others")
+            raise damaged(self.path, f"offsets that are multiples of {self.dtype.itemsize} bytes", "others")
         return offsets >> bits
 
 
@@ -104,10 +104,10 @@ def find_indexed(pattern: str) -> list[Path]:
     unpaired = [path for path in matches if path.suffix != ".bin"]
     if unpaired:
         raise DataError(
-            "a file of Megatron's data has another name",
+            "A Megatron data file has an unexpected name",
             where=unpaired[0],
             expected="PREFIX.bin, beside PREFIX.idx",
-            fix="Name the prefix, the file PREFIX.bin, or a glob such as 'folder/*.bin'.",
+            fix="Pass the prefix, the file PREFIX.bin, or a glob such as 'folder/*.bin'.",
         )
     return matches
 

@@ -41,11 +41,11 @@ def is_json_lines(path: Path, key: str = "text", *, takes_bytes: bool = False) -
                 has_documents = _begins_with_documents(text, key)
     if has_documents and text.startswith("[") and not takes_bytes:
         raise DataError(
-            "A file is an array of documents",
+            "The file is one JSON array, not JSON lines",
             where=path,
             expected="JSON lines, each an object",
             found=f"a JSON array of objects with {key!r}",
-            fix=f"Write them as lines: jq -c '.[]' {path} > LINES.jsonl. `reprise prepare-data --form text` reads the "
+            fix=f"Convert it to lines: jq -c '.[]' {path} > LINES.jsonl. `reprise prepare-data --form text` reads the "
             "array as one text.",
         )
     return bool(has_documents) and not text.startswith("[")

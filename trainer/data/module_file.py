@@ -40,31 +40,31 @@ class ModuleFile(TokenFile):
             make = getattr(import_module(module), name)
         except (ImportError, AttributeError) as error:
             raise DataError(
-                "A factory of samples cannot be imported",
+                "The sample factory cannot be imported",
                 where=self._where,
                 expected="package:function",
                 found=error,
-                fix="Correct the name, or put its folder on PYTHONPATH.",
+                fix="Correct data.factory, or add its folder to PYTHONPATH.",
             ) from error
         match make(str(path)):
             case (samples, str(content)) if content:
                 pass
             case other:
                 raise DataError(
-                    "A factory must return samples and their fingerprint",
+                    "The sample factory must return samples and their fingerprint",
                     where=self._where,
-                    expected="a pair (samples, text), with another text for other samples",
+                    expected="a pair (samples, text), where the text identifies the samples",
                     found=type(other).__name__,
                 )
         if not all(hasattr(samples, name) for name in ("__len__", "__getitem__")):
             raise DataError(
-                "Samples cannot be read by their numbers",
+                "Samples cannot be read by index",
                 where=self._where,
                 expected="an object with __len__ and __getitem__",
                 found=type(samples).__name__,
-                fix="The trainer finds each sample by the position of the run, and keeps no state of an iterator. An "
-                "iterable needs a loop of its own: wrap it in a StatefulDataLoader and save the state of each rank, "
-                "per_rank={'loader': loader.state_dict()} (docs/library.md).",
+                fix="The trainer reads each sample by its position in the run and does not save iterator state. To "
+                "train on an iterable, write your own loop: wrap it in a StatefulDataLoader and save each rank's "
+                "state, per_rank={'loader': loader.state_dict()} (docs/library.md).",
             )
         self._samples: Any = samples
         self.count = len(samples) * seq_length + 1
@@ -83,10 +83,10 @@ class ModuleFile(TokenFile):
         if not (is_row and mask.shape == tokens.shape and mask[1:].any() and self._has(tokens)):
             values = f", {tokens.min()} to {tokens.max()}" if is_row else ""
             raise DataError(
-                "A sample does not fit the run",
+                "A sample is invalid for this run",
                 where=f"{self._where}, sample {number} of {self.path}",
                 expected=f"2 to {length} tokens (train.seq_length + 1), integers from 0 to {self._vocab_size - 1}, and "
-                "as many numbers in a mask, one behind the first not 0",
+                "a mask of the same length, nonzero somewhere after its first entry",
                 found=f"{tokens.dtype} {list(tokens.shape)}{values}, a mask {list(mask.shape)}",
             )
         window = np.full(length, PADDED, np.int64)

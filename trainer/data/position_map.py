@@ -126,11 +126,9 @@ def resume_map(
     lines = []
     if (late := requested.within(0, position)).gaps and PositionMap.of([*behind.gaps, *late.gaps]) != behind:
         lines.append(
-            f"train.skip_samples: {late} lies behind position {position}, up to which the samples are trained on or "
-            f"passed over: nothing changes there"
+            f"train.skip_samples: {late} is before position {position}, whose samples were already trained on or "
+            f"skipped: it has no effect"
         )
     if (following := requested.within(position)) != ahead:
-        lines.append(
-            f"train.skip_samples: from position {position} on {following} is passed over, before it was {ahead}"
-        )
+        lines.append(f"train.skip_samples: from position {position} on, {following} is skipped; before, it was {ahead}")
     return ResumedMap(PositionMap.of([*behind.gaps, *following.gaps]), position, tuple(lines))

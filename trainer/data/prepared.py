@@ -131,20 +131,20 @@ def write_prepared(
                 )
                 if not side.documents and not is_raw:
                     raise DataError(
-                        f"No document is on the side {name}",
+                        f"The {name} split has no document",
                         found=f"{count_of(len(of_side), 'file')}, --valid-fraction {options.valid_fraction}",
-                        fix="Give more documents, or another --valid-fraction.",
+                        fix="Add documents, or change --valid-fraction.",
                     )
                 sides.append(dataclasses.replace(side, files=tuple(folder / path.name for path in side.files)))
         largest = max(side.largest for side in sides)
         is_known = not is_raw or tokenizer is not None or options.takes_bytes
         if is_known and largest >= encoder.vocab_size:
             raise DataError(
-                "A token does not belong to the tokenizer",
+                "A token is outside the tokenizer's vocabulary",
                 where=tokenizer or BYTES,
                 expected=f"0 to {encoder.vocab_size - 1}",
                 found=largest,
-                fix="Name the tokenizer that made the tokens, or the other dtype.",
+                fix="Pass the tokenizer that made the tokens, or the other dtype.",
             )
     tokenizer = folder / TOKENIZER if options.train_vocab_size else tokenizer and tokenizer.absolute()
     if not is_known:
@@ -182,7 +182,7 @@ def _new_folder(folder: Path, read: Sequence[Path], *, replace: bool) -> Iterato
             "Token files cannot be made",
             where=error.filename or folder,
             found=error.strerror or str(error),
-            fix="Check space and permissions, or name another folder.",
+            fix="Check free space and permissions, or choose another folder.",
         ) from error
 
 
@@ -195,9 +195,9 @@ def _refuse_to_overwrite(folder: Path, read: Iterable[Path], *, replace: bool) -
         raise DataError(
             "An existing file or folder cannot be replaced",
             where=folder if foreign or not inputs else inputs[0],
-            expected="nothing, or with --force token files of an earlier call, none of which is read",
+            expected="nothing, or with --force token files of an earlier call that are not inputs",
             found="a file" if is_file else ", ".join((foreign or names)[:5]),
-            fix="Name another folder, or replace token files with --force.",
+            fix="Choose another folder, or replace token files with --force.",
         )
 
 

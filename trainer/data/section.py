@@ -169,8 +169,8 @@ def problems(section: DataSection) -> list[str]:
             messages.append(f"data.{key}={value or 'null'}: data.kind={section.kind.value} needs a file or a glob")
         elif key not in allowed and value is not None:
             users = ", ".join(kind.value for kind, keys in _KEYS_OF_KIND.items() if key in keys)
-            reason = f"data.kind={section.kind.value} does not use it, only {users} does"
-            messages.append(f"data.{key}={value}: {'data.train names the sources' if is_blend else reason}")
+            reason = f"data.kind={section.kind.value} does not use it; it is for {users}"
+            messages.append(f"data.{key}={value}: {'data.train lists the sources' if is_blend else reason}")
         elif key == "train" and is_blend:
             messages += _blend_problems(value)
         elif key in ("train", "valid") and value is not None:
@@ -179,10 +179,12 @@ def problems(section: DataSection) -> list[str]:
         messages.append(f"data.factory={section.factory or 'null'}: data.kind=module needs package:function")
     if section.samples is SampleCut.per_document and section.kind not in INDEXED_KINDS:
         messages.append(
-            "data.samples=per_document: needs data.kind=megatron or datatrove, whose index has the documents"
+            "data.samples=per_document: needs data.kind=megatron or datatrove, whose index lists the documents"
         )
     if section.end_of_text is not None and (section.end_of_text < 0 or not section.document_mask):
-        messages.append(f"data.end_of_text={section.end_of_text}: must be a token, and serves data.document_mask only")
+        messages.append(
+            f"data.end_of_text={section.end_of_text}: must be a token id of 0 or more; needs data.document_mask=true"
+        )
     elif section.document_mask and section.kind is DataKind.module:
         messages.append("data.document_mask: cannot be used with data.kind=module, whose samples have their own masks")
     elif section.document_mask and _NEEDED_KEY.get(section.kind) == "train" and not _knows_documents(section):

@@ -47,11 +47,11 @@ class TextSource:
         now = _source(self.path, self.name)
         if now != self:
             raise DataError(
-                "a text file changed while it was being read",
+                "A text file changed while it was being read",
                 where=self.path,
                 expected=f"{self.size_bytes} bytes",
-                found=f"{now.size_bytes} bytes, or another time of change",
-                fix="Start again when no other program writes to it.",
+                found=f"{now.size_bytes} bytes, or a new modification time",
+                fix="Start again when no other program is writing to it.",
             )
 
 
@@ -71,13 +71,13 @@ def find_files(pattern: str) -> list[Path]:
     unusable = [path for path in paths if not is_file(path) and not is_dir(path)]
     if unusable or not files:
         raise DataError(
-            "A match is not a file" if unusable else "no file matches",
+            "A glob match is not a file" if unusable else "No file matches",
             where=unusable[0] if unusable else pattern,
-            expected="files, and folders, which are passed over",
-            found="a dead link, pipe or device" if unusable else count_of(len(paths), "folder"),
+            expected="files (folders are skipped)",
+            found="a broken link, a pipe or a device" if unusable else count_of(len(paths), "folder"),
             fix="Restore the file, or remove the match."
             if unusable
-            else f"Relative paths start at {Path.cwd()}; quote globs; '**/*.txt' looks into folders.",
+            else f"Relative paths start at {Path.cwd()}. Quote globs; '**/*.txt' searches subfolders.",
         )
     if empty := [path for path in files if not path.stat().st_size]:
         _log.warning(f"{len(empty)} of {len(files)} files are empty: {listed(empty)}")
@@ -135,11 +135,11 @@ def stdlib_sources(root: Path) -> list[TextSource]:
                 paths.append(path)
     if not paths:
         raise DataError(
-            "the standard library of this Python has no source files",
+            "The standard library of this Python has no source files",
             where=root,
             expected="*.py files",
             found="none",
-            fix="Use another interpreter, or data=text data.path=FILE_OR_GLOB.",
+            fix="Use another interpreter, or set data=text data.path=FILE_OR_GLOB.",
         )
     return _sources(root, paths)
 
@@ -175,12 +175,12 @@ def refuse_shared(train: Sequence[Path], valid: Sequence[Path]) -> None:
             for trained in beginnings.get(_beginning(path), ()):
                 if os.path.samefile(path, trained) or filecmp.cmp(path, trained, shallow=False):
                     raise DataError(
-                        "A file is in the training data and in the validation data",
+                        "A file is in both the training data and the validation data",
                         where=path,
-                        expected="validation data that a run does not train on",
+                        expected="no validation file in the training data",
                         found=f"its content in {trained}",
-                        fix="Leave it out of one of the two; the glob 'FOLDER/train_*.bin' names the training files "
-                        "alone.",
+                        fix="Remove it from one of the two; the glob 'FOLDER/train_*.bin' matches only the training "
+                        "files.",
                     )
     except OSError as error:
         raise unreadable(Path(str(error.filename)), error) from error

@@ -91,7 +91,10 @@ def open_encoder(name: str | Path | None) -> Encoder:
         tokenizer = tokenizers.Tokenizer.from_buffer(raw)
     except ValueError as error:
         raise DataError(
-            "a tokenizer cannot be loaded", where=path, expected="a tokenizer.json of tokenizers", found=str(error)
+            "A tokenizer cannot be loaded",
+            where=path,
+            expected="a tokenizer.json written by the tokenizers package",
+            found=str(error),
         ) from error
     if changes := _switch_off_changes(tokenizer):
         _report_once(f"{path}: texts are encoded without its {changes}")
@@ -102,7 +105,7 @@ def open_encoder(name: str | Path | None) -> Encoder:
     end = end_of_text_name(path, vocabulary, {token.content for token in added if token.special})
     if end is None:
         raise DataError(
-            "a tokenizer has no end-of-text token",
+            "A tokenizer has no end-of-text token",
             where=path,
             expected=f"one of {', '.join(END_OF_TEXT_NAMES)}, or the eos_token of a {TOKENIZER_CONFIG}",
             found=f"none among {len(vocabulary)} tokens",
@@ -165,7 +168,7 @@ def end_of_text_name(path: Path, names: Collection[str], special: Collection[str
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         problem = repr(error)
     raise DataError(
-        "a tokenizer's configuration cannot be read",
+        "A tokenizer's configuration cannot be read",
         where=config,
         expected="a JSON object, with one of the tokens as its eos_token if any",
         found=problem,
@@ -196,13 +199,13 @@ def prompt_tokens(encoder: Encoder, prompt: str, vocab_size: int) -> list[int]:
     try:
         prompt.encode()
     except UnicodeEncodeError as error:
-        raise DataError("a prompt is not Unicode text", found=str(error)) from error
+        raise DataError("The prompt is not Unicode text", found=str(error)) from error
     tokens = [int(token) for token in encoder.encode(prompt)] or [encoder.end_of_text]
     if max(tokens) >= vocab_size:
         raise DataError(
-            "a token of the prompt is outside the vocabulary of the model",
+            "A token of the prompt is outside the model's vocabulary",
             expected=f"0 to {vocab_size - 1}",
             found=max(tokens),
-            fix="Name the tokenizer that wrote the data.",
+            fix="Use the tokenizer that wrote the training data.",
         )
     return tokens

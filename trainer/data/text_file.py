@@ -36,9 +36,7 @@ _FORM = re.compile(
     rb"|(?P<xz>\xfd7zXZ\0)|(?P<bzip2>BZh[1-9]1AY)|(?P<zip>PK\x03\x04)|(?P<PDF>%PDF-)|(?P<NumPy>\x93NUMPY)"
     rb"|(?P<UTF_16>\xff\xfe|\xfe\xff)|(?P<binary>(?s:.*)\0)"
 )
-_AS_BYTES = (
-    "To train on its bytes as they are, write out the tokenizer: --tokenizer bytes, data.tokenizer=bytes in a run."
-)
+_AS_BYTES = "To train on its raw bytes, pass --tokenizer bytes to prepare-data, or set data.tokenizer=bytes for a run."
 
 
 def plain_name(name: str) -> str:
@@ -82,12 +80,12 @@ class TextReader:
             head = self._peek(_HEAD_BYTES)
             if name := _form_of(head):
                 raise DataError(
-                    "A file is not text",
+                    "The file is not text",
                     where=path,
                     expected="text in UTF-8, plain, in gzip, Zstandard or Parquet",
                     found=f"{name} in {form}" if self.form else name,
-                    fix="Decompress it, convert it (iconv -f UTF-16 -t UTF-8 FILE), or leave it out; prepare-data "
-                    f"--raw takes arrays of tokens. {_AS_BYTES}",
+                    fix="Decompress it, convert it (iconv -f UTF-16 -t UTF-8 FILE), or leave it out. For token "
+                    f"arrays, use `reprise prepare-data --raw`. {_AS_BYTES}",
                 )
             self.read(len(codecs.BOM_UTF8) * head.startswith(codecs.BOM_UTF8))
         if start > self.at and not self.form:
@@ -123,7 +121,7 @@ def not_utf8(path: Path, offset: int, error: UnicodeDecodeError) -> DataError:
         offset: Offset of the decoded bytes in the file's text.
     """
     return DataError(
-        "a text is not UTF-8",
+        "A text is not UTF-8",
         where=f"{path}, byte {offset + error.start}",
         expected="UTF-8",
         found=f"byte 0x{error.object[error.start]:02x} ({error.reason})",
@@ -155,7 +153,7 @@ def _chunks(form: str, file: BinaryIO, path: Path, key: str, start: int = 0) -> 
         package = import_module(name)
     except ImportError as error:
         raise DataError(
-            "A package that reads a file is not installed",
+            "The package that reads this file is not installed",
             where=path,
             expected=name,
             fix=f"Install it: pip install 'torch-reprise[{extra}]'.",
@@ -164,7 +162,7 @@ def _chunks(form: str, file: BinaryIO, path: Path, key: str, start: int = 0) -> 
         yield from read(file, path, key)
     except (EOFError, OSError, UnicodeDecodeError, getattr(package, damage)) as error:
         raise DataError(
-            "A compressed file is damaged or cut off",
+            "The compressed file is damaged or truncated",
             where=path,
             expected=f"a complete {form} file",
             found=" ".join(str(error).split())[:300],
@@ -200,7 +198,7 @@ def _parquet_chunks(file: BinaryIO, path: Path, key: str) -> Iterator[bytes]:
     table, rows = parquet.ParquetFile(file, buffer_size=_BUFFER_BYTES, pre_buffer=False), 0
     names = list(table.schema_arrow.names)
     if names.count(key) != 1:
-        raise _no_text(path, key, f"the columns {', '.join(names)}")
+        raise _no_text(path, key, f"columns {', '.join(names)}")
     for batch in table.iter_batches(_BATCH_ROWS, columns=[key], use_threads=False):
         for value in batch.column(0):
             rows += 1
@@ -219,9 +217,9 @@ _READERS: dict[str, tuple[Callable[[BinaryIO, Path, str], Iterator[bytes]], str,
 
 def _no_text(where: object, key: str, actual: str) -> DataError:
     return DataError(
-        "a row holds no document",
+        "A row holds no document",
         where=where,
         expected=f"a text in the column {key!r}",
         found=actual,
-        fix="Filter the file, or name the column of the texts: reprise prepare-data --key COLUMN.",
+        fix="Filter the file, or set the text column: reprise prepare-data --key COLUMN.",
     )

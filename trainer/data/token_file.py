@@ -73,11 +73,11 @@ class TokenFile:
         tokens = np.empty(stop - start, dtype=self.dtype)
         if self._file.fill(tokens, self._first_byte + start * self.dtype.itemsize):
             raise DataError(
-                "A token file was cut while it was in use",
+                "A token file was truncated while in use",
                 where=self.path,
                 expected=f"{self._first_byte + self.nbytes} bytes",
                 found=f"{self._file.size} bytes",
-                fix="Write or copy it again, and start again when no other program writes to it.",
+                fix="Write or copy it again, and start again when no other program is writing to it.",
             )
         return tokens
 
@@ -101,21 +101,21 @@ def open_token_file(path: str | Path) -> TokenFile:
     if missing or dtype is None:
         formats = [f"magic {magic} version {version} ({dtype.name})" for (magic, version), dtype in _FORMATS.items()]
         raise DataError(
-            "a token file has an unknown header",
+            "A token file has an unknown header",
             where=path,
             expected=f"{HEADER_BYTES} bytes with {' or '.join(formats)}",
             found=f"magic {magic} version {version} in {file.size} bytes",
-            fix="Write it again with this header of 256 int32 values; of arrays without one `reprise prepare-data "
-            "--raw` does. Files of datatrove are data=datatrove, those of Megatron data=megatron.",
+            fix="Write it again with this header of 256 int32 values. For token arrays without a header, use `reprise "
+            "prepare-data --raw`; for datatrove files, data=datatrove; for Megatron files, data=megatron.",
         )
     tokens, odd_bytes = divmod(file.size - HEADER_BYTES, dtype.itemsize)
     if odd_bytes or tokens != count:
         raise DataError(
-            "the size of a token file differs from its header",
+            "The size of a token file does not match its header",
             where=path,
             expected=f"{count_of(count, 'token')} of {dtype.itemsize} bytes",
             found=count_of(tokens, "token") + (f" and {count_of(odd_bytes, 'odd byte')}" if odd_bytes else ""),
-            fix="It was cut off or appended to: write or copy it again.",
+            fix="The file is truncated or has extra bytes: write or copy it again.",
         )
     return TokenFile(file, dtype, count)
 
@@ -158,11 +158,11 @@ def write_token_file(path: str | Path, chunks: Iterable[TokenArray], *, dtype: n
             count += chunk.size
             if count > MAX_TOKENS:
                 raise DataError(
-                    "a token file would hold too many tokens",
+                    "A token file would hold too many tokens",
                     where=path,
                     expected=f"at most {MAX_TOKENS}",
                     found=f"at least {count}",
-                    fix="Write several files; a data set is a list of files.",
+                    fix="Write several files: a data set can be a list of files.",
                 )
             file.write(chunk.data)
         file.seek(0)

@@ -51,10 +51,10 @@ def with_tokenizer(section: DataSection, files: Mapping[str, Path]) -> str | Non
     for name in _OTHER_VOCABULARIES:
         if name in files:
             raise DataError(
-                "The texts have another tokenizer than the weights",
+                "The texts and the weights have different tokenizers",
                 where="data.tokenizer",
                 expected=f"that of {files[name]}, as a {TOKENIZER}",
-                found=f"{BYTES}, as none is named",
+                found=f"{BYTES}, because none is set",
                 fix=f"Make a {TOKENIZER} with AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER), or write "
                 "another tokenizer out: data.tokenizer=PATH, or data.tokenizer=bytes.",
             )

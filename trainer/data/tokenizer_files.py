@@ -92,7 +92,7 @@ def _as_trained(raw: bytes, where: object, rows: int) -> tuple[bytes, dict[str, 
         raw = _to_bytes({**table, **changes}) if changes else raw
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(
-            "a tokenizer cannot be saved beside the model",
+            "A tokenizer cannot be saved beside the model",
             where=where,
             expected="a tokenizer.json: a JSON object with a model and its vocab",
             found=repr(error),
@@ -100,11 +100,11 @@ def _as_trained(raw: bytes, where: object, rows: int) -> tuple[bytes, dict[str, 
         ) from error
     if largest >= rows:
         raise DataError(
-            "a tokenizer has more tokens than the model",
+            "A tokenizer has more tokens than the model's vocabulary",
             where=where,
             expected=f"model.vocab_size of at least {largest + 1}",
             found=rows,
-            fix="Name the tokenizer of the model's tokens, or give the model more.",
+            fix="Use the tokenizer that matches the model, or raise model.vocab_size.",
         )
     return raw, tokens, special
 

@@ -56,11 +56,11 @@ def test_a_change_is_a_line() -> None:
 
     assert lines(["4-8", "30-40"]) == lines(["30-40"]) == lines(["5-6", "30-40"]) == []
     assert lines(["4-8"]) == [
-        "train.skip_samples: from position 14 on none is passed over, before it was 30-40",
+        "train.skip_samples: from position 14 on, none is skipped; before, it was 30-40",
     ]
     late, ahead = lines(["2-3", "12-16", "30-40"])
-    assert late.startswith("train.skip_samples: 2-3, 12-14 lies behind position 14")
-    assert ahead == "train.skip_samples: from position 14 on 14-16, 30-40 is passed over, before it was 30-40"
+    assert late.startswith("train.skip_samples: 2-3, 12-14 is before position 14")
+    assert ahead == "train.skip_samples: from position 14 on, 14-16, 30-40 is skipped; before, it was 30-40"
 
 
 def test_another_length_of_samples_keeps_the_position() -> None:
