@@ -78,7 +78,7 @@ def adapter_problems(config: ModelConfig) -> list[str]:
     if not 0 < lora.alpha <= _MOST_ALPHA:
         messages.append(f"model.lora.alpha={lora.alpha}: must be above 0 and at most {_MOST_ALPHA:g}")
     if lora.target_modules == []:
-        messages.append("model.lora.target_modules=[]: names no module, use null for the family's default")
+        messages.append("model.lora.target_modules=[]: is empty; use null for the family's default")
     projections = _projections(config)
     widest = max(size for name in adapted_modules(config) or projections for size in projections[name].shape)
     if lora.rank > widest:
@@ -91,10 +91,11 @@ def adapter_problems(config: ModelConfig) -> list[str]:
         ends = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in projections))
         if unadaptable:
             messages.append(
-                f"model.lora.target_modules: {target!r} fits {unadaptable[0]}, only these can have an adapter: {ends}"
+                f"model.lora.target_modules: {target!r} matches {unadaptable[0]}, which cannot have an adapter; "
+                f"choose from {ends}"
             )
         elif not any(_fits(name, (target,)) for name in projections):
-            messages.append(f"model.lora.target_modules: {target!r} fits no module; these can have an adapter: {ends}")
+            messages.append(f"model.lora.target_modules: {target!r} matches no module; choose from {ends}")
     return messages
 
 

@@ -20,7 +20,7 @@ def build_model(
         ValueError: A model cannot have these sizes. The message lists every reason.
     """
     if reasons := problems(config):
-        raise ValueError("impossible model:\n" + "\n".join(f"  {problem}" for problem in reasons))
+        raise ValueError("invalid model:\n" + "\n".join(f"  {problem}" for problem in reasons))
     module, name = spec_of(config).network
     network: type[Model] = getattr(import_module(module), name)
     return network(config, stage or Stage.whole(config.n_layer), compute_dtype)

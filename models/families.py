@@ -48,7 +48,7 @@ def problems(config: ModelConfig) -> list[str]:
 def _unused(family: Family) -> dict[str, str]:
     """Return the `ModelConfig` fields that must keep their default in a family, and why."""
     spec = FAMILIES[family]
-    unused = dict.fromkeys(_ADDED - spec.hf.names().keys(), f"{family.value} has none, leave the key out")
+    unused = dict.fromkeys(_ADDED - spec.hf.names().keys(), f"{family.value} does not have it; omit the key")
     return unused | dict(spec.unused)
 
 

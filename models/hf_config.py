@@ -103,7 +103,7 @@ class HfDerived:
         """Return no field; add any other value to `problems`."""
         value = table.get(self.hf_name)
         if value is not None and (isinstance(value, bool) or value != self.value(values)):
-            problems.append(f"{self.hf_name}={value!r}: ours is {self.meaning}")
+            problems.append(f"{self.hf_name}={value!r}: only {self.meaning} is supported")
         return {}
 
 
@@ -136,7 +136,7 @@ class HfRope:
         theta = table.get("rope_theta", _THETA)
         scaling = table.get("rope_scaling") or table.get("rope_parameters") or {}
         if not isinstance(scaling, Mapping):
-            problems.append(f"rope_parameters={scaling!r}: no object")
+            problems.append(f"rope_parameters={scaling!r}: not an object")
             return {}
         kind = scaling.get("rope_type", scaling.get("type", "default"))
         theta = _checked("rope_theta", scaling.get("rope_theta", theta), 1.0, problems)
@@ -144,11 +144,11 @@ class HfRope:
         names = {"rope_type", "type", "rope_theta", *(like if kind == "llama3" else ())}
         extras = {_PARTIAL: table.get(_PARTIAL), **{name: scaling[name] for name in scaling.keys() - names}}
         if kind in ("default", "llama3"):
-            problems += [f"rope_parameters.{n}={v!r}: ours has none" for n, v in extras.items() if (n, v) not in _WHOLE]
+            problems += [f"rope_parameters.{n}={v!r}: not supported" for n, v in extras.items() if (n, v) not in _WHOLE]
         if kind == "default":
             return {"rope_theta": theta, "rope_scaling": None}
         if kind != "llama3":
-            problems.append(f"rope_type={kind!r}: ours is default or llama3")
+            problems.append(f"rope_type={kind!r}: must be default or llama3")
             return {}
         missing = like.keys() - scaling.keys()
         if missing:
@@ -262,7 +262,7 @@ def _checked(name: str, value: object, like: object, problems: list[str]) -> obj
         case _:
             is_fit = type(value) in (int, float) and abs(value) <= _MOST  # type: ignore[arg-type]
     if not is_fit:
-        problems.append(f"{name}={value!r}: no {type(like).__name__} that a model has")
+        problems.append(f"{name}={value!r}: not a valid {type(like).__name__}")
         return like
     return float(value) if isinstance(like, float) else value  # type: ignore[arg-type]
 
@@ -270,7 +270,7 @@ def _checked(name: str, value: object, like: object, problems: list[str]) -> obj
 def _refuse_others(table: Json, name: str, allowed: tuple[object, ...], problems: list[str]) -> None:
     value = table.get(name, allowed[0])
     if value not in allowed:
-        problems.append(f"{name}={value!r}: ours is {' or '.join(map(repr, allowed))}")
+        problems.append(f"{name}={value!r}: must be {' or '.join(map(repr, allowed))}")
 
 
 def _ids(value: object) -> list[Any]:

@@ -337,7 +337,7 @@ def run_block(block: nn.Module, *inputs: object, recompute: bool) -> Tensor:
 def as_key(key: int | Tensor | None) -> int | None:
     """Return a dropout key as an integer.
 
-    Pipeline schedules split only tensors over micro batches, so they pass a key as a single-element int64 tensor.
+    Pipeline schedules split only tensors over micro-batches, so they pass a key as a single-element int64 tensor.
     """
     return int(key) if isinstance(key, Tensor) else key
 

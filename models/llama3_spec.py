@@ -125,7 +125,7 @@ SPEC = FamilySpec(
     hf=_HF,
     is_rotary=True,
     lora_targets=("q_proj", "v_proj"),
-    unused={"dropout": "llama3 has none, leave it 0", "activation": "llama3 has SwiGLU, leave the key out"},
+    unused={"dropout": "llama3 does not have it; set it to 0", "activation": "llama3 always uses SwiGLU; omit the key"},
     megatron=MEGATRON,
     scaled_preset="llama3_1b",
 )

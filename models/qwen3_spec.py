@@ -78,9 +78,9 @@ SPEC = replace(
     plan=_PLAN,
     hf=_HF,
     unused={
-        "dropout": "qwen3 has none, leave it 0",
-        "activation": "qwen3 has SwiGLU, leave the key out",
-        "rope_scaling": "qwen3 has none of this form, leave it null",
+        "dropout": "qwen3 does not have it; set it to 0",
+        "activation": "qwen3 always uses SwiGLU; omit the key",
+        "rope_scaling": "qwen3 does not have this form; set it to null",
     },
     needs=("head_dim",),
     megatron=_MEGATRON,

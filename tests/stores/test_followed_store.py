@@ -117,9 +117,9 @@ def test_a_follower_says_that_a_run_has_stopped(site: Site, caplog: pytest.LogCa
     assert follow(site, Runner(*events)) == [5]
     said = [record.message for record in caplog.records if "is the newest checkpoint" in record.message]
     assert [line.partition("; ")[2] for line in said] == [
-        "its run has stopped: waiting for its next start",
+        "the run has stopped: waiting for it to start again",
         "waiting for the next",
-        "its run has stopped: waiting for its next start",
+        "the run has stopped: waiting for it to start again",
     ]
 
 

@@ -123,7 +123,7 @@ def unpinned_thread_lines(config: Config) -> list[str]:
         return []
     return [
         f"train.threads is 0, so each rank uses its share of the host's cores: parallel.invariant_ranks={lanes} keeps "
-        "the bits only between launches with the same thread count"
+        "the result bitwise equal only between launches with the same thread count"
     ]
 
 
@@ -147,14 +147,14 @@ def _trained_problems(config: Config) -> list[str]:
     if problems or not model.is_adapted:
         return problems
     if config.optimizer.name is not OptimizerName.adamw:
-        problems.append(f"optimizer.name={config.optimizer.name.value}: adapters are trained by adamw")
+        problems.append(f"optimizer.name={config.optimizer.name.value}: adapters need optimizer.name=adamw")
     if section.resize or section.partial:
         problems.append(
-            "checkpoint.resize and checkpoint.partial: not with model.lora.rank, a base is loaded as a whole"
+            "checkpoint.resize and checkpoint.partial: need model.lora.rank=0, because a base is loaded in full"
         )
     if model.lora.dropout and config.train.compile:
         problems.append(
-            f"model.lora.dropout={model.lora.dropout}: not with train.compile, set one of them to 0 or false"
+            f"model.lora.dropout={model.lora.dropout}: cannot be used with train.compile; set one of them to 0 or false"
         )
     if section.base is None and not section.finetune and not config.train.dry_run:
         problems.append(
@@ -197,7 +197,7 @@ def _length_problems(config: Config) -> list[str]:
         )
     if len(sizes.sizes) > 1 and config.parallel.invariant_ranks:
         problems.append(
-            f"train.batch_schedule={train.batch_schedule}: not with parallel.invariant_ranks="
+            f"train.batch_schedule={train.batch_schedule}: cannot be used with parallel.invariant_ranks="
             f"{config.parallel.invariant_ranks}, which needs a constant batch size"
         )
     if train.train_samples is not None and train.train_samples < sizes.at(0):
@@ -249,10 +249,10 @@ def _copies_problems(copies: int, zero_stage: int, *, data_ranks: int) -> list[s
     if copies == 1:
         return []
     if zero_stage == 0:
-        return [f"parallel.replicate={copies}: needs a parallel.zero_stage above 0: stage 0 has a copy on every rank"]
+        return [f"parallel.replicate={copies}: needs parallel.zero_stage above 0; at stage 0 every rank has a copy"]
     if data_ranks % copies or data_ranks == copies:
-        rule = "must divide them, with 2 ranks or more for a copy"
-        return [f"parallel.replicate={copies}: {data_ranks} data-parallel ranks: {rule}"]
+        rule = "must divide the data-parallel ranks, with at least 2 per copy"
+        return [f"parallel.replicate={copies}: {rule}, and there are {data_ranks}"]
     return []
 
 
@@ -284,9 +284,9 @@ def _invariant_tensor_problems(config: Config) -> list[str]:
     if parallel.invariant_ranks == 0:
         problems.append(f"{key}: needs parallel.invariant_ranks, which fixes the sums over micro-batches and ranks")
     if train.compile:
-        problems.append(f"{key}: not with train.compile, which fuses what the shards keep apart")
+        problems.append(f"{key}: cannot be used with train.compile, which fuses operations that must stay separate")
     if model.is_adapted:
-        problems.append(f"{key}: not with model.lora.rank={model.lora.rank}")
+        problems.append(f"{key}: cannot be used with model.lora.rank={model.lora.rank}")
     return problems
 
 
@@ -376,5 +376,5 @@ def _save_needs(config: Config) -> list[str]:
     if config.train.on_spike is OnSpike.rewind and (not has_folder or section.no_save_optim):
         problems.append("train.on_spike=rewind: needs a folder to save to, and checkpoint.no_save_optim=false")
     if section.base is not None and not config.model.is_adapted:
-        problems.append(f"checkpoint.base={section.base}: serves adapters only, and model.lora.rank is 0")
+        problems.append(f"checkpoint.base={section.base}: is used only with adapters, and model.lora.rank is 0")
     return problems

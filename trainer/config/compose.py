@@ -196,10 +196,10 @@ def read_command(words: Sequence[str]) -> CommandLine | None:
         raise ConfigError(
             "A command runs one configuration",
             found="--multirun",
-            fix="Start one command per configuration, each with its own run.name.",
+            fix="Start a separate command per configuration, each with its own run.name.",
         )
     if missing := [str(path) for path in (options.config_path, *options.config_dir) if not is_dir(path)]:
-        raise ConfigError("A folder of configurations is missing", found=", ".join(missing))
+        raise ConfigError("A configuration folder does not exist", found=", ".join(missing))
     folders = tuple(path.resolve() for path in options.config_dir)
     overrides = tuple(readable(options.overrides))
     command = CommandLine(overrides, options.config_path.resolve(), options.config_name, folders, tuple(words))
@@ -268,7 +268,7 @@ def _refuse_options(words: Sequence[str]) -> None:
         suggestion = closest(name.replace("-", "_"), by_name, cutoff=_LIKE_A_KEY)
         if word.startswith("--") and suggestion is not None:
             raise ConfigError(
-                "An option is unknown; settings have the form SECTION.KEY=VALUE here",
+                "An option is unknown: settings have the form SECTION.KEY=VALUE",
                 found=word,
                 fix=f"Did you mean {by_name[suggestion]}={value or 'VALUE'}?",
             )
@@ -397,7 +397,7 @@ def _reported(call: Callable[[], _T], overrides: Sequence[str], problems: Callab
             text = "\n  ".join(["these problems:", *several])
             raise ConfigError("The configuration cannot be composed", found=text) from error
         text = _error_text(error)
-        one_value = "Give one value per key; there is no multirun. Text with a comma needs quotes: \"KEY='a,b'\"."
+        one_value = "Pass one value per key: multirun is not supported. Text with a comma needs quotes: \"KEY='a,b'\"."
         fix = one_value if "--multirun" in text else _suggestion(error)
         raise ConfigError("The configuration cannot be composed", found=text, fix=fix) from error
     except ConfigError:
@@ -429,7 +429,7 @@ def _refuse_hydra_keys(overrides: Sequence[str]) -> None:
             raise ConfigError(
                 "Hydra's own keys cannot be set",
                 found=override,
-                fix="Remove it; run.dir sets the folder of a run.",
+                fix="Remove it. To set the run's folder, use run.dir.",
             )
 
 
@@ -472,7 +472,7 @@ def read_resolved(path: Path) -> tuple[dict[str, object], frozenset[str]]:
     except FileNotFoundError:
         return {}, frozenset()
     except (OmegaConfBaseException, YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError("The configuration of a run is damaged", where=path, found=error) from error
+        raise ConfigError("The run's configuration is damaged", where=path, found=error) from error
     sections = {str(name): section for name, section in values.items()} if isinstance(values, dict) else {}
     _, comment, names = text.rpartition(f"\n{_ENVIRONMENT}")
     return sections, frozenset(names.split() if comment else ())
@@ -484,10 +484,10 @@ def _refuse_unknown_keys(raw: DictConfig) -> None:
     removed = [field.name for field in fields(Config) if field.name not in raw]
     if added or removed:
         suggestion = closest(added[0], keys()) if added else None
-        hint = f"Did you mean {suggestion}? " if suggestion else "Correct the key; "
+        hint = f"Did you mean {suggestion}? " if suggestion else "Correct the key: "
         raise ConfigError(
             "The configuration has unknown or missing keys",
-            found="; ".join([*(f"{key} is unknown" for key in added), *(f"{key} is removed" for key in removed)]),
+            found="; ".join([*(f"{key} is unknown" for key in added), *(f"{key} is missing" for key in removed)]),
             fix=f"{hint}`reprise options` shows all keys.",
         )
 
@@ -524,8 +524,8 @@ def _refuse_clocks(raw: DictConfig) -> None:
     for key, value in section.items() if isinstance(section, dict) else ():
         if "${now" in str(value):
             raise ConfigError(
-                "The name or folder of a run depends on the time",
+                "The run's name or folder depends on the time",
                 where=f"run.{key!s}",
                 found=str(value),
-                fix="Set a fixed name, so that the same command resumes the run.",
+                fix="Set a fixed name so that the same command resumes the run.",
             )

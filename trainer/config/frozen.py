@@ -22,7 +22,7 @@ def frozen_names(model: ModelConfig, patterns: Sequence[str]) -> frozenset[str]:
 def freeze_problems(model: ModelConfig, patterns: Sequence[str]) -> list[str]:
     """List problems with patterns: no match, or a match for every parameter."""
     if model.is_adapted:
-        reason = f"model.lora.rank={model.lora.rank} freezes all but the adapters, leave the key out"
+        reason = f"model.lora.rank={model.lora.rank} freezes everything except the adapters; omit the key"
         return [f"train.freeze={list(patterns)}: {reason}"] if patterns else []
     stored, second = stored_tensors(model), aliases(model)
     problems = []

@@ -45,7 +45,7 @@ def logging_problems(section: LoggingSection) -> list[str]:
     if section.log_interval < 1:
         problems.append(f"logging.log_interval={section.log_interval}: must be at least 1")
     problems += [
-        f"logging.sinks={section.sinks}: {name} is none of {', '.join(SINKS)}"
+        f"logging.sinks={section.sinks}: {name} must be one of {', '.join(SINKS)}"
         for name in section.sinks
         if name not in SINKS
     ]

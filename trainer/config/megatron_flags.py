@@ -53,7 +53,7 @@ def refuse_flags(words: Sequence[str]) -> None:
         answers[word] = f"{name}: {_answer(flag, flag_keys, value)}"
     if answers:
         raise ConfigError(
-            "A command line has flags; settings have the form SECTION.KEY=VALUE",
+            "The command line has flags, but settings have the form SECTION.KEY=VALUE",
             found=", ".join(answers),
             fix="\n  " + "\n  ".join(answers.values()) + "\n`reprise options KEY` describes a key.",
         )
@@ -67,7 +67,7 @@ def _keys_named(flag: str) -> list[str]:
 
 def _answer(flag: str, keys: Sequence[str], value: str) -> str:
     if not keys:
-        return "has no counterpart, leave it out"
+        return "has no counterpart; omit it"
     has_its_name = keys[0].rpartition(".")[2] == flag.lstrip("-").replace("-", "_")
     if not has_its_name or not value:
         return f"set {' and '.join(keys)}"

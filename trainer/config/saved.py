@@ -137,7 +137,7 @@ def saved_values(document: Json, state: Json, *, where: object) -> dict[str, obj
     """
     if document.get("format") != FORMAT:
         raise MismatchError(
-            "A checkpoint's configuration has another format version",
+            "The checkpoint's configuration has an unsupported format version",
             where=where,
             expected=FORMAT,
             found=document.get("format"),
@@ -145,12 +145,12 @@ def saved_values(document: Json, state: Json, *, where: object) -> dict[str, obj
         )
     config = document.get("config")
     if not isinstance(config, dict) or not all(isinstance(section, dict) for section in config.values()):
-        raise CheckpointError("A checkpoint's configuration is malformed", where=where, expected="sections of keys")
+        raise CheckpointError("The checkpoint's configuration is malformed", where=where, expected="sections of keys")
     values = {f"{name}.{key}": value for name, section in config.items() for key, value in section.items()}
     unknown = values.keys() - _known_keys()
     if unknown:
         raise MismatchError(
-            "A checkpoint's configuration has a key that this version does not have",
+            "The checkpoint's configuration has a key that this version does not know",
             where=where,
             found=", ".join(sorted(unknown)),
             fix=_OTHER_WAY,
@@ -160,7 +160,7 @@ def saved_values(document: Json, state: Json, *, where: object) -> dict[str, obj
     return values | {f"parallel.{key}": table[name] for name, key in PARALLEL_KEYS.items() if name in table}
 
 
-_OTHER_WAY = "Name the configuration on the command line, with model= or experiment=: nothing is taken from this file."
+_OTHER_WAY = "Set the configuration on the command line with model= or experiment=; this file is then ignored."
 
 
 def _settings(config: Config) -> Iterator[tuple[str, str, Any]]:

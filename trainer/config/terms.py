@@ -7,7 +7,7 @@ from reprise.storage import FolderTerms
 
 # How a run saves on hosts without a shared folder.
 WAY_OUT = (
-    "Hosts that share no folder keep local checkpoints: checkpoint.local.dir=FOLDER, on a disk of each host's own, and "
+    "If the hosts share no folder, use local checkpoints: set checkpoint.local.dir=FOLDER on each host's own disk, and "
     "checkpoint.save=null."
 )
 

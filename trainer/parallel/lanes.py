@@ -86,7 +86,7 @@ def invariant_ranks_problems(count: int, *, ranks: int, micro_batches: int) -> l
     counts = [power for power in powers if power % ranks == 0]
     if count in (0, *counts):
         return []
-    divided = f"the {micro_batches} micro batches of an iteration (train.global_batch_size / train.micro_batch_size)"
+    divided = f"the {micro_batches} micro-batches of an iteration (train.global_batch_size / train.micro_batch_size)"
     if counts:
         rule = f"0 is off, the others are powers of two that divide {divided} and are multiples of the"
         return [f"parallel.invariant_ranks={count}: must be {listed([0, *counts])}: {rule} {ranks} data-parallel ranks"]

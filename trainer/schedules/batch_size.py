@@ -92,7 +92,7 @@ def parse_batch_schedule(text: str) -> BatchSchedule:
         steps.append((int(match[1]) * _UNITS[match[2]], int(match[3])))
     firsts = [first for first, _ in steps]
     if not steps or firsts[0] != 0:
-        raise ValueError("must begin with the size at sample 0, as in 0:8")
+        raise ValueError("must start with the size at sample 0, as in 0:8")
     if firsts != sorted(set(firsts)):
         raise ValueError("must be in ascending order of samples")
     if min(size for _, size in steps) < 1:

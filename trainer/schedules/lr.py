@@ -233,7 +233,7 @@ def problems(section: ScheduleSection, length: RunLength, lr: float) -> list[str
         lines.append(f"{wsd}={counts.wsd_decay}: belongs to schedule.lr_decay_style=wsd")
     elif counts.wsd_decay is not None and not 0 < counts.wsd_decay <= counts.decay - max(counts.warmup, 0):
         end = decay.removeprefix("schedule.")
-        lines.append(f"{wsd}={counts.wsd_decay}: must fit between warmup and {end}={counts.decay}")
+        lines.append(f"{wsd}={counts.wsd_decay}: must fit between the warmup and {end}={counts.decay}")
     return lines
 
 

@@ -219,7 +219,7 @@ def test_an_interrupt_leaves_nothing_and_ends_in_words(
         assert main([str(tmp_path / "in.txt"), "--output", str(tmp_path / "out"), "--workers", "1"]) == 130
     finally:
         signal.signal(signal.SIGINT, before)
-    assert capsys.readouterr().err == "reprise prepare-data: interrupted, and no output was written\n"
+    assert capsys.readouterr().err == "reprise prepare-data: interrupted; no output was written\n"
     assert [path.name for path in tmp_path.iterdir()] == ["in.txt"]
 
 

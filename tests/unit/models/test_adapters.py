@@ -61,10 +61,10 @@ def test_the_configuration_of_peft_names_no_base() -> None:
         ({"rank": -1}, "model.lora.rank=-1"),
         ({"alpha": 0.0}, "model.lora.alpha=0.0"),
         ({"dropout": 1.0}, "model.lora.dropout=1.0"),
-        ({"target_modules": []}, "names no module"),
-        ({"target_modules": ["attn"]}, "'attn' fits no module; these can have an adapter: c_attn, c_proj, c_fc"),
-        ({"target_modules": ["c_attn", "lm_head"]}, "'lm_head' fits lm_head, only these can have an adapter"),
-        ({"target_modules": ["ln_1"]}, "'ln_1' fits transformer.h.0.ln_1"),
+        ({"target_modules": []}, "target_modules=[]: is empty"),
+        ({"target_modules": ["attn"]}, "'attn' matches no module; choose from c_attn, c_proj, c_fc"),
+        ({"target_modules": ["c_attn", "lm_head"]}, "'lm_head' matches lm_head, which cannot have an adapter"),
+        ({"target_modules": ["ln_1"]}, "'ln_1' matches transformer.h.0.ln_1"),
     ],
 )
 def test_impossible_adapters_are_named(values: dict[str, object], words: str) -> None:

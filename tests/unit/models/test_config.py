@@ -104,8 +104,8 @@ def test_build_model_refuses_with_every_reason(family: ModelConfig) -> None:
 
 
 def test_a_width_of_heads_belongs_to_qwen3_which_needs_it() -> None:
-    assert problems(replace(GPT2, head_dim=10)) == ["model.head_dim=10: gpt2 has none, leave the key out"]
-    assert problems(replace(LLAMA3, head_dim=10)) == ["model.head_dim=10: llama3 has none, leave the key out"]
+    assert problems(replace(GPT2, head_dim=10)) == ["model.head_dim=10: gpt2 does not have it; omit the key"]
+    assert problems(replace(LLAMA3, head_dim=10)) == ["model.head_dim=10: llama3 does not have it; omit the key"]
     assert "model.head_dim=null: qwen3 needs it" in problems(replace(QWEN3, head_dim=None))
     assert problems(replace(QWEN3, head_dim=0))[0] == "model.head_dim=0: must be at least 1"
     assert problems(replace(QWEN3, head_dim=7)) == ["model.head_dim=7: rotary positions need an even width per head"]
