@@ -293,7 +293,7 @@ def merge(options: argparse.Namespace) -> int:
 def prune(options: argparse.Namespace) -> int:
     """Delete all but the newest checkpoints, or old ones' optimizer state. Checkpoints with a `hold` file stay."""
     if options.optimizer != (options.before is not None):
-        raise ConfigError("--optimizer and --before N go together", fix="Pass both, or --keep K.")
+        raise ConfigError("--optimizer and --before N must be used together", fix="Pass both, or --keep K.")
     if options.optimizer:
         return _drop_optimizer(options)
     report = reprise.prune(
@@ -386,7 +386,11 @@ def _parser() -> argparse.ArgumentParser:
     checkpoint_help = "an iter_ folder, or a run for its newest"
     command("show", show).add_argument("checkpoint", type=any_path, metavar="CHECKPOINT", help=checkpoint_help)
     command("verify", verify).add_argument(
-        "checkpoints", type=any_path, nargs="+", metavar="CHECKPOINT", help="iter_ folders, or runs for all they have"
+        "checkpoints",
+        type=any_path,
+        nargs="+",
+        metavar="CHECKPOINT",
+        help="iter_ folders, or runs to check all their checkpoints",
     )
     compared = command("diff", diff)
     compared.add_argument("a", type=any_path, metavar="A", help=checkpoint_help)
@@ -396,9 +400,11 @@ def _parser() -> argparse.ArgumentParser:
     host_help = "a host's checkpoint.local.dir, or an iter_ folder in it"
     gathered.add_argument("hosts", type=local_path, nargs="+", metavar="HOSTFOLDER", help=host_help)
     gathered.add_argument("out", type=local_path, metavar="OUT", help="the checkpoint folder to write to")
-    gathered.add_argument("--iteration", type=natural, metavar="N", help="by default the newest whole iteration")
+    gathered.add_argument("--iteration", type=natural, metavar="N", help="default: the newest complete iteration")
     merged = command("merge", merge)
-    merged.add_argument("run", type=local_path, metavar="RUN", help="a run, or its checkpoints/weights for light saves")
+    merged.add_argument(
+        "run", type=local_path, metavar="RUN", help="a run, or its checkpoints/weights for weights-only saves"
+    )
     merged.add_argument("out", type=local_path, metavar="OUT", help="the checkpoint folder to write to")
     merged.add_argument("--from", type=natural, required=True, dest="first", metavar="A", help="the first iteration")
     merged.add_argument("--to", type=natural, required=True, dest="last", metavar="B", help="the last iteration")
@@ -406,23 +412,27 @@ def _parser() -> argparse.ArgumentParser:
         "--weights", default="mean", metavar="RULE", help="mean, ema:D, minus-sqrt, or W1,W2,... (%(default)s)"
     )
     copied = command("copy", copy)
-    copied.add_argument("source", type=any_path, metavar="SRC", help="a checkpoint's or a run's folder or URL")
+    copied.add_argument("source", type=any_path, metavar="SRC", help="a checkpoint folder or a run folder, or a URL")
     copied.add_argument("target", type=any_path, metavar="DST", help="the folder or URL to write iter_ folders to")
     uploaded = commands.add_parser("mirror", help=(mirror.__doc__ or "").rstrip("."), description=mirror.__doc__)
     uploaded.set_defaults(call=mirror)
-    uploaded.add_argument("run", type=local_path, metavar="RUN", help="a run's folder, or its checkpoint folder")
+    uploaded.add_argument("run", type=local_path, metavar="RUN", help="a run folder, or its checkpoint folder")
     uploaded.add_argument("url", metavar="URL", help="the run's URL in the store, such as s3://bucket/run")
-    uploaded.add_argument("--once", action="store_true", help="end once all is uploaded; status 1 if some is not")
-    uploaded.add_argument("--keep", type=natural, default=0, metavar="K", help="how many of the newest stay (all)")
+    uploaded.add_argument(
+        "--once",
+        action="store_true",
+        help="exit once everything is uploaded; status 1 if a checkpoint cannot be mirrored",
+    )
+    uploaded.add_argument("--keep", type=natural, default=0, metavar="K", help="how many of the newest to keep (all)")
     uploaded.add_argument("--interval", type=natural, default=0, metavar="N", help="upload only multiples of N (all)")
     pruned = command("prune", prune)
     pruned.add_argument("run", type=any_path, metavar="RUN", help="a run's folder or URL")
     rules = pruned.add_mutually_exclusive_group(required=True)
-    rules.add_argument("--keep", type=positive, metavar="K", help="how many of the newest stay")
-    rules.add_argument("--optimizer", action="store_true", help="delete only the optimizer state, with --before")
+    rules.add_argument("--keep", type=positive, metavar="K", help="how many of the newest to keep")
+    rules.add_argument("--optimizer", action="store_true", help="delete only optimizer state; needs --before")
     pruned.add_argument("--before", type=natural, metavar="N", help="in all checkpoints before this iteration")
-    pruned.add_argument("--retain-interval", type=natural, default=0, metavar="N", help="multiples of N stay too")
-    pruned.add_argument("--dry-run", action="store_true", help="list the checkpoints to delete, and delete none")
+    pruned.add_argument("--retain-interval", type=natural, default=0, metavar="N", help="also keep multiples of N")
+    pruned.add_argument("--dry-run", action="store_true", help="list the checkpoints to delete without deleting them")
     return parser
 
 

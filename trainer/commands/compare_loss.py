@@ -68,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
         "--dtype",
         choices=("float32", "bfloat16"),
         default=None,
-        help="which threshold to use; default: the dtype in config.yaml or in a log's name, else float32",
+        help="which threshold to use; default: the dtype in config.yaml or in the log's file name, else float32",
     )
     parser.add_argument(
         "--bitwise", action="store_true", help="require equal bits in loss, grad_norm and lr; needs metrics.jsonl"
@@ -81,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="in a resumed run's log, a later launch replaces earlier lines from its own first iteration on",
     )
-    parser.add_argument("--plot", metavar="FILE", default=None, help="draw all curves and their differences from BASE")
+    parser.add_argument("--plot", metavar="FILE", default=None, help="plot all curves and their differences from BASE")
     parser.add_argument(
         "--max-rows",
         type=natural,

@@ -72,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
         "(%(default)g); 0.2 suits a shared machine",
     )
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
-    parser.add_argument("--plot", metavar="FILE", default=None, help="draw tok/s by iteration, and the spread")
+    parser.add_argument("--plot", metavar="FILE", default=None, help="plot tok/s by iteration, and the spread")
     return parser
 
 

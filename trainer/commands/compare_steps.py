@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return EQUAL
         if options.b is None:
             raise DataError(
-                "Only one run is named", expected="two", fix="Name a second run, or a folder with --record."
+                "Only one run was passed", expected="two", fix="Pass a second run, or a folder with --record."
             )
         report = search.compare_steps(options.a, options.b, iteration=options.iteration, folder=options.keep)
     except TrainerError as error:
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="reprise compare-steps",
-        description="Find the first tensor in which two runs that should be equal differ.",
+        description="Find the first tensor that differs between two runs that should be equal.",
         epilog="Exit status: 0 nothing differs, 1 something does, 2 the command failed.",
     )
     parser.add_argument("a", type=existing_folder, metavar="A", help="a run's folder, or a --record folder")

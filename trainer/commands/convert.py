@@ -145,7 +145,9 @@ def _add_imports(parser: argparse.ArgumentParser) -> None:
     formats = parser.add_subparsers(required=True, metavar="FORMAT", dest="format")
     for name, form in FORMATS.items():
         subparser = formats.add_parser(name, help=form.summary, description=form.summary)
-        subparser.add_argument("source", type=local_path, metavar="SOURCE", help="the other program's checkpoint")
+        subparser.add_argument(
+            "source", type=local_path, metavar="SOURCE", help="checkpoint written by the other program"
+        )
         subparser.add_argument("folder", type=local_path, metavar="FOLDER", help="the new run's checkpoint folder")
         subparser.add_argument(
             "overrides", nargs="*", default=[], metavar="KEY=VALUE", help="the new run's configuration"
@@ -180,7 +182,7 @@ def _add_exports(parser: argparse.ArgumentParser) -> None:
         subparser.set_defaults(merge=None, ema=False)
         if form.has_averages:
             subparser.add_argument(
-                "--ema", action="store_true", help="export the moving averages in place of the weights"
+                "--ema", action="store_true", help="export the moving averages instead of the weights"
             )
         if form.merges:
             subparser.add_argument(

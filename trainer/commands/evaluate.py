@@ -124,7 +124,7 @@ def _config(path: Path, options: argparse.Namespace, world_size: int) -> Config:
     config = compose_values({**values, **_FIXED, "parallel.replicate": 1}, options.overrides)
     if config.data.kind in TOKEN_KINDS and config.data.valid is None:
         raise ConfigError(
-            "The checkpoint's run has no validation data", where=saved.path, fix="Name token files with --data."
+            "The checkpoint's run has no validation data", where=saved.path, fix="Pass token files with --data."
         )
     validate(config, world_size)
     config = with_micro_batch(config, world_size)
@@ -195,9 +195,13 @@ def _parser() -> argparse.ArgumentParser:
     where = "a run for its newest checkpoint, an iter_ folder, or a URL of these"
     parser.add_argument("checkpoints", type=any_path, nargs="+", metavar="CHECKPOINT", help=where)
     parser.add_argument(
-        "--data", type=local_path, nargs="+", metavar="FILE", help="token files in place of the run's validation data"
+        "--data",
+        type=local_path,
+        nargs="+",
+        metavar="FILE",
+        help="token files to use instead of the run's validation data",
     )
-    parser.add_argument("--ema", action="store_true", help="evaluate the moving averages in place of the weights")
+    parser.add_argument("--ema", action="store_true", help="evaluate the moving averages instead of the weights")
     parser.add_argument(
         "--set",
         nargs="+",

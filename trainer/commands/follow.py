@@ -79,16 +79,18 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("run", type=any_path, metavar="RUN", help="the run's folder or URL, which may not exist yet")
     parser.add_argument("--every", type=positive, default=1, metavar="N", help="only multiples of N (%(default)s)")
     parser.add_argument(
-        "--from", type=natural, default=0, dest="first", metavar="N", help="only from iteration N on (%(default)s)"
+        "--from", type=natural, default=0, dest="first", metavar="N", help="only from iteration N (%(default)s)"
     )
-    parser.add_argument("--weights", action="store_true", help="follow the light saves in place of the checkpoints")
+    parser.add_argument(
+        "--weights", action="store_true", help="follow the weights-only saves instead of the checkpoints"
+    )
     parser.add_argument(
         "--json-metric", metavar="NAME", help="store this number from the output's last JSON line, for compare-loss"
     )
     parser.add_argument(
         "--name", type=_name, help="write a separate log, follow.NAME.jsonl, to run beside other followers"
     )
-    parser.add_argument("--once", action="store_true", help="end after the existing checkpoints")
+    parser.add_argument("--once", action="store_true", help="exit after the existing checkpoints")
     parser.add_argument(
         "--poll-seconds",
         type=amount,

@@ -65,7 +65,7 @@ def _encoder(tokenizer: str | None, folder: Path, model: ModelConfig) -> Encoder
             where=folder,
             found=f"a vocabulary of {model.vocab_size} tokens and no "
             f"{'undamaged ' if tokenizer_file is None else ''}{TOKENIZER}",
-            fix=f"Name it with --tokenizer: a {TOKENIZER}, or {BYTES}.",
+            fix=f"Pass it with --tokenizer: a {TOKENIZER}, or {BYTES}.",
         )
     return open_encoder(tokenizer)
 
@@ -85,17 +85,17 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--base", type=local_path, metavar="BASE", help="the base weights under the checkpoint's adapters"
     )
-    parser.add_argument("--ema", action="store_true", help="use the moving averages in place of the weights")
+    parser.add_argument("--ema", action="store_true", help="use the moving averages instead of the weights")
     parser.add_argument("--prompt", default="", metavar="TEXT", help="text to continue; empty starts a new document")
     parser.add_argument("--tokenizer", metavar="NAME", help="bytes, or a tokenizer.json; by default the model's own")
     parser.add_argument(
         "--max-new-tokens", type=positive, default=100, metavar="N", help="tokens to append (%(default)s)"
     )
     parser.add_argument(
-        "--temperature", type=amount, default=0.0, metavar="T", help="0 always takes the likeliest token"
+        "--temperature", type=amount, default=0.0, metavar="T", help="0 always picks the most likely token"
     )
     parser.add_argument(
-        "--top-k", type=natural, default=0, metavar="K", help="sample from the K likeliest tokens; 0 for all"
+        "--top-k", type=natural, default=0, metavar="K", help="sample from the K most likely tokens; 0 for all"
     )
     parser.add_argument("--seed", type=natural, default=0, metavar="S", help="sampling seed (%(default)s)")
     return parser

@@ -50,10 +50,10 @@ COMMANDS = {
     "publish": Command(
         "trainer.commands.publish", "send a run's metrics to W&B, SwanLab, MLflow, trackio or TensorBoard", _COMPOSITION
     ),
-    "report": Command("trainer.commands.report", "write a page about runs: curves, life, goodput, settings"),
+    "report": Command("trainer.commands.report", "write a report on runs: curves, timeline, goodput, settings"),
     "compare-loss": Command("trainer.commands.compare_loss", "compare the loss curves of runs"),
     "compare-steps": Command(
-        "trainer.commands.compare_steps", "find the first tensor in which two runs differ", _COMPOSITION
+        "trainer.commands.compare_steps", "find the first tensor that differs between two runs", _COMPOSITION
     ),
     "compare-speed": Command("trainer.commands.compare_speed", "compare how fast runs were and what their saves cost"),
 }
@@ -121,7 +121,7 @@ def _help() -> str:
         [
             "usage: reprise COMMAND ...",
             "",
-            "Train language models, and look after their checkpoints.",
+            "Train language models and manage their checkpoints.",
             "",
             "commands:",
             *lines,

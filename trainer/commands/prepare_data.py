@@ -49,14 +49,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"reprise prepare-data: {type(error).__name__}: {error}", file=sys.stderr)
         return IMPOSSIBLE
     except KeyboardInterrupt:
-        print("reprise prepare-data: interrupted, and no output was written", file=sys.stderr)
+        print("reprise prepare-data: interrupted; no output was written", file=sys.stderr)
         return INTERRUPTED
     for side in prepared.sides:
         documents = f"{count_of(side.documents, 'document', form=',')}, " if side.documents else ""
         tokens = count_of(side.tokens, "token", form=",")
         print(f"{side.name}: {documents}{tokens}, {count_of(len(side.files), 'file')}")
     if not prepared.has_text:
-        print(f"no tokenizer was given, so the largest token, {prepared.end_of_text}, is taken as the end of text")
+        print(f"no --tokenizer, so the largest token, {prepared.end_of_text}, is used as the end-of-text token")
     print(" ".join(map(shlex.quote, overrides(prepared))))
     return FINE
 
@@ -106,7 +106,7 @@ def _prepare(options: argparse.Namespace, progress: Progress) -> Prepared:
                 found=" ".join(words),
             )
     if options.valid and not options.raw:
-        raise ConfigError("--valid needs --raw", fix="Hold out some of the texts with --valid-fraction.")
+        raise ConfigError("--valid needs --raw", fix="To hold out some of the texts, use --valid-fraction.")
     if options.raw and (options.form or options.valid_fraction or train or options.format != KIND):
         raise ConfigError(
             "--raw reads tokens, not texts",
@@ -172,7 +172,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--valid-fraction", type=float, default=0.0, metavar="F", help="the share to hold out for validation"
     )
-    parser.add_argument("--file-tokens", type=int, default=FILE_TOKENS, metavar="N", help="the most tokens per file")
+    parser.add_argument(
+        "--file-tokens", type=int, default=FILE_TOKENS, metavar="N", help="maximum number of tokens per file"
+    )
     parser.add_argument(
         "--workers",
         type=positive,

@@ -51,7 +51,7 @@ def write_report(runs: Sequence[Path], output: Path) -> Path:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="reprise report", description="Write a page about runs, as a single file, which opens without a network."
+        prog="reprise report", description="Write a report on runs as a single HTML file that opens offline."
     )
     parser.add_argument("runs", type=local_path, nargs="+", metavar="RUN", help="run folders, or their metrics.jsonl")
     parser.add_argument(

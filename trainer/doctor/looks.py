@@ -143,7 +143,7 @@ def _rename(files: Files, scratch: Path) -> tuple[str, str]:
     files.rename(scratch / "b" / "file", scratch / "old")
     files.sync_folder(scratch)
     is_so = (scratch / "old").read_bytes() == b"new" and not exists(scratch / "a")
-    return (FINE if is_so else BAD), "of folders and over files, made durable"
+    return (FINE if is_so else BAD), "of folders and over files, with fsync"
 
 
 def _lock(files: Files, scratch: Path) -> tuple[str, str]:

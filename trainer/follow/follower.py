@@ -43,7 +43,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Selects iterations for the command: multiples of `every` from `first` on. `weights` selects light saves."""
+    """Selects iterations for the command: multiples of `every` from `first` on. `weights`: weights-only saves."""
 
     every: int = 1
     first: int = 0
@@ -154,7 +154,7 @@ class Follower:
             except OSError as error:
                 if once or error.errno == errno.EACCES or not is_store_url(str(error.filename)):
                     raise
-                _log.warning("%s: %s; the follower tries again", error.filename, error.strerror)
+                _log.warning("%s: %s; the follower will retry", error.filename, error.strerror)
                 self._runner.pause(poll_s)
         return FINE
 
@@ -204,7 +204,7 @@ class Follower:
             if hold.is_in_place():
                 self._log.append(self._record(checkpoint, command, outcome))
             else:
-                _log.warning("%s was renamed while the command read it: its result is dropped", shown_name(path))
+                _log.warning("%s was renamed while the command read it: the result is discarded", shown_name(path))
         finally:
             hold.release()
 
@@ -222,15 +222,19 @@ class Follower:
             "result": outcome.result,
         }
         if outcome.status != 0:
-            self._problem(checkpoint.path, f"is done: its command ended with status {outcome.status}")
+            self._problem(checkpoint.path, f"will not be tried again: its command exited with status {outcome.status}")
         if self._metric is not None:
             record |= {"metric": self._metric, "value": number_at(outcome.result, self._metric)}
             if record["value"] is None:
-                _log.warning("%s: the command's last JSON line has no number %s", record["checkpoint"], self._metric)
+                _log.warning(
+                    "%s: the last JSON line of the command's output has no number %s",
+                    record["checkpoint"],
+                    self._metric,
+                )
         return record
 
     def _is_run_over(self) -> bool:
-        """Return whether the newest checkpoint is the run's last, and no light save is in progress."""
+        """Return whether the newest checkpoint is the run's last, and no weights-only save is in progress."""
         folder = self._folder(weights=False)
         committed = folder.committed()
         if not committed:
@@ -248,7 +252,9 @@ class Follower:
         if not is_stored(path):
             return is_at_end and not (self._choice.weights and is_locked(folder.root / WEIGHTS))
         if self._newest != (path, continues) and not is_at_end:
-            event = "waiting for the next" if continues else "its run has stopped: waiting for its next start"
+            event = (
+                "waiting for the next checkpoint" if continues else "the run has stopped: waiting for it to start again"
+            )
             _log.info("%s is the newest checkpoint; %s", shown_name(path), event)
         self._newest = path, continues
         return is_at_end and not continues
