@@ -386,11 +386,7 @@ def _parser() -> argparse.ArgumentParser:
     checkpoint_help = "an iter_ folder, or a run for its newest"
     command("show", show).add_argument("checkpoint", type=any_path, metavar="CHECKPOINT", help=checkpoint_help)
     command("verify", verify).add_argument(
-        "checkpoints",
-        type=any_path,
-        nargs="+",
-        metavar="CHECKPOINT",
-        help="iter_ folders, or runs to check all their checkpoints",
+        "checkpoints", type=any_path, nargs="+", metavar="CHECKPOINT", help="iter_ folders, or runs to check in full"
     )
     compared = command("diff", diff)
     compared.add_argument("a", type=any_path, metavar="A", help=checkpoint_help)
@@ -402,9 +398,7 @@ def _parser() -> argparse.ArgumentParser:
     gathered.add_argument("out", type=local_path, metavar="OUT", help="the checkpoint folder to write to")
     gathered.add_argument("--iteration", type=natural, metavar="N", help="default: the newest complete iteration")
     merged = command("merge", merge)
-    merged.add_argument(
-        "run", type=local_path, metavar="RUN", help="a run, or its checkpoints/weights for weights-only saves"
-    )
+    merged.add_argument("run", type=local_path, metavar="RUN", help="a run, or a run's checkpoints/weights folder")
     merged.add_argument("out", type=local_path, metavar="OUT", help="the checkpoint folder to write to")
     merged.add_argument("--from", type=natural, required=True, dest="first", metavar="A", help="the first iteration")
     merged.add_argument("--to", type=natural, required=True, dest="last", metavar="B", help="the last iteration")
@@ -418,11 +412,7 @@ def _parser() -> argparse.ArgumentParser:
     uploaded.set_defaults(call=mirror)
     uploaded.add_argument("run", type=local_path, metavar="RUN", help="a run folder, or its checkpoint folder")
     uploaded.add_argument("url", metavar="URL", help="the run's URL in the store, such as s3://bucket/run")
-    uploaded.add_argument(
-        "--once",
-        action="store_true",
-        help="exit once everything is uploaded; status 1 if a checkpoint cannot be mirrored",
-    )
+    uploaded.add_argument("--once", action="store_true", help="exit once all is uploaded; status 1 if some is not")
     uploaded.add_argument("--keep", type=natural, default=0, metavar="K", help="how many of the newest to keep (all)")
     uploaded.add_argument("--interval", type=natural, default=0, metavar="N", help="upload only multiples of N (all)")
     pruned = command("prune", prune)
