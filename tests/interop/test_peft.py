@@ -142,7 +142,7 @@ def test_formats_of_whole_models_refuse_adapters(
     GPT2LMHeadModel(GPT2).save_pretrained(tmp_path / "other")
     iteration, out = str(trained.iteration), str(tmp_path / "out")
     cases = {
-        "another base": ["export", "hf", "--merge", str(tmp_path / "other"), iteration, out],
+        "a different base": ["export", "hf", "--merge", str(tmp_path / "other"), iteration, out],
         "model.lora.rank=4": ["import", "hf", str(trained.base), out, "model.lora.rank=4"],
         "reprise convert export hf --merge": ["export", "dcp", iteration, out],
     }

@@ -151,7 +151,7 @@ def _parts(run: Path, out: Path, first: int, last: int, files: Files) -> list[Ch
         raise no_folder(run)
     folder = CheckpointFolder(LoadSource.named(run).path, files)
     if out.resolve() in (path.resolve() for path in (run, folder.root, folder.root / WEIGHTS)):
-        raise ConfigError("The output folder belongs to the run", where=out, fix="Name another folder.")
+        raise ConfigError("The output folder belongs to the run", where=out, fix="Choose another folder.")
     committed = folder.committed()
     iterations = [iteration for iteration in committed if first <= iteration <= last]
     if len(iterations) < 2:
@@ -174,7 +174,7 @@ def _specs(parts: Sequence[Checkpoint]) -> list[TensorSpec]:
             "A checkpoint holds state dict tensors, which cannot be averaged",
             where=parts[-1].path,
             found=strange[0],
-            fix="Merge checkpoints of weights, with or without an optimizer.",
+            fix="Merge checkpoints that hold weights, with or without an optimizer.",
         )
     for part in parts[:-1]:
         _require_same(part, parts[-1], specs)
@@ -195,7 +195,7 @@ def _require_same(part: Checkpoint, newest: Checkpoint, specs: Sequence[TensorSp
 
 def _mismatch(part: Checkpoint, newest: Checkpoint, difference: str) -> MismatchError:
     return MismatchError(
-        "Two checkpoints to merge hold different models",
+        "The checkpoints to merge hold different models",
         where=part.path,
         expected=f"the model in {newest.path.name}",
         found=f"another {difference}",

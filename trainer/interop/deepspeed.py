@@ -81,7 +81,7 @@ class _Universal:
         tensor = content.get("param") if isinstance(content, Mapping) else content
         if not is_plain(tensor) or tuple(tensor.shape) not in (shape, (prod(shape),)):
             raise MismatchError(
-                "A universal checkpoint holds another model",
+                "The universal checkpoint holds a different model",
                 where=file,
                 expected=list(shape),
                 found=list(tensor.shape) if isinstance(tensor, torch.Tensor) else shown(tensor),
@@ -94,13 +94,13 @@ class _Universal:
                 "The optimizer's copy of a parameter differs from the model's",
                 where=file,
                 fix="With round_robin_gradients, ds_to_universal.py mixes up parameters: load the checkpoint in "
-                "DeepSpeed without it, and save it again. Otherwise the files come from different saves.",
+                "DeepSpeed without that option, and save it again. Otherwise the files come from different saves.",
             )
         return values
 
 
 _FIX = (
-    "Choose its model by overrides, such as model=gpt2_124m or model.tie_word_embeddings=false; a config.json beside "
+    "Set its model with overrides, such as model=gpt2_124m or model.tie_word_embeddings=false; a config.json beside "
     "the tag folder takes precedence."
 )
 
@@ -168,7 +168,7 @@ def _tag(path: Path) -> Path:
         raise MismatchError(
             "A folder is not a DeepSpeed universal checkpoint",
             where=folder,
-            expected=f"a folder {_ZERO}, with a folder for each parameter",
+            expected=f"a folder {_ZERO} with one folder per parameter",
             found=few(child.name for child in folder.iterdir()),
             fix=f"Where DeepSpeed is installed, run `{_COMMAND} --input_folder {folder} --output_folder "
             f"{folder}_universal`, and import its output. For the weights alone, import a save_pretrained folder as "
@@ -199,7 +199,10 @@ def _names(kinds: Mapping[str, set[str]], model: ModelConfig, *, where: Path) ->
     problems = list(_differences(kinds, {prefix + name for name in stored}, {prefix + name for name in second}))
     if problems:
         raise MismatchError(
-            "A universal checkpoint holds another model", where=where, found=listed(problems, "difference"), fix=_FIX
+            "The universal checkpoint holds a different model",
+            where=where,
+            found=listed(problems, "difference"),
+            fix=_FIX,
         )
     return {name: prefix + name for name in stored}
 

@@ -38,6 +38,6 @@ def require_finite(tensor: torch.Tensor, *, where: object, part: tuple[TensorSpe
         where=where,
         found=f"{count} of {flat.numel()}, the first at {[int(n) for n in np.unravel_index(at, shape)]}: "
         f"{float(flat[first])}",
-        fix="A model with such a weight computes nothing but NaN. Import an earlier checkpoint, or repair the tensor "
+        fix="A model with such a weight computes only NaN. Import an earlier checkpoint, or repair the tensor "
         "in the program that wrote it.",
     )

@@ -52,10 +52,10 @@ def known_form(program: str, path: Path) -> Iterator[None]:
         yield
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise CheckpointError(
-            f"A checkpoint from {program} has an unknown form",
+            f"A checkpoint from {program} cannot be read",
             where=path,
             found=f"{type(error).__name__}: {str(error)[:200]}",
-            fix=f"It is damaged, or its version of {program} uses another layout.",
+            fix=f"It is damaged, or its {program} version uses a different layout.",
         ) from error
 
 
@@ -120,10 +120,10 @@ def require_moments(signs: Sequence[str], options: ImportOptions, *, where: obje
     """
     if signs and not options.weights_only:
         raise MismatchError(
-            "A checkpoint's optimizer moments are missing, and a run would restart without them",
+            "The checkpoint's optimizer moments are missing: the run would restart with zero moments",
             where=where,
             expected="Adam's state",
-            found=f"none, beside {' and '.join(signs)}",
+            found=f"none, although the checkpoint has {' and '.join(signs)}",
             fix="Copy the missing files, or import the weights alone with --weights-only.",
         )
 
@@ -157,7 +157,7 @@ def require_float32(options: ExportOptions, program: str, *, where: Path) -> Non
         raise ConfigError(
             f"A {program} folder is written in float32 and without a tokenizer",
             where=where,
-            fix=f"Leave --dtype and --tokenizer out: {program} casts to the dtype of the tensors that it fills.",
+            fix=f"Omit --dtype and --tokenizer: {program} casts to the dtype of the tensors that it fills.",
         )
 
 

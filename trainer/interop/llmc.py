@@ -98,8 +98,8 @@ def foreign(path: Path) -> str | None:
     if number in _TOKENS:
         return "tokens, which data.train reads"
     if data[8:10] == b'{"':
-        return "a safetensors file; name its folder if that holds config.json"
-    return f"{number}, from the bytes {data[:8].hex(' ') or 'none'}"
+        return "a safetensors file: pass its folder if that holds config.json"
+    return f"{number}, bytes {data[:8].hex(' ') or 'none'}"
 
 
 def open_file(path: Path) -> WeightsFile:
@@ -113,7 +113,7 @@ def open_file(path: Path) -> WeightsFile:
         if problem is None and size < _HEADER.size:
             problem = f"{size} B"
         if problem is not None:
-            raise CheckpointError("A file is not an llm.c weight file", where=path, expected=WEIGHTS, found=problem)
+            raise CheckpointError("The file is not an llm.c weight file", where=path, expected=WEIGHTS, found=problem)
         data = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
     except OSError as error:
         raise CheckpointError("A weight file cannot be read", where=path, found=error.strerror) from error
@@ -169,7 +169,7 @@ def _described(
         raise CheckpointError(
             "A weight file has the wrong size",
             where=path,
-            expected=f"{_HEADER.size + expected} B" if expected else "a size with a whole number of columns",
+            expected=f"{_HEADER.size + expected} B" if expected else "a size that is a whole number of columns",
             found=f"{_HEADER.size + tensor_bytes} B",
         )
     return model, tensors

@@ -37,18 +37,20 @@ def merged(checkpoint: Checkpoint, base: Path, *, averages: bool = False) -> Sta
         CheckpointError: The checkpoint or the base is damaged.
     """
     if not holds_adapters(checkpoint):
-        raise MismatchError("A checkpoint has no adapters to merge", where=checkpoint.path, fix="Name no base.")
+        raise MismatchError("A checkpoint has no adapters to merge", where=checkpoint.path, fix="Omit the base.")
     adapters, expected = adapters_of(checkpoint, averages=averages), checkpoint.state.get("base")
     if not (isinstance(expected, Mapping) and adapters.model.is_adapted):
-        raise CheckpointError("An adapter state file describes no adapters, or no base", where=checkpoint.path / STATE)
+        raise CheckpointError(
+            "The adapter checkpoint does not describe its adapters or its base", where=checkpoint.path / STATE
+        )
     weights, identity = _open_base(base, adapters.model, expected.get("xxh3_64"), checkpoint.files)
     if identity != dict(expected):
         raise MismatchError(
-            "The adapters were trained on another base",
+            "The adapters were trained on a different base",
             where=base,
             expected=f"{expected.get('format')}, digest {expected.get('xxh3_64')}",
             found=f"{identity['format']}, digest {identity['xxh3_64']}",
-            fix="Name the base weights that these adapters' run used.",
+            fix="Pass the base weights that the adapters were trained on.",
         )
     model, modules = adapters.model, frozenset(adapted_modules(adapters.model))
 
@@ -93,7 +95,7 @@ def _open_base(path: Path, model: ModelConfig, digest: object, files: Files) -> 
         folder = open_folder(path)
         identity = {"format": "transformers", "xxh3_64": digest_of_samples(tensor_files(folder)).hex()}
         return replace(folder_source(folder, plain), tokenizer={}), identity
-    chooser = Chooser(LoadSource.named(path, terms=LoadTerms("the name of the base")), files, lambda _: None)
+    chooser = Chooser(LoadSource.named(path, terms=LoadTerms("the base")), files, lambda _: None)
     same = (candidate for candidate in chooser.openable() if candidate.digest == digest)
     checkpoint = next(same, None) or open_checkpoint(chooser.pick(), files, may_lack=True)
     return of_checkpoint(checkpoint), {"format": "reprise", "xxh3_64": checkpoint.digest}

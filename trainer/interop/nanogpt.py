@@ -155,7 +155,8 @@ def _model(arguments: Table, weights: Mapping[str, torch.Tensor], *, where: Path
             where=f"{where}, model_args",
             expected=", ".join(sorted(_ARGUMENTS)),
             found=", ".join(f"{name}={shown(arguments[name])}" for name in unknown),
-            fix="A program derived from nanoGPT wrote it, whose model may compute something else: not imported.",
+            fix="A program derived from nanoGPT wrote it, and its model may compute something else, so it cannot be "
+            "imported.",
         )
     vocab_size, width = weights[_EMBEDDING].shape
     positions, heads = len(weights[_POSITIONS]), integer(arguments.get("n_head"))
@@ -203,7 +204,7 @@ def _check_model(weights: Mapping[str, torch.Tensor], model: ModelConfig, *, whe
             problems.append(f"{name}: shape {list(tensor.shape)}")
     if problems:
         raise MismatchError(
-            "The file holds another model than nanoGPT's",
+            "The file's model differs from nanoGPT's",
             where=where,
             expected=f"n_layer={model.n_layer}, n_embd={model.n_embd}, with an MLP of 4 times the width",
             found=listed(problems, "difference"),

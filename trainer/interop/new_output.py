@@ -28,10 +28,10 @@ def new_output(out: Path, files: Files) -> Iterator[Path]:
 
 def _check_free(out: Path) -> None:
     if lexists(out):
-        raise CheckpointError("There is something already", where=out, fix="Move it away, or name another path.")
+        raise CheckpointError("The output path already exists", where=out, fix="Move it, or choose another path.")
     if not is_dir(out.parent):
         raise CheckpointError(
-            "The parent folder does not exist", where=out.parent, fix="Create it, or name another path."
+            "The parent folder does not exist", where=out.parent, fix="Create it, or choose another path."
         )
 
 

@@ -121,7 +121,7 @@ def _check(config: Config) -> None:
     except ValueError as error:
         problems.append(f"train.batch_schedule={config.train.batch_schedule}: {error}")
     if config.model.is_adapted:
-        problems.append(f"model.lora.rank={config.model.lora.rank}: an import writes whole models, leave it 0")
+        problems.append(f"model.lora.rank={config.model.lora.rank}: an import writes whole models; set it to 0")
     if problems:
         raise ConfigError("No checkpoint can be written with this configuration", found="; ".join(problems))
 
@@ -182,7 +182,7 @@ def _documents(
         raise MismatchError(
             "The source does not hold the configured model",
             found=error.found,
-            fix="\nThe source names these fields: omit each model.KEY=VALUE for them, or model= if it sets them.",
+            fix="\nThe source sets these fields: omit their model.KEY=VALUE, or model= if it sets them.",
         ) from None
     train, batch = config.train, dict(description["batch"])
     del batch["micro_batch_size"]  # no iteration has used it, so a run may choose its own

@@ -87,7 +87,7 @@ def tensor_reader(checkpoint: Checkpoint) -> Callable[[str], torch.Tensor]:
 
     def read(name: str) -> torch.Tensor:
         if name not in places:
-            raise CheckpointError("A checkpoint lacks a tensor", where=checkpoint.path, expected=name)
+            raise CheckpointError("The checkpoint is missing a tensor", where=checkpoint.path, expected=name)
         spec = places[name].spec
         memory = torch.empty(spec.view, dtype=torch_dtype(spec.dtype))
         fill(checkpoint, places, [LiveTensor(spec, whole(spec.view), memory, (0,))], threads=1)
@@ -111,7 +111,7 @@ def require_averages(checkpoint: Checkpoint) -> None:
         raise MismatchError(
             "A checkpoint has no moving averages",
             where=checkpoint.path,
-            fix="Leave --ema out: train.ema_decay was 0, or the weights were saved alone.",
+            fix="Omit --ema: train.ema_decay was 0, or it is a weights-only checkpoint.",
         )
 
 

@@ -224,7 +224,7 @@ def _trainer_note(path: Path) -> str:
 def _require_finetune(path: Path, kind: WeightsKind, section: CheckpointSection) -> None:
     if not section.finetune:
         raise MismatchError(
-            f"The {kind.value} holds {kind.owner} weights, and no run to continue",
+            f"The {kind.value} holds {kind.owner} weights, not a run to continue",
             where=path,
             found=f"no {MANIFEST}, which every checkpoint has{_trainer_note(path)}",
             fix="To start at iteration 0 from its weights, set checkpoint.finetune=true.",
@@ -234,5 +234,5 @@ def _require_finetune(path: Path, kind: WeightsKind, section: CheckpointSection)
             f"A {kind.value} has no iterations",
             where=path,
             found=f"checkpoint.ckpt_step={section.ckpt_step}",
-            fix="Leave checkpoint.ckpt_step out.",
+            fix="Omit checkpoint.ckpt_step.",
         )

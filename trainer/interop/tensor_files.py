@@ -85,7 +85,7 @@ def blocks_of(tensor: torch.Tensor, dtype: torch.dtype, *, where: str) -> Iterat
         CheckpointError: A tensor with another dtype is not floating point, or a finite value is beyond `dtype`.
     """
     if not tensor.is_floating_point() and tensor.dtype is not dtype:
-        raise CheckpointError("A tensor holds no floating-point numbers", where=where, found=tensor.dtype)
+        raise CheckpointError("The tensor is not a floating-point tensor", where=where, found=tensor.dtype)
     flat = tensor.detach().reshape(-1)
     count = BLOCK_BYTES // dtype.itemsize
     for lo in range(0, flat.numel(), count):
@@ -93,7 +93,7 @@ def blocks_of(tensor: torch.Tensor, dtype: torch.dtype, *, where: str) -> Iterat
         cast = _rounded(values, dtype).contiguous()
         if dtype.itemsize < values.dtype.itemsize and bool((cast.isinf() & values.isfinite()).any()):
             raise CheckpointError(
-                "A number is out of a dtype's range",
+                "A value is out of the dtype's range",
                 where=where,
                 expected=f"at most {torch.finfo(dtype).max}, the largest of {dtype}",
                 found=float(values.abs().max()),

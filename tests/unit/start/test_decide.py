@@ -301,7 +301,7 @@ def test_an_output_folder_of_the_trainer_names_its_newest(tmp_path: Path, more: 
     output = trainer_output(tmp_path / "output", "checkpoint-9", "checkpoint-20")
     with refused(CheckpointError, "checkpoint-9, checkpoint-20") as caught:
         started(config_in(tmp_path / "run", f"checkpoint.load={output}", *more))
-    assert caught.value.fix == f"Name the newest, {output}/checkpoint-20."
+    assert caught.value.fix == f"Pass the newest, {output}/checkpoint-20."
 
 
 def test_a_state_of_the_trainer_is_called_another_program_s(tmp_path: Path) -> None:

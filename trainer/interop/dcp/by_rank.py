@@ -121,7 +121,7 @@ def _leaves(path: Path, item: str, layouts: Mapping[int, Any], rank: int) -> dic
     layout = layouts.get(rank) or {"file_path": f"{item}_{rank}.pt"}
     name = layout["file_path"]
     if not is_file_name(name) or not name.endswith(".pt"):
-        raise ValueError(f"{name[:200]} for {item} of rank {rank}, not a torch file in the folder")
+        raise ValueError(f"{name[:200]} for {item} of rank {rank}, which is not a torch file in the folder")
 
     def walk(value: Any, keys: tuple[str | int, ...]) -> Iterator[tuple[tuple[str | int, ...], Held]]:
         members = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else None

@@ -29,7 +29,7 @@ MOST_METADATA_BYTES = 4 << 30  # 200 bytes per chunk: room for twenty million
 
 # Files in similar checkpoints, with advice.
 _OTHER_FORMS = {
-    "__*.metadata": "Each rank wrote it separately (use_collectives=False): save it again with collectives.",
+    "__*.metadata": "Each rank wrote it separately (use_collectives=False): save it again with use_collectives=True.",
     "model_0.pt": "torch_checkpointing wrote it without a table of its ranks' parts: save it with a resharder for each "
     "item, ItemSpec(resharder=DefaultResharder()).",
     "*.safetensors": "It holds safetensors files: import it as `hf`.",
@@ -188,7 +188,7 @@ def _no_folder(path: Path) -> CheckpointError:
             "A folder is not a DCP checkpoint, but contains some",
             where=path,
             found=", ".join(below),
-            fix="Name one of them.",
+            fix="Pass one of them.",
         )
     fix = next((advice for pattern, advice in _OTHER_FORMS.items() if matching(path, pattern)), None)
     return CheckpointError("A folder is not a DCP checkpoint", where=path, expected=f"a file {METADATA}", fix=fix)
@@ -202,7 +202,7 @@ def _metadata(file: Path) -> Mapping[str, Any]:
         raise failed_read("A DCP metadata file cannot be read", error, where=file) from error
     except ForeignClass as error:
         raise MismatchError(
-            "A DCP metadata file holds more than torch's own classes",
+            "A DCP metadata file contains classes other than torch's own",
             where=file,
             expected="a pickle of torch.distributed.checkpoint.metadata.Metadata and nothing else",
             found=str(error),
@@ -215,7 +215,7 @@ def _metadata(file: Path) -> Mapping[str, Any]:
             where=file,
             expected="a pickle of torch.distributed.checkpoint.metadata.Metadata",
             found=str(error),
-            fix="It is damaged, or its writer was killed; import another checkpoint.",
+            fix="It is damaged, or its writer was killed. Import another checkpoint.",
         ) from None
 
 

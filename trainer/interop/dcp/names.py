@@ -92,7 +92,7 @@ def locate(
                 where=where,
                 expected=f"{', '.join(MOMENTS)} and {STEP} for every parameter",
                 found=listed(problems, "difference"),
-                fix="Save it with all parameters trained, or import the weights alone with --weights-only.",
+                fix="Save it from a run that trains all parameters, or import the weights alone with --weights-only.",
             )
         keys |= moments
         used |= {key for key, _ in moments.values()}
@@ -127,7 +127,7 @@ def _scheme(
         where=where,
         expected=f"a key that ends with {' or '.join(anchors)}",
         found=f"{count_of(len(shapes), 'tensor')}: {sample} ...",
-        fix="Name the model with model=..., or a config.json beside the folder.",
+        fix="Set model=NAME, or put a config.json beside the folder.",
     )
 
 
@@ -200,13 +200,13 @@ def _shape_problem(key: str, actual: Shape, expected: Shape) -> str:
 def _model_mismatch(problems: Sequence[str], scheme: str, config: ModelConfig, *, where: object) -> MismatchError:
     is_tied = len(problems) == 1 and problems[0].endswith(("lm_head.weight: missing", "output.weight: missing"))
     return MismatchError(
-        "A DCP folder holds another model",
+        "The DCP folder holds a different model",
         where=where,
         expected=f"{config.family.value} under {possessive(scheme)} names, as model.* describe it",
         found=listed(problems, "difference"),
         fix="The output layer is tied: set model.tie_word_embeddings=true."
         if is_tied
-        else "Name the model with model=... and its sizes with model.KEY=VALUE.",
+        else "Set model=NAME, and its sizes with model.KEY=VALUE.",
     )
 
 

@@ -98,7 +98,7 @@ def _read(folder: DcpFolder, located: LocatedKeys, steps: Mapping[str, torch.Ten
     if name in located.tied and not torch.equal(tensor, folder.read_tensor(located.tied[name])):
         require_finite(tensor, where=name)  # NaN is never equal to itself
         raise MismatchError(
-            "Embedding and output layer differ, so they are not tied",
+            "The embedding and the output layer differ, so they are not tied",
             where=f"{folder.path}, {key} and {located.tied[name]}",
             fix="Import it with model.tie_word_embeddings=false.",
         )

@@ -52,7 +52,7 @@ def read_model(table: Json, generation: Json | None, *, where: object) -> ModelC
     if family is None:
         supported = [spec.hf.model_type for spec in families.FAMILIES.values()]
         raise MismatchError(
-            "A folder holds a model of another family",
+            "The folder holds a model of an unsupported family",
             where=where,
             expected=f"{', '.join(supported[:-1])} or {supported[-1]}",
             found=shown(table.get("model_type")),
@@ -67,7 +67,7 @@ def read_model(table: Json, generation: Json | None, *, where: object) -> ModelC
         if not problems:
             return model
     raise MismatchError(
-        "A folder holds an unsupported model",
+        "The folder holds an unsupported model",
         where=where,
         found="these unsupported settings:\n" + "\n".join(f"  {problem}" for problem in problems),
     )
@@ -117,11 +117,11 @@ def differences(stored: ModelConfig, configured: ModelConfig, *, where: object, 
     """
     if stored.family is not configured.family:
         raise MismatchError(
-            f"The {kind} holds a model of another family",
+            f"The {kind} holds a model of a different family",
             where=where,
             expected=f"model.family={configured.family.value}",
             found=stored.family.value + (" (model_type)" if kind == "folder" else ""),
-            fix="Choose one with model=.",
+            fix="Set model=NAME to a model of that family.",
         )
     spec = families.spec_of(configured)
     fields = spec.hf.names() if kind == "folder" else {}
@@ -146,7 +146,7 @@ def differences(stored: ModelConfig, configured: ModelConfig, *, where: object, 
             f"The {kind} does not hold the configured model",
             where=where,
             found="these differences:\n" + "\n".join(refused),
-            fix=f"\nSet the keys in brackets, or set checkpoint.load to another {kind}.",
+            fix=f"\nSet the keys in parentheses, or set checkpoint.load to another {kind}.",
         )
     return accepted
 

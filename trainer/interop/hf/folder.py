@@ -75,7 +75,7 @@ def no_folder(path: Path) -> CheckpointError:
         where=path,
         expected=f"{CONFIG} in it",
         found=f"the Trainer's checkpoints in it: {', '.join(saved)}" if saved else None,
-        fix=f"Name the newest, {path / saved[-1]}." if saved else None,
+        fix=f"Pass the newest, {path / saved[-1]}." if saved else None,
     )
 
 
@@ -115,12 +115,12 @@ def open_folder(path: Path) -> HfFolder:
     for file in sorted({path / name for name in weight_map.values()} or {index}):
         for name, tensor in _mapped(file).items():
             if name in tensors:
-                raise CheckpointError("A tensor lies in two files", where=file, found=name)
+                raise CheckpointError("A tensor is stored in two files", where=file, found=name)
             tensors[name], files[name] = tensor, file
     for name, file_name in weight_map.items():
         if files.get(name) != path / file_name:
             expected = f"{name} in {file_name}"
-            raise CheckpointError("A tensor is not in the file that the index names", where=index, expected=expected)
+            raise CheckpointError("A tensor is not in the file listed in the index", where=index, expected=expected)
     require_layers(model, len(tensors), where=path / CONFIG)
     return HfFolder(path, model, lost, tensors, files)
 
@@ -141,7 +141,7 @@ def other_files_notes(path: Path) -> list[str]:
     lines = []
     if summaries:
         lines.append(
-            f"not carried from {path}: {', '.join(summaries)}; a run starts with the weights alone, at iteration 0 "
+            f"not carried from {path}: {', '.join(summaries)}; the run starts with only the weights, at iteration 0 "
             "with zero moments; `reprise convert import trainer` imports the rest"
         )
     if steps := [child.name for child in matching(path, _DEEPSPEED) if is_dir(child)]:
@@ -194,7 +194,7 @@ def stored_tensors(
     problems += [f"{name} is unexpected" for name in sorted(unexpected) if len(selected) == len(stored)]
     if problems:
         raise MismatchError(
-            "The folder's tensors are not the model's", where=folder.path, found=listed(problems, "difference")
+            "The folder's tensors do not match the model's", where=folder.path, found=listed(problems, "difference")
         )
     return tensors
 
@@ -241,8 +241,8 @@ def check_tied(folder: HfFolder, model: ModelConfig) -> None:
             raise MismatchError(
                 "Tied parameters differ in the folder",
                 where=folder.path,
-                expected=f"{alias} and {origin} with the same bits",
-                fix="Set tie_word_embeddings to false in its config.json, and model.tie_word_embeddings=false.",
+                expected=f"{alias} and {origin} with identical values",
+                fix="Set tie_word_embeddings to false in its config.json, and set model.tie_word_embeddings=false.",
             )
 
 
@@ -260,7 +260,7 @@ def _weights_name(path: Path, table: Json) -> str:
     """
     if shards := matching(path, SHARDS):
         raise CheckpointError(
-            "A folder holds each rank's tensor parts, which transformers opens before any other file",
+            "The folder holds each rank's tensor parts, which transformers opens before any other file",
             where=shards[0],
             fix=f"Import it: reprise convert import dcp {path} RUN/checkpoints.",
         )
@@ -269,7 +269,7 @@ def _weights_name(path: Path, table: Json) -> str:
     if first is not None:
         if not isinstance(first, str) or not re.fullmatch(r"[^/]+\.safetensors(\.index\.json)?", first):
             raise CheckpointError(
-                "A configuration names weights that are not safetensors in its folder",
+                "A config.json names weights that are not safetensors files in its folder",
                 where=f"{path / CONFIG}, transformers_weights",
                 found=shown(first),
             )
@@ -284,11 +284,11 @@ def _weights_name(path: Path, table: Json) -> str:
 def _weight_map(index: Path) -> dict[str, str]:
     table = json_file.read(index).get("weight_map")
     if not isinstance(table, dict) or not table:
-        raise CheckpointError("An index has no weight_map", where=index, found=shown(table))
+        raise CheckpointError("The index has no weight_map", where=index, found=shown(table))
     for name, file in table.items():
         if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
             raise CheckpointError(
-                "An index names a file that is not safetensors",
+                "The index names a file that is not a safetensors file",
                 where=f"{index}, {name}",
                 found=shown(file),
             )
@@ -299,10 +299,10 @@ def _no_tensors(path: Path) -> CheckpointError:
     pickled = [name for name in _PICKLED if exists(path / name)]
     if not pickled:
         return CheckpointError(
-            "A folder holds no tensors", where=path, expected=f"{SINGLE} or {INDEX}", fix="Name another one."
+            "A folder holds no tensors", where=path, expected=f"{SINGLE} or {INDEX}", fix="Pass another folder."
         )
     return CheckpointError(
-        "A folder holds pickled tensors only, and loading a pickle can run code",
+        "The folder holds only pickled tensors, and loading a pickle can run code",
         where=path / pickled[0],
         expected=f"{SINGLE} or {INDEX}",
         fix="If you trust it, load it in transformers and save_pretrained(folder, safe_serialization=True).",

@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 _SHARDS = ("pytorch_model_fsdp_0", "optimizer_0")  # FSDP's folders, each a DCP folder
 _OPTIMIZERS = ("optimizer.pt", "optimizer.bin")
-_AGAIN = "Resume there on as many ranks, and save with fsdp_state_dict_type SHARDED_STATE_DICT."
+_AGAIN = "Resume there on the same number of ranks, and save with fsdp_state_dict_type SHARDED_STATE_DICT."
 # Unsupported forms: a file pattern, the file that can replace it, and the advice.
 _UNREAD = (
     (
@@ -68,7 +68,7 @@ def read_source(path: Path, options: ImportOptions) -> StateSource:
     """
     for pattern, stand_in, fix in _UNREAD:
         if (files := matching(path, pattern)) and not is_file(path / stand_in):
-            raise MismatchError("A Trainer checkpoint has an unsupported form", where=files[0], fix=fix)
+            raise MismatchError("The Trainer checkpoint has an unsupported form", where=files[0], fix=fix)
     if not options.weights_only:
         require_trust(options, "The Trainer", where=path)
     with known_form("transformers' Trainer", path):
@@ -127,14 +127,14 @@ def _entries(optimizer: Table, shapes: Mapping[str, Sequence[int]], *, where: Pa
         last = sum(map(is_last, shapes))
         if counts == [count for count in (len(shapes) - last, last) if count]:
             if is_last is not divisions[0] and any(group["weight_decay"] for group in groups):
-                _log.warning("the optimizer decays more parameters there, here the matrices alone")
+                _log.warning("the optimizer there decays more parameters; here only the matrices are decayed")
             return entries_by_name(optimizer, sorted(shapes, key=is_last))
     matrices = sum(len(shape) > 1 for shape in shapes.values())
     raise unknown_order(
         "the Trainer",
         groups,
         expected=f"two groups: {matrices} matrices and {len(shapes) - matrices} others",
-        fix="If parameters were frozen, name them with train.freeze.",
+        fix="If parameters were frozen, list them in train.freeze.",
         where=where,
     )
 

@@ -76,7 +76,7 @@ def _optimizer(groups: Sequence[Table], arguments: Json) -> dict[str, Any]:
     if any(group.get("decoupled_weight_decay") is False and group["weight_decay"] for group in used):
         _log.warning("the weight decay is Adam's L2 penalty there, and AdamW's here")
     if len({(group["lr"], *group["betas"], group["eps"]) for group in used}) > 1:
-        _log.warning("the parameter groups have several settings there, here those of one group")
+        _log.warning("the parameter groups there have different settings; here one group's settings are used")
     return {
         f"optimizer.{key}": finite_number(value) for key, value in zip(_ADAM, values, strict=True) if value is not None
     }

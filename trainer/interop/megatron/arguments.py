@@ -158,10 +158,10 @@ def _family(args: Mapping[str, Any], options: ImportOptions, *, where: object) -
         return None, [f"args have no {POSITIONS}, {expected}: set model=NAME"]
     fits = {family: _fit(args, table) for family, table in tables.items() if positions in table[POSITIONS]}
     if not fits:
-        return None, [f"{POSITIONS}={shown(positions)}: ours are {expected}"]
+        return None, [f"{POSITIONS}={shown(positions)}: must be {expected}"]
     nearest = [family for family, fit in fits.items() if fit == min(fits.values())]
     if len(nearest) > 1:
-        return None, [f"args fit {' and '.join(family.value for family in nearest)} alike: set model=NAME"]
+        return None, [f"args match {' and '.join(family.value for family in nearest)} equally well: set model=NAME"]
     return nearest[0], []
 
 
@@ -189,9 +189,9 @@ def _unsupported(args: Mapping[str, Any], family: Family | None) -> Iterator[str
     names = None if family is None else FAMILIES[family].megatron
     for name, allowed in {**_LACKING, **({} if names is None else names.arguments)}.items():
         if name in args and args[name] not in allowed:
-            reason = "our models do not support it"
+            reason = "not supported"
             if family is not None and name not in _LACKING:
-                reason = f"{family.value} has {allowed[0]}"
+                reason = f"{family.value} requires {allowed[0]}"
             yield f"{name}={shown(args[name])}: {reason}"
 
 
@@ -350,8 +350,8 @@ def _tokens(model: ModelConfig, options: ImportOptions, notes: list[str]) -> Mod
 def _model_mismatch(problems: Sequence[str], *, where: object) -> MismatchError:
     is_lacking = any(problem.startswith("args have no ") for problem in problems)
     return MismatchError(
-        "A Megatron checkpoint holds an unsupported model, or does not describe it",
+        "The Megatron checkpoint's model is unsupported or not fully described",
         where=where,
         found=listed(problems, "problem"),
-        fix="\nFields that args lack come from model=NAME and model.KEY=VALUE." if is_lacking else None,
+        fix="\nSet fields missing from args with model=NAME and model.KEY=VALUE." if is_lacking else None,
     )

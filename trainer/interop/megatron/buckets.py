@@ -82,9 +82,9 @@ def locate(
         if not fitting:
             require_finite(weights, where=name)  # NaN is never equal to itself
             raise CheckpointError(
-                "The optimizer's buffer does not hold a parameter's weights at any possible place",
+                "The optimizer's buffer does not hold a parameter's weights at any expected position",
                 where=f"{where}, {name}",
-                expected=f"{weights.numel()} numbers that round to the model's, at {_listed(candidates)}",
+                expected=f"{weights.numel()} numbers that round to the model's weights, at {_listed(candidates)}",
                 fix="The files come from different saves, or a version with another buffer layout. Import the weights "
                 "alone with --weights-only.",
             )
@@ -121,8 +121,8 @@ def _listed(starts: Mapping[_End, object]) -> str:
 
 def _not_certain(where: object, name: str) -> MismatchError:
     return MismatchError(
-        "A parameter's place in the optimizer's buffer is uncertain",
+        "A parameter's position in the optimizer's buffer is ambiguous",
         where=f"{where}, {name}",
-        found="the same weights at several possible places",
+        found="the same weights at several possible positions",
         fix="Import the weights alone with --weights-only.",
     )

@@ -51,7 +51,8 @@ def as_gpt(args: Mapping[str, Any], pattern: str | None) -> tuple[Mapping[str, A
     layers = len(pattern or "") // len(_PAIR)
     patterns = (str(argument).replace("|", "") if argument else pattern, pattern)
     problem = (
-        f"HybridModel with the pattern {str(argument or pattern)!r}: ours alternate attention and MLP, as in '*-*-'"
+        f"HybridModel with the pattern {str(argument or pattern)!r}: only alternating attention and MLP is supported, "
+        "as in '*-*-'"
     )
     problems = [] if layers and patterns == (_PAIR * layers,) * 2 else [problem]
     # A HybridModel has no rotary scaling, whatever the argument says.

@@ -75,7 +75,7 @@ def _check(pieces: Pieces, described: DescribedModel, *, where: object) -> None:
             problems.append(f"{name} is {list(shape)}, expected {list(tensor.shape)}")
     if problems:
         raise MismatchError(
-            "A Megatron checkpoint holds another model than its arguments describe",
+            "The Megatron checkpoint's tensors do not match its arguments",
             where=where,
             found=listed(problems, "difference"),
         )

@@ -121,7 +121,7 @@ def _ranks(path: Path, options: ImportOptions) -> list[list[_Rank]]:
             "A folder does not belong to a tensor- and pipeline-parallel rank",
             where=path / beyond[0],
             expected="mp_rank_TT or mp_rank_TT_PPP",
-            fix="Experts, whose ranks have a third number, are not supported.",
+            fix="Expert-parallel ranks, which have a third number, are not supported.",
         )
     names_of_places = {(int(m[1]), int(m[2] or 0)): name for name in names if (m := _RANK.fullmatch(name))}
     opened_ranks = {
@@ -142,7 +142,7 @@ def _ranks(path: Path, options: ImportOptions) -> list[list[_Rank]]:
             where=path,
             expected=f"files for {count_of(sizes[0], 'tensor-parallel rank')} in each of {count_of(sizes[1], 'stage')}",
             found="no " + few(f"mp_rank_{tp:02d}" + (f"_{pp:03d}" if sizes[1] > 1 else "") for tp, pp in lacking),
-            fix="Every node writes only its own ranks' files: copy them all into this folder.",
+            fix="Each node writes only its own ranks' files: copy the files of all nodes into this folder.",
         )
     ranks = [[opened_ranks[(tp, pp)] for tp in range(sizes[0])] for pp in range(sizes[1])]
     _check_one_save(ranks, path)
@@ -254,7 +254,7 @@ def _buffer_state(rank: _Rank) -> list[dict[str, dict[str, RankPiece]]]:
         flats = {key: _buckets(buffer, key, where) for key in (_MASTER_KEY, *MOMENTS)}
         masters = flats.pop(_MASTER_KEY)
         if any([b.numel() for b in moments] != [b.numel() for b in masters] for moments in flats.values()):
-            raise CheckpointError("A moment buffer and the weight buffer differ in length", where=where)
+            raise CheckpointError("A moment buffer and the weight buffer have different lengths", where=where)
         slots = locate(chunk, masters, is_padded="numel_unpadded" not in buffer, where=where)
         buckets_by_key = {MASTERS: masters, **flats}
         state.append(

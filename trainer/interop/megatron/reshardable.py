@@ -257,5 +257,5 @@ def _unknown_layout(dcp: DcpFolder, content: str) -> MismatchError:
         "modules",
         found=content,
         fix="Save it with --dist-ckpt-optim-fully-reshardable, or import the weights alone with --weights-only. If the "
-        "tensor-parallel ranks drifted apart, --from-rank0 takes the first copies.",
+        "tensor-parallel ranks diverged, --from-rank0 takes the first copies.",
     )

@@ -78,9 +78,8 @@ class RankCopies:
                 where=where,
                 expected="the same bits on each",
                 found=difference,
-                fix="The ranks of that run drifted apart, or the files come from different saves. --from-rank0 takes "
-                "the "
-                "first copy, as Megatron-Core's torch_dist does.",
+                fix="The ranks of that run diverged, or the files come from different saves. --from-rank0 takes "
+                "the first copy, as Megatron-Core's torch_dist does.",
             )
         if not self.is_silent and str(where) not in self._named:  # a tensor may be read several times
             self._named.add(str(where))
@@ -113,7 +112,7 @@ def by_global_name(stages: Sequence[Sequence[Stage]], *, where: object) -> dict[
         for rank, tensors in enumerate(ranks):
             if differences := names ^ set(tensors):
                 raise CheckpointError(
-                    "Two tensor-parallel ranks in a stage hold different tensors",
+                    "Two tensor-parallel ranks of a stage hold different tensors",
                     where=f"{where}, stage {number}, ranks 0 and {rank}",
                     found=few(differences),
                     fix="The files come from different saves.",

@@ -50,11 +50,11 @@ def newest(path: Path) -> Path:
     if not is_file(tracker):
         if not is_file(path / METADATA) and not is_legacy(path):
             raise MismatchError(
-                "A folder holds no Megatron checkpoint",
+                "The folder holds no Megatron checkpoint",
                 where=path,
                 expected=f"{TRACKER}, or {METADATA} or mp_rank_00 of an iteration",
                 found=few(child.name for child in path.iterdir()),
-                fix=f"Name the folder that was saved to, or an iter_ folder in it; copy {METADATA} too, if it was left "
+                fix=f"Pass the folder given to --save, or an iter_ folder in it; copy {METADATA} too, if it was left "
                 "behind.",
             )
         return path
@@ -62,11 +62,11 @@ def newest(path: Path) -> Path:
     name = text if text == RELEASE else f"iter_{int(text):07d}" if text.isascii() and text.isdigit() else None
     if name is None or not is_dir(path / name):
         raise CheckpointError(
-            "A Megatron folder's newest iteration is missing",
+            "The Megatron folder's newest iteration is missing",
             where=tracker,
             expected=f"a number or {RELEASE!r}, and its folder",
             found=repr(text),
-            fix="Copy that iteration too, or name another iteration's folder.",
+            fix="Copy that iteration too, or pass another iteration's folder.",
         )
     return path / name
 

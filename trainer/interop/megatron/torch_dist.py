@@ -99,12 +99,12 @@ def _common(dcp: DcpFolder) -> Mapping[str, Any]:
             where=dcp.path,
             expected=f"the object {_COMMON_OBJECT}, or a file {COMMON} from Megatron-Core before 0.19",
             found="neither",
-            fix=f"If that folder was copied, copy {COMMON} too; otherwise take another checkpoint.",
+            fix=f"If that folder was copied, copy {COMMON} too; otherwise use another checkpoint.",
         )
     state = dcp.read_value(_COMMON_OBJECT, admits_all=True)
     if not (isinstance(state, list) and len(state) == 1 and isinstance(state[0], Mapping)):
         raise CheckpointError(
-            "A Megatron checkpoint's unsharded state has an unknown form",
+            "The Megatron checkpoint's unsharded state cannot be read",
             where=f"{dcp.path}, {_COMMON_OBJECT}",
             expected="a list with one dictionary",
             found=type(state).__name__,
@@ -210,10 +210,10 @@ def _check_model(files: _Files, tensors: Sequence[MegatronTensor]) -> None:
     problems += [f"not of the model: {key}" for key in files.dcp.tensors.keys() - expected if not _is_optimizers(key)]
     if problems:
         raise MismatchError(
-            "A Megatron checkpoint holds another model",
+            "The Megatron checkpoint holds a different model",
             where=files.dcp.path,
             found=listed(sorted(problems), "difference"),
-            fix="If its arguments do not describe the model, choose it by overrides, such as model.n_layer=N or "
+            fix="If its arguments do not describe the model, set it with overrides, such as model.n_layer=N or "
             "model.tie_word_embeddings=false.",
         )
 
