@@ -118,7 +118,7 @@ def test_a_follower_says_that_a_run_has_stopped(site: Site, caplog: pytest.LogCa
     said = [record.message for record in caplog.records if "is the newest checkpoint" in record.message]
     assert [line.partition("; ")[2] for line in said] == [
         "the run has stopped: waiting for it to start again",
-        "waiting for the next",
+        "waiting for the next checkpoint",
         "the run has stopped: waiting for it to start again",
     ]
 
