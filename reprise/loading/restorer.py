@@ -12,7 +12,6 @@ from reprise.commit import replicas
 from reprise.errors import LaunchError, MismatchError, PartialLoadError, TrainerError, UnreadableError
 from reprise.format.host_file import PieceNumbers
 from reprise.format.layout import TensorKind
-from reprise.format.names import MANIFEST
 from reprise.loading.block_reader import Progress
 from reprise.loading.choose import Chooser, LoadSource, LocalFolders
 from reprise.loading.loader import LoadReport, fill, touched_pieces, verify_blocks
@@ -22,7 +21,7 @@ from reprise.loading.verify import verify_share
 from reprise.ranks.channel import StoreChannel
 from reprise.ranks.error_message import as_problem
 from reprise.storage.files import FILE_SYSTEM, Files, T
-from reprise.storage.patience import Patience, PatientFiles, await_sight
+from reprise.storage.patience import Patience, PatientFiles
 from reprise.storage.progress_line import ProgressLine
 from reprise.stores.locations import files_of, location
 from reprise.tensors.live import LiveTensor
@@ -199,9 +198,7 @@ class Restorer:
         """Return the checkpoint opened by rank 0. Another rank opens it once it is visible there."""
         if self._channel.coordinates and chooser.checkpoint is not None:
             return chooser.checkpoint
-        reader = self._channel.coordinator
-        await_sight(path / MANIFEST, self._patience, self._files, rank=self._channel.rank, reader=reader)
-        return open_same(path, digest, self._files, reader=reader)
+        return open_same(path, digest, self._files, reader=self._channel.coordinator)
 
     def check_replicas(self, live: Sequence[LiveTensor]) -> None:
         """Compare live tensors' bits between their ranks. Collective.

@@ -103,16 +103,12 @@ class _Copy:
             if not is_stored(self._target) and FILE_SYSTEM.exists(self._target):
                 raise CheckpointError("A folder has the name of the copy", where=self._target)
             return False
-        if read_content(self._target / MANIFEST, files_of(self._target)) != self._manifest:
+        is_lighter = exists(self._target / OPTIMIZER_DROPPED) and OPTIMIZER_DROPPED not in self._files.sizes
+        if is_lighter or read_content(self._target / MANIFEST, files_of(self._target)) != self._manifest:
             raise CheckpointError(
                 "Another checkpoint has the name of the copy",
                 where=self._target,
-                fix="Delete it, or name another target.",
-            )
-        if exists(self._target / OPTIMIZER_DROPPED) and OPTIMIZER_DROPPED not in self._files.sizes:
-            raise CheckpointError(
-                "The copy that is there lacks the optimizer's state",
-                where=self._target,
+                found="one without optimizer state" if is_lighter else None,
                 fix="Delete it, or name another target.",
             )
         return True

@@ -19,10 +19,9 @@ from reprise.loading.reader import Checkpoint, open_checkpoint, read_places
 from reprise.local.parts import Parts, candidates
 from reprise.local.pieces import PieceWriter, piece_blocks, read_blocks
 from reprise.local.skeleton import skeleton_of, write_skeleton
-from reprise.management.paths import TERMS
 from reprise.management.progress import ProgressCallback, ignore_progress
 from reprise.storage.files import FILE_SYSTEM, cannot_write
-from reprise.storage.folder import CheckpointFolder, FolderTerms, is_iteration_name
+from reprise.storage.folder import CheckpointFolder, is_iteration_name
 from reprise.storage.lock import FolderLock
 from reprise.storage.paths import exists, is_dir
 
@@ -63,7 +62,6 @@ def gather(
     *,
     iteration: int | None = None,
     progress: ProgressCallback = ignore_progress,
-    terms: FolderTerms = TERMS,
 ) -> GatherReport:
     """Join several hosts' folders into a single folder with the whole checkpoint.
 
@@ -74,7 +72,6 @@ def gather(
         out: The folder that receives the checkpoint folder. It is created if missing.
         iteration: The iteration to join. None means the newest that is whole among the folders.
         progress: Called with the checkpoint name, the bytes written, and the total.
-        terms: The caller's setting names, for advice in errors.
 
     Raises:
         CheckpointError: A folder is missing, `out` is a host's folder or already has the iteration, parts are missing
@@ -82,7 +79,7 @@ def gather(
         LockError: A run is saving to `out`.
     """
     parts = _newest_whole([part for host in hosts for part in _parts_in(Path(host).absolute())], iteration)
-    folder = CheckpointFolder(Path(out), FILE_SYSTEM, terms)
+    folder = CheckpointFolder(Path(out), FILE_SYSTEM)
     _refuse_host_folder(folder)
     lock = FolderLock(folder.root, secrets.token_hex(4), files=folder.files)
     with lock, lock:
@@ -214,7 +211,5 @@ def _refuse_host_folder(out: CheckpointFolder) -> None:
     for iteration in out.committed():
         if exists(out.iteration(iteration) / HOST):
             raise CheckpointError(
-                "The output is the folder of a host",
-                where=out.iteration(iteration) / HOST,
-                fix=f"Name {out.terms.another}.",
+                "The output is the folder of a host", where=out.iteration(iteration) / HOST, fix="Name another folder."
             )

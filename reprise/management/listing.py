@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -44,7 +43,7 @@ def list_checkpoints(*folders: str | Path, check: int | None = CHECKED) -> tuple
         OSError: A folder cannot be listed.
     """
     roots = [checkpoint_folder(folder) for folder in map(location, folders)]
-    listed = [(root, _trees_in(root, files_of(root))) for root in roots]
+    listed = [(root, trees_in(root, files_of(root))) for root in roots]
     checked = {shown_name(path) for _, trees in listed for path in _newest(trees, check)}
     summaries, parts = list[CheckpointSummary](), list[tuple[int, HostFile | None]]()
     for root, trees in listed:
@@ -62,7 +61,7 @@ def list_checkpoints(*folders: str | Path, check: int | None = CHECKED) -> tuple
     )
 
 
-def _trees_in(folder: Path, files: Files) -> dict[Path, Tree | None]:
+def trees_in(folder: Path, files: Files) -> dict[Path, Tree | None]:
     """Return a folder's checkpoints in order. In a store, a single listing gives their objects too.
 
     Raises:
@@ -80,17 +79,15 @@ def _trees_in(folder: Path, files: Files) -> dict[Path, Tree | None]:
 
 
 def _newest(paths: Iterable[Path], count: int | None) -> list[Path]:
-    """Return a run's newest checkpoints, its newest weights-only saves, and all links.
+    """Return a run's newest checkpoints and its newest weights-only saves.
 
     Args:
         count: How many of each kind, superseded checkpoints last. None means all.
     """
-    if count is None:
-        return list(paths)
-    links, by_folder = list[Path](), defaultdict[Path, list[Path]](list)
+    by_folder = defaultdict[Path, list[Path]](list)
     for path in paths:
-        (links if is_symlink(path) else by_folder[path.parent]).append(path)
-    return links + [path for kind in by_folder.values() for path in heapq.nlargest(count, kind, key=_age_rank)]
+        by_folder[path.parent].append(path)
+    return [path for kind in by_folder.values() for path in sorted(kind, key=_age_rank, reverse=True)[:count]]
 
 
 def _age_rank(path: Path) -> tuple[bool, int]:

@@ -8,11 +8,9 @@ from reprise.errors import CheckpointError
 from reprise.loading.choose import LoadSource, committed_in, no_folder
 from reprise.loading.reader import Checkpoint, open_checkpoint
 from reprise.storage.files import Files
-from reprise.storage.folder import WEIGHTS, CheckpointFolder, FolderTerms, is_iteration_name, kind_of
+from reprise.storage.folder import WEIGHTS, CheckpointFolder, is_iteration_name, kind_of
 from reprise.storage.paths import is_dir, is_symlink
 from reprise.stores.locations import files_of, location
-
-TERMS = FolderTerms()  # for a caller who passes the folder as an argument
 
 
 def checkpoint_folder(path: Path) -> Path:

@@ -11,18 +11,18 @@ from pathlib import Path
 from reprise.errors import CheckpointError, ConfigError
 from reprise.format.layout import TensorKind, kind_of_file
 from reprise.format.mirror_record import MIRROR, from_bytes
-from reprise.format.names import HOST, MANIFEST, OPTIMIZER_DROPPED, OPTIMIZER_FILES
+from reprise.format.names import HOST, OPTIMIZER_DROPPED, OPTIMIZER_FILES
 from reprise.loading.choose import committed_in
 from reprise.loading.reader import Checkpoint, open_checkpoint
-from reprise.management.listing import size_of, whole_checkpoint
-from reprise.management.paths import TERMS, checkpoint_folder
+from reprise.management.listing import size_of, trees_in, whole_checkpoint
+from reprise.management.paths import checkpoint_folder
 from reprise.saving.policy import Retention
 from reprise.storage.files import FILE_SYSTEM
-from reprise.storage.folder import CheckpointFolder, FolderTerms, iteration_of
+from reprise.storage.folder import CheckpointFolder, iteration_of
 from reprise.storage.lock import FolderLock
 from reprise.storage.paths import exists, read_regular
-from reprise.stores.locations import is_stored, location
-from reprise.stores.path import StorePath
+from reprise.stores.locations import files_of, is_stored, location
+from reprise.stores.path import url_of
 from reprise.stores.store import ask
 
 
@@ -70,7 +70,6 @@ def prune(
     keep: int,
     retain_interval: int = 0,
     dry_run: bool = False,
-    terms: FolderTerms = TERMS,
 ) -> PruneReport:
     """Delete all checkpoints except the newest, held ones, and multiples of an interval.
 
@@ -84,7 +83,6 @@ def prune(
         keep: How many of the newest checkpoints to keep, at least 1.
         retain_interval: Also keep multiples of this iteration. 0 keeps none.
         dry_run: Delete nothing.
-        terms: The caller's setting names, for advice in errors.
 
     Raises:
         ConfigError: A number is out of range.
@@ -99,9 +97,9 @@ def prune(
             found=f"keep={keep}, retain_interval={retain_interval}",
         )
     place = location(folder)
-    if isinstance(place, StorePath):
+    if is_stored(place):
         return _prune_stored(place, Retention(keep, retain_interval), dry_run=dry_run)
-    with _owned(place, terms, dry_run=dry_run) as (checkpoints, lock):
+    with _owned(place, dry_run=dry_run) as (checkpoints, lock):
         committed = committed_in(checkpoints)
         iterations = Retention(keep, retain_interval).expired(committed, pinned=checkpoints.held(committed))
         if iterations:
@@ -113,33 +111,27 @@ def prune(
             )
             if lock is not None:
                 lock.check()
-                leaving = checkpoints.discard(iteration, secrets.token_hex(4))
-                if leaving is None:  # a reader has started on it
+                if not checkpoints.delete(path, secrets.token_hex(4)):  # a reader has started on it
                     continue
-                checkpoints.files.remove_tree(leaving)
             expired.append(checkpoint)
     retained = set(committed) - {checkpoint.iteration for checkpoint in expired}
     return PruneReport(tuple(expired), tuple(sorted(retained)), dry_run)
 
 
-def _prune_stored(path: StorePath, retention: Retention, *, dry_run: bool) -> PruneReport:
-    folders = dict[int, tuple[str, int]]()
-    for name in ask(path.url, "names")[0]:
-        if (iteration := iteration_of(Path(name))) is None:
-            continue
-        sizes = {file: status.st_size for file, status in (path / name).objects()}
-        if MANIFEST in sizes:
-            folders[iteration] = name, sum(sizes.values())
-    iterations = retention.expired(folders)
-    for iteration in () if dry_run else iterations:
-        ask((path / folders[iteration][0]).url, "remove")
-    expired = tuple(ExpiredCheckpoint(path / folders[n][0], n, folders[n][1]) for n in iterations)
-    return PruneReport(expired, tuple(sorted(folders.keys() - set(iterations))), dry_run)
+def _prune_stored(folder: Path, retention: Retention, *, dry_run: bool) -> PruneReport:
+    trees = trees_in(folder, files_of(folder))
+    paths = {n: path for path in trees if path.parent == folder and (n := iteration_of(path)) is not None}
+    expired = list[ExpiredCheckpoint]()
+    for iteration in retention.expired(paths):
+        sizes = (status.st_size for status in (trees[paths[iteration]] or {}).values())
+        expired.append(ExpiredCheckpoint(paths[iteration], iteration, sum(sizes)))
+        if not dry_run:
+            ask(url_of(paths[iteration]), "remove")
+    retained = paths.keys() - {checkpoint.iteration for checkpoint in expired}
+    return PruneReport(tuple(expired), tuple(sorted(retained)), dry_run)
 
 
-def drop_optimizer(
-    folder: str | Path, *, before: int, dry_run: bool = False, terms: FolderTerms = TERMS
-) -> tuple[LightenedCheckpoint, ...]:
+def drop_optimizer(folder: str | Path, *, before: int, dry_run: bool = False) -> tuple[LightenedCheckpoint, ...]:
     """Drop the optimizer state from a run's checkpoints before an iteration. The weights stay, with their digests.
 
     The folder is locked meanwhile. Each checkpoint gets an empty file `optimizer_dropped`, then loses its folder
@@ -150,7 +142,6 @@ def drop_optimizer(
         folder: A run's folder, or its checkpoint folder.
         before: The first iteration to leave unchanged.
         dry_run: Change nothing.
-        terms: The caller's setting names, for advice in errors.
 
     Returns:
         The checkpoints with optimizer state before the iteration.
@@ -168,7 +159,7 @@ def drop_optimizer(
             where=place,
             fix="Drop it in the folder of the run.",
         )
-    with _owned(place, terms, dry_run=dry_run) as (checkpoints, lock):
+    with _owned(place, dry_run=dry_run) as (checkpoints, lock):
         if lock is not None:
             checkpoints.sweep()
         return _drop(checkpoints, before, lock)
@@ -230,25 +221,20 @@ def _rename_away(folder: CheckpointFolder, checkpoint: LightenedCheckpoint, lock
     files.write_whole(path / OPTIMIZER_DROPPED, b"")
     files.sync_folder(path)
     lock.check()
-    leaving = folder.leaving(checkpoint.iteration, f"{secrets.token_hex(4)}-light")  # swept if this process is killed
-    optimizer = path / OPTIMIZER_FILES
-    if not folder.hide(optimizer, leaving, held=path):
-        files.remove_file(path / OPTIMIZER_DROPPED)
-        return False
-    files.sync_folder(path)
-    files.sync_folder(folder.root)
-    files.remove_tree(leaving)
-    return True
+    if folder.delete(path / OPTIMIZER_FILES, f"{secrets.token_hex(4)}-light", inside=path):
+        return True
+    files.remove_file(path / OPTIMIZER_DROPPED)
+    return False
 
 
 @contextlib.contextmanager
-def _owned(place: Path, terms: FolderTerms, *, dry_run: bool) -> Iterator[tuple[CheckpointFolder, FolderLock | None]]:
+def _owned(place: Path, *, dry_run: bool) -> Iterator[tuple[CheckpointFolder, FolderLock | None]]:
     """Yield the checkpoint folder at a place, and its lock, held meanwhile. A dry run takes no lock.
 
     Raises:
         CheckpointError: The folder cannot be written, here or in the block.
     """
-    folder = CheckpointFolder(checkpoint_folder(place), FILE_SYSTEM, terms)
+    folder = CheckpointFolder(checkpoint_folder(place), FILE_SYSTEM)
     lock = None if dry_run else FolderLock(folder.root, secrets.token_hex(4), files=folder.files)
     hold = contextlib.nullcontext() if lock is None else lock
     try:
@@ -265,7 +251,7 @@ def _require_whole(folder: CheckpointFolder, retained: Iterable[int], *, has_opt
         checkpoint = whole_checkpoint(path, folder.files)
         if checkpoint is not None and (checkpoint.has_optimizer or not has_optimizer):
             return
-    fix = f"The folder of one host holds parts; its run deletes by {folder.terms.keep}."
+    fix = "The folder of one host holds parts, which its run deletes."
     if has_optimizer:
         fix = "Name an iteration up to that of the newest whole checkpoint."
     raise CheckpointError(

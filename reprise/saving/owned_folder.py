@@ -73,7 +73,7 @@ class OwnedFolder:
             with self._leading() as leads:
                 if not leads:
                     leader = self.hosts.ranks_with(self._channel.rank)[0]
-                    require_mark(mark, self.folder, leader=leader, is_local=self._is_local)
+                    require_mark(mark, self.folder, leader=leader)
         finally:
             if self._leads and is_marked:
                 with contextlib.suppress(OSError):  # the next start sweeps it
@@ -223,12 +223,10 @@ def delete(folder: CheckpointFolder, iterations: Sequence[int], *, attempt: str,
         try:
             if lock is not None:
                 lock.check()
-            path = folder.discard(iteration, attempt)
-            if path is None:
+            if folder.delete(folder.iteration(iteration), attempt):
+                deleted.append(iteration)
+            else:
                 _log.info("iteration %d is kept, since a reader now holds it", iteration)
-                continue
-            folder.files.remove_tree(path)
-            deleted.append(iteration)
         except (OSError, LockError) as error:
             _log.error("iteration %d could not be deleted: %s", iteration, error)
     return deleted

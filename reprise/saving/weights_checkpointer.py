@@ -94,11 +94,8 @@ class WeightsCheckpointer(Checkpointer):
             try:
                 tensors = open_checkpoint(path, self._folder.files).manifest.tensors
                 older = retained.setdefault(named_iteration(path.name), [])
-                leaving = path.with_name(f".{path.name}.{self._nonce}.deleting")
-                if tensors not in older or is_symlink(path) or not self._folder.hide(path, leaving):
+                if tensors not in older or is_symlink(path) or not self._folder.delete(path, self._nonce):
                     older.append(tensors)
-                    continue
-                self._folder.files.remove_tree(leaving)
             except TrainerError:  # not comparable
                 continue
             except OSError as error:

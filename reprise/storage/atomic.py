@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from reprise.storage.paths import exists, folders_below, is_dir, lexists
+from reprise.storage.paths import exists, is_dir, is_symlink, lexists
 
 _MAX_BUFFERS = 512  # POSIX promises only 16 (IOV_MAX), Linux has 1024
 
@@ -133,8 +133,10 @@ def atomic_output(path: Path, files: FileCalls, *, replaces: bool = False) -> It
 
 def sync_folders(files: FileCalls, folder: Path) -> None:
     """Make the names in a folder and its subfolders durable."""
-    for inner in (*folders_below(folder), folder):
-        files.sync_folder(inner)
+    for path in folder.iterdir():
+        if is_dir(path) and not is_symlink(path):
+            sync_folders(files, path)
+    files.sync_folder(folder)
 
 
 def make_folders(files: FileCalls, path: Path) -> None:

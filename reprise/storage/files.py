@@ -121,11 +121,6 @@ class Files(FileCalls):
         """Return each item's result from a reading call, in order. A store makes several calls at once."""
         return map(call, items)
 
-    def look(self, path: Path) -> None:
-        """Raise OSError if the file does not exist. Opening the folder makes an NFS client ask its server again."""
-        with os.scandir(path.parent.parent):
-            os.lstat(path)
-
     def end(self) -> None:
         """Release resources for reading other than open files. The next call acquires them again."""
 
@@ -188,9 +183,7 @@ class Files(FileCalls):
 
     def allocated_bytes(self, *paths: Path) -> int:
         """Return the bytes allocated to all files below `paths`. Hard links to the same file count once."""
-        statuses = [
-            os.lstat(os.path.join(f, name)) for path in paths for f, _, names in os.walk(path) for name in names
-        ]
+        statuses = [status for path in paths if is_dir(path) for status in self.tree(path).values()]
         return sum({(status.st_dev, status.st_ino): status.st_blocks * _BLOCK_BYTES for status in statuses}.values())
 
 
@@ -241,15 +234,18 @@ def cannot_write(
         another: What the user should name to write elsewhere.
     """
     where = Path(error.filename) if isinstance(error.filename, str) else path
-    verb, reason, fix = "written", f"{error.strerror} (errno {error.errno})", "Fix the file system"
+    fix = "Fix the file system"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         fix, detail = "Make room there", detail or describe_free_space(files, path.parent)
     elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         fix = "Correct the permissions"
-    if error.errno == errno.ENOENT and is_dir(where.parent):  # for example in /proc, where users cannot create folders
-        verb, reason, fix = "created", f"the file system of {where.parent} refuses it, {reason}", "Correct the path"
+    elif error.errno == errno.ENOENT:  # for example in /proc, where users cannot create folders
+        fix = "Correct the path"
     return CheckpointError(
-        f"{what} cannot be {verb}: {reason}", where=where, found=detail, fix=f"{fix}, or name {another}."
+        f"{what} cannot be written: {error.strerror} (errno {error.errno})",
+        where=where,
+        found=detail,
+        fix=f"{fix}, or name {another}.",
     )
 
 

@@ -9,7 +9,6 @@ import os
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from reprise.errors import CheckpointError
@@ -24,15 +23,9 @@ WEIGHTS = "weights"  # the subfolder for saves of the weights alone
 TRACKER = "latest_checkpointed_iteration.txt"
 _MAX_TRACKER_BYTES = 64
 Stamp = tuple[int, int]  # a folder's inode, and its modification time in ns
-_ITERATION = re.compile(r"iter_(\d{7,})")
-_ANY_ITERATION = re.compile(r"iter_(\d{7,})(\.superseded-\d+)?")
-_SUPERSEDED = "iter_*.superseded-"
-_LEFTOVER = re.compile(r"\.iter_\d{7,}\..*\.(partial|deleting)")
-_DELETING = re.compile(r"\.(iter_\d{7,})\.(.*)\.deleting")
+_NAME = re.compile(r"iter_(\d{7,})(\.superseded-\d+)?")
+_TEMPORARY = re.compile(rf"\.({_NAME.pattern})\.(.*)\.(partial|deleting|replaced)")
 _MARK = re.compile(r"\.shared\..+\.mark")
-_PARTIAL = re.compile(r"\.iter_(\d{7,})\.(.*)\.partial")
-_REPLACED = re.compile(r"\.(iter_\d{7,})\..*\.replaced")
-_OUTDATED = ".outdated.replaced"  # a checkpoint to delete once its replacement is durable
 
 
 def iteration_name(iteration: int) -> str:
@@ -42,23 +35,18 @@ def iteration_name(iteration: int) -> str:
 
 def iteration_of(path: Path) -> int | None:
     """Return the iteration in a checkpoint folder's name, or None for any other name."""
-    return _iteration_in(path.name)
-
-
-def _iteration_in(name: str) -> int | None:
-    match = _ITERATION.fullmatch(name)
-    iteration = int(match[1]) if match else None
-    return iteration if iteration is not None and iteration_name(iteration) == name else None
+    iteration = named_iteration(path.name)
+    return iteration if iteration is not None and iteration_name(iteration) == path.name else None
 
 
 def is_iteration_name(name: str) -> bool:
     """Return whether a name belongs to an iteration, committed or superseded."""
-    return _ANY_ITERATION.fullmatch(name) is not None
+    return named_iteration(name) is not None
 
 
 def named_iteration(name: str) -> int | None:
     """Return the iteration in a committed or superseded folder's name, or None for any other name."""
-    match = _ANY_ITERATION.fullmatch(name)
+    match = _NAME.fullmatch(name)
     return int(match[1]) if match else None
 
 
@@ -119,7 +107,7 @@ class CheckpointFolder:
         """Return each committed iteration folder's stamp, without opening the folder. Stamps are unique."""
         if not is_dir(self.root):
             return {}
-        statuses = ((_iteration_in(name), status) for name, status in self.files.folders(self.root))
+        statuses = ((iteration_of(self.root / name), status) for name, status in self.files.folders(self.root))
         # The inode alone is not unique: a freed inode is reused.
         return {i: (status.st_ino, status.st_mtime_ns) for i, status in statuses if i is not None}
 
@@ -148,17 +136,23 @@ class CheckpointFolder:
 
     def tracker(self) -> int | None:
         """Return the iteration in Megatron's tracker file, which is only a hint. None if missing or unreadable."""
-        return _read_tracker(self.root / TRACKER)
+        try:
+            return int(read_regular(self.root / TRACKER, limit_bytes=_MAX_TRACKER_BYTES))
+        except (OSError, ValueError):
+            return None
 
     def superseded(self) -> list[Path]:
         """Return the superseded folders, which another branch of the run has overtaken."""
-        names = matching(self.root, f"{_SUPERSEDED}*")
-        return [path for path in names if is_iteration_name(path.name) and iteration_of(path) is None]
+        return [path for path in matching(self.root, "iter_*.superseded-*") if is_iteration_name(path.name)]
 
     def partials(self) -> list[tuple[int, str]]:
         """Return each partial folder's iteration and attempt."""
-        matches = (_PARTIAL.fullmatch(path.name) for path in sorted(self.root.iterdir()) if is_dir(path))
-        return [(int(match[1]), match[2]) for match in matches if match]
+        return [(int(match[2]), match[4]) for _, match in self._temporaries() if match[5] == "partial"]
+
+    def _temporaries(self) -> list[tuple[Path, re.Match[str]]]:
+        """Return the folders that saves and deletions have renamed, or are about to, with their names' parts."""
+        paths = [path for path in sorted(self.root.iterdir()) if is_dir(path) and not is_symlink(path)]
+        return [(path, match) for path in paths if (match := _TEMPORARY.fullmatch(path.name))]
 
     def commit(self, iteration: int, attempt: str, *, replaces: bool = False) -> bool:
         """Rename a complete, synced partial folder to its final name. From here on the checkpoint exists.
@@ -187,24 +181,22 @@ class CheckpointFolder:
                 raise _name_is_taken(target) from error
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
-            aside = self.root / f".{target.name}.{attempt}{_OUTDATED if replaces else '.replaced'}"
+            aside = self.root / f".{target.name}.{attempt}.replaced"
             self._replace(source, target, aside)
         is_durable = True
         try:
-            self.files.sync_together([partial(self.files.sync_folder, self.root), self._prepare_tracker])
+            self.files.sync_folder(self.root)
         except OSError as error:
             if self._undo_commit(source, target, aside):
                 raise
             _log.error("%s is there, but may not be durable: its folder cannot be synced: %s", target, error)
             is_durable = False
-        if aside is not None and replaces and is_durable and not is_held(aside):
-            leaving = self.leaving(iteration, attempt)
-            with _errors_logged("the replaced %s could not be deleted", aside):  # the next start sweeps or completes it
-                self.files.rename(aside, leaving)
-                self.files.remove_tree(leaving)
-        elif aside is not None:
+        if aside is not None:
             with _errors_logged("the replaced %s waits as %s for the next start", target, aside):
-                self.files.rename(aside, self._free_name(target))
+                superseded = self._free_name(target)
+                self.files.rename(aside, superseded)
+                if replaces and is_durable:
+                    self.delete(superseded, attempt)
         self._update_tracker()
         return is_durable
 
@@ -226,59 +218,58 @@ class CheckpointFolder:
             self._update_tracker()
         return renamed
 
-    def discard(self, iteration: int, attempt: str) -> Path | None:
-        """Durably rename a committed folder: the checkpoint no longer exists, and removing it may take long.
+    def delete(self, path: Path, attempt: str, *, inside: Path | None = None) -> bool:
+        """Durably rename a folder, which is no longer a checkpoint then, and delete it. Return whether it is deleted.
 
-        Returns:
-            The new path. None for a held folder, which keeps its name.
-        """
-        target = self.leaving(iteration, attempt)
-        if not self.hide(self.iteration(iteration), target):
-            return None
-        self.files.sync_folder(self.root)
-        return target
-
-    def hide(self, source: Path, target: Path, *, held: Path | None = None) -> bool:
-        """Rename a folder before its deletion, unless a hold protects it. Return whether it was renamed.
-
-        A hold taken just before the rename is seen after it, and the folder gets its name back. Its reader misses the
-        folder only for a moment.
+        A folder with a hold stays. A hold taken just before the rename is seen after it, and the folder gets its name
+        back. Its reader misses the folder only for a moment. `sweep` completes an interrupted deletion.
 
         Args:
-            held: The folder whose holds count, if not `source`.
+            attempt: A name never used before for a deletion here.
+            inside: The checkpoint around the folder, whose holds count. By default the folder itself is a checkpoint.
         """
-        if is_held(held or source):
+        leaving = self.root / f".{(inside or path).name}.{attempt}.deleting"
+        if is_held(inside or path):
             return False
-        self.files.rename(source, target)
-        if is_held(held or target):
-            self.files.rename(target, source)
+        self.files.rename(path, leaving)
+        if is_held(inside or leaving):
+            self.files.rename(leaving, path)
             return False
+        for folder in dict.fromkeys((path.parent, self.root)):
+            self.files.sync_folder(folder)
+        self.files.remove_tree(leaving)
         return True
-
-    def leaving(self, iteration: int, attempt: str) -> Path:
-        """Return the path for a folder being deleted. `sweep` completes an interrupted deletion."""
-        return self.root / f".{iteration_name(iteration)}.{attempt}.deleting"
 
     def sweep(self) -> list[Path]:
         """Remove leftovers from dead attempts and interrupted deletions, and return them. Only under the lock.
 
-        A held leftover stays. If a removal fails, it is logged, and the leftover stays.
+        A checkpoint moved aside by an interrupted commit, or held while being deleted, gets its name back, or a
+        superseded one. If a removal fails, it is logged, and the leftover stays.
         """
         if not is_dir(self.root):
             return []
-        paths = sorted(self.root.iterdir())
-        folders = [path for path in paths if is_dir(path) and not is_symlink(path)]
-        settled = [path for path in map(self._complete_commit, folders) if _LEFTOVER.fullmatch(path.name)]
-        leftovers = [path for path in settled if not is_held(path)]
-        leftovers += [path for path in paths if _MARK.fullmatch(path.name) and is_file(path)]
+        leftovers = [path for path in sorted(self.root.iterdir()) if _MARK.fullmatch(path.name) and is_file(path)]
+        for path, match in self._temporaries():
+            if match[5] == "replaced" or (match[5] == "deleting" and is_held(path)):
+                target = self.root / match[1]
+                is_free = not self.files.exists(target)
+                self.files.rename(path, target if is_free else self._free_name(self.iteration(int(match[2]))))
+            elif not is_held(path):
+                leftovers.append(path)
         removed = [path for path in leftovers if self._remove(path)]
         if committed := self.committed():  # otherwise only the tracker shows that there was a run
-            self._report_lost(max(committed))
+            if (tracked := self.tracker() or 0) > committed[-1]:
+                _log.warning(
+                    "%s names iteration %d, but the newest checkpoint is %s: newer ones were removed or are hidden",
+                    self.root / TRACKER,
+                    tracked,
+                    iteration_name(committed[-1]),
+                )
             self._update_tracker()
         return removed
 
     def _replace(self, partial: Path, target: Path, aside: Path) -> None:
-        """Move an existing checkpoint aside and rename. `_complete_commit` completes an interrupted replacement."""
+        """Move an existing checkpoint aside and rename. `sweep` completes an interrupted replacement."""
         self.files.rename(target, aside)
         try:
             self.files.rename(partial, target)
@@ -293,33 +284,9 @@ class CheckpointFolder:
             self.files.rename(target, partial)
             is_undone = True
             with _errors_logged("%s waits as %s for the next start", target, aside):
-                self.files.remove_file(temporary_of(self.root / TRACKER))
                 if aside is not None:
                     self.files.rename(aside, target)
         return is_undone
-
-    def _complete_commit(self, path: Path) -> Path:
-        """Complete an interrupted commit that moved a checkpoint to `path`, if any. Return the path's new name.
-
-        A held checkpoint renamed by `hide` gets its name back.
-        """
-        leaving = _DELETING.fullmatch(path.name)
-        if leaving is not None and is_held(path):
-            back = self.root / leaving[1]
-            if not self.files.exists(back):
-                self.files.rename(path, back)
-                return back
-        match = _REPLACED.fullmatch(path.name)
-        if match is None:
-            return path
-        settled = self.root / match[1]
-        if self.files.exists(settled) and path.name.endswith(_OUTDATED) and not is_held(path):
-            self.files.sync_folder(self.root)  # make the replacement durable first
-            settled = path.with_suffix(".deleting")
-        elif self.files.exists(settled):
-            settled = self._free_name(settled)
-        self.files.rename(path, settled)
-        return settled
 
     def _remove(self, path: Path) -> bool:
         try:
@@ -329,40 +296,19 @@ class CheckpointFolder:
             return False
         return True
 
-    def _report_lost(self, newest: int) -> None:
-        """Warn if the tracker is ahead of the newest checkpoint, unless that iteration was superseded."""
-        tracked = self.tracker()
-        if tracked is None or tracked <= newest or matching(self.root, f"{iteration_name(tracked)}.superseded-*"):
-            return
-        _log.warning(
-            "%s names iteration %d, but the newest checkpoint is %s: newer ones were removed, or are not visible here",
-            self.root / TRACKER,
-            tracked,
-            iteration_name(newest),
-        )
-
-    def _prepare_tracker(self) -> None:
-        """Durably write the next tracker beside the present tracker. Errors are left to `_update_tracker`."""
-        with contextlib.suppress(OSError):
-            self.files.write_whole(temporary_of(self.root / TRACKER), _tracker_line(max(self.committed())))
-
     def _update_tracker(self) -> None:
-        """Update the tracker to the newest checkpoint. It is only a hint, so a failure is only logged.
+        """Update the tracker to the newest checkpoint. It is only a hint, so it is not synced, and a failure is logged.
 
-        Its content is synced before the rename, its name is not. A power failure may leave the previous save's tracker,
-        or none. The next start does not rely on it: it lists the folder and repairs the tracker.
+        After a power failure it may be old, empty or missing. The next start repairs it.
         """
-        tracker, prepared = self.root / TRACKER, temporary_of(self.root / TRACKER)
+        tracker = self.root / TRACKER
         with _errors_logged("%s could not be updated to the newest iteration", tracker):
-            newest, tracked = max(self.committed(), default=None), self.tracker()
-            if newest is None and tracked is not None:
+            newest = max(self.committed(), default=None)
+            if newest is None:
                 self.files.remove_file(tracker)
-            if newest is not None and newest != tracked:
-                if _read_tracker(prepared) != newest:
-                    self.files.write_whole(prepared, _tracker_line(newest))
-                self.files.rename(prepared, tracker)
-            else:
-                self.files.remove_file(prepared)
+            elif newest != self.tracker():
+                self.files.close(self.files.write_new(temporary_of(tracker), f"{newest}\n".encode()))
+                self.files.rename(temporary_of(tracker), tracker)
 
     def _free_name(self, iteration: Path) -> Path:
         number = 1
@@ -378,17 +324,6 @@ def _errors_logged(what: str, *paths: Path | None) -> Iterator[None]:
         yield
     except OSError as error:
         _log.error(f"{what}: %s", *paths, error)
-
-
-def _read_tracker(path: Path) -> int | None:
-    try:
-        return int(read_regular(path, limit_bytes=_MAX_TRACKER_BYTES))
-    except (OSError, ValueError):
-        return None
-
-
-def _tracker_line(iteration: int) -> bytes:
-    return f"{iteration}\n".encode()
 
 
 def _name_is_taken(target: Path) -> CheckpointError:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import io
 import json
 import math
-import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
 from reprise.errors import CheckpointError, MismatchError
-from reprise.storage.paths import open_regular
+from reprise.storage.paths import read_regular
 from reprise.storage.patience import failed_read
 
 T = TypeVar("T")
@@ -23,7 +22,6 @@ MAX_BYTES = 256 << 20
 # Deeper than any of our documents nests, and shallow enough for recursive functions such as `repr`.
 MAX_DEPTH = 64
 MAX_INTEGER = 2**63 - 1  # the largest integer in numpy and torch
-_NESTING = (dict, list, tuple)
 _MAX_TEXT, _MAX_ITEMS, _MAX_BITS = 200, 10, 256
 _COMPACT = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 _STRICT = json.JSONEncoder(allow_nan=False)
@@ -72,10 +70,8 @@ def parse(data: bytes, *, where: object, constant: Callable[[str], object] = _re
 
     Raises:
         CheckpointError: `data` is not a standard JSON object (invalid UTF-8, an unpaired surrogate, NaN, a number out
-            of float range, a duplicate key), or is too large or too deep.
+            of float range, a duplicate key), or is too deep.
     """
-    if len(data) > MAX_BYTES:
-        raise CheckpointError("A JSON file is too large", where=where, expected=f"<= {MAX_BYTES} B", found=len(data))
     try:
         value = json.loads(
             data.decode(), parse_constant=constant, parse_float=_parse_finite, object_pairs_hook=_unique_keys
@@ -97,12 +93,11 @@ def read(path: Path, *, constant: Callable[[str], object] = _refuse_constant) ->
     """Read and parse the JSON object in `path`; see `parse`.
 
     Raises:
-        CheckpointError: The file is missing, a pipe or a device, or not a standard JSON object.
+        CheckpointError: The file is missing, too large, a pipe or a device, or not a standard JSON object.
         UnreadableError: The file cannot be read at the moment.
     """
     try:
-        with os.fdopen(open_regular(path), "rb") as file:
-            return parse(file.read(MAX_BYTES + 1), where=path, constant=constant)
+        return parse(read_regular(path, limit_bytes=MAX_BYTES), where=path, constant=constant)
     except OSError as error:
         raise failed_read("A JSON file cannot be read", error, where=path) from error
 
@@ -114,27 +109,18 @@ def _parse_finite(digits: str) -> float:
     return value
 
 
-def require_depth(value: object) -> None:
-    """Check whether a value nests at most `MAX_DEPTH` levels deep.
+def require_depth(value: object, levels: int = MAX_DEPTH) -> None:
+    """Check whether a value nests at most `levels` deep.
 
     Raises:
         ValueError: It nests deeper.
     """
-    level = [value]
-    for _ in range(MAX_DEPTH):
-        level = [child for parent in level for child in _members(parent) if isinstance(child, _NESTING)]
-        if not level:
-            return
-    raise ValueError(f"it nests deeper than {MAX_DEPTH} levels")
-
-
-def _members(parent: object) -> Iterable[object]:
-    """Return a value's members, which may nest. Skip integer lists, since a manifest has millions of integers."""
-    if isinstance(parent, dict):
-        return parent.values()
-    if isinstance(parent, list | tuple) and not set(map(type, parent)) <= {int}:
-        return parent
-    return ()
+    if isinstance(value, dict | list | tuple):
+        if not levels:
+            raise ValueError(f"it nests deeper than {MAX_DEPTH} levels")
+        for member in value.values() if isinstance(value, dict) else value:
+            if type(member) is not int:  # a manifest has millions of integers
+                require_depth(member, levels - 1)
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> Json:

@@ -1,28 +1,74 @@
-"""A lease: a file naming a folder's owner process, kept alive by a heartbeat, its modification time.
+"""A lease: a file with flock(2) held by its owner, whose process it names.
 
-A process on the same host can check whether the owner runs. All others see the heartbeat.
+The kernel releases the flock when the owner dies. Other hosts, where flock may not reach, see a heartbeat: the file's
+modification time.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
+import socket
 import threading
+import time
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import TypeVar
 
-from reprise.storage.paths import read_regular
+from reprise.storage.paths import open_regular, read_regular
 from reprise.storage.worker import Job
-
-T = TypeVar("T")
 
 HEARTBEAT_S = 15.0
 _POLL_S = 1.0
 _RELEASE_S = 5.0  # limits the wait for a hung file system
 _MAX_BYTES = 64 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """A lease's owner. `started` is Unix time in seconds."""
+
+    host: str
+    pid: int
+    nonce: str
+    started: float
+
+    def __post_init__(self) -> None:
+        time.localtime(self.started)  # raises if out of range
+
+    @staticmethod
+    def of(path: Path) -> Holder | None:
+        """Return the holder in a file's record, or None if the record is empty or torn.
+
+        Raises:
+            OSError: The file cannot be read.
+        """
+        try:
+            return Holder(**json.loads(read_regular(path, limit_bytes=_MAX_BYTES)))
+        except (OverflowError, RecursionError, TypeError, ValueError):
+            return None
+
+
+def is_alive(path: Path) -> bool | None:
+    """Return whether the owner of a lease file runs, or None if only its heartbeat can tell.
+
+    Raises:
+        OSError: The file cannot be read.
+    """
+    descriptor = open_regular(path)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return None
+    finally:
+        os.close(descriptor)
+    holder = Holder.of(path)
+    return False if holder is not None and holder.host == socket.gethostname() else None
 
 
 class Lease:
@@ -31,15 +77,17 @@ class Lease:
     A lease dropped without `release` stays until the process ends.
 
     Args:
-        path: The leased path.
+        path: The leased file.
+        nonce: A random name for the owner.
 
     Attributes:
         descriptor: The open file, opened within `begin` and closed at the lease's end. -1 without a lease.
         calls: Calls for the thread. None ends it.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, nonce: str) -> None:
         self.path, self.descriptor = path, -1
+        self.me = Holder(socket.gethostname(), os.getpid(), nonce, time.time())
         self.calls: SimpleQueue[Job | None] = SimpleQueue()
         self.is_over = threading.Event()
         self._thread = threading.Thread(target=self._run_thread, name="lease", daemon=True)
@@ -51,6 +99,10 @@ class Lease:
     def give_up(self) -> None:
         """Show all other processes that the lease is free."""
         raise NotImplementedError
+
+    def write_record(self) -> None:
+        """Name this process in the empty file."""
+        os.pwrite(self.descriptor, json.dumps(asdict(self.me)).encode(), 0)
 
     def begin(self, make: Callable[[], None]) -> None:
         """Start the thread, then call `make` to create the file. Called once."""
@@ -117,18 +169,3 @@ def _leave_to_parent() -> None:
 
 
 os.register_at_fork(after_in_child=_leave_to_parent)
-
-
-def record_in(path: Path, kind: Callable[..., T]) -> T | None:
-    """Return the record in a file, or None if it is empty or torn.
-
-    Args:
-        kind: Builds the record from its fields, and raises if they are invalid.
-
-    Raises:
-        OSError: The file cannot be read.
-    """
-    try:
-        return kind(**json.loads(read_regular(path, limit_bytes=_MAX_BYTES)))
-    except (OverflowError, RecursionError, TypeError, ValueError):
-        return None

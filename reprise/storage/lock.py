@@ -5,13 +5,10 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import gc
-import json
 import logging
 import os
-import socket
 import time
 import weakref
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 
@@ -19,7 +16,7 @@ from reprise.errors import LockError
 from reprise.storage import lease
 from reprise.storage.atomic import make_folders
 from reprise.storage.files import FILE_SYSTEM, Files, keep_block
-from reprise.storage.lease import Lease, leases, record_in
+from reprise.storage.lease import Holder, Lease, leases
 from reprise.storage.paths import exists
 from reprise.storage.worker import Job, ending_with
 
@@ -31,19 +28,6 @@ _POLL_S = 1.0
 _DROPPED_S = 120.0  # limits the wait for a dropped saver's save
 
 _dead_heartbeats: dict[str, int] = {}  # dead jobs' last heartbeats, by nonce: a run's two locks share a nonce
-
-
-@dataclass(frozen=True, slots=True)
-class Holder:
-    """A lock's holder. `started` is Unix time in seconds."""
-
-    host: str
-    pid: int
-    nonce: str
-    started: float
-
-    def __post_init__(self) -> None:
-        time.localtime(self.started)  # raises if out of range
 
 
 def is_locked(folder: Path, name: str = "lock") -> bool:
@@ -94,8 +78,7 @@ class FolderLock:
         owner: object = None,
     ) -> None:
         self._files = files
-        me = Holder(socket.gethostname(), os.getpid(), nonce, time.time())
-        self._file = _LockFile(folder.absolute() / name, me, kind, another, is_local=is_local)
+        self._file = _LockFile(folder.absolute() / name, nonce, kind, another, is_local=is_local)
         self._file.owner = weakref.ref(self if owner is None else owner)
         self._file.dropped = ending_with(self, self._file.calls)
 
@@ -172,9 +155,9 @@ class _LockFile(Lease):
     dropped: weakref.ref[FolderLock]
     synced: Job
 
-    def __init__(self, path: Path, me: Holder, kind: str, another: str, *, is_local: bool) -> None:
-        super().__init__(path)
-        self._me, self._kind, self._another, self._is_local = me, kind, another, is_local
+    def __init__(self, path: Path, nonce: str, kind: str, another: str, *, is_local: bool) -> None:
+        super().__init__(path, nonce)
+        self._kind, self._another, self._is_local = kind, another, is_local
 
     def take(self) -> None:
         """Open the lock file, creating it if missing, and take the lock."""
@@ -193,10 +176,10 @@ class _LockFile(Lease):
                 fix=f"Mount the file system with flock(2) support, or name {self._another}.",
             ) from error
         holder = self._holder()
-        if holder is not None and holder.host != self._me.host and not self._is_local:
+        if holder is not None and holder.host != self.me.host and not self._is_local:
             self._watch(holder)
         os.ftruncate(self.descriptor, 0)
-        os.pwrite(self.descriptor, json.dumps(asdict(self._me)).encode(), 0)
+        self.write_record()
         self.synced = Job(lambda: os.fsync(self.descriptor))
         self.calls.put(self.synced)
 
@@ -230,8 +213,8 @@ class _LockFile(Lease):
         Raises:
             OSError: The file cannot be read.
         """
-        holder = record_in(self.path, Holder)
-        return holder is not None and holder.nonce == self._me.nonce
+        holder = Holder.of(self.path)
+        return holder is not None and holder.nonce == self.me.nonce
 
     def beat(self) -> None:
         if self.is_mine():
@@ -269,5 +252,5 @@ class _LockFile(Lease):
 
     def _holder(self) -> Holder | None:
         with contextlib.suppress(OSError):
-            return record_in(self.path, Holder)
+            return Holder.of(self.path)
         return None

@@ -20,19 +20,7 @@ SMALL_BYTES = 256 << 20
 _MAX_NAME_BYTES = 255  # on common file systems
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
-# A hub's addresses, and its commands to download a model and a data set.
-_HUBS = (
-    (
-        r"(?:hf:/|https?://huggingface\.co)",
-        "hf download {} --local-dir FOLDER",
-        "hf download --repo-type dataset {} --local-dir FOLDER",
-    ),
-    (
-        r"(?:ms:/|modelscope:/|https?://(?:www\.)?modelscope\.cn)",
-        "modelscope download --model {} --local_dir FOLDER",
-        "modelscope download --dataset {} --local_dir FOLDER",
-    ),
-)
+_HUB = re.compile(r"(?:hf:/|ms:/|modelscope:/|https?://(?:huggingface\.co|(?:www\.)?modelscope\.cn))/[^/]")
 
 _MISSING = (errno.ENOENT, errno.ENOTDIR, errno.EBADF, errno.ELOOP)  # as in pathlib before Python 3.14
 
@@ -97,16 +85,6 @@ def matching(folder: Path, pattern: str) -> list[Path]:
     return sorted(paths)
 
 
-def folders_below(folder: Path) -> list[Path]:
-    """Return all subfolders, recursively, without links.
-
-    Raises:
-        OSError: The file system fails.
-    """
-    folders = [child for child in folder.iterdir() if is_dir(child) and not is_symlink(child)]
-    return [*folders, *(inner for child in folders for inner in folders_below(child))]
-
-
 def open_regular(path: Path, *, follows_links: bool = True) -> int:
     """Open a regular file for reading and return its descriptor.
 
@@ -163,19 +141,10 @@ def is_url(text: str) -> bool:
 
 
 def url_problem(text: str) -> str:
-    """Say why a URL is refused as a path, as a predicate. For a hub's URL, include the download command."""
-    command = download_command(text)
-    if command is not None:
-        return f"is a hub URL: run `{command}` and use FOLDER here"
+    """Say why a URL is refused as a path, as a predicate. For a hub's URL, name its download command."""
+    if _HUB.match(text.strip()):
+        return "is a hub URL: run `hf download` or `modelscope download` with a folder, and use the folder here"
     return "is a URL; only paths of mounted file systems can be used"
-
-
-def download_command(text: str) -> str | None:
-    """Return the command to download a hub's URL to a folder, or None for other texts."""
-    for hub, model_command, data_command in _HUBS:
-        if match := re.match(rf"{hub}(?:/models)?/(datasets/)?([^/@?#]+/[^/@?#]+)", text.strip()):
-            return (data_command if match[1] else model_command).format(match[2])
-    return None
 
 
 def _mode(path: Path, *, follows_links: bool = True) -> int:

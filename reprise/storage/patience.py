@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import logging
-import socket
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 from reprise.errors import CheckpointError, UnreadableError
@@ -18,8 +19,8 @@ _log = logging.getLogger(__name__)
 # How long a failing read is retried, for instance while a server fails over or other processes exhaust a limit.
 RETRY_S = 10.0
 OLDER = "load an older iteration"
-# Errors from a missing file, or something else in its place. All others prove nothing about the checkpoint.
-_MISSING = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EISDIR, errno.EINVAL, errno.ENAMETOOLONG})
+# Errors from a missing or too large file, or something else in its place. All others prove no damage.
+_MISSING = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EISDIR, errno.EINVAL, errno.ENAMETOOLONG, errno.EFBIG)
 
 
 def is_damage(error: OSError) -> bool:
@@ -110,65 +111,34 @@ class Patience:
             yield True
 
 
-def await_sight(path: Path, patience: Patience, files: Files, *, rank: int, reader: int = 0) -> None:
-    """Wait until this rank sees a file already read by rank `reader`. A file system may show it late.
-
-    Raises:
-        UnreadableError: The file is still missing or inaccessible when time is up.
-    """
-    try:
-        patience.retry(lambda: files.look(path), where=path, is_final=lambda _: False)
-    except OSError as error:
-        if not is_damage(error):
-            raise unreadable(error, where=path) from error
-        raise UnreadableError(
-            f"Rank {rank} on host {socket.gethostname()} does not see the checkpoint that rank {reader} loads",
-            where=path.parent,
-            found=error.strerror,
-            fix=f"Nothing was changed. Mount the folder that rank {reader} sees on every host, under the same path.",
-        ) from error
-
-
 class PatientFiles(Files):
     """Wraps `files` and retries failing reads for a limited time."""
 
     def __init__(self, files: Files, patience: Patience) -> None:
         self._files, self._patience = files, patience
         self.reading_threads = files.reading_threads
-        self._paths: dict[int, Path] = {}  # open files, by descriptor
-        for name in ("expect", "map", "look", "end"):  # without retries
+        for name in ("expect", "map", "end", "close"):  # without retries
             setattr(self, name, getattr(files, name))
+        for name in ("size", "is_folder"):
+            setattr(self, name, partial(self._retry, getattr(files, name)))
+        self._paths: dict[int, Path] = {}  # files opened so far, by descriptor
 
-    def size(self, path: Path) -> int:
-        return self._patience.retry(lambda: self._files.size(path), where=path)
-
-    def is_folder(self, path: Path) -> bool:
-        return self._patience.retry(lambda: self._files.is_folder(path), where=path)
+    def _retry(self, call: Callable[[Path], T], path: Path) -> T:
+        return self._patience.retry(lambda: call(path), where=path)
 
     def open_for_reading(self, path: Path) -> int:
         """Open a file for reading; see `Files.open_for_reading`."""
-        descriptor = self._patience.retry(lambda: self._files.open_for_reading(path), where=path)
+        descriptor = self._retry(self._files.open_for_reading, path)
         self._paths[descriptor] = path
         return descriptor
 
     def read(self, descriptor: int, buffer: memoryview, *, offset: int) -> int:
         """Fill `buffer` from `offset`, reopening the file after a failure; see `Files.read`."""
-        try:
+        path, tries = self._paths[descriptor], itertools.count()
+
+        def read() -> int:
+            if next(tries):
+                self._files.reopen(descriptor, path)
             return self._files.read(descriptor, buffer, offset=offset)
-        except OSError as error:
-            if is_damage(error):
-                raise
-        return self._patience.retry(
-            lambda: self._reopen_and_read(descriptor, buffer, offset), where=self._paths.get(descriptor)
-        )
 
-    def close(self, descriptor: int) -> None:
-        """Close a file opened by this object."""
-        self._paths.pop(descriptor, None)
-        self._files.close(descriptor)
-
-    def _reopen_and_read(self, descriptor: int, buffer: memoryview, offset: int) -> int:
-        path = self._paths.get(descriptor)
-        if path is not None:
-            self._files.reopen(descriptor, path)
-        return self._files.read(descriptor, buffer, offset=offset)
+        return self._patience.retry(read, where=path)

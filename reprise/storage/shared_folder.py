@@ -27,32 +27,27 @@ def why_unseen(mark: Path, files: Files) -> str:
     return look_again(lambda: _problem_of(files.size, mark), mark.parent)
 
 
-def require_mark(mark: Path, folder: CheckpointFolder, *, leader: int = 0, is_local: bool = False) -> None:
+def require_mark(mark: Path, folder: CheckpointFolder, *, leader: int = 0) -> None:
     """Wait until this rank sees its leader's marker file.
 
     Args:
         folder: The checkpoint folder.
         leader: The rank creating the marker.
-        is_local: Whether the folder belongs to this host alone. Changes only the advice.
 
     Raises:
         CheckpointError: The marker is not seen within SEEN_WITHIN_S. The message names this host and the path.
     """
     if problem := why_unseen(mark, folder.files):
-        raise _unseen(folder, leader, mark.parent, f"the file {mark.name}", problem, is_local=is_local)
+        raise _unseen(folder, leader, mark.parent, f"the file {mark.name}", problem)
 
 
-def _unseen(
-    folder: CheckpointFolder, leader: int, where: Path, expected: str, found: str, *, is_local: bool = False
-) -> CheckpointError:
+def _unseen(folder: CheckpointFolder, leader: int, where: Path, expected: str, found: str) -> CheckpointError:
     return CheckpointError(
         f"This host does not see the checkpoint folder of rank {leader}",
         where=on_this_host(where),
         expected=f"{expected} that it created there",
         found=found,
-        fix="Nothing was saved. Mount the same folder at this path for all ranks on a host."
-        if is_local
-        else _shared_fix(folder),
+        fix=_shared_fix(folder),
     )
 
 

@@ -90,6 +90,7 @@ class StoreFiles(Files):
             return list(threads.map(call, items))
 
     def look(self, path: Path) -> None:
+        """Ask the store for an object's version again. Raise OSError if the object does not exist."""
         self._versions.pop(path, None)
         self.size(path)
 

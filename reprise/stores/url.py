@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from reprise.errors import ConfigError
-from reprise.storage.paths import download_command
 
 SCHEMES = ("s3", "gs", "az", "file")
 _URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://(?P<rest>.*)", re.DOTALL)
@@ -37,12 +36,11 @@ class StoreUrl:
         match = _URL.fullmatch(text.strip())
         scheme = match["scheme"].lower() if match else ""
         if match is None or scheme not in SCHEMES:
-            command = download_command(text)
             raise ConfigError(
                 "This is not a store URL",
                 expected=", ".join(f"{name}://" for name in SCHEMES),
                 found=_without_secret(text),
-                fix=f"Run `{command}` and use FOLDER." if command else "Use a path for a mounted file system.",
+                fix="Use the path of a mounted file system. Download a hub's folder first: `hf download`.",
             )
         if {"@", ":"} & set(match["rest"].partition("/")[0]) or {"?", "#"} & set(match["rest"]):
             raise ConfigError(

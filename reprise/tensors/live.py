@@ -5,6 +5,7 @@ No other module reads DTensor internals.
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from reprise.format.layout import TensorKind, TensorSpec
 from reprise.storage.json_file import Document
 from reprise.tensors.dtypes import stored_dtype
 
+Array = npt.NDArray[np.void]
 Marks = tuple[tuple[int, int, torch.Size, tuple[int, ...], torch.dtype], ...]
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
@@ -141,22 +143,18 @@ def live_tensors(
         stored: On-disk forms that differ from the live ones, by parameter name.
 
     Raises:
-        CheckpointError: The optimizer has parameters outside the model; a tensor is not a box, is sparse or quantized,
-            or shares memory with another; or the host is big-endian.
+        CheckpointError: A tensor is not a box, its dtype cannot be stored, or the host is big-endian.
     """
     check_byteorder(sys.byteorder)
     free_gathered_parameters(model)
     stored = stored or {}
-    names = parameter_names(model)
-    buffers = _persistent_buffers(model)
-    _check_memory([*((name, parameter) for parameter, name in names.items()), *buffers])
-    for parameter, name in names.items():
-        yield from locate(TensorKind.MODEL, name, parameter.detach(), grid=grid, stored=stored.get(name))
-    for name, buffer in buffers:
-        yield from locate(TensorKind.MODEL, name, buffer, grid=grid)
+    tensors = dict[int, tuple[str, torch.Tensor]]()
+    for name, tensor in named_tensors(model):
+        tensors.setdefault(id(tensor), (name, tensor))
+    for name, tensor in tensors.values():
+        yield from locate(TensorKind.MODEL, name, tensor.detach(), grid=grid, stored=stored.get(name))
     if optimizer is not None:
-        _refuse_strangers(optimizer, names)
-        yield from _optimizer_tensors(optimizer, names, grid=grid, stored=stored)
+        yield from _optimizer_tensors(optimizer, parameter_names(model), grid=grid, stored=stored)
 
 
 def parameter_names(model: nn.Module) -> dict[nn.Parameter, str]:
@@ -263,32 +261,6 @@ def is_fsdp_module(module: nn.Module) -> bool:
     return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
-def _persistent_buffers(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Return the persistent buffers in model order, each under its first name."""
-    first = dict[int, tuple[str, torch.Tensor]]()
-    for name, tensor in named_tensors(model):
-        if not isinstance(tensor, nn.Parameter):
-            first.setdefault(id(tensor), (name, tensor))
-    return list(first.values())
-
-
-def _check_memory(tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
-    parts = [(name, local_of(tensor)) for name, tensor in tensors]
-    for name, local in parts:
-        check_memory(name, local)
-    check_disjoint(parts)
-
-
-def _refuse_strangers(optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]) -> None:
-    strangers = sum(p not in names for group in optimizer.param_groups for p in group["params"])
-    if strangers:
-        raise CheckpointError(
-            "The optimizer holds parameters outside the model",
-            found=f"{strangers} of them",
-            fix="Build the optimizer after the model is wrapped (fully_shard, parallelize_module, to).",
-        )
-
-
 def _optimizer_tensors(
     optimizer: torch.optim.Optimizer,
     names: Mapping[nn.Parameter, str],
@@ -297,15 +269,12 @@ def _optimizer_tensors(
     stored: Mapping[str, Stored],
 ) -> Iterator[LiveTensor]:
     """Yield the optimizer state moment by moment, each in model order, scalars last."""
-    keys = {
-        key: value.ndim for p in names for key, value in optimizer.state.get(p, {}).items() if _is_tensor(key, value)
-    }
+    keys = {key: value.ndim for p in names for key, value in optimizer.state.get(p, {}).items()}
     for key in sorted(keys, key=lambda k: (keys[k] == 0, k)):
         for parameter, name in names.items():
             value = optimizer.state.get(parameter, {}).get(key)
             if value is None:
                 continue
-            check_memory(f"{key}.{name}", local_of(value))
             same = value.shape == parameter.shape
             owner = parameter if is_dtensor(parameter) else None
             yield from locate(
@@ -315,17 +284,6 @@ def _optimizer_tensors(
                 grid=_grid_of(owner, grid),
                 stored=stored.get(name) if same else None,
             )
-
-
-def _is_tensor(key: str, value: object) -> bool:
-    if not isinstance(value, torch.Tensor):
-        raise CheckpointError(
-            "The optimizer state holds a value that is not a tensor",
-            where=f"state {key!r}",
-            found=type(value).__name__,
-            fix="Use an optimizer of torch.optim, or keep the value as a 0-d tensor.",
-        )
-    return True
 
 
 def locate(
@@ -465,22 +423,21 @@ def check_disjoint(tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
     Raises:
         CheckpointError: Names the first two.
     """
-    spans = [
-        (str(local.device), local.data_ptr(), local.data_ptr() + _extent_bytes(local), name, local)
-        for name, local in tensors
-        if local.numel() and local.device.type != "meta"
-    ]
-    open_spans: list[tuple[str, int, int, str, torch.Tensor]] = []
-    for span in sorted(spans, key=lambda span: span[:4]):
-        open_spans = [neighbor for neighbor in open_spans if neighbor[0] == span[0] and neighbor[2] > span[1]]
-        for neighbor in open_spans:
-            if _share_memory(neighbor[4], span[4]):
+    parts = [(name, local) for name, local in tensors if local.numel() and local.device.type != "meta"]
+    open_parts: list[tuple[str, torch.Tensor, Array]] = []
+    for name, local in sorted(parts, key=lambda part: (str(part[1].device), part[1].data_ptr())):
+        addresses = _addresses(local)
+        open_parts = [
+            part for part in open_parts if part[1].device == local.device and np.may_share_memory(part[2], addresses)
+        ]
+        for neighbor, _, taken in open_parts:
+            if np.shares_memory(taken, addresses):
                 raise CheckpointError(
                     "Two tensors share memory without being the same tensor",
-                    where=" and ".join(sorted((neighbor[3], span[3]))),
+                    where=" and ".join(sorted((neighbor, name))),
                     fix="Tie them by assigning one and the same parameter, or clone one of them.",
                 )
-        open_spans.append(span)
+        open_parts.append((name, local, addresses))
 
 
 def _may_overlap_itself(local: torch.Tensor) -> bool:
@@ -494,21 +451,9 @@ def _may_overlap_itself(local: torch.Tensor) -> bool:
     return False
 
 
-def _extent_bytes(local: torch.Tensor) -> int:
-    last = sum((size - 1) * stride for size, stride in zip(local.shape, local.stride(), strict=True))
-    return (last + 1) * local.itemsize
-
-
-def _share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Return whether both contain a common byte. A matrix's interleaved columns do not."""
-    start = min(a.data_ptr(), b.data_ptr())
-    end = max(a.data_ptr() + _extent_bytes(a), b.data_ptr() + _extent_bytes(b))
-    is_taken = torch.zeros(end - start, dtype=torch.bool, device="cpu")
-    _bytes_of(a, is_taken, start).fill_(True)
-    return bool(_bytes_of(b, is_taken, start).any())
-
-
-def _bytes_of(local: torch.Tensor, memory: torch.Tensor, start: int) -> torch.Tensor:
-    """Return `memory`, a byte map starting at address `start`, viewed with the layout of `local`."""
+def _addresses(local: torch.Tensor) -> Array:
+    """Return an array at a tensor's addresses, which may lie on a device and are not read."""
     strides = [stride * local.itemsize for stride in local.stride()]
-    return memory.as_strided((*local.shape, local.itemsize), (*strides, 1), local.data_ptr() - start)
+    extent = sum((size - 1) * stride for size, stride in zip(local.shape, strides, strict=True)) + local.itemsize
+    memory = (ctypes.c_byte * extent).from_address(local.data_ptr())
+    return np.ndarray(tuple(local.shape), f"V{local.itemsize}", memory, strides=strides)  # type: ignore[arg-type]

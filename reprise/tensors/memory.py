@@ -138,43 +138,32 @@ def _cudart() -> Any:
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
 
-class HostMemory:
-    """A box's packed image on the host; `is_private` marks a constant copy."""
+class Memory:
+    """A box's packed image on the host, or on an accelerator.
 
-    is_on_device = False
+    Args:
+        packed: The image.
+        stream: The stream for copies from an accelerator, other than training's.
+        is_private: Whether this is a constant copy.
+    """
 
-    def __init__(self, packed: torch.Tensor, *, is_private: bool) -> None:
-        self._packed = packed  # keeps the memory alive
-        self.address = packed.data_ptr()
+    def __init__(self, packed: torch.Tensor, stream: torch.Stream | None, *, is_private: bool) -> None:
+        self.bytes = packed.reshape(-1).view(torch.uint8)  # keeps the memory alive
         self.total_bytes = packed.nbytes
-        self.is_private = is_private
-
-    def copy_to(self, target: Bytes, lo: int) -> torch.Event | None:
-        """Copy bytes starting at `lo` without torch, because the training step needs torch's threads."""
-        ctypes.memmove(target.ctypes.data, self.address + lo, target.nbytes)
-        return None
-
-
-class DeviceMemory:
-    """A box's packed image on an accelerator, copied on a stream other than training's."""
-
-    is_on_device = True
-    is_private = False
-    address = 0
-
-    def __init__(self, packed: torch.Tensor, stream: torch.Stream) -> None:
-        self.bytes = packed.reshape(-1).view(torch.uint8)
+        self.is_on_device = packed.device.type != "cpu"
+        self.is_private = is_private and not self.is_on_device
+        self.address = 0 if self.is_on_device else packed.data_ptr()
         self._stream = stream
-        self.total_bytes = self.bytes.numel()
 
     def copy_to(self, target: Bytes, lo: int) -> torch.Event | None:
-        """Start copying bytes at `lo`. Return the event recorded after the copy."""
+        """Copy bytes starting at `lo`. From a device, only start, and return the event recorded after the copy."""
+        if not self.is_on_device:  # without torch, because the training step needs torch's threads
+            ctypes.memmove(target.ctypes.data, self.address + lo, target.nbytes)
+            return None
+        assert self._stream is not None
         with torch.get_device_module(self.bytes.device).stream(self._stream):  # a stream's own context is shared
             torch.from_numpy(target).copy_(self.bytes[lo : lo + target.nbytes], non_blocking=True)
             return self._stream.record_event()
-
-
-Memory = HostMemory | DeviceMemory
 
 
 class Sources:
@@ -194,7 +183,7 @@ class Sources:
         for tensor in live:
             local = tensor.local.detach()
             if local.is_contiguous() and (steady is None or local.untyped_storage().data_ptr() in steady):
-                self._steady[tensor.spec.name] = self._memory(local, is_private=False)
+                self._steady[tensor.spec.name] = Memory(local, self._stream, is_private=False)
             else:
                 self._copied.append(tensor)
 
@@ -208,17 +197,11 @@ class Sources:
         copies: dict[str, Memory] = {}
         for tensor in self._copied:
             packed = tensor.local.detach().clone(memory_format=torch.contiguous_format)
-            copies[tensor.spec.name] = self._memory(packed, is_private=True)
+            copies[tensor.spec.name] = Memory(packed, self._stream, is_private=True)
         if self._stream is not None:
             assert self._device is not None
             self._stream.wait_stream(torch.get_device_module(self._device).current_stream(self._device))
         return {**self._steady, **copies}
-
-    def _memory(self, packed: torch.Tensor, *, is_private: bool) -> Memory:
-        if packed.device.type == "cpu":
-            return HostMemory(packed, is_private=is_private)
-        assert self._stream is not None
-        return DeviceMemory(packed, self._stream)
 
 
 @functools.cache

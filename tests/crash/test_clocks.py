@@ -27,12 +27,11 @@ CLOCKS = [-DAY_S, -300.0, 300.0, 900.0, DAY_S]
 
 
 def host(name: str, work: str, folder: Path, orders: Connection) -> None:
-    """Live on a host whose file system carries no flock to others, and which sees no process of theirs."""
+    """Live on a host whose file system carries no flock to others."""
     enter_host(name)
     real, ahead_s = time.time, 0.0
     time.time = lambda: real() + ahead_s  # type: ignore[assignment]
     fcntl.flock = lambda descriptor, operation: None  # type: ignore[assignment]
-    holds._BOOT_ID = "/nowhere"  # type: ignore[misc]
     lease.HEARTBEAT_S, lock._POLL_S, lock.STALE_S = 0.01, 0.05, 600.0
     if work == "hold":
         mine, hold = FolderLock(folder / "locked", name), Hold.take(folder / "checkpoints" / iteration_name(1))

@@ -22,12 +22,11 @@ from tqdm import tqdm
 import reprise
 from reprise import CheckpointStatus, CheckpointSummary, HostPieces, ProgressCallback, VerifiedCheckpoint
 from reprise.errors import ConfigError, TrainerError, count_of
-from reprise.storage import FILE_SYSTEM, FolderTerms, dumps, exists, is_url, json_file, shown_name
+from reprise.storage import FILE_SYSTEM, dumps, exists, is_url, json_file, shown_name
 from reprise.stores import files_of
 from trainer.commands.arguments import any_path, local_path, natural, natural_or_all, positive
 from trainer.compare.text_table import format_table
 from trainer.config.saved import RUN_CONFIG
-from trainer.config.terms import LOCAL
 from trainer.metrics.json_lines import METRICS
 from trainer.report.goodput import measure_goodput
 from trainer.report.history import read_history, run_folder
@@ -39,7 +38,6 @@ _MOST_SHOWN = 10
 _WIDEST = 60  # characters per list in a table
 _LONG_LOG_BYTES = 32 << 20  # about 100,000 iterations, which take a second to read
 Row = dict[str, Any]
-_GATHER_TERMS = FolderTerms("another folder, such as that of checkpoint.save")
 
 _log = logging.getLogger(__name__)
 
@@ -254,9 +252,7 @@ def diff(options: argparse.Namespace) -> int:
 def gather(options: argparse.Namespace) -> int:
     """Join several hosts' folders into a single folder with the whole checkpoint."""
     with _progress_bar() as progress:
-        report = reprise.gather(
-            options.hosts, options.out, iteration=options.iteration, progress=progress, terms=_GATHER_TERMS
-        )
+        report = reprise.gather(options.hosts, options.out, iteration=options.iteration, progress=progress)
     for problem in report.damage[:_MOST_SHOWN]:
         _log.warning("damaged, and taken from another folder: %s", problem)
     if len(report.damage) > _MOST_SHOWN:
@@ -297,11 +293,7 @@ def prune(options: argparse.Namespace) -> int:
     if options.optimizer:
         return _drop_optimizer(options)
     report = reprise.prune(
-        options.run,
-        keep=options.keep,
-        retain_interval=options.retain_interval,
-        dry_run=options.dry_run,
-        terms=LOCAL,
+        options.run, keep=options.keep, retain_interval=options.retain_interval, dry_run=options.dry_run
     )
     rows: list[Row] = [
         {"iteration": checkpoint.iteration, "bytes": checkpoint.total_bytes, "deleted": not report.is_dry_run}
@@ -315,7 +307,7 @@ def prune(options: argparse.Namespace) -> int:
 
 
 def _drop_optimizer(options: argparse.Namespace) -> int:
-    checkpoints = reprise.drop_optimizer(options.run, before=options.before, dry_run=options.dry_run, terms=LOCAL)
+    checkpoints = reprise.drop_optimizer(options.run, before=options.before, dry_run=options.dry_run)
     rows: list[Row] = [
         {
             "iteration": checkpoint.iteration,

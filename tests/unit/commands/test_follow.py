@@ -139,8 +139,7 @@ def test_retention_deletes_the_held_checkpoint_only_afterwards(tmp_path: Path) -
     def retain(path: Path) -> None:
         save(tmp_path, 2, 3)
         for iteration in (1, 2):
-            discarded = folder.discard(iteration, f"n-{iteration}")
-            assert (discarded is None) == (iteration == 1)
+            assert folder.delete(folder.iteration(iteration), f"n-{iteration}") == (iteration == 2)
 
     def retain_once(path: Path) -> None:
         if path.name == "iter_0000001":
@@ -148,7 +147,7 @@ def test_retention_deletes_the_held_checkpoint_only_afterwards(tmp_path: Path) -
 
     run_follower(tmp_path, FakeRunner(during=retain_once), once=True)
     assert iterations(tmp_path) == [1, 3]
-    assert folder.discard(1, "n-3") is not None
+    assert folder.delete(folder.iteration(1), "n-3")
 
 
 def test_a_checkpoint_that_vanishes_is_passed_over(

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 import torch
 from torch import nn
 
 import reprise
 from reprise import TensorSummary
-from reprise.errors import CheckpointError
-from tests.local_folders import save_on_two_hosts
 
 
 def test_the_newest_checkpoint_is_shown_with_its_tensors(tmp_path: Path) -> None:
@@ -31,17 +28,3 @@ def test_the_newest_checkpoint_is_shown_with_its_tensors(tmp_path: Path) -> None
         path / "model.safetensors"
     ).stat().st_size
     assert reprise.show(tmp_path / "iter_0000001").iteration == 1
-
-
-def test_the_folder_of_a_host_has_its_share(tmp_path: Path) -> None:
-    a, _ = save_on_two_hosts(tmp_path, 2)
-    share = reprise.show(a).share
-    assert share is not None
-    assert [host.present for host in share.hosts] == [3, 0]
-
-
-def test_damage_is_raised(tmp_path: Path) -> None:
-    path = reprise.save(tmp_path, nn.Linear(1, 1), iteration=1)
-    (path / "manifest.json").write_text("{}")
-    with pytest.raises(CheckpointError):
-        reprise.show(tmp_path)

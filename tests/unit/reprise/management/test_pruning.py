@@ -10,7 +10,6 @@ import shutil
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -28,33 +27,9 @@ from reprise.storage.folder import CheckpointFolder
 from reprise.storage.lock import FolderLock
 from tests.crash.killing import Killer
 from tests.harness import all_files
-from tests.local_folders import save_on_two_hosts
 from tests.messages import refused
 from tests.unit.reprise.management.test_listing import save
 from trainer.interop.tensor_files import write_tensor_files
-
-
-def test_the_newest_the_pinned_and_the_multiples_stay(tmp_path: Path) -> None:
-    folder = save(tmp_path, 1, 2, 3, 4, 5)
-    (folder / "iter_0000001" / "hold").touch()
-    plan = reprise.prune(folder, keep=1, retain_interval=4, dry_run=True)
-    assert ([e.iteration for e in plan.expired], plan.retained, plan.is_dry_run) == ([2, 3], (1, 4, 5), True)
-    assert all(checkpoint.path.is_dir() and checkpoint.total_bytes > 0 for checkpoint in plan.expired)
-    report = reprise.prune(folder, keep=1, retain_interval=4)
-    assert (report.expired, report.is_dry_run) == (plan.expired, False)
-    assert [summary.iteration for summary in reprise.list(folder)] == [1, 4, 5]
-    assert not list(folder.glob(".*"))
-
-
-def test_nothing_is_deleted_where_no_whole_checkpoint_would_stay(tmp_path: Path) -> None:
-    folder = save(tmp_path / "run", 1, 2)
-    (folder / "iter_0000002" / "trainer_state.json").unlink()
-    with refused(CheckpointError, str(folder)):
-        reprise.prune(folder, keep=1)
-    assert len(reprise.list(folder)) == 2
-    host, _ = save_on_two_hosts(tmp_path, 1, 2)
-    with refused(CheckpointError, "max_checkpoint_keep"):
-        reprise.prune(host, keep=1)
 
 
 @pytest.mark.parametrize("numbers", [{"keep": 0}, {"keep": 1, "retain_interval": -1}])
@@ -257,26 +232,20 @@ def test_a_kill_at_any_call_leaves_the_old_or_the_new(tmp_path: Path, step: int)
     assert states == {frozenset({"weight"}), frozenset({"weight", "exp_avg.weight"})}
 
 
-@pytest.mark.parametrize("call", CALLS, ids=["prune", "drop"])
-def test_a_hold_taken_during_the_rename_keeps_the_checkpoint(
-    tmp_path: Path, call: Callable[[Path], Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hold_taken_during_the_rename_keeps_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = full_run(tmp_path)
     before, rename = all_files(folder / "iter_0000010"), Files.rename
 
     def hold_and_rename(files: Files, source: Path, target: Path) -> None:
-        if "iter_0000010" in source.parts:
-            (source if source.name == "iter_0000010" else source.parent).joinpath("hold").touch()
+        if source.parent.name == "iter_0000010":
+            (source.parent / "hold").touch()
         rename(files, source, target)
 
     monkeypatch.setattr(Files, "rename", hold_and_rename)
-    report = call(folder)
-    if isinstance(report, tuple):
-        assert [(c.iteration, c.reason) for c in report] == [(10, "held"), (20, "")]
-    else:
-        assert ([c.iteration for c in report.expired], report.retained) == ([20], (10, 30))
-    (folder / "iter_0000010" / "hold").unlink()
-    assert all_files(folder / "iter_0000010") == before
+    report = reprise.drop_optimizer(folder, before=30)
+    assert [(c.iteration, c.reason) for c in report] == [(10, "held"), (20, "")]
+    assert all_files(folder / "iter_0000010") == before | {"hold": b""}
+    assert reprise.prune(folder, keep=1).retained == (10, 30)
 
 
 def test_a_lightened_copy_is_no_copy_of_the_whole(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ class Event:
 
 
 class Memory:
-    """Memory of the made-up device, as `DeviceMemory`."""
+    """Memory of the made-up device."""
 
     is_on_device, is_private, address = True, False, 0
 

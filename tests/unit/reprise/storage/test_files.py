@@ -168,7 +168,6 @@ def test_a_file_system_that_reports_no_size_has_an_unknown_room(monkeypatch: pyt
 @pytest.mark.parametrize(
     ("code", "name", "words"),
     [
-        (errno.ENOENT, "new", ["created"]),
         (errno.ENOENT, "a/new", ["a/new", "errno 2"]),
         (errno.ENOSPC, "new", ["7 B free", "somewhere else"]),
         (errno.EACCES, "new", ["permissions", "somewhere else"]),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -53,11 +52,14 @@ def test_sweep_removes_leftovers_and_nothing_similar(tmp_path: Path) -> None:
         ".iter_0000001.n-1.deleted", "iter_0000003", "iter_0000003.superseded-1", ".hidden", "partial",
     }  # fmt: skip
     folder = folder_with(tmp_path, *leftovers, *similar)
-    (tmp_path / ".iter_0000008.n-1.partial").write_text("a file")
-    (tmp_path / "elsewhere").mkdir()
+    for name in (".iter_0000008.n-1.partial", ".shared.dead.mark", "shared.mark", ".shared.mark.txt"):
+        (tmp_path / name).write_text("a file")
+    for name in ("elsewhere", ".shared.folder.mark"):
+        (tmp_path / name).mkdir()
     (tmp_path / ".iter_0000009.n-1.partial").symlink_to(tmp_path / "elsewhere")
-    assert {path.name for path in folder.sweep()} == leftovers
-    others = {".iter_0000008.n-1.partial", ".iter_0000009.n-1.partial", "elsewhere"}
+    assert {path.name for path in folder.sweep()} == leftovers | {".shared.dead.mark"}
+    others = {".iter_0000008.n-1.partial", ".iter_0000009.n-1.partial", "elsewhere", "shared.mark", ".shared.mark.txt"}
+    others.add(".shared.folder.mark")
     assert names_in(tmp_path) == similar | others | {TRACKER}
     assert folder.sweep() == []
 
@@ -70,46 +72,29 @@ def test_what_cannot_be_swept_is_named_and_in_nobodys_way(tmp_path: Path, caplog
     assert folder.committed() == [2]
 
 
-@pytest.mark.parametrize("left", [None, "7\n", "40\n", "", "7.5", "pipe"])
-def test_sweep_lets_the_tracker_name_the_newest_checkpoint(tmp_path: Path, left: str | None) -> None:
+@pytest.mark.parametrize("left", [None, "7\n", "40\n", "41\n", "", "7.5", "pipe"])
+def test_sweep_lets_the_tracker_name_the_newest_checkpoint(
+    tmp_path: Path, left: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
     folder = folder_with(tmp_path, "iter_0000007", "iter_0000040", "iter_0000050.superseded-1")
-    (tmp_path / f".{TRACKER}.new").write_text("4")
     if left == "pipe":
         os.mkfifo(tmp_path / TRACKER)
     elif left is not None:
         (tmp_path / TRACKER).write_text(left)
     folder.sweep()
-    assert folder.tracker() == 40
-    assert not (tmp_path / f".{TRACKER}.new").exists()
-
-
-@pytest.mark.parametrize(
-    ("others", "words"),
-    [
-        ([], "names iteration 9, but the newest checkpoint is iter_0000007: newer ones were removed"),
-        (["iter_0000009.superseded-1"], None),
-        (["iter_0000009"], None),
-    ],
-)
-def test_a_tracker_newer_than_the_folders_is_told(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, others: list[str], words: str | None
-) -> None:
-    folder = CheckpointFolder(tmp_path, Files())
-    for name in ("iter_0000007", *others):
-        (tmp_path / name).mkdir()
-    (tmp_path / TRACKER).write_text("9\n")
-    folder.sweep()
-    assert (words in caplog.text) if words else caplog.records == []
-    assert folder.tracker() == (9 if others == ["iter_0000009"] else 7)
-
-
-def test_superseding_takes_the_tracker_back_with_it(tmp_path: Path) -> None:
-    folder = folder_with(tmp_path, "iter_0000007", "iter_0000040")
-    folder.sweep()
+    assert ("names iteration 41, but the newest checkpoint is iter_0000040" in caplog.text) == (left == "41\n")
+    assert (tmp_path / TRACKER).read_text() == "40\n"
     folder.supersede([40])
     assert folder.tracker() == 7
     folder.supersede([7])
     assert not (tmp_path / TRACKER).exists()
+
+
+def test_a_tracker_alone_stays(tmp_path: Path) -> None:
+    (tmp_path / TRACKER).write_text("9\n")
+    folder = CheckpointFolder(tmp_path, Files())
+    folder.sweep()
+    assert folder.tracker() == 9  # nothing else shows that there was a run
 
 
 OLD_AND_NEW = ("iter_0000007", ".iter_0000007.n-2.partial")
@@ -134,51 +119,26 @@ class Dying(Files):
 
 
 @pytest.mark.parametrize("replaces", [False, True])
-@pytest.mark.parametrize("renames", [0, 1, 2, 3])
+@pytest.mark.parametrize("renames", [0, 1, 2, 3, 4])
 def test_a_replacing_commit_killed_anywhere_loses_neither(tmp_path: Path, renames: int, replaces: bool) -> None:
     folder_with(tmp_path, *OLD_AND_NEW)
     with pytest.raises(KeyboardInterrupt):
         CheckpointFolder(tmp_path, Dying(renames)).commit(7, "n-2", replaces=replaces)
     folder = CheckpointFolder(tmp_path, Files())
     folder.sweep()
-    # The first rename finds the old one in the way, the second puts it aside, the third is the commit.
-    is_committed = renames == 3
-    kept = {} if replaces else {"iter_0000007.superseded-1": "iter_0000007"}
+    # The first rename finds the old one in the way, the second puts it aside, the third is the commit, the fourth names
+    # the old one, which a replacing commit then deletes.
+    is_committed = renames >= 3
+    kept = {"iter_0000007.superseded-1": "iter_0000007"}
     assert contents_of(tmp_path) == (
         {"iter_0000007": OLD_AND_NEW[1], **kept} if is_committed else {"iter_0000007": "iter_0000007"}
     )
 
 
-class CountedFiles(Files):
-    """Files that note their syncs."""
-
-    def __init__(self) -> None:
-        self.synced: list[str] = []
-        self.batches = 0
-
-    def sync_together(self, syncs: Sequence[Callable[[], None]]) -> None:
-        self.batches += 1
-        super().sync_together(syncs)
-
-    def sync(self, descriptor: int) -> None:
-        self.synced.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
-        super().sync(descriptor)
-
-    def sync_folder(self, path: Path) -> None:
-        self.synced.append(f"{path.name}/")
-        super().sync_folder(path)
-
-
-def test_a_commit_syncs_its_name_beside_the_next_tracker(tmp_path: Path) -> None:
-    files = CountedFiles()
-    folder_with(tmp_path, ".iter_0000007.n-1.partial")
-    folder = CheckpointFolder(tmp_path, files)
+def test_a_commit_names_the_newest_and_keeps_the_replaced(tmp_path: Path) -> None:
+    folder = folder_with(tmp_path, ".iter_0000007.n-1.partial", ".iter_0000005.n-2.partial")
     assert folder.commit(7, "n-1")
-    assert files.batches == 1
-    assert sorted(files.synced) == sorted([f".{TRACKER}.new", f"{tmp_path.name}/"])
-    assert names_in(tmp_path) == {"iter_0000007", TRACKER}
-    assert (tmp_path / TRACKER).read_text() == "7\n"
-    folder_with(tmp_path, ".iter_0000005.n-2.partial")
+    assert names_in(tmp_path) == {"iter_0000007", ".iter_0000005.n-2.partial", TRACKER}
     folder.commit(5, "n-2")  # an older iteration
     assert folder.tracker() == 7
     with pytest.raises(FileNotFoundError):  # its folder was swept
@@ -186,15 +146,11 @@ def test_a_commit_syncs_its_name_beside_the_next_tracker(tmp_path: Path) -> None
     for attempt in ("n-4", "n-5"):
         folder_with(tmp_path, f".iter_0000007.{attempt}.partial")
         folder.commit(7, attempt)
-    made = [
-        (name, f".iter_0000007.{attempt}.partial")
-        for name, attempt in zip(
-            ("iter_0000007.superseded-1", "iter_0000007.superseded-2", "iter_0000007"),
-            ("n-1", "n-4", "n-5"),
-            strict=True,
-        )
-    ]
-    assert contents_of(tmp_path) == {"iter_0000005": ".iter_0000005.n-2.partial", **dict(made)}
+    folder_with(tmp_path, ".iter_0000007.n-6.partial")
+    folder.commit(7, "n-6", replaces=True)
+    attempts = {"iter_0000007.superseded-1": "n-1", "iter_0000007.superseded-2": "n-4", "iter_0000007": "n-6"}
+    partials = {name: f".iter_0000007.{attempt}.partial" for name, attempt in attempts.items()}
+    assert contents_of(tmp_path) == {"iter_0000005": ".iter_0000005.n-2.partial", **partials}
 
 
 class Refusing(Files):
@@ -267,9 +223,16 @@ def test_a_tracker_that_cannot_be_written_does_not_undo_a_commit(
     assert TRACKER in caplog.text
 
 
-def test_discard_makes_a_checkpoint_go_before_its_files_do(tmp_path: Path) -> None:
-    folder = folder_with(tmp_path, "iter_0000007")
-    gone = folder.discard(7, "n-1")
+def test_a_deletion_is_durable_before_its_files_go(tmp_path: Path) -> None:
+    folder_with(tmp_path, "iter_0000007", "iter_0000008.superseded-1")
+    for name in ("iter_0000007", "iter_0000008.superseded-1"):
+        folder = CheckpointFolder(tmp_path, FailingFiles("remove_tree"))
+        with pytest.raises(OSError, match="Input/output"):
+            folder.delete(tmp_path / name, "n-1")
     assert folder.committed() == []
-    assert (gone / "content").exists()
-    assert folder.sweep() == [gone]
+    leaving = [tmp_path / f".{name}.n-1.deleting" for name in ("iter_0000007", "iter_0000008.superseded-1")]
+    assert all((path / "content").exists() for path in leaving)
+    with pytest.raises(OSError, match="Input/output"):
+        CheckpointFolder(tmp_path, FailingFiles("sync_folder")).delete(folder_with(tmp_path, "x").root / "x", "n-2")
+    assert (tmp_path / ".x.n-2.deleting/content").exists()
+    assert CheckpointFolder(tmp_path, Files()).sweep() == leaving

@@ -16,7 +16,6 @@ from reprise import load_state_dict
 from reprise.errors import ConfigError
 from reprise.storage.paths import (
     exists,
-    folders_below,
     is_dir,
     is_file,
     is_symlink,
@@ -103,16 +102,14 @@ def test_patterns_match_names_at_each_depth_or_fail(tmp_path: Path, monkeypatch:
     assert matching(tmp_path, "*.x") == [tmp_path / "c.x", tmp_path / "run-3.x"]
     assert matching(tmp_path, "?/run-*.x") == [tmp_path / "a/run-1.x"]
     assert not any(matching(tmp_path / name, "*") for name in ("missing", "c.x", "a\0b"))
-    assert sorted(folders_below(tmp_path)) == [tmp_path / "a", tmp_path / "b", tmp_path / "b/inner"]
 
     def fail(path: object) -> list[str]:
         raise OSError(errno.EIO, "the disk fails")
 
     monkeypatch.setattr(os, "listdir", fail)
     monkeypatch.setattr(os, "scandir", fail)
-    for listing in (lambda: matching(tmp_path, "*.x"), lambda: folders_below(tmp_path)):
-        with pytest.raises(OSError, match="the disk fails"):
-            listing()
+    with pytest.raises(OSError, match="the disk fails"):
+        matching(tmp_path, "*.x")
 
 
 @pytest.mark.parametrize("size", [10, 1 << 34])
@@ -131,25 +128,15 @@ def test_a_file_beyond_the_limit_is_refused_before_it_is_read(tmp_path: Path, si
 
 
 @pytest.mark.parametrize(
-    ("url", "found"),
-    [
-        ("hf://Qwen/Qwen3-0.6B", "`hf download Qwen/Qwen3-0.6B --local-dir FOLDER`"),
-        ("hf://Qwen/Qwen3-0.6B@main/config.json", "`hf download Qwen/Qwen3-0.6B --local-dir FOLDER`"),
-        ("https://huggingface.co/Qwen/Qwen3-0.6B/tree/main", "`hf download Qwen/Qwen3-0.6B --local-dir FOLDER`"),
-        ("hf://datasets/org/data", "`hf download --repo-type dataset org/data --local-dir FOLDER`"),
-        ("modelscope://Qwen/Qwen3-0.6B", "`modelscope download --model Qwen/Qwen3-0.6B --local_dir FOLDER`"),
-        ("https://www.modelscope.cn/models/Qwen/Qwen3", "`modelscope download --model Qwen/Qwen3 --local_dir FOLDER`"),
-        ("https://modelscope.cn/datasets/org/data", "`modelscope download --dataset org/data --local_dir FOLDER`"),
-        ("hf://", "mounted file systems"),
-        ("hdfs://host/run/model", "mounted file systems"),
-        ("https://example.com/hf/model", "mounted file systems"),
-    ],
+    "url",
+    ["hf://o/m", "https://huggingface.co/o/m", "modelscope://o/m", "ms://o/m", "https://www.modelscope.cn/models/o/m"],
 )
-def test_a_hub_url_is_refused_with_its_download_command(url: str, found: str) -> None:
-    assert found in url_problem(url)
+def test_a_hub_url_is_refused_with_its_download_command(url: str) -> None:
+    assert "hf download" in url_problem(url)
 
 
-@pytest.mark.parametrize("url", ["hf://org/model", "hdfs://host/run"])
+@pytest.mark.parametrize("url", ["hf://", "hdfs://host/run/model", "https://example.com/hf/model"])
 def test_a_load_of_no_store_is_refused(url: str) -> None:
-    with refused(ConfigError, url, *(["hf download org/model"] if url.startswith("hf") else [])):
+    assert "mounted file systems" in url_problem(url)
+    with refused(ConfigError, url):
         load_state_dict(url, {})

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
-import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
 from reprise.errors import UnreadableError
-from reprise.format.names import MANIFEST, STATE
+from reprise.format.names import STATE
 from reprise.loading.choose import LoadSource
 from reprise.loading.restorer import Restorer
 from reprise.ranks.channel import StoreChannel, single_rank_channel
@@ -21,7 +20,7 @@ from reprise.saving.policy import Retention, SavePolicy
 from reprise.storage import json_file
 from reprise.storage.files import Files
 from reprise.storage.folder import CheckpointFolder
-from reprise.storage.patience import RETRY_S, Patience, await_sight, unreadable
+from reprise.storage.patience import RETRY_S, Patience, unreadable
 from tests.fakes import FailingFiles, run_ranks
 from tests.messages import refused
 from tests.unit.reprise.loading.test_reader import contents, save
@@ -95,27 +94,20 @@ def run(tmp_path: Path) -> Path:
     return tmp_path
 
 
-# Each kind of read, each error.
-TROUBLES = [(READS[number % 3], code) for number, code in enumerate(CODES)]
-in_trouble = pytest.mark.parametrize(("kind", "code"), TROUBLES, ids=[errno.errorcode[code] for code in CODES])
-
-
-@in_trouble
-def test_a_lasting_read_error_ends_the_load_and_renames_nothing(run: Path, kind: str, code: int) -> None:
-    before, clock = names(run), Clock()
-    with refused(UnreadableError, f"errno {code}", str(run / "iter_0000011")):
-        resume(run, Failing(kind, code), clock)
+@pytest.mark.parametrize("passes", [False, True])
+@pytest.mark.parametrize(("number", "code"), [*enumerate(CODES)], ids=[errno.errorcode[code] for code in CODES])
+def test_a_read_error_ends_the_load_or_passes_with_no_rename(run: Path, number: int, code: int, passes: bool) -> None:
+    kind, before, clock = READS[number % 3], names(run), Clock()
+    files = Failing(kind, code)
+    if passes:
+        clock.wakes = {4: lambda: setattr(files, "is_armed", False)}
+        assert resume(run, files, clock) == 11
+        assert files.failures > 3
+    else:
+        with refused(UnreadableError, f"errno {code}", str(run / "iter_0000011")):
+            resume(run, files, clock)
+        assert RETRY_S <= clock.now_s <= 2 * RETRY_S
     assert names(run) == before
-    assert RETRY_S <= clock.now_s <= 2 * RETRY_S
-
-
-@in_trouble
-def test_a_read_error_that_passes_costs_no_iteration(run: Path, kind: str, code: int) -> None:
-    clock, files = Clock(), Failing(kind, code)
-    clock.wakes = {4: lambda: setattr(files, "is_armed", False)}
-    assert resume(run, files, clock) == 11
-    assert files.failures > 3
-    assert names(run) == ["iter_0000009", "iter_0000010", "iter_0000011"]
 
 
 def test_a_stale_handle_is_opened_again(run: Path) -> None:
@@ -165,18 +157,6 @@ def test_damage_is_not_waited_for_and_goes_back_to_the_older_one(run: Path) -> N
     assert resume(run, Files(), clock) == 10
     assert clock.sleeps == 0
     assert names(run) == ["iter_0000009", "iter_0000010", "iter_0000011.superseded-1"]
-
-
-def test_a_rank_that_sees_it_too_late_is_named_with_its_host(run: Path) -> None:
-    path, clock = run / "iter_0000012", Clock()
-    clock.wakes = {3: lambda: (run / "iter_0000011").rename(path)}
-    await_sight(path / MANIFEST, clock.patience(), Files(), rank=1)
-    assert clock.sleeps == 3
-    path.rename(run / "iter_0000011")
-    clock = Clock()
-    with refused(UnreadableError, "Rank 1", socket.gethostname(), str(path)):
-        await_sight(path / MANIFEST, clock.patience(), Files(), rank=1)
-    assert RETRY_S <= clock.now_s <= 2 * RETRY_S
 
 
 def test_a_best_checkpoint_with_an_unreadable_loss_is_kept(

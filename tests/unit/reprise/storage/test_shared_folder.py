@@ -120,17 +120,6 @@ def test_a_rank_that_sees_the_folder_late_starts_and_saves(tmp_path: Path) -> No
     assert not list(tmp_path.glob(".*"))
 
 
-def test_a_start_sweeps_only_the_mark_of_a_killed_one(tmp_path: Path) -> None:
-    for name in (".shared.dead.mark", "shared.mark", ".shared.mark.txt"):
-        (tmp_path / name).touch()
-    (tmp_path / ".shared.folder.mark").mkdir()
-    (checkpointer,) = run_ranks(1, lambda channel: start(channel, tmp_path))
-    assert isinstance(checkpointer, Checkpointer)
-    checkpointer.close()
-    marks = {".shared.folder.mark", ".shared.mark.txt", "shared.mark"}
-    assert {path.name for path in tmp_path.iterdir()} == {*marks, "lock"}
-
-
 @pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("loser", [0, 1])
 def test_a_rank_that_writes_elsewhere_fails_the_save_cleanly(tmp_path: Path, loser: int) -> None:
@@ -220,49 +209,27 @@ class ReplacedFiles(Files):
         return super().open_for_reading(self._shown(path))
 
 
-@pytest.fixture
-def checkpoints(tmp_path: Path) -> list[Path]:
-    """Return two checkpoints of one iteration."""
-    found = []
-    for value in (1.0, 2.0):
-        reports = run_ranks(2, partial(save, folder=tmp_path / str(value), value=value))
-        assert isinstance(reports[0], SaveReport)
-        found.append(reports[0].path)
-    return found
-
-
 @pytest.mark.usefixtures("impatient")
-def test_a_rank_with_another_checkpoint_is_named_with_digests(checkpoints: list[Path]) -> None:
-    older, newer = checkpoints
+def test_every_rank_loads_the_same_checkpoint_or_is_named(tmp_path: Path) -> None:
+    older, newer = tmp_path / "1.0" / "iter_0000001", tmp_path / "2.0" / "iter_0000001"
+    for path, value in ((older, 1.0), (newer, 2.0)):
+        run_ranks(2, partial(save, folder=path.parent, value=value))
     digests = [open_checkpoint(path, Files()).digest for path in (newer, older)]
-    files = ReplacedFiles(newer, older, 2)
-    assert open_same(newer, digests[0], files).digest == digests[0]
-    assert files.looks < 0
+    late = [LateNames(name, 2) for name in ("model.safetensors", STATE)]
+    for files in (ReplacedFiles(newer, older, 2), *late):
+        assert open_same(newer, digests[0], files).digest == digests[0]
+        assert files.looks < 0
     with refused(MismatchError, os.uname().nodename, str(older / "manifest.json"), *digests):
         open_same(older, digests[0], Files())
-
-
-@pytest.mark.parametrize("name", ["model.safetensors", STATE])
-def test_a_rank_that_sees_a_file_of_the_checkpoint_late_loads_it(checkpoints: list[Path], name: str) -> None:
-    files = LateNames(name, 2)
-    digest = open_checkpoint(checkpoints[0], Files()).digest
-    assert open_same(checkpoints[0], digest, files).digest == digest
-    assert files.looks < 0
-
-
-@pytest.mark.usefixtures("impatient")
-def test_a_rank_that_lacks_a_file_takes_no_older_checkpoint(tmp_path: Path) -> None:
-    folder = tmp_path / "saved"
-    for iteration in (1, 2):
-        run_ranks(2, partial(save, folder=folder, iteration=iteration))
-    files = LateNames(STATE, 1_000_000)
+    run_ranks(2, partial(save, folder=newer.parent, iteration=2))
 
     def load(channel: StoreChannel) -> object:
-        restorer = Restorer(channel, nonce="n", files=files if channel.rank else FILE_SYSTEM)
+        files = LateNames(STATE, 1_000_000) if channel.rank else FILE_SYSTEM
+        restorer = Restorer(channel, nonce="n", files=files)
         live = ROWS.live(channel.rank, [SPEC], {"w": torch.empty(SPEC.shape)})
-        return restorer.restore(LoadSource(folder), check=lambda _: None, live=lambda _: live)
+        return restorer.restore(LoadSource(newer.parent), check=lambda _: None, live=lambda _: live)
 
-    for error in run_ranks(2, load):
+    for error in run_ranks(2, load):  # neither takes the older one
         assert isinstance(error, MismatchError)
         assert f"host {os.uname().nodename}" in str(error)
         assert f"iter_0000002/{STATE}" in str(error)

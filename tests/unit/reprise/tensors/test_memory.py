@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reprise.format.layout import PAGE_BYTES
-from reprise.tensors.memory import Arena, Bytes, HostMemory, map_like_file, map_memory
+from reprise.tensors.memory import Arena, Bytes, Memory, map_like_file, map_memory
 
 STRETCHES = st.lists(st.tuples(st.integers(0, 1 << 40), st.integers(1, 20_000)), max_size=12)
 
@@ -84,7 +84,7 @@ def test_a_copy_needs_no_attribute_that_numpy_imports(monkeypatch: pytest.Monkey
         _ = np.ctypeslib
     source = torch.arange(100, dtype=torch.uint8)
     target = np.zeros(40, dtype=np.uint8)
-    HostMemory(source, is_private=True).copy_to(target, 30)
+    Memory(source, None, is_private=True).copy_to(target, 30)
     assert target.tolist() == list(range(30, 70))
 
 
