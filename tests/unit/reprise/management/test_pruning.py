@@ -23,7 +23,7 @@ from reprise.format.names import FORMAT, MANIFEST, STATE
 from reprise.loading.reader import open_checkpoint
 from reprise.saving.one_process import write_checkpoint
 from reprise.storage.files import FILE_SYSTEM, Files
-from reprise.storage.folder import CheckpointFolder
+from reprise.storage.folder import WEIGHTS, CheckpointFolder
 from reprise.storage.lock import FolderLock
 from tests.crash.killing import Killer
 from tests.harness import all_files
@@ -119,6 +119,20 @@ def test_a_lightened_checkpoint_is_copied_as_it_is(tmp_path: Path) -> None:
     reprise.copy(folder, tmp_path / "plain")
     for name, root in itertools.product(("iter_0000010", "iter_0000030"), ("store", "another", "copy", "plain")):
         assert all_files(tmp_path / root / name) == all_files(folder / name)
+
+
+def test_a_store_keeps_the_newest_and_its_weights(tmp_path: Path) -> None:
+    folder, url = full_run(tmp_path), f"file://{tmp_path}/store"
+    write(folder / WEIGHTS, 5)
+    reprise.copy(folder, url)
+    for dry_run in (True, False):
+        report = reprise.prune(url, keep=1, retain_interval=20, dry_run=dry_run)
+        assert ([c.iteration for c in report.expired], report.retained) == ([10], (20, 30))
+        assert all(checkpoint.total_bytes > 0 for checkpoint in report.expired)
+        names = [f"{summary.path.parent.name}/{summary.path.name}" for summary in reprise.list(url)]
+        assert names == ["store/iter_0000010"] * dry_run + [
+            "store/iter_0000020", "store/iter_0000030", "weights/iter_0000005"
+        ]  # fmt: skip
 
 
 def test_a_checkpoint_that_release_0_2_lightened_loads(tmp_path: Path) -> None:

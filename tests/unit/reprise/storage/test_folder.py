@@ -189,7 +189,8 @@ def test_a_commit_that_cannot_be_taken_back_stands(
     tmp_path: Path, before: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     folder_with(tmp_path, *before, OLD_AND_NEW[1])
-    assert not CheckpointFolder(tmp_path, Refusing(">.iter_0000007.n-2.partial", unsynced=tmp_path)).commit(7, "n-2")
+    folder = CheckpointFolder(tmp_path, Refusing(">.iter_0000007.n-2.partial", unsynced=tmp_path))
+    assert not folder.commit(7, "n-2", replaces=True)  # deletes nothing
     assert "iter_0000007 is there, but may not be durable" in caplog.text
     kept = {f"{name}.superseded-1": name for name in before}
     assert contents_of(tmp_path) == {"iter_0000007": OLD_AND_NEW[1], **kept}

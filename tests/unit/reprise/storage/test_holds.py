@@ -75,9 +75,10 @@ def test_the_hold_of_a_process_ends_with_it(tmp_path: Path) -> None:
         assert process.stdout is not None
         assert process.stdout.readline() == b"held\n"
         process.send_signal(signal.SIGSTOP)
-        assert is_held(tmp_path, clock=lambda _: 1e12)  # however long it stands still
+        is_held_by_it = is_held(tmp_path, clock=lambda _: 1e12)  # however long it stands still
         process.kill()
         process.wait(LIMIT_S)
+    assert is_held_by_it
     assert not is_held(tmp_path, clock=lambda _: 0.0)
     assert len(list(tmp_path.iterdir())) == 1
     hold = Hold.take(tmp_path)

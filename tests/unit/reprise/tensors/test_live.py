@@ -15,7 +15,7 @@ from torch import nn
 
 from reprise import load, save
 from reprise.errors import CheckpointError
-from reprise.tensors.live import check_disjoint, check_memory
+from reprise.tensors.live import Grid, check_disjoint, check_memory, live_tensors
 from tests.messages import refused
 
 
@@ -71,6 +71,12 @@ def test_parts_of_one_memory_that_do_not_meet_are_stored(tmp_path: Path) -> None
     load(tmp_path, target)
     for name, value in source.state_dict().items():
         assert torch.equal(value, target.state_dict()[name])
+
+
+def test_a_tied_tensor_has_its_first_name() -> None:
+    model = holder(w=nn.Parameter(WEIGHT), b=torch.ones(1))
+    model.again = model.w
+    assert [tensor.spec.name for tensor in live_tensors(model, None, grid=Grid.flat(1))] == ["w", "b"]
 
 
 def test_a_big_endian_host_neither_saves_nor_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
