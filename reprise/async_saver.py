@@ -250,7 +250,7 @@ class AsyncSaver:
             try:
                 self._checkpointer.save(iteration, contents, again=True)
             finally:  # after the save, since the program may be exiting already
-                program_end.finish_at_end(self, self._checkpointer.landing)
+                program_end.finish_at_end(self, self._checkpointer.job)
 
     def _prepare(self, make_tree: MakeTree, *, is_replicated: bool = False) -> None:
         with self._joint_call("AsyncSaver.prepare()", None, make_tree, is_replicated=is_replicated) as contents:

@@ -94,7 +94,7 @@ reprise.ranks
 reprise.commit
 reprise.saving reprise.loading
 reprise.saving.checkpointer
-reprise.saving.weights_checkpointer reprise.saving.program_end
+reprise.saving.program_end
 reprise.local
 reprise.management
 reprise.nested
@@ -133,7 +133,6 @@ CHOOSES_STORE = (
     "reprise.storage",
     "reprise.saving.checkpointer",
     "reprise.local.local_checkpointer",
-    "reprise.saving.weights_checkpointer",
     "reprise.loading.restorer",
     "reprise.management",
     "reprise.nested.calls",

@@ -1,4 +1,4 @@
-"""A save attempt: its place, its hosts, and its state on a rank, shared by two threads."""
+"""A save attempt: its place, its hosts, and what hosts with own folders copy."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import base64
 import itertools
 import json
 import socket
-import threading
 import zlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from reprise.commit import commit_state
-from reprise.commit.commit_state import Action, CommitState, Event
+from reprise.errors import TrainerError
+from reprise.format import manifest
 from reprise.format.layout import Layout
+from reprise.format.names import MANIFEST
 from reprise.ranks.channel import StoreChannel
 from reprise.storage.folder import CheckpointFolder
 
@@ -107,32 +107,13 @@ class Attempt:
         """Return the path of the resulting checkpoint."""
         return self.folder.iteration(self.iteration)
 
-
-def key_of(name: str) -> str:
-    """Return the key prefix for all messages on attempt `name`."""
-    return f"save/{name}"
-
-
-@dataclass(slots=True)
-class AttemptNames:
-    """Attempt names: equal on all ranks, and unique over the folder's lifetime.
-
-    Args:
-        earlier: Attempts, by iteration and name, with a partial folder or messages possibly left over.
-    """
-
-    nonce: str
-    count: int = 0
-    earlier: list[tuple[int, str]] = field(default_factory=list)
-
-    @property
-    def name(self) -> str:
-        """Return the next attempt's name."""
-        return f"{self.nonce}-{self.count + 1}"
-
-    def begin(self) -> None:
-        """Count the next attempt."""
-        self.count += 1
+    def is_committed(self) -> bool:
+        """Return whether the existing checkpoint comes from this attempt: the rename is the truth."""
+        path = self.target / MANIFEST
+        try:
+            return manifest.from_bytes(self.folder.files.read_whole(path), where=path).attempt == self.name
+        except (OSError, TrainerError):
+            return False
 
 
 class Copying(Protocol):
@@ -150,22 +131,3 @@ class Copying(Protocol):
 
     def committed(self, attempt: Attempt, order: bytes) -> None:
         """Note this host's rename, and rank 0's decision on the copies."""
-
-
-class SharedCommitState:
-    """One attempt's state on one rank, shared by its worker thread and its main thread."""
-
-    def __init__(self, rank: int, ranks: Sequence[int], leaders: Sequence[int] = ()) -> None:
-        self._state = CommitState.of(rank, ranks, leaders)
-        self._lock = threading.Lock()
-
-    @property
-    def current(self) -> CommitState:
-        """Return the current state."""
-        return self._state
-
-    def take(self, event: Event) -> Action:
-        """Advance by an event, one thread at a time, and return the next action."""
-        with self._lock:
-            self._state, action = commit_state.advance(self._state, event)
-            return action

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+import errno
+import resource
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 
 from reprise.commit.attempt import Attempt
 from reprise.errors import CheckpointError
@@ -15,6 +18,7 @@ from reprise.format.names import INDEX, MANIFEST
 from reprise.storage import json_file
 from reprise.storage.files import describe_free_space
 from reprise.storage.lock import FolderLock
+from reprise.storage.shared_folder import require_signs
 
 
 def json_files(
@@ -45,6 +49,8 @@ def prepare(
     *,
     lock: FolderLock | None,
     beside: Sequence[Callable[[], None]] = (),
+    views: Mapping[int, int] | None = None,
+    leader: int = 0,
 ) -> None:
     """Write the JSON files into this host's folder, and sync them together with all its names.
 
@@ -52,25 +58,26 @@ def prepare(
 
     Args:
         beside: Further syncs to finish before the rename.
+        views: How other writing ranks identify the folder, each identity with its first rank; see `require_signs`.
+        leader: This rank.
 
     Raises:
-        CheckpointError: The lock is lost, or the file system fails.
+        CheckpointError: The lock is lost, a rank has written into another folder, or the file system fails.
     """
     files, folder = attempt.folder.files, attempt.partial
-    try:
-        with contextlib.ExitStack() as ending:
-            syncs = list(beside)
-            for name, data in documents.items():
-                descriptor = files.write_new(folder / name, data)
-                ending.callback(files.close, descriptor)
-                syncs.append(partial(files.sync, descriptor))
-            names = [*documents, *(file.name for file in attempt.layout.files)]
-            syncs += [partial(files.sync_folder, path) for path in {(folder / name).parent for name in names}]
-            files.sync_together(syncs)
+    with naming_failures(attempt), contextlib.ExitStack() as ending:
+        files.make_folder(folder)
+        require_signs(folder, views or {}, attempt.folder, leader=leader)
+        syncs = list(beside)
+        for name, data in documents.items():
+            descriptor = files.write_new(folder / name, data)
+            ending.callback(files.close, descriptor)
+            syncs.append(partial(files.sync, descriptor))
+        names = [*documents, *(file.name for file in attempt.layout.files)]
+        syncs += [partial(files.sync_folder, path) for path in {(folder / name).parent for name in names}]
+        files.sync_together(syncs)
         if lock is not None:
             lock.check()
-    except OSError as error:
-        raise _commit_failed(attempt, error) from error
 
 
 def rename(attempt: Attempt) -> bool:
@@ -82,17 +89,28 @@ def rename(attempt: Attempt) -> bool:
     Raises:
         CheckpointError: The file system fails. There is no checkpoint then.
     """
-    try:
+    with naming_failures(attempt):
         return attempt.folder.commit(attempt.iteration, attempt.name, replaces=attempt.replaces)
+
+
+@contextlib.contextmanager
+def naming_failures(attempt: Attempt, path: Path | None = None) -> Iterator[None]:
+    """Turn a file system error into the error for an attempt that cannot be written.
+
+    Args:
+        path: The file being written, if the error does not name it. None for the partial folder.
+    """
+    try:
+        yield
     except OSError as error:
-        raise _commit_failed(attempt, error) from error
-
-
-def _commit_failed(attempt: Attempt, error: OSError) -> CheckpointError:
-    return CheckpointError(
-        f"Committing a checkpoint failed: {error.strerror} (errno {error.errno})",
-        where=error.filename or attempt.partial,
-        expected=f"room for {attempt.layout.total_bytes} B",
-        found=describe_free_space(attempt.folder.files, attempt.folder.root),
-        fix="Committed checkpoints are untouched; make room or repair the disk.",
-    )
+        files, root = attempt.folder.files, attempt.folder.root
+        has_no_descriptor = error.errno in (errno.EMFILE, errno.ENFILE)
+        limit = f"a limit of {resource.getrlimit(resource.RLIMIT_NOFILE)[0]} open files in this process"
+        fix = "Raise the open file limit with `ulimit -n`." if has_no_descriptor else "Free space or repair the disk."
+        raise CheckpointError(
+            f"Writing a checkpoint failed: {error.strerror} (errno {error.errno})",
+            where=error.filename or path or attempt.partial,
+            expected="a free file descriptor" if has_no_descriptor else f"room for {attempt.layout.total_bytes} B",
+            found=limit if has_no_descriptor else describe_free_space(files, root),
+            fix=f"Committed checkpoints are untouched. {fix}",
+        ) from error

@@ -13,17 +13,15 @@ import zlib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from reprise.commit.report import Offer, ranks_text, sides_of
+from reprise.commit.messages import Offer, ranks_text, sides_of
 from reprise.errors import CheckpointError
-from reprise.format.box import Box
 from reprise.format.layout import Layout, Place
-from reprise.format.manifest import BLOCK_BYTES, DIGEST_BYTES, TensorEntry, WrittenPiece
+from reprise.format.manifest import BLOCK_BYTES, DIGEST_BYTES, Piece, TensorEntry, WrittenPiece
 
 _LEVEL = 1  # zlib's level: a table's numbers are small, and most repeat the previous piece's
 _DIGEST, _NUMBER = np.dtype("<u8"), np.dtype("<i8")
@@ -31,24 +29,11 @@ _LO, _HI, _BOX = 1, 2, 3  # table columns after the tensor number
 _Integers = npt.NDArray[np.int64]
 
 
-class PlannedPiece(Protocol):
-    """Bytes `[lo, hi)` in a box's packed image, written by one rank."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def box(self) -> Box: ...
-    @property
-    def lo(self) -> int: ...
-    @property
-    def hi(self) -> int: ...
-
-
-def encode(pieces: Sequence[PlannedPiece], layout: Layout) -> bytes:
+def encode(pieces: Sequence[Piece], layout: Layout) -> bytes:
     """Return the table for these pieces: the layout digest, then a row of numbers per piece.
 
     A row has the tensor's number in the layout, the byte range, and the box: offset and shape, each padded to the
-    largest dimension count.
+    largest dimension count, as if all tensors had it.
 
     Raises:
         CheckpointError: A piece and its tensor differ in dimensions.
@@ -61,9 +46,9 @@ def encode(pieces: Sequence[PlannedPiece], layout: Layout) -> bytes:
     for piece in pieces:
         offset, shape = piece.box.offset, piece.box.shape
         if len(offset) != len(layout.places[piece.name].spec.view):
-            raise _not_tiled(piece.name, f"a piece of {len(offset)} dimensions")
-        filling = (0,) * (most - len(offset))
-        rows.append((numbers[piece.name], piece.lo, piece.hi, *offset, *filling, *shape, *filling))
+            raise _not_tiled(piece.name)
+        missing = most - len(offset)
+        rows.append((numbers[piece.name], piece.lo, piece.hi, *offset, *(0,) * missing, *shape, *(1,) * missing))
     return identity.digest() + np.array(rows, dtype=_NUMBER).tobytes()
 
 
@@ -71,11 +56,10 @@ def _most_dims(layout: Layout) -> int:
     return max((len(place.spec.view) for place in layout.places.values()), default=0)
 
 
-def _not_tiled(name: str, what: str) -> CheckpointError:
+def _not_tiled(name: str) -> CheckpointError:
     return CheckpointError(
         "The pieces of all ranks do not cover a tensor exactly once",
         where=name,
-        found=what,
         fix="Nothing was committed; this is a defect of the program that enumerates the shards.",
     )
 
@@ -88,11 +72,13 @@ class JointPlan:
         tables: The table digests, in rank order.
         counts: Each table's block count.
         entries: The manifest's tensors, with each block's number in table order in place of its digest.
+        writers: By tensor, each piece's table number.
     """
 
     tables: tuple[int, ...]
     counts: tuple[int, ...]
     entries: Mapping[str, TensorEntry]
+    writers: Mapping[str, _Integers]
 
     @staticmethod
     def of(layout: Layout, tables: Mapping[int, bytes]) -> JointPlan:
@@ -111,21 +97,27 @@ class JointPlan:
                 fix="Nothing was saved. Give all ranks the same model and optimizer: the stages of a pipeline, which "
                 "differ by rank, cannot be saved like this. `save_state_dict` saves them.",
             )
-        width = _BOX + 2 * _most_dims(layout)
+        places, most = list(layout.places.values()), _most_dims(layout)
+        width = _BOX + 2 * most
         parts = [np.frombuffer(table, _NUMBER, offset=DIGEST_BYTES).reshape(-1, width) for table in tables.values()]
-        rows, places = np.concatenate(parts), list(layout.places.values())
-        for row in rows[rows[:, _LO] >= rows[:, _HI]][:1]:
-            raise _not_tiled(places[row[0]].spec.name, "a piece without bytes")
+        rows = np.concatenate(parts)
+        views = [(*view, *(1,) * (most - len(view))) for place in places for view in (place.spec.view,)]
+        sizes = np.array(views, _NUMBER).reshape(len(places), most)[rows[:, 0]]
+        begin, length = rows[:, _BOX : _BOX + most], rows[:, _BOX + most :]
+        is_outside = (begin < 0) | (length <= 0) | (length > sizes - begin)  # `begin + length` may overflow
+        for number in rows[is_outside.any(axis=1) | (rows[:, _LO] >= rows[:, _HI]), 0][:1]:
+            raise _not_tiled(places[number].spec.name)
         blocks = -(-(rows[:, _HI] - rows[:, _LO]) // BLOCK_BYTES)
         first_blocks, owners = np.cumsum(blocks) - blocks, np.repeat(np.arange(len(parts)), list(map(len, parts)))
         counts = np.bincount(owners, weights=blocks, minlength=len(parts)).astype(np.int64)
         order = np.argsort(rows[:, 0], kind="stable")
         bounds = np.searchsorted(rows[order, 0], np.arange(len(places) + 1))
-        entries = {}
+        entries, writers = {}, {}
         for place, (lo, hi) in zip(places, itertools.pairwise(bounds), strict=True):
-            members = order[lo:hi]
-            entries[place.spec.name] = _entry(place, rows[members], blocks[members], first_blocks[members])
-        return JointPlan(tuple(map(_digest_of, tables.values())), tuple(counts.tolist()), entries)
+            name, members = place.spec.name, order[lo:hi]
+            entries[name], in_order = _entry(place, rows[members], blocks[members], first_blocks[members])
+            writers[name] = owners[members][in_order]
+        return JointPlan(tuple(map(_digest_of, tables.values())), tuple(counts.tolist()), entries, writers)
 
     def tensors(self, digests: Sequence[bytes]) -> dict[str, TensorEntry]:
         """Return all tensors' manifest entries.
@@ -136,79 +128,56 @@ class JointPlan:
         Raises:
             CheckpointError: A table's digest count differs from its block count.
         """
-        sizes = [count * DIGEST_BYTES for count in self.counts]
-        if (lengths := list(map(len, digests))) != sizes:
-            number = next(number for number, size in enumerate(sizes) if lengths[number] != size)
-            raise CheckpointError(
-                "A written piece has not one digest for each of its blocks",
-                where=f"report {number}",
-                expected=f"{sizes[number]} B",
-                found=f"{lengths[number]} B",
-                fix="Nothing was committed; this is a defect of the program that wrote it.",
-            )
+        for number, (count, data) in enumerate(zip(self.counts, digests, strict=True)):
+            if len(data) != count * DIGEST_BYTES:
+                raise CheckpointError(
+                    "A written piece has not one digest for each of its blocks",
+                    where=f"report {number}",
+                    expected=f"{count * DIGEST_BYTES} B",
+                    found=f"{len(data)} B",
+                    fix="Nothing was committed; this is a defect of the program that wrote it.",
+                )
         blocks = np.frombuffer(b"".join(digests), dtype=_DIGEST)
         return {
             name: replace(entry, digests=blocks[np.frombuffer(entry.digests, dtype=_DIGEST)].tobytes())
             for name, entry in self.entries.items()
         }
 
-    def writers(self, itemsizes: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
-        """Return, by tensor, each piece's table number.
 
-        Args:
-            itemsizes: By tensor, the element size in bytes.
-        """
-        ends = np.cumsum(self.counts)
-        writers = {}
-        for name, entry in self.entries.items():
-            first_blocks = [piece.digests[:DIGEST_BYTES] for piece in entry.pieces(itemsizes[name])]
-            numbers = np.frombuffer(b"".join(first_blocks), dtype=_DIGEST)
-            writers[name] = tuple(np.searchsorted(ends, numbers, side="right").tolist())
-        return writers
-
-
-def _entry(place: Place, rows: _Integers, blocks: _Integers, first_blocks: _Integers) -> TensorEntry:
-    """Return a tensor's entry.
+def _entry(place: Place, rows: _Integers, blocks: _Integers, first_blocks: _Integers) -> tuple[TensorEntry, _Integers]:
+    """Return a tensor's entry, and its rows' numbers in the entry's order.
 
     Args:
-        rows: Its pieces' rows, as written by `encode`. Blocks are counted over all tables.
+        rows: Its pieces' rows, as written by `encode`, with boxes inside it. Blocks are counted over all tables.
 
     Raises:
         CheckpointError: The pieces do not tile it.
     """
     name, view = place.spec.name, place.spec.view
-    if bool(len(rows)) != (place.spec.total_bytes > 0):
-        raise _not_tiled(name, "a piece of a tensor without bytes" if len(rows) else "no piece")
     cell, total = np.zeros(len(rows), dtype=np.int64), np.full(len(rows), place.spec.dtype.itemsize)
-    cuts = list[tuple[int, ...]]()
+    cuts, has_overlaps = list[tuple[int, ...]](), False
     for dim, size in enumerate(view):
         begin, length = rows[:, _BOX + dim], rows[:, (_BOX + rows.shape[1]) // 2 + dim]
-        end = begin + length
-        if (begin < 0).any() or (length <= 0).any() or (length > size - begin).any():  # `end` may overflow
-            raise _not_tiled(name, "a box outside the tensor")
-        marks = np.sort(np.concatenate([[0, size], begin, end]))
+        marks = np.sort(np.concatenate([[0, size], begin, begin + length]))
         marks = marks[np.append(True, marks[1:] != marks[:-1])]  # `np.unique` would block other threads
         index = np.searchsorted(marks, begin)
-        if (marks[index + 1] != end).any():
-            raise _not_tiled(name, "boxes that overlap")
+        has_overlaps |= bool((marks[index + 1] != begin + length).any())
         cell, total = cell * (len(marks) - 1) + index, total * length
         cuts.append(tuple(marks.tolist()))
-    if not len(rows):
-        return TensorEntry(view, tuple(cuts), {}, b"")
     order = np.lexsort((rows[:, _LO], cell))
     cell, lo, hi, total, blocks = cell[order], rows[order, _LO], rows[order, _HI], total[order], blocks[order]
-    is_first = np.append(True, cell[1:] != cell[:-1])
-    is_last = np.append(is_first[1:], True)
-    has_gaps = (lo != np.where(is_first, 0, np.append(0, hi[:-1]))).any() or (hi[is_last] != total[is_last]).any()
-    if int(is_first.sum()) != math.prod(len(marks) - 1 for marks in cuts) or has_gaps:
-        raise _not_tiled(name, "bytes that no piece has, or two")
+    is_first = np.append(True, cell[1:] != cell[:-1])[: len(rows)]
+    is_last = np.append(is_first[1:], True)[: len(rows)]
+    has_gaps = (lo != np.where(is_first, 0, np.append(0, hi)[:-1])).any() or (hi[is_last] != total[is_last]).any()
+    cells = math.prod(len(marks) - 1 for marks in cuts) if place.spec.total_bytes else 0
+    if has_overlaps or has_gaps or int(is_first.sum()) != cells:
+        raise _not_tiled(name)
     shares = defaultdict[int, list[int]](list)
     for number, offset in zip(cell[~is_first].tolist(), lo[~is_first].tolist(), strict=True):
         shares[number].append(offset)
     offsets = {number: tuple(in_cell) for number, in_cell in shares.items()}
-    ends = np.cumsum(blocks)
-    numbers = np.repeat(first_blocks[order] - (ends - blocks), blocks) + np.arange(ends[-1])
-    return TensorEntry(view, tuple(cuts), offsets, numbers.astype(_DIGEST).tobytes())
+    numbers = np.repeat(first_blocks[order] - (np.cumsum(blocks) - blocks), blocks) + np.arange(blocks.sum())
+    return TensorEntry(view, tuple(cuts), offsets, numbers.astype(_DIGEST).tobytes()), order
 
 
 def tile(layout: Layout, pieces: Sequence[WrittenPiece]) -> dict[str, TensorEntry]:
@@ -242,7 +211,7 @@ class KnownPlans:
         digest = _digest_of(table)
         is_delivered = digest == self._delivered
         self._delivered, self._sending = None, digest
-        return replace(offer, pieces=digest, table=b"" if is_delivered else zlib.compress(table, _LEVEL))
+        return replace(offer, pieces=digest, payload=b"" if is_delivered else zlib.compress(table, _LEVEL))
 
     def delivered(self) -> None:
         """Note that rank 0 has the last offer's table."""
@@ -258,7 +227,7 @@ class KnownPlans:
             CheckpointError: if the ranks save different tensors, their pieces do not tile the tensors, or a table has
                 not arrived.
         """
-        self._tables |= {rank: offer.table for rank, offer in offers.items() if offer.table}
+        self._tables |= {rank: offer.payload for rank, offer in offers.items() if offer.payload}
         if self._joint is None or self._joint.tables != tuple(offer.pieces for offer in offers.values()):
             self._joint = None  # frees its memory while building the next
             self._joint = JointPlan.of(layout, {rank: self._table(rank, offer) for rank, offer in offers.items()})

@@ -1,180 +1,128 @@
-"""An attempt's messages: the opening, the decision, answers and aborts, and their deletion."""
+"""An attempt's messages, and the groups into which equal answers divide the ranks."""
 
 from __future__ import annotations
 
 import json
-import logging
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Self
 
-from reprise.commit import commit_state
-from reprise.commit.attempt import Attempt, SharedCommitState, key_of
-from reprise.commit.commit_state import Action, Outcome
-from reprise.commit.report import Offer, RankReport
-from reprise.errors import LaunchError, TrainerError
-from reprise.format import manifest
-from reprise.format.names import MANIFEST
-from reprise.ranks.channel import StoreChannel
-from reprise.ranks.error_message import as_problem
+from reprise.errors import CheckpointError
 
-_log = logging.getLogger(__name__)
+# For each rank set with common boxes, the set's digest and their content's digest.
+Groups = Sequence[Sequence[int]]
 
 
-@dataclass(frozen=True, slots=True)
-class _Message:
-    """A message with named values."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """A message: values by name, which travel as JSON, and a payload, which travels unchanged.
+
+    A leader sends a plain message to rank 0 once it was asked to prepare its host's folder. The payload is its copies'
+    status.
+
+    Args:
+        problem: The sender's failure, or the attempt's. None without a failure.
+    """
+
+    problem: str | None = None
+    payload: bytes = b""
 
     def to_bytes(self) -> bytes:
-        """Return the message."""
-        return json.dumps(asdict(self)).encode()
+        """Return the message. Default values do not travel."""
+        values = {field.name: value for field in fields(self) if (value := getattr(self, field.name)) != field.default}
+        payload: bytes = values.pop("payload", b"")
+        return json.dumps(values).encode() + b"\n" + payload
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:
         """Parse a message."""
-        return cls(**json.loads(data))
+        values, _, payload = data.partition(b"\n")
+        return cls(**json.loads(values), payload=payload)
 
 
-@dataclass(frozen=True, slots=True)
-class DecisionMessage(_Message):
-    """Rank 0's decision on an attempt.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer(Message):
+    """What a rank is about to save. The payload is its compressed piece table, if rank 0 does not have the table.
 
     Args:
-        iteration: The checkpoint's iteration. None without a checkpoint.
-        problem: Why there is no checkpoint.
-        copies: The order for copying local checkpoints.
-        is_earlier: Whether an earlier attempt made the checkpoint, so that no report on this attempt is read.
+        pieces: The table's digest; see `joint_plan.encode`.
+        view: The checkpoint folder's identity on this host; see `shared_folder.view_of`.
+        groups: The replicas that this rank compares with other ranks; see `ReplicaDigests.groups`.
     """
 
-    iteration: int | None = None
-    problem: str | None = None
-    copies: str = ""
-    is_earlier: bool = False
+    iteration: int = 0
+    pieces: int = 0
+    view: int = 0
+    groups: Groups = ()
 
 
-@dataclass(frozen=True, slots=True)
-class OpeningMessage(_Message):
-    """Rank 0's answer to all offers: the ranks may write, unless a member says otherwise.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opening(Message):
+    """Rank 0's answer to all offers: the ranks may write, unless a value says otherwise.
 
     Args:
-        problem: Why no rank may write.
         sides: The ranks with different replicas, which all ranks are about to learn; see `require_agreement`.
         is_decided: Whether the attempt is decided already.
     """
 
-    problem: str | None = None
     sides: Sequence[Sequence[int]] = ()
     is_decided: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Answer(_Message):
-    """A leader's answer to the request to prepare its host's folder.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankReport(Message):
+    """What a rank has written. The payload is the digests for all blocks in its pieces, in table order.
 
     Args:
-        problem: Why the folder is not prepared.
-        status: The local checkpoint copies' status.
+        written_bytes: Bytes written by this rank, without headers. Ranks on a host write for each other, so only the
+            sum over all ranks equals the pieces' bytes.
     """
 
-    problem: str | None
-    status: str
+    written_bytes: int = 0
 
 
-def abort(channel: StoreChannel, attempt: Attempt, error: TrainerError, shared: SharedCommitState) -> bool:
-    """Abort an attempt on behalf of a hung worker, and tell the other ranks.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecisionMessage(Message):
+    """Rank 0's decision on an attempt. The payload is the order for copying local checkpoints.
 
-    Returns:
-        Whether it has failed for certain. If this rank has sent its report, or the rename has started, it is too late:
-        the attempt is in doubt.
+    Args:
+        iteration: The checkpoint's iteration. None without a checkpoint.
+        is_earlier: Whether an earlier attempt made the checkpoint, so that no report on this attempt is read.
     """
-    action = shared.take(commit_state.Aborted(str(error)))
-    key = key_of(attempt.name)
-    if action is Action.BROADCAST:
-        broadcast(channel, key, DecisionMessage(problem=str(as_problem(error))))
-        put_opening(channel, attempt.name, OpeningMessage(is_decided=True))
-    if action is Action.REPORT:
-        try:
-            channel.put(f"{key}/report/{channel.rank}", RankReport(str(as_problem(error))).to_bytes())
-            refuse_opening(channel, attempt, error)
-        except LaunchError as lost:
-            _log.error("the failure of %s could not be reported: %s", key, lost)
-    return shared.current.outcome is Outcome.FAILED
+
+    iteration: int | None = None
+    is_earlier: bool = False
 
 
-def already_committed(channel: StoreChannel, name: str, iteration: int) -> None:
-    """Decide attempt `name` without a save: rank 0 knows that `iteration` is committed. Rank 0 only."""
-    broadcast(channel, key_of(name), DecisionMessage(iteration=iteration, is_earlier=True))
-    put_opening(channel, name, OpeningMessage(is_decided=True))
-
-
-def put_opening(channel: StoreChannel, name: str, message: OpeningMessage) -> None:
-    """Send rank 0's final opening message for attempt `name`. An earlier message stands."""
-    if channel.world_size == 1:
-        return
-    try:
-        channel.put(f"{key_of(name)}/opened", message.to_bytes(), is_first=False)
-    except LaunchError as error:
-        _log.error("the opening of attempt %s could not be sent: %s", name, error)
-
-
-def refuse_opening(channel: StoreChannel, attempt: Attempt, error: BaseException) -> None:
-    """Tell the other ranks that this rank saves nothing, unless it has opened the attempt, or offered its part.
+def require_readiness(offers: Mapping[int, Offer]) -> None:
+    """Refuse a save, given the offers by rank, if a rank saves nothing or ranks save different iterations.
 
     Raises:
-        LaunchError: The store is gone, on any rank but rank 0.
+        CheckpointError: Has the first rank's reason, or the iterations and the ranks.
     """
-    if channel.coordinates:
-        put_opening(channel, attempt.name, OpeningMessage(str(as_problem(error))))
-        return
-    offer = Offer(attempt.iteration, problem=str(as_problem(error)))
-    channel.put(f"{key_of(attempt.name)}/offer/{channel.rank}", offer.to_bytes(), is_first=False)
+    for rank in sorted(offers):
+        if (problem := offers[rank].problem) is not None:
+            raise CheckpointError(f"Rank {rank}: {problem}".rstrip("."))
+    sides = sides_of({rank: offer.iteration for rank, offer in offers.items()})
+    if len(sides) > 1:
+        raise CheckpointError(
+            "The ranks save different iterations",
+            expected="the same iteration on every rank",
+            found="; ".join(f"iteration {offers[side[0]].iteration} on {ranks_text(side)}" for side in sides),
+            fix="Nothing was saved. Give all ranks the same iteration.",
+        )
 
 
-def stripes_key(name: str, rank: int) -> str:
-    """Return the key for a rank's message to its host about columns in attempt `name`."""
-    return f"{key_of(name)}/stripes/{rank}"
+def sides_of(answers: Mapping[int, object]) -> list[list[int]]:
+    """Group ascending ranks by equal answers, the lowest rank's side first."""
+    sides = defaultdict[object, list[int]](list)
+    for rank in sorted(answers):
+        sides[answers[rank]].append(rank)
+    return list(sides.values())
 
 
-def delete_reports(channel: StoreChannel, attempt: Attempt) -> None:
-    """Delete the messages that this rank sent before a commit decision: every rank has read them.
-
-    Raises:
-        LaunchError: The store is gone.
-    """
-    kinds = ["stripes"] if len(attempt.hosts.ranks_with(channel.rank)) > 1 else []
-    kinds += [] if channel.coordinates else ["offer", "report"]
-    kinds += ["prepared"] if channel.rank in attempt.hosts.leaders[1:] else []
-    key = key_of(attempt.name)
-    of_rank0 = [f"{key}/opened"] if channel.coordinates else []
-    channel.delete([*of_rank0, *(f"{key}/{kind}/{channel.rank}" for kind in kinds)])
-
-
-def delete_messages(channel: StoreChannel, name: str) -> None:
-    """Delete all messages from this rank on attempt `name`, once every rank is past it.
-
-    Raises:
-        LaunchError: The store is gone.
-    """
-    key = key_of(name)
-    kinds = ("offer", "report", "stripes", "prepared")
-    of_rank0 = ("opened", "differs/decision", "decision", "files") if channel.coordinates else ()
-    channel.delete([f"{key}/{kind}" for kind in (*of_rank0, *(f"{kind}/{channel.rank}" for kind in kinds))])
-
-
-def broadcast(channel: StoreChannel, key: str, decision: DecisionMessage) -> None:
-    """Send the decision to all ranks. If the store is gone, they look for the checkpoint: the decision stands."""
-    if channel.world_size == 1:
-        return
-    try:
-        channel.put(f"{key}/decision", decision.to_bytes())
-    except LaunchError as error:
-        _log.error("the decision on %s could not be sent: %s", key, error)
-
-
-def is_committed(attempt: Attempt) -> bool:
-    """Return whether the existing checkpoint comes from this attempt: the rename is the truth."""
-    path = attempt.target / MANIFEST
-    try:
-        return manifest.from_bytes(attempt.folder.files.read_whole(path), where=path).attempt == attempt.name
-    except (OSError, TrainerError):
-        return False
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Return ranks in words, numbering at most the first eight."""
+    text = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"rank {text}" if len(ranks) == 1 else f"ranks {text}"

@@ -1,100 +1,108 @@
-"""A save's two-phase commit: the ranks turn their files into one checkpoint, or none."""
+"""A save's two-phase commit: the ranks turn their files into one checkpoint, or none.
+
+Hosts with own folders first prepare all folders, then rename them, rank 0's before the others. Rank 0 sends all JSON
+files to the other hosts' leaders, and waits until every folder is prepared. They rename on its decision.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import Protocol, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
-from reprise.commit import commit_state
-from reprise.commit.attempt import Attempt, SharedCommitState, key_of
-from reprise.commit.commit_state import Action, Event, Outcome
-from reprise.commit.joint_plan import JointPlan, KnownPlans
-from reprise.commit.messages import (
-    DecisionMessage,
-    OpeningMessage,
-    broadcast,
-    is_committed,
-    put_opening,
-    refuse_opening,
-)
+from reprise.commit import commit_state, finish
+from reprise.commit.attempt import Attempt, Copying
+from reprise.commit.commit_state import Action, CommitStage, Event, Outcome
+from reprise.commit.joint_plan import JointPlan, KnownPlans, encode
+from reprise.commit.messages import DecisionMessage, Message, Offer, Opening, RankReport, require_readiness
 from reprise.commit.replicas import ReplicaDigests, differing_sides, require_agreement
-from reprise.commit.report import Offer, RankReport, require_readiness
+from reprise.commit.shared_attempt import SharedAttempt
 from reprise.errors import CheckpointError, LaunchError, TrainerError
-from reprise.format.manifest import TensorEntry, Written
+from reprise.format import host_file, manifest
+from reprise.format.host_file import HostFile
+from reprise.format.manifest import Piece, TensorEntry
+from reprise.format.names import HOST, MANIFEST
 from reprise.ranks.channel import StoreChannel
 from reprise.ranks.error_message import as_problem
+from reprise.ranks.file_exchange import FileExchange
+from reprise.storage.lock import FolderLock
+from reprise.storage.shared_folder import leave_sign, require_view, view_of
+from reprise.tensors.live import Contents
 
-T = TypeVar("T")
+M = TypeVar("M", bound=Message)
 
 # Work on a rank's disk: any error there fails the attempt, and so does a failed message.
 _ON_DISK = (Action.WRITE, Action.PREPARE, Action.RENAME)
 
 
-class Steps(Protocol):
-    """A rank's disk work in a commit. Each method raises its own failure."""
+@dataclass(frozen=True, slots=True)
+class LocalSaves:
+    """What leaders keep between saves into per-host folders.
 
-    @property
-    def replicas(self) -> ReplicaDigests:
-        """Return digests for the boxes that this rank compares with other ranks."""
+    Args:
+        exchange: The JSON files already sent.
+        copying: The copies.
+    """
 
-    def table(self) -> bytes:
-        """Return this rank's piece table; see `joint_plan.encode`."""
-
-    def view(self) -> int:
-        """Return the checkpoint folder's identity on this host. Called only with several ranks."""
-
-    def begin(self) -> None:
-        """Prepare the save before any rank writes. Rank 0 only."""
-
-    def write(self) -> Written:
-        """Write this rank's part durably."""
-
-    def json_files(self, tensors: Mapping[str, TensorEntry]) -> dict[str, bytes]:
-        """Return the checkpoint's JSON files. Rank 0 only."""
-
-    def prepare(self, files: Mapping[str, bytes], views: Mapping[int, int]) -> None:
-        """Write the JSON files into the folder, and make the folder durable. Leaders only.
-
-        Args:
-            views: How other writing ranks identify the folder, each identity with its first rank.
-        """
-
-    def rename(self) -> None:
-        """Rename the folder to its final name. Leaders only."""
+    exchange: FileExchange
+    copying: Copying
 
 
-class TwoPhaseCommit:
+@dataclass(slots=True, kw_only=True)
+class TwoPhaseCommit(ABC):
     """One rank's side in committing an attempt: rank 0 coordinates, the others participate. Runs on a worker thread.
 
     `commit_state.advance` alone decides the next action. A call may return its result as an event.
 
     Args:
-        shared: The attempt's state on this rank. Another thread may `abort` on it meanwhile.
-        steps: This rank's disk work.
+        pieces: What this rank writes.
+        replicas: Digests of tensors to compare with other ranks.
+        channel: The worker thread's channel.
+        shared: The attempt's state on this rank. Another thread may abort it meanwhile.
         plans: Plans from earlier attempts in this rank's run.
+        lock: The folder's lock, on leaders.
+        local: What the hosts' leaders keep if each host has its own folder. None for a shared folder.
+
+    Attributes:
+        is_durable: Whether this rank has made the checkpoint's name durable. Only on leaders.
     """
 
-    def __init__(
-        self,
-        channel: StoreChannel,
-        attempt: Attempt,
-        shared: SharedCommitState,
-        steps: Steps,
-        plans: KnownPlans,
-    ) -> None:
-        self._channel, self._attempt, self._shared = channel, attempt, shared
-        self._steps, self._plans = steps, plans
-        self._key = key_of(attempt.name)
-        self._error: BaseException | None = None  # this rank's
-        self._report = RankReport()
-        # On rank 0, by rank:
-        self._offers: dict[int, Offer] = {}
-        self._reports: dict[int, RankReport] = {}
-        self._plan: JointPlan | None = None
+    attempt: Attempt
+    contents: Contents
+    pieces: Sequence[Piece]
+    replicas: ReplicaDigests
+    channel: StoreChannel
+    shared: SharedAttempt
+    plans: KnownPlans
+    lock: FolderLock | None = None
+    local: LocalSaves | None = None
+    is_durable: bool = False
+    _view: int = 0
+    _error: BaseException | None = None  # this rank's
+    _report: RankReport = RankReport()  # noqa: RUF009 - frozen
+    _order: bytes = b""  # for the copies
+    # On rank 0, by rank:
+    _offers: dict[int, Offer] = field(default_factory=dict)
+    _reports: dict[int, RankReport] = field(default_factory=dict)
+    _statuses: dict[int, bytes] = field(default_factory=dict)
+    _plan: JointPlan | None = None
 
-    def run(self) -> None:
-        """Make the checkpoint, or learn that the attempt failed.
+    @abstractmethod
+    def begin(self) -> None:
+        """Prepare the save before any rank writes. Rank 0 only."""
+
+    @abstractmethod
+    def write(self) -> RankReport:
+        """Write this rank's part durably."""
+
+    @property
+    def leads(self) -> bool:
+        """Return whether this rank is a leader, which alone changes names in its host's folder."""
+        return self.channel.rank in self.attempt.hosts.leaders
+
+    def commit(self) -> None:
+        """Make the checkpoint, and start its copies, or learn that the attempt failed.
 
         Raises:
             ReplicaError: Ranks hold different bits for the same tensor. Raised on rank 0.
@@ -107,22 +115,26 @@ class TwoPhaseCommit:
                 event = self._calls()[action]() or action
             except BaseException as error:  # noqa: BLE001 - raised again once the peers know
                 event = self._failure(error, is_silence=isinstance(error, LaunchError) and action not in _ON_DISK)
-            action = self._shared.take(event)
-        state = self._shared.current
+            action = self.shared.take(event)
+        state = self.shared.current
         if state.outcome is not Outcome.COMMITTED:
             raise self._error or CheckpointError(str(state.problem).rstrip("."))
+        if self.local is not None and self.leads:
+            self.local.copying.committed(self.attempt, self._order)
 
     def _calls(self) -> dict[Action, Callable[[], Event | None]]:
         """Return the call for each action. Storing them would keep this object alive, and with it the folder lock."""
         return {
             Action.WRITE: self._write,
-            Action.REPORT: self._send_report,
+            Action.REPORT: lambda: self._send("report", self._report),
             Action.AWAIT_DECISION: self._await_decision,
-            Action.LOOK: self._look,
+            Action.LOOK: lambda: commit_state.Looked(self.attempt.is_committed()),
             Action.COLLECT: self._collect,
             Action.PREPARE: self._prepare,
+            Action.ANSWER: self._answer,
+            Action.AWAIT_LEADERS: self._await_leaders,
             Action.RENAME: self._rename,
-            Action.BROADCAST: self._broadcast,
+            Action.BROADCAST: lambda: self.shared.post(self.channel, "decision", self._decision()),
         }
 
     def _failure(self, error: BaseException, *, is_silence: bool) -> Event:
@@ -141,10 +153,13 @@ class TwoPhaseCommit:
                 return None  # the decision is there
         except LaunchError as error:
             return self._failure(error, is_silence=True)
-        written = self._steps.write()
-        digests = b"".join(piece.digests for piece in written.pieces)
-        self._report = RankReport(None, written.total_bytes, digests)
-        self._reports = {self._channel.rank: self._report}  # complete with a single rank
+        self._report = self.write()
+        if not self.leads:
+            folder = self.attempt.folder
+            require_view(folder, self._view, leader=self.channel.coordinator)
+            if self.local is None:  # otherwise the opening has compared the host's views
+                leave_sign(self.attempt.partial, self._view, folder.files)
+        self._reports = {self.channel.rank: self._report}  # complete with a single rank
         return None
 
     def _open(self) -> bool:
@@ -158,91 +173,109 @@ class TwoPhaseCommit:
             ReplicaError: They hold different bits for the same tensor. Raised on rank 0.
             LaunchError: A rank does not answer.
         """
-        channel, offer = self._channel, Offer(self._attempt.iteration)
+        attempt, channel = self.attempt, self.channel
         try:
             if channel.world_size > 1:
-                offer = replace(offer, groups=self._steps.replicas.groups(), view=self._steps.view())
-            offer = self._plans.with_table(offer, self._steps.table())
+                self._view = view_of(attempt.folder, leader=channel.coordinator)
+            offer = Offer(iteration=attempt.iteration, view=self._view, groups=self.replicas.groups())
+            offer = self.plans.with_table(offer, encode(self.pieces, attempt.layout))
             if channel.coordinates:
                 self._lead(offer)
                 return True
         except BaseException as error:
-            refuse_opening(channel, self._attempt, error)
+            self.shared.refuse(channel, error)
             raise
-        return self._join(offer)
-
-    def _lead(self, offer: Offer) -> None:
-        """Read all ranks' offers, and open the attempt. Rank 0 only."""
-        self._offers = {self._channel.rank: offer, **self._read_all("offer", Offer.from_bytes)}
-        require_readiness(self._offers)
-        self._plan = self._plans.joint(self._attempt.layout, self._offers)
-        sides = differing_sides({rank: offer.groups for rank, offer in self._offers.items()})
-        if sides:
-            message = OpeningMessage(sides=sides)
-            self._channel.put(f"{self._key}/opened", message.to_bytes(), is_first=False)
-        require_agreement(self._channel, self._key, sides, self._steps.replicas.table)
-        self._begin()
-        self._plans.delivered()
-        put_opening(self._channel, self._attempt.name, OpeningMessage())
-
-    def _join(self, offer: Offer) -> bool:
-        """Send this rank's offer, and wait until it may write. Any rank but rank 0."""
-        self._channel.put(f"{self._key}/offer/{self._channel.rank}", offer.to_bytes())
-        answer = OpeningMessage.from_bytes(self._channel.read(f"{self._key}/opened", sender=self._coordinator))
-        require_agreement(self._channel, self._key, answer.sides, self._steps.replicas.table)
+        self._send("offer", offer)
+        answer = Opening.from_bytes(self._read("opened"))
+        require_agreement(channel, self.shared.key, answer.sides, self.replicas.table)
         if answer.problem is not None:
             raise CheckpointError(answer.problem.rstrip("."))
         if not answer.is_decided:
-            self._plans.delivered()
+            self.plans.delivered()
         return not answer.is_decided
 
-    def _begin(self) -> None:
-        """Prepare the save before any rank writes. Rank 0 only."""
-        self._steps.begin()
+    def _lead(self, offer: Offer) -> None:
+        """Read all ranks' offers, and open the attempt. Rank 0 only."""
+        channel, shared = self.channel, self.shared
+        self._offers = {channel.rank: offer, **self._read_all("offer", Offer)}
+        require_readiness(self._offers)
+        self._plan = self.plans.joint(self.attempt.layout, self._offers)
+        if sides := differing_sides({rank: offer.groups for rank, offer in self._offers.items()}):
+            shared.put(channel, "opened", Opening(sides=sides).to_bytes(), is_first=False)
+        require_agreement(channel, shared.key, sides, self.replicas.table)
+        if self.local is not None:
+            self._require_host_views()
+        self.begin()
+        self.plans.delivered()
+        shared.post(channel, "opened", Opening())
 
-    def _read_all(self, kind: str, parse: Callable[[bytes], T], ranks: Sequence[int] | None = None) -> dict[int, T]:
+    def _require_host_views(self) -> None:
+        """Require all ranks on a host to see the same folder. Rank 0 only."""
+        for name, ranks in zip(self.attempt.hosts.names, self.attempt.hosts.ranks, strict=True):
+            for rank in ranks:
+                if self._offers[rank].view != self._offers[ranks[0]].view:
+                    raise CheckpointError(
+                        "A rank does not see the folder of local checkpoints of its host",
+                        where=f"host {name}, {self.attempt.folder.root}",
+                        expected=f"the folder of rank {ranks[0]}",
+                        found=f"another one on rank {rank}",
+                        fix="Nothing was saved. Mount the same folder at this path for all ranks on a host.",
+                    )
+
+    def _send(self, kind: str, message: Message) -> None:
+        self.shared.put(self.channel, f"{kind}/{self.channel.rank}", message.to_bytes())
+
+    def _read(self, kind: str) -> bytes:
+        """Wait for rank 0's message."""
+        return self.channel.read(f"{self.shared.key}/{kind}", sender=f"rank {self.channel.coordinator}")
+
+    def _read_all(self, kind: str, form: type[M], ranks: Sequence[int] | None = None) -> dict[int, M]:
         """Read one kind of message from ranks, by default all others. Each rank deletes its own after the attempt."""
-        ranks = self._channel.ranks[1:] if ranks is None else ranks
-        messages = self._channel.read_all({f"{self._key}/{kind}/{rank}": f"rank {rank}" for rank in ranks})
-        return dict(zip(ranks, map(parse, messages), strict=True))
-
-    def _send_report(self) -> None:
-        self._channel.put(f"{self._key}/report/{self._channel.rank}", self._report.to_bytes())
+        ranks = self.channel.ranks[1:] if ranks is None else ranks
+        messages = self.channel.read_all({f"{self.shared.key}/{kind}/{rank}": f"rank {rank}" for rank in ranks})
+        return dict(zip(ranks, map(form.from_bytes, messages), strict=True))
 
     def _await_decision(self) -> Event:
-        message = self._channel.read(f"{self._key}/decision", sender=self._coordinator)
-        return self._decided(DecisionMessage.from_bytes(message))
-
-    def _decided(self, decision: DecisionMessage) -> Event:
-        """Return the event for a decision on this attempt."""
-        if decision.problem is not None:
-            return commit_state.Decision(decision.problem.rstrip("."))
-        iteration = self._attempt.iteration
-        if decision.iteration != iteration:
-            return commit_state.Decision(
-                f"{self._coordinator.capitalize()} saved iteration {decision.iteration}, this rank {iteration}"
-            )
-        return commit_state.Decision(None, decision.is_earlier)
-
-    def _look(self) -> Event:
-        return commit_state.Looked(is_committed(self._attempt))
+        """Wait for rank 0's decision or, on another host's leader, its request to prepare."""
+        state, key, iteration = self.shared.current, self.shared.key, self.attempt.iteration
+        coordinator = f"rank {self.channel.coordinator}"
+        if state.stage is CommitStage.AWAITING and state.leads:
+            keys = [f"{key}/files", f"{key}/decision"]
+            if self.channel.await_any(keys, sender=coordinator) == keys[0]:
+                return commit_state.AskedToPrepare()
+        decision = DecisionMessage.from_bytes(self._read("decision"))
+        self._order, problem = decision.payload, decision.problem
+        if problem is None and decision.iteration != iteration:
+            problem = f"{coordinator.capitalize()} saved iteration {decision.iteration}, this rank {iteration}"
+        return commit_state.Decision(None if problem is None else problem.rstrip("."), decision.is_earlier)
 
     def _collect(self) -> Event:
-        reports = self._read_all("report", RankReport.from_bytes)
-        self._reports = {self._channel.rank: self._report, **reports}
-        problems = (f"Rank {rank}: {report.problem}" for rank, report in reports.items() if report.problem is not None)
-        return commit_state.Arrived(frozenset(reports), next(problems, None))
+        reports = self._read_all("report", RankReport)
+        self._reports |= {self.channel.rank: self._report, **reports}
+        return _arrived(reports)
 
     def _prepare(self) -> None:
-        self._steps.prepare(self._steps.json_files(self._tensors()), self._views())
-
-    def _views(self) -> dict[int, int]:
-        """Return how other ranks identify the folder, each identity with its first rank. Rank 0 only."""
         views = dict[int, int]()
-        for rank, offer in self._offers.items():
-            if rank != self._channel.rank:
-                views.setdefault(offer.view, rank)
-        return views
+        if self.local is None:
+            views = {offer.view: rank for rank, offer in reversed(self._offers.items()) if rank != self.channel.rank}
+        files, beside = self._json_files(), self.contents.syncs
+        finish.prepare(self.attempt, files, lock=self.lock, beside=beside, views=views, leader=self.channel.rank)
+
+    def _json_files(self) -> dict[str, bytes]:
+        """Return the JSON files for this host's folder."""
+        channel, attempt, contents, local = self.channel, self.attempt, self.contents, self.local
+        if channel.coordinates:
+            tensors = self._tensors()
+            files = finish.json_files(attempt, tensors, documents=contents.documents, aliases=contents.aliases)
+            if local is None:
+                return files
+            files = self._with_host_file(files)
+            if len(attempt.hosts.leaders) > 1:
+                self.shared.put(channel, "files", local.exchange.pack(files))
+        else:
+            assert local is not None
+            files = local.exchange.unpack(self._read("files"))
+        return of_host(files, attempt.hosts.number_of(channel.rank))
 
     def _tensors(self) -> Mapping[str, TensorEntry]:
         """Return the checkpoint's tensors. Rank 0 only.
@@ -251,7 +284,7 @@ class TwoPhaseCommit:
             CheckpointError: A rank relied on another to write its bytes, which did not.
         """
         written_bytes = sum(report.written_bytes for report in self._reports.values())
-        expected = sum(place.spec.total_bytes for place in self._attempt.layout.places.values())
+        expected = sum(place.spec.total_bytes for place in self.attempt.layout.places.values())
         if written_bytes != expected:
             raise CheckpointError(
                 "The ranks have not written every byte once",
@@ -260,21 +293,55 @@ class TwoPhaseCommit:
                 fix="Nothing was committed; this is a defect of the program that wrote them.",
             )
         assert self._plan is not None
-        return self._plan.tensors([report.digests for report in self._reports.values()])
+        return self._plan.tensors([report.payload for report in self._reports.values()])
+
+    def _with_host_file(self, files: Mapping[str, bytes]) -> dict[str, bytes]:
+        """Return the JSON files followed by `host.json` for rank 0's host."""
+        hosts = self.attempt.hosts
+        assert self._plan is not None
+        host_of = {rank: number for number, ranks in enumerate(hosts.ranks) for rank in ranks}
+        host_of_table = [host_of[rank] for rank in self._reports]
+        writers = {name: tuple(host_of_table[n] for n in tables) for name, tables in self._plan.writers.items()}
+        digest = manifest.digest_of(files[MANIFEST])
+        return {**files, HOST: HostFile(self.attempt.name, digest, 0, hosts.names, writers, {}).to_bytes()}
+
+    def _answer(self) -> None:
+        assert self.local is not None
+        problem = self.shared.current.problem
+        status = b"" if problem is not None else self.local.copying.status(self.attempt.iteration)
+        self._send("prepared", Message(problem=problem, payload=status))
+
+    def _await_leaders(self) -> Event:
+        answers = self._read_all("prepared", Message, sorted(self.shared.current.unprepared))
+        self._statuses |= {leader: answer.payload for leader, answer in answers.items()}
+        return _arrived(answers)
 
     def _rename(self) -> None:
-        self._steps.rename()
-
-    def _broadcast(self) -> None:
-        broadcast(self._channel, self._key, self._decision())
+        if self.local is not None and self.channel.coordinates:
+            self.local.exchange.delivered(was_taken=True)
+        self.is_durable = finish.rename(self.attempt)
 
     def _decision(self) -> DecisionMessage:
-        """Return rank 0's decision message."""
-        state = self._shared.current
-        if state.outcome is Outcome.COMMITTED:
-            return DecisionMessage(iteration=self._attempt.iteration)
-        return DecisionMessage(problem=str(state.problem))
+        """Return rank 0's decision, with the order for the copies."""
+        state, iteration = self.shared.current, self.attempt.iteration
+        if state.outcome is not Outcome.COMMITTED:
+            return DecisionMessage(problem=str(state.problem))
+        if self.local is not None:
+            copying = self.local.copying
+            self._statuses[self.channel.rank] = copying.status(iteration)
+            self._order = copying.decide([self._statuses[rank] for rank in self.attempt.hosts.leaders])
+        return DecisionMessage(iteration=iteration, payload=self._order)
 
-    @property
-    def _coordinator(self) -> str:
-        return f"rank {self._channel.coordinator}"
+
+def _arrived(messages: Mapping[int, Message]) -> Event:
+    """Return the event for these messages, with the first failed rank's problem."""
+    problems = (f"Rank {rank}: {each.problem}" for rank, each in messages.items() if each.problem is not None)
+    return commit_state.Arrived(frozenset(messages), next(problems, None))
+
+
+def of_host(files: Mapping[str, bytes], host: int) -> dict[str, bytes]:
+    """Return rank 0's JSON files for the host with this number: `host.json` lists its ranks' pieces."""
+    record = host_file.from_bytes(files[HOST], where=HOST)
+    record = replace(record, host=host, held=record.written_by(host))
+    names = {name: host_file.stored_name(name, is_whole=record.is_whole) for name in files}
+    return {names[name]: data for name, data in {**files, HOST: record.to_bytes()}.items()}

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 import xxhash
 
-from reprise.commit.report import Groups, pack_groups, ranks_text, sides_of, unpack_groups
+from reprise.commit.messages import Groups, ranks_text, sides_of
 from reprise.errors import ReplicaError
 from reprise.format.box import whole
 from reprise.ranks.channel import StoreChannel
@@ -66,13 +66,11 @@ class ReplicaDigests:
         return {ranks: {name: digests[name] for name in names} for ranks, names in self._groups.items()}
 
     def groups(self) -> Groups:
-        """Return, by rank set digest, the digest of everything the set shares."""
-        return {
-            xxhash.xxh3_64_intdigest(repr(ranks).encode()): xxhash.xxh3_64_intdigest(
-                repr(sorted(boxes.items())).encode()
-            )
+        """Return every rank set's digest, each with the digest of everything the set shares."""
+        return [
+            [xxhash.xxh3_64_intdigest(repr(value).encode()) for value in (ranks, sorted(boxes.items()))]
             for ranks, boxes in self.by_ranks().items()
-        }
+        ]
 
     def table(self) -> bytes:
         """Return every box's digest as a message, which is sent only if two ranks disagree."""
@@ -125,12 +123,10 @@ def check_replicas(live: Sequence[LiveTensor], channel: StoreChannel, key: str) 
         ReplicaError: Names the first different tensors and the ranks. Raised on rank 0; the others raise a
             CheckpointError.
     """
-    if channel.world_size == 1:
-        return
     replicas = ReplicaDigests(live)
-    rows = channel.gather(f"{key}/groups", pack_groups(replicas.groups()))
+    rows = channel.gather(f"{key}/groups", json.dumps(replicas.groups()).encode())
     sides = channel.from_first(
-        f"{key}/sides", lambda: differing_sides(dict(zip(channel.ranks, map(unpack_groups, rows), strict=True)))
+        f"{key}/sides", lambda: differing_sides(dict(zip(channel.ranks, map(json.loads, rows), strict=True)))
     )
     require_agreement(channel, key, sides, replicas.table)
 
@@ -139,7 +135,7 @@ def differing_sides(groups_by_rank: Mapping[int, Groups]) -> list[list[int]]:
     """Return the first disagreeing group's ranks by side, or an empty list."""
     digests = defaultdict[int, dict[int, int]](dict)
     for rank, groups in groups_by_rank.items():
-        for group, digest in groups.items():
+        for group, digest in groups:
             digests[group][rank] = digest
     return next((sides for sides in map(sides_of, digests.values()) if len(sides) > 1), [])
 

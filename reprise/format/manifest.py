@@ -45,25 +45,20 @@ def block_ranges(lo: int, hi: int, *, begin: int = 0, end: int | None = None) ->
 
 
 @dataclass(frozen=True, slots=True)
-class WrittenPiece:
-    """A piece in a rank's report: bytes `[lo, hi)` in the packed image of `box`, and its packed block digests."""
+class Piece:
+    """Bytes `[lo, hi)` in the packed image of `box`, written by a single rank: the whole box or a part."""
 
     name: str
     box: Box
     lo: int
     hi: int
-    digests: bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
-    """A rank's share in a save: its pieces, and the tensor bytes it wrote.
+class WrittenPiece(Piece):
+    """A piece and its packed block digests."""
 
-    The two may differ on a rank, because ranks on a host write for each other. Their sums over all ranks are equal.
-    """
-
-    pieces: list[WrittenPiece]
-    total_bytes: int
+    digests: bytes
 
 
 @dataclass(frozen=True, slots=True)

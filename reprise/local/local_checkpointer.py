@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from reprise.commit.attempt import find_hosts
-from reprise.commit.hosts_commit import LocalSaves
+from reprise.commit.protocol import LocalSaves
 from reprise.format.lineage import Lineage
 from reprise.loading.restorer import Restored
 from reprise.local.copies import Copies
@@ -87,7 +87,7 @@ class LocalCheckpointer(Checkpointer):
         self.wait()
         self._copies.wait(min(_COPIES_S, self._channel.timeout_s / 2))
         self._waits += 1
-        self._channel.agree(f"local/{self._attempts.nonce}/copies/{self._waits}", None)
+        self._channel.agree(f"local/{self._nonce}/copies/{self._waits}", None)
 
     def close(self) -> None:
         """Wait for the running save and copies, and release the locks."""

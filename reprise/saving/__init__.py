@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from reprise.saving.policy import SavePolicy as SavePolicy
     from reprise.saving.policy import SaveReport as SaveReport
     from reprise.saving.policy import SaveResults as SaveResults
-    from reprise.saving.weights_checkpointer import WeightsCheckpointer as WeightsCheckpointer
 
 _NAMES = {
     "saving.checkpointer": "Checkpointer",
@@ -22,7 +21,6 @@ _NAMES = {
     "saving.one_process": "write_checkpoint",
     "saving.plan": "Holding pieces_of",
     "saving.policy": "Retention SavePolicy SaveReport SaveResults",
-    "saving.weights_checkpointer": "WeightsCheckpointer",
 }
 
 if not TYPE_CHECKING:

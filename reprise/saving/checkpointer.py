@@ -4,30 +4,31 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
 import torch
 
-from reprise.commit import messages
-from reprise.commit.attempt import Attempt, AttemptNames, Hosts, SharedCommitState
+from reprise.commit.attempt import Attempt, Hosts
 from reprise.commit.commit_state import Outcome
-from reprise.commit.hosts_commit import LocalSaves
 from reprise.commit.joint_plan import KnownPlans
+from reprise.commit.messages import DecisionMessage
+from reprise.commit.protocol import LocalSaves
 from reprise.commit.replicas import ReplicaDigests
+from reprise.commit.shared_attempt import SharedAttempt
 from reprise.errors import TrainerError
 from reprise.format.layout import Layout
+from reprise.loading.reader import Checkpoint, open_checkpoint
 from reprise.loading.restorer import Restored
 from reprise.ranks.channel import StoreChannel
 from reprise.ranks.error_message import as_problem
 from reprise.saving.column_sharing import LocalRanks
 from reprise.saving.owned_folder import OwnedFolder
-from reprise.saving.plan import Plan
 from reprise.saving.policy import SavePolicy, SaveReport, SaveResults
-from reprise.saving.save_job import SaveJob, in_doubt_error, no_memory_error, stalled_error
-from reprise.saving.snapshot import Staging
+from reprise.saving.save_job import SaveJob, in_doubt_error, no_memory_error
+from reprise.saving.snapshot import Staging, stalled_error
 from reprise.storage.files import FILE_SYSTEM, Files
 from reprise.storage.folder import CheckpointFolder
 from reprise.storage.paths import is_symlink
@@ -39,36 +40,8 @@ _log = logging.getLogger(__name__)
 # The fraction of a save's timeout during which the background thread waits for a message. Its error names the silent
 # rank. The main thread, which waits for the full timeout, cannot name it.
 _PATIENCE = 0.8
-_NONE = (-1, False)  # no iteration, and no optimizer state in its checkpoint
 # torchrun sends SIGKILL 30 s after SIGTERM (torch/distributed/elastic/multiprocessing/api.py).
-_LINGER_S = 20.0
-
-
-@dataclass(frozen=True, slots=True)
-class Landing:
-    """A background save under way, which a program's end waits for even if the saver was dropped."""
-
-    iteration: int
-    job: Job
-    timeout_s: float
-
-    @property
-    def is_over(self) -> bool:
-        """Return whether the save has become a checkpoint."""
-        return self.job.is_done and self.job.error is None
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Wait for the save and raise its error. If the program failed, wait only briefly and raise nothing."""
-        if error is None:
-            self.job.wait(self.timeout_s)
-        elif not self.job.ends(_LINGER_S):
-            self.give_up()
-
-    def give_up(self) -> None:
-        """Log an error: the program no longer waits for the save."""
-        _log.error("iteration %d was not saved: its save did not end within %.0f s", self.iteration, _LINGER_S)
+LINGER_S = 20.0
 
 
 class Checkpointer:
@@ -79,6 +52,9 @@ class Checkpointer:
         local_ranks: This host's ranks, including this rank. If empty, columns are written row by row.
         hosts: The hosts, each with its own folder at the policy's path. None if all hosts share a folder.
         local: What the hosts' leaders keep between saves. None for a shared folder.
+
+    Attributes:
+        attempts: How many saves were started, equal on all ranks while they make the same calls.
     """
 
     def __init__(
@@ -92,7 +68,7 @@ class Checkpointer:
         hosts: Hosts | None = None,
         local: LocalSaves | None = None,
     ) -> None:
-        self._policy, self._channel, self._local = policy, channel, local
+        self._policy, self._channel, self._local, self._nonce = policy, channel, local, nonce
         self._owned = OwnedFolder(
             CheckpointFolder(policy.folder, files or FILE_SYSTEM, policy.terms), channel, nonce, hosts
         )
@@ -100,12 +76,13 @@ class Checkpointer:
         self._worker_channel = channel.clone(_PATIENCE * policy.commit_timeout_s)
         self._local_ranks = LocalRanks(self._worker_channel, local_ranks)
         self._staging = Staging(policy, channel.rank, self._worker)
-        self._attempts, self._plans = AttemptNames(nonce), KnownPlans()
-        self._newest = self._outdated = _NONE
+        self._plans, self.attempts = KnownPlans(), 0
+        # The newest saved or loaded iteration, then attempts whose outcome this rank stopped waiting for. Each has
+        # whether it holds optimizer state, and an attempt in doubt.
+        self._saved = list[tuple[int, bool, Attempt | None]]()
+        self._outdated = -1, False
         self._verified = -1  # the loaded checkpoint, if all its digests were checked
-        self._damaged = frozenset[int]()  # checkpoints skipped by the load
-        # Attempts whose outcome this rank stopped waiting for, and whether they hold optimizer state.
-        self._in_doubt = list[tuple[Attempt, bool]]()
+        self._left = list[str]()  # keys of this rank's messages on earlier attempts
         self._started: SaveJob | None = None
         self._stuck: Job | None = None  # an aborted save whose thread hung
         self.results = SaveResults()
@@ -118,7 +95,7 @@ class Checkpointer:
             CheckpointError: The folder cannot be written, or some rank does not see its leader's folder. Every rank
                 raises.
         """
-        with self._local_ranks.check_same_host(self._channel, f"hosts/{self._attempts.nonce}"):
+        with self._local_ranks.check_same_host(self._channel, f"hosts/{self._nonce}"):
             self._owned.acquire()  # waits for all ranks, so they have read the messages before the block deletes them
 
     def take_folder(self) -> None:
@@ -134,24 +111,45 @@ class Checkpointer:
 
     def note_loaded(self, restored: Restored) -> None:
         """Note the loaded checkpoint. If it lies in this folder, it need not be saved again."""
-        checkpoint, self._damaged = restored.checkpoint, restored.damaged
+        checkpoint = restored.checkpoint
         folder = self._owned.folder.iteration(checkpoint.iteration)
         if not is_symlink(folder) and checkpoint.path.resolve() == folder.resolve():
             self.note_saved(checkpoint.iteration, has_optimizer=checkpoint.has_optimizer)
             if restored.is_verified and self._local is None:
                 self._verified = checkpoint.iteration
 
+    def find_saved(self, iteration: int, is_same: Callable[[Checkpoint], bool] = lambda _: True) -> None:
+        """Note this iteration's checkpoint in the folder, if it can be opened. Collective.
+
+        Args:
+            is_same: Returns whether the checkpoint is the one wanted. Called on rank 0.
+        """
+        folder = self._owned.folder
+
+        def find() -> bool | None:
+            try:
+                checkpoint = open_checkpoint(folder.iteration(iteration), folder.files)
+            except TrainerError:  # missing or damaged: the iteration is saved again
+                return None
+            return checkpoint.has_optimizer if is_same(checkpoint) else None
+
+        has_optimizer = self._channel.from_first(f"saved/{self._nonce}", find)
+        if has_optimizer is not None:
+            self.note_saved(iteration, has_optimizer=has_optimizer)
+
     def note_saved(self, iteration: int, *, has_optimizer: bool) -> None:
         """Note an iteration already in the folder, which need not be saved again."""
-        self._newest = iteration, has_optimizer
+        self._saved = [(iteration, has_optimizer, None)]
 
     def mark_outdated(self, iteration: int) -> None:
         """Mark the checkpoint at `iteration` as incomplete: the next save with this iteration replaces it.
 
         Only the newest checkpoint saved or loaded by this process is marked. Others must not be deleted.
         """
-        if self._newest[0] == iteration:
-            self._newest, self._outdated = _NONE, self._newest
+        for saved in self._saved[:1]:
+            if saved[0] == iteration and saved[2] is None:
+                self._outdated = saved[:2]
+                self._saved.remove(saved)
 
     def rewind(self, iteration: int, given_up: Collection[int] = ()) -> None:
         """Move overtaken checkpoints (newer than `iteration`, or in `given_up`) aside, then apply retention.
@@ -159,11 +157,8 @@ class Checkpointer:
         Retention runs here because on a full disk no save would complete and make room for the next.
         """
         self.wait()
-        if self._newest[0] > iteration:
-            self._newest = _NONE
-        self._in_doubt = [(attempt, full) for attempt, full in self._in_doubt if attempt.iteration <= iteration]
-        retention, damaged, verified = self._policy.retention, self._damaged, self._verified
-        self._owned.rewind(iteration, given_up, retention, damaged=damaged, verified=verified)
+        self._saved = [saved for saved in self._saved if saved[0] <= iteration]
+        self._owned.rewind(iteration, given_up, self._policy.retention, verified=self._verified)
 
     def prepare(self, contents: Contents) -> None:
         """Allocate staging memory for saving `contents`, after the save under way, and touch it in the background."""
@@ -188,42 +183,42 @@ class Checkpointer:
         Returns:
             The inline save's report. None if nothing was to do, or if the save continues in the background.
         """
-        called, hosts = time.perf_counter(), self._owned.hosts
-        shared = SharedCommitState(self._channel.rank, self._channel.ranks, hosts.leaders)
-        attempt = Attempt(iteration, self._attempts.name, self._owned.folder, Layout((), {}), hosts)
+        called, name = time.perf_counter(), f"{self._nonce}-{self.attempts + 1}"
+        attempt = Attempt(iteration, name, self._owned.folder, Layout((), {}), self._owned.hosts)
+        shared = SharedAttempt(attempt, self._channel.rank, self._channel.ranks)
         try:
-            self._attempts.begin()  # before anything may fail, so that all ranks have the same count
+            self.attempts += 1  # before anything may fail, so that all ranks have the same count
             self.wait()
             start = time.perf_counter()
             has_optimizer = contents.has_optimizer
             if not again and self._is_saved(iteration, with_optimizer=has_optimizer):
                 _log.info("iteration %d is already saved, nothing to do", iteration)
                 if self._channel.coordinates:
-                    messages.already_committed(self._channel, attempt.name, iteration)
-                self._note_earlier(attempt)
+                    shared.decide(self._channel, DecisionMessage(iteration=iteration, is_earlier=True))
                 return None
             if self._stuck is not None and not self._stuck.is_done:  # the hung thread may still use the arena
-                raise stalled_error(attempt)
+                raise stalled_error(attempt.target)
             self._stuck = None
-            plan = self._staging.plan(contents)
+            contents = self._staging.cast(contents)
             # An outdated checkpoint is replaced only if the new save holds as much.
             replaces = self._outdated[0] == iteration and has_optimizer >= self._outdated[1]
-            attempt = replace(attempt, layout=plan.layout, replaces=replaces)
-            self._start(self._new_job(attempt, contents, plan, shared), called, start)
+            self._start(replace(attempt, replaces=replaces), contents, shared, called=called, start=start)
             if not self._policy.async_save:
                 self.wait()
         except BaseException as error:
-            problem = (
-                no_memory_error(attempt, error) if isinstance(error, torch.OutOfMemoryError) else as_problem(error)
-            )
-            messages.abort(self._channel, attempt, problem, shared)
-            self._note_earlier(attempt)
-            if self._started is not None and self._started.attempt.name == attempt.name:
+            problem = as_problem(error)
+            if isinstance(error, torch.OutOfMemoryError):
+                problem = no_memory_error(attempt, error)
+            shared.abort(self._channel, problem)
+            if self._started is not None and self._started.shared is shared:
                 self._detach(self._started)
-                self.drain(_LINGER_S)  # the thread removes its files, and is idle for the next save
+                self.drain(LINGER_S)  # the thread removes its files, and is idle for the next save
             if not isinstance(error, TrainerError | torch.OutOfMemoryError):
                 raise
             self._add_report(SaveReport(iteration, attempt.target, 0, 0.0, error=problem))
+        finally:
+            if self._left is not shared.left:
+                self._left = [*self._left, *shared.left]
         self.results.blocked_s += time.perf_counter() - called
         return None if self._policy.async_save else self.results.reports.pop()
 
@@ -243,21 +238,22 @@ class Checkpointer:
         if save_job is None:
             return
         attempt, snapshot, job = save_job.attempt, save_job.snapshot, save_job.job
+        has_optimizer = save_job.contents.has_optimizer
         error, goes_on = None, False
         try:
             if snapshot.is_aborted and not job.is_done:
-                raise stalled_error(attempt)
+                raise stalled_error(attempt.target)
             job.wait(self._policy.commit_timeout_s, where=attempt.target)
-            self._newest = attempt.iteration, save_job.contents.has_optimizer
-            self._in_doubt.clear()  # rank 0 runs attempts in sequence, so all earlier ones are decided
+            # Rank 0 runs attempts in sequence, so all earlier ones are decided.
+            self.note_saved(attempt.iteration, has_optimizer=has_optimizer)
         except TrainerError as failure:
             error = failure
             if not job.is_done and not snapshot.is_aborted:
                 snapshot.abort()
-                if not messages.abort(self._channel, attempt, failure, save_job.shared):
+                if not save_job.shared.abort(self._channel, failure):
                     error = in_doubt_error(attempt)
             if save_job.shared.current.outcome is not Outcome.FAILED:
-                self._in_doubt.append((attempt, save_job.contents.has_optimizer))
+                self._saved.append((attempt.iteration, has_optimizer, attempt))
         except BaseException as interrupt:
             goes_on = self._policy.async_save and interrupt is not job.error
             raise
@@ -274,10 +270,9 @@ class Checkpointer:
         Only the newest iteration saved or loaded counts, since a run ends by saving it. An older iteration is saved
         again, whether or not retention deleted it. An attempt in doubt counts if it turns out to be committed.
         """
-        newest, is_full = self._newest
-        return (newest == iteration and is_full >= with_optimizer) or any(
-            attempt.iteration == iteration and full >= with_optimizer and messages.is_committed(attempt)
-            for attempt, full in self._in_doubt
+        return any(
+            saved == iteration and is_full >= with_optimizer and (attempt is None or attempt.is_committed())
+            for saved, is_full, attempt in self._saved
         )
 
     def _detach(self, save_job: SaveJob) -> None:
@@ -288,40 +283,30 @@ class Checkpointer:
             self._stuck = save_job.job
         for hook in save_job.hooks:
             hook.remove()
-        self._attempts.earlier += save_job.earlier
-        # After a commit only rank 0's message is left: its decision.
-        if self._channel.coordinates or not save_job.shared.current.made_checkpoint:
-            self._note_earlier(save_job.attempt)
+
+    @property
+    def job(self) -> Job | None:
+        """Return the last save on the background thread, until its outcome is recorded."""
+        return None if self._started is None else self._started.job
 
     @property
     def is_saving(self) -> bool:
         """Return whether a background save is under way."""
-        return self._started is not None and not self._started.job.is_done
-
-    @property
-    def landing(self) -> Landing | None:
-        """Return the last save until its outcome is recorded."""
-        if (save_job := self._started) is None:
-            return None
-        return Landing(save_job.attempt.iteration, save_job.job, self._policy.commit_timeout_s)
-
-    @property
-    def attempts(self) -> int:
-        """Return the number of started saves, which is equal on all ranks while they make the same calls."""
-        return self._attempts.count
+        return self.job is not None and not self.job.is_done
 
     def drain(self, timeout_s: float) -> None:
         """Wait at most `timeout_s` until the background thread is idle, even after an aborted save."""
-        job = self._stuck if self._started is None else self._started.job
+        job = self.job or self._stuck
         if job is not None:
             job.ends(timeout_s)
 
     def abandon(self) -> None:
         """Wait briefly for the save under way, which may still commit, and release the lock before a failing exit."""
         try:
-            self.drain(_LINGER_S)
-            if (landing := self.landing) is not None and self.is_saving:
-                landing.give_up()
+            self.drain(LINGER_S)
+            if self._started is not None and self.is_saving:
+                iteration = self._started.attempt.iteration
+                _log.error("iteration %d was not saved: its save did not end within %.0f s", iteration, LINGER_S)
             else:
                 self.wait()  # logs its failure
         finally:  # also after an interrupt or an unexpected error
@@ -349,12 +334,35 @@ class Checkpointer:
         """Close the checkpointer. After an interrupt, call it again to finish closing."""
         self.close()
 
-    def _start(self, save_job: SaveJob, called: float, start: float) -> None:
+    def _start(
+        self, attempt: Attempt, contents: Contents, shared: SharedAttempt, *, called: float, start: float
+    ) -> None:
         """Hand a save to the background thread, and hook its optimizers' next steps to wait for its memory."""
-        save_job.start, save_job.waited_s = start, start - called
+        plan, interval = self._staging.plan(contents), self._policy.check_replicas
+        compares = interval > 0 and self.attempts % interval == 0
+        save_job = SaveJob(
+            attempt=replace(attempt, layout=plan.layout),
+            contents=contents,
+            pieces=plan.pieces,
+            replicas=ReplicaDigests(plan.saved if compares else ()),
+            channel=self._worker_channel,
+            shared=shared,
+            plans=self._plans,
+            lock=self._owned.lock,
+            local=self._local,
+            plan=plan,
+            snapshot=self._staging.begin(plan),
+            retention=self._policy.retention,
+            local_ranks=self._local_ranks,
+            may_share=self._staging.may_share(plan),
+            start=start,
+            waited_s=start - called,
+        )
+        shared.left += self._left
+        self._left = shared.left
         try:
             if self._policy.async_save:
-                save_job.hooks += [self._hold_back(optimizer, save_job) for optimizer in save_job.contents.optimizers]
+                save_job.hooks += [self._hold_back(optimizer, save_job) for optimizer in contents.optimizers]
             save_job.job = self._worker.submit(save_job.run)
             self._started = save_job
             save_job.blocked_s = time.perf_counter() - start
@@ -364,33 +372,6 @@ class Checkpointer:
         except BaseException:
             save_job.snapshot.abort()  # the program may continue, and change memory not yet copied
             raise
-
-    def _new_job(self, attempt: Attempt, contents: Contents, plan: Plan, shared: SharedCommitState) -> SaveJob:
-        interval = self._policy.check_replicas
-        compares = interval > 0 and self._attempts.count % interval == 0
-        replicas = ReplicaDigests(plan.saved if compares and self._channel.world_size > 1 else ())
-        snapshot = self._staging.begin(plan)
-        earlier, self._attempts.earlier = self._attempts.earlier, []
-        return SaveJob(
-            attempt=attempt,
-            contents=contents,
-            plan=plan,
-            snapshot=snapshot,
-            replicas=replicas,
-            channel=self._worker_channel,
-            shared=shared,
-            lock=self._owned.lock,
-            retention=self._policy.retention,
-            local_ranks=self._local_ranks,
-            may_share=self._staging.may_share(plan),
-            local=self._local,
-            earlier=earlier,
-            plans=self._plans,
-        )
-
-    def _note_earlier(self, attempt: Attempt) -> None:
-        """Note an attempt for the next save, which removes its remains."""
-        self._attempts.earlier.append((attempt.iteration, attempt.name))
 
     def _add_report(self, report: SaveReport) -> None:
         self.results.add(report)
@@ -419,4 +400,4 @@ class Checkpointer:
             snapshot.abort()
             raise
         if snapshot.is_aborted and not was_aborted:
-            messages.abort(self._channel, save_job.attempt, stalled_error(save_job.attempt), save_job.shared)
+            save_job.shared.abort(self._channel, stalled_error(save_job.attempt.target))

@@ -28,13 +28,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from reprise.commit.attempt import Attempt
-from reprise.commit.messages import stripes_key
+from reprise.commit.shared_attempt import SharedAttempt
 from reprise.errors import CheckpointError
 from reprise.format.box import Box, Image
 from reprise.format.layout import PAGE_BYTES, Layout
+from reprise.format.manifest import Piece
 from reprise.ranks.channel import StoreChannel
-from reprise.saving.plan import Piece
 from reprise.storage.files import allocate
 from reprise.tensors.memory import populate
 
@@ -222,33 +221,27 @@ class SharedMemory:
                 fcntl.flock(self._descriptor, fcntl.LOCK_UN)
 
 
+@dataclass(frozen=True, slots=True)
 class Sharing:
-    """A save's stripes, assembled with the host's other ranks. Thread-safe.
+    """A save's stripes by tensor, assembled with the host's other ranks. Thread-safe.
 
     Args:
+        files: The files with stripes.
         turn: Where this rank starts looking for full stripes, as a fraction from 0 to 1. Ranks start at different
             places, so they do not compete for the same stripe.
     """
 
-    def __init__(self, memory: SharedMemory, stripes: Stripes, layout: Layout, *, turn: float) -> None:
-        self.files = {layout.places[tensor].file for tensor in stripes}
-        self._memory, self._stripes = memory, stripes
-        order = [(tensor, stripe) for tensor, stripes_of_tensor in stripes.items() for stripe in stripes_of_tensor]
-        first = int(turn * len(order))
-        self._order = order[first:] + order[:first]
-
-    def stripes(self, tensor: str) -> Sequence[Stripe]:
-        """Return a tensor's stripes, in order."""
-        return self._stripes.get(tensor, ())
-
-    def put(self, stripe: Stripe, packed: Image, lo: int, data: memoryview) -> None:
-        """Copy a packed image's bytes, from `lo` on, into their stripe."""
-        self._memory.put(stripe, packed, lo, data)
+    memory: SharedMemory
+    stripes: Stripes
+    files: frozenset[str]
+    turn: float
 
     def full(self) -> Iterator[tuple[str, Stripe, memoryview]]:
         """Claim full stripes and yield each with its tensor and bytes. The caller must write them."""
-        for tensor, stripe in self._order:
-            if self._memory.is_full(stripe) and (data := self._memory.claim(stripe)) is not None:
+        order = [(tensor, stripe) for tensor, stripes in self.stripes.items() for stripe in stripes]
+        first = int(self.turn * len(order))
+        for tensor, stripe in order[first:] + order[:first]:
+            if self.memory.is_full(stripe) and (data := self.memory.claim(stripe)) is not None:
                 yield tensor, stripe, data
 
 
@@ -290,7 +283,9 @@ class LocalRanks:
         yield
         channel.delete([f"{name}/{self._rank}"])
 
-    def join(self, attempt: Attempt, pieces: Sequence[Piece], *, may_share: bool) -> Sharing | None:
+    def join(
+        self, shared: SharedAttempt, layout: Layout, pieces: Sequence[Piece], *, may_share: bool
+    ) -> Sharing | None:
         """Exchange strided pieces with the host's ranks. Return None if they are written row by row instead.
 
         All ranks on the host call this before any other step in the save can fail. Worker thread.
@@ -307,14 +302,12 @@ class LocalRanks:
         first, *others = self._ranks
         rows = [[p.name, p.box.offset, p.box.shape, p.lo, p.hi] for p in pieces]
         report = rows if may_share and not self._stays_out else None
-        key_of_rank = {rank: stripes_key(attempt.name, rank) for rank in self._ranks}
+        message: object = report
         if self._rank == first:
-            reports = [json.loads(self._channel.read(key_of_rank[rank], sender=f"rank {rank}")) for rank in others]
-            decision = self._decide([report, *reports], attempt.layout)
-            self._channel.put(key_of_rank[first], json.dumps(decision).encode())
-        else:
-            self._channel.put(key_of_rank[self._rank], json.dumps(report).encode())
-            decision = json.loads(self._channel.read(key_of_rank[first], sender=f"rank {first}"))
+            message = decision = self._decide([report, *(self._read(shared, rank) for rank in others)], layout)
+        shared.put(self._channel, f"stripes/{self._rank}", json.dumps(message).encode())
+        if self._rank != first:
+            decision = self._read(shared, first)
         if decision is None:
             return None
         address, rows = decision
@@ -329,8 +322,11 @@ class LocalRanks:
                 found="it cannot be opened",
                 fix="Later saves write columns row by row, which is slower.",
             )
-        turn = self._ranks.index(self._rank) / len(self._ranks)
-        return Sharing(self._memory, self._stripes(rows, attempt.layout), attempt.layout, turn=turn)
+        turn, stripes = self._ranks.index(self._rank) / len(self._ranks), self._stripes(rows, layout)
+        return Sharing(self._memory, stripes, frozenset(layout.places[tensor].file for tensor in stripes), turn)
+
+    def _read(self, shared: SharedAttempt, rank: int) -> Any:
+        return json.loads(self._channel.read(f"{shared.key}/stripes/{rank}", sender=f"rank {rank}"))
 
     def drop(self) -> None:
         """Drop the memory. The next save uses a new block, since a failed rank may still write to the old block."""

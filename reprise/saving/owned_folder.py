@@ -21,7 +21,7 @@ from reprise.ranks.channel import StoreChannel
 from reprise.saving.policy import Retention
 from reprise.storage import json_file
 from reprise.storage.atomic import temporary_of
-from reprise.storage.folder import CheckpointFolder, Stamp, iteration_name, named_iteration
+from reprise.storage.folder import CheckpointFolder, Stamp, iteration_name
 from reprise.storage.lock import FolderLock
 from reprise.storage.shared_folder import require_mark
 
@@ -54,9 +54,7 @@ class OwnedFolder:
             CheckpointError: The folder cannot be written, or a rank does not see its leader's marker file there. Every
                 rank raises.
         """
-        mark, files = self.folder.mark(self._nonce), self.folder.files
-        is_marked = len(self.hosts.ranks_with(self._channel.rank)) > 1
-        elsewhere = frozenset[str]()
+        mark, elsewhere = self.folder.mark(self._nonce), frozenset[str]()
         if self._is_local:
             with self._leading() as leads:
                 if leads:
@@ -65,19 +63,16 @@ class OwnedFolder:
         with self._leading() as leads:
             if leads:
                 self.take(elsewhere)
-                if is_marked:
-                    files.mark(mark)
-        if self._channel.world_size == 1:
-            return
+                self.folder.files.mark(mark)
         try:
             with self._leading() as leads:
                 if not leads:
                     leader = self.hosts.ranks_with(self._channel.rank)[0]
                     require_mark(mark, self.folder, leader=leader)
         finally:
-            if self._leads and is_marked:
+            if self._leads:
                 with contextlib.suppress(OSError):  # the next start sweeps it
-                    files.remove_file(mark)
+                    self.folder.files.remove_file(mark)
 
     def take(self, elsewhere: Collection[str] = ()) -> None:
         """Take the lock and clean up after dead attempts, on a leader alone.
@@ -104,7 +99,7 @@ class OwnedFolder:
                 _log.info("swept %s, left by an interrupted save or deletion", path.name)
 
     def _take_lock(self) -> None:
-        self.lock = lock = FolderLock(
+        lock = FolderLock(
             self.folder.root,
             self._nonce,
             another=self.folder.terms.another,
@@ -112,11 +107,8 @@ class OwnedFolder:
             files=self.folder.files,
             owner=self,
         )
-        try:
-            lock.acquire()
-        except (LockError, OSError):
-            self.lock = None  # the next call tries again
-            raise
+        lock.acquire()
+        self.lock = lock
 
     def _committed_elsewhere(self) -> frozenset[str]:
         """Return all attempts committed on some host, whose prepared parts are valid on the others. All ranks."""
@@ -137,8 +129,7 @@ class OwnedFolder:
         try:
             yield
         except OSError as error:
-            what = "The folder of local checkpoints" if self._is_local else "The checkpoint folder"
-            raise self.folder.cannot_write(error, what=what) from error
+            raise self.folder.cannot_write(error) from error
 
     @contextlib.contextmanager
     def _leading(self) -> Iterator[bool]:
@@ -153,13 +144,11 @@ class OwnedFolder:
         given_up: Collection[int],
         retention: Retention,
         *,
-        damaged: Collection[int],
         verified: int,
     ) -> None:
         """Rename checkpoints newer than `iteration` or in `given_up`, then delete those expired by retention.
 
         Args:
-            damaged: The iterations skipped by the load.
             verified: The iteration loaded with all digests checked, or -1. Checkpoints are deleted only if it is the
                 newest, so at least a good one stays.
         """
@@ -169,9 +158,7 @@ class OwnedFolder:
             names = [*self.folder.committed(), *self.folder.non_folders()]
             overtaken = [number for number in names if number > iteration or number in given_up]
             for path in self.folder.supersede(overtaken):
-                is_damaged = named_iteration(path.name) in damaged
-                what = "a damaged checkpoint" if is_damaged else "an abandoned branch of this run"
-                _log.info("%s is kept as %s", what, path.name)
+                _log.info("an overtaken checkpoint of this run is kept as %s", path.name)
             expired, committed = decide_expired(self.folder, retention)
             if not expired or committed[-1] != verified:
                 return
@@ -245,11 +232,8 @@ def _records(folder: CheckpointFolder, stamps: Mapping[int, Stamp]) -> tuple[dic
         try:
             loss, is_interim = _record_of(place, stamp)
         except TrainerError as error:
-            is_kept = isinstance(error, UnreadableError)
-            unknown |= {iteration} if is_kept else set()
-            _log.error(
-                "the validation loss of %s cannot be read%s: %s", place, ", so it is kept" if is_kept else "", error
-            )
+            unknown |= {iteration} if isinstance(error, UnreadableError) else set()
+            _log.error("the validation loss of %s cannot be read: %s", place, error)
             continue
         if loss is not None:
             losses[iteration] = loss
@@ -322,19 +306,6 @@ def require_room(
         where=folder.root,
         expected=f"{needed} B free",
         found=f"{free} B free",
-        fix=_advice(folder, retention, short_bytes=needed - free - allocated),
+        fix=f"Free {needed - free - allocated} B more: delete abandoned branches (*.superseded-*), restart with "
+        f"{folder.terms.keep}=1, which deletes older checkpoints, or name {folder.terms.another}.",
     )
-
-
-def _advice(folder: CheckpointFolder, retention: Retention, *, short_bytes: int) -> str:
-    """Return advice on making room: what can be deleted, and how."""
-    older, _ = decide_expired(folder, replace(retention, max_checkpoint_keep=1))
-    deletable = {
-        f"of older checkpoints are deleted by the next start with {folder.terms.keep}=1": [
-            *map(folder.iteration, older)
-        ],
-        "of abandoned branches (*.superseded-*) can be deleted": folder.superseded(),
-    }
-    parts = [f" {folder.files.allocated_bytes(*paths)} B {what}." for what, paths in deletable.items() if paths]
-    parts = parts or [" No checkpoint there can be deleted; the newest stays until the next is complete."]
-    return f"Free {short_bytes} B more, or name {folder.terms.another}.{''.join(parts)}"

@@ -8,30 +8,22 @@ rank writes long runs.
 from __future__ import annotations
 
 import itertools
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
-from reprise.format.box import Box, Image
+from reprise.format.box import Image
 from reprise.format.layout import PAGE_BYTES, Layout, build_layout
-from reprise.tensors.live import Contents, LiveTensor, storages_of
+from reprise.format.manifest import Piece
+from reprise.tensors.live import Contents, LiveTensor
 from reprise.tensors.memory import Sources
 
 # Files are written in extents about this long, several concurrently.
 EXTENT_BYTES = 128 << 20
 # An optimizer step during a save waits for each thread's current chunk, so chunks are small.
 CHUNK_BYTES = 8 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Bytes `[lo, hi)` in the packed image of `box`, written by a single rank: the whole box or a part."""
-
-    name: str
-    box: Box
-    lo: int
-    hi: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +35,7 @@ class ChunkPart:
     hi: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Chunk:
     """Parts read and written together: `size` bytes, contiguous in a file unless `strided`.
 
@@ -56,83 +48,55 @@ class Chunk:
     file: str
     offset: int
     size: int
-    parts: tuple[ChunkPart, ...]
+    parts: list[ChunkPart]
     strided: Image | None = None
 
 
 def cut(pieces: Sequence[Piece], layout: Layout) -> dict[str, list[list[Chunk]]]:
     """Cut `pieces` into chunks, by file and in file order, grouped into extents with whole pieces.
 
-    Adjacent pieces share chunks. Chunks end on page boundaries, except where an extent or a contiguous run ends.
+    Adjacent pieces share chunks. Chunks end at multiples of CHUNK_BYTES in the file, except where an extent or a
+    contiguous run ends.
     """
-    chunks: dict[str, list[list[Chunk]]] = {}
-    for name, run in itertools.groupby(sorted(map(_Placed.of, pieces, itertools.repeat(layout))), lambda p: p.file):
-        chunks[name] = [list(_cut_extent(name, extent)) for extent in _extents(list(run))]
+    starts = list[tuple[str, int, Piece, bool]]()
+    for piece in pieces:
+        place = layout.places[piece.name]
+        first, _, length = next(place.spec.image(piece.box).spans(piece.lo, piece.hi))
+        starts.append((place.file, place.offset + first, piece, length < piece.hi - piece.lo))
+    chunks, room = dict[str, list[list[Chunk]]](), 0
+    for file, start, piece, is_strided in sorted(starts, key=itemgetter(0, 1)):
+        extents = chunks.setdefault(file, [])
+        if not extents or room <= 0:
+            extents.append([])
+            room = EXTENT_BYTES
+        room -= piece.hi - piece.lo
+        if is_strided:
+            place = layout.places[piece.name]
+            packed = place.spec.image(piece.box)
+            for part in _parts(piece, CHUNK_BYTES):
+                extents[-1].append(Chunk(file, place.offset, part.hi - part.lo, [part], packed))
+        else:
+            _add_run(extents[-1], file, start, piece)
     return chunks
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class _Placed:
-    """A piece placed in its file: `offset` is its first byte's file offset, `tensor` its tensor's."""
-
-    file: str
-    offset: int
-    tensor: int
-    piece: Piece
-    image: Image
-    is_contiguous: bool
-
-    @staticmethod
-    def of(piece: Piece, layout: Layout) -> _Placed:
-        place = layout.places[piece.name]
-        packed = place.spec.image(piece.box)
-        first, _, length = next(packed.spans(piece.lo, piece.hi))
-        is_contiguous = length == piece.hi - piece.lo
-        return _Placed(place.file, place.offset + first, place.offset, piece, packed, is_contiguous)
+def _parts(piece: Piece, first_bytes: int) -> Iterator[ChunkPart]:
+    """Yield a piece's parts, at most CHUNK_BYTES each, and the first at most `first_bytes`."""
+    for lo, hi in itertools.pairwise([piece.lo, *range(piece.lo + first_bytes, piece.hi, CHUNK_BYTES), piece.hi]):
+        yield ChunkPart(piece, lo, hi)
 
 
-def _extents(placed: list[_Placed]) -> Iterator[list[_Placed]]:
-    extent, size = list[_Placed](), 0
-    for item in placed:
-        extent.append(item)
-        size += item.piece.hi - item.piece.lo
-        if size >= EXTENT_BYTES:
-            yield extent
-            extent, size = [], 0
-    if extent:
-        yield extent
-
-
-def _cut_extent(name: str, placed: list[_Placed]) -> Iterator[Chunk]:
-    parts, start, end = list[ChunkPart](), 0, 0
-    for item in placed:
-        if parts and (not item.is_contiguous or item.offset != end):
-            yield Chunk(name, start, end - start, tuple(parts))
-            parts = []
-        piece = item.piece
-        if not item.is_contiguous:
-            for lo in range(piece.lo, piece.hi, CHUNK_BYTES):
-                hi = min(lo + CHUNK_BYTES, piece.hi)
-                yield Chunk(name, item.tensor, hi - lo, (ChunkPart(piece, lo, hi),), item.image)
-            continue
-        if not parts:
-            start = end = item.offset
-        lo = piece.lo
-        while lo < piece.hi:
-            hi = min(piece.hi, lo + _room(start, end))
-            parts.append(ChunkPart(piece, lo, hi))
-            end += hi - lo
-            lo = hi
-            if not _room(start, end):
-                yield Chunk(name, start, end - start, tuple(parts))
-                parts, start = [], end
-    if parts:
-        yield Chunk(name, start, end - start, tuple(parts))
-
-
-def _room(start: int, end: int) -> int:
-    """Return how many bytes still fit into a chunk from `start` to `end`, up to its last page boundary."""
-    return (start + CHUNK_BYTES) // PAGE_BYTES * PAGE_BYTES - end
+def _add_run(extent: list[Chunk], file: str, start: int, piece: Piece) -> None:
+    """Add a piece, contiguous from file offset `start`, to an extent: to its last chunk if they are adjacent."""
+    for part in _parts(piece, CHUNK_BYTES - start % CHUNK_BYTES):
+        size = part.hi - part.lo
+        last = extent[-1] if extent and extent[-1].strided is None else None
+        if last is not None and last.offset + last.size == start and start % CHUNK_BYTES:
+            last.parts.append(part)
+            last.size += size
+        else:
+            extent.append(Chunk(file, start, size, [part]))
+        start += size
 
 
 # A smaller tensor goes whole to a single replica: splitting it would cost more than the imbalance.
@@ -157,7 +121,6 @@ class Plan:
         chunks: Chunks by file, in extents for concurrent writing. Each rank starts with another file, so ranks do not
             queue for the same file.
         columns: The pieces whose rows are not contiguous in their file.
-        is_overtaken: Whether the program changes tensors during the save.
     """
 
     contents: Contents
@@ -166,7 +129,6 @@ class Plan:
     chunks: dict[str, list[list[Chunk]]]
     columns: list[Piece]
     sources: Sources
-    is_overtaken: bool = False
 
     def suits(self, contents: Contents) -> bool:
         """Return whether `contents` has the very same tensors as this plan."""
@@ -189,34 +151,20 @@ class Plan:
         return sum(chunk.size + PAGE_BYTES for chunk in self.order)
 
 
-def make_plan(
-    contents: Contents, *, rank: int, file_bytes: int, is_overtaken: bool, copies_at_call: bool = False
-) -> Plan:
+def make_plan(contents: Contents, *, rank: int, file_bytes: int, steady: Collection[int] | None) -> Plan:
     """Plan saves for `contents`.
 
     Args:
-        is_overtaken: Whether the program changes tensors during the save. Otherwise all memory stays unchanged until
-            the save ends.
-        copies_at_call: Whether all memory stays unchanged until the snapshot is released. Otherwise only memory changed
-            by steps in `contents.optimizers`, or declared constant, does.
+        steady: Addresses of storages that stay unchanged until the snapshot is released. None means all.
     """
     layout = build_layout(contents.specs, file_bytes=file_bytes)
     pieces = plan(contents.live, layout, rank)
     names = {piece.name for piece in pieces}
-    is_steady = copies_at_call or not is_overtaken
-    steady = None if is_steady else storages_of(contents.optimizers, contents.constant)
     chunks = cut(pieces, layout)
     turn = rank % max(1, len(chunks))
     chunks = dict([*chunks.items()][turn:] + [*chunks.items()][:turn])
-    return Plan(
-        contents=contents,
-        layout=layout,
-        pieces=pieces,
-        chunks=chunks,
-        columns=columns_of(chunks),
-        sources=Sources([t for t in contents.live if t.spec.name in names and not t.is_copy], steady),
-        is_overtaken=is_overtaken,
-    )
+    sources = Sources([t for t in contents.live if t.spec.name in names and not t.is_copy], steady)
+    return Plan(contents, layout, pieces, chunks, columns_of(chunks), sources)
 
 
 def columns_of(chunks: Mapping[str, Sequence[Sequence[Chunk]]]) -> list[Piece]:
@@ -241,33 +189,23 @@ def pieces_of(holdings: Sequence[Holding], rank: int) -> list[Piece]:
 
     A pure function. Replicas agree: each sees the same common boxes in the same order, whatever else it holds.
     """
-    by_name: dict[str, Piece] = {}
-    for replicas, members in _groups(holdings).items():
-        for piece in _share(members, index=replicas.index(rank), count=len(replicas)):
-            by_name[piece.name] = piece
-    return [by_name[holding.name] for holding in holdings if holding.name in by_name]
-
-
-def _groups(holdings: Sequence[Holding]) -> dict[tuple[int, ...], list[Holding]]:
-    """Group non-empty holdings by the ranks sharing them."""
-    groups: dict[tuple[int, ...], list[Holding]] = defaultdict(list)
+    groups = defaultdict[tuple[int, ...], list[Holding]](list)
     for holding in holdings:
         if holding.image.total_bytes:
             groups[holding.replicas].append(holding)
-    return groups
-
-
-def _share(members: list[Holding], *, index: int, count: int) -> list[Piece]:
-    starts = [0, *itertools.accumulate(holding.image.total_bytes for holding in members)]
-    first = _boundary(members, starts, index=index, count=count)
-    last = _boundary(members, starts, index=index + 1, count=count)
-    if first == last:
-        return []
-    pieces = []
-    for at in range(bisect_right(starts, first) - 1, bisect_left(starts, last)):
-        lo, hi = max(first, starts[at]) - starts[at], min(last, starts[at + 1]) - starts[at]
-        pieces.append(Piece(members[at].name, members[at].image.box, lo, hi))
-    return pieces
+    by_name: dict[str, Piece] = {}
+    for replicas, members in groups.items():
+        starts = [0, *itertools.accumulate(holding.image.total_bytes for holding in members)]
+        index, count = replicas.index(rank), len(replicas)
+        first, last = (_boundary(members, starts, index=at, count=count) for at in (index, index + 1))
+        for holding, start in itertools.islice(
+            zip(members, starts, strict=False), bisect_right(starts, first) - 1, None
+        ):
+            lo, hi = max(first - start, 0), min(last - start, holding.image.total_bytes)
+            if hi <= lo:
+                break
+            by_name[holding.name] = Piece(holding.name, holding.image.box, lo, hi)
+    return [by_name[holding.name] for holding in holdings if holding.name in by_name]
 
 
 def _boundary(members: list[Holding], starts: list[int], *, index: int, count: int) -> int:

@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from reprise.errors import TrainerError
 from reprise.format.layout import DEFAULT_FILE_BYTES
 from reprise.format.mirror_record import MirrorRule
 from reprise.storage.folder import FolderTerms
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +89,7 @@ class SavePolicy:
         stall_timeout_s: Seconds this step waits for a stalled disk before the save is aborted.
         check_replicas: Compare replicas bit by bit at every n-th save. 0 never compares.
         terms: How messages name the folder.
+        dtype: The saved tensors' dtype. None saves every tensor in its own dtype.
     """
 
     folder: Path
@@ -97,6 +102,7 @@ class SavePolicy:
     stall_timeout_s: float = 5.0
     check_replicas: int = 1
     terms: FolderTerms = FolderTerms()  # noqa: RUF009 - frozen
+    dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True, slots=True)

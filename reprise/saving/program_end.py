@@ -12,26 +12,29 @@ import traceback
 import weakref
 from contextlib import AbstractContextManager
 
-from reprise.saving.checkpointer import Landing
+from reprise.ranks.group import COMMIT_TIMEOUT_S
+from reprise.saving.checkpointer import LINGER_S
+from reprise.storage.worker import Job
 
 # Saves under way, by a weak reference to their saver: a dropped saver must release its folder.
-_pending: dict[weakref.ref[AbstractContextManager[object]], Landing | None] = {}
+_pending: dict[weakref.ref[AbstractContextManager[object]], Job | None] = {}
 _exit_threads: list[threading.Thread] = []
 os.register_at_fork(after_in_child=_pending.clear)  # they are the parent's saves
 
 
-def finish_at_end(saver: AbstractContextManager[object], landing: Landing | None) -> None:
+def finish_at_end(saver: AbstractContextManager[object], job: Job | None) -> None:
     """Make the program's exit wait for a saver's save, unless `forget` is called first.
 
     At exit the saver is closed as at the end of its `with` block, with or without an error. A thread does this, since
     saving starts threads, which Python refuses in `atexit` functions since 3.12.
 
     Args:
-        landing: The save to wait for if the saver has been dropped.
+        job: The save to wait for if the saver has been dropped.
     """
-    for dropped in [ref for ref, save in _pending.items() if ref() is None and (save is None or save.is_over)]:
-        del _pending[dropped]
-    _pending[weakref.ref(saver)] = landing
+    for ref, save in list(_pending.items()):
+        if ref() is None and (save is None or (save.is_done and save.error is None)):
+            del _pending[ref]
+    _pending[weakref.ref(saver)] = job
     if not _exit_threads or not _exit_threads[0].is_alive():
         _exit_threads[:] = [threading.Thread(target=_finish_all, name="checkpoint-end", daemon=False)]
         _exit_threads[0].start()
@@ -49,9 +52,11 @@ def _finish_all() -> None:
     kind = None if error is None else type(error)
     try:
         with contextlib.ExitStack() as stack:
-            for saver, landing in _pending.items():
-                if (ending := saver() or landing) is not None:
-                    stack.callback(ending.__exit__, kind, error, None)
+            for ref, save in _pending.items():
+                if (saver := ref()) is not None:
+                    stack.callback(saver.__exit__, kind, error, None)
+                elif save is not None:
+                    stack.callback(save.wait, COMMIT_TIMEOUT_S if error is None else LINGER_S)
     except BaseException as failure:  # noqa: BLE001 - printed, and the program ends with it
         traceback.print_exception(failure)
         if multiprocessing.parent_process() is not None:  # before 3.12 a child process calls no `atexit` functions

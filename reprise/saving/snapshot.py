@@ -16,10 +16,11 @@ import torch
 
 from reprise.errors import CheckpointError
 from reprise.format.layout import PAGE_BYTES
+from reprise.saving.cast import Cast
 from reprise.saving.plan import Chunk, ChunkPart, Plan, make_plan
 from reprise.saving.policy import SavePolicy
 from reprise.storage.worker import Worker, run_together
-from reprise.tensors.live import Contents
+from reprise.tensors.live import Contents, storages_of
 from reprise.tensors.memory import Arena, Bytes, Memory
 
 _log = logging.getLogger(__name__)
@@ -164,10 +165,7 @@ class Snapshot:
             CheckpointError: The snapshot was aborted.
         """
         if self._is_aborted:
-            raise CheckpointError(
-                "A save was aborted while writing: the disk stalled, or an exception interrupted the copying",
-                fix="Training continues.",
-            )
+            raise stalled_error()
 
     def _stage_ahead(self, *, copies_first: bool) -> None:
         """Copy what fits in the arena: device memory asynchronously, and host memory if `copies_first`."""
@@ -262,6 +260,16 @@ class Snapshot:
         return event
 
 
+def stalled_error(where: object = None) -> CheckpointError:
+    """Return the error for a save aborted while live memory had to stay unchanged."""
+    return CheckpointError(
+        "A save was aborted: the disk stalled, or an exception interrupted the copying",
+        where=where,
+        expected="a chunk written at least every stall_timeout_s",
+        fix="Training continues and committed checkpoints are untouched. Check the file system.",
+    )
+
+
 class Staging:
     """The plan and the arena, reused between a rank's saves. Main thread.
 
@@ -272,8 +280,18 @@ class Staging:
     def __init__(self, policy: SavePolicy, rank: int, worker: Worker) -> None:
         self._policy, self._rank, self._worker = policy, rank, worker
         self._plan: Plan | None = None
+        self._cast: Cast | None = None
         self.arena = Arena(0, is_pinned=False)
         self._is_touched = True
+
+    def cast(self, contents: Contents) -> Contents:
+        """Return the contents with the tensors' current values in the policy's dtype. No save may be under way."""
+        dtype = self._policy.dtype
+        if dtype is None:
+            return contents
+        if self._cast is None or self._cast.source is not contents.live:
+            self._cast = Cast(contents, dtype, file_bytes=self._policy.file_bytes)
+        return self._cast.filled(contents)
 
     def plan(self, contents: Contents) -> Plan:
         """Return the plan for saving `contents`: the previous plan if the tensors are the very same.
@@ -282,16 +300,14 @@ class Staging:
         wait for the disk. A save not overtaken by training needs no arena.
         """
         if self._plan is None or not self._plan.suits(contents):
-            plan = self._plan = make_plan(
-                contents,
-                rank=self._rank,
-                file_bytes=self._policy.file_bytes,
-                is_overtaken=self._policy.async_save and not contents.is_own,
-                copies_at_call=self._policy.copies_at_call,
-            )
-            limit = self._policy.staging_bytes
+            policy = self._policy
+            is_overtaken = policy.async_save and not contents.is_own
+            is_steady = policy.copies_at_call or not is_overtaken
+            steady = None if is_steady else storages_of(contents.optimizers, contents.constant)
+            plan = make_plan(contents, rank=self._rank, file_bytes=policy.file_bytes, steady=steady)
+            self._plan, limit = plan, policy.staging_bytes
             total_bytes = plan.staging_bytes if limit is None else min(limit, plan.staging_bytes)
-            if plan.is_overtaken and total_bytes > self.arena.total_bytes:
+            if is_overtaken and total_bytes > self.arena.total_bytes:
                 try:
                     larger = Arena(total_bytes, is_pinned=plan.sources.can_pin)
                 except (CheckpointError, OSError) as error:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import resource
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -14,14 +13,16 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from reprise.errors import CheckpointError
+from reprise.commit import finish
+from reprise.commit.attempt import Attempt
+from reprise.commit.messages import RankReport
 from reprise.format.box import Image
-from reprise.format.layout import PAGE_BYTES, FileLayout, Layout
-from reprise.format.manifest import BLOCK_BYTES, DIGEST_BYTES, Written, WrittenPiece
+from reprise.format.layout import PAGE_BYTES, FileLayout
+from reprise.format.manifest import BLOCK_BYTES, DIGEST_BYTES
 from reprise.saving.column_sharing import Sharing, cut_by_stripes
 from reprise.saving.plan import Chunk, ChunkPart, Plan
 from reprise.saving.snapshot import DIRECT_BYTES, Snapshot
-from reprise.storage.files import MAX_OPEN_FILES, Files, describe_free_space
+from reprise.storage.files import MAX_OPEN_FILES, Files
 from reprise.storage.worker import Stopped, run_together
 from reprise.tensors.memory import Bytes, map_memory
 
@@ -44,9 +45,8 @@ class Writer:
 
     def __init__(
         self,
-        folder: Path,
-        files: Files,
-        layout: Layout,
+        attempt: Attempt,
+        plan: Plan,
         snapshot: Snapshot,
         *,
         progress: Callable[[int], None],
@@ -54,39 +54,37 @@ class Writer:
         is_sparse: bool,
         sharing: Sharing | None,
     ) -> None:
-        self._folder, self._files, self._layout, self._snapshot = folder, files, layout, snapshot
+        self._attempt, self._plan, self._snapshot = attempt, plan, snapshot
         self._progress, self._leads, self._sharing = progress, leads, sharing
-        self._prepare = files.extend if is_sparse else files.reserve
+        self._files = attempt.folder.files
+        self._prepare = self._files.extend if is_sparse else self._files.reserve
         self._targets: dict[str, _Target] = {}
-        self._digests: dict[str, bytearray] = {}
+        self._digests = {piece.name: bytearray() for piece in plan.pieces}
         self._has_failed = threading.Event()
 
-    def write(self, plan: Plan) -> Written:
-        """Write this rank's chunks (and headers, on the leader), sync, and return the pieces with their digests.
+    def write(self) -> RankReport:
+        """Write this rank's chunks (and headers, on the leader), sync, and return the report with the pieces' digests.
 
         All writes precede the first sync: an optimizer step waits for a chunk, never for a sync.
 
         Raises:
             CheckpointError: The file system fails. The message shows path, errno and free space.
         """
-        files = {file.name: file for file in self._layout.files}
-        names = list(dict.fromkeys([*plan.chunks, *files]))  # in write order
-        self._digests = {piece.name: bytearray() for piece in plan.pieces}
+        files, chunks = {file.name: file for file in self._attempt.layout.files}, self._plan.chunks
+        names = list(dict.fromkeys([*chunks, *files]))  # in write order
+        shared = () if self._sharing is None else self._sharing.files
+        folder = self._attempt.partial
         with ExitStack() as ending:
             calls = list[Callable[[], None]]()
             for name in names:
-                if self._leads or name in plan.chunks or (self._sharing is not None and name in self._sharing.files):
-                    target = self._targets[name] = _Target(
-                        self._folder / name,
-                        self._files,
-                        partial(self._begin, files[name]),
-                        stays_open=len(names) <= MAX_OPEN_FILES,
-                    )
+                if self._leads or name in chunks or name in shared:
+                    begin, stays_open = partial(self._begin, files[name]), len(names) <= MAX_OPEN_FILES
+                    target = self._targets[name] = _Target(folder / name, self._files, begin, stays_open=stays_open)
                     ending.callback(target.close)
-                    calls += [partial(self._write_extent, target, extent) for extent in plan.chunks.get(name) or [[]]]
+                    calls += [partial(self._write_extent, target, extent) for extent in chunks.get(name) or [[]]]
             self._raise_if_failed()  # a thread that hung must not recreate an aborted attempt's folder
             # Never the folder's parent: if that is gone, the save must fail.
-            for path in dict.fromkeys([self._folder, *(target.path.parent for target in self._targets.values())]):
+            for path in dict.fromkeys([folder, *(target.path.parent for target in self._targets.values())]):
                 with self._stopping_others(path):
                     self._files.make_folder(path)
             run_together(calls, name=_THREAD, threads=_THREADS)
@@ -94,10 +92,8 @@ class Writer:
                 calls = [partial(self._write_stripes, self._sharing)] * _THREADS
                 run_together(calls, name=_THREAD, threads=_THREADS)
             self._files.sync_together([partial(self._sync, target) for target in self._targets.values()])
-        return Written(
-            [WrittenPiece(p.name, p.box, p.lo, p.hi, bytes(self._digests[p.name])) for p in plan.pieces],
-            sum(target.written_bytes for target in self._targets.values()),
-        )
+        written_bytes = sum(target.written_bytes for target in self._targets.values())
+        return RankReport(written_bytes=written_bytes, payload=b"".join(self._digests.values()))
 
     def _begin(self, file: FileLayout, descriptor: int) -> None:
         """Reserve a new file's blocks and, on the leader, write its header."""
@@ -109,11 +105,8 @@ class Writer:
     def _stopping_others(self, path: Path) -> Iterator[None]:
         """Stop the other threads if the block fails, and name the file in the error."""
         try:
-            yield
-        except OSError as error:
-            self._has_failed.set()
-            total_bytes, root = self._layout.total_bytes, self._folder.parent
-            raise writing_failed(path, error, self._files, root=root, total_bytes=total_bytes) from error
+            with finish.naming_failures(self._attempt, path):
+                yield
         except BaseException:
             self._has_failed.set()
             raise
@@ -137,7 +130,7 @@ class Writer:
     def _write_stripes(self, sharing: Sharing) -> None:
         """Write full stripes, whichever ranks on the host filled them."""
         for tensor, stripe, data in sharing.full():
-            place = self._layout.places[tensor]
+            place = self._attempt.layout.places[tensor]
             target = self._targets[place.file]
             with self._stopping_others(target.path):
                 self._raise_if_failed()
@@ -178,35 +171,15 @@ class Writer:
     def _place_rows(self, target: _Target, chunk: Chunk, packed: Image, data: memoryview) -> None:
         """Copy strided rows into the host's stripes. Write rows outside any stripe to the file, row by row."""
         (part,) = chunk.parts
-        stripes = () if self._sharing is None else self._sharing.stripes(part.piece.name)
+        stripes = () if self._sharing is None else self._sharing.stripes.get(part.piece.name, ())
         for lo, hi, stripe in cut_by_stripes(packed, part.lo, part.hi, stripes):
             rows = data[lo - part.lo : hi - part.lo]
             if stripe is not None and self._sharing is not None:
-                self._sharing.put(stripe, packed, lo, rows)
+                self._sharing.memory.put(stripe, packed, lo, rows)
                 continue
             for in_tensor, in_image, length in packed.spans(lo, hi):
                 row = rows[in_image - lo : in_image - lo + length]
                 target.write(row, offset=chunk.offset + in_tensor, is_direct=False)
-
-
-def writing_failed(path: Path, error: OSError, files: Files, *, root: Path, total_bytes: int) -> CheckpointError:
-    """Return the error for a failed write to `path`, part of a `total_bytes` checkpoint in `root`."""
-    problem = f"Writing a checkpoint failed: {error.strerror} (errno {error.errno})"
-    if error.errno in (errno.EMFILE, errno.ENFILE):
-        return CheckpointError(
-            problem,
-            where=path,
-            expected="a free file descriptor",
-            found=f"a limit of {resource.getrlimit(resource.RLIMIT_NOFILE)[0]} open files in this process",
-            fix="Committed checkpoints are untouched. Raise the open file limit with `ulimit -n`.",
-        )
-    return CheckpointError(
-        problem,
-        where=path,
-        expected=f"room for {total_bytes} B",
-        found=describe_free_space(files, root),
-        fix="Committed checkpoints are untouched. Free space or repair the disk.",
-    )
 
 
 class _Target:
@@ -223,24 +196,25 @@ class _Target:
 
     def __init__(self, path: Path, files: Files, begin: Callable[[int], None], *, stays_open: bool) -> None:
         self.path, self._files, self._begin, self._stays_open = path, files, begin, stays_open
-        self._lock = threading.Lock()
-        self._users = 0
+        self._lock, self._users, self._is_begun = threading.Lock(), 0, False
         self._cached: int | None = None
-        self._direct: int | None = None
-        self._refuses_direct = False  # set if the first direct write fails with EINVAL
-        self._is_begun = False
+        self._direct: int | None = None  # None if the file system does not allow direct writes
+        self._closing = ExitStack()
         self.written_bytes = 0  # not counting the header
 
     def __enter__(self) -> None:
         """Open the file, unless it is already open."""
         with self._lock:
-            if self._cached is None:
-                try:
-                    self._open()
-                except BaseException:
-                    self.close()
-                    raise
             self._users += 1
+            if self._cached is None:
+                self._cached = cached = self._files.open_for_writing(self.path)
+                self._closing.callback(self._files.close, cached)
+                self._direct = direct = self._files.open_direct(self.path)
+                if direct is not None:
+                    self._closing.callback(self._files.close, direct)
+                if not self._is_begun:
+                    self._begin(cached)
+                    self._is_begun = True
 
     def __exit__(self, *_: object) -> None:
         """Close the file if no other thread uses it."""
@@ -251,26 +225,15 @@ class _Target:
 
     def sync(self) -> None:
         """Sync the file to the disk and close it."""
-        if self._cached is None:
-            self._cached = self._files.open_for_writing(self.path)
-        self._files.sync(self._cached)
+        with self:
+            assert self._cached is not None
+            self._files.sync(self._cached)
         self.close()
-
-    def _open(self) -> None:
-        self._cached = self._files.open_for_writing(self.path)
-        self._direct = None if self._refuses_direct else self._files.open_direct(self.path)
-        if not self._is_begun:
-            self._begin(self._cached)
-            self._is_begun = True
 
     def close(self) -> None:
         """Close the open descriptors."""
-        descriptors = (self._cached, self._direct)
         self._cached = self._direct = None
-        with ExitStack() as ending:
-            for descriptor in descriptors:
-                if descriptor is not None:
-                    ending.callback(self._files.close, descriptor)
+        self._closing.close()
 
     def write(self, data: memoryview, *, offset: int, is_direct: bool = True) -> None:
         """Write `data` at `offset`.
@@ -280,7 +243,7 @@ class _Target:
         """
         lo = -offset % PAGE_BYTES
         hi = (offset + data.nbytes) // PAGE_BYTES * PAGE_BYTES - offset
-        direct, cached = None if self._refuses_direct else self._direct, self._cached
+        direct, cached = self._direct, self._cached
         assert cached is not None
         parts = [(0, data)]  # written through the page cache, with offsets in `data`
         if is_direct and lo < hi and direct is not None and _is_aligned(data[lo:hi]):
@@ -290,7 +253,7 @@ class _Target:
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
-                self._refuses_direct = True  # not closed here: another thread may be writing to it
+                self._direct = None  # not closed here: another thread may be writing to it
         for at, part in parts:
             if part.nbytes:
                 self._files.write(cached, [part], offset=offset + at)

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -24,19 +25,21 @@ from statistics import fmean
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from reprise.commit import find_hosts, finish, messages
-from reprise.commit.attempt import Attempt, Hosts, SharedCommitState
-from reprise.commit.joint_plan import KnownPlans, encode
-from reprise.commit.messages import OpeningMessage
+from reprise.commit import find_hosts
+from reprise.commit.attempt import Attempt, Hosts
+from reprise.commit.joint_plan import KnownPlans
+from reprise.commit.messages import Opening, RankReport
 from reprise.commit.protocol import TwoPhaseCommit
 from reprise.commit.replicas import ReplicaDigests
+from reprise.commit.shared_attempt import SharedAttempt
 from reprise.errors import LaunchError, TrainerError
 from reprise.format import Layout, StoredDtype, TensorKind, TensorSpec, build_layout
 from reprise.format.box import Box
-from reprise.format.manifest import DIGEST_BYTES, TensorEntry, Written, WrittenPiece, block_count
+from reprise.format.manifest import DIGEST_BYTES, WrittenPiece, block_count
 from reprise.ranks import StoreChannel
 from reprise.saving import pieces_of
 from reprise.storage import CheckpointFolder, Files
+from reprise.tensors import Contents
 from scripts.bench.harness import Figures, table
 from trainer.config.compose import compose
 from trainer.config.derived import topology_of
@@ -63,52 +66,61 @@ class _PeerChannel(StoreChannel):
 
     def _message(self, key: str, sender: str) -> tuple[bytes, int]:
         if key.endswith("/opened"):
-            return OpeningMessage().to_bytes(), 0
+            return Opening().to_bytes(), 0
         raise LaunchError(f"{key} is not there")
 
 
-class _Commit:
-    """A rank's side of the saves of a layout, which the disk has no part in."""
+@dataclass(slots=True, kw_only=True)
+class _Commit(TwoPhaseCommit):
+    """A rank's side of a save, which the disk has no part in."""
 
-    def __init__(self, rank: int, layout: Layout, pieces: Sequence[WrittenPiece]) -> None:
-        self._rank, self._layout, self._plans, self.replicas = rank, layout, KnownPlans(), ReplicaDigests(())
-        self._written = Written(list(pieces), sum(piece.hi - piece.lo for piece in pieces))
-
-    def run(self, name: str, channel: StoreChannel) -> None:
-        """Commit an attempt; a peer's ends where it would wait, as if it were committed."""
-        hosts, folder = Hosts.of(channel.ranks), CheckpointFolder(Path(tempfile.gettempdir()), Files())
-        self._attempt = Attempt(7, name, folder, self._layout, hosts)
-        shared = SharedCommitState(self._rank, channel.ranks, hosts.leaders)
-        try:
-            TwoPhaseCommit(channel, self._attempt, shared, self, self._plans).run()
-        except TrainerError:
-            if not isinstance(channel, _PeerChannel):
-                raise
-
-    def write(self) -> Written:
-        """Return the pieces as written."""
-        return self._written
-
-    def table(self) -> bytes:
-        """Return the table of the pieces."""
-        return encode(self._written.pieces, self._layout)
-
-    def view(self) -> int:
-        """Return the identity of the folder."""
-        return 0
+    report: RankReport
 
     def begin(self) -> None:
         """Require no room."""
 
-    def json_files(self, tensors: Mapping[str, TensorEntry]) -> dict[str, bytes]:
-        """Return the JSON files."""
-        return finish.json_files(self._attempt, tensors, documents={}, aliases={})
+    def write(self) -> RankReport:
+        """Return the pieces as written."""
+        return self.report
 
-    def prepare(self, files: Mapping[str, bytes], views: Mapping[int, int]) -> None:
-        """Write nothing."""
+    def _prepare(self) -> None:
+        self._json_files()
 
-    def rename(self) -> None:
-        """Rename nothing."""
+    def _rename(self) -> None:
+        return
+
+
+class _Saves:
+    """A rank's side of the saves of a layout."""
+
+    def __init__(self, rank: int, layout: Layout, pieces: Sequence[WrittenPiece]) -> None:
+        self._rank, self._layout, self._pieces, self._plans = rank, layout, pieces, KnownPlans()
+        written_bytes = sum(piece.hi - piece.lo for piece in pieces)
+        digests = b"".join(piece.digests for piece in pieces)
+        self._report = RankReport(written_bytes=written_bytes, payload=digests)
+
+    def run(self, name: str, channel: StoreChannel) -> None:
+        """Commit an attempt; a peer's ends where it would wait, as if it were committed."""
+        folder = CheckpointFolder(Path(tempfile.gettempdir()), Files())
+        attempt = Attempt(7, name, folder, self._layout, Hosts.of(channel.ranks))
+        shared = SharedAttempt(attempt, self._rank, channel.ranks)
+        commit = _Commit(
+            attempt=attempt,
+            contents=Contents((), ()),
+            pieces=self._pieces,
+            replicas=ReplicaDigests(()),
+            channel=channel,
+            shared=shared,
+            plans=self._plans,
+            report=self._report,
+        )
+        try:
+            commit.commit()
+        except TrainerError:
+            if not isinstance(channel, _PeerChannel):
+                raise
+        if not isinstance(channel, _PeerChannel):
+            shared.delete_read(channel)
 
 
 def _rows(ranks: int) -> tuple[Layout, RankPieces]:
@@ -162,8 +174,8 @@ def _calls(measure: str, ranks: int, *, is_first: bool) -> Iterator[tuple[int, M
         return
     layout, pieces = _CASES[measure](ranks)
     for rank, parts in pieces:
-        commit = _Commit(rank, layout, parts)
-        yield rank, {name: partial(commit.run, name) for name in ("first", "later")}
+        saves = _Saves(rank, layout, parts)
+        yield rank, {name: partial(saves.run, name) for name in ("first", "later")}
         if is_first:
             return
 
@@ -208,8 +220,6 @@ def measure_ranks(measure: str, ranks: int) -> Figures:
                 seconds = {"s": time.perf_counter() - start, "CPU s": time.thread_time() - start_cpu}
             figures |= {f"{name}, {unit}": value for unit, value in seconds.items()}
             figures[f"{name}, pause ms"] = 1e3 * max(pauses)
-            if measure != "start":
-                messages.delete_messages(channel, name)
     finally:
         pipe.send("")
         process.join(_TIMEOUT_S)

@@ -27,7 +27,7 @@ from reprise.format import FORMAT, STATE, build_layout
 from reprise.loading import LoadSource, Restorer
 from reprise.local import LocalCheckpointer
 from reprise.ranks import StoreChannel, single_rank_channel
-from reprise.saving import Checkpointer, Retention, SavePolicy, WeightsCheckpointer
+from reprise.saving import Checkpointer, Retention, SavePolicy
 from reprise.storage import CheckpointFolder, Document, Files
 from reprise.tensors import Contents, Grid, live_tensors, zeros_like_files
 from reprise.tensors.live import canonical_name, parameter_names
@@ -118,8 +118,9 @@ def main(arguments: list[str]) -> None:
     else:
         policy = replace(policy, folder=plan.local)
         checkpointer = LocalCheckpointer(policy, channel, nonce=nonce, copies=plan.copies, local_ranks=[rank])
-    weights = replace(policy, folder=plan.checkpoints / "weights", retention=Retention(always=frozenset({0})))
-    alone = WeightsCheckpointer(weights, channel, nonce=nonce, dtype=torch.bfloat16) if plan.weights else None
+    keep_all = Retention(always=frozenset({0}))
+    weights = replace(policy, folder=plan.checkpoints / "weights", retention=keep_all, dtype=torch.bfloat16)
+    alone = Checkpointer(weights, channel, nonce=f"{nonce}-weights") if plan.weights else None
     try:
         _train(plan, channel, checkpointer, alone, nonce)
     except BaseException:
@@ -195,7 +196,7 @@ def _train(
     plan: Plan,
     channel: StoreChannel,
     checkpointer: Checkpointer,
-    alone: WeightsCheckpointer | None,
+    alone: Checkpointer | None,
     nonce: str,
 ) -> None:
     run, log = _Training(plan), _log_of(plan)
@@ -221,6 +222,7 @@ def _train(
             checkpointer.save(run.iteration, run.contents())
     if alone is not None:
         alone.rewind(run.iteration or -1)
+        alone.find_saved(run.iteration or -1)
         alone.save(run.iteration, run.weights())
     if channel.rank == 0:
         plan.beside("resumed").write_text(str(run.iteration))

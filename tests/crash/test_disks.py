@@ -114,7 +114,7 @@ def test_a_smaller_number_to_keep_makes_room_at_the_next_start(
     command = [*BASE, "train.train_iters=40", "schedule.lr_decay_iters=40"]
     full = troubles.train(run, command, logs=log)
     assert full.statuses == (1,)
-    assert "checkpoint.max_checkpoint_keep=1." in full.text
+    assert "checkpoint.max_checkpoint_keep=1," in full.text
     kept = saved(run)
     assert len(kept) > 2
     assert kept[-1] < 40

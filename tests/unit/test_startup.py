@@ -108,7 +108,6 @@ OF_OTHER_RUNS = {
     "torch.distributed.tensor",
     "reprise.api",
     "reprise.local.local_checkpointer",
-    "reprise.saving.weights_checkpointer",
     "transformers",
 }
 

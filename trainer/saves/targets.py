@@ -180,7 +180,10 @@ class Saves:
             keeps_weights: Whether the run continues from its own checkpoint.
         """
         for target in self.targets:
-            target.saver.rewind(iteration if target.has_state or keeps_weights else -1)
+            kept = iteration if target.has_state or keeps_weights else -1
+            target.saver.rewind(kept)
+            if not target.has_state:  # an earlier launch may have ended between its checkpoint and its weights
+                target.saver.find_saved(kept)
 
     def __enter__(self) -> Saves:
         """Return the targets."""
@@ -267,22 +270,20 @@ def _shared_target(
 
 def _weights_target(config: Config, cluster: Cluster, policy: SavePolicy, files: Files) -> SaveTarget:
     """Return the weights-only target, with its dtype in `config.json`."""
-    from reprise.saving import WeightsCheckpointer
-
     section, documents = config.checkpoint, dict[str, Document]()
     steps, mirror, dtype = frozenset(section.save_steps), rule_of(section), section.weights_dtype.value
     if mirror is not None:
         mirror = replace(mirror, prefix=f"{WEIGHTS}/")
     if not config.model.is_adapted:  # PEFT's adapter configuration has no dtype
         documents["config.json"] = {**families.hf_config(config.model), "dtype": dtype}
-    saver = WeightsCheckpointer(
-        replace(policy, retention=Retention(section.weights_keep, always=steps, mirror=mirror), terms=terms.WEIGHTS),
-        cluster.channel,
-        nonce=cluster.nonce,
-        dtype=getattr(torch, dtype),
-        local_ranks=cluster.local_ranks,
-        files=files,
+    policy = replace(
+        policy,
+        retention=Retention(section.weights_keep, always=steps, mirror=mirror),
+        terms=terms.WEIGHTS,
+        dtype=None if dtype == "float32" else getattr(torch, dtype),
     )
+    nonce, ranks = f"{cluster.nonce}-{WEIGHTS}", cluster.local_ranks
+    saver = Checkpointer(policy, cluster.channel, nonce=nonce, files=files, local_ranks=ranks)
     return SaveTarget(
         "weights_save",
         saver,

@@ -8,9 +8,9 @@ from dataclasses import replace
 from functools import partial
 
 from models import families
-from reprise.errors import CheckpointError, MismatchError, TrainerError
+from reprise.errors import CheckpointError, MismatchError
 from reprise.format import FRESH, LINEAGE
-from reprise.loading import Checkpoint, open_checkpoint
+from reprise.loading import Checkpoint
 from reprise.storage import integer
 from reprise.tensors import local_of
 from trainer.config.checkpoint import Allowed, CheckpointSection
@@ -53,8 +53,9 @@ def fill(run: Run, start: Start) -> None:
         for target in run.saves:
             if target.has_state:
                 target.saver.note_loaded(restored)
-        if restored.loaded_from:
-            _find_in_shared(run, checkpoint)
+        if restored.loaded_from and run.saves.shared is not None:
+            state = checkpoint.state
+            run.saves.targets[0].saver.find_saved(checkpoint.iteration, lambda shared: shared.state == state)
         if not section.finetune:
             _resume(run, checkpoint, section)
     rebind(run)
@@ -123,25 +124,6 @@ def _resume_schedule(run: Run, checkpoint: Checkpoint) -> None:
     run.description["optimizer"] = optimizer_record(run.config.model, section, run.state.frozen)
     values = saved_config(with_schedule(replace(run.config, optimizer=section), run.schedule))
     run.saved_config["config"] |= {name: values[name] for name in ("schedule", "optimizer")}
-
-
-def _find_in_shared(run: Run, checkpoint: Checkpoint) -> None:
-    """Note whether the shared folder also has a local checkpoint's iteration. Collective."""
-    iteration, folder = checkpoint.iteration, run.saves.shared
-    if folder is None:
-        return
-
-    def has_optimizer() -> bool | None:
-        try:
-            shared = open_checkpoint(folder.iteration(iteration), folder.files)
-        except TrainerError as error:
-            _log.debug("iteration %d is saved again: %s", iteration, error)
-            return None
-        return shared.has_optimizer if shared.state == checkpoint.state else None
-
-    has_it = run.cluster.channel.from_first("restore/shared", has_optimizer)
-    if has_it is not None:
-        run.saves.targets[0].saver.note_saved(iteration, has_optimizer=has_it)
 
 
 def _refuse(run: Run, section: CheckpointSection, checkpoint: Checkpoint) -> None:

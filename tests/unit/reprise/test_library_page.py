@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from reprise import AsyncSaver, RandomState, load, load_state_dict, save, save_state_dict
 from reprise.errors import MismatchError
 from reprise.ranks.group import CALL_TIMEOUT_S, COMMIT_TIMEOUT_S
-from reprise.saving.checkpointer import _LINGER_S
+from reprise.saving.checkpointer import LINGER_S
 from reprise.saving.snapshot import Snapshot
 from tests import ROOT
 from tests.messages import refused
@@ -106,4 +106,4 @@ def test_the_limits_are_those_of_the_page() -> None:
     page = re.sub(r"\s+", " ", PAGE)
     assert f"seconds ({CALL_TIMEOUT_S:.0f} by default)" in page
     assert f"({COMMIT_TIMEOUT_S:,.0f} s by default)".replace("(", "") in page
-    assert f"at most {_LINGER_S:.0f} s" in page
+    assert f"at most {LINGER_S:.0f} s" in page

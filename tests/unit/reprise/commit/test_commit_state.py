@@ -6,26 +6,27 @@ import itertools
 import os
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from reprise.commit import commit_state, messages
-from reprise.commit.attempt import Attempt, Hosts, SharedCommitState
+from reprise.commit import commit_state
+from reprise.commit.attempt import Attempt, Hosts
 from reprise.commit.commit_state import Action, CommitStage, CommitState, Event, Outcome
-from reprise.commit.hosts_commit import LocalSaves
-from reprise.commit.joint_plan import encode
+from reprise.commit.joint_plan import KnownPlans, encode
+from reprise.commit.messages import DecisionMessage, Offer, RankReport
+from reprise.commit.protocol import LocalSaves
 from reprise.commit.replicas import ReplicaDigests
-from reprise.commit.report import Offer
+from reprise.commit.shared_attempt import SharedAttempt
 from reprise.errors import CheckpointError, TrainerError
 from reprise.format.box import Box
 from reprise.format.dtype import StoredDtype
 from reprise.format.host_file import HostFile, attempt_of
 from reprise.format.layout import TensorKind, TensorSpec, build_layout
-from reprise.format.manifest import DIGEST_BYTES, Written, WrittenPiece, digest_of
+from reprise.format.manifest import DIGEST_BYTES, Piece, digest_of
 from reprise.format.names import FORMAT, HOST, MANIFEST, STATE
 from reprise.ranks import channel as channel_module
 from reprise.ranks.channel import StoreChannel
@@ -36,9 +37,8 @@ from reprise.saving.plan import Plan
 from reprise.saving.policy import Retention
 from reprise.saving.save_job import SaveJob
 from reprise.saving.snapshot import Snapshot
-from reprise.storage.files import FILE_SYSTEM, Files
+from reprise.storage.files import Files
 from reprise.storage.folder import CheckpointFolder
-from reprise.storage.shared_folder import leave_sign
 from reprise.tensors.live import Contents
 from reprise.tensors.memory import Arena, Sources
 from tests.profiles import examples
@@ -204,7 +204,7 @@ class Rank:
     """What a rank does in an attempt, and what came of it."""
 
     number: int
-    shared: SharedCommitState
+    shared: SharedAttempt
     worker: Task | None = None
     main: Task | None = None
     has_returned: bool = False
@@ -252,7 +252,7 @@ class Attempted:
             if told.is_local:
                 put_checkpoint(root / "iter_0000006", "n-0", self.hosts, host)
         for number in range(told.ranks):
-            rank = Rank(number, SharedCommitState(number, range(told.ranks), told.leaders))
+            rank = Rank(number, SharedAttempt(self.attempt(number), number, range(told.ranks)))
             rank.worker = self.turns.add(f"worker {number}", number, lambda rank=rank: self._save(rank))
             if told.aborts_s[number] is not None:
                 rank.main = self.turns.add(f"main {number}", number, lambda rank=rank: self._abort(rank))
@@ -267,7 +267,7 @@ class Attempted:
     @property
     def is_committed(self) -> bool:
         """Return whether the checkpoint exists: rank 0's folder has its final name."""
-        return messages.is_committed(self.attempts[0])
+        return self.attempts[0].is_committed()
 
     def may_commit(self, host: int) -> bool:
         """Return whether a rename is in order: all is written and prepared, and rank 0's folder is the first."""
@@ -310,7 +310,7 @@ class Attempted:
         self.jobs[rank.number].run()
         rank.has_returned = True
 
-    def write(self, number: int) -> Written:
+    def write(self, number: int) -> RankReport:
         """Write the part of a rank."""
         work_s = self.told.work_s[number]
         if work_s is None:
@@ -321,17 +321,17 @@ class Attempted:
             raise CheckpointError("There is no room")
         self.attempt(number).partial.mkdir(exist_ok=True)
         self.written.add(number)
-        return Written([WrittenPiece("w", Box((number,), (1,)), 0, 4, bytes(DIGEST_BYTES))], 4)
+        return RankReport(written_bytes=4, payload=bytes(DIGEST_BYTES))
 
     def _abort(self, rank: Rank) -> None:
         self.turns.sleep(self.told.aborts_s[rank.number] or 0.0)
         assert rank.worker is not None
         if not rank.worker.is_over:
             error = CheckpointError("A save did not end in time")
-            rank.is_abort_certain = messages.abort(self.channel(rank), self.attempt(rank.number), error, rank.shared)
+            rank.is_abort_certain = rank.shared.abort(self.channel(rank), error)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class SimulatedJob(SaveJob):
     """A save whose writing follows the troubles; all the rest is the engine's."""
 
@@ -342,19 +342,20 @@ class SimulatedJob(SaveJob):
     def of(attempted: Attempted, rank: Rank) -> SimulatedJob:
         """Return the save of a rank."""
         attempt, is_local = attempted.attempt(rank.number), attempted.told.is_local
-        layout = build_layout([ODD]) if rank.number in attempted.told.odd else attempt.layout
-        nothing = Sources([], None)
-        plan = Plan(Contents((), ()), layout, [], {}, [], nothing)
+        pieces = [Piece("w", Box((rank.number,), (1,)), 0, 4)]
+        if rank.number in attempted.told.odd:
+            attempt, pieces = replace(attempt, layout=build_layout([ODD])), []
         channel = attempted.channel(rank)
         return SimulatedJob(
             attempt=attempt,
             contents=Contents((), (), {}, {STATE: {"format": FORMAT, "iteration": 7}}),
-            plan=plan,
+            pieces=pieces,
+            plan=Plan(Contents((), ()), attempt.layout, pieces, {}, [], Sources([], None)),
+            plans=KnownPlans(),
             snapshot=Snapshot({}, [], arena=Arena(0, is_pinned=False), stall_timeout_s=1.0),
             replicas=ReplicaDigests(()),
             channel=channel,
             shared=rank.shared,
-            lock=None,
             retention=Retention(1 if is_local else 0),
             local_ranks=LocalRanks(channel, ()),
             local=LocalSaves(FileExchange(), NoCopies()) if is_local else None,
@@ -362,19 +363,12 @@ class SimulatedJob(SaveJob):
             attempted=attempted,
         )
 
-    def table(self) -> bytes:
-        piece = WrittenPiece("w", Box((self.number,), (1,)), 0, 4, bytes(DIGEST_BYTES))
-        return encode([piece] if self.plan.layout is self.attempt.layout else [], self.plan.layout)
-
     def begin(self) -> None:
         """Require no room."""
 
-    def write(self) -> Written:
+    def write(self) -> RankReport:
         assert self.attempted is not None
-        written = self.attempted.write(self.number)
-        if not self._leads:
-            leave_sign(self.attempt.partial, self.view(), FILE_SYSTEM)
-        return written
+        return self.attempted.write(self.number)
 
 
 def attempted(told: Troubles) -> Attempted:
@@ -395,7 +389,7 @@ def attempted(told: Troubles) -> Attempted:
                 # A rank that hears nothing may look just before what is not durable is taken back.
                 assert is_committed or (rank.number > 0 and found.disks[0].is_taken_back and not told.are_messages_safe)
                 if rank.number in told.leaders:
-                    assert messages.is_committed(found.attempt(rank.number))
+                    assert found.attempt(rank.number).is_committed()
             if rank.is_abort_certain or outcome is Outcome.FAILED:
                 assert not is_committed
             for task in (rank.worker, rank.main):
@@ -512,7 +506,7 @@ class SavedEarlier(Attempted):
     def _save(self, rank: Rank) -> None:
         if rank.number == 0:
             self.turns.sleep(self.told.work_s[0] or 0.0)
-            messages.already_committed(self.channel(rank), "n-1", 7)
+            rank.shared.decide(self.channel(rank), DecisionMessage(iteration=7, is_earlier=True))
         else:
             super()._save(rank)
 
@@ -523,7 +517,7 @@ def test_what_rank_0_never_reads_counts_as_sent_to_nobody(work_s: float, tmp_pat
     found.run()
     assert outcomes(found)[1:] == [Outcome.COMMITTED] * 2
     for number, job in found.jobs.items():
-        assert job.plans.with_table(Offer(8), job.table()).table
+        assert job.plans.with_table(Offer(), encode(job.pieces, job.attempt.layout)).payload
         assert not found.ranks[number].shared.current.made_checkpoint
         assert found.channel(found.ranks[0]).has([f"save/n-1/report/{number}"])
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reprise.commit.joint_plan import JointPlan, KnownPlans, encode, tile
-from reprise.commit.report import Offer
+from reprise.commit.messages import Offer
 from reprise.errors import CheckpointError
 from reprise.format.box import Box, whole
 from reprise.format.dtype import StoredDtype
@@ -78,7 +78,7 @@ def offers_of(plans: Sequence[KnownPlans], division: Division) -> dict[int, Offe
     """Return the offers of the ranks, as they arrive."""
     offers = {}
     for rank, pieces in enumerate(division):
-        offer = plans[rank].with_table(Offer(7), encode(pieces, LAYOUT))
+        offer = plans[rank].with_table(Offer(), encode(pieces, LAYOUT))
         offers[rank] = Offer.from_bytes(offer.to_bytes())
     return offers
 
@@ -109,8 +109,8 @@ def test_each_manifest_has_the_pieces_of_its_own_save(drawn: list[Division], att
         offers = offers_of(plans, division)
         for rank, offer in offers.items():
             is_new = encode(division[rank], LAYOUT) != delivered.pop(rank, None)
-            assert bool(offer.table) == is_new
-            assert is_new or len(offer.to_bytes()) <= 23
+            assert bool(offer.payload) == is_new
+            assert is_new or len(offer.to_bytes()) <= 40
         tensors = plans[0].joint(LAYOUT, offers).tensors(digests_of(division))
         require_digests_of_pieces(tensors, division)
         assert list(tensors) == list(LAYOUT.places)
@@ -188,4 +188,4 @@ def test_ranks_with_other_tensors_are_named(change: dict[str, object]) -> None:
 def test_a_table_that_rank_0_lacks_commits_nothing() -> None:
     plan = KnownPlans()
     with refused(CheckpointError, "rank 0"):
-        plan.joint(SMALL, {0: replace(plan.with_table(Offer(7), encode(GOOD, SMALL)), table=b"")})
+        plan.joint(SMALL, {0: replace(plan.with_table(Offer(), encode(GOOD, SMALL)), payload=b"")})

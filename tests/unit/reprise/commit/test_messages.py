@@ -5,29 +5,33 @@ from __future__ import annotations
 import pytest
 
 from reprise.commit import attempt
-from reprise.commit.messages import Answer, DecisionMessage, OpeningMessage
-from reprise.commit.report import Offer, RankReport, ranks_text, require_readiness
+from reprise.commit.messages import (
+    DecisionMessage,
+    Message,
+    Offer,
+    Opening,
+    RankReport,
+    ranks_text,
+    require_readiness,
+)
 from reprise.errors import CheckpointError
 from tests.messages import refused
 
-GROUPS = {1: 4, 2**64 - 1: 0}
+GROUPS = [[1, 4], [2**64 - 1, 0]]
 
 
 @pytest.mark.parametrize(
     "message",
     [
-        Offer(7, 2**64 - 1, 5, GROUPS, b"table"),
-        Offer(0, 1, problem="a disk, broken"),
-        RankReport(None, 5, b"digests"),
-        RankReport("a disk, broken"),
-        DecisionMessage(iteration=7, copies="[true, 2, null]"),
-        DecisionMessage(problem="Rank 1: \udcff is no text"),
-        OpeningMessage(sides=[[0, 2], [3]]),
-        Answer(None, "[1, 2]"),
-        Answer("Input/output error", ""),
+        Offer(iteration=7, pieces=2**64 - 1, view=5, groups=GROUPS, payload=b"\ntable\n"),
+        RankReport(written_bytes=5, payload=bytes(range(256))),
+        DecisionMessage(iteration=0, payload=b"[true, 2, null]"),
+        DecisionMessage(problem="Rank 1: \udcff is no\ntext"),
+        Opening(sides=[[0, 2], [3]]),
+        Message(),
     ],
 )
-def test_a_message_arrives_as_it_was(message: Offer | RankReport | DecisionMessage | OpeningMessage | Answer) -> None:
+def test_a_message_arrives_as_it_was(message: Message) -> None:
     assert type(message).from_bytes(message.to_bytes()) == message
 
 
@@ -44,14 +48,15 @@ def test_hosts_travel_in_bytes_that_hardly_grow_with_them() -> None:
 @pytest.mark.parametrize(
     ("third", "words"),
     [
-        (Offer(5), ("iteration 4 on ranks 0, 1", "iteration 5 on rank 2")),
-        (Offer(4, problem="there is no disk."), ("Rank 2: there is no disk",)),
+        (Offer(iteration=5), ("iteration 4 on ranks 0, 1", "iteration 5 on rank 2")),
+        (Offer(iteration=4, problem="there is no disk."), ("Rank 2: there is no disk",)),
     ],
 )
 def test_a_rank_that_is_not_ready_is_named(third: Offer, words: tuple[str, ...]) -> None:
-    require_readiness({0: Offer(4), 1: Offer(4)})
+    ready = {rank: Offer(iteration=4) for rank in (0, 1)}
+    require_readiness(ready)
     with refused(CheckpointError, *words):
-        require_readiness({0: Offer(4), 1: Offer(4), 2: third})
+        require_readiness({**ready, 2: third})
 
 
 def test_many_ranks_are_named_by_the_first_eight() -> None:

@@ -21,7 +21,6 @@ from reprise.ranks.channel import single_rank_channel
 from reprise.saving.checkpointer import Checkpointer
 from reprise.saving.policy import Retention, SavePolicy, SaveReport
 from reprise.storage.files import FILE_SYSTEM, Files
-from reprise.storage.folder import FolderTerms
 from reprise.tensors.live import Contents
 from tests.fakes import FailingFiles, lone_contents, run_ranks
 
@@ -118,7 +117,7 @@ def test_a_start_keeps_a_damaged_newest_as_superseded(tmp_path: Path, caplog: py
     with started(SavePolicy(tmp_path, retention=Retention(2))) as checkpointer:
         checkpointer.rewind(restore(checkpointer, LoadSource(tmp_path)))
     assert folders_in(tmp_path) == ["iter_0000002", "iter_0000003", "iter_0000004.superseded-1"]
-    assert "a damaged checkpoint is kept as iter_0000004.superseded-1" in caplog.text
+    assert "is kept as iter_0000004.superseded-1" in caplog.text
     assert "deleted iteration 1," in caplog.text
 
 
@@ -300,31 +299,6 @@ def missing_bytes(text: str) -> tuple[int, int]:
     figures = re.search(r"expected (\d+) B free, found \d+ B free\. Free (\d+) B more", text)
     assert figures is not None, text
     return int(figures[1]), int(figures[2])
-
-
-@pytest.mark.parametrize(
-    ("keep", "saved_before", "abandoned", "has_older"),
-    [(0, 0, 0, False), (1, 1, 0, False), (0, 3, 0, True), (2, 2, 0, True), (0, 1, 1, False), (2, 2, 2, True)],
-)
-def test_the_advice_on_a_full_disk_is_one_that_works(
-    tmp_path: Path, keep: int, saved_before: int, abandoned: int, has_older: bool
-) -> None:
-    terms = FolderTerms("another place", "count")
-    room = Room(1 << 30)
-    with started(SavePolicy(tmp_path, retention=Retention(keep), terms=terms), room) as checkpointer:
-        for iteration in range(1, saved_before + 1):
-            saved(checkpointer, iteration)
-        older = room.allocated_bytes(*(tmp_path / f"iter_{number:07d}" for number in range(1, saved_before)))
-        for number in range(abandoned):
-            (tmp_path / f"iter_0000009.superseded-{number}").mkdir()
-            (tmp_path / f"iter_0000009.superseded-{number}" / "file").write_bytes(bytes(10_000))
-        branches = room.allocated_bytes(*tmp_path.glob("*superseded*"))
-        room.free_now = 100
-        text = failure(checkpointer, 10)
-    needed, more = missing_bytes(text)
-    assert needed - 100 == more
-    assert "another place" in text
-    assert ("count=1" in text, f" {older} B" in text, f" {branches} B" in text) == (has_older, has_older, abandoned > 0)
 
 
 def test_a_save_asks_for_as_much_room_as_it_takes(tmp_path: Path) -> None:

@@ -19,19 +19,19 @@ from hypothesis import strategies as st
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
 from reprise.commit.attempt import Attempt
-from reprise.commit.messages import stripes_key
+from reprise.commit.shared_attempt import SharedAttempt
 from reprise.errors import TrainerError
 from reprise.format.layout import build_layout
-from reprise.format.manifest import BLOCK_BYTES
+from reprise.format.manifest import BLOCK_BYTES, Piece
 from reprise.format.names import FORMAT, STATE
 from reprise.loading.choose import LoadSource
 from reprise.loading.restorer import Restorer
-from reprise.ranks.channel import StoreChannel, single_rank_channel
+from reprise.ranks.channel import StoreChannel
 from reprise.saving import column_sharing as sharing_module
 from reprise.saving import plan as planning
 from reprise.saving.checkpointer import Checkpointer
 from reprise.saving.column_sharing import STRIPES_AT, LocalRanks, SharedMemory, Sharing, Stripe
-from reprise.saving.plan import Piece, cut, plan
+from reprise.saving.plan import cut, plan
 from reprise.saving.policy import SavePolicy, SaveReport
 from reprise.storage.files import Files
 from reprise.storage.folder import CheckpointFolder
@@ -228,7 +228,7 @@ def test_saves_leave_no_descriptor_and_no_key_behind(tmp_path: Path) -> None:
         folder = tmp_path / str(saves)
         assert_saved(save(folder, COLUMNS, hosts=[[0, 1]], iterations=iterations, store=lambda: store))
         # Every save has deleted its messages on the columns.
-        assert not any(store.check([stripes_key(f"n-{number}", rank)]) for number in iterations for rank in (0, 1))
+        assert not any(store.check([f"save/n-{number}/stripes/{rank}"]) for number in iterations for rank in (0, 1))
         return int(store.num_keys())
 
     first = keys_after(2)
@@ -237,8 +237,17 @@ def test_saves_leave_no_descriptor_and_no_key_behind(tmp_path: Path) -> None:
     assert len(os.listdir("/proc/self/fd")) <= before
 
 
-def attempt(folder: Path) -> Attempt:
-    return Attempt(1, "n-1", CheckpointFolder(folder, Files()), build_layout(SPECS, file_bytes=1 << 20))
+def joined(
+    local_ranks: LocalRanks,
+    channel: StoreChannel,
+    folder: Path,
+    pieces: Sequence[Piece] = (),
+    *,
+    may_share: bool = True,
+) -> Sharing | None:
+    attempt = Attempt(1, "n-1", CheckpointFolder(folder, Files()), build_layout(SPECS, file_bytes=1 << 20))
+    shared = SharedAttempt(attempt, channel.rank, channel.ranks)
+    return local_ranks.join(shared, attempt.layout, pieces, may_share=may_share)
 
 
 def met(channel: StoreChannel, ranks: Sequence[int]) -> LocalRanks:
@@ -253,43 +262,45 @@ def test_a_rank_that_says_nothing_is_given_up_by_name(tmp_path: Path, silent: in
     def run(channel: StoreChannel) -> None:
         local_ranks = met(channel, [0, 1])
         if channel.rank != silent:
-            local_ranks.join(attempt(tmp_path), [], may_share=True)
+            joined(local_ranks, channel, tmp_path)
 
     outcome = run_ranks(2, run, timeout_s=0.3)[1 - silent]
     assert isinstance(outcome, TrainerError)
     assert f"rank {silent}" in str(outcome)
 
 
-@pytest.mark.parametrize(
-    "claims", [((0, 1), (1,)), ((0,), (0, 1)), ((0, 1), (0, 1, 2))], ids=["alone", "alone, too", "others"]
-)
-def test_ranks_that_do_not_agree_on_who_is_here_share_nothing(
-    tmp_path: Path, claims: tuple[tuple[int, ...], ...], caplog: pytest.LogCaptureFixture
-) -> None:
-    def run(channel: StoreChannel) -> Sharing | None:
-        local_ranks = met(channel, claims[channel.rank] if channel.rank < 2 else (0, 1, 2))
-        return local_ranks.join(attempt(tmp_path), [], may_share=True)
-
-    assert run_ranks(3 if (0, 1, 2) in claims else 2, run) == [None] * (3 if (0, 1, 2) in claims else 2)
-    assert "are not all on one host" in caplog.text
+ALL = (0, 1, 2)
 
 
 @pytest.mark.parametrize(
-    ("with_columns", "may_share", "shares"),
-    [((0, 1), (0, 1, 2), True), ((), (0, 1, 2), False), *(((0, 1), {0, 1, 2} - {rank}, False) for rank in range(3))],
+    ("claims", "with_columns", "may_share", "shares"),
+    [
+        ((ALL, ALL, ALL), (0, 1), ALL, True),
+        ((ALL, ALL, ALL), (), ALL, False),
+        *(((ALL, ALL, ALL), (0, 1), {*ALL} - {rank}, False) for rank in ALL),
+        (((0, 1), (1,), (2,)), ALL, ALL, False),
+        (((0,), (0, 1), (2,)), ALL, ALL, False),
+        (((0, 1), ALL, ALL), ALL, ALL, False),
+    ],
 )
 def test_ranks_share_all_columns_or_none(
-    tmp_path: Path, with_columns: Collection[int], may_share: Collection[int], shares: bool
+    tmp_path: Path,
+    claims: Sequence[Sequence[int]],
+    with_columns: Collection[int],
+    may_share: Collection[int],
+    shares: bool,
 ) -> None:
+    """They share nothing if a rank has no memory for it, or they do not agree on who is on their host."""
+
     def run(channel: StoreChannel) -> int:
         pieces = columns_of(COLUMNS, channel.rank) if channel.rank in with_columns else []
-        sharing = met(channel, [0, 1, 2]).join(attempt(tmp_path), pieces, may_share=channel.rank in may_share)
-        return 0 if sharing is None else len(sharing.stripes("embedding"))
+        local_ranks = met(channel, claims[channel.rank])
+        sharing = joined(local_ranks, channel, tmp_path, pieces, may_share=channel.rank in may_share)
+        return 0 if sharing is None else len(sharing.stripes["embedding"])
 
     counts = all_ranks(3, run)
     assert counts == [counts[0]] * 3
     assert (counts[0] > 50) == shares
-    assert met(single_rank_channel(), [0]).join(attempt(tmp_path), [], may_share=True) is None  # alone on its host
 
 
 def columns_of(sharding: Sharding, rank: int) -> list[Piece]:

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from reprise.format.box import Box, image, whole
 from reprise.format.dtype import StoredDtype
 from reprise.format.layout import PAGE_BYTES, TensorKind, TensorSpec, build_layout
-from reprise.saving.plan import CHUNK_BYTES, SMALL_BYTES, Holding, Piece, cut, pieces_of
+from reprise.format.manifest import Piece
+from reprise.saving.plan import CHUNK_BYTES, SMALL_BYTES, Holding, cut, pieces_of
 from tests.profiles import examples
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from reprise.commit.attempt import Hosts
-from reprise.commit.hosts_commit import LocalSaves
+from reprise.commit.protocol import LocalSaves
 from reprise.format.host_file import attempt_of
 from reprise.ranks.channel import StoreChannel
 from reprise.ranks.file_exchange import FileExchange

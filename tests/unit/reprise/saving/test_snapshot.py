@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from reprise.format.box import Box
-from reprise.saving.plan import Chunk, ChunkPart, Piece
+from reprise.format.manifest import Piece
+from reprise.saving.plan import Chunk, ChunkPart
 from reprise.saving.snapshot import Snapshot
 from reprise.tensors.memory import Arena, Bytes, map_memory
 from tests.fakes import JOIN_S
@@ -68,7 +69,7 @@ class Memory:
 
 def chunks_of(names: list[str]) -> list[Chunk]:
     return [
-        Chunk("f", number * SIZE, SIZE, (ChunkPart(Piece(name, Box((0,), (SIZE,)), 0, SIZE), 0, SIZE),))
+        Chunk("f", number * SIZE, SIZE, [ChunkPart(Piece(name, Box((0,), (SIZE,)), 0, SIZE), 0, SIZE)])
         for number, name in enumerate(names)
     ]
 

@@ -1,0 +1,104 @@
+"""An attempt on one rank, as its worker thread and its main thread share it: the commit state, and the messages."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+
+from reprise.commit import commit_state
+from reprise.commit.attempt import Attempt
+from reprise.commit.commit_state import Action, CommitState, Event, Outcome
+from reprise.commit.messages import DecisionMessage, Message, Offer, Opening, RankReport
+from reprise.errors import LaunchError, TrainerError
+from reprise.ranks.channel import StoreChannel
+from reprise.ranks.error_message import as_problem
+
+_log = logging.getLogger(__name__)
+
+
+class SharedAttempt:
+    """An attempt's commit state on this rank, and this rank's messages. Each thread gives its own channel.
+
+    A run of a single rank sends no messages.
+
+    Args:
+        ranks: All ranks, the coordinator first.
+
+    Attributes:
+        key: The prefix for all keys.
+        left: Keys of this rank's messages, on earlier attempts too, until `delete_read` deletes the messages.
+    """
+
+    def __init__(self, attempt: Attempt, rank: int, ranks: Sequence[int]) -> None:
+        self.key, self.left = f"save/{attempt.name}", list[str]()
+        self._state = CommitState.of(rank, ranks, attempt.hosts.leaders)
+        self._lock = threading.Lock()
+
+    @property
+    def current(self) -> CommitState:
+        """Return the current state."""
+        return self._state
+
+    def take(self, event: Event) -> Action:
+        """Advance by an event, one thread at a time, and return the next action."""
+        with self._lock:
+            self._state, action = commit_state.advance(self._state, event)
+            return action
+
+    def put(self, channel: StoreChannel, kind: str, data: bytes, *, is_first: bool = True) -> None:
+        """Send a message; see `StoreChannel.put`.
+
+        Raises:
+            LaunchError: The store does not hold it.
+        """
+        if channel.world_size > 1:
+            self.left.append(f"{self.key}/{kind}")
+            channel.put(f"{self.key}/{kind}", data, is_first=is_first)
+
+    def post(self, channel: StoreChannel, kind: str, message: Message) -> None:
+        """Send a message that changes nothing decided. If the store is gone, log it. An earlier message stands."""
+        try:
+            self.put(channel, kind, message.to_bytes(), is_first=False)
+        except LaunchError as error:
+            _log.error("%s/%s could not be sent: %s", self.key, kind, error)
+
+    def decide(self, channel: StoreChannel, decision: DecisionMessage) -> None:
+        """Decide the attempt before any rank writes. Rank 0 only."""
+        self.post(channel, "decision", decision)
+        self.post(channel, "opened", Opening(is_decided=True))
+
+    def refuse(self, channel: StoreChannel, error: BaseException) -> None:
+        """Tell the other ranks that this rank saves nothing, unless it has opened the attempt, or offered its part."""
+        problem = str(as_problem(error))
+        if channel.coordinates:
+            self.post(channel, "opened", Opening(problem=problem))
+        else:
+            self.post(channel, f"offer/{channel.rank}", Offer(problem=problem))
+
+    def abort(self, channel: StoreChannel, error: TrainerError) -> bool:
+        """Abort the attempt on behalf of a hung worker, and tell the other ranks.
+
+        Returns:
+            Whether it has failed for certain. If this rank has sent its report, or the rename has started, it is too
+            late: the attempt is in doubt.
+        """
+        action = self.take(commit_state.Aborted(str(error)))
+        if action is Action.BROADCAST:
+            self.decide(channel, DecisionMessage(problem=str(error)))
+        if action is Action.REPORT:
+            self.post(channel, f"report/{channel.rank}", RankReport(problem=str(error)))
+            self.refuse(channel, error)
+        return self.current.outcome is Outcome.FAILED
+
+    def delete_read(self, channel: StoreChannel) -> None:
+        """Delete this rank's messages, except the decision: once an attempt is committed, every rank has read them.
+
+        Earlier attempts' messages are deleted too. By now every rank has finished or aborted those attempts.
+
+        Raises:
+            LaunchError: The store is gone.
+        """
+        decision = f"{self.key}/decision"
+        channel.delete([key for key in self.left if key != decision])
+        self.left[:] = [decision] * (decision in self.left)
