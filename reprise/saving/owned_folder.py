@@ -55,6 +55,7 @@ class OwnedFolder:
                 rank raises.
         """
         mark, elsewhere = self.folder.mark(self._nonce), frozenset[str]()
+        is_marked = len(self.hosts.ranks_with(self._channel.rank)) > 1
         if self._is_local:
             with self._leading() as leads:
                 if leads:
@@ -63,14 +64,15 @@ class OwnedFolder:
         with self._leading() as leads:
             if leads:
                 self.take(elsewhere)
-                self.folder.files.mark(mark)
+                if is_marked:
+                    self.folder.files.mark(mark)
         try:
             with self._leading() as leads:
                 if not leads:
                     leader = self.hosts.ranks_with(self._channel.rank)[0]
                     require_mark(mark, self.folder, leader=leader)
         finally:
-            if self._leads:
+            if self._leads and is_marked:
                 with contextlib.suppress(OSError):  # the next start sweeps it
                     self.folder.files.remove_file(mark)
 

@@ -136,7 +136,7 @@ def live_tensors(
     grid: Grid,
     stored: Mapping[str, Stored] | None = None,
 ) -> Iterator[LiveTensor]:
-    """Yield every tensor in the state: parameters, persistent buffers, then the optimizer state.
+    """Yield every tensor in the state: parameters, persistent buffers, then optimizer state by parameter name.
 
     Args:
         grid: The ranks holding this model.
@@ -153,16 +153,8 @@ def live_tensors(
         tensors.setdefault(id(tensor), (name, tensor))
     for name, tensor in tensors.values():
         yield from locate(TensorKind.MODEL, name, tensor.detach(), grid=grid, stored=stored.get(name))
-    state = {} if optimizer is None else optimizer.state
-    for parameter, name in parameter_names(model).items():
-        for key, value in state.get(parameter, {}).items():
-            yield from locate(
-                TensorKind.OPTIMIZER,
-                f"{key}.{name}",
-                value,
-                grid=_grid_of(parameter, grid),
-                stored=stored.get(name) if value.shape == parameter.shape else None,
-            )
+    if optimizer is not None:
+        yield from _optimizer_tensors(optimizer, parameter_names(model), grid=grid, stored=stored)
 
 
 def parameter_names(model: nn.Module) -> dict[nn.Parameter, str]:
@@ -269,6 +261,31 @@ def is_fsdp_module(module: nn.Module) -> bool:
     return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
+def _optimizer_tensors(
+    optimizer: torch.optim.Optimizer,
+    names: Mapping[nn.Parameter, str],
+    *,
+    grid: Grid,
+    stored: Mapping[str, Stored],
+) -> Iterator[LiveTensor]:
+    """Yield the optimizer state moment by moment, each in model order, scalars last."""
+    keys = {key: value.ndim for p in names for key, value in optimizer.state.get(p, {}).items()}
+    for key in sorted(keys, key=lambda k: (keys[k] == 0, k)):
+        for parameter, name in names.items():
+            value = optimizer.state.get(parameter, {}).get(key)
+            if value is None:
+                continue
+            same = value.shape == parameter.shape
+            owner = parameter if is_dtensor(parameter) else None
+            yield from locate(
+                TensorKind.OPTIMIZER,
+                f"{key}.{name}",
+                value,
+                grid=_grid_of(owner, grid),
+                stored=stored.get(name) if same else None,
+            )
+
+
 def locate(
     kind: TensorKind, name: str, tensor: torch.Tensor, *, grid: Grid, stored: Stored | None = None
 ) -> Iterator[LiveTensor]:
@@ -348,9 +365,9 @@ def _own_coordinate(tensor: torch.Tensor) -> dict[str, int] | None:
     return None if coordinate is None else dict(zip(_axes(mesh), coordinate, strict=True))
 
 
-def _grid_of(owner: torch.Tensor, grid: Grid) -> Grid:
-    """Return a DTensor's grid: `grid` if it has the mesh's axes, otherwise the mesh. A plain tensor's is `grid`."""
-    if not is_dtensor(owner):
+def _grid_of(owner: torch.Tensor | None, grid: Grid) -> Grid:
+    """Return a DTensor's grid: `grid` if it has the mesh's axes, otherwise the mesh."""
+    if owner is None:
         return grid
     mesh = owner.device_mesh  # type: ignore[attr-defined]
     names = _axes(mesh)
