@@ -9,16 +9,17 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
 import torch
 from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from reprise.format import StoredDtype, TensorKind, TensorSpec
+from reprise.format import FORMAT, STATE, StoredDtype, TensorKind, TensorSpec
 from reprise.format.box import Split, box_of_splits
 from reprise.ranks import StoreChannel, single_rank_channel
+from reprise.saving import Checkpointer, SavePolicy
 from reprise.saving.snapshot import Snapshot
 from reprise.storage import Files, Json
 from reprise.storage.worker import Job
@@ -271,3 +272,56 @@ def lone_contents(
             spec = TensorSpec(kind, name, tuple(value.shape), stored_dtype(value.dtype, where=name), tuple(value.shape))
             live.append(LiveTensor(spec, box_of_splits(spec.view, []), value, (0,)))
     return Contents(tuple(t.spec for t in live), tuple(live), {}, documents)
+
+
+def save_parts(
+    folder: Path,
+    iteration: int,
+    contents: Callable[[int], Contents],
+    *,
+    ranks: int = 1,
+    nonce: str = "n",
+    **policy: Any,
+) -> Path:
+    """Save each rank's contents, and return the checkpoint."""
+
+    def call(channel: StoreChannel) -> Path:
+        checkpointer = Checkpointer(SavePolicy(folder, **policy), channel, nonce=nonce)
+        checkpointer.start()
+        report = checkpointer.save(iteration, contents(channel.rank))
+        checkpointer.close()
+        assert report is not None
+        assert report.error is None, report.error
+        return report.path
+
+    return all_ranks(ranks, call)[0]
+
+
+def save_sample(
+    folder: Path,
+    sharding: Sharding = SHARDINGS[0],
+    iteration: int = 10,
+    *,
+    seed: int = 7,
+    aliases: dict[str, str] | None = None,
+) -> Path:
+    """Save the sample tensors, and return the checkpoint."""
+    specs, document = sample_specs(), {STATE: {"format": FORMAT, "iteration": iteration}}
+    state = sample_state(specs, seed=seed)
+
+    def contents(rank: int) -> Contents:
+        return Contents(tuple(specs), tuple(sharding.live(rank, specs, state)), aliases or {}, document)
+
+    return save_parts(folder, iteration, contents, ranks=sharding.world_size)
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    """Return a tensor's bytes."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def flip_bit(path: Path, at: int = -1) -> None:
+    """Flip a bit in one byte of a file."""
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,10 @@ from reprise.loading import Checkpoint, LoadSource, Restorer, open_checkpoint, r
 from reprise.loading.blocks import blocks_of
 from reprise.local import LocalCheckpointer
 from reprise.ranks import StoreChannel
-from reprise.saving import Checkpointer, Retention, SavePolicy
+from reprise.saving import Retention, SavePolicy
 from reprise.storage import Files
 from reprise.tensors import Contents, torch_dtype
-from tests.fakes import Axis, Sharding, all_ranks, tcp_store
+from tests.fakes import Axis, Sharding, all_ranks, flip_bit, save_parts, tcp_store
 
 _CLONE_FS = 0x200  # linux/sched.h
 
@@ -115,26 +116,15 @@ def _accept(_: Checkpoint) -> None:
 
 def save_shared(folder: Path, *iterations: int) -> Path:
     """Save iterations of two ranks into one folder, and return the last checkpoint."""
-
-    def run(channel: StoreChannel) -> None:
-        checkpointer = Checkpointer(SavePolicy(folder), channel, nonce="n-local")
-        checkpointer.start()
-        for iteration in iterations:
-            checkpointer.save(iteration, contents(channel.rank, iteration))
-        checkpointer.close()
-
-    all_ranks(2, run, store=tcp_store)
-    return folder / f"iter_{iterations[-1]:07d}"
+    for iteration in iterations:
+        path = save_parts(folder, iteration, partial(contents, iteration=iteration), ranks=2, nonce="n-local")
+    return path
 
 
-def flip(path: Path, *, of_host: int, block: int = 0) -> None:
-    """Flip a bit of a local checkpoint, in a block of the pieces that a host wrote."""
+def flip(path: Path, *, of_host: int) -> None:
+    """Flip a bit of a local checkpoint, in the pieces that a host wrote."""
     checkpoint = open_checkpoint(path, Files())
     assert checkpoint.host is not None
-    blocks = list(blocks_of(checkpoint, read_places(checkpoint), checkpoint.host.written_by(of_host)))
-    start, _, _ = next(blocks[block].packed.spans(blocks[block].lo, blocks[block].hi))
-    with (path / blocks[block].place.file).open("r+b") as file:
-        file.seek(blocks[block].place.offset + start)
-        byte = file.read(1)
-        file.seek(-1, 1)
-        file.write(bytes([byte[0] ^ 1]))
+    block = next(blocks_of(checkpoint, read_places(checkpoint), checkpoint.host.written_by(of_host)))
+    start, _, _ = next(block.packed.spans(block.lo, block.hi))
+    flip_bit(path / block.place.file, block.place.offset + start)

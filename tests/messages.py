@@ -41,6 +41,7 @@ _VARIABLE = [
 ]
 
 E = TypeVar("E", bound=BaseException)
+Printed = pytest.CaptureFixture[str]
 
 
 @contextmanager

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import gc
-import math
 import threading
 import weakref
 from collections.abc import Iterator
@@ -23,9 +22,8 @@ import torch
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
 from reprise import AsyncSaver, load, load_state_dict, save
-from reprise.errors import CheckpointError, ConfigError, LockError
+from reprise.errors import CheckpointError, LockError
 from reprise.saving import plan
-from reprise.saving.checkpointer import Checkpointer
 from reprise.saving.policy import SavePolicy, SaveReport
 from reprise.saving.save_job import SaveJob
 from reprise.saving.snapshot import Snapshot
@@ -60,22 +58,45 @@ def nested(training: Training) -> dict[str, object]:
     return {"model": get_model_state_dict(training.net), "optimizer": optimizer}
 
 
-class Front:
-    """A way to save: a saver of a folder, and its checkpointer."""
+CHECKPOINTER, MODEL, _ = FRONTS = ("checkpointer", "model", "state dict")
+fronts = pytest.mark.parametrize("front", FRONTS)
+savers = pytest.mark.parametrize("front", FRONTS[1:])
 
-    def __init__(self, saver: AsyncSaver | Checkpointer) -> None:
-        self.saver = saver
-        self.checkpointer = saver if isinstance(saver, Checkpointer) else saver._checkpointer
+
+class Front:
+    """A way to save: the trainer's checkpointer, or a saver of a folder with a model or a state dict."""
+
+    def __init__(self, kind: str, folder: Path, files: Files, **options: Any) -> None:
+        self.saver = None if kind == CHECKPOINTER else AsyncSaver(folder, files=files, **options)
+        self.is_of_model = kind == MODEL
+        self.checkpointer = (
+            started(SavePolicy(folder, async_save=True, **options), files)
+            if self.saver is None
+            else self.saver._checkpointer
+        )
 
     def save(self, iteration: int, training: Training) -> None:
-        raise NotImplementedError
+        if self.saver is None:
+            training.iteration = iteration  # the one that the documents name
+            self.checkpointer.save(iteration, training.contents())
+        elif self.is_of_model:
+            self.saver.save(iteration, training.net, training.optimizer)
+        else:
+            self.saver.save_state_dict(iteration, nested(training))
 
     def prepare(self, training: Training) -> None:
-        raise NotImplementedError
+        assert self.saver is not None
+        if self.is_of_model:
+            self.saver.prepare(training.net, training.optimizer)
+        else:
+            self.saver.prepare_state_dict(nested(training))
 
     def wait(self) -> None:
         """Wait for the save under way, and raise why it failed."""
-        self.saver.wait()
+        (self.saver or self.checkpointer).wait()
+        for report in self.checkpointer.reports():
+            if report.error is not None:
+                raise report.error
 
     def report(self) -> SaveReport:
         """Return the report of the save that is under way."""
@@ -84,53 +105,12 @@ class Front:
         return report
 
 
-class BareFront(Front):
-    def save(self, iteration: int, training: Training) -> None:
-        training.iteration = iteration  # the one that the documents name
-        self.checkpointer.save(iteration, training.contents())
-
-    def wait(self) -> None:
-        self.checkpointer.wait()
-        for report in self.checkpointer.reports():
-            if report.error is not None:
-                raise report.error
-
-
-class ModelFront(Front):
-    saver: AsyncSaver
-
-    def save(self, iteration: int, training: Training) -> None:
-        self.saver.save(iteration, training.net, training.optimizer)
-
-    def prepare(self, training: Training) -> None:
-        self.saver.prepare(training.net, training.optimizer)
-
-
-class NestedFront(Front):
-    saver: AsyncSaver
-
-    def save(self, iteration: int, training: Training) -> None:
-        self.saver.save_state_dict(iteration, nested(training))
-
-    def prepare(self, training: Training) -> None:
-        self.saver.prepare_state_dict(nested(training))
-
-
-FRONTS = [BareFront, ModelFront, NestedFront]
-fronts = pytest.mark.parametrize("front", FRONTS)
-savers = pytest.mark.parametrize("front", FRONTS[1:])
-
-
 @contextmanager
-def opened(front: type[Front], folder: Path, files: Files = FILE_SYSTEM, **options: Any) -> Iterator[Front]:
+def opened(front: str, folder: Path, files: Files = FILE_SYSTEM, **options: Any) -> Iterator[Front]:
     """Open a folder for saves by a front, and close it at the end."""
-    options.setdefault("stall_timeout_s", JOIN_S)
-    if front is BareFront:
-        saver: AsyncSaver | Checkpointer = started(SavePolicy(folder, async_save=True, **options), files)
-    else:
-        saver = AsyncSaver(folder, files=files, **options)
-    yield front(saver)
-    saver.close()
+    opened = Front(front, folder, files, **{"stall_timeout_s": JOIN_S, **options})
+    yield opened
+    (opened.saver or opened.checkpointer).close()
 
 
 def _saves() -> Iterator[object]:
@@ -138,7 +118,7 @@ def _saves() -> Iterator[object]:
     for (first, staging), (second, writes) in product(enumerate((None, 0, 300_000)), enumerate((0, 5, 9))):
         chosen = (first + second) % 2 == 0, second == (first + 1) % 3
         for front, placed, cached in product(FRONTS, (True, False), (True, False)):
-            is_chosen = front in (BareFront, FRONTS[(first + second) % 3])
+            is_chosen = front in (CHECKPOINTER, FRONTS[(first + second) % 3])
             marks = () if is_chosen and (placed, cached) == chosen else pytest.mark.nightly
             yield pytest.param(front, staging, placed, cached, writes, marks=marks)
 
@@ -147,7 +127,7 @@ def _saves() -> Iterator[object]:
 def test_the_bytes_committed_are_those_of_the_call(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    front: type[Front],
+    front: str,
     staging_bytes: int | None,
     is_placed: bool,
     around_cache: bool,
@@ -157,7 +137,7 @@ def test_the_bytes_committed_are_those_of_the_call(
     if is_placed:
         training.place_like_files()
     gate = Gate(writes, around_cache=around_cache)
-    if front is not BareFront and staging_bytes is not None:  # else no call waits for the disk
+    if front != CHECKPOINTER and staging_bytes is not None:  # else no call waits for the disk
         open_when_awaited(monkeypatch, gate.opened)
     with opened(front, tmp_path, gate, staging_bytes=staging_bytes) as saver:
         expected = training.values()
@@ -176,9 +156,7 @@ def test_the_bytes_committed_are_those_of_the_call(
 
 @savers
 @pytest.mark.parametrize("is_prepared", [False, True])
-def test_a_prepared_first_save_is_copied_before_it_is_written(
-    tmp_path: Path, front: type[Front], is_prepared: bool
-) -> None:
+def test_a_prepared_first_save_is_copied_before_it_is_written(tmp_path: Path, front: str, is_prepared: bool) -> None:
     training = Training()
     with opened(front, tmp_path) as saver:
         if is_prepared:
@@ -199,7 +177,7 @@ def test_a_prepared_first_save_is_copied_before_it_is_written(
 
 @savers
 @pytest.mark.parametrize("is_load", [False, True])
-def test_a_change_after_the_call_is_not_saved(tmp_path: Path, front: type[Front], is_load: bool) -> None:
+def test_a_change_after_the_call_is_not_saved(tmp_path: Path, front: str, is_load: bool) -> None:
     """Whatever changes the tensors: an average, a clipping, a load."""
     training, gate = Training(), Gate(0)
     path = save(tmp_path / "older", training.net, training.optimizer, iteration=1)
@@ -236,7 +214,7 @@ def test_a_save_whose_copying_was_interrupted_is_not_committed(tmp_path: Path, m
 
 
 @savers
-def test_a_state_larger_than_prepared_is_saved(tmp_path: Path, front: type[Front]) -> None:
+def test_a_state_larger_than_prepared_is_saved(tmp_path: Path, front: str) -> None:
     training, smaller = Training(), Training()
     smaller.optimizer.state.clear()
     with opened(front, tmp_path) as saver:
@@ -248,7 +226,7 @@ def test_a_state_larger_than_prepared_is_saved(tmp_path: Path, front: type[Front
 
 
 @fronts
-def test_saves_closer_than_the_disk_is_fast_never_mix(tmp_path: Path, front: type[Front]) -> None:
+def test_saves_closer_than_the_disk_is_fast_never_mix(tmp_path: Path, front: str) -> None:
     training, expected = Training(), {}
     with opened(front, tmp_path) as saver:
         for iteration in range(1, 6):
@@ -269,14 +247,14 @@ KINDS = ["open_for_writing", "reserve", "write", "sync", "free_bytes", "rename"]
         for (first, front), (second, kind) in product(enumerate(FRONTS), enumerate(KINDS))
     ],
 )
-def test_a_failed_save_is_raised_once_by_the_next_call(tmp_path: Path, front: type[Front], kind: str) -> None:
+def test_a_failed_save_is_raised_once_by_the_next_call(tmp_path: Path, front: str, kind: str) -> None:
     files = FailingFiles(kind, errno.ENOSPC, after=7 if kind == "write" else 0)
     training = Training()
     with opened(front, tmp_path, files, staging_bytes=0) as saver:
         saver.save(1, training)
         training.step()
         with pytest.raises(CheckpointError, match="errno 28"):  # of whichever file is written first
-            saver.save(2, training) if front is not BareFront else saver.wait()
+            saver.save(2, training) if front != CHECKPOINTER else saver.wait()
         files.is_armed = False
         expected = training.values()
         saver.save(3, training)
@@ -289,7 +267,7 @@ def test_a_failed_save_is_raised_once_by_the_next_call(tmp_path: Path, front: ty
 
 
 @fronts
-def test_a_stalled_disk_ends_the_save_and_not_the_iteration(tmp_path: Path, front: type[Front]) -> None:
+def test_a_stalled_disk_ends_the_save_and_not_the_iteration(tmp_path: Path, front: str) -> None:
     files, training = StuckFiles(), Training()
     training.place_like_files()
     with opened(front, tmp_path, files, staging_bytes=0, stall_timeout_s=0.1) as saver:
@@ -309,7 +287,7 @@ def test_a_stalled_disk_ends_the_save_and_not_the_iteration(tmp_path: Path, fron
 
 
 @fronts
-def test_a_step_does_not_wait_for_bytes_to_be_durable(tmp_path: Path, front: type[Front]) -> None:
+def test_a_step_does_not_wait_for_bytes_to_be_durable(tmp_path: Path, front: str) -> None:
     files, training = SlowToSync(), Training()
     training.place_like_files()
     with opened(front, tmp_path, files, staging_bytes=0) as saver:
@@ -323,7 +301,7 @@ def test_a_step_does_not_wait_for_bytes_to_be_durable(tmp_path: Path, front: typ
 
 
 @fronts
-def test_a_file_system_that_refuses_direct_writes_gets_others(tmp_path: Path, front: type[Front]) -> None:
+def test_a_file_system_that_refuses_direct_writes_gets_others(tmp_path: Path, front: str) -> None:
     files, training = RefusesDirect(), Training()
     training.place_like_files()
     with opened(front, tmp_path, files) as saver:
@@ -334,7 +312,7 @@ def test_a_file_system_that_refuses_direct_writes_gets_others(tmp_path: Path, fr
 
 
 @fronts
-def test_ten_saves_leave_no_descriptor_or_hook_and_one_plan(tmp_path: Path, front: type[Front]) -> None:
+def test_ten_saves_leave_no_descriptor_or_hook_and_one_plan(tmp_path: Path, front: str) -> None:
     training, counts, plans = Training(), set(), set()
     with opened(front, tmp_path) as saver:
         for iteration in range(1, 11):
@@ -346,11 +324,11 @@ def test_ten_saves_leave_no_descriptor_or_hook_and_one_plan(tmp_path: Path, fron
             )
             plans.add(id(saver.checkpointer._staging._plan))
     assert len(counts) == 1
-    assert len(plans) == 1 or front is BareFront  # which is told of the same tensors by its caller
+    assert len(plans) == 1 or front == CHECKPOINTER  # which is told of the same tensors by its caller
 
 
 @fronts
-def test_a_tensor_that_moved_is_planned_anew(tmp_path: Path, front: type[Front]) -> None:
+def test_a_tensor_that_moved_is_planned_anew(tmp_path: Path, front: str) -> None:
     training = Training()
     with opened(front, tmp_path) as saver:
         saver.save(1, training)
@@ -358,18 +336,6 @@ def test_a_tensor_that_moved_is_planned_anew(tmp_path: Path, front: type[Front])
         expected = training.values()
         saver.save(2, training)
     assert_same(loaded(tmp_path), expected)
-
-
-@savers
-def test_a_second_save_of_an_iteration_supersedes_it(tmp_path: Path, front: type[Front]) -> None:
-    training, expected = Training(), []
-    with opened(front, tmp_path, max_checkpoint_keep=1) as saver:
-        for _ in range(2):
-            expected.append(training.values())
-            saver.save(1, training)
-            training.step()
-    assert_same(loaded(tmp_path / "iter_0000001.superseded-1"), expected[0])
-    assert_same(loaded(tmp_path / "iter_0000001"), expected[1])
 
 
 def test_values_are_stored_as_they_were_at_the_call(tmp_path: Path) -> None:
@@ -463,7 +429,7 @@ def test_a_second_interrupt_frees_the_folder(tmp_path: Path, monkeypatch: pytest
 
 
 @savers
-def test_a_closed_saver_saves_and_prepares_nothing(tmp_path: Path, front: type[Front]) -> None:
+def test_a_closed_saver_saves_and_prepares_nothing(tmp_path: Path, front: str) -> None:
     training = Training()
     with opened(front, tmp_path) as saver:
         saver.save(1, training)
@@ -484,32 +450,3 @@ def test_a_closed_saver_keeps_neither_tensors_nor_copies(tmp_path: Path) -> None
     del array, state
     gc.collect()
     assert [memory() is None for memory in kept] == [True, True]
-
-
-@pytest.mark.parametrize(
-    ("limit", "value"),
-    [
-        ("staging_bytes", "1"),
-        ("staging_bytes", -1),
-        ("stall_timeout_s", "x"),
-        ("commit_timeout_s", 0),
-        ("commit_timeout_s", math.nan),
-    ],
-)
-def test_a_limit_that_is_none_is_refused_by_name(tmp_path: Path, limit: str, value: object) -> None:
-    with refused(ConfigError, limit):
-        AsyncSaver(tmp_path, **{limit: value})
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_saver_keeps_its_folder_wherever_the_program_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "away" / "run").mkdir(parents=True)
-    monkeypatch.chdir(tmp_path)
-    with AsyncSaver("run", overwrite=False) as saver:
-        monkeypatch.chdir(tmp_path / "away")
-        saver.save_state_dict(1, STATE)
-        saver.wait()
-        with refused(CheckpointError, "iter_0000001"):
-            saver.save_state_dict(1, STATE)
-    assert (tmp_path / "run" / "iter_0000001").is_dir()
-    assert list((tmp_path / "away" / "run").iterdir()) == []

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import logging
-from pathlib import Path
-
 import pytest
 
-from reprise.errors import CheckpointError, TrainerError, count_of
-from reprise.loading.choose import Chooser, LoadSource
-from reprise.storage.files import Files
+from reprise.errors import TrainerError, count_of
 
 
 @pytest.mark.parametrize("part", ["what", "expected", "found"])
@@ -25,12 +20,3 @@ def test_an_error_inside_an_error_ends_its_sentence_once(part: str) -> None:
 def test_a_number_has_the_noun_of_its_count() -> None:
     assert [count_of(number, "rank") for number in (0, 1, 2)] == ["0 ranks", "1 rank", "2 ranks"]
     assert [count_of(number, "branch", "es", form=",") for number in (1, 1000)] == ["1 branch", "1,000 branches"]
-
-
-def test_what_was_skipped_is_listed_without_a_doubled_stop(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.CRITICAL)
-    (tmp_path / "iter_0000001").mkdir()
-    with pytest.raises(CheckpointError) as caught:
-        Chooser(LoadSource.named(tmp_path), Files(), lambda _: None).pick()
-    assert ".." not in str(caught.value)
-    assert "No valid checkpoint is left" in str(caught.value)

@@ -13,24 +13,18 @@ from reprise.loading.choose import LoadSource
 from reprise.loading.restorer import Restorer
 from reprise.ranks.channel import StoreChannel
 from reprise.tensors.live import LiveTensor
-from tests.fakes import SHARDINGS, Sharding, all_ranks
+from tests.fakes import SHARDINGS, Sharding, all_ranks, bits
 from tests.golden import make, make_state_dict
+from tests.harness import tensor_files
+from tests.states import assert_same
 
 GOLDEN = Path(make.__file__).parent / "format1" / "iter_0000007"
 STATE_DICT = GOLDEN.parents[1] / "format1_state_dict" / GOLDEN.name
 VALUES = make.values()
 
 
-def bits(tensor: torch.Tensor) -> bytes:
-    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-
-
 def zeros() -> dict[str, torch.Tensor]:
     return {name: torch.zeros_like(value) for name, value in VALUES.items()}
-
-
-def tensor_files(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*.safetensors")}
 
 
 @pytest.mark.parametrize(
@@ -87,21 +81,10 @@ def test_format_1_loads_into_any_model_and_its_optimizer() -> None:
     assert (group["lr"], group["betas"], group["weight_decay"]) == (0.25, (0.5, 0.75), 0.125)
 
 
-def leaves(value: object) -> list[object]:
-    """Return a nested value as a list of its keys, values, and bits of tensors."""
-    if isinstance(value, torch.Tensor):
-        return [value.dtype, value.shape, bits(value)]
-    if isinstance(value, dict):
-        return [leaf for key, member in value.items() for leaf in (key, *leaves(member))]
-    if isinstance(value, list | tuple):
-        return [type(value), *(leaf for member in value for leaf in leaves(member))]
-    return [value]
-
-
 def test_the_golden_state_dict_loads_in_place() -> None:
     found = make_state_dict.state_dict(scale=2)
     assert load_state_dict(STATE_DICT, found) == {"iteration": make_state_dict.ITERATION}
-    assert leaves(found) == leaves(make_state_dict.state_dict())
+    assert_same(make_state_dict.state_dict(), found)
 
 
 def test_the_golden_state_dict_is_written_as_it_was(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from reprise.format.box import Box, Split, absolute, box_of_splits, cut, extent, image, intersect, relative
+from reprise.format.box import Box, Split, absolute, box_of_splits, extent, image, intersect, relative
 from tests.profiles import examples
 
 shapes = st.lists(st.integers(0, 7), min_size=0, max_size=3).map(tuple)
@@ -38,10 +38,6 @@ def meshes(draw: st.DrawFn) -> tuple[tuple[int, ...], list[int], list[int], list
     dims = [draw(st.integers(0, len(shape) - 1)) for _ in sizes]
     order = draw(st.permutations(range(len(sizes))))
     return shape, sizes, dims, list(order)
-
-
-def slices(box: Box) -> tuple[slice, ...]:
-    return tuple(slice(lo, hi) for lo, hi in zip(box.offset, box.end, strict=True))
 
 
 def strided_factors(sizes: list[int], dims: list[int], order: list[int]) -> list[int]:
@@ -73,7 +69,7 @@ def test_box_of_splits_equals_cutting_axis_by_axis(
             for dim, index, size, factor in zip(dims, coordinate, sizes, factors, strict=True)
         ]
         box = box_of_splits(shape, splits)
-        assert numbers[slices(box)].flatten().tolist() == part.flatten().tolist()
+        assert numbers[box.slices].flatten().tolist() == part.flatten().tolist()
         seen.update(part.flatten().tolist())
     assert seen == Counter(range(math.prod(shape)))
 
@@ -85,30 +81,20 @@ def test_box_of_splits_refuses_a_factor_no_axes_multiply_to() -> None:
         box_of_splits((12,), [Split(0, 0, 2, strided=2)])
 
 
-@given(st.integers(0, 40), st.integers(0, 40), st.integers(1, 9))
-def test_cut_gives_the_parts_of_torch_chunk(lo: int, length: int, count: int) -> None:
-    parts = [cut(lo, lo + length, index=index, count=count) for index in range(count)]
-    sizes = [len(chunk) for chunk in torch.arange(length).chunk(count)] if length else []
-    assert [hi - first for first, hi in parts] == sizes + [0] * (count - len(sizes))
-    assert parts[0][0] == lo
-    assert all(a[1] == b[0] for a, b in itertools.pairwise(parts))
-
-
 @given(shapes_with_boxes(count=2))
 def test_intersect_is_the_set_of_common_elements(case: tuple[tuple[int, ...], list[Box]]) -> None:
     shape, (a, b) = case
     common = intersect(a, b)
     in_a, in_b = np.zeros(shape, dtype=bool), np.zeros(shape, dtype=bool)
-    in_a[slices(a)] = in_b[slices(b)] = True
+    in_a[a.slices] = in_b[b.slices] = True
     both = np.asarray(in_a & in_b)
     assert common.numel == both.sum()
     if common.numel:
-        assert both[slices(common)].all()
+        assert both[common.slices].all()
         inner = relative(common, a)
         numbers = np.arange(math.prod(shape)).reshape(shape)
-        assert np.array_equal(numbers[slices(a)][slices(inner)], numbers[slices(common)])
+        assert np.array_equal(numbers[a.slices][inner.slices], numbers[common.slices])
         assert absolute(inner, a) == common
-        assert common.slices == slices(common)
 
 
 @examples(300)
@@ -119,7 +105,7 @@ def test_image_spans_are_where_numpy_puts_the_bytes(
     shape, (box,) = case
     total = math.prod(shape) * itemsize
     numbers = np.arange(total).reshape(*shape, itemsize)
-    packed = numbers[slices(box)].flatten()
+    packed = numbers[box.slices].flatten()
     found = image(box, shape, itemsize)
     assert found.total_bytes == packed.size
     assert found.is_contiguous == bool((np.diff(packed) == 1).all())
@@ -147,6 +133,6 @@ def test_extent_gives_boxes_that_are_the_elements_in_order(shape: tuple[int, ...
     lo, hi = sorted((data.draw(st.integers(0, total)), data.draw(st.integers(0, total))))
     numbers = np.arange(total).reshape(shape)
     found = list(extent(shape, lo, hi))
-    assert [int(n) for box in found for n in numbers[slices(box)].flatten()] == list(range(lo, hi))
+    assert [int(n) for box in found for n in numbers[box.slices].flatten()] == list(range(lo, hi))
     assert len(found) <= max(1, 2 * len(shape) - 1)
     assert all(box.numel for box in found)

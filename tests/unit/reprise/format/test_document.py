@@ -14,19 +14,12 @@ import torch
 import xxhash
 
 from reprise import save
-from reprise.format.names import FORMAT
-from reprise.ranks.channel import StoreChannel
-from reprise.saving.checkpointer import Checkpointer
-from reprise.saving.policy import SavePolicy
-from reprise.tensors.live import Contents
 from tests import ROOT
-from tests.fakes import Axis, Sharding, all_ranks, sample_specs, sample_state
+from tests.fakes import SHARDINGS, Sharding, bits, sample_specs, sample_state, save_sample
 from trainer.commands import checkpoint as look
 
 READER = ROOT / "docs" / "read_checkpoint.py"
 DOCUMENT = (ROOT / "docs" / "generated" / "format.md").read_text(encoding="utf-8")
-REPLICAS = Sharding("2 replicas", (Axis("replica", 2),))
-REPLICAS_OF_COLUMNS = Sharding("replicas of columns", (Axis("replica", 2), Axis("column", 2)))
 
 Reader = Callable[[Path], tuple[dict[str, Any], dict[str, np.ndarray]]]
 
@@ -40,41 +33,27 @@ def read() -> Reader:
     return found
 
 
-def saved(folder: Path, sharding: Sharding) -> Path:
+def saved(folder: Path, sharding: Sharding = SHARDINGS[1]) -> Path:
     """Save the sample state, cut as `sharding` says, and return the checkpoint."""
-    specs = sample_specs()
-    state = sample_state(specs, seed=1)
-
-    def rank(channel: StoreChannel) -> None:
-        live = tuple(sharding.live(channel.rank, specs, state))
-        documents = {"trainer_state.json": {"format": FORMAT, "iteration": 3}}
-        checkpointer = Checkpointer(SavePolicy(folder), channel, nonce="n")
-        checkpointer.start()
-        report = checkpointer.save(3, Contents(tuple(specs), live, {"tied": "embedding"}, documents))
-        checkpointer.close()
-        assert report is not None
-        assert report.error is None
-
-    all_ranks(sharding.world_size, rank)
-    return folder / "iter_0000003"
+    return save_sample(folder, sharding, 3, aliases={"tied": "embedding"})
 
 
-@pytest.mark.parametrize("sharding", [Sharding("one rank"), REPLICAS, REPLICAS_OF_COLUMNS], ids=lambda s: s.name)
+@pytest.mark.parametrize("sharding", [SHARDINGS[0], SHARDINGS[1], SHARDINGS[8]], ids=lambda s: s.name)
 def test_the_reader_reads_every_tensor(tmp_path: Path, read: Reader, sharding: Sharding) -> None:
     path = saved(tmp_path, sharding)
     state, tensors = read(path)
-    expected = sample_state(sample_specs(), seed=1)
+    expected = sample_state(sample_specs(), seed=7)
     assert state["iteration"] == 3
     assert tensors.keys() == {*expected, "tied"}
     for name, value in expected.items():
         assert tensors[name].shape == tuple(value.shape)
-        assert tensors[name].tobytes() == value.reshape(-1).view(torch.uint8).numpy().tobytes()
+        assert tensors[name].tobytes() == bits(value)
     entries = json.loads((path / "manifest.json").read_bytes())["tensors"]
     assert any("shares" in entry for entry in entries.values()) == (sharding.world_size > 1)
 
 
 def test_the_reader_refuses_damaged_and_missing_files(tmp_path: Path, read: Reader) -> None:
-    path = saved(tmp_path, REPLICAS)
+    path = saved(tmp_path)
     for file in sorted(p for p in path.rglob("*") if p.is_file()):
         whole = file.read_bytes()
         for at in {0, 8, 20, len(whole) // 3, len(whole) // 2, len(whole) - 1}:
@@ -152,7 +131,7 @@ HOSTILE: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("case", HOSTILE)
 def test_the_reader_refuses_what_verify_refuses(tmp_path: Path, read: Reader, case: str) -> None:
-    path = saved(tmp_path, REPLICAS)
+    path = saved(tmp_path)
     assert look.main(["verify", str(path)]) == 0
     before = {file: file.read_bytes() for file in path.rglob("*") if file.is_file()}
     HOSTILE[case](path)

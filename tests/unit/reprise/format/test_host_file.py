@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from reprise.errors import CheckpointError, MismatchError
-from reprise.format.host_file import HostFile, attempt_of, from_bytes, union, without
+from reprise.format.host_file import HostFile, attempt_of, from_bytes
 from reprise.format.manifest import digest_of
 from reprise.format.names import HOST, MANIFEST
 from tests.messages import refused
@@ -20,17 +20,6 @@ FILE = HostFile("n-1", "0" * 16, 0, ("host-a", "host-b"), WRITERS, {"a": (0,), "
 def test_a_host_file_is_read_as_it_was_written() -> None:
     for known in (FILE, replace(FILE, host=None, held={})):
         assert from_bytes(known.to_bytes(), where="x") == known
-
-
-def test_a_host_owns_what_it_wrote() -> None:
-    assert FILE.own == {"a": (0,), "c": (0,)}
-    assert FILE.written_by(1) == {"a": (1, 2), "b": (0,)}
-    assert replace(FILE, host=None).own == {}
-    assert FILE.missing == FILE.written_by(1)
-    assert (FILE.is_whole, FILE.parts) == (False, (0,))
-    assert replace(FILE, held={"a": (1, 2), "b": (0,)}).parts == (1,)
-    whole = replace(FILE, held={"a": (0, 1, 2), "b": (0,), "c": (0,)})
-    assert (whole.is_whole, whole.parts, whole.missing) == (True, (0, 1), {})
 
 
 def resigned(text: str) -> bytes:
@@ -63,11 +52,6 @@ def test_a_damaged_or_newer_host_file_is_refused() -> None:
         from_bytes(data[:20] + bytes([data[20] ^ 1]) + data[21:], where="x")
     with refused(MismatchError, "reprise-host/2"):
         from_bytes(resigned(data.decode().replace("reprise-host/1", "reprise-host/2")), where="x")
-
-
-def test_sets_of_pieces_are_joined_and_subtracted() -> None:
-    assert union([{"a": (2,)}, {"a": (0, 2), "b": (0,)}]) == {"a": (0, 2), "b": (0,)}
-    assert without({"a": (0, 1), "b": (0,)}, {"a": (1,), "b": (0,)}) == {"a": (0,)}
 
 
 def test_an_attempt_is_known_by_manifest_and_host_file(tmp_path: Path) -> None:

@@ -13,9 +13,6 @@ from reprise.format.layout import (
     TensorKind,
     TensorSpec,
     build_layout,
-    file_name,
-    kind_of_file,
-    model_index,
 )
 from tests.messages import refused
 
@@ -65,24 +62,6 @@ def test_layout_has_no_holes_keeps_order_and_starts_on_a_page(data: st.DataObjec
         is_adapters = file.places[0].spec.kind is TensorKind.ADAPTER  # all in one file, which is how PEFT reads them
         assert is_adapters or len(file.places) == 1 or position - len(file.header) <= file_bytes
     assert sum(file.places[0].spec.kind is TensorKind.ADAPTER for file in layout.files) <= 1
-
-
-def test_files_are_named_as_transformers_names_shards() -> None:
-    assert file_name(TensorKind.MODEL, 0, 1) == "model.safetensors"
-    assert file_name(TensorKind.MODEL, 1, 12) == "model-00002-of-00012.safetensors"
-    assert file_name(TensorKind.OPTIMIZER, 0, 1) == "optimizer/optimizer-00001-of-00001.safetensors"
-    assert file_name(TensorKind.EXTRA, 1, 2) == "extra/extra-00002-of-00002.safetensors"
-    for kind in TensorKind:
-        assert {kind_of_file(file_name(kind, 0, count)) for count in (1, 2)} == {kind}
-
-
-def test_index_lists_the_weights_alone() -> None:
-    layout = build_layout([spec("b", (3,)), spec("a", (2,)), spec("exp_avg.a", (2,), kind=TensorKind.OPTIMIZER)])
-    assert model_index(layout) == {
-        "metadata": {"total_size": 20},
-        "weight_map": {"a": "model.safetensors", "b": "model.safetensors"},
-    }
-    assert list(model_index(layout)["weight_map"]) == ["a", "b"]  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

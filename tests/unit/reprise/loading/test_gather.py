@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from reprise.format.box import Box, Image, image
 from reprise.loading.reader import Bytes, Gatherer
 from tests.profiles import examples
+from tests.unit.reprise.format.test_box import shapes_with_boxes
 
 OFFSET = 5
 
@@ -28,14 +29,6 @@ class Memory:
         buffer[:] = found
 
 
-@st.composite
-def sources(draw: st.DrawFn) -> tuple[tuple[int, ...], Box, int]:
-    shape = draw(st.lists(st.integers(1, 9), min_size=0, max_size=4).map(tuple))
-    ends = [sorted((draw(st.integers(0, n - 1)), draw(st.integers(1, n)))) for n in shape]
-    box = Box(tuple(lo for lo, _ in ends), tuple(max(1, hi - lo) for lo, hi in ends))
-    return shape, box, draw(st.sampled_from([1, 2, 4]))
-
-
 def tensor_of(shape: tuple[int, ...], itemsize: int) -> Bytes:
     generator = np.random.default_rng(1)
     return generator.integers(0, 256, (*shape, itemsize), dtype=np.uint8)
@@ -49,17 +42,17 @@ def gathered(memory: Memory, source: Image, lo: int, hi: int, *, gap_bytes: int,
 
 
 @examples(500)
-@given(sources(), st.integers(0, 40), st.integers(1, 40), st.data())
+@given(shapes_with_boxes(), st.sampled_from([1, 2, 4]), st.integers(0, 40), st.integers(1, 40), st.data())
 def test_an_extent_of_a_box_is_gathered_to_numpy_s_bytes(
-    case: tuple[tuple[int, ...], Box, int], gap_bytes: int, scratch_bytes: int, data: st.DataObject
+    case: tuple[tuple[int, ...], list[Box]], itemsize: int, gap_bytes: int, scratch_bytes: int, data: st.DataObject
 ) -> None:
-    shape, box, itemsize = case
+    shape, (box,) = case
     tensor = tensor_of(shape, itemsize)
     packed = tensor[box.slices].flatten()
     lo, hi = sorted((data.draw(st.integers(0, packed.size)), data.draw(st.integers(0, packed.size))))
     source, memory = image(box, shape, itemsize), Memory(tensor)
-    found = gathered(memory, source, lo, hi, gap_bytes=gap_bytes, scratch_bytes=scratch_bytes)
-    assert np.array_equal(found, packed[lo:hi])
+    filled = gathered(memory, source, lo, hi, gap_bytes=gap_bytes, scratch_bytes=scratch_bytes)
+    assert np.array_equal(filled, packed[lo:hi])
     runs = len(list(source.spans(lo, hi)))
     assert sum(size for _, size in memory.reads) <= hi - lo + gap_bytes * max(0, runs - 1)
     assert len(memory.reads) <= max(1, runs)

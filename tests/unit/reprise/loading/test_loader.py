@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
@@ -24,77 +25,47 @@ from reprise.commit.joint_plan import tile
 from reprise.errors import CheckpointError, MismatchError
 from reprise.format import manifest
 from reprise.format.box import Box, whole
-from reprise.format.dtype import StoredDtype
-from reprise.format.layout import Place, TensorKind, TensorSpec, build_layout
+from reprise.format.layout import TensorKind, TensorSpec, build_layout
 from reprise.format.manifest import BLOCK_BYTES, WrittenPiece
 from reprise.format.names import FORMAT, STATE
 from reprise.loading import block_reader, blocks
-from reprise.loading.loader import check_tensors, fill
+from reprise.loading.loader import fill
 from reprise.loading.reader import Checkpoint, open_checkpoint, read_places
-from reprise.ranks.channel import StoreChannel, single_rank_channel
-from reprise.saving.checkpointer import Checkpointer
-from reprise.saving.policy import SavePolicy, SaveReport
 from reprise.storage.files import Files
-from reprise.storage.json_file import Json
 from reprise.tensors.dtypes import stored_dtype
-from reprise.tensors.live import Contents, LiveTensor
-from tests.fakes import JOIN_S, SHARDINGS, Sharding, all_ranks, lone_contents, sample_specs, sample_state
+from reprise.tensors.live import LiveTensor
+from tests.fakes import JOIN_S, SHARDINGS, bits, flip_bit, lone_contents, sample_state, save_parts
 from tests.messages import refused
-from tests.profiles import examples
+from tests.profiles import examples, slow
+from tests.unit.reprise.format.test_box import boxes
 
-SPECS = sample_specs()
-STATE_OF = sample_state(SPECS, seed=7)
-DOCUMENT: dict[str, Json] = {STATE: {"format": FORMAT, "iteration": 10}}
-
-
-def bits(tensor: torch.Tensor) -> bytes:
-    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-
-
-def save(folder: Path, sharding: Sharding) -> list[SaveReport | None]:
-    def call(channel: StoreChannel) -> SaveReport | None:
-        checkpointer = Checkpointer(SavePolicy(folder, file_bytes=1 << 20), channel, nonce="n")
-        checkpointer.start()
-        live = tuple(sharding.live(channel.rank, SPECS, STATE_OF))
-        report = checkpointer.save(10, Contents(tuple(SPECS), live, {}, DOCUMENT))
-        checkpointer.close()
-        return report
-
-    return all_ranks(sharding.world_size, call)
+Cut = tuple[tuple[int, ...], list[tuple[int, ...]], list[int], Box]
 
 
 @st.composite
-def cut_tensors(draw: st.DrawFn) -> tuple[tuple[int, ...], list[tuple[int, ...]], list[int], Box]:
+def cut_tensors(draw: st.DrawFn) -> Cut:
     """Draw a shape, how writers cut its dimensions, where replicas cut each cell, and a box of it to load."""
     shape = draw(st.lists(st.integers(1, 9), min_size=0, max_size=3).map(tuple))
     cuts = [(0, *sorted(draw(st.sets(st.integers(1, n), max_size=2)) - {n}), n) for n in shape]
-    cells = math.prod(len(marks) - 1 for marks in cuts)
-    shares = [draw(st.integers(0, 40)) for _ in range(cells)]
-    ends = [sorted((draw(st.integers(0, n)), draw(st.integers(0, n)))) for n in shape]
-    return shape, cuts, shares, Box(tuple(lo for lo, _ in ends), tuple(hi - lo for lo, hi in ends))
+    shares = [draw(st.integers(0, 40)) for _ in range(math.prod(len(marks) - 1 for marks in cuts))]
+    return shape, cuts, shares, draw(boxes(shape))
 
 
 @settings(examples(200), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(cut_tensors(), st.sampled_from([torch.uint8, torch.bfloat16, torch.float32]), st.integers(1, 3), st.booleans())
 @example(((12,), [(0, 12)], [20], Box((0,), (12,))), torch.float32, 1, False)  # a piece begins in the second block
 def test_any_box_loads_from_any_cut_to_numpy_s_bytes(
-    tmp_path: Path,
-    case: tuple[tuple[int, ...], list[tuple[int, ...]], list[int], Box],
-    dtype: torch.dtype,
-    threads: int,
-    is_transposed: bool,
+    tmp_path: Path, case: Cut, dtype: torch.dtype, threads: int, is_transposed: bool
 ) -> None:
     shape, cuts, shares, box = case
     spec = TensorSpec(TensorKind.MODEL, "t", shape, stored_dtype(dtype, where="t"), shape)
     (values,) = sample_state([spec], seed=3).values()
-    array = values.reshape(-1).view(torch.uint8).numpy().reshape(*shape, dtype.itemsize)
+    array = np.frombuffer(bits(values), np.uint8).reshape(*shape, dtype.itemsize)
     layout = build_layout([spec], file_bytes=1 << 20)
     place = layout.places["t"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(manifest, "BLOCK_BYTES", 16)
-        patch.setattr(blocks, "BLOCK_BYTES", 16)
-        patch.setattr(block_reader, "BLOCK_BYTES", 16)
-        patch.setattr(joint_plan, "BLOCK_BYTES", 16)
+        for module in (manifest, blocks, block_reader, joint_plan):
+            patch.setattr(module, "BLOCK_BYTES", 16)
         written = []
         for cell, share in zip(itertools.product(*map(itertools.pairwise, cuts)), shares, strict=True):
             part = Box(tuple(lo for lo, _ in cell), tuple(hi - lo for lo, hi in cell))
@@ -117,14 +88,8 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Save a state of several files, two of whose tensors have several blocks."""
     generator = torch.Generator().manual_seed(1)
     values = {name: torch.rand(n, 1024, generator=generator) for name, n in (("a", 2500), ("b", 3), ("c", 4000))}
-    checkpointer = Checkpointer(
-        SavePolicy(tmp_path_factory.mktemp("run"), file_bytes=9 << 20), single_rank_channel(), nonce="n"
-    )
-    report = checkpointer.save(10, lone_contents(values, DOCUMENT))
-    checkpointer.close()
-    assert report is not None
-    assert report.error is None
-    return report.path
+    document = {STATE: {"format": FORMAT, "iteration": 10}}
+    return save_parts(tmp_path_factory.mktemp("run"), 10, lambda _: lone_contents(values, document), file_bytes=9 << 20)
 
 
 class Opened:
@@ -149,9 +114,7 @@ class Opened:
         return [bits(tensor.local) for tensor in self.live]
 
 
-@pytest.mark.parametrize(
-    ("threads", "step"), [(2, 5), *(pytest.param(threads, 1, marks=pytest.mark.slow) for threads in (1, 2, 4))]
-)
+@pytest.mark.parametrize(("threads", "step"), [(2, 5), *(slow(threads, 1) for threads in (1, 2, 4))])
 def test_the_first_damaged_block_in_file_order_is_named(large: Path, tmp_path: Path, threads: int, step: int) -> None:
     folder = shutil.copytree(large, tmp_path / "iter_0000010")
     blocks = [
@@ -161,11 +124,7 @@ def test_the_first_damaged_block_in_file_order_is_named(large: Path, tmp_path: P
     ]
     assert len(blocks) > 6
     for place, lo in reversed(blocks[::step]):  # so that all behind it are damaged too
-        with (folder / place.file).open("r+b") as file:
-            file.seek(place.offset + lo + 17)
-            (byte,) = file.read(1)
-            file.seek(place.offset + lo + 17)
-            file.write(bytes([byte ^ 1]))
+        flip_bit(folder / place.file, place.offset + lo + 17)
         hi = min(lo + BLOCK_BYTES, place.spec.total_bytes)
         with refused(CheckpointError, f"{place.file}, tensor {place.spec.name}, bytes [{lo}, {hi})"):
             Opened(folder).fill(threads=threads)
@@ -285,29 +244,3 @@ def test_a_whole_tensor_may_live_in_other_dimensions(large: Path, is_transposed:
     opened.live = [LiveTensor(replace(opened.places["a"].spec, view=shape), whole(shape), local, (0,))]
     opened.fill()
     assert torch.equal(local, torch.rand(2500, 1024, generator=torch.Generator().manual_seed(1)).reshape(shape))
-
-
-def test_check_tensors_lists_every_difference_in_one_message() -> None:
-    def spec(name: str, shape: tuple[int, ...] = (2, 3), dtype: StoredDtype = StoredDtype.F32) -> TensorSpec:
-        return TensorSpec(TensorKind.MODEL, name, shape, dtype, shape)
-
-    there = [spec("same"), spec("shape"), spec("dtype"), spec("both"), spec("extra")]
-    moment = TensorSpec(TensorKind.OPTIMIZER, "exp_avg.same", (2,), StoredDtype.F32, (2,))
-    places = {s.name: Place(s, "model.safetensors", 4096) for s in (*there, moment)}
-    wanted = [
-        spec("same"), spec("shape", (3, 2)), spec("dtype", dtype=StoredDtype.BF16),
-        spec("both", (6,), StoredDtype.F16), spec("gone"),
-    ]  # fmt: skip
-    with refused(MismatchError, "some/iter_0000001") as caught:
-        check_tensors(wanted, places, where="some/iter_0000001")
-    assert [line.split()[0] for line in str(caught.value.found).split("; ")] == [
-        "shape",
-        "dtype",
-        "both",
-        "both",
-        "gone",
-        "extra",
-    ]
-    check_tensors(there, places, where="x")
-    with refused(MismatchError, "30 more"):
-        check_tensors([spec(f"t{number}") for number in range(50)], {}, where="x")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import random
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,20 +14,14 @@ import xxhash
 
 from reprise import CheckpointError, PartialLoadError, load_state_dict, save_state_dict
 from reprise.format.manifest import BLOCK_BYTES
-from reprise.format.names import FORMAT, STATE
 from reprise.loading.blocks import blocks_of
 from reprise.loading.choose import LoadSource
 from reprise.loading.reader import open_checkpoint, read_places
 from reprise.loading.restorer import Restorer
 from reprise.ranks.channel import StoreChannel
-from reprise.saving.checkpointer import Checkpointer
-from reprise.saving.policy import SavePolicy
 from reprise.storage.files import FILE_SYSTEM, Files
-from reprise.storage.json_file import Document
 from reprise.storage.patience import Patience
-from reprise.tensors.live import Contents
-from tests.crash.interrupts import count_lines, interrupt
-from tests.fakes import Axis, Sharding, all_ranks, sample_specs, sample_state
+from tests.fakes import SHARDINGS, all_ranks, flip_bit, sample_specs, sample_state, save_sample
 
 LARGE = BLOCK_BYTES // 4 + 3  # elements of float32: two blocks
 
@@ -73,13 +66,9 @@ def flips(path: Path) -> Iterator[Path]:
     blocks = list(blocks_of(checkpoint, places, {name: checkpoint.held(name) for name in places}))
     for block in blocks:
         at = block.place.offset + next(block.packed.spans(block.lo, block.hi))[0]
-        file = path / block.place.file
-        content = bytearray(file.read_bytes())
-        content[at] ^= 1
-        file.write_bytes(content)
-        yield file
-        content[at] ^= 1
-        file.write_bytes(content)
+        flip_bit(path / block.place.file, at)
+        yield path / block.place.file
+        flip_bit(path / block.place.file, at)
 
 
 def test_damage_in_any_block_changes_nothing(tmp_path: Path) -> None:
@@ -111,32 +100,15 @@ def test_an_older_checkpoint_leaves_no_trace_of_a_damaged_one(tmp_path: Path) ->
         assert text_of(target) == text_of(expected)
 
 
-SPECS = sample_specs()
-ONE, ROWS = Sharding("one rank", ()), Sharding("rows over 2", (Axis("row", 2),))
-
-
-def saved(folder: Path, iteration: int, state: State) -> Path:
-    """Save the sample tensors and return the path of the checkpoint."""
-
-    def call(channel: StoreChannel) -> None:
-        checkpointer = Checkpointer(SavePolicy(folder), channel, nonce=str(iteration))
-        document: dict[str, Document] = {STATE: {"format": FORMAT, "iteration": iteration}}
-        contents = Contents(tuple(SPECS), tuple(ONE.live(0, SPECS, state)), {}, document)
-        report = checkpointer.save(iteration, contents)
-        assert report is not None
-        assert report.error is None
-        checkpointer.close()
-
-    all_ranks(1, call)
-    return folder / f"iter_{iteration:07d}"
+SPECS, (ONE, _, _, ROWS, *_) = sample_specs(), SHARDINGS
 
 
 @pytest.mark.parametrize("has_older", [False, True])
 def test_damage_on_one_rank_changes_no_rank(tmp_path: Path, has_older: bool) -> None:
-    old, new, live = (sample_state(SPECS, seed=seed) for seed in (1, 2, 3))
+    old, live = (sample_state(SPECS, seed=seed) for seed in (1, 3))
     if has_older:
-        saved(tmp_path, 1, old)
-    path = saved(tmp_path, 2, new)
+        save_sample(tmp_path, iteration=1, seed=1)
+    path = save_sample(tmp_path, iteration=2, seed=2)
 
     def call(channel: StoreChannel) -> list[str]:
         tensors = ROWS.live(channel.rank, SPECS, live)
@@ -180,7 +152,7 @@ def restore(path: Path, files: Files, *, is_new: bool = False) -> None:
 
 
 def test_tensors_that_nobody_has_seen_are_read_once(tmp_path: Path) -> None:
-    path = saved(tmp_path, 1, sample_state(SPECS, seed=1))
+    path = save_sample(tmp_path)
     once, twice = Counting(), Counting()
     restore(path, once, is_new=True)
     restore(path, twice)
@@ -188,52 +160,8 @@ def test_tensors_that_nobody_has_seen_are_read_once(tmp_path: Path) -> None:
 
 
 def test_a_read_that_fails_after_the_first_change_says_so(tmp_path: Path) -> None:
-    path, whole = saved(tmp_path, 1, sample_state(SPECS, seed=1)), Counting()
-    restore(path, whole)
+    path, complete = save_sample(tmp_path), Counting()
+    restore(path, complete)
     with pytest.raises(PartialLoadError, match="it failed") as caught:
-        restore(path, Counting(fails_after=whole.read_bytes - 1))
+        restore(path, Counting(fails_after=complete.read_bytes - 1))
     assert not isinstance(caught.value, CheckpointError)
-
-
-class OutOfTime(Exception):
-    """What a signal's handler raises."""
-
-
-ERRORS: list[type[BaseException]] = [KeyboardInterrupt, SystemExit, OutOfTime]
-
-
-def outcome_at(path: Path, line: int | None, error: type[BaseException]) -> str:
-    """Interrupt a load at a line, and return whether its state is `old`, `new` or a `mixture`."""
-    target, other = made(1.0), made(2.0)
-    old, new = text_of(target), text_of(other)
-    outcome = interrupt(lambda: load_state_dict(path, target), at=line, error=error)
-    found = {old: "old", new: "new"}.get(text_of(target), f"mixture {outcome.place}")
-    load_state_dict(path, target)
-    assert text_of(target) == new
-    if error is OutOfTime and isinstance(outcome.error, PartialLoadError):  # as if an object had raised it
-        return "new"
-    assert type(outcome.error) is error, (outcome.place, outcome.error)
-    return found
-
-
-def lines_of(path: Path) -> int:
-    """Return how many lines of the library a load executes, once what it imports and keeps is there."""
-    load_state_dict(path, made(1.0))
-    return count_lines(lambda: load_state_dict(path, made(1.0)))
-
-
-def test_an_interrupt_leaves_the_old_state_or_the_new(tmp_path: Path) -> None:
-    path = save_state_dict(tmp_path, made(2.0), iteration=1)
-    lines, generator = lines_of(path), random.Random(7)
-    sample = generator.sample(range(1, lines + 1), 20) + generator.sample(range(lines * 3 // 4, lines + 1), 20)
-    found = [outcome_at(path, line, generator.choice(ERRORS)) for line in sample]
-    assert set(found) == {"old", "new"}
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("error", ERRORS)
-def test_an_interrupt_at_every_line(tmp_path: Path, error: type[BaseException]) -> None:
-    path = save_state_dict(tmp_path, made(2.0), iteration=1)
-    found = [outcome_at(path, line, error) for line in range(1, lines_of(path) + 1)]
-    assert set(found) == {"old", "new"}
-    assert found == sorted(found, reverse=True)  # from the first change on, every interrupt ends with the new state

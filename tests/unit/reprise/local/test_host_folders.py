@@ -14,26 +14,17 @@ from reprise.loading.blocks import blocks_of
 from reprise.loading.reader import open_checkpoint, read_places
 from reprise.local.local_checkpointer import LocalCheckpointer
 from reprise.storage.files import Files
-from tests.local_folders import RUN, load_on_hosts, save_on_two_hosts, save_shared
-from tests.local_folders import flip as flip_block
+from tests.fakes import flip_bit
+from tests.local_folders import RUN, flip, load_on_hosts, save_on_two_hosts, save_shared
 from tests.messages import refused
-from tests.unit.reprise.loading.test_reader import flip
-
-pytestmark = pytest.mark.usefixtures("on_loopback")
-
-
-@pytest.fixture
-def on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+from tests.profiles import slow
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with the folders of two hosts that have saved two iterations, each with a copy of the other's."""
     folder = tmp_path_factory.mktemp("saved")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("GLOO_SOCKET_IFNAME", "lo")
-        save_on_two_hosts(folder, 1, 2, copies=1)
+    save_on_two_hosts(folder, 1, 2, copies=1)
     return folder
 
 
@@ -55,9 +46,7 @@ def copied(saved: Path, folder: Path) -> list[Path]:
     return [folder / f"host{host}" / "local" for host in range(2)]
 
 
-@pytest.mark.parametrize(
-    ("host", "step"), [(0, 3), *(pytest.param(host, 1, marks=pytest.mark.slow) for host in (0, 1))]
-)
+@pytest.mark.parametrize(("host", "step"), [(0, 3), slow(0, 1), slow(1, 1)])
 def test_any_damaged_byte_of_a_host_is_taken_from_the_copy(
     saved: Path, tmp_path: Path, host: int, step: int, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -65,7 +54,7 @@ def test_any_damaged_byte_of_a_host_is_taken_from_the_copy(
     assert len(cases) > 12
     for number, (name, offset, is_read) in enumerate(cases[::step]):
         folders = copied(saved, tmp_path / str(number))
-        flip(folders[host] / "iter_0000002" / name, offset)
+        flip_bit(folders[host] / "iter_0000002" / name, offset)
         logged = len(caplog.messages)
         assert load_on_hosts(folders) == 2, name
         assert any("local/iter_0000002" in line for line in caplog.messages[logged:]) or not is_read, name
@@ -77,7 +66,7 @@ def test_damage_that_no_copy_mends_costs_one_iteration(saved: Path, tmp_path: Pa
     folders, shared = copied(saved, tmp_path / "hosts"), save_shared(tmp_path / "shared", 2).parent
     for folder in folders:
         name, offset, _ = next(bytes_to_flip(folder / "iter_0000002"))
-        flip(folder / "iter_0000002" / name, offset)
+        flip_bit(folder / "iter_0000002" / name, offset)
     assert load_on_hosts(folders, shared=shared if is_shared else None) == 1 + is_shared
 
 
@@ -116,5 +105,5 @@ def test_iterations_of_a_branch_given_up_are_not_taken(saved: Path, tmp_path: Pa
 def test_two_damaged_parts_each_come_from_the_other_host(saved: Path, tmp_path: Path) -> None:
     folders = copied(saved, tmp_path / "hosts")
     for host, folder in enumerate(folders):
-        flip_block(folder / "iter_0000002", of_host=host)
+        flip(folder / "iter_0000002", of_host=host)
     assert load_on_hosts(folders) == 2

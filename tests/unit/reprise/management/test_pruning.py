@@ -7,7 +7,7 @@ import gc
 import itertools
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -15,46 +15,35 @@ import pytest
 import torch
 
 import reprise
+from reprise import copy, drop_optimizer, prune, verify
 from reprise.errors import CheckpointError, ConfigError, LockError
-from reprise.format.dtype import StoredDtype
-from reprise.format.layout import DEFAULT_FILE_BYTES, TensorKind, TensorSpec, build_layout
 from reprise.format.mirror_record import MIRROR, MirroredCheckpoint, MirrorRecord, MirrorRule
 from reprise.format.names import FORMAT, MANIFEST, STATE
 from reprise.loading.reader import open_checkpoint
-from reprise.saving.one_process import write_checkpoint
 from reprise.storage.files import FILE_SYSTEM, Files
 from reprise.storage.folder import WEIGHTS, CheckpointFolder
 from reprise.storage.lock import FolderLock
 from tests.crash.killing import Killer
+from tests.fakes import lone_contents, save_parts
 from tests.harness import all_files
 from tests.messages import refused
 from tests.unit.reprise.management.test_listing import save
-from trainer.interop.tensor_files import write_tensor_files
 
 
 @pytest.mark.parametrize("numbers", [{"keep": 0}, {"keep": 1, "retain_interval": -1}])
 def test_numbers_out_of_range_are_refused(tmp_path: Path, numbers: dict[str, int]) -> None:
     with refused(ConfigError, *(str(value) for value in numbers.values())):
-        reprise.prune(save(tmp_path, 1), **numbers)  # type: ignore[arg-type]
+        prune(save(tmp_path, 1), **numbers)  # type: ignore[arg-type]
 
 
-SPECS = [
-    TensorSpec(kind, name, (2, 3), StoredDtype.F32, (2, 3))
-    for kind, name in ((TensorKind.MODEL, "weight"), (TensorKind.OPTIMIZER, "exp_avg.weight"))
-]
+MOMENTS = {"exp_avg.weight": torch.ones(2, 3)}
+LIGHT, FULL = {"weight"}, {"weight", *MOMENTS}
 
 
-def write(root: Path, iteration: int, specs: Sequence[TensorSpec] = SPECS, **state: object) -> None:
-    layout = build_layout(specs, file_bytes=DEFAULT_FILE_BYTES)
-    values = torch.full((2, 3), float(iteration))
-    write_checkpoint(
-        CheckpointFolder(root, FILE_SYSTEM),
-        iteration,
-        layout,
-        lambda target: write_tensor_files(target, FILE_SYSTEM, layout, lambda _: values),
-        documents={STATE: {"format": FORMAT, "iteration": iteration, **state}},
-        aliases={},
-    )
+def write(root: Path, iteration: int, moments: dict[str, torch.Tensor] = MOMENTS, **state: object) -> None:
+    document = {STATE: {"format": FORMAT, "iteration": iteration, **state}}
+    values = {"weight": torch.full((2, 3), float(iteration))}
+    save_parts(root, iteration, lambda _: lone_contents(values, document, optimizer=moments))
 
 
 def full_run(tmp_path: Path) -> Path:
@@ -70,32 +59,31 @@ def names(path: Path) -> set[str]:
 
 def test_old_checkpoints_become_lighter_and_stay_valid(tmp_path: Path) -> None:
     folder = full_run(tmp_path)
-    before = all_files(folder / "iter_0000010")
-    os.utime(folder / "iter_0000010" / MANIFEST, (1e9, 1e9))
-    plan = reprise.drop_optimizer(folder, before=30, dry_run=True)
-    assert names(folder / "iter_0000010") == {"weight", "exp_avg.weight"}
-    assert reprise.drop_optimizer(tmp_path / "run", before=30) == plan
+    paths = [folder / f"iter_00000{n}" for n in (10, 20, 30)]
+    before = all_files(paths[0])
+    os.utime(paths[0] / MANIFEST, (1e9, 1e9))
+    plan = drop_optimizer(folder, before=30, dry_run=True)
+    assert names(paths[0]) == FULL
+    assert drop_optimizer(tmp_path / "run", before=30) == plan
     size = len(before.pop(next(name for name in before if name.startswith("optimizer/"))))
     assert [(c.iteration, c.dropped_bytes, c.reason) for c in plan] == [(10, size, ""), (20, size, "")]
-    assert names(folder / "iter_0000010") == names(folder / "iter_0000020") == {"weight"}
-    assert names(folder / "iter_0000030") == {"weight", "exp_avg.weight"}
-    assert all_files(folder / "iter_0000010") == before | {"optimizer_dropped": b""}
-    light = open_checkpoint(folder / "iter_0000010", FILE_SYSTEM)
-    assert light.is_lightened
-    assert not light.has_optimizer
+    assert [names(path) for path in paths] == [LIGHT, LIGHT, FULL]
+    assert all_files(paths[0]) == before | {"optimizer_dropped": b""}
+    light = open_checkpoint(paths[0], FILE_SYSTEM)
+    assert (light.is_lightened, light.has_optimizer) == (True, False)
     for check in (0, None):
         summaries = reprise.list(folder, check=check)
         assert [summary.is_lightened for summary in summaries] == [True, True, False]
         assert summaries[0].written_at == 1e9  # when it was saved
-    assert all(result.problem is None for result in reprise.verify(folder))
-    assert {path.name for path in folder.glob("*iter_*")} == {"iter_0000010", "iter_0000020", "iter_0000030"}
-    assert reprise.drop_optimizer(folder, before=30) == ()
+    assert all(result.problem is None for result in verify(folder))
+    assert sorted(folder.glob("*iter_*")) == paths
+    assert drop_optimizer(folder, before=30) == ()
 
 
 def test_only_a_marker_explains_missing_files_of_the_optimizer(tmp_path: Path) -> None:
     path = full_run(tmp_path) / "iter_0000010"
     (path / "optimizer_dropped").touch()
-    assert names(path) == {"weight", "exp_avg.weight"}  # killed before the rename: it is whole
+    assert names(path) == FULL  # killed before the rename: it is whole
     for check in (0, None):
         assert [summary.is_lightened for summary in reprise.list(path.parent, check=check)] == [False] * 3
     (path / "model.safetensors").rename(path / "aside")
@@ -103,7 +91,7 @@ def test_only_a_marker_explains_missing_files_of_the_optimizer(tmp_path: Path) -
         names(path)
     (path / "aside").rename(path / "model.safetensors")
     (path / "optimizer").rename(path / "aside")
-    assert names(path) == {"weight"}
+    assert names(path) == LIGHT
     (path / "optimizer_dropped").unlink()
     with refused(CheckpointError, "optimizer"):
         names(path)
@@ -112,11 +100,11 @@ def test_only_a_marker_explains_missing_files_of_the_optimizer(tmp_path: Path) -
 def test_a_lightened_checkpoint_is_copied_as_it_is(tmp_path: Path) -> None:
     """Into a folder, into a store, from there into another store, and back."""
     folder = full_run(tmp_path)
-    reprise.drop_optimizer(folder, before=30)
+    drop_optimizer(folder, before=30)
     stores = [f"file://{tmp_path / name}" for name in ("store", "another")]
     for source, target in itertools.pairwise([folder, *stores, tmp_path / "copy"]):
-        reprise.copy(source, target)
-    reprise.copy(folder, tmp_path / "plain")
+        copy(source, target)
+    copy(folder, tmp_path / "plain")
     for name, root in itertools.product(("iter_0000010", "iter_0000030"), ("store", "another", "copy", "plain")):
         assert all_files(tmp_path / root / name) == all_files(folder / name)
 
@@ -139,7 +127,7 @@ def test_a_checkpoint_that_release_0_2_lightened_loads(tmp_path: Path) -> None:
     """Its manifest was written anew, without the optimizer's files; its state has the digest of the one before."""
     folder = full_run(tmp_path)
     shutil.rmtree(folder / "iter_0000010")
-    write(folder, 10, SPECS[:1], optimizer_dropped={"manifest_xxh3_64": "0" * 16})
+    write(folder, 10, {}, optimizer_dropped={"manifest_xxh3_64": "0" * 16})
     assert open_checkpoint(folder / "iter_0000010", FILE_SYSTEM).is_lightened
     assert [summary.is_lightened for summary in reprise.list(folder)] == [True, False, False]
 
@@ -156,7 +144,7 @@ def test_holds_and_mirrors_are_respected(tmp_path: Path) -> None:
     folder = full_run(tmp_path)
     (folder / MIRROR).write_bytes(b"{")
     with refused(CheckpointError, MIRROR):
-        reprise.drop_optimizer(folder, before=30)
+        drop_optimizer(folder, before=30)
     (folder / "iter_0000010" / "hold").touch()
     digest = open_checkpoint(folder / "iter_0000020", FILE_SYSTEM).digest
     other, same = ({"iter_0000020": MirroredCheckpoint(found)} for found in ("0" * 16, digest))
@@ -168,10 +156,10 @@ def test_holds_and_mirrors_are_respected(tmp_path: Path) -> None:
         ({"committed": same}, ""),
     ):
         mirrored(folder, **rule)
-        results = reprise.drop_optimizer(folder, before=30, dry_run=rule != {"committed": same})
+        results = drop_optimizer(folder, before=30, dry_run=rule != {"committed": same})
         assert [(c.iteration, c.reason) for c in results] == [(10, "held"), (20, reason)]
-    assert names(folder / "iter_0000010") == {"weight", "exp_avg.weight"}
-    assert names(folder / "iter_0000020") == {"weight"}
+    assert names(folder / "iter_0000010") == FULL
+    assert names(folder / "iter_0000020") == LIGHT
 
 
 def test_a_store_with_the_full_checkpoint_needs_no_lighter_one(tmp_path: Path) -> None:
@@ -179,17 +167,17 @@ def test_a_store_with_the_full_checkpoint_needs_no_lighter_one(tmp_path: Path) -
     digest = open_checkpoint(folder / "iter_0000010", FILE_SYSTEM).digest
     for stored, changed, expected in ((digest, [10, 20], [20]), ("0" * 16, [10], [10])):
         mirrored(folder, committed={"iter_0000010": MirroredCheckpoint(stored)})
-        reprise.drop_optimizer(folder, before=20)
+        drop_optimizer(folder, before=20)
         assert MirrorRule(URL).unmirrored(folder, [10, 20, 30], changed) == expected
 
 
 def test_what_cannot_become_lighter_is_refused(tmp_path: Path) -> None:
     folder = full_run(tmp_path)
     with refused(CheckpointError, str(folder)):
-        reprise.drop_optimizer(folder, before=31)
+        drop_optimizer(folder, before=31)
     with refused(ConfigError, URL):
-        reprise.drop_optimizer(URL, before=30)
-    assert names(folder / "iter_0000010") == {"weight", "exp_avg.weight"}
+        drop_optimizer(URL, before=30)
+    assert names(folder / "iter_0000010") == FULL
 
 
 def test_a_folder_that_takes_no_lock_is_named(tmp_path: Path) -> None:
@@ -201,7 +189,7 @@ def test_a_folder_that_takes_no_lock_is_named(tmp_path: Path) -> None:
             call(folder)
 
 
-CALLS = [partial(reprise.prune, keep=1), partial(reprise.drop_optimizer, before=30)]
+CALLS = [partial(prune, keep=1), partial(drop_optimizer, before=30)]
 
 
 @pytest.mark.parametrize("call", CALLS, ids=["prune", "drop"])
@@ -232,18 +220,18 @@ def test_a_kill_at_any_call_leaves_the_old_or_the_new(tmp_path: Path, step: int)
         process = os.fork()
         if process == 0:
             Killer(folder, notes=folder.parent / "notes", at=at).install()
-            reprise.drop_optimizer(folder, before=30)
+            drop_optimizer(folder, before=30)
             os._exit(0)
         _, status = os.waitpid(process, 0)
         gc.enable()
         CheckpointFolder(folder, FILE_SYSTEM).sweep()
         states.add(frozenset(names(folder / "iter_0000010")))
-        assert all(result.problem is None for result in reprise.verify(folder)), at
+        assert all(result.problem is None for result in verify(folder)), at
         assert len(reprise.list(folder)) == 3, at
         if status == 0:
             break
     assert at > 10
-    assert states == {frozenset({"weight"}), frozenset({"weight", "exp_avg.weight"})}
+    assert states == {frozenset(LIGHT), frozenset(FULL)}
 
 
 def test_a_hold_taken_during_the_rename_keeps_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,7 +252,7 @@ def test_a_hold_taken_during_the_rename_keeps_the_checkpoint(tmp_path: Path, mon
 
 def test_a_lightened_copy_is_no_copy_of_the_whole(tmp_path: Path) -> None:
     folder = full_run(tmp_path)
-    reprise.copy(folder, tmp_path / "copies")
-    reprise.drop_optimizer(tmp_path / "copies", before=20)
+    copy(folder, tmp_path / "copies")
+    drop_optimizer(tmp_path / "copies", before=20)
     with refused(CheckpointError, "iter_0000010"):
-        reprise.copy(folder / "iter_0000010", tmp_path / "copies")
+        copy(folder / "iter_0000010", tmp_path / "copies")

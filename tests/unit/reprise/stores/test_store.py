@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import reprise
-from reprise.errors import CheckpointError
+from reprise import diff, load, save, show, verify
 from reprise.format.names import MANIFEST, STATE
 from reprise.stores import store as store_module
 from reprise.stores.files import StoreFiles
@@ -25,20 +24,15 @@ from reprise.stores.locations import files_of, location
 from reprise.stores.ranges import WINDOW_BYTES
 from reprise.stores.store import CONNECTIONS, MOST_TRIES, Child, ChildLink, ask, child, end_child
 from reprise.stores.url import StoreUrl
-from tests.messages import refused
+from tests.unit.reprise.loading.test_choose import filled
 
 FORKS = 20
-
-
-def model(seed: int = 0) -> torch.nn.Module:
-    torch.manual_seed(seed)
-    return torch.nn.Sequential(torch.nn.Linear(300, 700), torch.nn.Linear(700, 3))
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     for iteration in (1, 2):
-        reprise.save(tmp_path / "run", model(iteration), iteration=iteration, state={"epoch": iteration})
+        save(tmp_path / "run", filled(iteration), iteration=iteration, state={"epoch": iteration})
     return tmp_path / "run"
 
 
@@ -50,20 +44,6 @@ def process_id() -> int:
     process = child().process
     assert process is not None
     return process.pid
-
-
-def is_model(loaded: torch.nn.Module, seed: int) -> bool:
-    pairs = zip(loaded.parameters(), model(seed).parameters(), strict=True)
-    return all(torch.equal(mine, saved) for mine, saved in pairs)
-
-
-def test_the_newest_of_a_url_and_one_iteration_are_loaded(run: Path) -> None:
-    loaded = model(9)
-    assert reprise.load(url_of(run), loaded) == {"epoch": 2, "iteration": 2}
-    assert is_model(loaded, 2)
-    assert reprise.load(url_of(run / "iter_0000001"), loaded)["epoch"] == 1
-    assert is_model(loaded, 1)
-    assert str(reprise.latest(url_of(run))) == url_of(run / "iter_0000002")
 
 
 def test_a_replaced_object_is_found(run: Path) -> None:
@@ -185,7 +165,7 @@ def test_a_killed_child_is_started_again_a_few_times(
 
 
 def test_a_load_goes_on_after_its_child_is_killed(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked, loaded, kills = Child.ask, model(9), [1, 2]
+    asked, loaded, kills = Child.ask, filled(9), [1, 2]
 
     def killed(child: Child, call: str, *arguments: Any, **into: Any) -> Any:
         if call == "fill" and kills and kills.pop():
@@ -193,8 +173,8 @@ def test_a_load_goes_on_after_its_child_is_killed(run: Path, monkeypatch: pytest
         return asked(child, call, *arguments, **into)
 
     monkeypatch.setattr(Child, "ask", killed)
-    assert reprise.load(url_of(run), loaded)["epoch"] == 2
-    assert is_model(loaded, 2)
+    assert load(url_of(run), loaded)["epoch"] == 2
+    assert bool((loaded.get_parameter("weight") == 2).all())
 
 
 def test_an_answer_never_taken_is_not_the_next_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,7 +203,7 @@ def test_a_child_of_another_user_is_not_asked(monkeypatch: pytest.MonkeyPatch) -
 def test_a_listing_of_old_checkpoints_is_a_single_request(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (run / "iter_0000001" / "hold").touch()
     (run / "iter_0000002" / MANIFEST).rename(run / "manifest-of-2")  # its deletion or upload is under way
-    reprise.save(run / "weights", model(), iteration=3)
+    save(run / "weights", filled(3), iteration=3)
     requests, asked = list[tuple[str, str]](), Child.ask
 
     def counted(child: Child, call: str, url: StoreUrl, *details: Any, **into: Any) -> Any:
@@ -243,32 +223,15 @@ def test_a_listing_of_old_checkpoints_is_a_single_request(run: Path, monkeypatch
 
 
 def test_the_tools_take_urls(run: Path) -> None:
-    listed = reprise.list(url_of(run))
+    url, counts = url_of(run), list[tuple[str, int, int]]()
+    listed = reprise.list(url)
     assert [(summary.iteration, summary.status.value) for summary in listed] == [(1, "whole"), (2, "whole")]
     assert [summary.total_bytes for summary in listed] == [summary.total_bytes for summary in reprise.list(run)]
-    assert reprise.show(url_of(run)).tensors == reprise.show(run).tensors
-    assert [result.checked_bytes for result in reprise.verify(url_of(run))] == [
-        result.checked_bytes for result in reprise.verify(run)
-    ]
-    assert reprise.diff(url_of(run), run).is_empty
+    assert show(url).tensors == show(run).tensors
+    assert [result.checked_bytes for result in verify(url)] == [result.checked_bytes for result in verify(run)]
+    assert diff(url, run, progress=lambda *call: counts.append(call)).is_empty
+    assert counts == [("", count, 2) for count in range(3)]
     end_child()
-
-
-def test_a_load_passes_over_what_is_incomplete_or_damaged(run: Path, caplog: pytest.LogCaptureFixture) -> None:
-    reprise.save(run, model(3), iteration=3)
-    (run / "iter_0000003" / MANIFEST).unlink()
-    path = next((run / "iter_0000002").glob("model*.safetensors"))
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
-    loaded = model(9)
-    assert reprise.load(url_of(run), loaded)["iteration"] == 1
-    assert is_model(loaded, 1)
-    assert "iter_0000002 is damaged and skipped" in caplog.text
-    (run / "iter_0000001" / STATE).write_text("{}")
-    with refused(CheckpointError, url_of(run)):
-        reprise.load(url_of(run), loaded)
-    assert store_module._child is None  # a failed load leaves no process
 
 
 def test_bytes_are_those_of_the_object_at_every_size(tmp_path: Path) -> None:
