@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from reprise.errors import DataError
-from tests.messages import refused
+from tests.messages import Printed, refused
+from tests.unit.compare.test_curves import record
 from trainer.commands.compare_steps import DIFFERENT, UNUSABLE, main
 from trainer.steps import replay, search
 from trainer.steps.replay import RecordedRun
@@ -30,12 +31,11 @@ def make_record(folder: Path, iteration: int, loss: float) -> str:
     return str(folder)
 
 
-def test_records_of_other_iterations_are_not_equal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_records_of_other_iterations_are_not_equal(tmp_path: Path, capsys: Printed) -> None:
     assert main([make_record(tmp_path / "a", 1, 2.0), make_record(tmp_path / "b", 2, 2.0)]) == UNUSABLE
     for name, first in (("c", 1), ("d", 3)):
-        records = [{"iteration": first + number, "loss": 1.0, "loss_hex": (1.0).hex()} for number in range(2)]
         (tmp_path / name).mkdir()
-        (tmp_path / name / "metrics.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
+        (tmp_path / name / "metrics.jsonl").write_text("".join(f"{record(first + n, 1.0)}\n" for n in range(2)))
     capsys.readouterr()
     assert main([str(tmp_path / "c"), str(tmp_path / "d")]) == UNUSABLE
     assert str(tmp_path / "c") in capsys.readouterr().err
@@ -43,14 +43,14 @@ def test_records_of_other_iterations_are_not_equal(tmp_path: Path, capsys: pytes
         replay._first_iteration(tmp_path)
 
 
-def test_a_difference_that_is_not_finite_is_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_difference_that_is_not_finite_is_json(tmp_path: Path, capsys: Printed) -> None:
     status = main([make_record(tmp_path / "a", 1, 2.0), make_record(tmp_path / "b", 1, math.nan), "--json"])
     report = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
     assert (status, report["difference"]["largest"]) == (DIFFERENT, None)
 
 
 def test_logs_that_neither_run_repeats_are_a_difference(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Printed
 ) -> None:
     report = StepReport(None, "", None, first=(2, 2), unrepeated=((3,), (3,)))
     monkeypatch.setattr(search, "compare_steps", lambda *_, **options: report)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from reprise.storage import Files
+from tests.messages import Printed
 from trainer.commands import doctor
 from trainer.doctor import looks
 
@@ -24,7 +25,7 @@ def verdicts(text: str) -> dict[str, str]:
     return {line[9:37].strip(): line[:8].strip() for line in text.splitlines()}
 
 
-def test_all_is_well_here_and_nothing_is_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_is_well_here_and_nothing_is_left(tmp_path: Path, capsys: Printed) -> None:
     assert doctor.main([str(tmp_path / "runs")]) == 0
     text = capsys.readouterr().out
     found = verdicts(text)
@@ -64,7 +65,7 @@ def test_what_a_file_system_lacks_is_named(
     what: str,
     verdict: str,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    capsys: Printed,
 ) -> None:
     monkeypatch.setattr(Files, call, answer)
     assert doctor.main([str(tmp_path)]) == (verdict == looks.BAD)
@@ -74,7 +75,7 @@ def test_what_a_file_system_lacks_is_named(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_check_removes_its_own_files_and_no_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_check_removes_its_own_files_and_no_others(tmp_path: Path, capsys: Printed) -> None:
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "empty").mkdir()
     assert doctor.main([str(tmp_path / "there" / "a" / "b" / "c")]) == 0

@@ -5,8 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from types import ModuleType
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,6 +13,7 @@ import trainer.__main__
 from reprise import __version__
 from tests import ROOT
 from tests.harness import DEADLINE_S
+from tests.messages import Printed
 from trainer.commands.main import COMMANDS, Command, main
 
 ARGPARSE = sorted(set(COMMANDS) - {"train"})
@@ -49,7 +49,7 @@ def test_an_interrupted_import_is_one_line(
     module: str,
     line: str,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    capsys: Printed,
 ) -> None:
     monkeypatch.setattr(sys, "meta_path", [Interrupting(module), *sys.meta_path])
     monkeypatch.delitem(sys.modules, module, raising=False)
@@ -57,20 +57,7 @@ def test_an_interrupted_import_is_one_line(
     assert capsys.readouterr().err == f"{line}\n"
 
 
-@pytest.fixture
-def tool(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Sequence[str]], int]], None]:
-    """Put a function into the place of the program that `reprise doctor` calls."""
-
-    def put(call: Callable[[Sequence[str]], int]) -> None:
-        module = ModuleType("a_tool")
-        module.main = call  # type: ignore[attr-defined]
-        monkeypatch.setitem(sys.modules, "a_tool", module)
-        monkeypatch.setitem(COMMANDS, "doctor", Command("a_tool", ""))
-
-    return put
-
-
-def test_without_a_command_there_is_help(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_command_there_is_help(capsys: Printed) -> None:
     assert main(["--help"]) == 0
     text = capsys.readouterr().out
     assert {line.split()[0] for line in text.split("commands:\n")[1].split("\n\n")[0].splitlines()} == set(COMMANDS)
@@ -84,13 +71,20 @@ def test_without_a_command_there_is_help(capsys: pytest.CaptureFixture[str]) -> 
     assert len(err.splitlines()) == 1
 
 
-def test_a_command_names_the_libraries_it_lacks(
-    tool: Callable[[Callable[[Sequence[str]], int]], None],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+def test_a_command_has_its_tools_status_or_names_what_it_lacks(
+    monkeypatch: pytest.MonkeyPatch, capsys: Printed
 ) -> None:
-    tool(lambda arguments: 0)
-    monkeypatch.setitem(COMMANDS, "doctor", replace(COMMANDS["doctor"], libraries=("json", "no_library", "nor_this")))
+    def call(arguments: Sequence[str]) -> int:
+        if list(arguments) != ["a", "--b"]:
+            raise KeyboardInterrupt
+        return 7
+
+    monkeypatch.setitem(sys.modules, "a_tool", SimpleNamespace(main=call))
+    monkeypatch.setitem(COMMANDS, "doctor", Command("a_tool", ""))
+    assert main(["doctor", "a", "--b"]) == 7
+    assert main(["doctor"]) == 130
+    assert capsys.readouterr().err == "reprise doctor: interrupted\n"
+    monkeypatch.setitem(COMMANDS, "doctor", Command("a_tool", "", ("json", "no_library", "nor_this")))
     assert main(["doctor"]) == 1
     line = "reprise doctor needs no_library and nor_this; install with: pip install 'torch-reprise[train]'\n"
     assert capsys.readouterr().err == line
@@ -100,14 +94,14 @@ SUBCOMMANDS = [f"checkpoint {name}" for name in ("ls", "show", "verify", "diff",
 
 
 @pytest.mark.parametrize("words", [*ARGPARSE, *SUBCOMMANDS, "convert import hf", "convert export dcp"])
-def test_every_command_has_a_help_under_its_own_name(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_has_a_help_under_its_own_name(words: str, capsys: Printed) -> None:
     with pytest.raises(SystemExit, match="0"):
         main([*words.split(), "--help"])
     assert capsys.readouterr().out.startswith(f"usage: reprise {words} ")
 
 
 @pytest.mark.parametrize("command", ["compare-loss", "compare-steps", "report"])
-def test_a_file_that_no_system_takes_is_one_line(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_no_system_takes_is_one_line(command: str, capsys: Printed) -> None:
     assert main([command, "x" * 300, "y" * 300]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"reprise {command}: ")
@@ -125,20 +119,6 @@ def test_train_is_the_program_of_python_m_trainer() -> None:
     wrong = run("train", "--wrong")
     assert wrong.returncode == 2
     assert wrong.stderr.splitlines()[-1] == "reprise train: error: unrecognized arguments: --wrong"
-
-
-def test_the_status_is_that_of_the_tool(
-    tool: Callable[[Callable[[Sequence[str]], int]], None], capsys: pytest.CaptureFixture[str]
-) -> None:
-    def call(arguments: Sequence[str]) -> int:
-        if list(arguments) != ["a", "--b"]:
-            raise KeyboardInterrupt
-        return 7
-
-    tool(call)
-    assert main(["doctor", "a", "--b"]) == 7
-    assert main(["doctor"]) == 130
-    assert capsys.readouterr().err == "reprise doctor: interrupted\n"
 
 
 HELP = [("--help",), pytest.param(("train", "--help"), marks=pytest.mark.slow), ("compare-loss", "--help")]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from tests.messages import Printed
 from trainer.commands.options import main
 from trainer.config.options import keys
 
 
-def test_all_keys_are_described(capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_keys_are_described(capsys: Printed) -> None:
     assert main([]) == 0
     printed = capsys.readouterr().out
     assert "model= one of gpt2_124m, " in printed
@@ -24,7 +25,7 @@ def test_all_keys_are_described(capsys: pytest.CaptureFixture[str]) -> None:
         ("train.exit_", "train.exit_interval (integer; default 0)", 2),
     ],
 )
-def test_a_name_selects_keys(name: str, first: str, others: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_name_selects_keys(name: str, first: str, others: int, capsys: Printed) -> None:
     assert main([name]) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if not line.startswith(" ")]
     assert lines[0].startswith(first)
@@ -32,6 +33,6 @@ def test_a_name_selects_keys(name: str, first: str, others: int, capsys: pytest.
     assert others or len(lines) == 1
 
 
-def test_an_unknown_name_is_refused_with_the_closest(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_name_is_refused_with_the_closest(capsys: Printed) -> None:
     assert main(["train.train_iter5"]) == 2
     assert "did you mean train.train_iters?" in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import multiprocessing
 import os
@@ -11,7 +12,7 @@ import signal
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -20,8 +21,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.harness import compose
+from tests.messages import Printed
 from tests.profiles import examples
-from tests.unit.data.doors import WORDS, content, prepared, prose, tokens_of
+from tests.unit.data.doors import WORDS, content, prepared, prose, refusal, tokens_of
 from trainer.commands.prepare_data import main
 from trainer.data import corpus
 from trainer.data.blocks import TextForm
@@ -115,13 +117,10 @@ BAD_LINES = {
 
 
 @pytest.mark.parametrize(("case", "workers"), [*((case, 1) for case in BAD_LINES), ("half a surrogate", 2)])
-def test_a_bad_line_is_named_and_leaves_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], case: str, workers: int
-) -> None:
+def test_a_bad_line_is_named_and_leaves_nothing(tmp_path: Path, capsys: Printed, case: str, workers: int) -> None:
     path = tmp_path / "in.jsonl"
     path.write_text(lines(["a", "b"]) + "\n" + BAD_LINES[case] + "\n" + lines(["c"]) + "also bad\n")
-    assert main([str(path), "--output", str(tmp_path / "out"), "--workers", str(workers)]) == 2
-    assert "in.jsonl, line 4)" in capsys.readouterr().err
+    assert "in.jsonl, line 4)" in refusal(capsys, path, "--output", tmp_path / "out", "--workers", workers)
     assert [child.name for child in tmp_path.iterdir()] == ["in.jsonl"]
 
 
@@ -140,58 +139,47 @@ REFUSED = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_made_is_refused_in_words(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], case: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Printed, case: str
 ) -> None:
     words, named = REFUSED[case]
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.txt").write_text("a")
     (tmp_path / "b.jsonl").write_text(lines(["b"]))
     (tmp_path / "c.txt").write_bytes(b"word " * 1000 + b"\xff")
-    assert main(["--output", "out", "--workers", "1", *words.split()]) == 2
-    assert named in capsys.readouterr().err
+    assert named in refusal(capsys, "--output", "out", "--workers", "1", *words.split())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "b.jsonl", "c.txt"]
 
 
-def test_a_folder_is_replaced_only_with_force_and_if_ours(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "in.txt").write_text("one")
-    command = [str(tmp_path / "in.txt"), "--output", str(tmp_path / "out"), "--workers", "1"]
+def test_a_folder_is_replaced_only_with_force_and_if_ours(tmp_path: Path, capsys: Printed) -> None:
+    source, out = tmp_path / "in.txt", tmp_path / "out"
+    source.write_text("one")
+    command = [str(source), "--output", str(out), "--workers", "1"]
     assert main(command) == 0
-    first = content(tmp_path / "out")
-    (tmp_path / "in.txt").write_text("two")
-    assert main(command) == 2
-    assert "--force" in capsys.readouterr().err
-    assert content(tmp_path / "out") == first
-    made = tmp_path / "out/train_000000.bin"
+    first = content(out)
+    source.write_text("two")
+    assert "--force" in refusal(capsys, *command)
+    assert content(out) == first
+    made = out / "train_000000.bin"
     digest_of(open_token_file(made), cache=tmp_path / "cache")  # as a run does that reads the folder
     beside(made).touch()  # nothing is kept of a file that was written in the same tick
-    assert main([*command, "--force"]) == 0
+    command += ["--force", "--tokenizer", "train-bpe", "260"]
+    assert main(command) == 0
     assert not beside(made).exists()
-    assert content(tmp_path / "out") != first
-    (tmp_path / "out/notes.txt").write_text("mine")
-    assert main([*command, "--force"]) == 2
-    assert "notes.txt" in capsys.readouterr().err
+    second = content(out)
+    assert second != first
+    assert "tokenizer.json" in refusal(capsys, *command[:-2], out / "tokenizer.json")
+    assert "tokenizer.json" in refusal(capsys, out / "train_*.bin", *command[1:])
+    assert content(out) == second
+    (out / "notes.txt").write_text("mine")
+    assert "notes.txt" in refusal(capsys, *command)
     (tmp_path / "file").write_text("")
-    assert main([str(tmp_path / "in.txt"), "--output", str(tmp_path / "file"), "--force"]) == 2
+    refusal(capsys, source, "--output", tmp_path / "file", "--force")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "in.txt", "out"]
-
-
-def test_a_tokenizer_in_the_folder_that_is_replaced_survives(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "in.txt").write_text("one and one")
-    out = tmp_path / "out"
-    command = [str(tmp_path / "in.txt"), "--output", str(out), "--workers", "1", "--force"]
-    assert main([*command, "--tokenizer", "train-bpe", "260"]) == 0
-    before = content(out)
-    assert main([*command, "--tokenizer", str(out / "tokenizer.json")]) == 2
-    assert "tokenizer.json" in capsys.readouterr().err
-    assert main([str(out / "train_*.bin"), *command[1:]]) == 2
-    assert content(out) == before
 
 
 @pytest.mark.parametrize("name", ["it's [1]", "a\\'b, c", "back\\", "äö = {x}"])
 def test_the_printed_keys_name_the_files_in_any_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Printed, name: str
 ) -> None:
     (tmp_path / name).mkdir()
     monkeypatch.chdir(tmp_path / name)
@@ -209,7 +197,7 @@ def test_the_printed_keys_name_the_files_in_any_folder(
 
 
 def test_an_interrupt_leaves_nothing_and_ends_in_words(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Printed
 ) -> None:
     (tmp_path / "in.txt").write_text("one")
     # Where the tests are started in the background, a SIGINT is ignored.
@@ -223,25 +211,17 @@ def test_an_interrupt_leaves_nothing_and_ends_in_words(
     assert [path.name for path in tmp_path.iterdir()] == ["in.txt"]
 
 
-CALLS = ("mkdir", "fsync", "replace", "rename")
-
-
 def _die_at_call(calls: int, arguments: list[str]) -> None:
     """Prepare a folder, and die at the n-th of the calls that make files durable or give them their names."""
-    left = calls
+    left = itertools.count(calls, -1)
 
-    def dying(call: Callable[..., object]) -> Callable[..., object]:
-        def wrapped(*given: object, **named: object) -> object:
-            nonlocal left
-            left -= 1
-            if left < 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return call(*given, **named)
+    def dying(call: Callable[..., object], *given: object, **named: object) -> object:
+        if next(left) <= 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return call(*given, **named)
 
-        return wrapped
-
-    for name in CALLS:
-        setattr(os, name, dying(getattr(os, name)))
+    for name in ("mkdir", "fsync", "replace", "rename"):
+        setattr(os, name, partial(dying, getattr(os, name)))
     os._exit(main(arguments))
 
 
@@ -280,7 +260,7 @@ def test_a_call_killed_anywhere_leaves_no_half_of_a_folder(tmp_path: Path, *, re
     assert seen[-1] == after
 
 
-def test_megatrons_format_holds_the_same_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_megatrons_format_holds_the_same_tokens(tmp_path: Path, capsys: Printed) -> None:
     (tmp_path / "texts.jsonl").write_text(lines([prose(10, seed=n) for n in range(20)]))
     command = [f"{tmp_path}/texts.jsonl", "--valid-fraction", "0.3", "--file-tokens", "700"]
     tokens = prepared(tmp_path / "plain", *command)

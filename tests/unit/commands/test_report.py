@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy
-import pytest
 
+from tests.messages import Printed
 from tests.reported_runs import steady_run
 from trainer.commands.report import main, write_report
 
@@ -39,7 +39,7 @@ def test_the_page_has_the_bits_of_the_log(tmp_path: Path) -> None:
     assert unpacked(curve["x"]["iteration"]) == list(range(1, 200))
 
 
-def test_the_command_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_writes_the_page(tmp_path: Path, capsys: Printed) -> None:
     output = tmp_path / "page.html"
     assert main([str(tmp_path), "--output", str(output)]) == 2
     assert "metrics.jsonl" in capsys.readouterr().err

@@ -11,7 +11,7 @@ import pytest
 from torch.utils.tensorboard import SummaryWriter
 
 from reprise.errors import DataError
-from tests.messages import refused
+from tests.messages import Printed, refused
 from tests.unit.compare.test_logs import LOSSES, MEANS, megatron, titan, trainer_state
 from trainer.commands import compare_loss, compare_speed
 from trainer.compare.read import read_curve
@@ -44,7 +44,7 @@ def test_event_files_are_read_as_their_programs_name_losses(tmp_path: Path, tag:
         assert curve.meaning.describe(1) == "TensorBoard: as its program logged it"
 
 
-def test_a_resumed_run_replaces_what_it_repeats(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_resumed_run_replaces_what_it_repeats(tmp_path: Path, capsys: Printed) -> None:
     folder = write_events(tmp_path / "resumed", {**LOSSES, 4: 9.5, 5: 9.25})
     (file,) = folder.iterdir()
     file.rename(folder / "events.out.tfevents.0000000001.host.1")
@@ -100,7 +100,7 @@ def test_times_are_those_of_the_log_or_of_its_clock(tmp_path: Path) -> None:
     assert seconds_of(write_events(tmp_path / "events", LOSSES)) == {2: 2.0, 3: 2.0}
 
 
-def test_speeds_of_logs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_speeds_of_logs_are_compared(tmp_path: Path, capsys: Printed) -> None:
     slow = dict.fromkeys(range(1, 12), 2.5)
     write_events(tmp_path / "a", slow)
     (tmp_path / "b.log").write_text(megatron(slow))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from itertools import pairwise
+from math import nan
 from pathlib import Path
 
 import pytest
@@ -44,7 +44,7 @@ def test_runs_are_named_by_the_part_of_the_path_that_differs(sources: list[str],
 def test_equal_curves_stay_visible_in_a_plot() -> None:
     pytest.importorskip("matplotlib")
     same = {1: 3.0, 2: 2.0}
-    figure = draw_comparisons(compared(same, same, same, {1: 3.5, 2: math.nan}), ["base", "a", "b", "c", "d"])
+    figure = draw_comparisons(compared(same, same, same, {1: 3.5, 2: nan}), ["base", "a", "b", "c", "d"])
     upper, lower = figure.axes
     for axes in (upper, lower):
         assert axes.get_ylabel()

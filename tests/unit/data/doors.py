@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
+from tests.messages import Printed
 from trainer.commands.prepare_data import main
 from trainer.data.corpus import Corpus, prepare
 from trainer.data.section import DataKind, DataSection
@@ -46,6 +47,13 @@ def prepared(folder: Path, *words: object) -> list[int]:
     """Return the tokens that the command makes, of training and then of validation."""
     assert main([*map(str, words), "--output", str(folder), "--force", "--workers", "1"]) == 0
     return tokens_of(sorted(folder.glob("*.bin")))
+
+
+def refusal(capsys: Printed, *words: object) -> str:
+    """Return what the command says that refuses these words."""
+    capsys.readouterr()
+    assert main([*map(str, words)]) == 2
+    return capsys.readouterr().err
 
 
 def text_section(path: object, **keys: object) -> DataSection:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
@@ -10,12 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.fakes import tokens_in_memory
 from tests.profiles import examples
-from tests.sample_order import sample_ids
-from trainer.data.batches import OrderedSamples, Samples
 from trainer.data.blend import MOST_PERIOD, Blend, places_of
-from trainer.data.position_map import PositionMap
 
 decimals = st.one_of(st.integers(1, 20), st.integers(1, 2000)).map(lambda number: Fraction(number, 100))
 weights = st.lists(decimals, min_size=1, max_size=12)
@@ -57,20 +52,3 @@ def test_the_order_of_a_blend_never_changes() -> None:
 def test_impossible_weights_are_refused(weights: list[Fraction]) -> None:
     with pytest.raises(ValueError, match="positive weights"):
         Blend(weights)
-
-
-def source(number: int, count: int) -> Samples:
-    """Return samples of one target each, whose first tokens are `1000 * number` and on."""
-    return Samples([tokens_in_memory(np.arange(count + 1, dtype=np.uint16) + 1000 * number)], seq_length=1)
-
-
-def test_sources_go_on_at_their_counts_from_a_position() -> None:
-    sources = [source(0, 50), source(1, 50)]
-    blend = Blend([Fraction(1), Fraction(3)])
-    later = OrderedSamples(sources, blend, 100, [30, 9])
-    tokens = later.windows(later.sample_ids(np.arange(100, 140), 5))[:, 0]
-    mapped = replace(later, position_map=PositionMap.of([(50, 60)]))
-    assert np.array_equal(mapped.sample_ids(np.arange(90, 130), 5), later.sample_ids(np.arange(100, 140), 5))
-    for number, (first, count) in enumerate([(30, 10), (9, 30)]):
-        own = tokens[tokens // 1000 == number] % 1000
-        assert own.tolist() == sample_ids(first, count, epoch_size=50, seed=5).tolist()

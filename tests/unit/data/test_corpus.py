@@ -7,14 +7,16 @@ import json
 import multiprocessing
 import os
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import tokenizers
+import yaml
 from hypothesis import example, given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from reprise.errors import DataError
 from tests.messages import refused
@@ -32,7 +34,7 @@ from tests.unit.data.doors import (
 from trainer.data.bpe import train_bpe
 from trainer.data.corpus import Corpus, default_cache, prepare
 from trainer.data.section import DataKind, DataSection, SampleCut, problems
-from trainer.data.token_file import open_token_file, write_token_file
+from trainer.data.token_file import open_token_file
 
 
 def contents(corpus: Corpus) -> list[bytes]:
@@ -153,12 +155,10 @@ def test_processes_that_prepare_at_once_get_the_same_files(tmp_path: Path) -> No
     assert {path.name for path in (tmp_path / "cache").rglob("*.*")} == {"train.bin", "valid.bin"}
 
 
-@pytest.mark.parametrize(
-    ("environment", "folder"),
-    [({}, "/home/me/.cache"), ({"XDG_CACHE_HOME": "/fast"}, "/fast"), ({"XDG_CACHE_HOME": "here"}, "/home/me/.cache")],
-)
-def test_the_default_cache_follows_the_xdg_rules(environment: dict[str, str], folder: str) -> None:
-    assert default_cache(environment, Path("/home/me")) == Path(folder, "reprise")
+def test_the_default_cache_follows_the_xdg_rules() -> None:
+    home = Path("/home/me")
+    assert default_cache({"XDG_CACHE_HOME": "/fast"}, home) == Path("/fast/reprise")
+    assert default_cache({}, home) == default_cache({"XDG_CACHE_HOME": "here"}, home) == home / ".cache/reprise"
 
 
 # The section
@@ -166,7 +166,7 @@ def test_the_default_cache_follows_the_xdg_rules(environment: dict[str, str], fo
 
 def test_a_vocabulary_above_65536_is_written_as_uint32(tmp_path: Path) -> None:
     vocabulary = {"<|endoftext|>": 0, "abc": 2**16}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, "abc"))
+    tokenizer = Tokenizer(WordLevel(vocabulary, "abc"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "a.txt").write_text("abc " * 10)
@@ -179,7 +179,7 @@ def test_sections_that_no_corpus_serves_are_refused_by_name(tmp_path: Path) -> N
     path = tmp_path / "a.txt"
     path.write_text("abc" * 100)
     (tmp_path / "t.json").write_text("{}")
-    tokenizers.Tokenizer(tokenizers.models.WordLevel({"<end>": 0}, "<end>")).save(str(tmp_path / "u.json"))
+    Tokenizer(WordLevel({"<end>": 0}, "<end>")).save(str(tmp_path / "u.json"))
     for name, word in (("t.json", "t.json"), ("missing.json", "missing.json"), ("u.json", "<|endoftext|>, </s>")):
         with refused(DataError, word):
             trained(tmp_path, path, tokenizer=f"{tmp_path}/{name}")
@@ -190,41 +190,35 @@ def test_sections_that_no_corpus_serves_are_refused_by_name(tmp_path: Path) -> N
         prepare(text_section(path), cache=path / "cache")
 
 
-def test_token_files_are_sorted_and_their_vocabulary_unknown(tmp_path: Path) -> None:
-    for name in ("b.bin", "a.bin", "v.bin"):
-        write_token_file(tmp_path / name, [np.arange(3)], dtype=np.uint16)
-    section = DataSection(kind=DataKind.token_file, train=f"{tmp_path}/[ab].bin", valid=f"{tmp_path}/v.bin")
-    train, valid = (tmp_path / "a.bin", tmp_path / "b.bin"), (tmp_path / "v.bin",)
-    assert prepare(section, cache=tmp_path) == Corpus(train, valid, None, None)
-    assert prepare(replace(section, vocab_size=50257, valid=None), cache=tmp_path) == Corpus(train, (), 50257, None)
+# A data section, and the keys at fault.
+SECTIONS = {
+    "": "",
+    "path: x, valid_fraction: 1.0": "data.path data.valid_fraction",
+    "kind: text, valid_fraction: .nan": "data.path data.valid_fraction",
+    "kind: token_file, tokenizer: x, valid: x": "data.train",
+    "tokenizer: x, path: y, valid: z": "data.path data.valid",
+    "valid_fraction: 0.0, vocab_size: 0": "data.valid_fraction data.vocab_size",
+    "kind: token_file, train: [{path: a, weight: 0.1}], valid: [b, c]": "",
+    "kind: text, train: [{path: a, weight: 1/3}, {path: b, weight: 2}]": "",
+    "kind: token_file, train: []": "data.train",
+    "kind: token_file, train: 5, valid: []": "data.train data.valid",
+    "kind: token_file, train: [a]": "data.train[0]",
+    "kind: token_file, train: [{path: a, weight: 0}]": "data.train[0].weight",
+    "kind: token_file, train: [{path: 's3://a', weight: 1}]": "data.train[0].path",
+    "kind: megatron, train: [{path: a, weight: 1}, {path: a, weight: 1}]": "data.train[1].path",
+    "train: [{path: a, weight: 1}]": "data.train",
+    "kind: megatron, train: a, document_mask: true": "",
+    "kind: token_file, train: a, document_mask: true": "data.document_mask",
+    "kind: token_file, train: a, end_of_text: 5": "data.end_of_text",
+    "kind: token_file, train: a, samples: per_document": "data.samples",
+}
 
 
-TOKEN_FILE, BLEND = DataKind.token_file, {"path": "a", "weight": 1}
-
-
-@pytest.mark.parametrize(
-    ("section", "keys"),
-    [
-        (DataSection(), []),
-        (DataSection(path="x", valid_fraction=1.0), ["data.path", "data.valid_fraction"]),
-        (DataSection(kind=DataKind.text, valid_fraction=float("nan")), ["data.path", "data.valid_fraction"]),
-        (DataSection(kind=TOKEN_FILE, tokenizer="x", valid="x"), ["data.train"]),
-        (DataSection(tokenizer="x", path="y", valid="z"), ["data.path", "data.valid"]),
-        (DataSection(valid_fraction=0.0, vocab_size=0), ["data.valid_fraction", "data.vocab_size"]),
-        (DataSection(kind=TOKEN_FILE, train=[{"path": "a", "weight": 0.1}], valid=["b", "c"]), []),
-        (DataSection(kind=DataKind.text, train=[{"path": "a", "weight": "1/3"}, {"path": "b", "weight": 2}]), []),
-        (DataSection(kind=TOKEN_FILE, train=[]), ["data.train"]),
-        (DataSection(kind=TOKEN_FILE, train=5, valid=[]), ["data.train", "data.valid"]),
-        (DataSection(kind=TOKEN_FILE, train=["a"]), ["data.train[0]"]),
-        (DataSection(kind=TOKEN_FILE, train=[{"path": "a", "weight": 0}]), ["data.train[0].weight"]),
-        (DataSection(kind=TOKEN_FILE, train=[{"path": "s3://a", "weight": 1}]), ["data.train[0].path"]),
-        (DataSection(kind=DataKind.megatron, train=[BLEND, BLEND]), ["data.train[1].path"]),
-        (DataSection(train=[BLEND]), ["data.train"]),
-        (DataSection(kind=DataKind.megatron, train="a", document_mask=True), []),
-        (DataSection(kind=TOKEN_FILE, train="a", document_mask=True), ["data.document_mask"]),
-        (DataSection(kind=TOKEN_FILE, train="a", end_of_text=5), ["data.end_of_text"]),
-        (DataSection(kind=TOKEN_FILE, train="a", samples=SampleCut.per_document), ["data.samples"]),
-    ],
-)
-def test_problems_name_the_keys_at_fault(section: DataSection, keys: list[str]) -> None:
-    assert [re.split("[=:]", problem)[0] for problem in problems(section)] == keys
+@pytest.mark.parametrize("text", SECTIONS)
+def test_problems_name_the_keys_at_fault(text: str) -> None:
+    values = yaml.safe_load(f"{{{text}}}")
+    for key, kind in (("kind", DataKind), ("samples", SampleCut)):
+        if key in values:
+            values[key] = kind(values[key])
+    found = problems(DataSection(**values))
+    assert " ".join(re.split("[=:]", problem)[0] for problem in found) == SECTIONS[text]

@@ -11,9 +11,22 @@ from typing import Any
 
 import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
+from tokenizers.normalizers import NFC, NFD, NFKC, BertNormalizer, Prepend, Replace, Strip, StripAccents
+from tokenizers.pre_tokenizers import (
+    BertPreTokenizer,
+    CharDelimiterSplit,
+    Digits,
+    FixedLength,
+    Metaspace,
+    Punctuation,
+    Split,
+    UnicodeScripts,
+    Whitespace,
+    WhitespaceSplit,
+)
 
 from reprise.errors import DataError
-from tests.messages import refused
+from tests.messages import Printed, refused
 from tests.unit.data import doors
 from tests.unit.data.doors import tokens_of
 from trainer.commands.prepare_data import main
@@ -47,7 +60,7 @@ BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 
 
 def split(pattern: str, behavior: str = "isolated", *, invert: bool = False) -> Any:
-    return pre_tokenizers.Split(Regex(pattern), behavior, invert)
+    return Split(Regex(pattern), behavior, invert)
 
 
 def sequence(*members: Any) -> Any:
@@ -56,48 +69,42 @@ def sequence(*members: Any) -> Any:
 
 GPT2_SPLIT, ONE_SPACE = split(GPT2), pre_tokenizers.ByteLevel(False)
 NORMALIZERS: dict[str, Any] = {
-    "Strip": normalizers.Strip(),
-    "Prepend": normalizers.Prepend("▁"),
-    "Replace": normalizers.Replace(" ", "▁"),
-    "Replace over a cut": normalizers.Replace("n ", "e "),
-    "Replace of white space": normalizers.Replace(Regex(r"\s+"), " "),
+    "Strip": Strip(),
+    "Prepend": Prepend("▁"),
+    "Replace over a cut": Replace("n ", "e "),
     "ByteLevel": normalizers.ByteLevel(),
-    "Sequence with Prepend": normalizers.Sequence([normalizers.NFC(), normalizers.Prepend("▁")]),
+    "Sequence with Prepend": normalizers.Sequence([NFC(), Prepend("▁")]),
 }
 PRE_TOKENIZERS: dict[str, Any] = {
     "none": None,
     "ByteLevel with a space": pre_tokenizers.ByteLevel(add_prefix_space=True),
     "ByteLevel without words": BYTES,
-    "CharDelimiterSplit": pre_tokenizers.CharDelimiterSplit(" "),
-    "Digits": pre_tokenizers.Digits(),
-    "Punctuation": pre_tokenizers.Punctuation("merged_with_next"),
-    "FixedLength": pre_tokenizers.FixedLength(7),
-    "UnicodeScripts": pre_tokenizers.UnicodeScripts(),
-    "Metaspace always": pre_tokenizers.Metaspace(),
-    "scripts, then words": sequence(pre_tokenizers.UnicodeScripts(), GPT2_SPLIT),
-    "pieces, then words": sequence(pre_tokenizers.FixedLength(7), GPT2_SPLIT),
-    "words with a first": sequence(ONE_SPACE, pre_tokenizers.Metaspace(prepend_scheme="first")),
+    "CharDelimiterSplit": CharDelimiterSplit(" "),
+    "Digits": Digits(),
+    "Punctuation": Punctuation("merged_with_next"),
+    "FixedLength": FixedLength(7),
+    "UnicodeScripts": UnicodeScripts(),
+    "Metaspace always": Metaspace(),
+    "scripts, then words": sequence(UnicodeScripts(), GPT2_SPLIT),
+    "words with a first": sequence(ONE_SPACE, Metaspace(prepend_scheme="first")),
     "bytes, then words": sequence(BYTES, split(r"[a-z]+Ġ|.")),
-    "text over a cut": sequence(pre_tokenizers.Split("n ", "isolated"), GPT2_SPLIT),
-    "spanning": split(r"\w+\s+|\s+|[^\w\s]+"),
+    "text over a cut": sequence(Split("n ", "isolated"), GPT2_SPLIT),
     "lookahead": split(r"\w+(?=[^#]*#)|\w|\s+|[^\w\s]+"),
     "letters alone": split(r"\p{N}{1,3}"),
     "previous": split(GPT2, "merged_with_previous"),
-    "next": split(GPT2, "merged_with_next"),
-    "contiguous": split(GPT2, "contiguous"),
 }
 # Their texts are cut: those in use by models of text, and those that keep the speed of many processes.
 CUT_NORMALIZERS: dict[str, Any] = {
-    "BertNormalizer": normalizers.BertNormalizer(),
-    "BertNormalizer as it is": normalizers.BertNormalizer(False, False, False, False),
+    "BertNormalizer": BertNormalizer(),
+    "BertNormalizer as it is": BertNormalizer(False, False, False, False),
     **{kind: getattr(normalizers, kind)() for kind in ("Lowercase", "NFC", "NFD", "NFKC", "NFKD", "Nmt")},
-    "StripAccents": normalizers.Sequence([normalizers.NFD(), normalizers.StripAccents()]),
+    "StripAccents": normalizers.Sequence([NFD(), StripAccents()]),
 }
 CUT_PRE_TOKENIZERS: dict[str, Any] = {
-    "BertPreTokenizer": pre_tokenizers.BertPreTokenizer(),
+    "BertPreTokenizer": BertPreTokenizer(),
     "ByteLevel": ONE_SPACE,
-    "Whitespace": pre_tokenizers.Whitespace(),
-    "WhitespaceSplit": pre_tokenizers.WhitespaceSplit(),
+    "Whitespace": Whitespace(),
+    "WhitespaceSplit": WhitespaceSplit(),
     "GPT-2": GPT2_SPLIT,
     "GPT-2 removed": split(GPT2, "removed"),
     "GPT-2 inverted": split(GPT2, "removed", invert=True),
@@ -106,15 +113,11 @@ CUT_PRE_TOKENIZERS: dict[str, Any] = {
     "GPT-4o": sequence(split(GPT4O), BYTES),
     "Mistral": sequence(split(MISTRAL), BYTES),
     "DeepSeek": sequence(*map(split, DEEPSEEK), BYTES),
-    "Falcon": sequence(
-        pre_tokenizers.Punctuation("contiguous"), ONE_SPACE, pre_tokenizers.Digits(), split("[0-9][0-9][0-9]")
-    ),
-    "StarCoder": sequence(pre_tokenizers.Digits(individual_digits=True), ONE_SPACE),
-    "XLM": sequence(pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace()),
-    "words in pieces": sequence(
-        pre_tokenizers.Whitespace(), pre_tokenizers.FixedLength(2), pre_tokenizers.UnicodeScripts()
-    ),
-    "delimiters": sequence(pre_tokenizers.CharDelimiterSplit("e"), ONE_SPACE),
+    "Falcon": sequence(Punctuation("contiguous"), ONE_SPACE, Digits(), split("[0-9][0-9][0-9]")),
+    "StarCoder": sequence(Digits(individual_digits=True), ONE_SPACE),
+    "XLM": sequence(WhitespaceSplit(), Metaspace()),
+    "words in pieces": sequence(Whitespace(), FixedLength(2), UnicodeScripts()),
+    "delimiters": sequence(CharDelimiterSplit("e"), ONE_SPACE),
 }
 CUT = {f"normalizer {name}": (normalizer, GPT2_SPLIT) for name, normalizer in CUT_NORMALIZERS.items()}
 CUT |= {f"pre_tokenizer {name}": (None, pre_tokenizer) for name, pre_tokenizer in CUT_PRE_TOKENIZERS.items()}
@@ -222,7 +225,7 @@ def test_tokenizers_in_use_alone_are_cut() -> None:
 
 
 def test_settings_are_switched_off_and_said_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: Printed
 ) -> None:
     content = trained("pre_tokenizer ByteLevel")
     labels = {open_encoder(written(tmp_path, content)).label}
@@ -272,7 +275,7 @@ ADDED = {
 @pytest.mark.parametrize("case", ADDED)
 def test_an_added_token_across_cuts_allows_none(case: str) -> None:
     token, obstacle = ADDED[case]
-    made = tokenizer(normalizers.NFKC(), GPT2_SPLIT)
+    made = tokenizer(NFKC(), GPT2_SPLIT)
     made.add_tokens([token])
     made.encode_special_tokens = True
     assert cuts_of(made).obstacle == obstacle

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -61,32 +60,38 @@ def test_samples_are_those_of_megatron_with_the_same_documents(tmp_path: Path) -
         assert np.array_equal(actual.windows(np.arange(actual.count)), expected.windows(np.arange(expected.count)))
 
 
-def index_of(path: Path, *ends: int) -> None:
-    Path(f"{path}.index").write_bytes(np.array(ends, "<u8").tobytes())
+def ends_of(*ends: int) -> bytes:
+    return np.array(ends, "<u8").tobytes()
 
 
-DAMAGE: list[tuple[Callable[[Path], object], str]] = [
-    (lambda path: path.unlink(), "00000_tokens.ds"),
-    (lambda path: path.write_bytes(path.read_bytes()[:6]), "found 6 bytes"),
-    (lambda path: path.write_bytes(path.read_bytes()[:-1]), "found 11 bytes"),
-    (lambda path: Path(f"{path}.index").unlink(), "00000_tokens.ds.index"),
-    (lambda path: Path(f"{path}.index").write_bytes(b"123"), "found 3 bytes"),
-    (lambda path: index_of(path, 3, 7), "7 tokens of 2 bytes"),
-    (lambda path: index_of(path, 2**64 - 1), "-1 tokens"),
-    (lambda path: index_of(path, 2**63 + 6), "found 12 bytes"),
-    (lambda path: index_of(path), "0 tokens"),
-    (lambda path: Path(f"{path}.metadata").write_text("tokenizer|4\n6\n6 T"), "6 tokens of 4 bytes"),
-    (lambda path: Path(f"{path}.metadata").write_text("tokenizer|3\n6\n6 T"), "b'3'"),
-    (lambda path: Path(f"{path}.metadata").write_bytes(bytes(1 << 20)), ".metadata"),
-    (lambda path: Path(f"{path}.loss").write_bytes(bytes(6)), ".loss"),
-    (lambda path: (Path(f"{path}.index").unlink(), os.mkfifo(f"{path}.index")), ".index"),
+# What lies in place of the file of this suffix, where it is not gone.
+DAMAGE = [
+    ("", None, "00000_tokens.ds"),
+    ("", bytes(6), "found 6 bytes"),
+    ("", bytes(11), "found 11 bytes"),
+    (".index", None, "00000_tokens.ds.index"),
+    (".index", b"123", "found 3 bytes"),
+    (".index", ends_of(3, 7), "7 tokens of 2 bytes"),
+    (".index", ends_of(2**64 - 1), "-1 tokens"),
+    (".index", ends_of(2**63 + 6), "found 12 bytes"),
+    (".index", b"", "0 tokens"),
+    (".index", "a pipe", ".index"),
+    (".metadata", b"tokenizer|4\n6\n6 T", "6 tokens of 4 bytes"),
+    (".metadata", b"tokenizer|3\n6\n6 T", "b'3'"),
+    (".metadata", bytes(1 << 20), ".metadata"),
+    (".loss", bytes(6), ".loss"),
 ]
 
 
-@pytest.mark.parametrize(("damage", "word"), DAMAGE, ids=range(len(DAMAGE)))
-def test_files_that_do_not_fit_are_refused(tmp_path: Path, damage: Callable[[Path], object], word: str) -> None:
+@pytest.mark.parametrize(("suffix", "content", "word"), DAMAGE, ids=range(len(DAMAGE)))
+def test_files_that_do_not_fit_are_refused(tmp_path: Path, suffix: str, content: bytes | str | None, word: str) -> None:
     path = by_hand(tmp_path, DOCUMENTS)
-    damage(path)
+    file = Path(f"{path}{suffix}")
+    file.unlink(missing_ok=True)
+    if isinstance(content, bytes):
+        file.write_bytes(content)
+    elif content:
+        os.mkfifo(file)
     with refused(DataError, word):
         open_datatrove_file(path)
 
@@ -94,7 +99,7 @@ def test_files_that_do_not_fit_are_refused(tmp_path: Path, damage: Callable[[Pat
 @pytest.mark.parametrize("ends", [(5, 3, 6), (7, 6), (2**63, 6), (2**64 - 1, 6)])
 def test_an_index_that_does_not_increase_is_refused(tmp_path: Path, ends: tuple[int, ...]) -> None:
     path = by_hand(tmp_path, DOCUMENTS)
-    index_of(path, *ends)
+    Path(f"{path}.index").write_bytes(ends_of(*ends))
     with refused(DataError, ".index"):
         table_of(open_datatrove_file(path), seq_length=7, cache=None)
 

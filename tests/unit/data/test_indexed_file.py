@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,6 @@ def by_hand(
     sequences: Sequence[object],
     *,
     code: int = 8,
-    version: int = 1,
     modes: bytes = b"",
     document_sequences: int = 1,
 ) -> Path:
@@ -32,7 +32,7 @@ def by_hand(
     lengths = np.array([array.size for array in arrays], "<i4")
     ends = np.cumsum([0, *(array.nbytes for array in arrays)]).astype("<i8")
     borders = np.arange(0, len(arrays) + 1, document_sequences, dtype="<i8")
-    header = b"MMIDIDX\0\0" + struct.pack("<QBQQ", version, code, len(arrays), len(borders))
+    header = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, code, len(arrays), len(borders))
     index = header + lengths.tobytes() + ends[:-1].tobytes() + borders.tobytes() + modes
     path.with_suffix(".idx").write_bytes(index)
     return path
@@ -57,35 +57,42 @@ def test_a_token_above_int32_is_refused(tmp_path: Path) -> None:
         write_indexed_file(tmp_path / "a.bin", [np.array([2**31])], dtype=np.dtype(np.uint32), end_of_text=END)
 
 
-def cut(path: Path, at: int) -> None:
-    path.write_bytes(path.read_bytes()[:at])
-
-
 def change(path: Path, at: int, data: bytes) -> None:
     old = path.read_bytes()
     path.write_bytes(old[:at] + data + old[at + len(data) :])
 
 
-DAMAGE: list[tuple[Callable[[Path, Path], object], str]] = [
-    (lambda tokens, index: index.unlink(), "a.idx"),
-    (lambda tokens, index: tokens.unlink(), "a.bin"),
-    (lambda tokens, index: cut(tokens, 8), "found 8 bytes"),
-    (lambda tokens, index: cut(index, 20), "a.idx"),
-    (lambda tokens, index: cut(index, 40), "a.idx"),
-    (lambda tokens, index: change(index, 0, b"TNTIDX"), "a.idx"),
-    (lambda tokens, index: change(index, 9, b"\2"), "found version 2"),
-    (lambda tokens, index: change(index, 17, b"\7"), "code 7"),
-    (lambda tokens, index: change(index, 17, b"\4"), "expected 14 bytes"),
-    (lambda tokens, index: change(index, 42, b"\1"), "a.idx"),
-    (lambda tokens, index: change(index, 74, b"\7"), "a.idx"),
+# What is changed in a file from an offset on; None ends the file there.
+DAMAGE = [
+    (".idx", 0, None, "a.idx"),
+    (".bin", 8, None, "found 8 bytes"),
+    (".idx", 20, None, "a.idx"),
+    (".idx", 40, None, "a.idx"),
+    (".idx", 0, b"TNTIDX", "a.idx"),
+    (".idx", 9, b"\2", "found version 2"),
+    (".idx", 17, b"\7", "code 7"),
+    (".idx", 17, b"\4", "expected 14 bytes"),
+    (".idx", 42, b"\1", "a.idx"),
+    (".idx", 74, b"\7", "a.idx"),
 ]
 
 
-@pytest.mark.parametrize(("damage", "word"), DAMAGE, ids=range(len(DAMAGE)))
-def test_files_that_do_not_fit_are_refused(tmp_path: Path, damage: Callable[[Path, Path], object], word: str) -> None:
+@pytest.mark.parametrize(("suffix", "at", "data", "word"), DAMAGE, ids=range(len(DAMAGE)))
+def test_files_that_do_not_fit_are_refused(tmp_path: Path, suffix: str, at: int, data: bytes | None, word: str) -> None:
     path = by_hand(tmp_path / "a.bin", [[1, 2, END], [3, END]])
-    damage(path, path.with_suffix(".idx"))
+    if data is None:
+        os.truncate(path.with_suffix(suffix), at)
+    else:
+        change(path.with_suffix(suffix), at, data)
     with refused(DataError, word):
+        open_indexed_file(path)
+
+
+@pytest.mark.parametrize("suffix", [".idx", ".bin"])
+def test_a_file_that_is_gone_is_named(tmp_path: Path, suffix: str) -> None:
+    path = by_hand(tmp_path / "a.bin", [[1]])
+    path.with_suffix(suffix).unlink()
+    with refused(DataError, f"a{suffix}"):
         open_indexed_file(path)
 
 

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import codecs
-import gzip
 import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import zstandard
 
 from reprise.errors import DataError
 from tests.messages import refused
 from tests.unit.data.doors import of_texts, prepared, trained
+from tests.unit.data.test_text_file import gzipped, zstd
 from trainer.commands.prepare_data import main
 from trainer.data import json_lines
 from trainer.data.json_lines import is_json_lines
@@ -22,10 +21,10 @@ DOCUMENTS = [f"document {number}, naïve and\nof two lines" for number in range(
 TABLES = [{"id": number, "text": text} for number, text in enumerate(DOCUMENTS)]
 LINES = "".join(json.dumps(table) + "\n" for table in TABLES).encode()
 ARRAY = json.dumps(TABLES, indent=1).encode()
-PACK: dict[str, Callable[[bytes], bytes]] = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.compress}
+PACK: dict[str, Callable[[bytes], bytes]] = {"": bytes, ".gz": gzipped, ".zst": zstd}
 
 
-@pytest.mark.parametrize("name", ["in.json", "in.txt.gz", "in.zst", "in", "in.jsonl.gz"])
+@pytest.mark.parametrize("name", ["in.json", "in.txt.gz", "in.zst", "in", "in.jsonl.gz", "in.ndjson.zst"])
 def test_lines_are_documents_whatever_their_name(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     pack = PACK.get(path.suffix, bytes)

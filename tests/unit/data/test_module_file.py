@@ -12,7 +12,7 @@ import torch
 from reprise.errors import ConfigError, DataError
 from reprise.storage import FILE_SYSTEM
 from tests.harness import TINY, compose, curve, launch, run_ok
-from tests.messages import refused
+from tests.messages import Printed, refused
 from tests.resume.random_tokens import LENGTH, random_tokens, write_random_tokens
 from trainer.commands import evaluate
 from trainer.config.checks import validate
@@ -64,7 +64,7 @@ def iterable(path: str) -> tuple[object, str]:
     return iter(Windows(random_tokens()[path])), path  # type: ignore[call-overload]
 
 
-def test_a_killed_run_has_the_curve_of_token_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_killed_run_has_the_curve_of_token_files(tmp_path: Path, capsys: Printed) -> None:
     write_random_tokens(tmp_path)
     files = [f"data.train={tmp_path / 'a.bin'}", f"data.valid={tmp_path / 'b.bin'}"]
     run_ok(tmp_path / "files", [*RUN, "data=token_file", *files])

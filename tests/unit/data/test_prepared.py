@@ -11,8 +11,8 @@ import pytest
 
 from reprise.errors import DataError
 from tests.harness import TINY, compose
-from tests.messages import refused
-from tests.unit.data.doors import tokens_of
+from tests.messages import Printed, refused
+from tests.unit.data.doors import refusal, tokens_of
 from trainer.commands.prepare_data import main
 from trainer.data import corpus as corpus_module
 from trainer.data.bpe import train_bpe
@@ -31,23 +31,23 @@ def arrays(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def prepare(folder: Path, *options: str, dtype: str = "uint16") -> int:
-    return main([str(folder / "train.bin"), "--raw", dtype, "--output", str(folder / "out"), *options])
+def words(folder: Path, *options: object, dtype: str = "uint16") -> list[str]:
+    return [f"{folder}/train.bin", "--raw", dtype, "--output", f"{folder}/out", *map(str, options)]
 
 
-def printed(capsys: pytest.CaptureFixture[str]) -> list[str]:
+def printed(capsys: Printed) -> list[str]:
     """Return the keys that the command prints last."""
     return shlex.split(capsys.readouterr().out.splitlines()[-1])
 
 
 @pytest.mark.parametrize(("dtype", "file_tokens"), [("uint16", 700), ("uint32", 1 << 30)])
 def test_the_printed_keys_name_the_tokens_of_arrays(
-    arrays: Path, capsys: pytest.CaptureFixture[str], dtype: str, file_tokens: int
+    arrays: Path, capsys: Printed, dtype: str, file_tokens: int
 ) -> None:
     for name, tokens in (("train", TOKENS), ("val", HELD_OUT)):
         tokens.astype(dtype).tofile(arrays / f"{name}.bin")
     valid = ["--valid", str(arrays / "val.bin"), "--file-tokens", str(file_tokens)]
-    assert prepare(arrays, *valid, dtype=dtype) == 0
+    assert main(words(arrays, *valid, dtype=dtype)) == 0
     keys = printed(capsys)
     assert keys[3:] == ["model.vocab_size=60", "model.bos_token_id=59", "model.eos_token_id=59"]
     config = compose(["model=gpt2_tiny", *TINY, *keys])
@@ -58,23 +58,21 @@ def test_the_printed_keys_name_the_tokens_of_arrays(
     assert open_token_file(corpus.train[0]).dtype == dtype
 
 
-def test_a_named_tokenizer_gives_vocabulary_and_end_of_text(arrays: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_named_tokenizer_gives_vocabulary_and_end_of_text(arrays: Path, capsys: Printed) -> None:
     path = arrays / "tokenizer.json"
     path.write_bytes(train_bpe(["one and two " * 9], 270))
     size = open_encoder(path).vocab_size
     for tokenizer, count in ((str(path), size), ("bytes", 257)):
-        assert prepare(arrays, "--tokenizer", tokenizer, "--force") == 0
+        command = words(arrays, "--tokenizer", tokenizer, "--force")
+        assert main(command) == 0
         assert printed(capsys)[2:4] == [f"data.tokenizer={tokenizer}", f"model.vocab_size={count}"]
         np.array([1, count], "<u2").tofile(arrays / "train.bin")
-        assert prepare(arrays, "--tokenizer", tokenizer, "--force") == 2
-        assert f"found {count}" in capsys.readouterr().err
+        assert f"found {count}" in refusal(capsys, *command)
         assert tokens_of(sorted(arrays.glob("out/train_*.bin"))) == TOKENS.tolist()
         TOKENS.astype("<u2").tofile(arrays / "train.bin")
 
 
-def test_files_that_are_no_arrays_are_refused_and_leave_nothing(
-    arrays: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_files_that_are_no_arrays_are_refused_and_leave_nothing(arrays: Path, capsys: Printed) -> None:
     path, good = arrays / "train.bin", TOKENS.astype("<u2").tobytes()
     write_token_file(arrays / "tokens.bin", [TOKENS], dtype=np.uint16)
     np.save(arrays / "numpy.npy", TOKENS.astype("<u2"))
@@ -87,32 +85,26 @@ def test_files_that_are_no_arrays_are_refused_and_leave_nothing(
     ):
         path.write_bytes(data)
         before = sorted(os.listdir(arrays))
-        assert prepare(arrays, dtype=dtype) == 2
-        assert str(path) in capsys.readouterr().err
+        assert str(path) in refusal(capsys, *words(arrays, dtype=dtype))
         assert sorted(os.listdir(arrays)) == before
 
 
-def test_an_array_on_both_sides_is_refused(arrays: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_array_on_both_sides_is_refused(arrays: Path, capsys: Printed) -> None:
     (arrays / "copy.bin").write_bytes((arrays / "val.bin").read_bytes())
     for valid in ("train.bin", "val.bin"):
-        command = [str(arrays / "train.bin"), str(arrays / "copy.bin"), "--valid", str(arrays / valid)]
-        assert main([*command, "--raw", "uint16", "--output", str(arrays / "out")]) == 2
-        assert f"({arrays / valid})" in capsys.readouterr().err
+        command = [arrays / "copy.bin", *words(arrays, "--valid", arrays / valid)]
+        assert f"({arrays / valid})" in refusal(capsys, *command)
     assert not (arrays / "out").exists()
 
 
+RAW = "--raw uint16"
+
+
 @pytest.mark.parametrize(
-    "words",
-    [
-        "--raw uint16 --form text",
-        "--raw uint16 --valid-fraction 0.1",
-        "--raw uint16 --tokenizer train-bpe 300",
-        "--valid x",
-    ],
+    "options", [f"{RAW} --form text", f"{RAW} --valid-fraction 0.1", f"{RAW} --tokenizer train-bpe 300", "--valid x"]
 )
-def test_what_is_said_of_texts_is_refused(arrays: Path, capsys: pytest.CaptureFixture[str], words: str) -> None:
-    assert main([str(arrays / "train.bin"), "--output", str(arrays / "out"), *words.split()]) == 2
-    assert "--raw" in capsys.readouterr().err
+def test_what_is_said_of_texts_is_refused(arrays: Path, capsys: Printed, options: str) -> None:
+    assert "--raw" in refusal(capsys, arrays / "train.bin", "--output", arrays / "out", *options.split())
     assert not (arrays / "out").exists()
 
 

@@ -54,21 +54,15 @@ def table(texts: list[str], key: str = "text", **options: object) -> bytes:
     return file.getvalue()
 
 
-PACKED: dict[str, Callable[[bytes], bytes]] = {"gz": gzipped, "zst": zstd}
-
-
-@pytest.mark.parametrize("suffix", ["jsonl.gz", "ndjson.zst", "parquet", "without"])
-def test_documents_give_the_files_of_plain_lines(tmp_path: Path, suffix: str) -> None:
+def test_parquet_of_any_name_gives_the_files_of_plain_lines(tmp_path: Path) -> None:
     texts = [prose(60, seed) for seed in range(50)] + ["", "one\nline", 'a "quote" \\ and \x01']
-    lines = "".join(json.dumps({"content": text}) + "\n" for text in texts).encode()
-    (tmp_path / "in.jsonl").write_bytes(lines)
-    named = tmp_path / ("in" if suffix == "without" else f"in.{suffix}")  # the name is no matter for Parquet
-    named.write_bytes(PACKED[suffix[-3:].strip(".")](lines) if "." in suffix else table(texts, "content"))
-    for path, out in ((tmp_path / "in.jsonl", "plain"), (named, "packed")):
-        tokens = prepared(tmp_path / out, path, "--key", "content")
-        assert tokens == of_texts(*texts)
-        prepared(tmp_path / out, path, "--key", "content", "--valid-fraction", "0.3", "--file-tokens", "5000")
-    assert content(tmp_path / "plain") == content(tmp_path / "packed")
+    (tmp_path / "plain").write_text("".join(json.dumps({"content": text}) + "\n" for text in texts))
+    (tmp_path / "table").write_bytes(table(texts, "content"))
+    words = ("--key", "content")
+    for name in ("plain", "table"):
+        assert prepared(tmp_path / "all", tmp_path / name, *words) == of_texts(*texts)
+        prepared(tmp_path / f"of {name}", tmp_path / name, *words, "--valid-fraction", 0.3, "--file-tokens", 5000)
+    assert content(tmp_path / "of plain") == content(tmp_path / "of table")
 
 
 TEXT = b"A text that is long enough to be one. " * 20

@@ -13,6 +13,8 @@ import pytest
 import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from reprise.errors import DataError
 from tests.messages import refused
@@ -23,7 +25,7 @@ from trainer.data.text import bytes_encoder, open_encoder, prompt_tokens
 from trainer.data.tokenizer_beside import tokenizer_files_in, with_tokenizer
 from trainer.data.tokenizer_files import tokenizer_files
 
-THEIRS = tokenizers.Tokenizer.from_buffer(bytes_tokenizer())
+THEIRS = Tokenizer.from_buffer(bytes_tokenizer())
 TEXT = DataSection(kind=DataKind.text, path="x")
 TOKENS = DataSection(kind=DataKind.token_file, train="x")
 
@@ -77,7 +79,7 @@ def test_nothing_that_is_saved_needs_the_package(tmp_path: Path, monkeypatch: py
 def test_a_copy_gives_the_tokens_that_the_run_trains_on(tmp_path: Path, *, is_nested: bool) -> None:
     """It neither adds a token, nor truncates, pads or drops out."""
     section = written(tmp_path)
-    theirs = tokenizers.Tokenizer.from_file(str(section.tokenizer))
+    theirs = Tokenizer.from_file(str(section.tokenizer))
     ids = theirs.encode("so it is, and so it is").ids
     end = "<|endoftext|>"
     adds = tokenizers.processors.TemplateProcessing(single=f"{end} $A", pair=f"{end} $A $B", special_tokens=[(end, 0)])
@@ -89,7 +91,7 @@ def test_a_copy_gives_the_tokens_that_the_run_trains_on(tmp_path: Path, *, is_ne
     theirs.model.dropout = 0.9
     theirs.save(str(section.tokenizer))
     content = files(section, eos=0)["tokenizer.json"]
-    copy = tokenizers.Tokenizer.from_buffer(content)
+    copy = Tokenizer.from_buffer(content)
     assert [copy.encode("so it is, and so it is").ids for _ in range(9)] == [ids] * 9
     assert prompt_tokens(open_encoder(section.tokenizer), "so it is, and so it is", 300) == ids
     Path(str(section.tokenizer)).write_bytes(content)
@@ -111,7 +113,7 @@ def test_only_a_special_token_is_named_as_the_end(tmp_path: Path, caplog: pytest
 
 def vocabulary(folder: Path, *, special: str, eos: object = None) -> DataSection:
     """Write a tokenizer with an ordinary `</s>` of id 0 and a special token of id 1, and perhaps its configuration."""
-    table = tokenizers.Tokenizer(tokenizers.models.WordLevel({"</s>": 0, special: 1, "<eos>": 2}, "</s>"))
+    table = Tokenizer(WordLevel({"</s>": 0, special: 1, "<eos>": 2}, "</s>"))
     table.add_special_tokens([special])
     table.save(str(folder / "tokenizer.json"))
     if eos is not None:
