@@ -22,6 +22,14 @@ def test_a_host_file_is_read_as_it_was_written() -> None:
         assert from_bytes(known.to_bytes(), where="x") == known
 
 
+def test_a_host_owns_what_it_wrote() -> None:
+    other = {"a": (1, 2), "b": (0,)}
+    assert FILE.own == FILE.held
+    assert (replace(FILE, host=1).own, replace(FILE, host=None).own) == (other, {})
+    assert (FILE.missing, FILE.is_whole, FILE.parts) == (other, False, (0,))
+    assert replace(FILE, held=other).parts == (1,)
+
+
 def resigned(text: str) -> bytes:
     body = text.rpartition(',"xxh3_64"')[0]
     return f'{body},"xxh3_64":"{digest_of(body.encode())}"}}\n'.encode()
