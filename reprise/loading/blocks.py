@@ -31,7 +31,9 @@ class PieceBlock:
     digest: str
 
     def __str__(self) -> str:
-        return f"{self.place.file}, tensor {self.place.spec.name}, bytes [{self.lo}, {self.hi}) of a piece"
+        ranges = ", ".join(f"{part.start}:{part.stop}" for part in self.packed.box.slices)
+        part = f" of elements [{ranges}]" if self.packed.total_bytes < self.place.spec.total_bytes else ""
+        return f"{self.place.file}, tensor {self.place.spec.name}, bytes [{self.lo}, {self.hi}){part}"
 
     def read(
         self, checkpoint: Checkpoint, file: OpenFile, gatherer: Gatherer, into: Bytes, *, verify: bool = True
