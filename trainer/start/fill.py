@@ -202,7 +202,8 @@ def _log_rates(run: Run, schedule: Schedule, progress: Progress, checkpoint: Che
     first, last = progress.iteration + 1, run.last_iteration(progress)
     consumed = run.batch_schedule.consumed_after(1, progress.consumed_samples)
     end = run.batch_schedule.consumed_after(last - progress.iteration, progress.consumed_samples)
-    begin, length = (consumed, end) if schedule.is_in_samples else (first, last)
+    after = run.batch_schedule.consumed_after(last + 1 - progress.iteration, progress.consumed_samples)
+    begin, length, beyond = (consumed, end, after) if schedule.is_in_samples else (first, last, last + 1)
     is_constant = schedule.style is DecayStyle.constant
     if first > last or (not is_new and (is_constant or length <= schedule.decay)):
         return
@@ -216,7 +217,8 @@ def _log_rates(run: Run, schedule: Schedule, progress: Progress, checkpoint: Che
                 where=checkpoint.path,
                 expected=f"{key} above {begin - 1}, or schedule.min_lr above 0",
                 found=f"{key}={schedule.decay} and schedule.min_lr=0",
-                fix=f"Set {key}={length} checkpoint.override_scheduler=true to stretch the schedule.",
+                fix=f"Set {key}={beyond} checkpoint.override_scheduler=true: the schedule then ends after the last "
+                "iteration.",
             )
     stays = f", where the schedule ends ({key}={schedule.decay})" if length > schedule.decay and not is_constant else ""
     _log.warning(f"learning rate: {rates[0]:.4e} in iteration {first}, {rates[1]:.4e} in iteration {last}{stays}")

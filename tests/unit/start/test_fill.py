@@ -27,10 +27,13 @@ def resumed(folder: Path, *overrides: str) -> Run:
 
 def test_a_finished_run_does_not_go_on_at_a_rate_of_zero(tmp_path: Path) -> None:
     trained(tmp_path / "run", *LINEAR)
-    with refused(MismatchError, "schedule.lr_decay_iters=6 checkpoint.override_scheduler=true"):
+    with refused(MismatchError, "schedule.lr_decay_iters=7 checkpoint.override_scheduler=true"):
         resumed(tmp_path / "run", *LINEAR, "schedule.lr_decay_iters=2")
     with refused(MismatchError):
         resumed(tmp_path / "run", "checkpoint.use_checkpoint_scheduler=true")
+    stretched = (*LINEAR, "schedule.lr_decay_iters=7", "checkpoint.override_scheduler=true")
+    schedule = resumed(tmp_path / "run", *stretched).schedule
+    assert min(schedule.at(iteration, 0) for iteration in range(3, 7)) > 0
 
 
 def test_a_run_whose_own_command_ends_at_zero_resumes(tmp_path: Path) -> None:
