@@ -154,7 +154,7 @@ def _add_imports(parser: argparse.ArgumentParser) -> None:
         )
         subparser.add_argument("--consumed-samples", type=int, metavar="N", help="samples already trained on")
         subparser.add_argument(
-            "--trust-pickle", action="store_true", help="unpickle files, which can run arbitrary code"
+            "--trust-pickle", action="store_true", help="read pickles, without importing their classes or running code"
         )
         subparser.add_argument("--weights-only", action="store_true", help="leave out the optimizer state: iteration 0")
         subparser.set_defaults(from_rank0=False)

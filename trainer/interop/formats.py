@@ -28,7 +28,7 @@ class ImportOptions:
 
     Args:
         config: The continued run's configuration. Its model is the expected model.
-        trusts_pickle: Whether files may be unpickled, which can run code.
+        trusts_pickle: Whether pickles may be read. Their classes are not imported, and no code in them runs.
         weights_only: Whether to leave out optimizer state.
         overrides: The command-line overrides in `config`.
         from_rank0: Whether to take the first copy of a tensor if ranks hold different copies.
