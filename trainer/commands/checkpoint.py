@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def list_run(options: argparse.Namespace) -> int:
-    """List the checkpoints of runs, without reading their tensors."""
+    """List the checkpoints of runs, checking only each file's header and first block."""
     summaries = reprise.list(*options.runs, check=options.check)
     rows, marks = list[Row](), _kept_by_rule(summaries)
     for summary in summaries:
