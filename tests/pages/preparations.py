@@ -140,7 +140,7 @@ PAGES = [
     Page("commands.md", 10, prepare=commands),
     Page(
         "data.md",
-        3,
+        4,
         {"/data/": "$PWD/data/", "8000": "300"},
         token_files,
     ),
