@@ -110,6 +110,20 @@ def test_a_trainers_run_goes_on_here_and_returns(
     assert (tmp_path / "back/checkpoint-5").is_dir()  # with our interval of saves
 
 
+def test_a_finished_trainers_run_goes_on_with_three_keys(tmp_path: Path) -> None:
+    config = compose([*TRAINING, *MODELS["gpt2"]])
+    theirs(config, tmp_path / "theirs", lr_scheduler_type="linear").train()
+    source, run = tmp_path / f"theirs/checkpoint-{TOTAL}", tmp_path / "run"
+    assert convert.main(["import", "trainer", str(source), str(run / "checkpoints"), "--trust-pickle", *OURS]) == 0
+    words = [f"checkpoint.load={run}", "logging.tensorboard=false"]
+    more = [f"train.train_iters={TOTAL + 2}", f"schedule.lr_decay_iters={TOTAL + 3}", "checkpoint.allow=lr"]
+    run_ok(run, words)
+    count = len(losses_of(run))
+    run_ok(run, [*words, *more])
+    assert len(losses_of(run)) == count + 2
+    assert min(losses_of(run, "lr")[-2:]) > 0
+
+
 # ---- what an import takes, tells and refuses
 
 
