@@ -166,11 +166,26 @@ class StoreClient:
             except (exceptions.AlreadyExistsError, FileExistsError):
                 return self.read_whole(key) == data
 
-    def delete(self, keys: Iterable[str]) -> None:
-        """Delete objects. Missing objects are ignored."""
+    def delete(self, keys: Iterable[str], within: str | None = None) -> None:
+        """Delete objects. Missing objects are ignored.
+
+        Args:
+            within: A folder. In the file system it is also removed, as are those below it, once they are empty.
+        """
         for key in keys:
             with contextlib.suppress(FileNotFoundError), _translated(self.root, key):
                 obstore.delete(self._store(), key)
+            if within is not None and self.root == "file://":
+                with contextlib.suppress(OSError):  # not empty, or gone
+                    for folder in Path("/", key).parents:
+                        if folder.is_relative_to(Path("/", within)):
+                            os.rmdir(folder)
+
+    def new_folder(self, key: str) -> str:
+        """Return the outermost folder that a write into a folder would create. In an object store, the folder."""
+        names = key.split("/") if self.root == "file://" else []
+        outer = ("/".join(names[:count]) for count in range(1, len(names)))
+        return next((folder for folder in outer if not exists(Path("/", folder))), key)
 
     def _store(self, request_bytes: int = 0) -> Any:
         """Return an obstore store whose timeout suits this request size."""
@@ -188,7 +203,7 @@ def part_bytes(file_bytes: int) -> int:
 
 def _open_store(root: str, timeout_s: int) -> Any:
     if root.startswith("file://"):
-        return store.LocalStore(prefix=Path("/"), automatic_cleanup=True, mkdir=False)
+        return store.LocalStore(prefix=Path("/"), mkdir=False)  # folders of the user stay
     options: dict[str, Any] = {"timeout": timedelta(seconds=timeout_s), "connect_timeout": timedelta(seconds=10)}
     retries = {"max_retries": 10, "retry_timeout": timedelta(seconds=RETRY_S)}
     settings: dict[str, Any] = {}

@@ -49,6 +49,7 @@ def probe(url: StoreUrl, client: StoreClient, *, size: int = SPEED_BYTES) -> Ite
     """
     folder = url.child(f".doctor-{secrets.token_hex(4)}")
     key, once = folder.child("data").key, folder.child("once").key
+    new = client.new_folder(folder.key)
 
     def write() -> str:
         with tempfile.NamedTemporaryFile() as file:
@@ -78,7 +79,7 @@ def probe(url: StoreUrl, client: StoreClient, *, size: int = SPEED_BYTES) -> Ite
         yield StoreFinding(what, False, f"{error.strerror}")
     finally:
         with contextlib.suppress(OSError):
-            client.delete([entry.key for entry in client.objects(folder.key)])
+            client.delete([key, once], within=new)
 
 
 def _seconds(call: Callable[[int], object], values: Iterable[int] = (0,)) -> list[float]:

@@ -83,7 +83,7 @@ class Upload:
         if objects and not marks:
             raise self._refusal(f"{min(objects)}, which is not part of an upload")
         if self._mark not in marks:
-            clear(self._client, objects)
+            clear(self._client, self._folder, objects)
             self._client.put(self._folder.child(self._mark).key, b"")
             objects.clear()
         return self._absent(objects, share(self.files.sizes, self._host, self._hosts))
@@ -115,7 +115,7 @@ class Upload:
         try:
             self._require_same()
         except SourceChangedError:
-            self._client.delete([key])  # before this host lists the next mark
+            self._client.delete([key], within=self._folder.key)  # before this host lists the next mark
             raise
 
     def _require_same(self) -> None:
@@ -165,10 +165,10 @@ def list_folder(client: StoreClient, folder: StoreUrl) -> Objects:
     return {entry.key[start:]: entry for entry in client.objects(folder.key)}
 
 
-def clear(client: StoreClient, objects: Objects) -> None:
+def clear(client: StoreClient, folder: StoreUrl, objects: Objects) -> None:
     """Delete a folder's objects, its manifest first and the marks last."""
     order = sorted(objects, key=lambda name: (name != MANIFEST, name.startswith(MARK)))
-    client.delete(objects[name].key for name in order)
+    client.delete((objects[name].key for name in order), within=folder.key)
 
 
 def remove(client: StoreClient, folder: StoreUrl) -> None:
@@ -176,8 +176,8 @@ def remove(client: StoreClient, folder: StoreUrl) -> None:
     if objects := list_folder(client, folder):
         mark = folder.child(f"{MARK}removed").key
         client.put(mark, b"")
-        clear(client, objects)
-        client.delete([mark])
+        clear(client, folder, objects)
+        client.delete([mark], within=folder.key)
 
 
 def retried(call: Callable[[], T]) -> T:

@@ -95,3 +95,12 @@ def test_a_folder_that_others_use_meanwhile_stays(tmp_path: Path) -> None:
     for _ in findings:
         pass
     assert [path.name for path in tmp_path.rglob("*")] == ["runs", "other"]
+
+
+@pytest.mark.parametrize("url", ["kept", "kept/new/run"])
+def test_a_folder_as_a_store_stays_as_it_was(tmp_path: Path, url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("obstore")
+    (tmp_path / "kept").mkdir()
+    assert doctor.main([f"file://{tmp_path}/{url}"]) == 0
+    assert verdicts(capsys.readouterr().out)["conditional creation"] == looks.FINE
+    assert [path.name for path in tmp_path.rglob("*")] == ["kept"]

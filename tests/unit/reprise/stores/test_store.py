@@ -246,3 +246,14 @@ def test_bytes_are_those_of_the_object_at_every_size(tmp_path: Path) -> None:
         count = files.read(number, memoryview(buffer), offset=start)
         assert bytes(buffer[:count]) == content[start : start + size]
     files.end()
+
+
+def test_a_removed_checkpoint_takes_no_folder_of_the_user(run: Path, tmp_path: Path) -> None:
+    target = StoreUrl.parse(url_of(tmp_path / "user" / "archive" / "iter_0000002"))
+    (tmp_path / "user" / "archive").mkdir(parents=True)
+    source = str(run / "iter_0000002")
+    for name in ask(target, "begin", source):
+        ask(target, "send", source, name)
+    assert ask(target, "commit", source)
+    ask(target, "remove")
+    assert [path.name for path in (tmp_path / "user").rglob("*")] == ["archive"]
