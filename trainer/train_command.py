@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,7 +24,7 @@ from trainer.config.checks import (
     validate,
     with_micro_batch,
 )
-from trainer.config.compose import Resolved, read_command, resolve_command
+from trainer.config.compose import Resolved, read_command, resolve_command, unlike
 from trainer.config.derived import topology_of
 from trainer.config.schema import Config
 from trainer.launch.environment import Environment
@@ -162,8 +163,7 @@ def _train(resolved: Resolved, cluster: Cluster, signals: SignalHandler, times: 
     from trainer.run.inputs import open_inputs
 
     config, channel = resolved.config, cluster.channel
-    error = ConfigError("The configuration differs from rank 0's", where=f"rank {cluster.rank}")
-    channel.require_same("config", resolved.text, lambda _: error)
+    channel.require_same("config", resolved.text, partial(unlike, resolved.text, rank=cluster.rank))
     times.end(Phase.rendezvous)
     if cluster.device.type != CPU:
         total_bytes = memory_bytes(cluster.device)

@@ -192,7 +192,7 @@ class Checkpointer:
             start = time.perf_counter()
             has_optimizer = contents.has_optimizer
             if not again and self._is_saved(iteration, with_optimizer=has_optimizer):
-                _log.info("iteration %d is already saved, nothing to do", iteration)
+                _log.info("iteration %d needs no new save", iteration)
                 if self._channel.coordinates:
                     shared.decide(self._channel, DecisionMessage(iteration=iteration, is_earlier=True))
                 return None

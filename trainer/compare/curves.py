@@ -164,13 +164,15 @@ class Comparison:
         """The report's last line: the result for common iterations, then the missing iterations."""
         sides = {"test": self.missing_in_test, "base": self.missing_in_base}
         missing = [f"{len(holes)} in {side} (first at {holes[0]})" for side, holes in sides.items() if holes.size]
-        total = self.compared + (0 if missing else len(self.allowed_prefix))
-        suffix = " in both" if missing else ""
+        total, before = self.compared, 0 if missing else len(self.allowed_prefix)
+        unit = "compared iterations" if before else "iterations in both" if missing else "iterations"
         if self.different.size:
-            parts = [f"DIFFERENT: {len(self.different)} of {total} iterations{suffix}, first at {self.different[0]}"]
+            parts = [f"DIFFERENT: {len(self.different)} of {total} {unit}, first at {self.different[0]}"]
         else:
             relation = "bit-identical" if self.bit_equal == self.compared else f"equal within {self.tolerance}"
-            parts = [f"{relation}: {self.compared}/{total} iterations{suffix}"] if total else []
+            parts = [f"{relation}: {total}/{total} {unit}"] if total else []
+        if before and parts:
+            parts[-1] += f", {before} missing before them"
         return "; ".join([*parts, f"MISSING: {', '.join(missing)}"] if missing else parts)
 
     def differences(self, most: int) -> list[CurveDifference]:

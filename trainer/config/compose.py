@@ -49,6 +49,7 @@ _LIKE_A_KEY = 0.75  # minimum similarity between an option and a key
 # Starts the last line in a run's config.yaml. YAML indents values, so no value line starts like this.
 _ENVIRONMENT = "# from environment variables: "
 
+_MOST_KEYS = 10  # in a message
 _HELP = """\
 usage: reprise train KEY=VALUE ...
 
@@ -241,6 +242,25 @@ class Resolved:
     text: str
     environment_keys: frozenset[str]
     words: tuple[str, ...] | None = None
+
+
+def unlike(text: str, first: str, *, rank: int) -> ConfigError:
+    """Return the error for a rank whose configuration differs from rank 0's, given both as YAML. It names the keys."""
+    here, there = (dict(_leaves(yaml.safe_load(each))) for each in (text, first))
+    names = sorted(key for key in {*here, *there} if key not in here or key not in there or here[key] != there[key])
+    more = f" and {len(names) - _MOST_KEYS} more" if len(names) > _MOST_KEYS else ""
+    keys = f"other values of {', '.join(names[:_MOST_KEYS])}{more}" if names else None
+    fix = "Enter the same command, with the same environment variables, on every host."
+    return ConfigError("The configuration differs from rank 0's", where=f"rank {rank}", found=keys, fix=fix)
+
+
+def _leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the values in nested mappings by dotted key."""
+    for key, value in table.items():
+        if isinstance(value, dict) and value:
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
 
 
 def compose(overrides: Sequence[str]) -> Config:

@@ -70,11 +70,12 @@ def find_files(pattern: str) -> list[Path]:
     files = [path for path in paths if is_file(path)]
     unusable = [path for path in paths if not is_file(path) and not is_dir(path)]
     if unusable or not files:
+        folders = count_of(len(paths), "folder") if paths else None
         raise DataError(
             "A glob match is not a file" if unusable else "No file matches",
             where=unusable[0] if unusable else pattern,
-            expected="files (folders are skipped)",
-            found="a broken link, a pipe or a device" if unusable else count_of(len(paths), "folder"),
+            expected="files (folders are skipped)" if paths else None,
+            found="a broken link, a pipe or a device" if unusable else folders,
             fix="Restore the file, or remove the match."
             if unusable
             else f"Relative paths start at {Path.cwd()}. Quote globs; '**/*.txt' searches subfolders.",

@@ -48,8 +48,8 @@ def merged(checkpoint: Checkpoint, base: Path, *, averages: bool = False) -> Sta
         raise MismatchError(
             "The adapters were trained on a different base",
             where=base,
-            expected=f"{expected.get('format')}, digest {expected.get('xxh3_64')}",
-            found=f"{identity['format']}, digest {identity['xxh3_64']}",
+            expected=f"weights of {expected.get('format')}, digest {expected.get('xxh3_64')}",
+            found=f"weights of {identity['format']}, digest {identity['xxh3_64']}",
             fix="Pass the base weights that the adapters were trained on.",
         )
     model, modules = adapters.model, frozenset(adapted_modules(adapters.model))

@@ -17,7 +17,7 @@ from reprise.errors import ConfigError, LaunchError
 from tests.harness import DEADLINE_S
 from tests.messages import refused
 from trainer.config.checks import unpinned_thread_lines, unused_keys, validate
-from trainer.config.compose import compose
+from trainer.config.compose import compose, unlike
 from trainer.config.options import CONFIGS, keys
 from trainer.launch.environment import Environment
 from trainer.memory.needs import require_host_memory
@@ -419,3 +419,12 @@ def test_a_script_takes_no_url(command: str, capsys: pytest.CaptureFixture[str])
         importlib.import_module(f"trainer.commands.{module}").main(arguments)
     assert ended.value.code == 2
     assert "is a URL" in capsys.readouterr().err
+
+
+def test_a_rank_with_another_configuration_names_the_keys() -> None:
+    first, text = "train:\n  seed: 1\n  lr: 2\nrun: {}\n", "train:\n  seed: 2\n  lr: 2\nrun:\n  name: a\n"
+    with refused(ConfigError, "rank 3", "run.name, train.seed"):
+        raise unlike(text, first, rank=3)
+    many = "".join(f"key_{number:02}: 1\n" for number in range(12))
+    with refused(ConfigError, "key_09 and 2 more"):
+        raise unlike(many, "{}", rank=1)
