@@ -54,7 +54,8 @@ class SaveKeys:
         max_checkpoint_keep: Newest checkpoints to keep. 0 keeps all. Without `finetune`, retention never deletes a
             checkpoint named by `ckpt_step`, or by a path in `load`, while that command trains. A checkpoint found by
             `auto` is not exempt.
-        keep_best: Checkpoints with the lowest validation loss to keep as well.
+        keep_best: Checkpoints with the lowest validation loss to keep as well. Needs `train.eval_interval` and
+            `max_checkpoint_keep`.
         save_retain_interval: Keep checkpoints at multiples of this many iterations. 0 exempts none.
         full_steps: Iterations to save and keep as well, always with optimizer state, such as ``[1000,5000]``.
         no_save_optim: Save only the weights.
