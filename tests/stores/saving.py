@@ -32,7 +32,7 @@ class WatchedClient(StoreClient):
         for name in ("head", "read", "names", "objects", "put", "create", "put_parts", "delete"):
             setattr(self, name, partial(watch, getattr(self, name)))
         delete_one = self.delete
-        self.delete = lambda keys, within=None: [delete_one([key], within) for key in keys] and None  # type: ignore[method-assign]
+        self.delete = lambda keys, within=None: [delete_one([key], within) for key in keys] and None  # type: ignore[method-assign, assignment]
 
 
 def save(

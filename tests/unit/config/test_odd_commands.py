@@ -421,10 +421,21 @@ def test_a_script_takes_no_url(command: str, capsys: pytest.CaptureFixture[str])
     assert "is a URL" in capsys.readouterr().err
 
 
-def test_a_rank_with_another_configuration_names_the_keys() -> None:
-    first, text = "train:\n  seed: 1\n  lr: 2\nrun: {}\n", "train:\n  seed: 2\n  lr: 2\nrun:\n  name: a\n"
-    with refused(ConfigError, "rank 3", "run.name, train.seed"):
+MANY = "".join(f"key_{number:02}: 1\n" for number in range(12))
+
+
+@pytest.mark.parametrize(
+    ("text", "first", "named"),
+    [
+        (
+            "train:\n  seed: 2\n  lr: 2\n",
+            "train:\n  seed: 1\n  lr: 2\ndata: null\n",
+            "found other values of data, train.seed.",
+        ),
+        (MANY, "{}", "key_09 and 2 more"),
+    ],
+    ids=["two keys", "many keys"],
+)
+def test_a_rank_with_another_configuration_names_the_keys(text: str, first: str, named: str) -> None:
+    with refused(ConfigError, "rank 3", named):
         raise unlike(text, first, rank=3)
-    many = "".join(f"key_{number:02}: 1\n" for number in range(12))
-    with refused(ConfigError, "key_09 and 2 more"):
-        raise unlike(many, "{}", rank=1)
