@@ -3,7 +3,8 @@
 A file `hold` belongs to the user, and stays until the user removes it. A file `hold.PID`, or `hold.PID.NONCE`, belongs
 to a process, and expires:
 
-- On the process's host, flock(2) decides: the hold lasts as long as the process keeps the file open.
+- On the process's host, until it boots again, flock(2) decides: the hold lasts as long as the process keeps the file
+  open.
 - For any other process, and for a file without a readable record, the heartbeat decides: a hold not touched for
   `EXPIRY_S` by the file system's clock has expired. A hold with a time in the future has not.
 
@@ -18,8 +19,10 @@ import fcntl
 import os
 import re
 import secrets
+import socket
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from reprise.storage.lease import Lease, is_alive
@@ -28,6 +31,15 @@ from reprise.storage.paths import is_symlink
 HOLD = "hold"
 EXPIRY_S = 600.0  # longer than a lock's expiry, which a start waits for
 _PROCESS_HOLD = re.compile(r"hold\.\d+(\.[0-9a-f]+)?")
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+def machine() -> str:
+    """Return this host's name and boot id: hosts may share a name, and flock may not reach from one to the other."""
+    try:
+        return f"{socket.gethostname()} {_BOOT_ID.read_text().strip()}"
+    except OSError:
+        return secrets.token_hex(8)  # equal to no record, so the heartbeat decides
 
 
 def file_system_time(folder: Path) -> float:
@@ -67,6 +79,7 @@ class Hold(Lease):
         """
         nonce = secrets.token_hex(4)
         hold, is_kept = Hold(folder / f"{HOLD}.{os.getpid()}.{nonce}", nonce), False
+        hold.me = replace(hold.me, host=machine())
         try:
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):
                 if not is_symlink(folder):
@@ -109,7 +122,7 @@ def _is_valid(path: Path, clock: Callable[[Path], float]) -> bool:
     if not _PROCESS_HOLD.fullmatch(path.name):
         return False
     try:
-        is_running = is_alive(path)
+        is_running = is_alive(path, machine())
         return clock(path.parent) - path.lstat().st_mtime < EXPIRY_S if is_running is None else is_running
     except FileNotFoundError:
         return False

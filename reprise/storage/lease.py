@@ -52,8 +52,11 @@ class Holder:
             return None
 
 
-def is_alive(path: Path) -> bool | None:
+def is_alive(path: Path, host: str) -> bool | None:
     """Return whether the owner of a lease file runs, or None if only its heartbeat can tell.
+
+    Args:
+        host: This host, as its records name it.
 
     Raises:
         OSError: The file cannot be read.
@@ -68,7 +71,7 @@ def is_alive(path: Path) -> bool | None:
     finally:
         os.close(descriptor)
     holder = Holder.of(path)
-    return False if holder is not None and holder.host == socket.gethostname() else None
+    return False if holder is not None and holder.host == host else None
 
 
 class Lease:

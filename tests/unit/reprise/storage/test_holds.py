@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -22,7 +23,7 @@ from reprise.saving.policy import Retention
 from reprise.storage import json_file
 from reprise.storage.files import Files
 from reprise.storage.folder import CheckpointFolder, iteration_name
-from reprise.storage.holds import EXPIRY_S, HOLD, Hold, is_held
+from reprise.storage.holds import EXPIRY_S, HOLD, Hold, is_held, machine
 from reprise.storage.lease import Holder
 from tests import ROOT
 
@@ -244,3 +245,12 @@ def test_retention_reads_a_checkpoint_once(tmp_path: Path, monkeypatch: pytest.M
     os.utime(folder.iteration(2), (1, 1))
     assert expired(iter_0000002=1.5) == [2]
     assert len(paths) == 5
+
+
+def test_the_heartbeat_decides_for_a_host_with_the_same_name(tmp_path: Path) -> None:
+    record = {"host": f"{socket.gethostname()} another-boot", "pid": 7, "nonce": "a", "started": 5.0}
+    hold = tmp_path / "hold.7.a"
+    hold.write_text(json.dumps(record))
+    assert is_held(tmp_path)
+    hold.write_text(json.dumps({**record, "host": machine()}))
+    assert not is_held(tmp_path)
