@@ -6,7 +6,7 @@ import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Self
+from typing import ClassVar, Self
 
 from reprise.errors import CheckpointError
 
@@ -28,17 +28,28 @@ class Message:
     problem: str | None = None
     payload: bytes = b""
 
+    # The bytes of each number, if the message is frequent: one that has numbers alone travels without names.
+    _NUMBERS: ClassVar[Mapping[str, int]] = {}
+
     def to_bytes(self) -> bytes:
-        """Return the message. Default values do not travel."""
+        """Return the message. In JSON, default values do not travel."""
         values = {field.name: value for field in fields(self) if (value := getattr(self, field.name)) != field.default}
         payload: bytes = values.pop("payload", b"")
+        if self._NUMBERS and values.keys() <= self._NUMBERS.keys():
+            numbers = (getattr(self, name).to_bytes(size, "big") for name, size in self._NUMBERS.items())
+            return b"\n" + b"".join(numbers) + payload
         return json.dumps(values).encode() + b"\n" + payload
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:
         """Parse a message."""
         values, _, payload = data.partition(b"\n")
-        return cls(**json.loads(values), payload=payload)
+        if values:
+            return cls(**json.loads(values), payload=payload)
+        numbers = dict[str, int]()
+        for name, size in cls._NUMBERS.items():
+            numbers[name], payload = int.from_bytes(payload[:size], "big"), payload[size:]
+        return cls(**numbers, payload=payload)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +66,8 @@ class Offer(Message):
     pieces: int = 0
     view: int = 0
     groups: Groups = ()
+
+    _NUMBERS: ClassVar[Mapping[str, int]] = {"iteration": 6, "pieces": 8, "view": 8}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +93,8 @@ class RankReport(Message):
     """
 
     written_bytes: int = 0
+
+    _NUMBERS: ClassVar[Mapping[str, int]] = {"written_bytes": 8}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
