@@ -15,7 +15,7 @@ import pytest
 import reprise
 from reprise.errors import DataError, LockError
 from reprise.storage import CheckpointFolder, Files, FolderLock, Hold, Json
-from tests.messages import refused
+from tests.messages import Printed, refused
 from tests.unit.reprise.management.test_listing import save
 from tests.unit.reprise.management.test_pruning import full_run
 from trainer.commands.follow import main
@@ -71,27 +71,19 @@ def iterations(run: Path) -> list[int]:
     return [line["iteration"] for line in lines(run)]
 
 
-def no_hold_in(run: Path) -> bool:
-    return not any(run.rglob("hold*"))
-
-
 def test_each_checkpoint_has_one_line_as_they_come(tmp_path: Path) -> None:
-    save(tmp_path / "checkpoints", 1, 2)
-    runner = FakeRunner(
-        lambda: None,
-        lambda: save(tmp_path / "checkpoints", 3),
-        lambda: None,
-        lambda: save(tmp_path / "checkpoints", 4, 5),
-    )
+    folder = tmp_path / "checkpoints"
+    save(folder, 1)
+    runner = FakeRunner(lambda: None, lambda: save(folder, 2), lambda: None, lambda: save(folder, 3, 4))
     assert run_follower(tmp_path, runner) == 0
-    assert iterations(tmp_path) == [1, 2, 3, 4, 5]
-    assert runner.folders == [f"iter_000000{n}" for n in (1, 2, 3, 4, 5)]
+    assert iterations(tmp_path) == [1, 2, 3, 4]
+    assert runner.folders == [f"iter_000000{n}" for n in (1, 2, 3, 4)]
     assert runner.now == 15.0
     first = lines(tmp_path)[0]
-    assert first["command"] == ["evaluate", str(tmp_path / "checkpoints" / "iter_0000001")]
+    assert first["command"] == ["evaluate", str(folder / "iter_0000001")]
     assert (first["checkpoint"], first["status"], first["seconds"]) == ("iter_0000001", 0, 1.5)
     assert (first["result"], first["branch"], first["branches"]) == ({"loss": 2.0, "n": 1}, None, [])
-    assert no_hold_in(tmp_path)
+    assert not list(folder.rglob("hold*"))
 
 
 class KilledError(BaseException):
@@ -105,16 +97,12 @@ def test_a_follower_goes_on_where_the_last_one_ended(tmp_path: Path) -> None:
     save(tmp_path, 1)
     with pytest.raises(KilledError):
         run_follower(tmp_path, FakeRunner(during=die))
-    assert lines(tmp_path) == []
-    run_follower(tmp_path, FakeRunner(), once=True)
-    save(tmp_path, 2)
-    runner = FakeRunner()
-    assert run_follower(tmp_path, runner, once=True) == 0
-    assert (runner.folders, runner.now) == (["iter_0000002"], 0.0)
-    (tmp_path / "iter_0000002").rename(tmp_path / "iter_0000002.superseded-1")
-    save(tmp_path, 2)  # another checkpoint
-    run_follower(tmp_path, FakeRunner(), once=True)
-    assert iterations(tmp_path) == [1, 2, 2]
+    for expected in ([1], [1, 2], [1, 2, 2]):
+        if len(expected) > 1:
+            save(tmp_path, 2)  # the second time another checkpoint
+        runner = FakeRunner()
+        assert run_follower(tmp_path, runner, once=True) == 0
+        assert (iterations(tmp_path), len(runner.folders), runner.now) == (expected, 1, 0.0)
     assert len({line["digest"] for line in lines(tmp_path)}) == 3
 
 
@@ -137,15 +125,11 @@ def test_retention_deletes_the_held_checkpoint_only_afterwards(tmp_path: Path) -
     folder = CheckpointFolder(tmp_path, Files())
 
     def retain(path: Path) -> None:
-        save(tmp_path, 2, 3)
-        for iteration in (1, 2):
-            assert folder.delete(folder.iteration(iteration), f"n-{iteration}") == (iteration == 2)
-
-    def retain_once(path: Path) -> None:
         if path.name == "iter_0000001":
-            retain(path)
+            save(tmp_path, 2, 3)
+            assert [folder.delete(folder.iteration(n), f"n-{n}") for n in (1, 2)] == [False, True]
 
-    run_follower(tmp_path, FakeRunner(during=retain_once), once=True)
+    run_follower(tmp_path, FakeRunner(during=retain), once=True)
     assert iterations(tmp_path) == [1, 3]
     assert folder.delete(folder.iteration(1), "n-3")
 
@@ -192,7 +176,7 @@ def test_the_result_of_a_renamed_checkpoint_is_dropped(tmp_path: Path) -> None:
     assert run_follower(tmp_path, runner, once=True) == 0
     (line,) = lines(tmp_path)
     assert line["result"]["n"] == 2
-    assert no_hold_in(tmp_path)
+    assert not list(tmp_path.rglob("hold*"))
 
 
 def test_a_damaged_checkpoint_is_named_once_and_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -270,7 +254,7 @@ def test_a_metric_is_stored_by_its_dotted_name(tmp_path: Path, caplog: pytest.Lo
     assert "missing" in caplog.text
 
 
-def test_the_command_line_runs_a_real_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line_runs_a_real_command(tmp_path: Path, capfd: Printed) -> None:
     save(tmp_path / "checkpoints", 1, 2)
     (tmp_path / "metrics.jsonl").touch()
     assert main([str(tmp_path / "checkpoints"), "--once", "--json-metric", "a.b", "--", *ECHO]) == 1
@@ -283,7 +267,7 @@ def test_the_command_line_runs_a_real_command(tmp_path: Path, capfd: pytest.Capt
     assert [line["iteration"] for line in lines(tmp_path, "follow.b.jsonl")] == [2]
 
 
-def test_two_followers_need_two_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_followers_need_two_names(tmp_path: Path, capsys: Printed) -> None:
     def refuse() -> None:
         raise LockError("taken")
 
@@ -313,7 +297,7 @@ def test_two_followers_need_two_names(tmp_path: Path, capsys: pytest.CaptureFixt
     ],
 )
 def test_a_wrong_use_is_one_message(
-    words: str, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: str, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Printed
 ) -> None:
     monkeypatch.chdir(tmp_path)
     save(tmp_path / "run", 1)
@@ -343,7 +327,7 @@ def test_a_signal_ends_the_command_and_the_follower(tmp_path: Path, text: str) -
     save(tmp_path, 1, 2)
     assert main([str(tmp_path), "--", sys.executable, "-S", "-c", text, "{}"]) == 0
     assert lines(tmp_path) == []
-    assert no_hold_in(tmp_path)
+    assert not list(tmp_path.rglob("hold*"))
 
 
 def test_a_signal_ends_a_pause_and_the_handlers_come_back() -> None:

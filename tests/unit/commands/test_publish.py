@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from reprise.errors import DataError
-from tests.messages import refused
+from tests.messages import Printed, refused
 from tests.published_runs import LoggedRun, MemoryTracker, publisher
 from trainer.commands.publish import main
 from trainer.publish.publisher import publish
@@ -101,7 +101,7 @@ def test_a_tracker_that_refuses_the_end_is_told(run: LoggedRun) -> None:
         published(run, tracker, pause)
 
 
-def test_a_publication_to_tensorboard_says_where(run: LoggedRun, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_publication_to_tensorboard_says_where(run: LoggedRun, capsys: Printed) -> None:
     assert main([str(run.folder), "--to", "tensorboard"]) == 0
     said = capsys.readouterr().out
     assert f"in {run.folder / 'publish' / 'tensorboard'}" in said

@@ -6,11 +6,13 @@ import codecs
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from reprise.errors import DataError
 from tests.messages import refused
+from tests.unit.compare.test_curves import losses_of
 from trainer.compare.curves import Curve, Tolerance, compare, report
 from trainer.compare.logs import parse_log
 from trainer.compare.read import read_curve
@@ -67,12 +69,10 @@ def llama_factory(losses: dict[int, float]) -> str:
     return "".join(json.dumps(entry) + "\n" for entry in entries)
 
 
-def rows(head: str, form: str, losses: dict[int, float], *, first: int = 1) -> str:
-    lines = (form.format(n=n + first - 1, loss=loss) for n, loss in losses.items())
-    return "\n".join([head, *lines, ""])
+def rows(head: str, form: str) -> str:
+    return "\n".join([head, *(form.format(n=n, loss=loss) for n, loss in LOSSES.items()), ""])
 
 
-LIGHTNING = "0,0,,10.95\n0,0,11.0,\n0,1,,10.5\n0,2,,9.75\n"
 NANOGPT = """\
 tokens per iteration will be: 16,384
 step 0: train loss 10.9911, val loss 10.9876
@@ -88,77 +88,53 @@ RESTARTED = (
     + "[rank0]: Traceback\nresumed from iteration 1\n"
     + "".join(f"step {n}/9 | train loss {loss} |\n" for n, loss in {2: 10.5, 3: 9.875}.items())
 )
-READ: dict[str, tuple[str | bytes, str, dict[int, float], str]] = {
-    "Megatron-LM, a mean of ten": (megatron(MEANS), "a.log", MEANS, "Megatron: mean of 10 iterations, of the whole"),
-    "Megatron-LM, each iteration": (megatron(LOSSES), "a.log", LOSSES, "Megatron: each iteration's, of the"),
+# What a log has, how its losses are described, and what they are where they are not `LOSSES`.
+READ: dict[str, Sequence[Any]] = {
+    "Megatron-LM, a mean of ten": (megatron(MEANS), "Megatron: mean of 10 iterations, of the whole", MEANS),
+    "Megatron-LM, each iteration": (megatron(LOSSES), "Megatron: each iteration's, of the"),
     "Megatron-DeepSpeed by torchrun": (
         megatron(MEANS, before="[default7]:").replace(" | elapsed", " | consumed tokens: 655,360 | elapsed"),
-        "a.log",
-        MEANS,
         "Megatron: mean of 10 iterations",
+        MEANS,
     ),
     "GPT-NeoX": (
-        megatron(MEANS, label="lm_loss", before=" samples/sec: 12.345 |"),
-        "a.log",
-        MEANS,
-        "GPT-NeoX: mean of 10 iterations",
+        megatron(MEANS, label="lm_loss", before=" samples/sec: 12.345 |"), "GPT-NeoX: mean of 10 iterations", MEANS,
     ),
-    "nanoGPT": (NANOGPT, "a.log", LOSSES, "each iteration's, of the last micro batch of rank 0, counted from 0"),
-    "llm.c by CUDA": (LLMC, "a.log", LOSSES, "step lines: each iteration's"),
-    "torchtitan in colours": (titan(LOSSES), "a.log", LOSSES, "torchtitan: each iteration's"),
-    "OLMo-core past 1000": (olmo({999: 10.95, 1000: 10.5}), "a.log", {999: 10.95, 1000: 10.5}, "OLMo-core: each"),
-    "trainer_state.json": (trainer_state(MEANS), "trainer_state.json", MEANS, "HF Trainer: mean of 10 iterations"),
-    "LLaMA-Factory": (llama_factory(MEANS), "trainer_log.jsonl", MEANS, "LLaMA-Factory: mean of 10 iterations"),
-    "Lightning": ("epoch,step,val_loss,train_loss\n" + LIGHTNING, "metrics.csv", LOSSES, "rank 0's batch"),
+    "nanoGPT": (NANOGPT, "each iteration's, of the last micro batch of rank 0, counted from 0"),
+    "llm.c by CUDA": (LLMC, "step lines: each iteration's"),
+    "torchtitan in colours": (titan(LOSSES), "torchtitan: each iteration's"),
+    "OLMo-core past 1000": (olmo({999: 10.95, 1000: 10.5}), "OLMo-core: each", {999: 10.95, 1000: 10.5}),
+    "trainer_state.json": (trainer_state(MEANS), "HF Trainer: mean of 10 iterations", MEANS),
+    "LLaMA-Factory in JSON lines": (llama_factory(MEANS), "LLaMA-Factory: mean of 10 iterations", MEANS),
+    "Lightning": ("epoch,step,val_loss,train_loss\n0,0,,10.95\n0,0,11.0,\n0,1,,10.5\n0,2,,9.75\n", "rank 0's batch"),
     "W&B in CSV": (
         rows('"Step","run-1 - train/loss","run-1 - train/loss__MIN","run-1 - train/loss__MAX"',
-             '"{n}","{loss}","0","99"', LOSSES),
-        "wandb_export.csv",
-        LOSSES,
+             '"{n}","{loss}","0","99"'),
         "W&B: as its program logged it",
     ),
-    "W&B in JSON": (
-        rows("", '{{"_step": 1{n}, "train/global_step": {n}, "train/loss": {loss}}}', LOSSES),
-        "history.jsonl",
-        LOSSES,
-        "W&B: as its program logged it",
+    "W&B in JSON lines": (
+        rows("", '{{"_step": 1{n}, "train/global_step": {n}, "train/loss": {loss}}}'), "W&B: as its program logged it",
     ),
     "TensorBoard in CSV": (
-        rows("Wall time,Step,Value", "1654943296.2150984,{n},{loss}", LOSSES).replace("\n", "\r\n"),
-        "run.csv",
-        LOSSES,
+        rows("Wall time,Step,Value", "1654943296.2150984,{n},{loss}").replace("\n", "\r\n"),
         "TensorBoard: as its program logged it",
     ),
-    "TensorBoard in JSON": (json.dumps([[1.5, n, x] for n, x in LOSSES.items()]), "run.json", LOSSES, "TensorBoard"),
+    "TensorBoard in JSON": (json.dumps([[1.5, n, x] for n, x in LOSSES.items()]), "TensorBoard"),
     "lines with separators of thousands": (
         "step 1,000/10,000 | train loss 1,234.5 | norm 2,345.25\nstep 1,001/10,000 | train loss 9.5 |\n",
-        "a.log",
+        "step lines",
         {1000: 1234.5, 1001: 9.5},
-        "step lines",
     ),
-    "UTF-16 of PowerShell": (
-        codecs.BOM_UTF16_LE + LLMC.replace("\n", "\r\n").encode("utf-16-le"),
-        "a.txt",
-        LOSSES,
-        "step lines",
-    ),
+    "UTF-16 of PowerShell": (codecs.BOM_UTF16_LE + LLMC.replace("\n", "\r\n").encode("utf-16-le"), "step lines"),
     "UTF-16 after ASCII": (
-        b"step 1/3 | train loss 10.95 |\n" + LLMC.partition("/3")[2].encode("utf-16-le"),
-        "a.txt",
-        {2: 10.5, 3: 9.75, 1: 10.95},
-        "step lines",
+        b"step 1/3 | train loss 10.95 |\n" + LLMC.partition("/3")[2].encode("utf-16-le"), "step lines",
     ),
     "lines between progress bars": (
-        " 0%|          | 0/3 [00:00<?, ?it/s]\r".join(LLMC.splitlines(keepends=True)),
-        "a.log",
-        LOSSES,
-        "step lines",
+        " 0%|          | 0/3 [00:00<?, ?it/s]\r".join(LLMC.splitlines(keepends=True)), "step lines",
     ),
-    "lines below a configuration in JSON": ('{"step": 1, "lr": 0.1}\n' + LLMC, "a.log", LOSSES, "step lines"),
+    "lines below a configuration in JSON": ('{"step": 1, "lr": 0.1}\n' + LLMC, "step lines"),
     "ranks that agree": (
         "".join(f"{rank}: step {n}/3 | train loss {x} |\n" for n, x in LOSSES.items() for rank in range(4)),
-        "slurm.out",
-        LOSSES,
         "step lines",
     ),
 }  # fmt: skip
@@ -169,23 +145,18 @@ def read(folder: Path, name: str, content: str | bytes, **options: bool) -> Curv
     return read_curve(folder / name, **options)
 
 
-def losses_of(curve: Curve) -> dict[int, float]:
-    return dict(zip(curve.points.iterations.tolist(), curve.points.values[0].tolist(), strict=True))
-
-
-@pytest.mark.parametrize(("content", "name", "losses", "meaning"), READ.values(), ids=READ)
-def test_a_log_is_read_as_its_program_means_it(
-    tmp_path: Path, content: str | bytes, name: str, losses: dict[int, float], meaning: str
-) -> None:
-    curve = read(tmp_path, name, content)
-    assert losses_of(curve) == losses
+@pytest.mark.parametrize("case", READ)
+def test_a_log_is_read_as_its_program_means_it(tmp_path: Path, case: str) -> None:
+    content, meaning, *losses = READ[case]
+    curve = read(tmp_path, "a.jsonl" if "JSON lines" in case else "a.log", content)
+    assert [losses_of(curve)] == (losses or [LOSSES])
     comparison = compare(curve, curve, tolerance=Tolerance(1e-5))
-    assert meaning in report(comparison)
-    assert meaning in summarize(comparison, "a")["losses"]
+    for text in (report(comparison), summarize(comparison, "a")["losses"]):
+        assert meaning in text
 
 
 REFUSED: dict[str, tuple[str, str]] = {
-    "HF Trainer's lines": ("{'loss': 10.95, 'learning_rate': 5e-05, 'epoch': 0.1}\n" * 2, "trainer_state.json"),
+    "HF Trainer's lines": ("{'loss': 10.95, 'epoch': 0.1}\n" * 2, "trainer_state.json"),
     "HF Trainer's lines, version 5": ("{'loss': '10.95', 'epoch': '0.1'}\n", "trainer_state.json"),
     "a progress bar of accelerate": (
         "".join(f"\r 10%|#  | {n}/30 [00:01<00:09,  9.9it/s, loss={x}]" for n, x in LOSSES.items()),

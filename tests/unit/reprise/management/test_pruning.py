@@ -112,9 +112,9 @@ def test_a_lightened_checkpoint_is_copied_as_it_is(tmp_path: Path) -> None:
 def test_a_store_keeps_the_newest_and_its_weights(tmp_path: Path) -> None:
     folder, url = full_run(tmp_path), f"file://{tmp_path}/store"
     write(folder / WEIGHTS, 5)
-    reprise.copy(folder, url)
+    copy(folder, url)
     for dry_run in (True, False):
-        report = reprise.prune(url, keep=1, retain_interval=20, dry_run=dry_run)
+        report = prune(url, keep=1, retain_interval=20, dry_run=dry_run)
         assert ([c.iteration for c in report.expired], report.retained) == ([10], (20, 30))
         assert all(checkpoint.total_bytes > 0 for checkpoint in report.expired)
         names = [f"{summary.path.parent.name}/{summary.path.name}" for summary in reprise.list(url)]
@@ -244,10 +244,10 @@ def test_a_hold_taken_during_the_rename_keeps_the_checkpoint(tmp_path: Path, mon
         rename(files, source, target)
 
     monkeypatch.setattr(Files, "rename", hold_and_rename)
-    report = reprise.drop_optimizer(folder, before=30)
+    report = drop_optimizer(folder, before=30)
     assert [(c.iteration, c.reason) for c in report] == [(10, "held"), (20, "")]
     assert all_files(folder / "iter_0000010") == before | {"hold": b""}
-    assert reprise.prune(folder, keep=1).retained == (10, 30)
+    assert prune(folder, keep=1).retained == (10, 30)
 
 
 def test_a_lightened_copy_is_no_copy_of_the_whole(tmp_path: Path) -> None:
