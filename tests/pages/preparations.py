@@ -144,7 +144,8 @@ PAGES = [
         {"/data/": "$PWD/data/", "8000": "300"},
         token_files,
     ),
-    Page("recipes.md", 10, {"model=gpt2_124m": "model=gpt2_124m"}),
+    Page("recipes.md", 8, {"model=gpt2_124m": "model=gpt2_124m"}),
+    Page("fsdp2.md", 2),
     Page("generated/megatron_flags.md", 2),
     Page(
         "samples.md",
@@ -171,7 +172,7 @@ PAGES = [
     Page("launching.md", 4, {"/shared/runs": "runs", "experiment=demo": "experiment=demo train.train_iters=20"}),
     Page(
         "stores.md",
-        5,
+        6,
         {LONG: f"experiment=demo {LONG}", "train_iters=2000": "train_iters=120", "0000500": "0000100"}
         | {"/disk/": "$PWD/disk/"},
     ),
