@@ -71,7 +71,7 @@ def test_a_finished_run_started_again_does_nothing_and_says_so(tmp_path: Path) -
     before = all_files(run)
     ended = run_ok(run, REFERENCE)
     assert "iteration 8 of 8 is reached" in ended.text
-    assert "iteration 8 is already saved" in ended.text
+    assert "iteration 8 needs no new save" in ended.text
     after = all_files(run)
     # A start in the second of the one before renames the event file of that, for TensorBoard's order.
     assert sorted(after.values()) == sorted(before.values())
