@@ -154,7 +154,7 @@ def _evaluate(run: Run, path: Path, *, averages: bool) -> Json:
     source = Checkpoints(LoadSource.named(path), loads_weights_alone=True)
     section = CheckpointSection(finetune=True)
     if run.config.model.is_adapted:
-        load_base(run, Start(source, False, section, Journal(), keeps_weights=False))
+        load_base(run, Start(source, section, Journal(), keeps_weights=False))
     refuse = require_averages if averages else lambda _: None
     part = Part("", run.config.model, partial(run.state.shards, with_optimizer=False), section, refuse)
     restored = source.fill(run, part).restored

@@ -102,7 +102,6 @@ class Start:
 
     Args:
         source: The tensors' source.
-        is_own: Whether it holds this run's checkpoints.
         section: Settings for the load. The keys for a new start (`ckpt_step`, `finetune`, `no_load_optim`) do not apply
             if a run resumes from its own checkpoint although its command names its first source. With `no_save_optim`,
             its own checkpoints have no optimizer state, and `no_load_optim` applies.
@@ -111,10 +110,14 @@ class Start:
     """
 
     source: TensorSource
-    is_own: bool
     section: CheckpointSection
     journal: Journal
     keeps_weights: bool
+
+    @property
+    def is_own(self) -> bool:
+        """Return whether the source holds this run's checkpoints."""
+        return isinstance(self.source, Checkpoints) and self.source.is_own
 
 
 def decide(config: Config, cluster: Cluster, saves: Saves) -> Start:
@@ -150,7 +153,6 @@ def decide(config: Config, cluster: Cluster, saves: Saves) -> Start:
         require_batches(config, cluster.world_size, 0)
     return Start(
         source,
-        is_own,
         section,
         Journal(lineage, answer["saved"]),
         keeps_weights=_keeps_weights(config, source, section),
