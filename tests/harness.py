@@ -329,8 +329,7 @@ def built(config: Config, cluster: Cluster) -> Run:
 
 def filled(run: Run) -> Run:
     """Return a run that was built, with its tensors filled as its configuration asks for."""
-    fill(run, decide(run.config, run.cluster, run.saves))
-    return run
+    return fill(run, decide(run.config, run.cluster, run.saves))
 
 
 def around_iterations(

@@ -35,6 +35,7 @@ from trainer.memory.needs import out_of_memory, require_host_memory, require_mem
 from trainer.metrics.line_handler import LineHandler
 
 if TYPE_CHECKING:
+    from reprise.stores import MirrorProcess
     from trainer.launch.process_group import Cluster
     from trainer.launch.signals import SignalHandler
     from trainer.metrics.run_log import RunLog
@@ -217,13 +218,14 @@ def _train_from(
             environment_keys=keys,
         )
         times.end(Phase.build)
-        fill(run, start)
+        run = fill(run, start)
+        mirrors: tuple[MirrorProcess, ...] = ()
         if config.checkpoint.mirror is not None:
             from trainer.saves.mirror import mirrored
 
             is_stopped = run.control.is_signalled
-            run.mirrors = stack.enter_context(mirrored(config.checkpoint, cluster, is_stopped=is_stopped))
-        run.logs = stack.enter_context(_logged(run, resolved.text))
+            mirrors = stack.enter_context(mirrored(config.checkpoint, cluster, is_stopped=is_stopped))
+        run = replace(run, mirrors=mirrors, logs=stack.enter_context(_logged(run, resolved.text)))
         times.end(Phase.load)
         if rewind is not None:
             rewind.begin(run)

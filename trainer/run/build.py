@@ -52,9 +52,9 @@ if TYPE_CHECKING:
     from reprise.stores import MirrorProcess
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Run:
-    """A run: its state, data, outputs, and control. A start sets the schedule, data and records to its source's.
+    """A run: its state, data, outputs, and control. A start returns it with its source's schedule and data.
 
     Args:
         schedule: The learning-rate schedule.

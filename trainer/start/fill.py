@@ -16,6 +16,7 @@ from reprise.tensors import local_of
 from trainer.config.checkpoint import Allowed, CheckpointSection
 from trainer.config.load_saved import config_document, own_command
 from trainer.config.saved import saved_config, with_schedule
+from trainer.data.loader import BatchLoader
 from trainer.data.position_map import SKIPPED, PositionMap, parse_ranges, resume_map
 from trainer.metrics.spikes import SPIKES
 from trainer.optim.adamw import apply_settings
@@ -35,8 +36,8 @@ from trainer.start.source import InitialValues, Part
 _log = logging.getLogger(__name__)
 
 
-def fill(run: Run, start: Start) -> None:
-    """Fill a run's tensors, and set its schedule, data and records to the source's. Collective.
+def fill(run: Run, start: Start) -> Run:
+    """Fill a run's tensors and records, and return the run with its source's schedule and data. Collective.
 
     Afterwards tied embeddings are a single tensor again, and the run's newer checkpoints are renamed to superseded.
 
@@ -57,7 +58,7 @@ def fill(run: Run, start: Start) -> None:
             state = checkpoint.state
             run.saves.targets[0].saver.find_saved(checkpoint.iteration, lambda shared: shared.state == state)
         if not section.finetune:
-            _resume(run, checkpoint, section)
+            run = _resumed(run, checkpoint, section)
     rebind(run)
     if run.state.averages:
         _begin_averages(run, checkpoint, section)
@@ -68,62 +69,64 @@ def fill(run: Run, start: Start) -> None:
     run.saves.rewind(began_at, keeps_weights=start.keeps_weights)
     if lineage is not None:
         run.description[LINEAGE] = lineage
+    return run
 
 
-def _resume(run: Run, checkpoint: Checkpoint, section: CheckpointSection) -> None:
-    """Set a run's progress, data and, if requested, schedule to the checkpoint's."""
+def _resumed(run: Run, checkpoint: Checkpoint, section: CheckpointSection) -> Run:
+    """Set a run's progress to the checkpoint's, and return it with the data and, if requested, the schedule there."""
     seq_length = run.config.train.seq_length
     progress = run_record.saved_progress(checkpoint.state, seq_length=seq_length, where=checkpoint.path)
     if not run.config.train.eval_interval:  # the saved run evaluated, this run does not
         progress = replace(progress, owes_evaluation=False)
     run.state.progress = progress
-    _resume_data(run, checkpoint)
+    run = replace(run, train_data=_resume_data(run, checkpoint))
     for watch in run.spikes if SPIKES in checkpoint.state else ():
         with reading_state("record of spikes", checkpoint.path):
             watch.resume(checkpoint.state[SPIKES])
-    if section.use_checkpoint_scheduler:
-        _resume_schedule(run, checkpoint)
+    return replace(run, schedule=_resume_schedule(run, checkpoint)) if section.use_checkpoint_scheduler else run
 
 
-def _resume_data(run: Run, checkpoint: Checkpoint) -> None:
-    """Set the training data to the checkpoint's positions, and log where new sources start.
+def _resume_data(run: Run, checkpoint: Checkpoint) -> BatchLoader:
+    """Return the training data at the checkpoint's positions, and log where new sources start.
 
     The checkpoint's gaps lie behind the run, the command's gaps ahead. The data origin counts positions instead of
     samples.
     """
-    state, progress, description = checkpoint.state, run.state.progress, run.description
+    state, progress, data, description = checkpoint.state, run.state.progress, run.train_data, run.description
     requested, lines = parse_ranges(run.config.train.skip_samples), list[str]()
     if SKIPPED in state or requested.gaps:
         with reading_state("sample map", checkpoint.path):
             saved, count = PositionMap.from_record(state.get(SKIPPED, [])), integer(state["consumed_samples"])
             lengths = integer(state["batch"]["seq_length"]), run.config.train.seq_length
         resumed = resume_map(saved, requested, count, progress.consumed_samples, lengths=lengths)
-        run.train_data, lines = run.train_data.mapped(resumed.map), [*resumed.lines]
+        data, lines = data.mapped(resumed.map), [*resumed.lines]
         description.pop(SKIPPED, None)
         if resumed.map.gaps:
             description[SKIPPED] = resumed.map.record()
         state = {**state, "consumed_samples": saved.end(count)}
         progress = replace(progress, consumed_samples=resumed.position)
     origin = origin_after(state, description, progress, where=checkpoint.path, position=run.config.data.position)
-    files = [(source.path, source.count) for source in run.train_data.samples.sources]
+    files = [(source.path, source.count) for source in data.samples.sources]
     lines += new_source_lines(state, description, origin, progress.consumed_samples, files)
     for line in lines if run.cluster.rank == 0 else ():
         _log.warning(line)
     if origin is not None:
-        run.train_data = run.train_data.starting_at(origin.position, origin.of(list(sources_in(description))))
+        data = data.starting_at(origin.position, origin.of(list(sources_in(description))))
         description["blend"] = origin.record()
+    return data
 
 
-def _resume_schedule(run: Run, checkpoint: Checkpoint) -> None:
-    """Set the learning-rate schedule and optimizer settings to the checkpoint's."""
+def _resume_schedule(run: Run, checkpoint: Checkpoint) -> Schedule:
+    """Set the optimizer settings and records to the checkpoint's, and return its learning-rate schedule."""
     state = in_samples_of(run.config.train.seq_length, checkpoint.state)
-    run.schedule, section = run_record.saved_schedule(state, run.config.optimizer, where=checkpoint.path)
+    schedule, section = run_record.saved_schedule(state, run.config.optimizer, where=checkpoint.path)
     for part in run.state.parts:
         apply_settings(part.optimizer, run.config.model, part.model, section)
-    run.description |= {"schedule": state["schedule"], **settings_record(section)}
-    run.description["optimizer"] = optimizer_record(run.config.model, section, run.state.frozen)
-    values = saved_config(with_schedule(replace(run.config, optimizer=section), run.schedule))
-    run.saved_config["config"] |= {name: values[name] for name in ("schedule", "optimizer")}
+    optimizer = optimizer_record(run.config.model, section, run.state.frozen)
+    run.description.update({"schedule": state["schedule"], **settings_record(section), "optimizer": optimizer})
+    values = saved_config(with_schedule(replace(run.config, optimizer=section), schedule))
+    run.saved_config["config"].update({name: values[name] for name in ("schedule", "optimizer")})
+    return schedule
 
 
 def _refuse(run: Run, section: CheckpointSection, checkpoint: Checkpoint) -> None:

@@ -189,7 +189,7 @@ def _record(
     with build_saves(config, cluster, files) as saves:
         start = decide(config, cluster, saves)
         run = build(config, cluster, inputs=open_inputs(config, cluster), saves=saves)
-        fill(run, start)
+        run = fill(run, start)
         header = {"run": str(recorded.folder), "settings": recorded.settings, "begin": begin, "last": last}
         record_steps(run, out, header, begin=begin, last=last, values=values)
     final_barrier(cluster)
