@@ -108,7 +108,7 @@ def _resume_data(run: Run, checkpoint: Checkpoint) -> BatchLoader:
     origin = origin_after(state, description, progress, where=checkpoint.path, position=run.config.data.position)
     files = [(source.path, source.count) for source in data.samples.sources]
     lines += new_source_lines(state, description, origin, progress.consumed_samples, files)
-    for line in lines if run.cluster.rank == 0 else ():
+    for line in lines:
         _log.warning(line)
     if origin is not None:
         data = data.starting_at(origin.position, origin.of(list(sources_in(description))))
