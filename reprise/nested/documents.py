@@ -110,7 +110,8 @@ class StoredState:
         value: Any = self.root
         for key in keys:
             if isinstance(value, (list, tuple)):
-                value = {str(number): member for number, member in enumerate(value)}
+                number = int(key) if key.isdecimal() else len(value)
+                value = {str(number): value[number]} if number < len(value) else {}
             if not isinstance(value, dict) or key not in value:
                 return default
             value = value[key]
