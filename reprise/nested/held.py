@@ -128,8 +128,8 @@ def local_tensors(tree: Tree) -> tuple[dict[str, LiveTensor], dict[str, str]]:
         for tensor_of_rank in parts:
             live[name] = tensor_of_rank
             names_by_identity[identity] = name
+    refuse_unstorable(tensor.spec for tensor in live.values())  # before NumPy, which has at most 64 dimensions
     check_disjoint([(name, tensor.local) for name, tensor in live.items()])
-    refuse_unstorable(tensor.spec for tensor in live.values())
     return live, aliases
 
 

@@ -149,6 +149,7 @@ REFUSED: list[tuple[Callable[[], Any], list[str]]] = [
     (lambda: [ONE], ["list"]),
     (lambda: {"model": {"exp_avg.w": torch.zeros(1)}, "optimizer": {"state": {"w": {"exp_avg": ONE}}}}, ["exp_avg.w"]),
     (lambda: {"o": {"state": {"w": {}}, "param_groups": [{"params": ["v"]}]}}, ["(/o)"]),
+    (lambda: {"d": torch.zeros([1] * 65)}, ["/d", "65"]),
 ]
 
 
