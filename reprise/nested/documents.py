@@ -192,6 +192,8 @@ def upgraded(state: Json) -> Section:
 
 def _parsed(section: Section) -> StoredState:
     root, values = ByLeaf(), {where: decode(value) for where, value in section["values"].items()}
+    for where in (*values, *section["groups"], *section["classes"]):
+        _require(pointer(keys_of_pointer(where)) == where, where)
     for where, value in values.items():
         _insert(root, keys_of_pointer(where), value)
     for groups in section["groups"].values():

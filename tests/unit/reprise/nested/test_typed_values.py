@@ -128,6 +128,12 @@ def test_a_state_file_that_contradicts_itself_is_refused(values: Any) -> None:
         read_values(stored(values=values))
 
 
+def test_a_place_that_is_no_json_pointer_is_refused() -> None:
+    for member, where, content in (("values", "a/b", 1), ("groups", "a", [{"names": [], "numbers": {}}])):
+        with refused(CheckpointError, "trainer_state.json", where):
+            read_values(stored(**{member: {where: content}}))
+
+
 def test_plain_values_have_no_tag() -> None:
     plain = {"a": [1, 2.5, "é", None, True, {"b": []}], "c": {}}
     assert encode(plain, ("x",)) == plain
