@@ -100,10 +100,10 @@ def _transformers_files(model: nn.Module, text: str) -> dict[str, bytes]:
 
 
 def _of_peft(peft: Any, model: Any, prefix: str, is_changed: Mapping[str, bool]) -> PretrainedForm:
-    adapter_name, config = next(iter(model.peft_config.items()))
     # For prompts, PEFT would run the prompt encoder, which changes CPT's prompts.
-    if len(model.peft_config) != 1 or config.is_prompt_learning:
+    if len(model.peft_config) != 1 or any(config.is_prompt_learning for config in model.peft_config.values()):
         return PretrainedForm(obstacle="PEFT computes prompts, and stores each of several adapters in its own folder")
+    ((adapter_name, config),) = model.peft_config.items()
     # PEFT selects and renames state dict members. Meta tensors reveal how without using memory.
     state = model.state_dict(keep_vars=True)
     tensors = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}

@@ -144,7 +144,9 @@ def test_what_peft_stores_otherwise_has_no_file_of_an_adapter(tmp_path: Path, ca
     prompts = peft.get_peft_model(gpt2(), peft.PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM"))
     added = gpt2()
     added.add_adapter(peft.LoraConfig(r=1, target_modules=["c_attn"], fan_in_fan_out=True))
-    for number, model in enumerate((several, prompts, added)):
+    none, _ = adapted(0)
+    none.delete_adapter("default")
+    for number, model in enumerate((several, prompts, added, none)):
         path = save(tmp_path / str(number), model, iteration=1)
         save(path.parent, model, iteration=2)
         assert caplog.text.count(f"{path.parent}: from_pretrained") == 1
