@@ -228,12 +228,6 @@ class Chooser:
             fix=self._source.terms.advice(self._remedy()),
         )
 
-    @property
-    def damaged(self) -> frozenset[int]:
-        """Return the iterations skipped because they are damaged."""
-        iterations = (iteration_of(Path(name)) for name, _, is_damaged in self._skipped if is_damaged)
-        return frozenset(iteration for iteration in iterations if iteration is not None)
-
     def _remedy(self) -> str:
         """Return what to do if every candidate was skipped."""
         is_damaged = any(damaged for _, _, damaged in self._skipped)

@@ -36,14 +36,12 @@ class Restored:
     Args:
         loaded_from: In words, where a local checkpoint's bytes came from. Empty for a shared checkpoint.
         is_verified: Whether the digests of all its blocks were checked.
-        damaged: On rank 0, the iterations skipped because they are damaged.
     """
 
     checkpoint: Checkpoint
     report: LoadReport
     is_verified: bool
     loaded_from: str = ""
-    damaged: frozenset[int] = frozenset()
 
 
 class Restorer:
@@ -130,7 +128,7 @@ class Restorer:
         is_all_read = not checkpoint.has_optimizer or any(
             tensor.spec.kind is TensorKind.OPTIMIZER for tensor in tensors
         )
-        return Restored(checkpoint, report, verify_all or (verify and is_all_read), loaded_from, chooser.damaged)
+        return Restored(checkpoint, report, verify_all or (verify and is_all_read), loaded_from)
 
     def _prepared(
         self,
