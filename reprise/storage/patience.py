@@ -75,24 +75,21 @@ class Patience:
         self._seconds = RETRY_S if seconds is None else seconds
         self._pauses_s, self._clock, self._sleep = pauses_s, clock, sleep
 
-    def retry(
-        self, call: Callable[[], T], *, where: object = None, is_final: Callable[[OSError], bool] = is_damage
-    ) -> T:
+    def retry(self, call: Callable[[], T], *, where: object = None) -> T:
         """Return the result of `call`, retrying while it fails.
 
         Args:
             where: The path to log, if the error does not name it.
-            is_final: Returns whether retrying after an error is pointless.
 
         Raises:
-            OSError: The error is final, or was the last when time ran out.
+            OSError: The error proves damage, or was the last when time ran out.
         """
         waits: Iterator[bool] | None = None
         while True:
             try:
                 return call()
             except OSError as error:
-                if is_final(error):
+                if is_damage(error):
                     raise
                 if waits is None:
                     waits = self.waits()
