@@ -74,7 +74,7 @@ class StoreFiles(Files):
 
     def reopen(self, descriptor: int, path: Path) -> None:
         """Switch to an object's current version if it was replaced."""
-        self.look(path)
+        self._versions.pop(path, None)
         self._open[descriptor] = path, *self._version(path)
 
     def expect(self, reads: Iterable[tuple[Path, int, int]]) -> None:
@@ -88,11 +88,6 @@ class StoreFiles(Files):
         """Return the call's result for each item, with `CONNECTIONS` calls under way at a time."""
         with ThreadPoolExecutor(CONNECTIONS) as threads:
             return list(threads.map(call, items))
-
-    def look(self, path: Path) -> None:
-        """Ask the store for an object's version again. Raise OSError if the object does not exist."""
-        self._versions.pop(path, None)
-        self.size(path)
 
     def end(self) -> None:
         end_child()
