@@ -142,9 +142,8 @@ class Filling:
     def _is_unexpected(self, keys: Keys) -> bool:
         """Return whether the load covers an unrequested name in the checkpoint, and no rank creates state there."""
         is_declined = RNG in self._tree.declined and is_random_state(keys)
-        return (
-            keys[0] in self._joint.entries and not is_declined and pointer((*keys[:-1], ANY)) not in self._joint.values
-        )
+        is_created = f"{pointer(keys[:-1])}{ANY}" in self._joint.values
+        return keys[0] in self._joint.entries and not is_declined and not is_created
 
     def _is_refused(self, keys: Keys) -> bool:
         """Return whether the load refuses a name missing on the other side."""

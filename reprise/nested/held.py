@@ -52,7 +52,7 @@ class HeldTensors:
             self._live, aliases = local_tensors(tree)
             # A load creates all state saved for an optimizer's parameters.
             optimizers = tree.optimizers.items() if tree.is_load else ()
-            states = [f"{at}/state{pointer((name, ANY))}" for at, each in optimizers for name in each.parameters]
+            states = [f"{at}/state{pointer((name,))}{ANY}" for at, each in optimizers for name in each.parameters]
             self._table = table_of(
                 self._live.values(),
                 aliases=aliases,

@@ -17,7 +17,7 @@ MODEL = "model"
 OPTIMIZER = ("optimizer", "state")
 PER_RANK = "per_rank"  # each rank's own values are below it, by rank
 RNG = "rng"  # the random state's key below the rank
-ANY = "*"  # in a request: any key of a parameter's state
+ANY = "/~"  # in a request, after a parameter: any key of its state. No JSON Pointer ends so
 _DIGITS = re.compile("([0-9]+)")
 
 

@@ -106,6 +106,12 @@ def test_an_empty_dict_takes_no_tensor(tmp_path: Path) -> None:
         load_state_dict(tmp_path, {"metrics": {}})
 
 
+def test_a_star_is_a_key_as_any_other(tmp_path: Path) -> None:
+    save_state_dict(tmp_path, {"rates": {"*": 1, "head.*": 2}}, iteration=1)
+    with refused(MismatchError, "/rates/head.* is unexpected"):
+        load_state_dict(tmp_path, {"rates": {"*": 0}})
+
+
 @pytest.mark.parametrize("strict", ["Missing", 1, None])
 def test_another_value_of_strict_is_refused(tmp_path: Path, strict: Any) -> None:
     net = nn.Linear(2, 2)
