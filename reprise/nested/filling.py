@@ -219,7 +219,7 @@ class Filling:
     def _take_states(self) -> Iterator[str]:
         """Take values, objects' states and modules' extra entries. Yield what the checkpoint lacks.
 
-        An empty dict receives a saved dict without tensors.
+        An empty dict receives a saved dict's values without its tensors.
         """
         for where, receiver in (self._tree.receivers | self._new_entries()).items():
             keys = keys_of_pointer(where)
@@ -228,8 +228,8 @@ class Filling:
                 current = receiver.template()
                 if not isinstance(current, dict) or current:
                     yield where
-                elif value is not _ABSENT and not any(references(value)):
-                    self._take(where, value, receiver)
+                elif value is not _ABSENT:
+                    self._take(where, _without_tensors(value), receiver)
             elif value is _ABSENT:
                 yield where
             elif where not in self._taken:  # unless an optimizer takes it
@@ -312,6 +312,18 @@ class Filling:
         device = torch.device("cpu") if on_host else local_of(parameter).device
         memory = torch.zeros([shape[dim] for dim in outermost_first], dtype=kind, device=device)
         return memory.permute([outermost_first.index(dim) for dim in dims])
+
+
+def _without_tensors(value: Any) -> Any:
+    """Return a value without the members stored by leaf that hold tensors, and without dicts left empty."""
+    if type(value) is not ByLeaf:
+        return value
+    members = ByLeaf()
+    for key, member in value.items():
+        inner = _without_tensors(member)
+        if inner if type(inner) is ByLeaf else not any(references(inner)):
+            members[key] = inner
+    return members
 
 
 def _unrequested_values(stored: StoredState, pointers: Collection[str]) -> Iterator[Keys]:

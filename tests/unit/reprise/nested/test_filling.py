@@ -104,6 +104,8 @@ def test_an_empty_dict_takes_no_tensor(tmp_path: Path) -> None:
     save_state_dict(tmp_path, {"metrics": {"loss": torch.ones(1), "count": 3}}, iteration=1)
     with refused(MismatchError, "/metrics/loss is unexpected"):
         load_state_dict(tmp_path, {"metrics": {}})
+    loaded = load_state_dict(tmp_path, state := {"metrics": dict[str, Any]()}, strict="missing")
+    assert (state, loaded.unexpected_keys) == ({"metrics": {"count": 3}}, ["/metrics/loss"])
 
 
 def test_a_star_is_a_key_as_any_other(tmp_path: Path) -> None:
