@@ -1,1 +1,1 @@
-"""Run metrics: log lines, `metrics.jsonl`, TensorBoard files and the progress bar."""
+"""Run metrics: log lines, `metrics.jsonl` and TensorBoard files."""
