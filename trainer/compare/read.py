@@ -147,7 +147,8 @@ def _is_metrics(text: str, file: Path) -> bool:
 def read_dtype(config: Path) -> str | None:
     """Return the `dtype` in a config.yaml's `train` section, or None if missing or unknown."""
     try:
-        document = yaml.safe_load(read_regular(config, limit_bytes=SMALL_BYTES))
+        text = read_regular(config, limit_bytes=SMALL_BYTES)
+        document = yaml.load(text, yaml.BaseLoader)  # all values are text, so another key's cannot be invalid
         return DTYPES.get(str(document["train"]["dtype"]).lower())
-    except (OSError, yaml.YAMLError, LookupError, TypeError):
+    except (OSError, yaml.YAMLError, LookupError, TypeError, RecursionError):
         return None

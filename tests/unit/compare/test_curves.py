@@ -191,6 +191,8 @@ def test_a_file_without_a_loss_is_refused_by_name_and_formats(tmp_path: Path, na
         ("train:\n  seed: 1\nmodel:\n  dtype: bfloat16\n", None),
         ("train:\n  dtype: int8\n", None),
         ("train: {}\n", None),
+        ("train:\n  dtype: bfloat16\ndate: 2024-13-45\n", "bfloat16"),
+        (f"train:\n  dtype: bfloat16\nnested: {'[' * 5000}\n", None),
     ],
 )
 def test_only_the_dtype_directly_under_train_counts(tmp_path: Path, config: str, dtype: str | None) -> None:
