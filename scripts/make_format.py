@@ -144,10 +144,10 @@ def _tensor_lines(family: Family, *overrides: str) -> Iterator[str]:
     for name, tensor in saved_tensors(config.model).items():
         box, _ = boxes[name]
         sharded = [number for number, size in enumerate(tensor.view) if box.shape[number] < size]
-        view = "" if tensor.view == tensor.shape else f"`{_dimensions(tensor.view, letters)}`"
-        cells = [f"`{_with_layer(name)}`", f"`{_dimensions(tensor.shape, letters)}`", view, *map(str, sharded)]
-        cells += [""] * (4 - len(cells))
-        yield "| " + " | ".join(cells).replace("|  |", "| |").rstrip() + " |\n"
+        shape, view = (_dimensions(sizes, letters) for sizes in (tensor.shape, tensor.view))
+        cells = [name.replace(".0.", ".i."), shape, "" if view == shape else view]
+        row = [*(cell and f"`{cell}`" for cell in cells), ", ".join(map(str, sharded))]
+        yield "".join(f"| {cell} " if cell else "| " for cell in row) + "|\n"
 
 
 def _config_of(family: Family, *overrides: str) -> Config:
@@ -187,10 +187,6 @@ def _letters(model: ModelConfig) -> dict[int, str]:
 
 def _dimensions(shape: Sequence[int], letters: Mapping[int, str]) -> str:
     return f"[{', '.join(letters[size] for size in shape)}]"
-
-
-def _with_layer(name: str) -> str:
-    return re.sub(r"\.0\.", ".i.", name)
 
 
 def _state() -> Json:
