@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from packaging.specifiers import SpecifierSet
 
-from trainer.config.checkpoint import Allowed, CheckpointSection
-from trainer.record.resume_rules import FLAGS, RULES, Verdict
+from trainer.config.checkpoint import FLAGS, Allowed, CheckpointSection
+from trainer.record.resume_rules import RULES, Verdict
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [

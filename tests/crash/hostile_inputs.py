@@ -21,6 +21,7 @@ from reprise.errors import TrainerError
 from reprise.format import INDEX, MANIFEST, STATE, manifest
 from reprise.format.manifest import FileEntry, Manifest, digest_of
 from reprise.storage import Json, json_file
+from trainer.config.checkpoint import FLAGS
 from trainer.config.optimizer import OptimizerSection
 from trainer.data.fingerprint import check_tokens, fingerprint, scan
 from trainer.data.token_file import open_token_file, write_token_file
@@ -157,7 +158,7 @@ class Inputs:
 
     def _try_trainer_state(self, data: bytes) -> None:
         state = json_file.parse(data, where=STATE)
-        settle(differences(state, _STATE, resume_rules.RULES), allowed=resume_rules.FLAGS, where=STATE)
+        settle(differences(state, _STATE, resume_rules.RULES), allowed=FLAGS, where=STATE)
         run_record.saved_progress(state, seq_length=32, where=STATE)
         run_record.saved_schedule(state, OptimizerSection(), where=STATE)[0].at(5, 40)
 

@@ -36,6 +36,18 @@ class Allowed(Enum):
     all = "all"
 
 
+# The key in `checkpoint` equivalent to each `checkpoint.allow` value.
+FLAGS = {
+    Allowed.batch: "override_batch_size",
+    Allowed.data: "override_data",
+    Allowed.dropout: "override_dropout",
+    Allowed.dtype: "override_dtype",
+    Allowed.freeze: "override_freeze",
+    Allowed.lr: "override_scheduler",
+    Allowed.topology: "reshard",
+}
+
+
 class WeightsDtype(Enum):
     """The dtype for weights-only saves."""
 
@@ -178,9 +190,9 @@ class ResumeKeys:
     override_freeze: bool = False
     verify: Verify = Verify.touched
 
-    def allows(self, difference: Allowed, flag: str) -> bool:
+    def allows(self, difference: Allowed) -> bool:
         """Return whether a difference is allowed, in `allow` or by its own flag."""
-        return Allowed.all in self.allow or difference in self.allow or bool(getattr(self, flag))
+        return Allowed.all in self.allow or difference in self.allow or bool(getattr(self, FLAGS[difference]))
 
 
 @dataclass

@@ -98,7 +98,7 @@ def tokenizer_of_weights(config: Config, files: Files) -> str | None:
         TrainerError: A checkpoint is damaged, or a path cannot be read.
     """
     section = config.checkpoint
-    if section.finetune or section.base is not None or section.allows(Allowed.data, "override_data"):
+    if section.finetune or section.base is not None or section.allows(Allowed.data):
         run = Path() if section.save is None else Path(section.save).parent
         for weights in filter(None, (section.save, section.base, section.load)):
             if weights not in ("auto", "none") and (beside := _tokenizer_files(location(weights), section, run, files)):

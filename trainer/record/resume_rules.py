@@ -8,7 +8,7 @@ from enum import Enum
 
 from reprise.errors import MismatchError
 from reprise.storage import Json
-from trainer.config.checkpoint import Allowed, CheckpointSection
+from trainer.config.checkpoint import FLAGS, Allowed, CheckpointSection
 from trainer.config.parallel import INVARIANT
 from trainer.config.saved import PARALLEL_KEYS
 from trainer.optim.table import OPTIMIZERS, SECTIONS
@@ -170,16 +170,6 @@ _KEYS = {
         for name, key in keys.items()
     },
 }
-# The key in `checkpoint` equivalent to each `checkpoint.allow` value.
-FLAGS = {
-    Allowed.batch: "override_batch_size",
-    Allowed.data: "override_data",
-    Allowed.dropout: "override_dropout",
-    Allowed.dtype: "override_dtype",
-    Allowed.freeze: "override_freeze",
-    Allowed.lr: "override_scheduler",
-    Allowed.topology: "reshard",
-}
 # With `parallel.invariant_ranks`, an iteration's bits do not depend on these.
 _BITWISE_FIELDS = frozenset(f"topology.{name}" for name in ("world_size", "dp", "pp", "vpp", "zero_stage", "replicate"))
 # With `parallel.invariant_tensor_ranks`, nor on these.
@@ -190,7 +180,7 @@ _OUTSIDE_ITERATIONS = frozenset({"model.initializer_range", "data.valid_fingerpr
 
 def allowed_by(section: CheckpointSection) -> set[Allowed]:
     """Return the allowed differences, in `checkpoint.allow` or by their own keys."""
-    return {allowed for allowed, flag in FLAGS.items() if section.allows(allowed, flag)}
+    return {allowed for allowed in FLAGS if section.allows(allowed)}
 
 
 def allow_list(verdicts: Collection[Verdict | Allowed]) -> str:
