@@ -32,6 +32,7 @@ from reprise.stores import location
 from trainer.config.megatron_flags import refuse_flags
 from trainer.config.options import CONFIGS, choices_in, keys, null_mappings
 from trainer.config.overrides import escape, is_other_text, quote, readable
+from trainer.config.saved import flattened
 from trainer.config.schema import Config
 from trainer.config.suggest import closest
 from trainer.config.values import from_environment, path_problems
@@ -246,21 +247,12 @@ class Resolved:
 
 def unlike(text: str, first: str, *, rank: int) -> ConfigError:
     """Return the error for a rank whose configuration differs from rank 0's, given both as YAML. It names the keys."""
-    here, there = (dict(_leaves(yaml.safe_load(each))) for each in (text, first))
+    here, there = (flattened(yaml.safe_load(each)) for each in (text, first))
     names = sorted(key for key in {*here, *there} if key not in here or key not in there or here[key] != there[key])
     more = f" and {len(names) - _MOST_KEYS} more" if len(names) > _MOST_KEYS else ""
     keys = f"other values of {', '.join(names[:_MOST_KEYS])}{more}" if names else None
     fix = "Enter the same command, with the same environment variables, on every host."
     return ConfigError("The configuration differs from rank 0's", where=f"rank {rank}", found=keys, fix=fix)
-
-
-def _leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the values in nested mappings by dotted key."""
-    for key, value in table.items():
-        if isinstance(value, dict) and value:
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def compose(overrides: Sequence[str]) -> Config:

@@ -8,7 +8,7 @@ the same bytes at every topology and in every folder.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
 from enum import Enum
 from typing import Any, get_type_hints
@@ -116,6 +116,17 @@ def _without(table: Json, keys: Collection[str], prefix: str = "") -> Json:
         for key, value in table.items()
         if f"{prefix}{key}" not in keys
     }
+
+
+def flattened(table: Mapping[str, object], prefix: str = "") -> dict[str, object]:
+    """Return all values in nested objects by dotted path."""
+    flat: dict[str, object] = {}
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            flat |= flattened(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
 
 
 def with_schedule(config: Config, schedule: Schedule) -> Config:

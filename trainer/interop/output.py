@@ -20,7 +20,7 @@ from trainer.config.derived import batch_schedule_of
 from trainer.config.frozen import frozen_names
 from trainer.config.optimizer import OptimizerName
 from trainer.config.parallel import ParallelSection
-from trainer.config.saved import RUN_CONFIG
+from trainer.config.saved import RUN_CONFIG, flattened
 from trainer.config.schema import Config
 from trainer.config.train import TrainSection
 from trainer.data.section import problems as data_problems
@@ -164,7 +164,7 @@ def _assumed(description: Json, stated: Sequence[str]) -> list[str]:
 
     assumed = list[str]()
     for section in _SETTINGS:
-        fields = [field for field in resume_rules.flattened(description) if field.split(".")[0] == section]
+        fields = [field for field in flattened(description) if field.split(".")[0] == section]
         unstated = [field for field in fields if not is_stated(field)]
         assumed += [section] if unstated == fields else unstated
     return assumed

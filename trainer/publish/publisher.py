@@ -27,11 +27,10 @@ from reprise.storage import (
     replace_file,
 )
 from trainer.config.compose import read_resolved
-from trainer.config.saved import is_secret
+from trainer.config.saved import flattened, is_secret
 from trainer.metrics.json_lines import METRICS, record_of
 from trainer.metrics.publish_sink import PUBLISH
 from trainer.publish.tracker import RemoteRun, Tracker, row_of
-from trainer.record.resume_rules import flattened
 
 _log = logging.getLogger(__name__)
 

@@ -12,10 +12,10 @@ import torch
 import xxhash
 
 from reprise.storage import Json
+from trainer.config.saved import flattened
 from trainer.config.schema import Config
 from trainer.launch.device import device_name
 from trainer.launch.process_group import Cluster
-from trainer.record.resume_rules import flattened
 
 _log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from reprise.errors import MismatchError
 from reprise.storage import Json
 from trainer.config.checkpoint import FLAGS, Allowed, CheckpointSection
 from trainer.config.parallel import INVARIANT
-from trainer.config.saved import PARALLEL_KEYS
+from trainer.config.saved import PARALLEL_KEYS, flattened
 from trainer.optim.table import OPTIMIZERS, SECTIONS
 from trainer.schedules.batch_size import BatchSchedule, parse_batch_schedule
 from trainer.schedules.lr import COUNTS, DecayStyle
@@ -352,17 +352,6 @@ def assumed_in(state: Json) -> tuple[str, ...]:
     """Return prefixes for fields an imported state assumed because its source lacked them. They are not compared."""
     fields = state.get(ASSUMED, [])
     return tuple(f"{field}." for field in fields if isinstance(field, str)) if isinstance(fields, list) else ()
-
-
-def flattened(table: Mapping[str, object], prefix: str = "") -> dict[str, object]:
-    """Return all values in nested objects by dotted path."""
-    flat: dict[str, object] = {}
-    for key, value in table.items():
-        if isinstance(value, Mapping):
-            flat |= flattened(value, f"{prefix}{key}.")
-        else:
-            flat[prefix + key] = value
-    return flat
 
 
 def settle(

@@ -11,8 +11,8 @@ from trainer.compare.curves import QUANTITIES, compare, tolerance_of
 from trainer.compare.evaluations import read_evaluations
 from trainer.compare.read import CONFIG_FILE, curve_of, read_dtype
 from trainer.compare.text_table import duration
+from trainer.config.saved import flattened
 from trainer.metrics.log_file import Floats, Integers
-from trainer.record.resume_rules import flattened
 from trainer.report.charts import COLORS, CurveLine, curve_document, library, life_document
 from trainer.report.goodput import Goodput, measure_goodput
 from trainer.report.history import SPEED, TIME, History

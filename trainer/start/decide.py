@@ -19,6 +19,7 @@ from trainer.config.checks import batch_problems
 from trainer.config.compose import read_resolved, sections_of
 from trainer.config.derived import save_folder
 from trainer.config.overrides import text_value
+from trainer.config.saved import flattened
 from trainer.config.schema import Config
 from trainer.config.train import AUTO
 from trainer.interop.hf.config import is_folder
@@ -30,7 +31,6 @@ from trainer.launch.process_group import Cluster
 from trainer.launch.relaunch import Launch
 from trainer.metrics.json_lines import METRICS
 from trainer.metrics.jsonl_file import last_recorded_iteration, last_saved_iteration
-from trainer.record.resume_rules import flattened
 from trainer.saves.targets import Saves
 from trainer.start.identity import find_journal, saved_lineages
 from trainer.start.journal import RUN_FILE, is_anew, newest_saved

@@ -15,7 +15,7 @@ from reprise.storage import integer
 from reprise.tensors import local_of
 from trainer.config.checkpoint import Allowed, CheckpointSection
 from trainer.config.load_saved import config_document, own_command
-from trainer.config.saved import saved_config, with_schedule
+from trainer.config.saved import flattened, saved_config, with_schedule
 from trainer.data.loader import BatchLoader
 from trainer.data.position_map import SKIPPED, PositionMap, parse_ranges, resume_map
 from trainer.metrics.spikes import SPIKES
@@ -24,7 +24,7 @@ from trainer.optim.average import begin_average
 from trainer.optim.table import optimizer_record, settings_record
 from trainer.record import resume_rules, run_record
 from trainer.record.data_origin import new_source_lines, origin_after, reading_state, sources_in
-from trainer.record.resume_rules import Difference, allow_list, differences, flattened, in_samples_of, settle
+from trainer.record.resume_rules import Difference, allow_list, differences, in_samples_of, settle
 from trainer.run.build import Run
 from trainer.schedules.lr import DecayStyle, Schedule
 from trainer.schedules.progress import Progress

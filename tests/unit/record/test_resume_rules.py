@@ -16,6 +16,7 @@ from tests.messages import refused
 from trainer.config.checkpoint import Allowed
 from trainer.config.derived import length_of, topology_of
 from trainer.config.options import keys
+from trainer.config.saved import flattened
 from trainer.config.schema import Config
 from trainer.record import resume_rules, run_record
 from trainer.record.resume_rules import (
@@ -24,7 +25,6 @@ from trainer.record.resume_rules import (
     Verdict,
     compared,
     differences,
-    flattened,
     in_samples_of,
     key_of,
     rule_for,

@@ -19,11 +19,11 @@ from tests.harness import TINY, built, compose, filled
 from tests.messages import refused, says
 from trainer.config.checkpoint import CheckpointSection
 from trainer.config.compose import sections_of
+from trainer.config.saved import flattened
 from trainer.config.schema import Config
 from trainer.interop.start import WeightsKind, load_pretrained
 from trainer.launch.process_group import Cluster
 from trainer.launch.relaunch import Launch
-from trainer.record.resume_rules import flattened
 from trainer.saves.targets import build_saves
 from trainer.start.decide import Origin, Past, Start, choose, decide
 from trainer.start.journal import note_saved
