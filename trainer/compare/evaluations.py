@@ -65,13 +65,8 @@ def _metrics(records: Sequence[Json]) -> dict[str, Series]:
     metrics: dict[str, Series] = {}
     branches = max((_branches(record) for record in records), key=len, default=[])
     for record in records:
-        iteration, name, value, saved = (
-            record["iteration"],
-            record.get("metric"),
-            record.get("value"),
-            _branches(record),
-        )
-        is_abandoned = any(iteration > began_at for _, began_at in branches[len(saved) :])
+        iteration, name, value = record["iteration"], record.get("metric"), record.get("value")
+        is_abandoned = any(iteration > began_at for _, began_at in branches[len(_branches(record)) :])
         if isinstance(name, str) and isinstance(value, int | float) and not is_abandoned:
             metrics.setdefault(name, {})[iteration] = float(value)
     return metrics
