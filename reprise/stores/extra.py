@@ -18,5 +18,5 @@ def require_extra(where: object) -> None:
             "A package for object stores is missing",
             where=where,
             expected="obstore",
-            fix="pip install 'torch-reprise[store]'",
+            fix="Install it with: pip install obstore",
         )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
 
@@ -24,17 +24,17 @@ class Command:
     Args:
         module: The module whose `main` runs the subcommand.
         summary: The line in `reprise --help`.
-        libraries: The libraries it imports from the optional `train` dependencies.
+        packages: By name on PyPI, the modules it imports from the optional `train` dependencies.
     """
 
     module: str
     summary: str
-    libraries: tuple[str, ...] = ()
+    packages: Mapping[str, str] = field(default_factory=dict)
 
 
-_COMPOSITION = ("hydra", "omegaconf")
+_COMPOSITION = {"hydra-core": "hydra", "omegaconf": "omegaconf"}
 COMMANDS = {
-    "train": Command("trainer.__main__", "train a model, or continue a run", (*_COMPOSITION, "tensorboard")),
+    "train": Command("trainer.__main__", "train a model, or continue a run", {**_COMPOSITION, "tensorboard": "tensorboard"}),
     "options": Command("trainer.commands.options", "describe the keys of the configuration"),
     "doctor": Command(
         "trainer.commands.doctor", "check whether this machine and a folder can train and save, and how fast"
@@ -90,10 +90,9 @@ def _call(words: list[str]) -> int:
 
 
 def _run(name: str, arguments: Sequence[str]) -> int:
-    missing = [library for library in COMMANDS[name].libraries if find_spec(library) is None]
+    missing = " ".join(package for package, module in COMMANDS[name].packages.items() if find_spec(module) is None)
     if missing:
-        fix = "pip install 'torch-reprise[train]'"
-        print(f"reprise {name} needs {' and '.join(missing)}; install with: {fix}", file=sys.stderr)
+        print(f"reprise {name} needs more packages; install them with: pip install {missing}", file=sys.stderr)
         return _NOT_INSTALLED
     try:
         status: int = import_module(COMMANDS[name].module).main(arguments)

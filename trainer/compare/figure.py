@@ -23,7 +23,7 @@ def make_figure(*, width: float = 10, height: float = 7) -> Any:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise TrainerError(
-            "A plot needs matplotlib", fix="Install it with: pip install 'torch-reprise[plot]'"
+            "A plot needs matplotlib", fix="Install it with: pip install matplotlib"
         ) from error
     return Figure(figsize=(width, height), dpi=120, layout="constrained")
 

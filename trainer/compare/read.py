@@ -96,7 +96,7 @@ def read_run(path: str | Path, quantities: Sequence[str]) -> MetricsLog | TextLo
     file = run_file(path)
     if events := event_files(file):
         if find_spec("tensorboard") is None:
-            raise DataError("Event files need tensorboard", where=file, fix="pip install 'torch-reprise[train]'.")
+            raise DataError("Event files need tensorboard", where=file, fix="Install it with: pip install tensorboard")
         from trainer.compare.events import table_of
 
         notes = list[str]()

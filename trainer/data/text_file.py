@@ -148,7 +148,7 @@ def _chunks(form: str, file: BinaryIO, path: Path, key: str, start: int = 0) -> 
     if not form:
         yield from iter(partial(file.read, _CHUNK_BYTES), b"")
         return
-    read, name, extra, damage = _READERS[form]
+    read, name, damage = _READERS[form]
     try:
         package = import_module(name)
     except ImportError as error:
@@ -156,7 +156,7 @@ def _chunks(form: str, file: BinaryIO, path: Path, key: str, start: int = 0) -> 
             "The package that reads this file is not installed",
             where=path,
             expected=name,
-            fix=f"Install it: pip install 'torch-reprise[{extra}]'.",
+            fix=f"Install it: pip install {name}.",
         ) from error
     try:
         yield from read(file, path, key)
@@ -210,8 +210,8 @@ def _parquet_chunks(file: BinaryIO, path: Path, key: str) -> Iterator[bytes]:
 # Each form's reader, the package it needs, the pip extra with the package, and the package's error class.
 _READERS: dict[str, tuple[Callable[[BinaryIO, Path, str], Iterator[bytes]], str, str, str]] = {
     "gzip": (_gzip_chunks, "zlib", "", "error"),
-    "Zstandard": (_zstd_chunks, "zstandard", "zstd", "ZstdError"),
-    PARQUET: (_parquet_chunks, "pyarrow", "parquet", "ArrowException"),
+    "Zstandard": (_zstd_chunks, "zstandard", "ZstdError"),
+    PARQUET: (_parquet_chunks, "pyarrow", "ArrowException"),
 }
 
 

@@ -95,7 +95,7 @@ def load_tracker(name: str) -> Tracker:
     try:
         tracker: Tracker = getattr(import_module(module), member)()
     except ImportError as error:
-        fix = f"pip install 'torch-reprise[{name}]'"
+        fix = f"Install it with: pip install {name}"
         raise ConfigError(f"The tracker {name} cannot be imported", found=error, fix=fix) from error
     return tracker
 

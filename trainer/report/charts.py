@@ -66,7 +66,7 @@ def library() -> Any:
     try:
         from bokeh import plotting
     except ImportError as error:
-        fix = "Install it with: pip install 'torch-reprise[report]'"
+        fix = "Install it with: pip install bokeh"
         raise TrainerError("A report needs bokeh", fix=fix) from error
     return plotting
 

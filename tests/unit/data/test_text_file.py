@@ -139,8 +139,8 @@ def test_a_damaged_file_is_refused_by_name(tmp_path: Path, case: str) -> None:
 @pytest.mark.parametrize(
     ("rows", "missing", "words"),
     [
-        (zstd(TEXT), "zstandard", ("zstandard", "pip install 'torch-reprise[zstd]'")),
-        (table(["a"]), "pyarrow", ("pyarrow", "pip install 'torch-reprise[parquet]'")),
+        (zstd(TEXT), "zstandard", ("zstandard", "pip install zstandard")),
+        (table(["a"]), "pyarrow", ("pyarrow", "pip install pyarrow")),
         (table(["a", None]), "", ("row 2",)),
         (table([1, 2]), "", ("row 1", "int64")),
         (table([b"a", b"b"]), "", ("row 1", "binary")),
