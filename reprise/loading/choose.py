@@ -136,6 +136,9 @@ class LocalFolders(Protocol):
     def owns(self, path: Path) -> bool:
         """Return whether a path leads to a local checkpoint."""
 
+    def here(self, name: str) -> Path:
+        """Return this host's path for a local checkpoint's folder name."""
+
     def complete(
         self, path: Path, check: Callable[[Checkpoint], None], pieces_of: Callable[[Checkpoint], PieceNumbers]
     ) -> str:
@@ -175,6 +178,10 @@ class Chooser:
         self._logged = 0
         self.checkpoint: Checkpoint | None = None
 
+    def is_local(self, path: Path) -> bool:
+        """Return whether a candidate is a local checkpoint."""
+        return self._local is not None and self._local.owns(path)
+
     def pick(self, *, is_complete: bool = True) -> Path:
         """Return the newest valid candidate.
 
@@ -195,7 +202,7 @@ class Chooser:
                 raise unreadable(error, where=self._source.path) from error
         while self._candidates:
             path = self._candidates[0]
-            is_local = self._local is not None and self._local.owns(path)
+            is_local = self.is_local(path)
             if is_local and not is_complete:
                 self.checkpoint = None
                 self._log_skipped()

@@ -142,8 +142,9 @@ class Restorer:
         loaded_from = ""
         while True:
             pick = partial(_pick_next, chooser, damage, is_complete=bool(loaded_from))
-            name, digest = self._channel.from_first(self._key("pick"), pick)
-            path, problem = location(name), None
+            name, is_local, digest = self._channel.from_first(self._key("pick"), pick)
+            problem = None
+            path = self._local.here(name) if self._local is not None and is_local else location(name)
             try:
                 if not digest:  # the hosts must complete a local checkpoint
                     damage, loaded_from = None, self._complete(path, check, live)
@@ -298,9 +299,16 @@ def _complete_change(change: Callable[[], None]) -> None:
         raise
 
 
-def _pick_next(chooser: Chooser, damage: TrainerError | None, *, is_complete: bool) -> list[str]:
-    """Return the next candidate's path and digest, after skipping the last candidate if it is damaged."""
+def _pick_next(chooser: Chooser, damage: TrainerError | None, *, is_complete: bool) -> list[object]:
+    """Pick the next candidate, after skipping the last candidate if it is damaged.
+
+    Returns:
+        Its path, or a local checkpoint's folder name, as hosts may keep them under other paths. Whether it is local.
+        Its digest, or an empty string if the hosts must complete it.
+    """
     if damage is not None:
         chooser.skip(damage)
     path = chooser.pick(is_complete=is_complete)
-    return [str(path), "" if chooser.checkpoint is None else chooser.checkpoint.digest]
+    is_local = chooser.is_local(path)
+    digest = "" if chooser.checkpoint is None else chooser.checkpoint.digest
+    return [path.name if is_local else str(path), is_local, digest]

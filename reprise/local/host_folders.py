@@ -144,6 +144,10 @@ class HostFolders:
         """Return whether a path belongs to this run's local checkpoints."""
         return path.parent == self.folder.root
 
+    def here(self, name: str) -> Path:
+        """Return this host's path for a local checkpoint's folder name. Hosts may have different roots."""
+        return self.folder.root / name
+
     def complete(
         self, path: Path, check: Callable[[Checkpoint], None], pieces_to_read: Callable[[Checkpoint], PieceNumbers]
     ) -> str:
