@@ -207,9 +207,9 @@ def _parquet_chunks(file: BinaryIO, path: Path, key: str) -> Iterator[bytes]:
             yield json.dumps({key: text}, ensure_ascii=False).encode() + b"\n"
 
 
-# Each form's reader, the package it needs, the pip extra with the package, and the package's error class.
-_READERS: dict[str, tuple[Callable[[BinaryIO, Path, str], Iterator[bytes]], str, str, str]] = {
-    "gzip": (_gzip_chunks, "zlib", "", "error"),
+# Each form's reader, the package it needs, and the package's error class.
+_READERS: dict[str, tuple[Callable[[BinaryIO, Path, str], Iterator[bytes]], str, str]] = {
+    "gzip": (_gzip_chunks, "zlib", "error"),
     "Zstandard": (_zstd_chunks, "zstandard", "ZstdError"),
     PARQUET: (_parquet_chunks, "pyarrow", "ArrowException"),
 }
