@@ -253,6 +253,10 @@ def _os_error(error: Exception, root: str, key: str) -> OSError:
     text = ": ".join(filter(None, [code, message])) or " ".join(str(error).split("\n", 1)[0].split())[:300]
     if code in _REFUSALS:
         return _error(errno.EACCES, f"{_REFUSALS[code]} ({text})", root, key)
+    if not code and "400 Bad Request" in text:  # of a HEAD request, whose answer names no reason
+        return _error(
+            errno.EACCES, f"{_REFUSES}, or is in another region: correct AWS_REGION, or renew them", root, key
+        )
     if isinstance(error, (exceptions.NotFoundError, FileNotFoundError)):
         return _error(errno.ENOENT, os.strerror(errno.ENOENT), root, key)
     if isinstance(error, exceptions.PreconditionError):

@@ -179,7 +179,8 @@ def test_an_error_after_the_agreement_ends_every_rank(outcomes: dict[str, Outcom
             else:
                 assert "IndexError: pop from empty list" in line
                 assert failing == 0 or "Rank 1" in line
-        assert "closed" in lines[7]
+        # Another rank may still be told of the failure that closed the saver.
+        assert "closed" in lines[7] or (rank != failing and f"Rank {failing} failed: IndexError" in lines[7])
     assert sorted(path.name for path in outcome.folder.rglob("iter_*")) == ["iter_0000008"] * 2
 
 

@@ -34,7 +34,9 @@ class Command:
 
 _COMPOSITION = {"hydra-core": "hydra", "omegaconf": "omegaconf"}
 COMMANDS = {
-    "train": Command("trainer.__main__", "train a model, or continue a run", {**_COMPOSITION, "tensorboard": "tensorboard"}),
+    "train": Command(
+        "trainer.__main__", "train a model, or continue a run", {**_COMPOSITION, "tensorboard": "tensorboard"}
+    ),
     "options": Command("trainer.commands.options", "describe the keys of the configuration"),
     "doctor": Command(
         "trainer.commands.doctor", "check whether this machine and a folder can train and save, and how fast"

@@ -22,9 +22,7 @@ def make_figure(*, width: float = 10, height: float = 7) -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise TrainerError(
-            "A plot needs matplotlib", fix="Install it with: pip install matplotlib"
-        ) from error
+        raise TrainerError("A plot needs matplotlib", fix="Install it with: pip install matplotlib") from error
     return Figure(figsize=(width, height), dpi=120, layout="constrained")
 
 

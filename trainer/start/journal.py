@@ -22,6 +22,7 @@ from reprise.storage import (
     is_damage,
     is_file,
     json_file,
+    matching,
     read_regular,
 )
 from trainer.config.terms import RUN
@@ -98,6 +99,8 @@ def note_saved(folder: Path, lineage: Json | None, files: Files, iteration: int)
             if lineage is not None and not journal.lineage.branches:  # deleted or damaged meanwhile
                 journal = Journal(Lineage.from_record(lineage))
             if journal.lineage.record() == lineage and (journal.saved is None or journal.saved < iteration):
+                for path in matching(folder, f".{RUN_FILE}.*.partial"):  # a kill left it; no start is under way now
+                    files.remove_file(path)
                 write_journal(folder, Journal(journal.lineage, iteration), files)
-    except TrainerError as error:
+    except (OSError, TrainerError) as error:
         _log.error("%s", error)

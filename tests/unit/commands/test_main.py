@@ -84,7 +84,9 @@ def test_a_command_has_its_tools_status_or_names_what_it_lacks(
     assert main(["doctor", "a", "--b"]) == 7
     assert main(["doctor"]) == 130
     assert capsys.readouterr().err == "reprise doctor: interrupted\n"
-    monkeypatch.setitem(COMMANDS, "doctor", Command("a_tool", "", {"json": "json", "no-library": "no_library", "nor-this": "nor_this"}))
+    monkeypatch.setitem(
+        COMMANDS, "doctor", Command("a_tool", "", {"json": "json", "no-library": "no_library", "nor-this": "nor_this"})
+    )
     assert main(["doctor"]) == 1
     line = "reprise doctor needs more packages; install them with: pip install no-library nor-this\n"
     assert capsys.readouterr().err == line

@@ -69,7 +69,10 @@ def test_both_doors_make_the_tokens_of_each_side(tmp_path: Path, pattern: str, f
     assert tokens != trained(tmp_path, folder / pattern, valid_fraction=0.3, tokenizer=str(path))
 
 
-@given(text=st.text(st.characters(exclude_characters="\0"), min_size=1, max_size=60), fraction=st.floats(0.01, 0.99))
+@given(
+    text=st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), min_size=1, max_size=60),
+    fraction=st.floats(0.01, 0.99),
+)
 @example(text="🙂🙂", fraction=0.4)
 def test_a_single_file_is_cut_between_characters(
     tmp_path_factory: pytest.TempPathFactory, text: str, fraction: float
