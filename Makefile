@@ -48,7 +48,7 @@ demo: setup
 test: setup
 	$(BIN)/python -m pytest -m "$(GATE)" $(SIDE_BY_SIDE)
 
-# The gate with five times the examples, every topology against every other, and kills at every call.
+# The gate with more examples, every topology against every other, and kills at every call.
 test-all: setup
 	REPRISE_TESTS=all $(BIN)/python -m pytest -m "not nightly" $(SIDE_BY_SIDE)
 

@@ -67,7 +67,7 @@ class Loads:
         ).checkpoint.iteration
 
 
-def test_every_one_of_a_thousand_flipped_bits_is_found_and_named(run: Path) -> None:
+def test_every_flipped_bit_is_found_and_named(run: Path) -> None:
     loads, generator = Loads(), random.Random(20240326)
     newest = run / "checkpoints/iter_0000006"
     files = files_of(newest)
