@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -20,8 +19,6 @@ from reprise.saving import Retention, SavePolicy
 from reprise.storage import Files
 from reprise.tensors import Contents, torch_dtype
 from tests.fakes import Axis, Sharding, all_ranks, flip_bit, save_parts, tcp_store
-
-_CLONE_FS = 0x200  # linux/sched.h
 
 RUN = Lineage((Branch("a", FRESH),))
 
@@ -73,8 +70,6 @@ def load_on_hosts(
 ) -> int:
     """Load on two hosts with these folders, compare all bits, and return the iteration. Each host is a thread.
 
-    A thread has a working folder of its own, by which its folder has the same absolute path as the other's.
-
     Args:
         ranks: how many each host has; they read the columns by turns.
         lineage: of the run; None to take every checkpoint as its own.
@@ -82,11 +77,8 @@ def load_on_hosts(
     """
 
     def run(channel: StoreChannel) -> int:
-        if ctypes.CDLL(None, use_errno=True).unshare(_CLONE_FS):
-            raise OSError(ctypes.get_errno(), "a thread cannot have a working folder of its own")
         host = next(number for number, members in enumerate(of_host) if channel.rank in members)
-        os.chdir(folders[host].parent)
-        folder, nonce = Path("/proc/thread-self/cwd", folders[host].name), f"load{os.urandom(4).hex()}"
+        folder, nonce = folders[host], f"load{os.urandom(4).hex()}"
         nonce = channel.broadcast("nonce", nonce.encode()).decode()
         policy = SavePolicy(folder, Retention(1), commit_timeout_s=20.0)
         local = LocalCheckpointer(policy, channel, nonce=nonce, copies=1, local_ranks=of_host[host])
