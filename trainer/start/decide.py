@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from pathlib import Path
 
 from reprise.errors import CheckpointError, MismatchError, count_of
-from reprise.format import ADAPTERS, FRESH, MANIFEST, Journal
+from reprise.format import ADAPTERS, FRESH, MANIFEST, Journal, Lineage
 from reprise.loading import LoadSource
 from reprise.storage import CheckpointFolder, Json, Patience, exists, failed_read, is_file
 from reprise.stores import files_of, is_stored, location
 from trainer.config import terms
 from trainer.config.checkpoint import CheckpointSection
 from trainer.config.checks import batch_problems
-from trainer.config.compose import read_resolved, sections_of
 from trainer.config.derived import save_folder
 from trainer.config.overrides import text_value
-from trainer.config.saved import flattened
 from trainer.config.schema import Config
-from trainer.config.train import AUTO
 from trainer.interop.hf.config import is_folder
 from trainer.interop.hf.folder import no_folder, trainer_checkpoints
 from trainer.interop.llmc import WEIGHTS, foreign
@@ -33,12 +30,10 @@ from trainer.metrics.json_lines import METRICS
 from trainer.metrics.jsonl_file import last_recorded_iteration, last_saved_iteration
 from trainer.saves.targets import Saves
 from trainer.start.identity import find_journal, saved_lineages
-from trainer.start.journal import RUN_FILE, is_anew, newest_saved
+from trainer.start.journal import RUN_FILE
 from trainer.start.source import Checkpoints, InitialValues, TensorSource, weights_of
 
 _log = logging.getLogger(__name__)
-
-_NUMERIC_SECTIONS = ("model", "data", "train", "optimizer", "schedule")
 
 
 class Origin(Enum):
@@ -55,23 +50,21 @@ class Past:
     """A run's folders before a start, and what its command finds there.
 
     Args:
-        journal: The run's lineage and newest save.
-        record: The file that has the newest save.
+        lineage: The run's lineage.
+        saved: The newest save in the run's journal. `FRESH` if it has none, or this start's branch has given it up.
         committed: Iterations from which a start could resume, or that it sets aside.
         trained: The last iteration in `metrics.jsonl`, or None.
         logged: The last save in `metrics.jsonl`, or None.
-        settings: The training launch's settings, by key.
         source: The path in `checkpoint.load`, or None.
         is_inside: Whether `source` lies in the run's own folder.
         is_restarted: Whether the launcher restarted this launch after it saved.
     """
 
-    journal: Journal
-    record: Path = Path(RUN_FILE)
+    lineage: Lineage
+    saved: int = FRESH
     committed: Sequence[int] = ()
     trained: int | None = None
     logged: int | None = None
-    settings: Mapping[str, object] = field(default_factory=dict)
     source: Path | None = None
     is_inside: bool = False
     is_restarted: bool = False
@@ -79,7 +72,8 @@ class Past:
     @property
     def is_anew(self) -> bool:
         """Return whether the newest branch starts an earlier run over, and has saved nothing."""
-        return is_anew(self.journal.lineage) and self.journal.saved == FRESH
+        branches = self.lineage.branches
+        return self.saved == FRESH and len(branches) > 1 and branches[-1].began_at == FRESH
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,21 +232,19 @@ def _find(config: Config, saves: Saves, journal: Journal, launch: Launch) -> Jso
         source = {"kind": "checkpoint", "path": str(save_folder(section))}
     elif decision.origin is Origin.named:
         source = named_source(location(section.load), with_weights=not config.model.is_adapted)
-    return {"origin": decision.origin.name, "source": source, "saved": past.journal.saved}
+    return {"origin": decision.origin.name, "source": source, "saved": past.saved}
 
 
 def _past(config: Config, saves: Saves, journal: Journal, launch: Launch) -> Past:
-    section, folder, lineage = config.checkpoint, Path(config.run.dir), journal.lineage
-    metrics, given_up = folder / METRICS, set[int]()
-    saved, record = newest_saved(journal, folder, saves.shared)
-    if is_anew(lineage) and saves.shared is not None and journal.saved in (None, FRESH):
-        branches = saved_lineages(saves.shared)
+    section, shared, lineage = config.checkpoint, saves.shared, journal.lineage
+    past, given_up = Past(lineage, FRESH if journal.saved is None else journal.saved), set[int]()
+    if past.is_anew and shared is not None:
+        branches = saved_lineages(shared)
         given_up = {n for n, branch in branches if branch.run == lineage.run and not lineage.admits(branch, n)}
-    past = Past(Journal(lineage, FRESH if saved in given_up else saved), record)
     if section.is_directed and not set(launch.earlier).isdisjoint(lineage.launch):
         return replace(past, is_restarted=True)
     if section.load == "none":  # hosts delete what they set aside
-        return replace(past, committed=[] if saves.shared is None else saves.shared.committed())
+        return replace(past, committed=[] if shared is None else shared.committed())
     source, is_inside = None, False
     if section.load != "auto":
         source = location(section.load)
@@ -263,9 +255,8 @@ def _past(config: Config, saves: Saves, journal: Journal, launch: Launch) -> Pas
     past = replace(past, committed=committed, source=source, is_inside=is_inside)
     if committed:
         return past
-    trained = last_recorded_iteration(metrics)
-    settings = {} if trained is None else flattened(read_resolved(metrics.with_name("config.yaml"))[0])
-    return replace(past, trained=trained, logged=last_saved_iteration(metrics), settings=settings)
+    metrics = Path(config.run.dir) / METRICS
+    return replace(past, trained=last_recorded_iteration(metrics), logged=last_saved_iteration(metrics))
 
 
 def choose(past: Past, config: Config) -> StartChoice:
@@ -280,7 +271,7 @@ def choose(past: Past, config: Config) -> StartChoice:
         CheckpointError: The run's checkpoints are missing.
     """
     section, committed, line = config.checkpoint, past.committed, ""
-    is_new = not past.journal.lineage.branches
+    is_new = not past.lineage.branches
     if past.is_restarted:
         return StartChoice(Origin.own, "this launch was restarted: it resumes from its own newest checkpoint")
     if section.load == "none":
@@ -306,7 +297,7 @@ def choose(past: Past, config: Config) -> StartChoice:
     if begins_again:
         return StartChoice(Origin.initial, line)
     _refuse_lost_checkpoints(past, config)
-    if past.trained is not None:  # by this command
+    if past.trained is not None:
         line = f"the run ended at iteration {past.trained}, before its first save: it starts over"
     return StartChoice(Origin.initial, line, is_new=True)
 
@@ -323,49 +314,19 @@ def _set_aside(committed: Collection[int], config: Config) -> str:
 
 
 def _refuse_lost_checkpoints(past: Past, config: Config) -> None:
-    """Refuse a fresh start if the run has saved, or has trained iterations with another start.
-
-    The same command may repeat its iterations before the first save.
-    """
-    save, url = config.checkpoint.save, config.checkpoint.mirror
-    metrics, trained, noted = Path(config.run.dir) / METRICS, past.trained, past.journal.saved
+    """Refuse a fresh start if the run has saved."""
+    save, url, folder = config.checkpoint.save, config.checkpoint.mirror, Path(config.run.dir)
     # A commit can outlive a process killed before it is noted in the journal.
-    saved = max(FRESH if number is None else number for number in (noted, past.logged))
-    mirror = f"continue from the mirror with checkpoint.load={url} and another checkpoint.mirror, " if url else ""
-    has_saved = saved > FRESH
-    if has_saved or (trained is not None and not all(map(_saves, (flattened(sections_of(config)), past.settings)))):
+    saved = past.saved if past.logged is None else max(past.saved, past.logged)
+    if saved > FRESH:
+        mirror = f"continue from the mirror with checkpoint.load={url} and another checkpoint.mirror, " if url else ""
         raise CheckpointError(
-            f"This run has recorded {'saves' if has_saved else 'iterations'} but no checkpoint is there",
-            where=past.record if has_saved and noted == saved else metrics,
+            "This run has recorded saves but no checkpoint is there",
+            where=folder / (RUN_FILE if past.saved == saved else METRICS),
             expected=f"a checkpoint in {save}" if save else "a checkpoint, but checkpoint.save is null",
-            found=f"iteration {saved if has_saved else trained} as the last, and no iter_ folder",
+            found=f"iteration {saved} as the last, and no iter_ folder",
             fix=f"Mount or restore the checkpoints, {mirror}or start over with checkpoint.load=none.",
         )
-    if changes := _changes(past.settings, config):
-        raise CheckpointError(
-            "This run has recorded iterations but no save, and its command has changed",
-            where=metrics,
-            expected="the settings of its last launch",
-            found=f"there {', '.join(changes)}",
-            fix="Repeat that command to begin again, or start over with checkpoint.load=none.",
-        )
-
-
-def _saves(settings: Mapping[str, object]) -> bool:
-    return any(settings.get(key) is not None for key in ("checkpoint.save", "checkpoint.local.dir"))
-
-
-def _changes(earlier: Mapping[str, object], config: Config) -> list[str]:
-    """Return the last launch's settings, by key, with which a fresh start would compute other numbers."""
-    current = flattened(sections_of(config))
-    changes = [
-        f"{key}={value}"
-        for key, value in earlier.items()
-        if key.partition(".")[0] in _NUMERIC_SECTIONS and (key not in current or current[key] != value)
-        if (key, value) != ("train.micro_batch_size", AUTO)  # the file lacks its number
-    ]
-    began_at = earlier.get("checkpoint.load", "auto")
-    return changes if began_at in ("auto", "none") else [*changes, f"checkpoint.load={began_at}"]
 
 
 def _refuse_mirror(section: CheckpointSection) -> None:

@@ -10,10 +10,8 @@ import threading
 from pathlib import Path
 
 from reprise.errors import CheckpointError, MismatchError, TrainerError
-from reprise.format import FRESH, Journal, Lineage
+from reprise.format import Journal, Lineage
 from reprise.storage import (
-    TRACKER,
-    CheckpointFolder,
     Files,
     Json,
     atomic_output,
@@ -26,8 +24,6 @@ from reprise.storage import (
     read_regular,
 )
 from trainer.config.terms import RUN
-from trainer.metrics.json_lines import METRICS
-from trainer.metrics.jsonl_file import last_saved_iteration
 
 _log = logging.getLogger(__name__)
 
@@ -51,27 +47,6 @@ def read_journal(path: Path) -> Journal:
     except CheckpointError as error:
         _log.error("%s It is rebuilt from the checkpoints", error)
     return Journal()
-
-
-def is_anew(lineage: Lineage) -> bool:
-    """Return whether the newest branch starts an earlier run over."""
-    return len(lineage.branches) > 1 and lineage.branches[-1].began_at == FRESH
-
-
-def newest_saved(journal: Journal, folder: Path, shared: CheckpointFolder | None) -> tuple[int, Path]:
-    """Return the newest iteration saved by the run in a folder, and the file that records it.
-
-    An earlier version has a tracker, which a start over removes before it moves the metrics.
-
-    Args:
-        shared: The folder shared by all hosts.
-    """
-    if journal.saved is not None:
-        return journal.saved, folder / RUN_FILE
-    if shared is not None and (tracked := shared.tracker()) is not None:
-        return tracked, shared.root / TRACKER
-    logged = None if is_anew(journal.lineage) else last_saved_iteration(folder / METRICS)
-    return FRESH if logged is None else logged, folder / METRICS
 
 
 def write_journal(folder: Path, journal: Journal, files: Files, another: str = RUN.another) -> None:
