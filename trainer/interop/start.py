@@ -133,7 +133,7 @@ def load_pretrained(
         digest = _digest(path, weights.files)
     channel.require_same("pretrained/digest", digest, lambda first: _other_weights(path, digest, first))
     fill_unstored(weights.fit, live, model, seed)
-    fitting = Fitting(weights.fit, live, {})
+    fitting = Fitting(weights.fit, live, weights.fit.stored((tensor.spec for tensor in live), {}))
     names = list(families.stored_tensors(model))
     for text in [*weights.notes, *fitting.notes(names, where=path)] if cluster.rank == 0 else ():
         _log.warning(text)

@@ -1,12 +1,12 @@
-"""Adapts stored weights to a model with another dtype or other table sizes, or loads a subset.
+"""Adapts stored tensors to a model with another dtype or other table sizes, or loads a subset.
 
-Only weights-only loads do so: with optimizer state, each tensor has its saved form.
+With optimizer state, only moments may have another dtype: every other tensor has its saved form.
 """
 
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -61,14 +61,22 @@ class Fit:
         """Return whether to load a tensor."""
         return not self.patterns or any(fnmatch.fnmatchcase(name, pattern) for pattern in self.patterns)
 
-    def stored(self, spec: TensorSpec, place: Place | None) -> TensorSpec:
-        """Return the form in which a model's tensor must be stored."""
-        if place is not None and self.casts and torch_dtype(place.spec.dtype).is_floating_point:
-            spec = replace(spec, dtype=place.spec.dtype)
-        if spec.name in self.rows:
-            shape = (self.rows[spec.name], *spec.shape[1:])
-            spec = replace(spec, shape=shape, view=shape)
-        return spec
+    def stored(self, specs: Iterable[TensorSpec], places: Mapping[str, Place]) -> dict[str, TensorSpec]:
+        """Return the form in which each tensor to load must be stored, by name.
+
+        Args:
+            places: Stored tensors by name, whose floating-point dtypes a cast accepts.
+        """
+        forms = dict[str, TensorSpec]()
+        for spec in (spec for spec in specs if self.selects(spec.name)):
+            place = places.get(spec.name)
+            if self.casts and place is not None and torch_dtype(place.spec.dtype).is_floating_point:
+                spec = replace(spec, dtype=place.spec.dtype)
+            if spec.name in self.rows:
+                shape = (self.rows[spec.name], *spec.shape[1:])
+                spec = replace(spec, shape=shape, view=shape)
+            forms[spec.name] = spec
+        return forms
 
     def unselected(self, names: Sequence[str]) -> list[str]:
         """Return the names of tensors keeping their initial values.
@@ -87,18 +95,17 @@ class Fit:
 
 
 class Fitting:
-    """A rank's live tensors, matched to their stored weights.
+    """A rank's live tensors, matched to their stored form.
 
     Args:
         live: The tensors to fill. Tensors that are not loaded must have their values before `finish`.
-        places: Each selected tensor's stored place, by name.
+        stored: The form of every tensor to load, by name.
     """
 
-    def __init__(self, fit: Fit, live: Sequence[LiveTensor], places: Mapping[str, Place]) -> None:
-        self._fit, self._places = fit, places
-        selected = [tensor for tensor in live if fit.selects(tensor.spec.name)]
-        self._pairs = [(tensor, self._request(tensor)) for tensor in selected]
-        self.unloaded_count = len(live) - len(selected)
+    def __init__(self, fit: Fit, live: Sequence[LiveTensor], stored: Mapping[str, TensorSpec]) -> None:
+        self._fit, self._stored, self.count = fit, stored, len(live)
+        tensors = [tensor for tensor in live if tensor.spec.name in stored]
+        self._pairs = [(tensor, _request(tensor, stored[tensor.spec.name])) for tensor in tensors]
 
     @property
     def requests(self) -> list[LiveTensor]:
@@ -114,8 +121,8 @@ class Fitting:
             lines.append(f"not loaded from {where}, {tensors}")
         for name in (name for name in fit.rows if fit.selects(name)):
             lines.append(f"{name}: {fit.rows[name]} rows of {where} are kept by number, new rows: {fit.new_rows.value}")
-        cast = sorted({str(p.spec.dtype) for n, p in self._places.items() if fit.selects(n) and fit.casts} - _UNCAST)
-        if cast:
+        cast = sorted({str(spec.dtype) for spec in self._stored.values()} - _UNCAST)
+        if cast and fit.casts:
             lines.append(f"cast to float32 from {', '.join(cast)}: {where}")
         return lines
 
@@ -131,16 +138,6 @@ class Fitting:
                     tensor.local.narrow(0, 0, request.box.shape[0]).copy_(request.local)
                 if self._fit.new_rows is NewRows.mean:
                     self._fill_mean(tensor, request, read)
-
-    def _request(self, tensor: LiveTensor) -> LiveTensor:
-        """Return the tensor itself, or a tensor in stored form with its own memory if it differs."""
-        stored, box = self._fit.stored(tensor.spec, self._places.get(tensor.spec.name)), tensor.box
-        if stored == tensor.spec:
-            return tensor
-        count = max(0, min(box.end[0], stored.shape[0]) - box.offset[0])
-        box = Box(box.offset if count else (0, *box.offset[1:]), (count, *box.shape[1:]))
-        local = torch.empty(box.shape, dtype=torch_dtype(stored.dtype), device=tensor.local.device)
-        return replace(tensor, spec=stored, box=box, local=local)
 
     def _fill_mean(self, tensor: LiveTensor, request: LiveTensor, read: Read) -> None:
         """Fill rows beyond the stored ones with the mean over all stored rows, with the same bits on every rank."""
@@ -166,6 +163,17 @@ def fill_unstored(fit: Fit, live: Sequence[LiveTensor], model: ModelConfig, seed
     unloaded = [tensor for tensor in live if not fit.selects(tensor.spec.name) or tensor.spec.name in fit.rows]
     if unloaded:
         fill_initial_values(unloaded, families.initial_values(model), seed)
+
+
+def _request(tensor: LiveTensor, stored: TensorSpec) -> LiveTensor:
+    """Return the tensor itself, or a tensor in stored form with its own memory if it differs."""
+    spec, box = tensor.spec, tensor.box
+    if (stored.dtype, stored.shape) == (spec.dtype, spec.shape):
+        return tensor
+    count = max(0, min(box.end[0], stored.view[0]) - box.offset[0])
+    box = Box(box.offset if count else (0, *box.offset[1:]), (count, *box.shape[1:]))
+    local = torch.empty(box.shape, dtype=torch_dtype(stored.dtype), device=tensor.local.device)
+    return replace(tensor, spec=stored, box=box, local=local)
 
 
 def _stored_rows(saved: ModelConfig, model: ModelConfig) -> dict[str, int]:

@@ -9,15 +9,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-import torch
-
 from models import families
 from models.adapters import adapter_initial_values
 from models.config import ModelConfig
-from reprise.format import StoredDtype, TensorKind, TensorSpec
+from reprise.format import TensorKind, TensorSpec
 from reprise.loading import Checkpoint, LoadReport, LoadSource, Restored, check_tensors, fill, read_places
 from reprise.storage import Json
-from reprise.tensors import LiveTensor, torch_dtype
+from reprise.tensors import LiveTensor
 from trainer.config.checkpoint import CheckpointSection, Verify
 from trainer.interop.source import has_averages
 from trainer.interop.start import WeightsKind, load_pretrained
@@ -129,7 +127,7 @@ class Checkpoints:
 
     def fill(self, run: Run, part: Part) -> Filled:
         """Fill a part from the newest undamaged checkpoint. See `Restorer.restore`."""
-        filling = _FittedLoad(run, part) if self.loads_weights_alone else _ExactLoad(run, part)
+        filling = _Load(run, part, is_exact=not self.loads_weights_alone)
         start = time.perf_counter()
         restored = run.restorer.restore(
             self.source,
@@ -159,79 +157,37 @@ def identity_of(checkpoint: Checkpoint) -> Json:
     return {"format": "reprise", "xxh3_64": checkpoint.digest}
 
 
-class _ExactLoad:
-    """Fills a part from a checkpoint with all its tensors in the same form, or with moments in another dtype.
+class _Load:
+    """Fills a part from a checkpoint: all its tensors, or weights alone, in the forms that its settings allow.
 
-    The resume rules have allowed this dtype.
+    Args:
+        is_exact: Whether to load optimizer state too. Then only moments may have another dtype, which the resume rules
+            have allowed.
     """
 
-    def __init__(self, run: Run, part: Part) -> None:
-        self._run, self._part = run, part
-        self._converted = list[tuple[LiveTensor, LiveTensor]]()
-
-    def check(self, checkpoint: Checkpoint) -> None:
-        """Refuse another run's checkpoint, or other tensors. Rank 0 only."""
-        self._part.refuse(checkpoint)
-        places = read_places(checkpoint)
-        if not self._run.state.averages:
-            places = {name: place for name, place in places.items() if not name.startswith(f"{AVERAGE}.")}
-        check_tensors(self._specs(checkpoint), places, where=checkpoint.path)
-
-    def live(self, checkpoint: Checkpoint) -> list[LiveTensor]:
-        """Return this rank's tensors to fill. Zero the others again, in case a damaged checkpoint had them."""
-        dtypes, tensors = {spec.name: spec.dtype for spec in self._specs(checkpoint)}, list(self._part.live())
-        for tensor in tensors:
-            if tensor.spec.name not in dtypes:
-                tensor.local.zero_()
-        tensors = [tensor for tensor in tensors if tensor.spec.name in dtypes]
-        requests = [_in_dtype(tensor, dtypes[tensor.spec.name]) for tensor in tensors]
-        self._converted = [pair for pair in zip(tensors, requests, strict=True) if pair[0] is not pair[1]]
-        return requests
-
-    def finish(self, restored: Restored) -> LoadReport:
-        """Convert moments in another dtype, rounding to nearest even, and return the load's report."""
-        for tensor, request in self._converted:
-            tensor.local.copy_(request.local)
-        return restored.report
-
-    def _specs(self, checkpoint: Checkpoint) -> list[TensorSpec]:
-        """Return the part's tensors, without moments for parameters frozen when the checkpoint was saved."""
-        model, dtype = self._part.model, saved_moments(checkpoint.state, where=checkpoint.path)
-        section = replace(self._run.config.optimizer, moments_dtype=dtype)
-        frozen = saved_frozen(checkpoint.state, model, where=checkpoint.path)
-        averages = self._run.state.averages and has_averages(checkpoint)
-        return list(checkpoint_specs(model, section, frozen, averages=averages))
-
-
-def _in_dtype(tensor: LiveTensor, dtype: StoredDtype) -> LiveTensor:
-    """Return the tensor or, if the files have another dtype, a tensor in that dtype with its own memory."""
-    if tensor.spec.dtype is dtype:
-        return tensor
-    local = torch.empty_like(tensor.local, dtype=torch_dtype(dtype))
-    return replace(tensor, spec=replace(tensor.spec, dtype=dtype), local=local)
-
-
-class _FittedLoad:
-    """Fills a part's weights from a checkpoint with another dtype or other table sizes, or loads a subset."""
-
-    def __init__(self, run: Run, part: Part) -> None:
-        self._run, self._part = run, part
-        self._specs = list(checkpoint_specs(part.model, None))
+    def __init__(self, run: Run, part: Part, *, is_exact: bool) -> None:
+        self._run, self._part, self._is_exact = run, part, is_exact
         self._fitting: Fitting | None = None
 
     def check(self, checkpoint: Checkpoint) -> None:
         """Refuse another run's checkpoint, or tensors that do not fit. Rank 0 only."""
         self._part.refuse(checkpoint)
-        fit, places = self._fit(checkpoint), read_places(checkpoint)
-        fit.unselected([spec.name for spec in self._specs])
-        stored = [fit.stored(spec, places.get(spec.name)) for spec in self._specs if fit.selects(spec.name)]
-        check_tensors(stored, places, where=checkpoint.path, is_partial=bool(fit.patterns))
+        fit, stored = self._forms(checkpoint)
+        fit.unselected([spec.name for spec in checkpoint_specs(self._part.model, None)])
+        places = read_places(checkpoint)
+        if not self._run.state.averages:
+            places = {name: place for name, place in places.items() if not name.startswith(f"{AVERAGE}.")}
+        check_tensors([*stored.values()], places, where=checkpoint.path, is_partial=bool(fit.patterns))
 
     def live(self, checkpoint: Checkpoint) -> list[LiveTensor]:
-        """Return the tensors to fill, in stored form. Tensors without a stored form get their initial values."""
-        fit, tensors = self._fit(checkpoint), self._part.weights()
+        """Return this rank's tensors to fill, in stored form. The others get their initial values."""
+        fit, stored = self._forms(checkpoint)
+        tensors = list(self._part.live()) if self._is_exact else self._part.weights()
         fill_unstored(fit, tensors, self._part.model, self._run.config.train.seed)
-        self._fitting = Fitting(fit, tensors, read_places(checkpoint))
+        for tensor in tensors:  # a damaged checkpoint may have filled them
+            if self._is_exact and tensor.spec.name not in stored:
+                tensor.local.zero_()
+        self._fitting = Fitting(fit, tensors, stored)
         return self._fitting.requests
 
     def finish(self, restored: Restored) -> LoadReport:
@@ -240,21 +196,26 @@ class _FittedLoad:
         Collective.
         """
         assert self._fitting is not None
-        fitting, checkpoint = self._fitting, restored.checkpoint
+        checkpoint, names = restored.checkpoint, [spec.name for spec in checkpoint_specs(self._part.model, None)]
         with self._run.cluster.channel.agreed(f"fitted/{self._part.name}"):
             places = read_places(checkpoint)
-            fitting.finish(lambda tensor: fill(checkpoint, places, [tensor]))
+            self._fitting.finish(lambda tensor: fill(checkpoint, places, [tensor]))
             checkpoint.files.end()
         if self._run.cluster.rank == 0:
-            for line in fitting.notes([spec.name for spec in self._specs], where=checkpoint.path):
+            for line in self._fitting.notes(names, where=checkpoint.path):
                 _log.warning(line)
-        return replace(restored.report, expected=restored.report.expected + fitting.unloaded_count)
+        return replace(restored.report, expected=self._fitting.count)
 
-    def _fit(self, checkpoint: Checkpoint) -> Fit:
-        """Return how a checkpoint's weights may differ from the part's."""
-        model, section = self._part.model, self._part.section
-        saved = saved_model(checkpoint.state, where=checkpoint.path) if section.resize else model
-        return Fit.of(section, saved, model)
+    def _forms(self, checkpoint: Checkpoint) -> tuple[Fit, dict[str, TensorSpec]]:
+        """Return how stored tensors may differ from the part's, and the form of each tensor to load, by name."""
+        state, path, model, section = checkpoint.state, checkpoint.path, self._part.model, self._part.section
+        if self._is_exact:  # without moments for parameters frozen when the checkpoint was saved
+            optimizer = replace(self._run.config.optimizer, moments_dtype=saved_moments(state, where=path))
+            frozen, averages = saved_frozen(state, model, where=path), self._run.state.averages
+            specs = checkpoint_specs(model, optimizer, frozen, averages=averages and has_averages(checkpoint))
+            return Fit(), Fit().stored(specs, {})
+        fit = Fit.of(section, saved_model(state, where=path) if section.resize else model, model)
+        return fit, fit.stored(checkpoint_specs(model, None), read_places(checkpoint))
 
 
 def _log_load(run: Run, report: LoadReport, what: str, path: Path) -> None:

@@ -31,7 +31,8 @@ def read(tensor: LiveTensor) -> None:
 
 
 def fitted(tensor: LiveTensor, new_rows: NewRows = NewRows.initial) -> torch.Tensor:
-    fitting = Fitting(Fit(casts=True, rows={"t": 10}, new_rows=new_rows), [tensor], PLACES)
+    fit = Fit(casts=True, rows={"t": 10}, new_rows=new_rows)
+    fitting = Fitting(fit, [tensor], fit.stored([tensor.spec], PLACES))
     for request in fitting.requests:
         read(request)
     fitting.finish(read)
