@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from math import prod
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import torch
 import xxhash
@@ -87,7 +87,8 @@ class Recorder:
         run, handles = self._run, list[Any]()
         for part, passes in zip(run.state.parts, self._passes, strict=True):
             handles += self._hooks(part.model, passes)
-        context = replace(run.context, loss=self._loss(run.context), reduction=_Recorded(run.context, self.gradients))
+        reduction = cast(GradientReduction, _Recorded(run.context.reduction, self.gradients))
+        context = replace(run.context, loss=self._loss(run.context), reduction=reduction)
         try:
             yield replace(run, context=context)
         finally:
@@ -125,13 +126,14 @@ class Recorder:
     def settings(self) -> None:
         """Record the optimizer's hyperparameters in its last step: each one's distinct values over all groups."""
         values = dict[str, set[float]]()
-        for part in self._run.state.parts:
-            for group in part.optimizer.param_groups:
-                for name, value in group.items():
-                    for index, item in enumerate(value if isinstance(value, tuple | list) else [value]):
-                        if isinstance(item, int | float):
-                            key = f"{name}[{index}]" if isinstance(value, tuple | list) else name
-                            values.setdefault(key, set()).add(item)
+        for group in (group for part in self._run.state.parts for group in part.optimizer.param_groups):
+            for name, value in group.items():
+                is_list = isinstance(value, tuple | list)
+                for key, item in (
+                    [(f"{name}[{n}]", item) for n, item in enumerate(value)] if is_list else [(name, value)]
+                ):
+                    if isinstance(item, int | float):
+                        values.setdefault(key, set()).add(item)
         for name, numbers in values.items():
             for index, number in enumerate(sorted(numbers, reverse=True)):
                 which = f", value {index}" if index else ""
@@ -157,16 +159,10 @@ class Recorder:
         for name, module in model.named_modules():
             if module is model or module in inside or isinstance(module, Embedding):
                 continue
-
-            def arrive(_: nn.Module, arguments: tuple[Any, ...], name: str = name) -> None:
-                self._activation(passes, name, "input", arguments[0])
-
-            def leave(_: nn.Module, __: tuple[Any, ...], output: object, name: str = name) -> None:
-                self._activation(passes, name, "output", output)
-
+            record = partial(self._activation, passes, name)
             if module in blocks:
-                yield module.register_forward_pre_hook(arrive)
-            yield module.register_forward_hook(leave)
+                yield module.register_forward_pre_hook(lambda _, inputs, record=record: record("input", inputs[0]))
+            yield module.register_forward_hook(lambda _, __, output, record=record: record("output", output))
         yield model.register_forward_hook(lambda *_: passes.leave())
 
     def _activation(self, passes: _Passes, name: str, what: str, tensor: object) -> None:
@@ -174,11 +170,10 @@ class Recorder:
         if not isinstance(tensor, torch.Tensor) or not passes.is_forward:
             return
         place = StepPlace(self._iteration, "forward", passes.micro, name, what)
-        call = passes.count(place)
-        self._add(place, local_of(tensor), call=call)
+        self._add(place, local_of(tensor))
         if what == "output" and tensor.requires_grad:
             back = replace(place, phase="backward", what="gradient of its output")
-            tensor.register_hook(lambda gradient: self._add(back, local_of(gradient), call=call))  # type: ignore[no-untyped-call]
+            tensor.register_hook(lambda gradient: self._add(back, local_of(gradient)))  # type: ignore[no-untyped-call]
 
     def _loss(self, context: ParallelContext) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
         def loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -205,7 +200,6 @@ class Recorder:
         digest: str = "",
         offset: Sequence[int] = (),
         tensor_shape: Sequence[int] = (),
-        call: int = 0,
     ) -> None:
         local = local.detach()
         # An output may be a view of a gathered parameter, whose memory FSDP2 frees unless numpy holds it.
@@ -223,7 +217,6 @@ class Recorder:
             "tensor_shape": list(tensor_shape),
             "digest": digest or xxhash.xxh3_64_hexdigest(data),
             "at": at,
-            "call": call,
         }
         self._lines.write(json.dumps(record) + "\n")
 
@@ -235,48 +228,32 @@ class _Passes:
         self.is_forward = False  # False while a block is recomputed for its backward pass
         self.is_repeated = False  # with weight 0, and not recorded
         self.micro = -1
-        self._numbers: Sequence[int] = ()
-        self._count = 0
-        self._calls = Counter[StepPlace]()
+        self._numbers: Iterator[int] = iter(())
 
     def begin(self, numbers: Sequence[int]) -> None:
         """Start an iteration, given its micro-batch numbers."""
-        self._numbers, self._count = numbers, 0
+        self._numbers = iter(numbers)
 
     def enter(self) -> None:
         """Start the next micro-batch's forward pass, or a repeated pass if other ranks have another micro-batch."""
-        self.is_repeated = self._count == len(self._numbers)
+        number = next(self._numbers, None)
+        self.is_repeated = number is None
         self.is_forward = not self.is_repeated
-        if self.is_repeated:
-            return
-        self.micro = self._numbers[self._count]
-        self._count += 1
-        self._calls.clear()
-
-    def count(self, place: StepPlace) -> int:
-        """Return how often a module was called earlier in this pass."""
-        self._calls[place] += 1
-        return self._calls[place] - 1
+        self.micro = self.micro if number is None else number
 
     def leave(self) -> None:
         """End a forward pass."""
         self.is_forward = False
 
 
-class _Recorded(GradientReduction):
-    """A reduction calling a function after the gradients are reduced."""
+class _Recorded:
+    """A gradient reduction calling a function after the gradients are reduced."""
 
-    def __init__(self, context: ParallelContext, done: Callable[[], None]) -> None:
-        self._reduction, self._done = context.reduction, done
+    def __init__(self, reduction: GradientReduction, done: Callable[[], None]) -> None:
+        self._reduction, self._done = reduction, done
 
-    def loss_divisor(self, share: float) -> float:
-        return self._reduction.loss_divisor(share)
-
-    def before_backward(self, number: int, micro_batches: int) -> None:
-        self._reduction.before_backward(number, micro_batches)
-
-    def after_backward(self, number: int) -> None:
-        self._reduction.after_backward(number)
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._reduction, name)
 
     def finish(self) -> None:
         self._reduction.finish()

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reprise.errors import DataError, count_of
 from reprise.storage import matching
@@ -60,16 +61,14 @@ class StepPart:
     """A rank's part of a tensor.
 
     Args:
-        order: The pipeline stage, the tensor-parallel rank, the call number if a module runs several times, and the
-            record number on the rank.
+        order: The pipeline stage, the tensor-parallel rank, and the record number on the rank.
         offset, tensor_shape: The box's corner and the tensor's shape, for a logical tensor. Otherwise empty.
         at: The offset in `file` at which its values start. None if values were not stored.
     """
 
     rank: int
-    order: tuple[int, int, int, int]
+    order: tuple[int, int, int]
     file: Path
-    place: tuple[Any, ...]
     dtype: str
     shape: tuple[int, ...]
     offset: tuple[int, ...]
@@ -152,12 +151,11 @@ def read_record(folder: Path) -> StepRecord:
             raise DataError("A rank's record is incomplete", where=path, fix="Record the run again.") from error
         headers.append(header)
         for number, record in enumerate(records):
-            order = (header["stage"], header["tensor_rank"], record.pop("call"), number)
-            members: dict[str, Any] = {
-                name: tuple(value) if isinstance(value, list) else value for name, value in record.items()
-            }
-            part = StepPart(rank, order, file=folder / VALUES.format(rank), **members)
-            parts.setdefault(StepPlace(*part.place), []).append(part)
+            order, place = (header["stage"], header["tensor_rank"], number), StepPlace(*record["place"])
+            shape, offset, tensor_shape = (tuple(record[name]) for name in ("shape", "offset", "tensor_shape"))
+            file, dtype = folder / VALUES.format(rank), record["dtype"]
+            part = StepPart(rank, order, file, dtype, shape, offset, tensor_shape, record["digest"], record["at"])
+            parts.setdefault(place, []).append(part)
     if len(headers) != (headers[0]["ranks"] if headers else -1):
         raise DataError("The folder lacks records from some ranks", where=folder, found=count_of(len(headers), "rank"))
     return StepRecord(headers[0], {place: sorted(parts[place], key=lambda part: part.order) for place in parts})
@@ -166,115 +164,58 @@ def read_record(folder: Path) -> StepRecord:
 def first_difference(a: StepRecord, b: StepRecord) -> StepDifference | None:
     """Return the first differing tensor in A's computation order, or None if all are equal.
 
-    Places missing in either record are skipped, see `unmatched`.
+    Places missing in either record are skipped.
     """
     common = sorted(a.parts.keys() & b.parts.keys(), key=lambda place: _order(place, a.parts[place]))
     for equal, place in enumerate(common):
-        difference = _compare(place, a.parts[place], b.parts[place], equal)
+        difference = _compare(place, _pieces(a.parts[place]), _pieces(b.parts[place]), equal)
         if difference is not None:
             return difference
     return None
 
 
-def unmatched(a: StepRecord, b: StepRecord) -> tuple[int, int]:
-    """Return how many places only A has, and only B."""
-    return len(a.parts.keys() - b.parts.keys()), len(b.parts.keys() - a.parts.keys())
-
-
-def _order(place: StepPlace, parts: Sequence[StepPart]) -> tuple[int, int, int, int, int]:
+def _order(place: StepPlace, parts: Sequence[StepPart]) -> tuple[int, ...]:
     """Return a place's position in an iteration. Later pipeline stages come first in a backward pass."""
-    stage, _, _, number = parts[0].order
-    return (
-        place.iteration,
-        PHASES.index(place.phase),
-        place.micro,
-        -stage if place.phase == "backward" else stage,
-        number,
-    )
+    stage, _, number = parts[0].order
+    phase = PHASES.index(place.phase)
+    return place.iteration, phase, place.micro, -stage if place.phase == "backward" else stage, number
 
 
-def _compare(place: StepPlace, a: Sequence[StepPart], b: Sequence[StepPart], equal: int) -> StepDifference | None:
-    shape_a, shape_b = a[0].tensor_shape or a[0].shape, b[0].tensor_shape or b[0].shape
-    if a[0].offset or a[0].tensor_shape:
-        if shape_a != shape_b or a[0].dtype != b[0].dtype:
-            return StepDifference(place, f"{_form(a[0])} and {_form(b[0])}", 0, 0, None, (), equal)
-        for name, parts in (("A", a), ("B", b)):
-            ranks = _unequal_replicas(parts)
-            if ranks:
-                detail = f"ranks {ranks[0].rank} and {ranks[1].rank} of {name} hold the same part with different values"
-                return _sized(place, detail, ranks[0].values(), ranks[1].values(), math.prod(shape_a), equal)
-        if _sum(a) == _sum(b):
-            return None
-        return _sized(place, "", _joined(a), _joined(b), math.prod(shape_a), equal)
-    if place.what == "value":
-        x, y = (float.fromhex(parts[0].digest) for parts in (a, b))
-        if x.hex() == y.hex():
-            return None
-        return StepDifference(place, f"{x!r} and {y!r}", 1, 1, abs(x - y), (), equal)
-    return _compare_activations(place, a, b, equal)
+class _Piece(NamedTuple):
+    """What is compared: a logical tensor as a whole, or a rank's part of an activation.
+
+    Attributes:
+        form: Its dtype and shape.
+        values: Returns its values, or None if some were not stored.
+    """
+
+    form: str
+    digest: str | int
+    values: Callable[[], torch.Tensor | None]
 
 
-def _compare_activations(
-    place: StepPlace, a: Sequence[StepPart], b: Sequence[StepPart], equal: int
-) -> StepDifference | None:
-    """Compare an activation's parts on all ranks: copies, equal parts, or parts along a single dimension."""
-    a, b = _without_copies(a), _without_copies(b)
-    if len(a) == len(b):
-        for part, part_b in zip(a, b, strict=True):
-            if (part.dtype, part.shape) != (part_b.dtype, part_b.shape):
-                return StepDifference(place, f"{_form(part)} and {_form(part_b)}", 0, 0, None, (), equal)
-            if part.digest != part_b.digest:
-                detail = "" if len(a) == 1 else f"part {a.index(part)} of {len(a)}"
-                return _sized(place, detail, part.values(), part_b.values(), math.prod(part.shape), equal)
-        return None
-    values_a, values_b = _along(a, b[0].shape), _along(b, a[0].shape)
-    if values_a is None or values_b is None or values_a.shape != values_b.shape:
-        return None  # these cuts cannot be joined; a later place shows a difference
-    return _sized(place, "", values_a, values_b, values_a.numel(), equal)
+def _pieces(parts: Sequence[StepPart]) -> list[_Piece]:
+    """Return the pieces to compare. Copies of an activation on all ranks are a single piece.
+
+    A logical tensor's digest is the sum of its boxes' digests. It differs if a box's replicas do.
+    """
+    first = parts[0]
+    if first.offset or first.tensor_shape:
+        boxes = {(part.offset, part.shape, part.digest): part for part in parts}.values()
+        digest = sum(int(part.digest, 16) for part in boxes) % _MODULO
+        return [_Piece(f"{first.dtype} {list(first.tensor_shape)}", digest, partial(_joined, boxes))]
+    is_copied = len({(part.digest, part.shape) for part in parts}) == 1 < len({part.rank for part in parts})
+    shown = parts[:1] if is_copied else parts
+    return [_Piece(f"{part.dtype} {list(part.shape)}", part.digest, part.values) for part in shown]
 
 
-def _without_copies(parts: Sequence[StepPart]) -> Sequence[StepPart]:
-    """Return a single part if all ranks hold copies."""
-    alike = {(part.digest, part.shape) for part in parts}
-    return parts[:1] if len(alike) == 1 and len({part.rank for part in parts}) == len(parts) else parts
-
-
-def _along(parts: Sequence[StepPart], like: tuple[int, ...]) -> torch.Tensor | None:
-    """Join parts along the only dimension in which they are shorter than a shape. A single part needs no join."""
-    import torch
-
-    values = [value for part in parts if (value := part.values()) is not None]
-    if len(values) != len(parts) or len(parts) == 1:
-        return values[0] if len(values) == len(parts) else None
-    shape = parts[0].shape
-    dims = [dim for dim, (size, length) in enumerate(zip(shape, like, strict=False)) if size * len(parts) == length]
-    return torch.cat(values, dims[0]) if len(dims) == 1 and len(shape) == len(like) else None
-
-
-def _unequal_replicas(parts: Sequence[StepPart]) -> tuple[StepPart, StepPart] | tuple[()]:
-    first = dict[tuple[tuple[int, ...], tuple[int, ...]], StepPart]()
-    for part in parts:
-        replica = first.setdefault((part.offset, part.shape), part)
-        if replica.digest != part.digest:
-            return replica, part
-    return ()
-
-
-def _boxes(parts: Sequence[StepPart]) -> list[StepPart]:
-    return list({(part.offset, part.shape): part for part in parts}.values())
-
-
-def _sum(parts: Sequence[StepPart]) -> int:
-    """Return a logical tensor's digest, the sum of its boxes' digests."""
-    return sum(int(part.digest, 16) for part in _boxes(parts)) % _MODULO
-
-
-def _joined(parts: Sequence[StepPart]) -> torch.Tensor | None:
+def _joined(boxes: Collection[StepPart]) -> torch.Tensor | None:
     """Return a logical tensor's values, joined from its boxes. None if any values were not stored."""
     import torch
 
-    tensor = torch.zeros(parts[0].tensor_shape, dtype=getattr(torch, parts[0].dtype))
-    for part in _boxes(parts):
+    first = next(iter(boxes))
+    tensor = torch.zeros(first.tensor_shape, dtype=getattr(torch, first.dtype))
+    for part in boxes:
         values = part.values()
         if values is None:
             return None
@@ -282,34 +223,40 @@ def _joined(parts: Sequence[StepPart]) -> torch.Tensor | None:
     return tensor
 
 
-def _sized(
-    place: StepPlace,
-    detail: str,
-    a: torch.Tensor | None,
-    b: torch.Tensor | None,
-    total: int,
-    equal: int,
-) -> StepDifference | None:
-    """Return a difference with its size. None for values with equal bits, if digests were not comparable."""
+def _compare(place: StepPlace, a: Sequence[_Piece], b: Sequence[_Piece], equal: int) -> StepDifference | None:
+    """Return the first difference between pieces. None if an activation has another cut: a later place differs."""
+    if len(a) != len(b):
+        return None
+    for number, (piece_a, piece_b) in enumerate(zip(a, b, strict=True)):
+        if piece_a.form != piece_b.form:
+            return StepDifference(place, f"{piece_a.form} and {piece_b.form}", 0, 0, None, (), equal)
+        if piece_a.digest != piece_b.digest:
+            return _sized(place, f"part {number} of {len(a)}; " if len(a) > 1 else "", piece_a, piece_b, equal)
+    return None
+
+
+def _sized(place: StepPlace, detail: str, a: _Piece, b: _Piece, equal: int) -> StepDifference:
+    """Return a difference with its size, if the values were stored."""
     import torch
 
-    if a is None or b is None:
-        text = f"the values were not stored: record both with --values '{place.key}'"
-        return StepDifference(place, f"{detail}; {text}" if detail else text, 0, total, None, (), equal)
-    bits = getattr(torch, BITS[a.itemsize])
-    differs = a.reshape(-1).view(bits) != b.reshape(-1).view(bits)
-    x, y = (values.reshape(-1)[differs].double() for values in (a, b))
-    if not len(x):
-        return None
+    if place.what == "value":
+        number_a, number_b = (float.fromhex(str(piece.digest)) for piece in (a, b))
+        text = f"{number_a!r} and {number_b!r}"
+        return StepDifference(place, text, 1, 1, abs(number_a - number_b), (), equal)
+    values_a, values_b = a.values(), b.values()
+    if values_a is None or values_b is None:
+        text = f"{detail}the values were not stored: record both with --values '{place.key}'"
+        return StepDifference(place, text, 0, 0, None, (), equal)
+    bits = getattr(torch, BITS[values_a.itemsize])
+    differs = values_a.reshape(-1).view(bits) != values_b.reshape(-1).view(bits)
+    if not differs.any():
+        detail += "ranks hold the same part with different values"
+        return StepDifference(place, detail, 0, values_a.numel(), None, (), equal)
+    x, y = (values.reshape(-1)[differs].double() for values in (values_a, values_b))
     largest = float((x - y).abs().nan_to_num(nan=math.inf, posinf=math.inf).max())
-    first = tuple(int(index) for index in torch.unravel_index(differs.nonzero()[0, 0], a.shape)) if a.ndim else ()
-    form = f"{str(a.dtype).removeprefix('torch.')} {list(a.shape)}, {float(x[0]):.9g} and {float(y[0]):.9g}"
-    text = "; ".join(filter(None, [detail, f"{form} at {list(first)}"]))
-    return StepDifference(place, text, len(x), a.numel(), largest, first, equal)
-
-
-def _form(part: StepPart) -> str:
-    return f"{part.dtype} {list(part.tensor_shape or part.shape)}"
+    first = tuple(map(int, torch.unravel_index(differs.nonzero()[0, 0], values_a.shape))) if values_a.ndim else ()
+    text = f"{detail}{a.form}, {float(x[0]):.9g} and {float(y[0]):.9g} at {list(first)}"
+    return StepDifference(place, text, len(x), values_a.numel(), largest, first, equal)
 
 
 def described(difference: StepDifference) -> Iterator[str]:

@@ -13,7 +13,7 @@ from reprise.loading import open_checkpoint
 from reprise.storage import CheckpointFolder, Files, Json, integer, is_dir
 from trainer.config.checks import validate
 from trainer.config.compose import compose_values, read_resolved
-from trainer.config.saved import FORMAT, saved_values
+from trainer.config.saved import FORMAT, flattened, saved_values
 from trainer.config.schema import Config
 from trainer.launch.environment import Environment
 from trainer.metrics.json_lines import METRICS, JsonLines, open_log, read_records
@@ -67,7 +67,7 @@ def _run_of(folder: Path, launch: Json, iteration: int, files: Files) -> Recorde
     where = folder / LAUNCHES
     settings = saved_values({"format": FORMAT, "config": launch.get("config")}, launch, where=where)
     sections, _ = read_resolved(folder / "config.yaml")
-    values = {f"{name}.{key}": value for name, keys in sections.items() for key, value in _members(keys)}
+    values = flattened(sections)
     settings |= {key: values[key] for key in _FROM_FILE if key in values}
     environment = launch.get("environment", {})
     threads = environment.get("threads")
@@ -84,26 +84,10 @@ def _run_of(folder: Path, launch: Json, iteration: int, files: Files) -> Recorde
     return RecordedRun(folder, integer(launch["topology"]["world_size"]), settings, variables, saved)
 
 
-def _members(section: object) -> list[tuple[str, object]]:
-    return list(section.items()) if isinstance(section, dict) else []
-
-
 def _launch_of(folder: Path, iteration: int) -> Json:
     """Return the record of the launch that trained an iteration: the last launch to start before it."""
-    try:
-        starts = [
-            line
-            for line in read_records(folder / LAUNCHES)
-            if line["event"] == "begin" and line["iteration"] < iteration
-        ]
-        return dict(starts[-1])
-    except (DataError, LookupError, ValueError) as error:
-        raise DataError(
-            f"The run's folder has no record of the launch that trained iteration {iteration}",
-            where=folder / LAUNCHES,
-            found=str(error) if isinstance(error, DataError) else repr(error),
-            fix="This command cannot train runs from earlier versions again.",
-        ) from error
+    launches = (line for line in read_records(folder / LAUNCHES) if line["event"] == "begin")
+    return [line for line in launches if line["iteration"] < iteration][-1]
 
 
 def _first_iteration(folder: Path) -> int | None:
@@ -197,18 +181,15 @@ def _record(
 
 def _config(recorded: RecordedRun, first: int, out: Path) -> Config:
     """Return the replay configuration: the run's, without saving and logging."""
+    checkpoint, retained = recorded.saved[first], ["checkpoint.base", "checkpoint.file_bytes"]
+    retained += [f"checkpoint.{key}" for key in _START_KEYS if checkpoint is None]
     values = {
         key: value
         for key, value in recorded.settings.items()
-        if key.partition(".")[0] not in ("checkpoint", "logging", "environment")
+        if key in retained or key.partition(".")[0] not in ("checkpoint", "logging", "environment")
     }
-    checkpoint = recorded.saved[first]
-    if checkpoint is None:
-        values |= {f"checkpoint.{key}": recorded.settings[f"checkpoint.{key}"] for key in _START_KEYS}
-    else:
+    if checkpoint is not None:
         values |= {"checkpoint.load": str(checkpoint), "checkpoint.allow": ["all"]}
-    kept = ("checkpoint.base", "checkpoint.file_bytes")
-    values |= {key: recorded.settings[key] for key in kept if key in recorded.settings}
     values |= {
         "run.name": "compare-steps",
         "run.dir": str(out),

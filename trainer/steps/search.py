@@ -26,7 +26,6 @@ from trainer.steps.records import (
     described,
     first_difference,
     read_record,
-    unmatched,
 )
 from trainer.steps.replay import RecordedRun, read_run, variables_of
 
@@ -85,7 +84,8 @@ def compare_steps(
         records = read_record(a), read_record(b)
         if records[0].parts.keys().isdisjoint(records[1].parts):
             raise DataError("The records have no tensor in common", where=f"{a} and {b}", expected="equal iterations")
-        return _report(None, "", records, first_difference(*records))
+        settings, alone = _unlike(*records)
+        return StepReport(None, "", first_difference(*records), settings=settings, alone=alone)
     if any(are_records):
         raise DataError("A run can only be compared with a run, and a record with a record", where=f"{a} and {b}")
     curves = read_curve(a), read_curve(b)
@@ -114,10 +114,9 @@ def _search(
     first, saved = _starts(*runs)
 
     def records(begin: int, values: Sequence[str] = ()) -> tuple[StepRecord, StepRecord]:
-        paths = []
-        for name, run, start in zip("AB", runs, first, strict=True):
-            paths.append(folder / f"{name}{begin}{'-values' if values else ''}")
-            train(run, start, last, begin, paths[-1], values)
+        paths = [folder / f"{name}{begin}{'-values' if values else ''}" for name in "AB"]
+        for run, start, path in zip(runs, first, paths, strict=True):
+            train(run, start, last, begin, path, values)
         return read_record(paths[0]), read_record(paths[1])
 
     earliest = max(first) + 1
@@ -130,26 +129,18 @@ def _search(
         difference = first_difference(*pair)
     if difference is not None and difference.largest is None and not difference.differing:
         difference = first_difference(*records(begin, [difference.place.key])) or difference
-    unrepeated = tuple(_unrepeated(curve, record) for curve, record in zip(curves, pair, strict=True))
+    unrepeated = _unrepeated(curves[0], pair[0]), _unrepeated(curves[1], pair[1])
     number = parting[0].iteration if parting else None
-    return _report(number, _figures(parting), pair, difference, first, unrepeated, saved)
+    return StepReport(number, _figures(parting), difference, first, unrepeated, saved, *_unlike(*pair))
 
 
-def _report(
-    iteration: int | None,
-    figures: str,
-    records: tuple[StepRecord, StepRecord],
-    difference: StepDifference | None,
-    first: tuple[int, int] | None = None,
-    unrepeated: tuple[tuple[int, ...], ...] = ((), ()),
-    saved: str = "",
-) -> StepReport:
-    a, b = (record.header["settings"] for record in records)
-    settings = tuple(
-        f"{key}: {a.get(key)} and {b.get(key)}" for key in sorted(a.keys() | b.keys()) if a.get(key) != b.get(key)
+def _unlike(a: StepRecord, b: StepRecord) -> tuple[tuple[str, ...], tuple[int, int]]:
+    """Return the records' differing settings, in words, and how many tensors only either has."""
+    x, y = a.header["settings"], b.header["settings"]
+    settings = (
+        f"{key}: {x.get(key)} and {y.get(key)}" for key in sorted(x.keys() | y.keys()) if x.get(key) != y.get(key)
     )
-    alone = unmatched(*records)
-    return StepReport(iteration, figures, difference, first, (unrepeated[0], unrepeated[1]), saved, settings, alone)
+    return tuple(settings), (len(a.parts.keys() - b.parts.keys()), len(b.parts.keys() - a.parts.keys()))
 
 
 def _starts(a: RecordedRun, b: RecordedRun) -> tuple[tuple[int, int], str]:
@@ -208,21 +199,12 @@ def launch_replay(run: RecordedRun, first: int, last: int, begin: int, out: Path
     Raises:
         DataError: The processes fail.
     """
-    command = [sys.executable, "-m"]
-    if run.ranks > 1:
-        command += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(run.ranks), "-m"]
-    command += [
-        "reprise",  # an installed library has no package `trainer`
-        "compare-steps",
-        str(run.folder),
-        "--record",
-        str(out),
-        "--from",
-        str(first),
-        "--to",
-        str(last),
-    ]
-    command += ["--begin", str(begin), *(word for key in values for word in ("--values", key))]
+    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(run.ranks), "-m"]
+    # An installed library has no package `trainer`.
+    command = [sys.executable, "-m", *(torchrun if run.ranks > 1 else []), "reprise", "compare-steps", str(run.folder)]
+    options = {"--record": out, "--from": first, "--to": last, "--begin": begin}
+    command += [str(word) for option in options.items() for word in option]
+    command += [word for key in values for word in ("--values", key)]
     handler = signal.signal(signal.SIGTERM, signal.default_int_handler)  # the default would leave the ranks running
     process = subprocess.Popen(
         command,
