@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import stat
 import time
 from collections.abc import Callable
 from typing import NamedTuple
 
+from reprise.storage import is_file
 from trainer.config.derived import save_folder
 from trainer.config.schema import Config
 from trainer.launch.signals import SignalHandler
@@ -52,9 +52,7 @@ class RunControl:
         self._file = None if folder is None else folder / SAVE_NOW
         self._started = self._saved = clock()
         self._checked_at = clock() - _CHECK_INTERVAL_S
-        # A file's inode and time, as requested last and as served last.
-        self._request: tuple[int, int] | None = None
-        self._served: tuple[int, int] | None = None
+        self._is_requested = False
 
     def begin(self) -> None:
         """Start the save interval before the first iteration, and tell the signal handler about the loop."""
@@ -76,12 +74,13 @@ class RunControl:
     def saving(self) -> None:
         """Restart the save interval at a save, and clear the requests for it."""
         self._saved = self._clock()
-        if self._request is not None and self._file is not None:
-            self._served, self._request = self._request, None
+        if self._is_requested and self._file is not None:
+            self._is_requested = False
             try:
                 self._file.unlink(missing_ok=True)
             except OSError as error:  # a request must not repeat every second
-                _log.warning("%s is ignored until it is touched: it cannot be removed: %s", self._file, error.strerror)
+                _log.warning("%s is ignored from now on: it cannot be removed: %s", self._file, error.strerror)
+                self._file = None
 
     def exits_after(self, iteration: int) -> bool:
         """Return whether `train.exit_interval` ends the run after `iteration`."""
@@ -105,11 +104,8 @@ class RunControl:
         return None if self._signals is None else self._signals.name
 
     def _is_file_touched(self, now: float) -> bool:
-        if self._file is not None and self._request is None and now - self._checked_at >= _CHECK_INTERVAL_S:
+        if self._file is not None and not self._is_requested and now - self._checked_at >= _CHECK_INTERVAL_S:
             self._checked_at = now
             with contextlib.suppress(OSError):
-                status = self._file.lstat()
-                identity = status.st_ino, status.st_mtime_ns
-                if identity != self._served and not stat.S_ISDIR(status.st_mode):
-                    self._request = identity
-        return self._request is not None
+                self._is_requested = is_file(self._file)
+        return self._is_requested
