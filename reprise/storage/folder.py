@@ -25,6 +25,7 @@ _MAX_TRACKER_BYTES = 64
 Stamp = tuple[int, int]  # a folder's inode, and its modification time in ns
 _NAME = re.compile(r"iter_(\d{7,})(\.superseded-\d+)?")
 _TEMPORARY = re.compile(rf"\.({_NAME.pattern})\.(.*)\.(partial|deleting|replaced)")
+_OUTDATED = ".outdated"  # ends the attempt in the name of a replaced folder to be deleted
 _MARK = re.compile(r"\.shared\..+\.mark")
 
 
@@ -181,7 +182,7 @@ class CheckpointFolder:
                 raise _name_is_taken(target) from error
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
-            aside = self.root / f".{target.name}.{attempt}.replaced"
+            aside = self.root / f".{target.name}.{attempt}{_OUTDATED if replaces else ''}.replaced"
             self._replace(source, target, aside)
         is_durable = True
         try:
@@ -193,10 +194,12 @@ class CheckpointFolder:
             is_durable = False
         if aside is not None:
             with _errors_logged("the replaced %s waits as %s for the next start", target, aside):
-                superseded = self._free_name(target)
-                self.files.rename(aside, superseded)
-                if replaces and is_durable:
-                    self.delete(superseded, attempt)
+                if replaces and is_durable and not is_held(aside):
+                    leaving = self.root / f".{target.name}.{attempt}.deleting"
+                    self.files.rename(aside, leaving)
+                    self.files.remove_tree(leaving)
+                else:
+                    self.files.rename(aside, self._free_name(target))
         self._update_tracker()
         return is_durable
 
@@ -244,18 +247,22 @@ class CheckpointFolder:
         """Remove leftovers from dead attempts and interrupted deletions, and return them. Only under the lock.
 
         A checkpoint moved aside by an interrupted commit, or held while being deleted, gets its name back, or a
-        superseded one. If a removal fails, it is logged, and the leftover stays.
+        superseded one, unless the commit was to delete it and only its end is missing. If a removal fails, it is
+        logged, and the leftover stays.
         """
         if not is_dir(self.root):
             return []
         leftovers = [path for path in sorted(self.root.iterdir()) if _MARK.fullmatch(path.name) and is_file(path)]
         for path, match in self._temporaries():
-            if match[5] == "replaced" or (match[5] == "deleting" and is_held(path)):
-                target = self.root / match[1]
-                is_free = not self.files.exists(target)
+            target, is_replaced = self.root / match[1], match[5] == "replaced"
+            is_free = not self.files.exists(target)
+            is_checkpoint = is_replaced and (is_free or not match[4].endswith(_OUTDATED))
+            if is_checkpoint or (match[5] != "partial" and is_held(path)):
                 self.files.rename(path, target if is_free else self._free_name(self.iteration(int(match[2]))))
-            elif not is_held(path):
-                leftovers.append(path)
+                continue
+            if is_replaced:  # first its successor's name is durable
+                self.files.sync_folder(self.root)
+            leftovers.append(path)
         removed = [path for path in leftovers if self._remove(path)]
         if committed := self.committed():  # otherwise only the tracker shows that there was a run
             if (tracked := self.tracker() or 0) > committed[-1]:
