@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from reprise.errors import CheckpointError
@@ -18,8 +18,9 @@ from reprise.storage.folder import is_iteration_name, iteration_of, shown_name
 from reprise.storage.paths import exists
 from reprise.stores.checkpoint_files import CheckpointFiles
 from reprise.stores.locations import files_of, is_stored, location
-from reprise.stores.store import ask
-from reprise.stores.url import StoreUrl
+from reprise.stores.path import url_of
+from reprise.stores.store import CHILD_CLIENT
+from reprise.stores.upload import Upload, retried
 
 _COPY_BYTES = 8 << 20
 
@@ -79,10 +80,7 @@ class _Copy:
             raise CheckpointError(
                 "A folder holds the part of one host", where=source, found=HOST, fix="Join the hosts: `gather`."
             )
-        self._manifest = read_content(source / MANIFEST, self._checkpoint.files)
-        self._files = CheckpointFiles.parse(self._manifest, where=source / MANIFEST)
-        if self._checkpoint.is_lightened and exists(source / OPTIMIZER_DROPPED):
-            self._files = self._files.without_optimizer()
+        self._files = CheckpointFiles.at(source)
         self._copied = 0
         self._name = shown_name(source)
 
@@ -104,7 +102,7 @@ class _Copy:
                 raise CheckpointError("A folder has the name of the copy", where=self._target)
             return False
         is_lighter = exists(self._target / OPTIMIZER_DROPPED) and OPTIMIZER_DROPPED not in self._files.sizes
-        if is_lighter or read_content(self._target / MANIFEST, files_of(self._target)) != self._manifest:
+        if is_lighter or read_content(self._target / MANIFEST, files_of(self._target)) != self._files.manifest:
             raise CheckpointError(
                 "Another checkpoint has the name of the copy",
                 where=self._target,
@@ -119,15 +117,15 @@ class _Copy:
 
     def _upload(self) -> None:
         """Upload to a store through this host's child process."""
-        url, source = StoreUrl.parse(str(self._target)), str(self._source)
         if not is_stored(self._source):
             _verify(self._checkpoint)
-        names = ask(url, "begin", source)
+        upload = Upload(CHILD_CLIENT, url_of(self._target), self._source)
+        names = retried(upload.begin)
         if names is not None:
             for name in names:
-                ask(url, "send", source, name)
+                retried(partial(upload.send, name))
                 self._add(self._files.sizes[name])
-            ask(url, "commit", source)
+            retried(upload.commit)
         if is_stored(self._source):  # both sides are remote: read the copy back
             _verify(open_checkpoint(self._target, files_of(self._target)))
 
@@ -141,7 +139,7 @@ class _Copy:
             make_folders(files, path.parent)
             if not exists(path) or path.stat().st_size != size:
                 self._fetch(name, size, path)
-        files.write_whole(partial / MANIFEST, self._manifest)
+        files.write_whole(partial / MANIFEST, self._files.manifest)
         try:
             _verify(open_checkpoint(partial, files))
         except CheckpointError:
@@ -152,37 +150,21 @@ class _Copy:
         files.sync_folder(self._target.parent)
 
     def _fetch(self, name: str, size: int, path: Path) -> None:
-        """Copy a file under a temporary name, and rename it once it is durable."""
-        temporary = path.with_name(f".{path.name}.part")
-        descriptor, offset = FILE_SYSTEM.write_new(temporary, b""), 0
+        """Copy a file. Until its end, it is shorter than `size`."""
+        source = files_of(self._source)
+        reading, writing = source.open_for_reading(self._source / name), FILE_SYSTEM.write_new(path, b"")
         try:
-            for part in _parts(self._source / name, size):
-                FILE_SYSTEM.write(descriptor, [memoryview(part)], offset=offset)
-                offset += len(part)
-                self._add(len(part))
-            FILE_SYSTEM.sync(descriptor)
+            for offset in range(0, size, _COPY_BYTES):
+                part = memoryview(bytearray(min(_COPY_BYTES, size - offset)))
+                if source.read(reading, part, offset=offset) != part.nbytes:
+                    raise CheckpointError("A file ended early", where=self._source / name, expected=f"{size} B")
+                FILE_SYSTEM.write(writing, [part], offset=offset)
+                self._add(part.nbytes)
+            FILE_SYSTEM.sync(writing)
         finally:
-            FILE_SYSTEM.close(descriptor)
-        FILE_SYSTEM.rename(temporary, path)
+            FILE_SYSTEM.close(writing)
+            source.close(reading)
 
 
 def _verify(checkpoint: Checkpoint) -> None:
     verify_share(checkpoint, read_places(checkpoint), rank=0, world_size=1)
-
-
-def _parts(path: Path, size: int) -> Iterator[bytes]:
-    """Yield a file's or an object's content in parts.
-
-    Raises:
-        CheckpointError: It is shorter than `size`.
-    """
-    files = files_of(path)
-    descriptor = files.open_for_reading(path)
-    try:
-        for offset in range(0, size, _COPY_BYTES):
-            data = bytearray(min(_COPY_BYTES, size - offset))
-            if files.read(descriptor, memoryview(data), offset=offset) != len(data):
-                raise CheckpointError("A file ended early", where=path, expected=f"{size} B")
-            yield bytes(data)
-    finally:
-        files.close(descriptor)

@@ -9,21 +9,21 @@ from dataclasses import replace
 from pathlib import Path
 
 from reprise.errors import CheckpointError, TrainerError
-from reprise.format.host_file import HostFile
 from reprise.format.names import ADAPTERS, HOST, MANIFEST, OPTIMIZER_DROPPED, STATE, is_lightened
 from reprise.loading.blocks import check_first_blocks
 from reprise.loading.reader import Checkpoint, check_state, misleading_files, open_checkpoint, read_content, read_places
-from reprise.management.host_share import missing_everywhere, share_of
+from reprise.management.host_share import share_of
 from reprise.management.paths import checkpoint_folder, checkpoints_in, refuse_link
 from reprise.management.summary import CheckpointStatus, CheckpointSummary
 from reprise.storage import json_file
 from reprise.storage.files import Files
-from reprise.storage.folder import WEIGHTS, is_iteration_name, iteration_of, named_iteration, shown_name
+from reprise.storage.folder import WEIGHTS, iteration_of, named_iteration
 from reprise.storage.holds import HOLD, is_held
 from reprise.storage.json_file import Json
 from reprise.storage.paths import is_symlink
 from reprise.storage.patience import unreadable
 from reprise.stores.locations import files_of, is_stored, location
+from reprise.stores.path import by_checkpoint
 
 CHECKED = 100  # how many of a folder's newest checkpoints, by default
 Tree = Mapping[str, os.stat_result]  # a checkpoint's files by name
@@ -35,30 +35,23 @@ def list_checkpoints(*folders: str | Path, check: int | None = CHECKED) -> tuple
     Args:
         folders: Run folders, checkpoint folders of runs, or hosts' folders.
         check: How many of the newest checkpoints to check per folder, superseded ones last, and how many weights-only
-            saves. None checks all. An iteration checked in one folder is checked in all. The others are `unchecked`,
-            except checkpoints without a manifest or a readable state.
+            saves. None checks all. The others are `unchecked`, except checkpoints without a manifest or a readable
+            state.
 
     Raises:
         CheckpointError: A folder is missing or holds no checkpoint. A damaged checkpoint does not raise.
         OSError: A folder cannot be listed.
     """
-    roots = [checkpoint_folder(folder) for folder in map(location, folders)]
-    listed = [(root, trees_in(root, files_of(root))) for root in roots]
-    checked = {shown_name(path) for _, trees in listed for path in _newest(trees, check)}
-    summaries, parts = list[CheckpointSummary](), list[tuple[int, HostFile | None]]()
-    for root, trees in listed:
+    summaries = list[CheckpointSummary]()
+    for root in [checkpoint_folder(folder) for folder in map(location, folders)]:
+        trees = trees_in(root, files_of(root))
+        checked = {*_newest(trees, check)}
         for path, tree in trees.items():
-            files, checkpoint = files_of(path), None
-            summary = _listed(root, path, tree, files)
-            if shown_name(path) in checked or summary.problem is not None:
-                summary, checkpoint = _checked(summary, files)
+            summary = _listed(root, path, tree, files_of(path))
+            if path in checked or summary.problem is not None:
+                summary, _ = _checked(summary, files_of(path))
             summaries.append(summary)
-            parts += [] if checkpoint is None else [(checkpoint.iteration, checkpoint.host)]
-    missing = missing_everywhere(folders, parts)
-    return tuple(
-        replace(summary, missing_everywhere=missing[summary.iteration]) if summary.iteration in missing else summary
-        for summary in summaries
-    )
+    return tuple(summaries)
 
 
 def trees_in(folder: Path, files: Files) -> dict[Path, Tree | None]:
@@ -69,11 +62,7 @@ def trees_in(folder: Path, files: Files) -> dict[Path, Tree | None]:
     """
     if not is_stored(folder):
         return dict.fromkeys(checkpoints_in(folder))
-    trees: dict[str, dict[str, os.stat_result]] = defaultdict(dict)
-    for name, status in files.tree(folder).items():
-        head, _, inner = name.removeprefix(f"{WEIGHTS}/").partition("/")
-        if is_iteration_name(head) and inner:
-            trees[name.removesuffix(f"/{inner}")][inner] = status
+    trees = by_checkpoint(files.tree(folder))
     names = sorted((name for name, tree in trees.items() if MANIFEST in tree), key=lambda n: (n.startswith(WEIGHTS), n))
     return {folder / name: trees[name] for name in names} or dict.fromkeys(checkpoints_in(folder))
 

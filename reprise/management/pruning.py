@@ -23,7 +23,8 @@ from reprise.storage.lock import FolderLock
 from reprise.storage.paths import exists, read_regular
 from reprise.stores.locations import files_of, is_stored, location
 from reprise.stores.path import url_of
-from reprise.stores.store import ask
+from reprise.stores.store import CHILD_CLIENT
+from reprise.stores.upload import remove
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +127,7 @@ def _prune_stored(folder: Path, retention: Retention, *, dry_run: bool) -> Prune
         sizes = (status.st_size for status in (trees[paths[iteration]] or {}).values())
         expired.append(ExpiredCheckpoint(paths[iteration], iteration, sum(sizes)))
         if not dry_run:
-            ask(url_of(paths[iteration]), "remove")
+            remove(CHILD_CLIENT, url_of(paths[iteration]))
     retained = paths.keys() - {checkpoint.iteration for checkpoint in expired}
     return PruneReport(tuple(expired), tuple(sorted(retained)), dry_run)
 

@@ -1,14 +1,16 @@
-"""A checkpoint's files by its manifest, read without torch, and their division among hosts. Pure."""
+"""A checkpoint's files by its manifest, read without torch, and their division among hosts."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from pathlib import Path
 
 import xxhash
 
-from reprise.format.names import MANIFEST_FORMAT, OPTIMIZER_DROPPED, OPTIMIZER_FILES
+from reprise.format.names import MANIFEST, MANIFEST_FORMAT, OPTIMIZER_DROPPED, OPTIMIZER_FILES, is_lightened
 from reprise.storage import json_file
 from reprise.storage.json_file import Json, integer
+from reprise.stores.locations import files_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,20 +28,21 @@ class CheckpointFiles:
     sizes: dict[str, int]
 
     @staticmethod
-    def parse(manifest: bytes, *, where: object) -> CheckpointFiles:
-        """Return the content described by a manifest.
+    def at(path: Path) -> CheckpointFiles:
+        """Read the content of a checkpoint in a folder or a store.
 
         Raises:
+            FileNotFoundError: The checkpoint is gone.
             MismatchError: It has another format version.
             CheckpointError: It is damaged or malformed.
         """
+        files, where = files_of(path), path / MANIFEST
+        manifest = files.read_whole(where)
         sizes = json_file.unsealed(manifest, _sizes, kind="manifest", form=MANIFEST_FORMAT, where=where)
+        if is_lightened(files.tree(path)):  # a marker explains the missing files
+            sizes = {name: size for name, size in sizes.items() if not name.startswith(OPTIMIZER_FILES)}
+            sizes[OPTIMIZER_DROPPED] = 0
         return CheckpointFiles(manifest, xxhash.xxh3_64_hexdigest(manifest), sizes)
-
-    def without_optimizer(self) -> CheckpointFiles:
-        """Return the content after dropping the optimizer state: a marker explains the missing files."""
-        sizes = {name: size for name, size in self.sizes.items() if not name.startswith(OPTIMIZER_FILES)}
-        return replace(self, sizes={**sizes, OPTIMIZER_DROPPED: 0})
 
     @property
     def total_bytes(self) -> int:

@@ -9,121 +9,74 @@ import contextlib
 import json
 import mmap
 import os
+import select
 import socket
 import sys
 import threading
 import traceback
-from functools import cache, partial
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
-from reprise.errors import TrainerError
-from reprise.storage.lease import leases
-from reprise.storage.worker import Worker
 from reprise.stores.client import StoreClient
-from reprise.stores.probe import probe
 from reprise.stores.ranges import RangeCache
-from reprise.stores.store import FINISH, Orders, is_of_this_user
-from reprise.stores.upload import Upload, remove, retried
+from reprise.stores.store import is_of_this_user
 from reprise.stores.url import StoreUrl
 
-_LOOK_S = 2.0  # between two checks for the parent process
+_LOOK_MS = 2000  # between two checks for the parent process
 
 
 class Server:
-    """Answers all connected processes."""
+    """Makes `StoreClient`'s calls for all connected processes."""
 
     def __init__(self) -> None:
-        self._cache, self._links, self._lock = RangeCache(), 0, threading.Lock()
-        self._client = cache(StoreClient)
+        self._client, self._cache = StoreClient(), RangeCache()
 
     def run(self, listener: socket.socket, parent: int) -> None:
-        """Accept connections forever. Ends if the parent dies before it connects."""
-        listener.settimeout(_LOOK_S)
-        while self._links or os.getppid() == parent:
-            try:
-                connected, _ = listener.accept()
-            except TimeoutError:
-                continue
-            if is_of_this_user(connected):
-                with self._lock:
-                    self._links += 1
-                threading.Thread(target=self._serve, args=(connected,), daemon=True).start()
+        """Answer until no process is connected any more, or the parent dies before it connects."""
+        poll, links = select.poll(), dict[int, socket.socket]()
+        poll.register(listener, select.POLLIN)
+        while os.getppid() == parent or links:
+            for descriptor, _ in poll.poll(_LOOK_MS):
+                if link := links.pop(descriptor, None):  # its process has ended, perhaps while it waits for an answer
+                    poll.unregister(link)
+                    link.close()
+                    if not links:
+                        return
+                else:
+                    connected, _ = listener.accept()
+                    if is_of_this_user(connected):
+                        links[connected.fileno()] = connected
+                        poll.register(connected, select.POLLRDHUP)
+                        threading.Thread(target=self._serve, args=(connected.dup(),), daemon=True).start()
 
     def _serve(self, connected: socket.socket) -> None:
-        """Answer a process until it ends. Another thread makes its calls, so this one sees its end at once."""
-        worker, orders = Worker("answers"), Orders()
-        try:
+        """Answer a process until it ends."""
+        with contextlib.suppress(OSError, EOFError, ValueError):
             memory = memoryview(mmap.mmap(socket.recv_fds(connected, 16, 1)[1][0], 0))
             connection = Connection(connected.detach())
             while True:
-                call, *details = json.loads(connection.recv_bytes())
-                if details:
-                    worker.submit(partial(self._answer, connection, memory, orders, call, details))
-                else:
-                    orders.is_finishing |= call == FINISH
-                    orders.wake.set()
-        except (OSError, EOFError, ValueError):  # the other side is gone
-            pass
-        finally:
-            with self._lock:
-                self._links -= 1
-                if not self._links:
-                    _end()
+                answer = self._answer(memory, *json.loads(connection.recv_bytes()))
+                connection.send_bytes(json.dumps(answer).encode())
 
-    def _answer(
-        self, connection: Connection, memory: memoryview, orders: Orders, call: str, details: list[Any]
-    ) -> None:
-        answer: list[Any]
+    def _answer(self, memory: memoryview, call: str, root: str, key: str, *details: Any) -> list[Any]:
+        url = StoreUrl(root, key)
         try:
-            answer = [self._result(call, *details, memory=memory, orders=orders)]
+            if call != "fill":
+                return [getattr(self._client, call)(url, *details)]
+            etag, offset, size, request = details
+            fetch = partial(self._client.read, url, etag=etag)
+            if request is not None:
+                self._cache.fill((url, etag), memory[:size], offset, request, fetch)
+            else:
+                memory[:size] = fetch(offset, size)
+            return [None]
         except OSError as error:
-            answer = ["error", error.errno, error.strerror, str(error.filename)]
-        except TrainerError as error:
-            parts = {name: getattr(error, name) for name in ("where", "expected", "found", "fix")}
-            texts = {name: None if part is None else str(part) for name, part in parts.items()}
-            answer = ["problem", error.what, texts]
+            return ["error", error.errno, error.strerror, str(error.filename)]
         except Exception:  # noqa: BLE001 - the process that asked raises it
-            answer = ["problem", "A store could not be read", {"found": traceback.format_exc()}]
-        with contextlib.suppress(OSError):  # `_serve` sees the other side's end
-            connection.send_bytes(json.dumps(answer).encode())
-        if call == "mirror" and answer != [0]:
-            _end()  # the run restarts a mirror that has ended
-
-    def _result(self, call: str, root: str, key: str, *details: Any, memory: memoryview, orders: Orders) -> Any:
-        client, url = self._client(root), StoreUrl(root, key)
-        match call:
-            case "fill":
-                etag, offset, size, request, spills = details
-                fetch = partial(client.read, key, etag=etag)
-                return self._cache.fill((url, etag), memory[:size], offset, request, fetch, spills=spills)
-            case "fetched":
-                return self._cache.fetched_bytes
-            case "head" | "names":
-                return getattr(client, call)(key)
-            case "objects":
-                return list(client.objects(key))
-            case "begin" | "send" | "commit":
-                source, *names = details
-                return retried(lambda: getattr(Upload(client, url, source), call)(*names))
-            case "remove":
-                return remove(client, url)
-            case "probe":
-                return list(probe(url, client))
-            case "mirror":
-                from reprise.stores.mirror import MirrorOptions, run
-
-                return run(MirrorOptions(str(url), **details[0]), orders)
-            case _:
-                raise ValueError(call)
-
-
-def _end() -> None:
-    """End this process, whatever request is under way."""
-    for lease in tuple(leases):  # else the next mirror on another host waits for this one's heartbeat
-        lease.release()
-    os._exit(0)
+            return ["defect", traceback.format_exc()]
 
 
 if __name__ == "__main__":
     Server().run(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]))
+    os._exit(0)  # whatever request is under way

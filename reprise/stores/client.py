@@ -1,37 +1,38 @@
-"""Requests to an object store through obstore, whose threads do not survive a fork.
+"""Requests to object stores through obstore, whose threads do not survive a fork.
 
-Only a host's child process imports this module: `reprise.stores.child`.
+Only processes without forks import this module: a host's child (`reprise.stores.child`), and a mirror.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import importlib.util
+import itertools
 import math
 import os
 import re
-import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import obstore
-from obstore import exceptions, store
+from obstore import exceptions
+from obstore import store as stores
 
 from reprise.storage.paths import exists
-from reprise.stores.url import StoreUrl
+from reprise.stores.url import StoreUrl, is_store_url
 
 # An upload's grid: 8 MiB parts, or larger ones if a file would have more than MOST_PARTS. S3 and R2 take 10,000 parts,
 # all equal except the last.
 PART_BYTES = 8 << 20
 MOST_PARTS = 9_000
 PARTS_AT_ONCE = 4
-# obstore's timeout covers a whole request with its body. A body may be as slow as this, beside SETUP_S.
-SLOWEST_BYTES_PER_S = 256 << 10
-SETUP_S = 30
-CONFLICT_WAITS_S = (0.05, 0.2, 1.0)
+# obstore's timeout covers a whole request with its body: 8 MiB at 256 KiB/s, after 30 s.
+REQUEST_S = 62
 RETRY_S = 120
 _NO_BUCKET = "the bucket does not exist: create it, or correct the URL"
 _REFUSES = "the store refuses the credentials"
@@ -51,43 +52,21 @@ _REFUSALS = {
 }
 
 
-class StoredObject(NamedTuple):
-    """An object in a store.
-
-    Args:
-        key: Its name in the store.
-        size: Its size in bytes.
-        etag: Its version's ETag. None if the store gives none.
-        modified_at: When it was modified, in Unix time.
-    """
-
-    key: str
-    size: int
-    etag: str | None
-    modified_at: float
-
-
 class StoreClient:
-    """Requests to one store. Several threads may call every method.
+    """Requests to object stores. Several threads may call every method.
 
     All methods raise OSError: ENOENT for a missing object, EACCES for a refusal that a user must fix, such as wrong
     credentials or a missing bucket, ESTALE for a version other than the requested one, EIO for any other error after
-    obstore's retries.
-
-    Args:
-        root: The store, as in `StoreUrl.root`.
+    obstore's retries. Results other than bytes are JSON values.
     """
 
-    def __init__(self, root: str) -> None:
-        self.root = root
-        self._stores: dict[int, Any] = {}
+    def head(self, url: StoreUrl) -> tuple[int, str | None, float]:
+        """Return an object's size, its version's ETag, if the store gives one, and its modification time."""
+        with _translated(url):
+            meta: Any = obstore.head(_open_store(url.root), url.key)
+        return meta["size"], meta["e_tag"], meta["last_modified"].timestamp()
 
-    def head(self, key: str) -> StoredObject:
-        """Return an object's size and version."""
-        with _translated(self.root, key):
-            return _stored(obstore.head(self._store(), key))
-
-    def read(self, key: str, offset: int, size: int, etag: str | None = None) -> memoryview:
+    def read(self, url: StoreUrl, offset: int, size: int, etag: str | None = None) -> memoryview:
         """Return exactly `size` bytes from an object, starting at `offset`.
 
         Args:
@@ -101,98 +80,77 @@ class StoreClient:
         options: Any = {"range": (offset, offset + size)}
         if etag is not None:
             options["if_match"] = etag
-        with _translated(self.root, key):
-            body = memoryview(obstore.get(self._store(size), key, options=options).bytes())
+        with _translated(url):
+            body = memoryview(obstore.get(_open_store(url.root), url.key, options=options).bytes())
         if body.nbytes != size:
-            raise _error(errno.EIO, f"{body.nbytes} B of {size} B at {offset} arrived", self.root, key)
+            raise _error(errno.EIO, f"{body.nbytes} B of {size} B at {offset} arrived", url)
         return body
 
-    def read_whole(self, key: str) -> bytes:
+    def read_text(self, url: StoreUrl) -> str:
         """Return a small object's content."""
-        return bytes(self.read(key, 0, self.head(key).size))
+        return str(self.read(url, 0, self.head(url)[0]), errors="replace")
 
-    def objects(self, prefix: str) -> Iterator[StoredObject]:
-        """Yield the objects below a folder, in any order."""
-        with _translated(self.root, prefix):
-            for batch in obstore.list(self._store(), prefix=prefix or None):
-                yield from map(_stored, batch)
+    def objects(self, folder: StoreUrl) -> dict[str, tuple[int, float]]:
+        """Return each object's size and modification time below a folder, by name in it."""
+        start = len(folder.child("").key)
+        with _translated(folder):
+            metas = itertools.chain.from_iterable(obstore.list(_open_store(folder.root), prefix=folder.key or None))
+            return {meta["path"][start:]: (meta["size"], meta["last_modified"].timestamp()) for meta in metas}
 
-    def names(self, prefix: str) -> tuple[list[str], list[str]]:
+    def names(self, folder: StoreUrl) -> tuple[list[str], list[str]]:
         """Return the names of folders and objects directly below a folder."""
-        with _translated(self.root, prefix):
-            page = obstore.list_with_delimiter(self._store(), prefix=prefix or None)
+        with _translated(folder):
+            page = obstore.list_with_delimiter(_open_store(folder.root), prefix=folder.key or None)
         paths = page["common_prefixes"], [entry["path"] for entry in page["objects"]]
         folders, objects = ([str(path).rstrip("/").rpartition("/")[2] for path in group] for group in paths)
         return sorted(folders), objects
 
-    def put(self, key: str, data: bytes | Path) -> None:
-        """Write an object. A large file goes up in equal parts: the object appears with its last part.
+    def put(self, url: StoreUrl, source: str) -> None:
+        """Write an object with a file's content, or another object's: `source` is a path or a URL.
 
-        A file takes `PARTS_AT_ONCE` parts in memory, plus the one being read.
+        A large object goes up in equal parts, and appears with its last part. `PARTS_AT_ONCE` parts take memory, plus
+        the one being read.
         """
-        size = len(data) if isinstance(data, bytes) else os.stat(data).st_size
-        part, waits = part_bytes(size), list(CONFLICT_WAITS_S)
-        with _translated(self.root, key):
-            while True:
-                try:
-                    obstore.put(
-                        self._store(part), key, data,
-                        use_multipart=size > PART_BYTES, chunk_size=part, max_concurrency=PARTS_AT_ONCE,
-                    )  # fmt: skip
-                    return
-                except exceptions.AlreadyExistsError:  # a 409: another request for the object was under way
-                    if not waits:
-                        raise
-                    time.sleep(waits.pop(0))
-
-    def put_parts(self, key: str, size: int, parts: Iterable[memoryview]) -> None:
-        """Write an object whose bytes come in parts, given its size."""
+        read: Callable[[int, int], bytes | memoryview]
+        if is_store_url(source):
+            origin = StoreUrl.parse(source)
+            size, read = self.head(origin)[0], partial(self.read, origin)
+        else:
+            size, read = os.stat(source).st_size, partial(_read_file, source)
         part = part_bytes(size)
-        with _translated(self.root, key):
-            writer = obstore.open_writer(self._store(part), key, buffer_size=part, max_concurrency=PARTS_AT_ONCE)
-            for body in parts:
-                writer.write(body)
+        with _translated(url):
+            store = _open_store(url.root)
+            writer = obstore.open_writer(store, url.key, buffer_size=part, max_concurrency=PARTS_AT_ONCE)
+            for offset in range(0, size, part):
+                writer.write(read(offset, min(part, size - offset)))
             writer.close()  # an earlier error leaves no object
 
-    def create(self, key: str, data: bytes) -> bool:
+    def create(self, url: StoreUrl, text: str) -> bool:
         """Create a small object unless its name exists. Return whether it then has this content.
 
         A retried request meets its own object, and only the content distinguishes it from another writer's.
         """
-        with _translated(self.root, key):
+        with _translated(url):
             try:
-                obstore.put(self._store(), key, data, mode="create")
+                obstore.put(_open_store(url.root), url.key, text.encode(), mode="create")
                 return True
             except (exceptions.AlreadyExistsError, FileExistsError):
-                return self.read_whole(key) == data
+                return self.read_text(url) == text
 
-    def delete(self, keys: Iterable[str], within: str | None = None) -> None:
-        """Delete objects. Missing objects are ignored.
+    def delete(self, folder: StoreUrl, names: Iterable[str]) -> None:
+        """Delete objects below a folder by name. Missing objects are ignored.
 
-        Args:
-            within: A folder. In the file system it is also removed, as are those below it, once they are empty.
+        In the file system, folders that become empty are removed too, `folder` at the latest.
         """
-        for key in keys:
-            with contextlib.suppress(FileNotFoundError), _translated(self.root, key):
-                obstore.delete(self._store(), key)
-            if within is not None and self.root == "file://":
+        for name in names:
+            url = folder.child(name)
+            with contextlib.suppress(FileNotFoundError), _translated(url):
+                obstore.delete(_open_store(url.root), url.key)
+            if url.root == "file://":
                 with contextlib.suppress(OSError):  # not empty, or gone
-                    for folder in Path("/", key).parents:
-                        if folder.is_relative_to(Path("/", within)):
-                            os.rmdir(folder)
-
-    def new_folder(self, key: str) -> str:
-        """Return the outermost folder that a write into a folder would create. In an object store, the folder."""
-        names = key.split("/") if self.root == "file://" else []
-        outer = ("/".join(names[:count]) for count in range(1, len(names)))
-        return next((folder for folder in outer if not exists(Path("/", folder))), key)
-
-    def _store(self, request_bytes: int = 0) -> Any:
-        """Return an obstore store whose timeout suits this request size."""
-        timeout_s = SETUP_S + math.ceil(request_bytes / SLOWEST_BYTES_PER_S)
-        if timeout_s not in self._stores:
-            self._stores[timeout_s] = _open_store(self.root, timeout_s)
-        return self._stores[timeout_s]
+                    for parent in Path("/", url.key).parents:
+                        if parent.is_relative_to(Path("/", folder.key)):
+                            os.rmdir(parent)
 
 
 def part_bytes(file_bytes: int) -> int:
@@ -201,10 +159,17 @@ def part_bytes(file_bytes: int) -> int:
     return max(PART_BYTES, (smallest + (1 << 20) - 1) >> 20 << 20)
 
 
-def _open_store(root: str, timeout_s: int) -> Any:
+def _read_file(path: str, offset: int, size: int) -> bytes:
+    with open(path, "rb", buffering=0) as file:
+        file.seek(offset)
+        return file.read(size)
+
+
+@functools.cache
+def _open_store(root: str) -> Any:
     if root.startswith("file://"):
-        return store.LocalStore(prefix=Path("/"), mkdir=False)  # folders of the user stay
-    options: dict[str, Any] = {"timeout": timedelta(seconds=timeout_s), "connect_timeout": timedelta(seconds=10)}
+        return stores.LocalStore(prefix=Path("/"), mkdir=False)  # folders of the user stay
+    options: dict[str, Any] = {"timeout": timedelta(seconds=REQUEST_S), "connect_timeout": timedelta(seconds=10)}
     retries = {"max_retries": 10, "retry_timeout": timedelta(seconds=RETRY_S)}
     settings: dict[str, Any] = {}
     if root.startswith("s3://"):
@@ -213,7 +178,7 @@ def _open_store(root: str, timeout_s: int) -> Any:
         settings["disable_bulk_delete"] = True  # not every store has the other call
         if _needs_profile():
             settings["credential_provider"] = _profile_credentials()
-    return store.from_url(root, client_options=options, retry_config=retries, **settings)  # type: ignore[call-overload]
+    return stores.from_url(root, client_options=options, retry_config=retries, **settings)  # type: ignore[call-overload]
 
 
 def _needs_profile() -> bool:
@@ -232,39 +197,33 @@ def _profile_credentials() -> Any:
     return Boto3CredentialProvider()
 
 
-def _stored(meta: Any) -> StoredObject:
-    return StoredObject(meta["path"], meta["size"], meta["e_tag"], meta["last_modified"].timestamp())
-
-
 @contextlib.contextmanager
-def _translated(root: str, key: str) -> Iterator[None]:
+def _translated(url: StoreUrl) -> Iterator[None]:
     """Translate obstore errors to file system errors, which callers can handle."""
     try:
         yield
     except (exceptions.BaseError, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise
-        raise _os_error(error, root, key) from error
+        raise _os_error(error, url) from error
 
 
-def _os_error(error: Exception, root: str, key: str) -> OSError:
+def _os_error(error: Exception, url: StoreUrl) -> OSError:
     answer = re.search(r"<Code>(\w+)</Code>(?:\s*<Message>([^<]*))?", str(error))
     code, message = answer.groups("") if answer else ("", "")
     text = ": ".join(filter(None, [code, message])) or " ".join(str(error).split("\n", 1)[0].split())[:300]
     if code in _REFUSALS:
-        return _error(errno.EACCES, f"{_REFUSALS[code]} ({text})", root, key)
+        return _error(errno.EACCES, f"{_REFUSALS[code]} ({text})", url)
     if not code and "400 Bad Request" in text:  # of a HEAD request, whose answer names no reason
-        return _error(
-            errno.EACCES, f"{_REFUSES}, or is in another region: correct AWS_REGION, or renew them", root, key
-        )
+        return _error(errno.EACCES, f"{_REFUSES}, or is in another region: correct AWS_REGION, or renew them", url)
     if isinstance(error, (exceptions.NotFoundError, FileNotFoundError)):
-        return _error(errno.ENOENT, os.strerror(errno.ENOENT), root, key)
+        return _error(errno.ENOENT, os.strerror(errno.ENOENT), url)
     if isinstance(error, exceptions.PreconditionError):
-        return _error(errno.ESTALE, "the object was replaced while it was read", root, key)
+        return _error(errno.ESTALE, "the object was replaced while it was read", url)
     if isinstance(error, (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError)):
-        return _error(errno.EACCES, f"{_REFUSES}: {text}", root, key)
-    return _error(errno.EIO, text, root, key)
+        return _error(errno.EACCES, f"{_REFUSES}: {text}", url)
+    return _error(errno.EIO, text, url)
 
 
-def _error(number: int, text: str, root: str, key: str) -> OSError:
-    return OSError(number, text, str(StoreUrl(root, key)))
+def _error(number: int, text: str, url: StoreUrl) -> OSError:
+    return OSError(number, text, str(url))

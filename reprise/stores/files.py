@@ -40,7 +40,7 @@ class StoreFiles(Files):
     def tree(self, path: Path) -> dict[str, os.stat_result]:
         """Return each object's size and time below a folder, from a single store listing."""
         assert isinstance(path, StorePath)
-        return dict(path.objects())
+        return path.objects()
 
     def is_folder(self, path: Path) -> bool:
         return True  # the prefix of an existing object
@@ -57,7 +57,9 @@ class StoreFiles(Files):
         while at < end:
             start, stop = self._request_at(path, at, end, size)
             into = part[at - offset : min(end, stop) - offset]
-            store.ask("fill", url_of(path), etag, at, into.nbytes, (start, stop), bool(store.name), into=into)
+            is_kept = store.name or into.nbytes < stop - start
+            request = (start, stop) if is_kept else None
+            store.ask("fill", url_of(path), etag, at, into.nbytes, request, into=into)
             at += into.nbytes
         return max(0, end - offset)
 
@@ -97,6 +99,6 @@ class StoreFiles(Files):
         """Return an object's size in bytes and its version."""
         if path not in self._versions:
             child(self._load)
-            _, *version, _ = ask(url_of(path), "head")
-            self._versions[path] = version[0], version[1]
+            size, etag, _ = ask("head", url_of(path))
+            self._versions[path] = size, etag
         return self._versions[path]

@@ -53,7 +53,7 @@ def manifest_version(path: Path) -> ManifestVersion | None:
             from reprise.stores.path import url_of
             from reprise.stores.store import ask
 
-            return tuple(ask(url_of(path / MANIFEST), "head"))
+            return tuple(ask("head", url_of(path / MANIFEST)))
         status = os.stat(path / MANIFEST)
     except OSError as error:
         if is_stored(path) and not isinstance(error, FileNotFoundError):

@@ -1,28 +1,34 @@
-"""A run's mirror: uploads the committed checkpoints in the run's folder, in a host's child process.
+"""A run's mirror, a process that uploads the committed checkpoints in the run's folder.
 
-A training process wakes it with `saved`. `finish` tells it to end once the store has all checkpoints.
+    python -m reprise.stores.mirror OPTIONS
+
+The standard input has the starting process's orders: `FINISH` tells the mirror to end once the store has all
+checkpoints, any other word wakes it, and the end of the input ends it at once.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import logging
 import os
 import random
 import secrets
 import sys
-from dataclasses import dataclass
+import threading
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 from reprise.errors import CheckpointError, TrainerError
 from reprise.format.mirror_record import MirrorRule
+from reprise.storage.lease import leases
 from reprise.storage.lock import FolderLock
 from reprise.storage.paths import is_dir
 from reprise.stores.client import StoreClient
 from reprise.stores.mirror_pass import MirrorPass
-from reprise.stores.store import Orders
+from reprise.stores.mirror_process import FINISH
 from reprise.stores.upload import retried
 from reprise.stores.url import StoreUrl
 
@@ -31,7 +37,7 @@ _log = logging.getLogger(__name__)
 LOCK_FOLDER = ".mirror"  # below the checkpoint folder; holds host 0's lock
 POLL_S = 3.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
-_NICENESS = 10
+_NICENESS, _OBSTORE_THREADS = 10, "2"
 FINE, _REFUSED, IMPOSSIBLE = 0, 1, 2
 
 
@@ -59,12 +65,36 @@ class MirrorOptions:
     attached: bool = False
 
 
-def run(options: MirrorOptions, orders: Orders) -> int:
-    """Mirror a run, log to stderr, and return the exit status; see `mirror`."""
+@dataclass(slots=True)
+class Orders:
+    """Orders from the process that started the mirror."""
+
+    wake: threading.Event = field(default_factory=threading.Event)
+    is_finishing: bool = False
+
+    def listen(self) -> None:
+        """Take orders until their end, which ends this process."""
+        while words := os.read(sys.stdin.fileno(), 1024):
+            self.is_finishing |= FINISH in words
+            self.wake.set()
+        for lease in tuple(leases):  # else the next mirror on another host waits for this one's heartbeat
+            lease.release()
+        os._exit(FINE)
+
+
+def main(words: str) -> int:
+    """Mirror a run, log to stderr, and return the exit status; see `mirror`.
+
+    Args:
+        words: `MirrorOptions` as JSON.
+    """
     logging.basicConfig(format="reprise mirror: %(message)s", stream=sys.stderr)
     logging.getLogger("reprise").setLevel(logging.INFO)
+    options, orders = MirrorOptions(**json.loads(words)), Orders()
     if options.attached:
         os.nice(_NICENESS)
+        os.environ["TOKIO_WORKER_THREADS"] = _OBSTORE_THREADS
+    threading.Thread(target=orders.listen, daemon=True).start()
     try:
         return mirror(options, orders)
     except (TrainerError, OSError) as error:
@@ -91,7 +121,7 @@ def mirror(options: MirrorOptions, orders: Orders) -> int:
         raise CheckpointError("The folder does not exist", where=root)
     url.require_outside(folder)
     rule = MirrorRule(str(url), options.interval, options.keep)
-    passes = MirrorPass(StoreClient(url.root), url, folder, rule, host=options.host, hosts=options.hosts)
+    passes = MirrorPass(StoreClient(), url, folder, rule, host=options.host, hosts=options.hosts)
     problem, pause_s, is_locked = "", _FIRST_PAUSE_S, options.host > 0
     with contextlib.ExitStack() as stack:
         while True:
@@ -126,3 +156,7 @@ def mirror(options: MirrorOptions, orders: Orders) -> int:
 
 def _line(error: Exception) -> str:
     return f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -34,7 +33,9 @@ from reprise.storage.folder import WEIGHTS, CheckpointFolder, iteration_name, it
 from reprise.storage.lock import is_locked
 from reprise.storage.paths import exists, read_regular
 from reprise.stores.client import StoreClient
-from reprise.stores.upload import MARK, SourceChangedError, Upload, list_folder, remove
+from reprise.stores.holds import ManifestVersion, manifest_version
+from reprise.stores.path import by_checkpoint
+from reprise.stores.upload import MARK, SourceChangedError, Upload, remove
 from reprise.stores.url import StoreUrl
 
 _log = logging.getLogger(__name__)
@@ -121,25 +122,21 @@ class MirrorPass:
                 _log.info("%s was deleted from %s: the run abandoned its branch", name, self._url)
 
     def _surveyed(self) -> dict[str, MirroredCheckpoint]:
-        """Return this run's checkpoints actually in the store."""
-        record, committed, foreign = read_record(self._root, self._rule.url).committed, self._committed, False
-        for prefix in _PREFIXES:
-            for folder_name in self._client.names(self._url.child(prefix).key.rstrip("/"))[0]:
-                name = f"{prefix}{folder_name}"
-                if iteration_of(Path(name)) is None:
-                    continue
-                folder = self._url.child(name)
-                entry = _stored_checkpoint(self._client, folder, record.get(name))
-                if entry is None:
-                    self._leftovers.add(name)
-                elif entry.lineage.run == self._lineage.run:
-                    committed[name] = entry
-                    if name not in record:  # its upload may have stopped before deleting the marks
-                        objects = list_folder(self._client, folder).items()
-                        self._client.delete(each.key for file, each in objects if file.startswith(MARK))
-                else:
-                    foreign = True
-        self._require_claim(is_foreign=foreign and not committed)
+        """Return this run's checkpoints actually in the store, from a single listing."""
+        recorded, is_foreign = read_record(self._root, self._rule.url).committed, False
+        committed = dict[str, MirroredCheckpoint]()
+        for name, files in by_checkpoint(self._client.objects(self._url)).items():
+            marks = [file for file in files if file.startswith(MARK)]
+            if iteration_of(Path(name)) is None or not {MANIFEST, STATE} <= files.keys():
+                self._leftovers |= {name} if marks else set()
+                continue
+            entry = recorded.get(name) or _stored_checkpoint(self._client, self._url.child(name))
+            if entry.lineage.run == self._lineage.run:
+                committed[name] = entry
+                self._client.delete(self._url.child(name), marks)  # its upload may have stopped before this
+            else:
+                is_foreign = True
+        self._require_claim(is_foreign=is_foreign and not committed)
         return committed
 
     def _require_claim(self, *, is_foreign: bool = False) -> None:
@@ -151,12 +148,11 @@ class MirrorPass:
         Raises:
             CheckpointError: The URL belongs to another run.
         """
-        run, key = self._lineage.run or "unnamed", self._url.child(CLAIM).key
+        run, place = self._lineage.run or "unnamed", self._url.child(CLAIM)
         try:
-            claim = self._client.read_whole(key).decode(errors="replace")
+            claim = self._client.read_text(place)
         except FileNotFoundError:
-            is_ours = not is_foreign and self._client.create(key, run.encode())
-            claim = run if is_ours else "checkpoints of another"
+            claim = run if not is_foreign and self._client.create(place, run) else "checkpoints of another"
         if claim != run:
             raise CheckpointError(
                 "The URL already holds another run, which was not changed",
@@ -174,7 +170,7 @@ class MirrorPass:
                 raise CheckpointError(_OF_PARTS)
             if self._leads and name in self._committed:
                 self._remove(name)  # saved again since
-            upload = Upload(self._client, self._url.child(name), str(path), host=self._host, hosts=self._hosts)
+            upload = Upload(self._client, self._url.child(name), path, host=self._host, hosts=self._hosts)
             absent = upload.begin()
             for file in absent or ():
                 upload.send(file)
@@ -203,7 +199,7 @@ class MirrorPass:
         for name in full[: -self._rule.keep] if self._rule.keep else ():
             self._remove(name)
         for name in sorted(self._leftovers - self._committed.keys()):
-            objects = list_folder(self._client, self._url.child(name))
+            objects = self._client.objects(self._url.child(name))
             if MANIFEST not in objects and any(other.startswith(MARK) for other in objects):
                 remove(self._client, self._url.child(name))
         self._leftovers.clear()
@@ -215,11 +211,10 @@ class MirrorPass:
     def _tell(self, *, goes_on: bool) -> None:
         """Keep an object at the URL while more checkpoints may come: a follower waits for them."""
         if goes_on is not self._goes_on:
-            key = self._url.child(STILL_MIRRORED).key
             if goes_on:
-                self._client.put(key, b"")
+                self._client.create(self._url.child(STILL_MIRRORED), "")
             else:
-                self._client.delete([key])
+                self._client.delete(self._url, [STILL_MIRRORED])
             self._goes_on = goes_on
 
     @property
@@ -234,17 +229,9 @@ class MirrorPass:
             self._record = record
 
 
-def _stored_checkpoint(
-    client: StoreClient, folder: StoreUrl, recorded: MirroredCheckpoint | None
-) -> MirroredCheckpoint | None:
-    """Return the checkpoint in a store folder, or None if it is not committed."""
-    try:
-        if recorded is not None:
-            client.head(folder.child(MANIFEST).key)
-            return recorded
-        manifest, state = (client.read_whole(folder.child(name).key) for name in (MANIFEST, STATE))
-    except FileNotFoundError:
-        return None
+def _stored_checkpoint(client: StoreClient, folder: StoreUrl) -> MirroredCheckpoint:
+    """Return the checkpoint in a store folder."""
+    manifest, state = (client.read_text(folder.child(name)).encode() for name in (MANIFEST, STATE))
     lineage = saved_lineage(json_file.parse(state, where=folder.child(STATE)), where=folder.child(STATE))
     return MirroredCheckpoint(xxhash.xxh3_64_hexdigest(manifest), lineage)
 
@@ -252,14 +239,14 @@ def _stored_checkpoint(
 def _digest(path: Path) -> str | None:
     """Return a checkpoint manifest's digest, or None if the checkpoint is gone."""
     try:
-        status = os.stat(path / MANIFEST)
-        return _digest_of(path / MANIFEST, status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
-    except (FileNotFoundError, NotADirectoryError):
+        version = manifest_version(path)
+        return None if version is None else _digest_of(path / MANIFEST, version)
+    except FileNotFoundError:
         return None
 
 
 @functools.cache
-def _digest_of(path: Path, *_version: int) -> str:
+def _digest_of(path: Path, _version: ManifestVersion) -> str:
     return xxhash.xxh3_64_hexdigest(read_regular(path))
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import logging
+import json
 import os
+import subprocess
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -12,14 +13,14 @@ from pathlib import Path
 from reprise.format.mirror_record import MirrorRule
 from reprise.storage.files import FILE_SYSTEM
 from reprise.storage.folder import WEIGHTS, CheckpointFolder
+from reprise.storage.json_file import Json
 from reprise.stores.extra import require_extra
-from reprise.stores.store import FINISH, Child
+from reprise.stores.store import start
 from reprise.stores.url import StoreUrl
 
-_log = logging.getLogger(__name__)
-
 _RESTART_S = 30.0  # minimum time between restarts after the process dies
-TOKIO_THREADS = "2"
+_END_S = 5.0
+FINISH = b"finish\n"  # tells a mirror to end once the store has all; any other word wakes it
 
 
 def mirror_rule(url: str, *, interval: int, keep: int) -> MirrorRule:
@@ -36,17 +37,23 @@ def mirror_run(run: Path, url: str, *, keep: int, interval: int, once: bool) -> 
 
     Raises:
         ConfigError: The URL is malformed, or obstore is not installed.
-        OSError: The mirroring process has died several times.
     """
-    place, child = StoreUrl.parse(url), Child()
-    require_extra(place)
-    options = {"run": str(run.absolute()), "keep": keep, "interval": interval, "once": once}
-    try:
-        return int(child.ask("mirror", place, options, wait_s=None))
-    except KeyboardInterrupt:
-        return 0
-    finally:
-        child.end()
+    options = {"url": str(StoreUrl.parse(url)), "run": str(run.absolute())}
+    with _started({**options, "keep": keep, "interval": interval, "once": once}) as process:
+        try:
+            return process.wait()
+        except KeyboardInterrupt:
+            return 0
+
+
+def _started(options: Json) -> subprocess.Popen[bytes]:
+    """Start a mirror with `MirrorOptions`.
+
+    Raises:
+        ConfigError: obstore is not installed.
+    """
+    require_extra(options["url"])
+    return start("mirror", json.dumps(options), stdin=subprocess.PIPE, bufsize=0)
 
 
 class MirrorProcess:
@@ -61,36 +68,34 @@ class MirrorProcess:
     """
 
     def __init__(self, folder: Path, rule: MirrorRule, *, host: int = 0, hosts: int = 1) -> None:
-        require_extra(rule.url)
-        self._url, self._folder, self._rule = StoreUrl.parse(rule.url), folder, rule
-        self._url.require_outside(folder)
+        StoreUrl.parse(rule.url).require_outside(folder)
+        self._folder, self._rule = folder, rule
         self._options = {
-            "run": str(folder.absolute()), "keep": rule.keep, "interval": rule.interval,
+            "url": rule.url, "run": str(folder.absolute()), "keep": rule.keep, "interval": rule.interval,
             "host": host, "hosts": hosts, "attached": True,
         }  # fmt: skip
-        self._child = Child(TOKIO_WORKER_THREADS=TOKIO_THREADS)
         self._start()
 
     def _start(self) -> None:
-        self._started = time.monotonic()
-        self._link = self._child.link()
-        self._link.send("mirror", self._url.root, self._url.key, self._options)
-        os.set_blocking(self._link.connection.fileno(), False)
+        self._start_time, self._process = time.monotonic(), _started(self._options)
+        os.set_blocking(self._orders, False)
 
-    def wake(self) -> None:
-        """Notify the mirror about a committed checkpoint. Restart it if it has died."""
-        if not self._has_ended():
-            self._say("saved")
-        elif time.monotonic() - self._started > _RESTART_S:
-            self._start_again()
+    @property
+    def _orders(self) -> int:
+        assert self._process.stdin is not None
+        return self._process.stdin.fileno()
 
-    def _has_ended(self) -> bool:
-        return self._child.process is None or self._child.process.poll() is not None
+    def wake(self, word: bytes = b"saved\n", *, pause_s: float = _RESTART_S) -> None:
+        """Notify the mirror about a committed checkpoint. Restart it if it has died.
 
-    def _start_again(self) -> None:
-        self._link.connection.close()
-        with contextlib.suppress(OSError):  # the next save retries
-            self._start()
+        Args:
+            word: The order.
+            pause_s: Minimum time since the last start, in seconds.
+        """
+        with contextlib.suppress(OSError):  # a full pipe wakes it too, and the next save restarts a dead one
+            if self._process.poll() is not None and time.monotonic() - self._start_time > pause_s:
+                self._start()
+            os.write(self._orders, word)
 
     def finish(self, wait_s: float) -> bool:
         """Wait until the mirror has uploaded all missing checkpoints and ended. Return whether it has.
@@ -98,11 +103,11 @@ class MirrorProcess:
         Args:
             wait_s: The longest wait, in seconds.
         """
+        self.wake(FINISH, pause_s=0)
         try:
-            if self._has_ended():
-                self._start_again()
-            self._say(FINISH)
-            return bool(self._link.answer(wait_s) == [0])
+            return self._process.wait(wait_s) == 0
+        except subprocess.TimeoutExpired:
+            return False
         finally:
             self.end()
 
@@ -117,9 +122,8 @@ class MirrorProcess:
 
     def end(self) -> None:
         """End the mirror at once. The next start reuses its partial uploads."""
-        self._link.connection.close()
-        self._child.end()
-
-    def _say(self, word: str) -> None:
-        with contextlib.suppress(OSError):  # a full pipe wakes it too, and a dead process is restarted
-            self._link.send(word)
+        try:
+            self._process.communicate(timeout=_END_S)  # the end of its orders
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import fnmatch
 import itertools
 import os
 import stat
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PosixPath
-from typing import Any
+from typing import TypeVar
 
 from reprise.format.names import MANIFEST
-from reprise.storage.folder import is_iteration_name
+from reprise.storage.folder import WEIGHTS, is_iteration_name
 from reprise.storage.paths import exists
 from reprise.stores.store import CONNECTIONS, ask
 from reprise.stores.url import StoreUrl
+
+T = TypeVar("T")
 
 
 class StorePath(PosixPath):
@@ -25,10 +27,10 @@ class StorePath(PosixPath):
     TypeError.
 
     Attributes:
-        listed: The status from a listing, which saves another request.
+        is_listed_folder: Whether a listing has just shown that this is a folder, which saves another request.
     """
 
-    listed: os.stat_result | None = None
+    is_listed_folder = False
 
     @property
     def url(self) -> StoreUrl:
@@ -55,28 +57,18 @@ class StorePath(PosixPath):
 
     def iterdir(self) -> Iterator[StorePath]:  # type: ignore[override]
         """Yield the folders and objects directly below, skipping iterations without a manifest."""
-        folders, objects = ask(self.url, "names")
+        folders, objects = ask("names", self.url)
         paths = [self / name for name in folders]
         with ThreadPoolExecutor(CONNECTIONS) as threads:
             is_there = list(threads.map(StorePath._has_manifest, paths))
         for path in itertools.compress(paths, is_there):
-            path.listed = _FOLDER
+            path.is_listed_folder = True
             yield path
         yield from (self / name for name in objects)
 
-    def rglob(self, pattern: str, **_: Any) -> Iterator[StorePath]:  # type: ignore[override]
-        """Yield the objects below whose names match a pattern."""
-        for name, status in self.objects():
-            path = self / name
-            if fnmatch.fnmatchcase(path.name, pattern):
-                path.listed = status
-                yield path
-
-    def objects(self) -> Iterator[tuple[str, os.stat_result]]:
-        """Yield each object's name and status below this path, from a single store listing."""
-        start = len(self.url.key) + 1 if self.url.key else 0
-        for key, size, _, modified_at in ask(self.url, "objects"):
-            yield key[start:], _status(size, modified_at)
+    def objects(self) -> dict[str, os.stat_result]:
+        """Return each object's status below this path by name, from a single store listing."""
+        return {name: _status(*values) for name, values in ask("objects", self.url).items()}
 
     def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
         """Return the kind, size and time for an object, or for a folder with objects below this name.
@@ -84,15 +76,16 @@ class StorePath(PosixPath):
         Raises:
             OSError: There is neither, or the store cannot be read.
         """
-        if self.listed is None and is_iteration_name(self.name):
-            ask((self / MANIFEST).url, "head")
+        if self.is_listed_folder:
             return _FOLDER
         try:
-            return self.listed or _status(*ask(self.url, "head")[1::2])
+            if not is_iteration_name(self.name):
+                return _status(*ask("head", self.url)[::2])
+            ask("head", (self / MANIFEST).url)
         except FileNotFoundError:
-            if any(ask(self.url, "names")):
-                return _FOLDER
-            raise
+            if is_iteration_name(self.name) or not any(ask("names", self.url)):
+                raise
+        return _FOLDER
 
     lstat = stat
 
@@ -105,6 +98,16 @@ def _status(size: int, modified_at: float, mode: int = stat.S_IFREG | 0o444) -> 
 
 
 _FOLDER = _status(0, 0.0, stat.S_IFDIR | 0o555)
+
+
+def by_checkpoint(objects: Mapping[str, T]) -> dict[str, dict[str, T]]:
+    """Return a run's objects by checkpoint, then by file name."""
+    trees: dict[str, dict[str, T]] = defaultdict(dict)
+    for name, value in objects.items():
+        folder, _, file = name.removeprefix(f"{WEIGHTS}/").partition("/")
+        if file and is_iteration_name(folder):
+            trees[name.removesuffix(f"/{file}")][file] = value
+    return trees
 
 
 def url_of(path: Path) -> StoreUrl:

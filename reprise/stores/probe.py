@@ -8,18 +8,17 @@ import secrets
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from reprise.stores.store import ask
+from reprise.storage.paths import exists
+from reprise.stores.files import StoreFiles
+from reprise.stores.path import store_path
+from reprise.stores.store import CHILD_CLIENT
 from reprise.stores.url import StoreUrl
 
-if TYPE_CHECKING:
-    from reprise.stores.client import StoreClient
-
 SPEED_BYTES = 64 << 20
-_READ_BYTES = 8 << 20
 _REQUESTS = 10
 _NOT_HONORED = "not honored: of two programs that create an object, each believes to be first"
 
@@ -33,60 +32,54 @@ class StoreFinding(NamedTuple):
 
 
 def probe_store(text: str) -> list[StoreFinding]:
-    """Test a store below a URL, and return the findings.
+    """Test a store below a URL, leave nothing in it, and return the findings.
 
     Raises:
         ConfigError: The URL is malformed, or obstore is not installed.
     """
-    return [StoreFinding(*row) for row in ask(StoreUrl.parse(text), "probe")]
-
-
-def probe(url: StoreUrl, client: StoreClient, *, size: int = SPEED_BYTES) -> Iterator[StoreFinding]:
-    """Yield the findings, and leave nothing in the store.
-
-    Args:
-        size: The test object's size in bytes.
-    """
-    folder = url.child(f".doctor-{secrets.token_hex(4)}")
-    key, once = folder.child("data").key, folder.child("once").key
-    new = client.new_folder(folder.key)
+    folder, findings = StoreUrl.parse(text).child(f".doctor-{secrets.token_hex(4)}"), list[StoreFinding]()
+    data, once, files = folder.child("data"), folder.child("once"), StoreFiles()
+    parents = Path("/", folder.key).parents if folder.root == "file://" else ()
+    new_folders = [parent for parent in parents if not exists(parent)]
 
     def write() -> str:
         with tempfile.NamedTemporaryFile() as file:
-            file.write(os.urandom(1 << 20) * (size >> 20))
-            file.flush()
-            return f"{size / 1e6 / sum(_seconds(lambda _: client.put(key, Path(file.name)))):.0f} MB/s"
+            Path(file.name).write_bytes(os.urandom(1 << 20) * (SPEED_BYTES >> 20))
+            return _speed(lambda: CHILD_CLIENT.put(data, file.name))
 
     def read() -> str:
-        starts = range(0, size, _READ_BYTES)
-        seconds = sum(_seconds(lambda start: client.read(key, start, min(_READ_BYTES, size - start)), starts))
-        return f"{size / 1e6 / seconds:.0f} MB/s, one request at a time"
+        descriptor = files.open_for_reading(store_path(str(data)))
+        speed = _speed(lambda: files.read(descriptor, memoryview(bytearray(SPEED_BYTES)), offset=0))
+        return f"{speed}, one request at a time"
 
     def wait() -> str:
-        times = _seconds(lambda _: client.head(key), range(_REQUESTS))
-        return f"{1e3 * statistics.median(times):.1f} ms, at most {1e3 * max(times):.1f} ms"
+        times = [1e3 * _seconds(lambda: CHILD_CLIENT.head(data)) for _ in range(_REQUESTS)]
+        return f"{statistics.median(times):.1f} ms, at most {max(times):.1f} ms"
 
     def create() -> str:
-        is_twice = client.create(once, b"first") and client.create(once, b"second")
+        is_twice = CHILD_CLIENT.create(once, "first") and CHILD_CLIENT.create(once, "second")
         return _NOT_HONORED if is_twice else "a second creation of an object is refused"
 
     tries = {"objects can be written": write, "and read": read, "latency": wait, "conditional creation": create}
     try:
         for what, attempt in tries.items():
             answer = attempt()
-            yield StoreFinding(what, None if answer == _NOT_HONORED else True, answer)
+            findings.append(StoreFinding(what, None if answer == _NOT_HONORED else True, answer))
     except OSError as error:
-        yield StoreFinding(what, False, f"{error.strerror}")
+        findings.append(StoreFinding(what, False, f"{error.strerror}"))
     finally:
         with contextlib.suppress(OSError):
-            client.delete([key, once], within=new)
+            CHILD_CLIENT.delete(folder, ["data", "once"])
+            for parent in new_folders:
+                os.rmdir(parent)
+    return findings
 
 
-def _seconds(call: Callable[[int], object], values: Iterable[int] = (0,)) -> list[float]:
-    """Return how long a call takes with each value, in seconds."""
-    times = []
-    for value in values:
-        start = time.perf_counter()
-        call(value)
-        times.append(time.perf_counter() - start)
-    return times
+def _speed(call: Callable[[], object]) -> str:
+    return f"{SPEED_BYTES / 1e6 / _seconds(call):.0f} MB/s"
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start

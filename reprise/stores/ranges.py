@@ -11,7 +11,7 @@ import errno
 import functools
 import tempfile
 import threading
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -29,42 +29,29 @@ SLOT_BYTES = (8 << 20) + (128 << 10)
 WINDOW_BYTES = 64 << 10
 # Planned spans at most this far apart share a request: tensors start on pages.
 GAP_BYTES = 8 << 10
-KEPT_BYTES = 512 << 20
 
 
 @dataclass(slots=True, eq=False)
 class _Range:
     start: int
     end: int
-    body: Future[memoryview | int] = field(default_factory=Future)  # the bytes, or their offset in the spill file
+    body: Future[memoryview | int] = field(default_factory=Future)  # the offset in the file, or the bytes if it is full
 
 
 class RangeCache:
-    """Fetched ranges for all objects, on disk or, for the newest, in memory. All threads share a fetched range.
+    """Fetched ranges for all objects, in an unnamed file. All threads share a fetched range."""
 
-    Args:
-        limit: Largest number of bytes in memory.
-
-    Attributes:
-        fetched_bytes: How many bytes were fetched.
-    """
-
-    def __init__(self, limit: int = KEPT_BYTES) -> None:
-        self._limit, self._kept_bytes, self.fetched_bytes = limit, 0, 0
+    def __init__(self) -> None:
         self._objects: dict[Hashable, list[_Range]] = defaultdict(list)  # ascending and disjoint
-        self._kept: deque[tuple[list[_Range], _Range]] = deque()
-        self._spill_bytes = 0
+        self._file_bytes = 0
         self._lock = threading.Lock()
 
-    def fill(
-        self, version: Hashable, buffer: memoryview, offset: int, request: Span, fetch: Fetch, *, spills: bool = False
-    ) -> None:
+    def fill(self, version: Hashable, buffer: memoryview, offset: int, request: Span, fetch: Fetch) -> None:
         """Fill a buffer from an offset in an object.
 
         Args:
             version: Identifies the object and its version.
             request: The range to fetch if it is absent, which covers the buffer.
-            spills: Whether to keep the range on disk, if there is room.
 
         Raises:
             OSError: See `fetch`. The next read fetches a failed range again.
@@ -75,13 +62,13 @@ class RangeCache:
         while at < end:
             part, is_new = self._range_at(ranges, at, request)
             if is_new:
-                self._fetch(ranges, part, fetch, spills=spills)
+                self._fetch(ranges, part, fetch)
             stop = min(end, part.end)
             target, body = buffer[at - offset : stop - offset], part.body.result()
             if isinstance(body, memoryview):
                 target[:] = body[at - part.start : stop - part.start]
-            elif FILE_SYSTEM.read(self._spill.fileno(), target, offset=body + at - part.start) != target.nbytes:
-                raise OSError(errno.EIO, "a file of fetched bytes ends early", str(self._spill.name))
+            elif FILE_SYSTEM.read(self._file.fileno(), target, offset=body + at - part.start) != target.nbytes:
+                raise OSError(errno.EIO, "a file of fetched bytes ends early", str(self._file.name))
             at = stop
 
     def _range_at(self, ranges: list[_Range], at: int, request: Span) -> tuple[_Range, bool]:
@@ -95,39 +82,33 @@ class RangeCache:
             ranges.insert(index, part)
             return part, True
 
-    def _fetch(self, ranges: list[_Range], part: _Range, fetch: Fetch, *, spills: bool) -> None:
+    def _fetch(self, ranges: list[_Range], part: _Range, fetch: Fetch) -> None:
+        is_kept = False
         try:
             body = fetch(part.start, part.end - part.start)
-            place = self._spilled(body) if spills else None
+            try:
+                part.body.set_result(self._written(body))
+                is_kept = True
+            except OSError:  # no room: whoever waits for the bytes gets them, and the next read fetches them again
+                part.body.set_result(body)
         except Exception as error:
-            with self._lock:
-                ranges.remove(part)
             part.body.set_exception(error)
             raise
-        part.body.set_result(body if place is None else place)
-        with self._lock:
-            self.fetched_bytes += body.nbytes
-            if place is None:
-                self._kept_bytes += body.nbytes
-                self._kept.append((ranges, part))
-            while self._kept_bytes > self._limit and len(self._kept) > 1:
-                others, oldest = self._kept.popleft()
-                self._kept_bytes -= oldest.end - oldest.start
-                others.remove(oldest)
+        finally:
+            if not is_kept:
+                with self._lock:
+                    ranges.remove(part)
 
-    def _spilled(self, body: memoryview) -> int | None:
-        """Write a range to disk and return its offset there, or None if there is no room."""
-        try:
-            with self._lock:  # one file for all threads
-                descriptor = self._spill.fileno()
-                place, self._spill_bytes = self._spill_bytes, self._spill_bytes + body.nbytes
-            FILE_SYSTEM.write(descriptor, [body], offset=place)
-        except OSError:
-            return None
+    def _written(self, body: memoryview) -> int:
+        """Write a range to the file, and return its offset there."""
+        with self._lock:
+            descriptor = self._file.fileno()
+            place, self._file_bytes = self._file_bytes, self._file_bytes + body.nbytes
+        FILE_SYSTEM.write(descriptor, [body], offset=place)
         return place
 
     @functools.cached_property
-    def _spill(self) -> IO[bytes]:
+    def _file(self) -> IO[bytes]:
         return tempfile.TemporaryFile(prefix="reprise-store-")  # for this process
 
 

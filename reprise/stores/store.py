@@ -17,32 +17,35 @@ import socket
 import struct
 import subprocess
 import sys
-import threading
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from reprise.errors import CheckpointError
 from reprise.stores.extra import require_extra
 from reprise.stores.ranges import SLOT_BYTES
 from reprise.stores.url import StoreUrl
 
+if TYPE_CHECKING:
+    from reprise.stores.client import StoreClient
+
 _log = logging.getLogger(__name__)
 
 CONNECTIONS = 16
-# obstore retries a request for two minutes, and a body takes time; after that the process counts as hung.
-_ANSWER_S = 300.0
 _END_S = 5.0
 MOST_TRIES = 4
-FINISH = "finish"  # tells a mirror to end once the store has all; any other word wakes it
 
 
-@dataclass(slots=True)
-class Orders:
-    """Orders for a mirror from the process that started it. Another thread sets the members."""
-
-    wake: threading.Event = field(default_factory=threading.Event)
-    is_finishing: bool = False
+def start(module: str, *words: str, **settings: Any) -> subprocess.Popen[bytes]:
+    """Start a module as a process with this program's packages, which an interrupt at a terminal does not reach."""
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", f"reprise.stores.{module}", *words],
+        stdout=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        start_new_session=True,
+        **settings,
+    )
 
 
 class ChildLink:
@@ -66,11 +69,10 @@ class ChildLink:
         """
         self.connection.send_bytes(json.dumps(request).encode())
 
-    def answer(self, wait_s: float | None = _ANSWER_S) -> Any:
-        """Return the answer, or None if the child is gone or silent for too long."""
+    def answer(self) -> Any:
+        """Return the answer, or None if the child is gone."""
         with contextlib.suppress(OSError, EOFError):
-            if self.connection.poll(wait_s):
-                return json.loads(self.connection.recv_bytes())
+            return json.loads(self.connection.recv_bytes())
         return None
 
 
@@ -79,11 +81,10 @@ class Child:
 
     Args:
         name: The load whose ranks share it. Empty for this process alone.
-        variables: Its environment variables.
     """
 
-    def __init__(self, name: str = "", **variables: str) -> None:
-        self.name, self._variables = name, variables
+    def __init__(self, name: str = "") -> None:
+        self.name = name
         self._address = f"\0reprise-store-{os.getuid()}-{name or secrets.token_hex(8)}"
         self._idle: list[ChildLink] = []
         self.process: subprocess.Popen[bytes] | None = None
@@ -105,37 +106,21 @@ class Child:
                 if self.process is not None:
                     self.end()
                     _log.warning("the store reader process exited and is restarted")
-                self.process = subprocess.Popen(
-                    [sys.executable, "-P", "-m", "reprise.stores.child", str(listener.fileno()), str(os.getpid())],
-                    pass_fds=[listener.fileno()],
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    env={**os.environ, **self._variables, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-                    start_new_session=True,  # a terminal interrupt is for the program
-                )
+                words, inherited = (str(listener.fileno()), str(os.getpid())), [listener.fileno()]
+                self.process = start("child", *words, pass_fds=inherited, stdin=subprocess.DEVNULL)
 
-    def ask(
-        self,
-        call: str,
-        url: StoreUrl,
-        *details: object,
-        into: memoryview | None = None,
-        wait_s: float | None = _ANSWER_S,
-    ) -> Any:
-        """Return the answer to a request. An object's bytes go into the buffer `into`.
-
-        Args:
-            wait_s: Seconds after which a live child counts as hung. None waits without a limit.
+    def ask(self, call: str, url: StoreUrl, *details: object, into: memoryview | None = None) -> Any:
+        """Return a `StoreClient` call's result as a JSON value. An object's bytes go into the buffer `into`.
 
         Raises:
             OSError: See the `StoreClient` method.
-            CheckpointError: See the `Upload` method; or the child has a defect.
+            CheckpointError: The child has a defect.
         """
         for _ in range(MOST_TRIES):
             link, answer = self._idle.pop() if self._idle else self.link(), None
             try:
                 link.send(call, url.root, url.key, *details)
-                answer = link.answer(wait_s)
+                answer = link.answer()
                 if answer is not None and into is not None:
                     into[:] = memoryview(link.memory)[: into.nbytes]
             except ConnectionError:
@@ -148,13 +133,12 @@ class Child:
             match answer:
                 case ["error", number, text, where]:
                     raise OSError(number, text, where)
-                case ["problem", what, parts]:
-                    raise CheckpointError(what, **parts)
+                case ["defect", text]:
+                    raise CheckpointError("A store could not be read", where=url, found=text)
                 case [result]:
                     return result
-                case _:
-                    if self.process is not None:
-                        self.process.kill()  # if it has not ended, it is hung
+                case _:  # the child is gone
+                    pass
         raise OSError(errno.EIO, f"the store reader process exited {MOST_TRIES} times", str(url))
 
     def forget(self) -> None:
@@ -187,14 +171,23 @@ def child(load: str | None = None) -> Child:
     return _child
 
 
-def ask(url: StoreUrl, call: str, *details: object) -> Any:
-    """Return the answer to a request about a place in a store, without a time limit; see `Child.ask`.
+def ask(call: str, url: StoreUrl, *details: object) -> Any:
+    """Return a call's result from this process's child; see `Child.ask`.
 
     Raises:
         ConfigError: obstore is not installed.
     """
     require_extra(url)
-    return child().ask(call, url, *details, wait_s=None)
+    return child().ask(call, url, *details)
+
+
+class _ChildClient:
+    def __getattr__(self, call: str) -> Callable[..., Any]:
+        return partial(ask, call)
+
+
+# A client whose calls this process's child makes.
+CHILD_CLIENT = cast("StoreClient", _ChildClient())
 
 
 def end_child() -> None:

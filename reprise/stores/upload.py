@@ -9,25 +9,26 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import os
 import random
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from reprise.errors import CheckpointError
-from reprise.format.names import MANIFEST, is_lightened
-from reprise.storage.files import FILE_SYSTEM
-from reprise.storage.paths import read_regular
+from reprise.format.names import MANIFEST
 from reprise.stores.checkpoint_files import CheckpointFiles, share
-from reprise.stores.client import PART_BYTES, StoreClient, StoredObject
-from reprise.stores.url import StoreUrl, is_store_url
+from reprise.stores.locations import files_of
+from reprise.stores.url import StoreUrl
+
+if TYPE_CHECKING:
+    from reprise.stores.client import StoreClient
 
 MARK = ".upload-"
+_REMOVAL = f"{MARK}removed"
 _PAUSES_S = (0.25, 0.5, 1, 2, 4)
 T = TypeVar("T")
-Objects = dict[str, StoredObject]
+Objects = dict[str, tuple[int, float]]
 
 
 class SourceChangedError(CheckpointError):
@@ -39,31 +40,17 @@ class Upload:
 
     Args:
         folder: The checkpoint's folder in the store.
-        source: The checkpoint's folder or URL.
+        source: The checkpoint's folder, perhaps in a store too.
         host: This host's number among `hosts`, which divide the files. Host 0 begins and commits.
 
     Raises:
         FileNotFoundError: The checkpoint is gone.
     """
 
-    def __init__(self, client: StoreClient, folder: StoreUrl, source: str, *, host: int = 0, hosts: int = 1) -> None:
-        self._client, self._folder, self._host, self._hosts = client, folder, host, hosts
-        self._source = StoreUrl.parse(source) if is_store_url(source) else Path(source)
-        self.files = CheckpointFiles.parse(self._read_manifest(), where=source)
-        if is_lightened(self._names()):
-            self.files = self.files.without_optimizer()
-        self._mark = f"{MARK}{self.files.digest}"
-
-    def _read_manifest(self) -> bytes:
-        if isinstance(self._source, Path):
-            return read_regular(self._source / MANIFEST)
-        return StoreClient(self._source.root).read_whole(self._source.child(MANIFEST).key)
-
-    def _names(self) -> Collection[str]:
-        """Return the file names in the source."""
-        if isinstance(self._source, Path):
-            return os.listdir(self._source)
-        return list_folder(StoreClient(self._source.root), self._source)
+    def __init__(self, client: StoreClient, folder: StoreUrl, source: Path, *, host: int = 0, hosts: int = 1) -> None:
+        self._client, self._folder, self._source, self._host, self._hosts = client, folder, source, host, hosts
+        self.files = CheckpointFiles.at(source)
+        self._mark, self._manifest = f"{MARK}{self.files.digest}", self.files.manifest.decode()
 
     def begin(self) -> list[str] | None:
         """Return this host's missing files, largest first. None if the first host has not begun, or has committed.
@@ -71,25 +58,25 @@ class Upload:
         Raises:
             CheckpointError: The folder has another checkpoint, or objects not left by an upload.
         """
-        objects = list_folder(self._client, self._folder)
+        objects = self._client.objects(self._folder)
         marks = [name for name in objects if name.startswith(MARK)]
         if self._host and (MANIFEST in objects or self._mark not in marks):
             return None
         if MANIFEST in objects:
-            if self._client.read_whole(objects[MANIFEST].key) != self.files.manifest:
+            if self._client.read_text(self._folder.child(MANIFEST)) != self._manifest:
                 raise self._refusal("another checkpoint")
-            self._client.delete(objects[name].key for name in marks)
+            self._client.delete(self._folder, marks)
             return None
         if objects and not marks:
             raise self._refusal(f"{min(objects)}, which is not part of an upload")
         if self._mark not in marks:
             clear(self._client, self._folder, objects)
-            self._client.put(self._folder.child(self._mark).key, b"")
-            objects.clear()
+            self._client.create(self._folder.child(self._mark), "")
+            objects = {}
         return self._absent(objects, share(self.files.sizes, self._host, self._hosts))
 
     def _absent(self, objects: Objects, sizes: dict[str, int]) -> list[str]:
-        absent = [name for name, size in sizes.items() if name not in objects or objects[name].size != size]
+        absent = [name for name, size in sizes.items() if name not in objects or objects[name][0] != size]
         return sorted(absent, key=lambda name: (-sizes[name], name))
 
     def send(self, name: str) -> None:
@@ -99,29 +86,23 @@ class Upload:
             SourceChangedError: The checkpoint is no longer there, or the folder has lost its mark.
             CheckpointError: The file is missing, or has the wrong size.
         """
-        key, size = self._folder.child(name).key, self.files.sizes[name]
-        if isinstance(self._source, Path):
-            path, actual = self._source / name, None
-            with contextlib.suppress(FileNotFoundError):
-                actual = FILE_SYSTEM.size(path)
-            if actual != size:
-                self._require_same()
-                raise CheckpointError("A file has the wrong size", where=path, expected=size, found=actual)
-            self._client.put(key, path)
-        else:
-            source, origin = StoreClient(self._source.root), self._source.child(name).key
-            starts = range(0, size, PART_BYTES)
-            self._client.put_parts(key, size, (source.read(origin, at, min(PART_BYTES, size - at)) for at in starts))
+        path, size, actual = self._source / name, self.files.sizes[name], None
+        with contextlib.suppress(FileNotFoundError):
+            actual = files_of(path).size(path)
+        if actual != size:
+            self._require_same()
+            raise CheckpointError("A file has the wrong size", where=path, expected=size, found=actual)
+        self._client.put(self._folder.child(name), str(path))
         try:
             self._require_same()
         except SourceChangedError:
-            self._client.delete([key], within=self._folder.key)  # before this host lists the next mark
+            self._client.delete(self._folder, [name])  # before this host lists the next mark
             raise
 
     def _require_same(self) -> None:
         try:
-            is_same = self._read_manifest() == self.files.manifest
-            self._client.head(self._folder.child(self._mark).key)
+            is_same = files_of(self._source).read_whole(self._source / MANIFEST) == self.files.manifest
+            self._client.head(self._folder.child(self._mark))
         except FileNotFoundError:
             is_same = False
         if not is_same:
@@ -136,17 +117,16 @@ class Upload:
             OSError: An uploaded file has disappeared.
         """
         if self._host:
-            self._client.put(self._folder.child(f"{self._mark}.{self._host}").key, b"")
-            return True
-        objects = list_folder(self._client, self._folder)
+            return self._client.create(self._folder.child(f"{self._mark}.{self._host}"), "")
+        objects = self._client.objects(self._folder)
         if any(f"{self._mark}.{host}" not in objects for host in range(1, self._hosts)):
             return False
         self._require_same()
         for name in self._absent(objects, self.files.sizes):
             raise OSError(errno.EIO, "a file disappeared during the upload", str(self._folder.child(name)))
-        if not self._client.create(self._folder.child(MANIFEST).key, self.files.manifest):
+        if not self._client.create(self._folder.child(MANIFEST), self._manifest):
             raise self._refusal("another checkpoint")
-        self._client.delete(entry.key for name, entry in objects.items() if name.startswith(MARK))
+        self._client.delete(self._folder, [name for name in objects if name.startswith(MARK)])
         return True
 
     def _refusal(self, found: str) -> CheckpointError:
@@ -159,25 +139,16 @@ class Upload:
         )
 
 
-def list_folder(client: StoreClient, folder: StoreUrl) -> Objects:
-    """Return the objects below a folder by their names in it."""
-    start = len(folder.key) + 1
-    return {entry.key[start:]: entry for entry in client.objects(folder.key)}
-
-
-def clear(client: StoreClient, folder: StoreUrl, objects: Objects) -> None:
+def clear(client: StoreClient, folder: StoreUrl, names: Iterable[str]) -> None:
     """Delete a folder's objects, its manifest first and the marks last."""
-    order = sorted(objects, key=lambda name: (name != MANIFEST, name.startswith(MARK)))
-    client.delete((objects[name].key for name in order), within=folder.key)
+    client.delete(folder, sorted(names, key=lambda name: (name != MANIFEST, name.startswith(MARK))))
 
 
 def remove(client: StoreClient, folder: StoreUrl) -> None:
     """Delete a checkpoint, its manifest first, so that no reader sees a partial one."""
-    if objects := list_folder(client, folder):
-        mark = folder.child(f"{MARK}removed").key
-        client.put(mark, b"")
-        clear(client, folder, objects)
-        client.delete([mark], within=folder.key)
+    if objects := client.objects(folder):
+        client.create(folder.child(_REMOVAL), "")
+        clear(client, folder, [*objects, _REMOVAL])
 
 
 def retried(call: Callable[[], T]) -> T:

@@ -8,9 +8,16 @@ from pathlib import Path
 
 from reprise.errors import ConfigError
 
-SCHEMES = ("s3", "gs", "az", "file")
-_URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://(?P<rest>.*)", re.DOTALL)
-_BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}")
+_SCHEME = re.compile(r"(?:s3|gs|az|file)://", re.IGNORECASE)
+_SEGMENT = r"(?!\.{1,2}(?:/|$)) [^/?#]+"
+_URL = re.compile(
+    rf"""
+    (?: (?P<scheme>s3|gs|az) :// (?P<bucket>[a-z0-9][a-z0-9._-]{{1,254}}) (?:/|$)
+      | file:// (?![^/]*[@:]) /* )
+    (?P<key> (?: {_SEGMENT} (?: /{_SEGMENT} )* )? ) /*
+    """,
+    re.IGNORECASE | re.VERBOSE,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,29 +41,18 @@ class StoreUrl:
                 an empty segment.
         """
         match = _URL.fullmatch(text.strip())
-        scheme = match["scheme"].lower() if match else ""
-        if match is None or scheme not in SCHEMES:
+        if match is None:
             raise ConfigError(
                 "This is not a store URL",
-                expected=", ".join(f"{name}://" for name in SCHEMES),
-                found=_without_secret(text),
-                fix="Use the path of a mounted file system. Download a hub's folder first: `hf download`.",
-            )
-        if {"@", ":"} & set(match["rest"].partition("/")[0]) or {"?", "#"} & set(match["rest"]):
-            raise ConfigError(
-                "A store URL has a user, a query or a fragment",
-                expected=f"{scheme}://bucket/folder",
+                expected="s3://bucket/folder, gs://, az:// or file:///folder, without a user, a query, an empty "
+                "segment, `.` or `..`",
                 found=_without_secret(text),
                 fix="Put credentials in environment variables, such as AWS_ACCESS_KEY_ID, or in the store's credential "
-                "files.",
+                "files. For a mounted file system, use a path. Download a hub's folder first: `hf download`.",
             )
-        bucket, _, key = ("", "", match["rest"].lstrip("/")) if scheme == "file" else match["rest"].partition("/")
-        if scheme != "file" and not _BUCKET.fullmatch(bucket):
-            raise ConfigError("A store URL has no bucket", expected=f"{scheme}://bucket/folder", found=text)
-        key = key.rstrip("/")
-        if {"", ".", ".."} & set(key.split("/") if key else []):
-            raise ConfigError("A store URL has an empty segment, `.` or `..`", found=text)
-        return StoreUrl(f"{scheme}://{bucket}", key)
+        return StoreUrl(
+            f"{match['scheme'].lower()}://{match['bucket']}" if match["scheme"] else "file://", match["key"]
+        )
 
     def __str__(self) -> str:
         """Return the URL without a trailing slash."""
@@ -84,8 +80,7 @@ class StoreUrl:
 
 def is_store_url(text: str) -> bool:
     """Return whether a text starts like a store URL."""
-    match = _URL.fullmatch(text.strip())
-    return match is not None and match["scheme"].lower() in SCHEMES
+    return _SCHEME.match(text.strip()) is not None
 
 
 def _without_secret(text: str) -> str:

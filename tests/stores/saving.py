@@ -26,13 +26,11 @@ FILE_BYTES = 16 << 10
 class WatchedClient(StoreClient):
     """A client whose every request, and every deletion of an object, is made by `watch`, from a call and its values."""
 
-    def __init__(self, root: str, watch: Callable[..., Any]) -> None:
-        super().__init__(root)
-        self.objects = lambda prefix: iter(list(StoreClient.objects(self, prefix)))  # type: ignore[method-assign]
-        for name in ("head", "read", "names", "objects", "put", "create", "put_parts", "delete"):
+    def __init__(self, watch: Callable[..., Any]) -> None:
+        for name in ("head", "read", "names", "objects", "put", "create", "delete"):
             setattr(self, name, partial(watch, getattr(self, name)))
         delete_one = self.delete
-        self.delete = lambda keys, within=None: [delete_one([key], within) for key in keys] and None  # type: ignore[method-assign, assignment]
+        self.delete = lambda folder, names: [delete_one(folder, [name]) for name in names] and None  # type: ignore[method-assign, assignment]
 
 
 def save(

@@ -55,7 +55,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("scene")
     folder, url = root / "run" / "checkpoints", StoreUrl.parse(f"file://{root / 'store'}")
     save(folder, [5, 10, 15], files=2)
-    passes = MirrorPass(StoreClient(url.root), url, folder, MirrorRule(str(url)))
+    passes = MirrorPass(StoreClient(), url, folder, MirrorRule(str(url)))
     while not passes.run():
         pass
     for iteration in (10, 15):
@@ -78,7 +78,7 @@ def run_until_killed(folder: Path, store: Path, killer: Killer, monkeypatch: pyt
     is_killed = False
 
     def start(host: int) -> MirrorPass:
-        client = WatchedClient(url.root, killer.watch)
+        client = WatchedClient(killer.watch)
         return MirrorPass(client, url, folder, MirrorRule(str(url), keep=2), host=host, hosts=hosts)
 
     with monkeypatch.context() as patch:
@@ -129,7 +129,7 @@ def test_a_copy_into_a_store_may_end_at_any_call(tmp_path: Path, step: int) -> N
         killer = Killer(number, is_after=bool(number // step % 2))
         with contextlib.suppress(KilledError):
             target = StoreUrl.parse(f"file://{store / iteration_name(5)}")
-            upload = Upload(WatchedClient(target.root, killer.watch), target, str(folder / iteration_name(5)))
+            upload = Upload(WatchedClient(killer.watch), target, folder / iteration_name(5))
             for name in upload.begin() or ():
                 upload.send(name)
             upload.commit()

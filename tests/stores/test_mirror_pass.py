@@ -16,9 +16,8 @@ from reprise.format import HOST, MANIFEST
 from reprise.format.lineage import FRESH, Branch, Lineage, Parent
 from reprise.format.mirror_record import MIRROR, MirrorRule, read_record
 from reprise.storage import FolderLock, iteration_name
-from reprise.stores.mirror import LOCK_FOLDER, MirrorOptions, mirror
+from reprise.stores.mirror import LOCK_FOLDER, MirrorOptions, Orders, mirror
 from reprise.stores.mirror_pass import CLAIM, MirrorPass
-from reprise.stores.store import Orders
 from reprise.stores.upload import MARK
 from reprise.stores.url import StoreUrl
 from tests.profiles import slow
@@ -44,15 +43,15 @@ class Site:
         self, *, keep: int = 0, interval: int = 0, host: int = 0, hosts: int = 1, fails_at: int = 0
     ) -> MirrorPass:
         self.left = fails_at
-        client, rule = WatchedClient(self.url.root, self._request), MirrorRule(str(self.url), interval, keep)
+        client, rule = WatchedClient(self._request), MirrorRule(str(self.url), interval, keep)
         return MirrorPass(client, self.url, self.folder, rule, host=host, hosts=hosts)
 
     def _request(self, call: Callable[..., Any], *arguments: Any) -> Any:
         self.left -= 1
         if call.__name__ in ("put", "create"):
-            self.puts.append(arguments[0])
+            self.puts.append(arguments[0].key)
         if self.left == 0:
-            raise OSError(errno.EIO, "the store fails once", arguments[0])
+            raise OSError(errno.EIO, "the store fails once", str(arguments[0]))
         return call(*arguments)
 
     def mirror(self, *, at_end: bool = False, keep: int = 0, interval: int = 0) -> None:
@@ -271,13 +270,12 @@ def test_a_checkpoint_replaced_during_its_upload_is_not_mixed(site: Site) -> Non
     first.run()
     send = second._client.put
 
-    def replace(key: str, path: bytes | Path) -> None:
-        assert isinstance(path, Path)
+    def replace(url: StoreUrl, source: str) -> None:
         second._client.put = send  # type: ignore[method-assign]
         give_up(site.folder, 10)
         save(site.folder, [10], files=4, nonce="m", add=0.5)
         first.run()
-        send(key, next(path.parents[1].glob(f"iter_0000010.superseded-1/{path.name}")))
+        send(url, source.replace("iter_0000010", "iter_0000010.superseded-1"))
 
     second._client.put = replace  # type: ignore[method-assign]
     finish(first, second)

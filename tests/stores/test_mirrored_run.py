@@ -16,8 +16,7 @@ import pytest
 from reprise.errors import ConfigError
 from reprise.format.mirror_record import MIRROR
 from reprise.storage import iteration_name
-from reprise.stores.mirror import MirrorOptions, mirror
-from reprise.stores.store import Orders
+from reprise.stores.mirror import MirrorOptions, Orders, mirror
 from tests.crash.outcomes import saved
 from tests.harness import TINY, checkpoint, launch, run_ok, tensor_files
 from tests.messages import refused
@@ -43,7 +42,7 @@ def mirrors() -> list[int]:
             parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1]) if words else 0
         except OSError:
             continue
-        if b"reprise.stores.child" in words and parent == 1:
+        if b"reprise.stores.mirror" in words and parent == 1:
             found.append(int(entry.name))
     return found
 
@@ -88,7 +87,7 @@ def test_a_store_that_is_away_ends_no_run_and_is_named(tmp_path: Path) -> None:
     [
         ("checkpoint.mirror=/a/folder", "checkpoint.mirror=/a/folder: "),
         slow("checkpoint.mirror=s3://b/run checkpoint.save=null checkpoint.local.dir=/d", "needs checkpoint.save,"),
-        slow("checkpoint.mirror=s3://key:secret@b/run", "a user, a query or a fragment"),
+        slow("checkpoint.mirror=s3://key:secret@b/run", "without a user, a query"),
         slow("checkpoint.mirror_interval=0", "checkpoint.mirror_interval=0: "),
     ],
 )

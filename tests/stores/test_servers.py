@@ -24,20 +24,24 @@ CREATE = """
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from reprise.stores.client import StoreClient
-client = StoreClient(sys.argv[1])
+from reprise.stores.url import StoreUrl
+client, url = StoreClient(), StoreUrl.parse(f"{sys.argv[1]}/raced/object")
 with ThreadPoolExecutor(8) as threads:
-    print(sum(threads.map(lambda n: client.create("raced/object", b"%d" % n), range(8))))
+    print(sum(threads.map(lambda n: client.create(url, str(n)), range(8))))
 """
 LARGE = """
 import os, sys
 from pathlib import Path
 from reprise.stores.client import StoreClient
-client, path, size = StoreClient(sys.argv[1]), Path(sys.argv[2]), (20 << 20) + 5
+from reprise.stores.url import StoreUrl
+client, path, size = StoreClient(), Path(sys.argv[2]), (20 << 20) + 5
+first, second = (StoreUrl.parse(f"{sys.argv[1]}/large/{name}") for name in ("object", "copy"))
 path.write_bytes(os.urandom(size))
-client.put("large/object", path)
-parts = [client.read("large/object", at, min(8 << 20, size - at)) for at in range(0, size, 8 << 20)]
+client.put(first, str(path))
+client.put(second, str(first))
+parts = [client.read(second, at, min(8 << 20, size - at)) for at in range(0, size, 8 << 20)]
 assert b"".join(parts) == path.read_bytes()
-assert client.head("large/object").size == size
+assert client.head(second)[0] == size
 """
 pytestmark = pytest.mark.slow
 

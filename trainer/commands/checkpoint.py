@@ -153,7 +153,7 @@ def _report(
     together = {
         checkpoint.iteration: f"missing {checkpoint.missing_everywhere}" if checkpoint.missing_everywhere else _TOGETHER
         for checkpoint in checkpoints
-        if checkpoint.missing_everywhere is not None
+        if isinstance(checkpoint, VerifiedCheckpoint) and checkpoint.missing_everywhere is not None
     }
     if not any(row["held"] for row in rows):
         rows = _without_columns(rows, "held")

@@ -18,22 +18,25 @@ HELD = ["50 % of 2 hosts: ", "; missing 1 of 2 parts: "]
 
 @pytest.mark.parametrize("command", ["ls", "verify"])
 def test_a_part_is_named_and_not_damaged(tmp_path: Path, command: str, capsys: Printed) -> None:
-    a, b = save_on_two_hosts(tmp_path, 2)
+    a, _ = save_on_two_hosts(tmp_path, 2)
     assert [path.name for path in (a / NAME).glob("config.json*")] == ["config.json.part"]  # not for transformers
     (row,) = shown(capsys, FINE, command, a)
     assert (row.get("intact") or row["result"]).startswith("a part")
     assert all(text in row["held"] for text in HELD)
     assert "together" not in row
-    found = shown(capsys, FINE, command, a, b)
+
+
+def test_verify_tells_whether_folders_are_whole_together(tmp_path: Path, capsys: Printed) -> None:
+    a, b = save_on_two_hosts(tmp_path, 2)
+    found = shown(capsys, FINE, "verify", a, b)
     assert [(row["folder"], row["iteration"], row["together"]) for row in found] == [
         (str(folder), 2, "whole together") for folder in (a, b)
     ]
-    if command == "verify":
-        assert sum(row["bytes"] for row in found) == 16420
-    assert main([command, str(a), str(b)]) == FINE
+    assert sum(row["bytes"] for row in found) == 16420
+    assert main(["verify", str(a), str(b)]) == FINE
     assert "iteration 2: whole together\n" in capsys.readouterr().out
     (b / NAME).rename(b / "iter_0000004")
-    assert main([command, str(a), str(b)]) == BAD
+    assert main(["verify", str(a), str(b)]) == BAD
     assert "iteration 2: missing 1 of 2 parts: " in capsys.readouterr().out
 
 

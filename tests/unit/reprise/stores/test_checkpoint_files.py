@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
 
 from reprise.errors import CheckpointError
-from reprise.format.names import MANIFEST_FORMAT
+from reprise.format.names import MANIFEST, MANIFEST_FORMAT
 from reprise.storage import json_file
 from reprise.stores.checkpoint_files import CheckpointFiles, share
 from tests.messages import refused
@@ -27,7 +28,8 @@ def test_hosts_have_equal_shares_of_many_files(hosts: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["../x", "/x", "a//b", "a/..", "a\\b", ""])
-def test_a_name_outside_the_folder_is_refused(name: str) -> None:
+def test_a_name_outside_the_folder_is_refused(name: str, tmp_path: Path) -> None:
     data = json_file.sealed({"format": MANIFEST_FORMAT, "files": {name: {"bytes": 1}}})
-    with refused(CheckpointError, "here"):
-        CheckpointFiles.parse(data, where="here")
+    (tmp_path / MANIFEST).write_bytes(data)
+    with refused(CheckpointError, str(tmp_path)):
+        CheckpointFiles.at(tmp_path)

@@ -6,6 +6,8 @@ from errno import EACCES, EIO, ENOENT
 
 import pytest
 
+from reprise.stores.url import StoreUrl
+
 exceptions = pytest.importorskip("obstore.exceptions")
 client = pytest.importorskip("reprise.stores.client")
 
@@ -32,7 +34,7 @@ code: {status}: <?xml version="1.0" encoding="UTF-8"?>
     ],
 )
 def test_a_code_of_the_store_is_named_with_what_to_do(kind: type[Exception], code: str, number: int, fix: str) -> None:
-    with pytest.raises(OSError, match=r"s3://bucket/run") as caught, client._translated("s3://bucket", "run"):
+    with pytest.raises(OSError, match=r"s3://bucket/run") as caught, client._translated(StoreUrl("s3://bucket", "run")):
         raise kind(ANSWER.format(status=400, code=code))
     assert caught.value.errno == number
     assert fix in caught.value.strerror

@@ -16,13 +16,14 @@ from typing import Any
 import pytest
 
 import reprise
-from reprise import diff, load, save, show, verify
+from reprise import copy, diff, load, save, show, verify
 from reprise.format.names import MANIFEST, STATE
 from reprise.stores import store as store_module
 from reprise.stores.files import StoreFiles
 from reprise.stores.locations import files_of, location
 from reprise.stores.ranges import WINDOW_BYTES
-from reprise.stores.store import CONNECTIONS, MOST_TRIES, Child, ChildLink, ask, child, end_child
+from reprise.stores.store import CHILD_CLIENT, CONNECTIONS, MOST_TRIES, Child, ChildLink, ask, child, end_child
+from reprise.stores.upload import remove
 from reprise.stores.url import StoreUrl
 from tests.unit.reprise.loading.test_choose import filled
 
@@ -76,9 +77,9 @@ def test_a_program_that_has_loaded_forks(run: Path) -> None:
 
 
 def test_a_fork_does_not_wait_for_a_thread_that_reads(run: Path) -> None:
-    ask(StoreUrl("file://", ""), "names")
+    ask("names", StoreUrl("file://", ""))
     os.kill(process_id(), signal.SIGSTOP)
-    thread = threading.Thread(target=ask, args=(StoreUrl("file://", ""), "names"))
+    thread = threading.Thread(target=ask, args=("names", StoreUrl("file://", "")))
     thread.start()
     while not _is_asleep(thread):
         os.sched_yield()
@@ -189,8 +190,8 @@ def test_an_answer_never_taken_is_not_the_next_one(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(ChildLink, "answer", interrupted)
     with contextlib.suppress(KeyboardInterrupt):
-        ask(StoreUrl("file://", keys[0]), "head")
-    assert {ask(StoreUrl("file://", keys[1]), "head")[1] for _ in range(2 * CONNECTIONS)} == {1}
+        ask("head", StoreUrl("file://", keys[0]))
+    assert {ask("head", StoreUrl("file://", keys[1]))[0] for _ in range(2 * CONNECTIONS)} == {1}
     end_child()
 
 
@@ -251,9 +252,6 @@ def test_bytes_are_those_of_the_object_at_every_size(tmp_path: Path) -> None:
 def test_a_removed_checkpoint_takes_no_folder_of_the_user(run: Path, tmp_path: Path) -> None:
     target = StoreUrl.parse(url_of(tmp_path / "user" / "archive" / "iter_0000002"))
     (tmp_path / "user" / "archive").mkdir(parents=True)
-    source = str(run / "iter_0000002")
-    for name in ask(target, "begin", source):
-        ask(target, "send", source, name)
-    assert ask(target, "commit", source)
-    ask(target, "remove")
+    copy(run / "iter_0000002", str(target))
+    remove(CHILD_CLIENT, target)
     assert [path.name for path in (tmp_path / "user").rglob("*")] == ["archive"]

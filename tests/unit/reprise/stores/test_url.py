@@ -28,23 +28,15 @@ def test_a_url_is_a_store_and_a_key(text: str, root: str, key: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "problem"),
+    "text",
     [
-        ("http://host/run", ""),
-        ("/data/run", ""),
-        ("s3://", "bucket"),
-        ("s3:///run", "bucket"),
-        ("s3://bucket/a/../b", "`..`"),
-        ("s3://bucket//b", "segment"),
-        ("s3://bucket/run?versionId=secret", "query"),
-        ("s3://user:secret@bucket/run", "user"),
-        ("s3://secret@bucket", "user"),
-        ("s3://user:sec/secret@bucket/run", "user"),
-        ("file://user:secret@host/run", "user"),
+        "http://host/run", "/data/run", "s3://", "s3:///run", "s3://bucket/a/../b", "s3://bucket/./b", "s3://bucket/..",
+        "s3://bucket//b", "s3://bucket/run?versionId=secret", "s3://bucket/run#secret", "s3://user:secret@bucket/run",
+        "s3://secret@bucket", "s3://user:sec/secret@bucket/run", "file://user:secret@host/run",
     ],
-)
-def test_what_is_no_store_is_refused_without_its_secrets(text: str, problem: str) -> None:
-    with refused(ConfigError, problem) as refusal:
+)  # fmt: skip
+def test_what_is_no_store_is_refused_without_its_secrets(text: str) -> None:
+    with refused(ConfigError, "://") as refusal:
         StoreUrl.parse(text)
     assert "secret" not in str(refusal.value)
 
