@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from reprise.loading.reader import Checkpoint as Checkpoint
     from reprise.loading.reader import Gatherer as Gatherer
     from reprise.loading.reader import OpenFile as OpenFile
-    from reprise.loading.reader import find_accessory as find_accessory
     from reprise.loading.reader import open_checkpoint as open_checkpoint
     from reprise.loading.reader import open_tensor_file as open_tensor_file
     from reprise.loading.reader import read_content as read_content
@@ -31,8 +30,7 @@ _NAMES = {
     "loading.choose": "Chooser LoadSource LoadTerms no_folder",
     "loading.loader": "LoadReport Target check_tensors fill",
     "loading.reader": (
-        "Checkpoint Gatherer OpenFile find_accessory open_checkpoint open_tensor_file read_content read_file "
-        "read_header read_places"
+        "Checkpoint Gatherer OpenFile open_checkpoint open_tensor_file read_content read_file read_header read_places"
     ),
     "loading.restorer": "Restored Restorer",
     "loading.verify": "verify_share",

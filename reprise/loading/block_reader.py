@@ -7,8 +7,8 @@ import operator
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import numpy as np
 
@@ -29,35 +29,35 @@ def host_memory() -> Bytes:
     return np.empty(BLOCK_BYTES, np.uint8)
 
 
-class BlockPart(Protocol):
-    """A live tensor's part of a block."""
+@dataclass(frozen=True, slots=True)
+class BlockRead:
+    """A block to read and verify.
 
-    def direct(self, block: PieceBlock) -> Bytes | None:
-        """Return the memory to read a block into directly, or None if its bytes must be copied."""
+    Args:
+        into: The memory to read it into directly. None for a buffer.
+        move: Copies the bytes it needs from the buffer, and returns their count. None only verifies the block.
+    """
 
-    def move(self, lo: int, data: Bytes) -> int:
-        """Copy the part's bytes from `data`, which starts at byte `lo` in the packed piece. Return the byte count."""
-
-    def count(self, filled_bytes: int) -> None:
-        """Add to the filled bytes."""
+    block: PieceBlock
+    into: Bytes | None = None
+    move: Callable[[Bytes], int] | None = None
 
 
 class BlockReader:
     """Reads and verifies blocks on several threads, which take them in file order.
 
     Args:
-        reads: The blocks, each with the part taking its bytes. None only verifies the block.
         memory: Allocates a thread's memory for a block.
 
     Attributes:
         read_bytes: Bytes read from the files, including whole blocks and narrow gaps.
-        done_bytes: Bytes copied to parts, or verified.
+        done_bytes: Bytes copied to live memory, or verified.
     """
 
     def __init__(
         self,
         checkpoint: Checkpoint,
-        reads: Iterable[tuple[PieceBlock, BlockPart | None]],
+        reads: Iterable[BlockRead],
         *,
         verify: bool = True,
         memory: Callable[[], Bytes] = host_memory,
@@ -100,23 +100,21 @@ class BlockReader:
         """Read blocks until none is left."""
         try:
             gatherer, buffer = Gatherer(), self._memory()
-            for name, reads in itertools.groupby(self._take(numbers, thread), key=lambda read: read[0].place.file):
+            for name, reads in itertools.groupby(self._take(numbers, thread), key=lambda read: read.block.place.file):
                 with open_tensor_file(self._checkpoint.files, self._checkpoint.path / name) as file:
-                    for block, part in reads:
-                        direct = None if part is None else part.direct(block)
-                        data = buffer[: block.hi - block.lo] if direct is None else direct
+                    for read in reads:
+                        block = read.block
+                        data = buffer[: block.hi - block.lo] if read.into is None else read.into
                         block.read(self._checkpoint, file, gatherer, data, verify=self._verify)
-                        size = data.size if part is None or direct is not None else part.move(block.lo, data)
+                        size = data.size if read.into is not None or read.move is None else read.move(data)
                         with self._lock:
                             self.done_bytes += size
-                            if part is not None:
-                                part.count(size)
                     with self._lock:
                         self.read_bytes += file.read_bytes
         finally:
             self.close()
 
-    def _take(self, numbers: list[int], thread: int) -> Iterator[tuple[PieceBlock, BlockPart | None]]:
+    def _take(self, numbers: list[int], thread: int) -> Iterator[BlockRead]:
         while True:
             with self._lock:
                 numbers[thread] = next(self._taken)

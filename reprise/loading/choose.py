@@ -14,7 +14,7 @@ from reprise.format.lineage import Lineage, saved_lineage
 from reprise.format.names import MANIFEST
 from reprise.loading.blocks import check_first_blocks
 from reprise.loading.newest import advice_on_other_program
-from reprise.loading.reader import Checkpoint, misleading_files, open_checkpoint, read_places
+from reprise.loading.reader import Checkpoint, open_checkpoint, read_places
 from reprise.storage.files import Files
 from reprise.storage.folder import CheckpointFolder, is_iteration_name, iteration_of, kind_of
 from reprise.storage.paths import exists, is_dir
@@ -91,16 +91,12 @@ def committed_in(folder: CheckpointFolder) -> list[int]:
     return committed
 
 
-class GivenUpError(CheckpointError):
-    """A checkpoint belongs to a branch abandoned by the run."""
-
-
 def _require_admitted(checkpoint: Checkpoint, lineage: Lineage) -> None:
     """Refuse a checkpoint outside a run's branches.
 
     Raises:
         MismatchError: It belongs to another run.
-        GivenUpError: It belongs to a branch abandoned by the run.
+        CheckpointError: It belongs to a branch abandoned by the run.
     """
     saved = saved_lineage(checkpoint.state, where=checkpoint.path)
     if lineage.admits(saved, checkpoint.iteration):
@@ -110,7 +106,8 @@ def _require_admitted(checkpoint: Checkpoint, lineage: Lineage) -> None:
         "folder."
     )
     if saved.run == lineage.run:
-        raise GivenUpError("The checkpoint belongs to an abandoned branch of this run", where=checkpoint.path, fix=fix)
+        what = "The checkpoint belongs to an abandoned branch of this run"
+        raise CheckpointError(what, where=checkpoint.path, fix=fix)
     raise MismatchError(
         "A checkpoint belongs to another run",
         where=checkpoint.path,
@@ -174,8 +171,7 @@ class Chooser:
         self._patience = patience or Patience(0.0)
         self._candidates: list[Path] | None = None
         self._is_exact = False
-        self._skipped: list[tuple[str, str, bool]] = []  # name, reason, whether it is damaged
-        self._logged = 0
+        self._skipped: list[str] = []  # each skipped checkpoint's name and problem
         self.checkpoint: Checkpoint | None = None
 
     def is_local(self, path: Path) -> bool:
@@ -205,58 +201,26 @@ class Chooser:
             is_local = self.is_local(path)
             if is_local and not is_complete:
                 self.checkpoint = None
-                self._log_skipped()
                 return path
             try:
                 checkpoint = self._open(path)
                 self._check(checkpoint)
                 if not is_local:  # hosts have checked a local checkpoint's blocks, and replaced damaged ones
                     check_first_blocks(checkpoint, read_places(checkpoint))
-            except (MismatchError, UnreadableError):
-                raise
             except TrainerError as error:
                 self.skip(error)
                 is_complete = False
                 continue
             self.checkpoint = checkpoint
-            self._log_skipped()
             for problem in checkpoint.lacking.values():
                 _log.warning("%s The file holds no run state, so the checkpoint is loaded without it.", problem)
-            for name in misleading_files(checkpoint):
-                _log.warning(
-                    "%s is not part of the checkpoint, but transformers would read it: move it to another folder",
-                    path / name,
-                )
             return path
         raise CheckpointError(
             "No valid checkpoint is left",
             where=self._source.path,
-            found="; ".join(self._reasons()) or "none",
-            fix=self._source.terms.advice(self._remedy()),
+            found="; ".join(self._skipped) or "none",
+            fix=self._source.terms.advice("Make one of them valid"),
         )
-
-    def _remedy(self) -> str:
-        """Return what to do if every candidate was skipped."""
-        is_damaged = any(damaged for _, _, damaged in self._skipped)
-        return (
-            "Repair one of them"
-            if is_damaged or not self._skipped
-            else "Move run.json out of the run's folder to continue from one of them"
-        )
-
-    def _reasons(self) -> list[str]:
-        """Return each reason once, after the names of the checkpoints skipped for it."""
-        names: dict[str, list[str]] = {}
-        for name, problem, _ in self._skipped:
-            reason = problem.replace(f" ({self._source.path / name})", "").replace(f"{self._source.path / name}/", "")
-            names.setdefault(reason.rstrip("."), []).append(name)
-        return [f"{', '.join(skipped)}: {reason}" for reason, skipped in names.items()]
-
-    def _log_skipped(self) -> None:
-        """Log the checkpoints skipped since the last call, once another candidate replaces them."""
-        for name, problem, is_damaged in self._skipped[self._logged :]:
-            _log.error("%s is %sskipped: %s", name, "damaged and " if is_damaged else "", problem)
-        self._logged = len(self._skipped)
 
     def openable(self) -> Iterator[Checkpoint]:
         """Yield every readable candidate, newest first, without checking, logging or choosing.
@@ -272,7 +236,7 @@ class Chooser:
                 continue
 
     def skip(self, error: TrainerError) -> None:
-        """Remove the candidate picked last because of `error`.
+        """Remove the candidate picked last because of `error`, and log it.
 
         Raises:
             TrainerError: `error` itself, if it is a mismatch, proves nothing about the checkpoint, or no candidate is
@@ -282,9 +246,9 @@ class Chooser:
         if is_last or isinstance(error, (LaunchError, MismatchError, UnreadableError)):
             raise error
         if self._candidates:
-            path = self._candidates.pop(0)
-            problem = str(error).removesuffix(error.fix or "").rstrip()
-            self._skipped.append((path.name, problem, not isinstance(error, GivenUpError)))
+            skipped = self._candidates.pop(0).name
+            _log.error("%s is skipped: %s", skipped, error)
+            self._skipped.append(f"{skipped}: {str(error).rstrip('.')}")
 
     def _open(self, path: Path) -> Checkpoint:
         """Open a checkpoint from which the run may resume.
@@ -346,13 +310,11 @@ class Chooser:
     def _exactly(self, folder: CheckpointFolder, iteration: int) -> list[Path]:
         committed, path = folder.committed(), folder.iteration(iteration)
         if iteration not in committed:
-            is_there = iteration in folder.non_folders()
             raise CheckpointError(
-                "An iteration is not a folder" if is_there else "An iteration was never saved",
+                "An iteration was never saved",
                 where=path,
                 expected="one of " + (", ".join(map(str, committed)) or "none"),
-                found=kind_of(path) if is_there else None,
-                fix="Load its target." if is_there else f"Correct {self._source.terms.iteration}.",
+                fix=f"Correct {self._source.terms.iteration}.",
             )
         self._is_exact = True
         return [path]

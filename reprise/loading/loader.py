@@ -6,6 +6,7 @@ import operator
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,8 +16,8 @@ from reprise.errors import CheckpointError, MismatchError
 from reprise.format.box import Box, absolute, extent, image, in_bytes, intersect, relative, whole
 from reprise.format.layout import Place, TensorSpec
 from reprise.format.manifest import BLOCK_BYTES, WrittenPiece
-from reprise.loading.block_reader import BlockReader, Progress, host_memory
-from reprise.loading.blocks import PieceBlock, blocks_in
+from reprise.loading.block_reader import BlockRead, BlockReader, Progress, host_memory
+from reprise.loading.blocks import blocks_in
 from reprise.loading.reader import Bytes, Checkpoint, Gatherer, not_held
 from reprise.tensors.live import LiveTensor
 from reprise.tensors.modes import overwrite, own_modes
@@ -115,14 +116,15 @@ def fill(
     reads = _reads_of(checkpoint, places, targets)
     reader = BlockReader(checkpoint, reads, verify=verify, memory=_pinned_memory if devices else host_memory)
     reader.run(threads if targets else 0, progress)
+    total_bytes = sum(target.box.numel for target in targets)
+    if reader.done_bytes != total_bytes:
+        raise CheckpointError(
+            "The checkpoint is missing part of a tensor",
+            where=checkpoint.path,
+            expected=f"{total_bytes} B",
+            found=f"{reader.done_bytes} B",
+        )
     for target in targets:
-        if target.filled_bytes != target.box.numel:
-            raise CheckpointError(
-                "The checkpoint is missing part of a tensor",
-                where=f"{checkpoint.path}, {target.tensor.spec.name}",
-                expected=f"{target.box.numel} B",
-                found=f"{target.filled_bytes} B",
-            )
         target.finish()
     for device in devices:
         torch.accelerator.synchronize(device)
@@ -145,7 +147,7 @@ def verify_blocks(
         MismatchError: See `fill`.
     """
     targets = _targets_of(checkpoint, places, live)
-    reads = ((block, None) for block, _ in _reads_of(checkpoint, places, targets))
+    reads = (BlockRead(read.block) for read in _reads_of(checkpoint, places, targets))
     BlockReader(checkpoint, reads).run(threads if targets else 0, progress)
 
 
@@ -199,89 +201,42 @@ def _written_box(checkpoint: Checkpoint, places: Mapping[str, Place], tensor: Li
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """A target's part of a piece. Boxes are in bytes, in the tensor's dimensions.
-
-    Args:
-        box: The piece's box.
-        common: The part's box.
-        first: The first byte of the part in the packed piece. `last` is its end.
-        memory: The destination for a direct copy. None if the bytes are scattered in the piece or in live memory.
-    """
-
-    target: Target
-    box: Box
-    common: Box
-    first: int
-    last: int
-    memory: Bytes | None
-
-    @staticmethod
-    def of(piece: WrittenPiece, target: Target, itemsize: int) -> _Part:
-        """Return a target's part of a piece."""
-        box = in_bytes(piece.box, itemsize)
-        common = intersect(box, target.box)
-        if common == box:
-            return _Part(target, box, common, 0, box.numel, target.memory(box))
-        packed = image(relative(common, box), box.shape, 1)
-        memory = target.memory(common) if packed.is_contiguous else None
-        return _Part(target, box, common, packed.start, packed.start + packed.extent, memory)
-
-    def direct(self, block: PieceBlock) -> Bytes | None:
-        """Return the memory to read a block into directly, or None if its bytes must be copied."""
-        if self.memory is None or block.lo < self.first or self.last < block.hi:
-            return None
-        return self.memory[block.lo - self.first : block.hi - self.first]
-
-    def move(self, lo: int, data: Bytes) -> int:
-        """Copy the part's bytes from `data`, which starts at byte `lo` in the packed piece. Return the byte count."""
-        at = filled = 0
-        for inner in extent(self.box.shape, lo, lo + data.size):
-            box = absolute(inner, self.box)
-            common = intersect(box, self.common)
-            if common.numel:
-                array = data[at : at + box.numel].reshape(box.shape)
-                self.target.put(common, array[relative(common, box).slices])
-            at += box.numel
-            filled += common.numel
-        return filled
-
-    def count(self, filled_bytes: int) -> None:
-        """Add to the filled bytes."""
-        self.target.filled_bytes += filled_bytes
-
-
-_Read = tuple[PieceBlock, _Part]
-
-
-def _reads_of(checkpoint: Checkpoint, places: Mapping[str, Place], targets: Sequence[Target]) -> Iterator[_Read]:
-    """Yield every block with a target's part, in file order: columns from several pieces alternate."""
+def _reads_of(checkpoint: Checkpoint, places: Mapping[str, Place], targets: Sequence[Target]) -> Iterator[BlockRead]:
+    """Yield every block with a target's bytes, in file order: columns from several pieces alternate."""
     for target in targets:
-        place, reads = places[target.tensor.spec.name], list[_Read]()
+        place, reads = places[target.tensor.spec.name], list[BlockRead]()
         size, present = place.spec.dtype.itemsize, checkpoint.held(place.spec.name)
         for number, piece in checkpoint.manifest.tensors[place.spec.name].pieces_in(target.elements, size):
             if number not in present:
                 raise not_held(checkpoint, place, number)
-            part = _Part.of(piece, target, size)
-            reads += [(block, part) for block in blocks_in(place, number, piece, begin=part.first, end=part.last)]
-        yield from sorted(reads, key=_start_of)
+            reads += _reads_of_piece(target, place, number, piece)
+        yield from sorted(reads, key=lambda read: next(read.block.packed.spans(read.block.lo, read.block.hi))[0])
 
 
-def _start_of(read: _Read) -> int:
-    """Return a block's first byte offset in its tensor."""
-    block, _ = read
-    return next(block.packed.spans(block.lo, block.hi))[0]
+def _reads_of_piece(target: Target, place: Place, number: int, piece: WrittenPiece) -> Iterator[BlockRead]:
+    """Yield a piece's blocks with a target's bytes.
+
+    A block is read into live memory directly if all its bytes are adjacent there.
+    """
+    box = in_bytes(piece.box, place.spec.dtype.itemsize)
+    common = intersect(box, target.box)
+    packed = image(relative(common, box), box.shape, 1)
+    first, last = packed.start, packed.start + packed.extent
+    memory = target.memory(common) if packed.is_contiguous else None
+    for block in blocks_in(place, number, piece, begin=first, end=last):
+        is_direct = memory is not None and first <= block.lo and block.hi <= last
+        into = memory[block.lo - first : block.hi - first] if memory is not None and is_direct else None
+        yield BlockRead(block, into, partial(target.move, box, common, block.lo))
 
 
-def _ranges(checkpoint: Checkpoint, reads: Iterable[_Read]) -> Iterator[tuple[Path, int, int]]:
+def _ranges(checkpoint: Checkpoint, reads: Iterable[BlockRead]) -> Iterator[tuple[Path, int, int]]:
     """Yield the byte ranges to read, computed by gathering blocks without a file."""
     gatherer, buffer, spans = Gatherer(), np.empty(BLOCK_BYTES, np.uint8), list[tuple[int, int]]()
 
     def note(part: memoryview, start: int) -> None:
         spans.append((start, start + part.nbytes))
 
-    for block, _ in reads:
+    for block in (read.block for read in reads):
         gatherer.gather(note, block.packed, block.lo, buffer[: block.hi - block.lo], offset=block.place.offset)
         yield from ((checkpoint.path / block.place.file, start, end) for start, end in spans)
         spans.clear()
@@ -295,7 +250,7 @@ class Target:
     """
 
     def __init__(self, tensor: LiveTensor, box: Box) -> None:
-        self.tensor, self.filled_bytes = tensor, 0
+        self.tensor = tensor
         self.elements, self.box = box, in_bytes(box, tensor.local.element_size())
         self._staging: torch.Tensor | None = None
         local = tensor.local.detach()
@@ -313,8 +268,20 @@ class Target:
         array = self._array if part == self.box else self._array[relative(part, self.box).slices]
         return array.reshape(-1) if array.flags.c_contiguous else None
 
-    def put(self, part: Box, data: Bytes) -> None:
-        """Copy `data` to `part`."""
+    def move(self, box: Box, common: Box, lo: int, data: Bytes) -> int:
+        """Copy to `common` its bytes from `data`, which starts at byte `lo` in a packed box. Return their count."""
+        at = moved = 0
+        for inner in extent(box.shape, lo, lo + data.size):
+            outer = absolute(inner, box)
+            part = intersect(outer, common)
+            if part.numel:
+                array = data[at : at + outer.numel].reshape(outer.shape)
+                self._put(part, array[relative(part, outer).slices])
+            at += outer.numel
+            moved += part.numel
+        return moved
+
+    def _put(self, part: Box, data: Bytes) -> None:
         index = relative(part, self.box).slices
         if self._array is not None:
             np.copyto(self._array[index], data)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,16 +17,14 @@ from reprise.format import host_file, manifest
 from reprise.format.box import Image
 from reprise.format.host_file import HostFile
 from reprise.format.layout import MOST_ELEMENTS, Place, TensorKind, header_places, kind_of_file
-from reprise.format.manifest import Manifest, digest_of
-from reprise.format.names import ACCESSORIES, FORMAT, HOST, INDEX, MANIFEST, OPTIMIZER_DROPPED, STATE
+from reprise.format.manifest import Manifest
+from reprise.format.names import ACCESSORIES, FORMAT, HOST, MANIFEST, OPTIMIZER_DROPPED, STATE
 from reprise.storage import json_file
 from reprise.storage.files import Files
-from reprise.storage.folder import iteration_of, named_iteration
+from reprise.storage.folder import named_iteration
 from reprise.storage.json_file import Json
-from reprise.storage.paths import exists, is_file, matching
+from reprise.storage.paths import exists
 from reprise.storage.patience import failed_read, is_damage, unreadable
-
-_log = logging.getLogger(__name__)
 
 Bytes = npt.NDArray[np.uint8]
 Read = Callable[[memoryview, int], object]  # fills a buffer from an offset in the file
@@ -39,7 +36,6 @@ _MAX_HEADER_BYTES = 100 << 20  # the safetensors library's limit
 GAP_BYTES = 32 << 10
 # Bytes per read with gaps: small enough to stay in the processor's cache until they are copied.
 SCRATCH_BYTES = 2 << 20
-_MISLEADING = ("model.safetensors", "adapter_config.json")  # see `misleading_files`
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +73,10 @@ class Checkpoint:
     def is_whole(self) -> bool:
         """Return whether every piece is in this folder."""
         return self.host is None or self.host.is_whole
+
+    def accessory(self, name: str) -> Path | None:
+        """Return the path to a file without state. None if it is missing or damaged."""
+        return self.path / name if name in self.manifest.files and name not in self.lacking else None
 
     def held(self, tensor: str) -> Collection[int]:
         """Return the numbers of a tensor's pieces in this folder, in manifest order."""
@@ -120,8 +120,6 @@ def open_checkpoint(path: Path, files: Files, *, may_lack: bool = False) -> Chec
             lacking[name] = data
         else:
             raise data
-    if INDEX in contents:
-        _check_index(json_file.parse(contents[INDEX], where=path / INDEX), listing, where=path / INDEX)
     if not contents.get(STATE):
         raise CheckpointError("A checkpoint has no state file", where=path / STATE)
     state = json_file.parse(contents[STATE], where=path / STATE)
@@ -204,20 +202,6 @@ def _check_name(path: Path, iteration: int) -> None:
             found=f"iteration {iteration}",
             fix="Rename the folder to match its iteration, or to a name that does not start with iter_.",
         )
-
-
-def _check_index(index: Json, listing: Manifest, *, where: Path) -> None:
-    """Refuse an index referring to a tensor or a file missing in the checkpoint."""
-    weight_map = index.get("weight_map")
-    for name, file in weight_map.items() if isinstance(weight_map, dict) else [("weight_map", None)]:
-        entry = listing.files.get(file) if isinstance(file, str) else None
-        if name not in listing.tensors or entry is None or not entry.is_tensor_file:
-            raise CheckpointError(
-                "The index lists a tensor or a file that is not in the checkpoint",
-                where=f"{where}, {name}",
-                expected="one of the manifest's",
-                found=repr(file),
-            )
 
 
 def read_content(path: Path, files: Files) -> bytes:
@@ -400,53 +384,6 @@ def open_tensor_file(files: Files, path: Path) -> Iterator[OpenFile]:
             files.close(descriptor)
     except OSError as error:
         raise failed_read("A file cannot be read", error, where=path) from error
-
-
-def find_accessory(checkpoint: Checkpoint, name: str) -> Path | None:
-    """Return the path to a checkpoint file without state. None if the bytes are in no checkpoint.
-
-    If the file is missing or damaged, an equal file from another checkpoint beside it is used.
-    """
-    entry = checkpoint.manifest.files.get(name)
-    if entry is None or name not in checkpoint.lacking:
-        return None if entry is None else checkpoint.path / name
-    try:
-        folders = matching(checkpoint.path.parent, "iter_*")
-    except OSError as error:
-        _log.warning(f"other checkpoints were not searched for {name}: {error}")
-        return None
-    for folder in reversed(folders):
-        path = folder / name
-        if iteration_of(folder) is None or folder == checkpoint.path:
-            continue
-        try:
-            is_equal = digest_of(read_content(path, checkpoint.files)) == entry.digest
-        except (OSError, CheckpointError):
-            continue
-        if is_equal:
-            _log.warning(f"{name} was read from {folder}, which has the same file")
-            return path
-    return None
-
-
-def misleading_files(checkpoint: Checkpoint) -> list[str]:
-    """Return foreign files that transformers' `from_pretrained` prefers to the checkpoint's own.
-
-    As of transformers 5.23, `model.safetensors` takes precedence over an index for several files, and with PEFT
-    installed `adapter_config.json` redirects to another folder.
-
-    Raises:
-        UnreadableError: The folder cannot be searched now.
-    """
-    names = []
-    for name in _MISLEADING:
-        path = checkpoint.path / name
-        try:
-            if name not in checkpoint.manifest.files and is_file(path):
-                names.append(name)
-        except OSError as error:
-            raise unreadable(error, where=path) from error
-    return names
 
 
 class Gatherer:

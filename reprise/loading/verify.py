@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Mapping
 
 from reprise.format.layout import Place
-from reprise.loading.block_reader import BlockReader, Progress
+from reprise.loading.block_reader import BlockRead, BlockReader, Progress
 from reprise.loading.blocks import blocks_of
 from reprise.loading.reader import Checkpoint
 
@@ -30,6 +30,6 @@ def verify_share(
         CheckpointError: A block is damaged. Names the file, tensor and byte range for the first.
     """
     blocks = blocks_of(checkpoint, places, {name: checkpoint.held(name) for name in places})
-    reader = BlockReader(checkpoint, ((block, None) for block in itertools.islice(blocks, rank, None, world_size)))
+    reader = BlockReader(checkpoint, map(BlockRead, itertools.islice(blocks, rank, None, world_size)))
     reader.run(threads, progress)
     return reader.done_bytes

@@ -44,7 +44,6 @@ class CheckpointSummary:
         problem: The damage, or the failed read.
         state: The parsed `trainer_state.json`. None if it is damaged, unreadable, or unchecked in a store.
         share: The pieces in its folder, if it is a host's folder and checked.
-        foreign_files: Files that transformers would read in place of the checkpoint's own. Empty if unchecked.
         has_adapters: Whether it holds low-rank adapters.
         is_lightened: Whether its optimizer state was dropped.
         is_pinned: Whether a hold protects it from deletion.
@@ -61,7 +60,6 @@ class CheckpointSummary:
     problem: TrainerError | None
     state: Json | None = None
     share: HostShare | None = None
-    foreign_files: tuple[str, ...] = ()
     has_adapters: bool = False
     is_lightened: bool = False
     is_pinned: bool = False

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from reprise.errors import CheckpointError, TrainerError
 from reprise.format.host_file import HostFile
-from reprise.loading.reader import Checkpoint, misleading_files, open_checkpoint, read_places
+from reprise.loading.reader import Checkpoint, open_checkpoint, read_places
 from reprise.loading.verify import verify_share
 from reprise.management.host_share import HostShare, missing_everywhere, share_of, stored_bytes, without_damage
 from reprise.management.paths import all_checkpoints, refuse_link
@@ -81,7 +81,6 @@ def _verify(
         host = checkpoint.host
         try:
             result = replace(result, checked_bytes=_read(checkpoint, progress))
-            _refuse_misleading(checkpoint)
         except CheckpointError:
             host = without_damage(checkpoint) if has_others else None
             raise
@@ -95,14 +94,3 @@ def _read(checkpoint: Checkpoint, progress: ProgressCallback) -> int:
     progress(name, 0, total)
     places = read_places(checkpoint)
     return verify_share(checkpoint, places, rank=0, world_size=1, progress=lambda done: progress(name, done, total))
-
-
-def _refuse_misleading(checkpoint: Checkpoint) -> None:
-    """Refuse files that other programs could mistake for the checkpoint's."""
-    names = misleading_files(checkpoint)
-    if names:
-        raise CheckpointError(
-            "transformers would read a file that does not belong to the checkpoint",
-            where=", ".join(str(checkpoint.path / name) for name in names),
-            fix="Move it away; the checkpoint's own files are whole.",
-        )

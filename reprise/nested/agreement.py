@@ -16,9 +16,8 @@ from reprise.nested.table import JointTable, digest_of, join
 from reprise.ranks.joint_call import JointCall
 from reprise.storage import json_file
 
-# Larger tables and values are sent only on the coordinator's request. A table is sent if it is new, values in every
-# save.
-SMALL_TABLE_BYTES, SMALL_VALUES_BYTES = 32 << 10, 4 << 10
+# Larger tables and values are sent only on the coordinator's request.
+SMALL_BYTES = 4 << 10
 
 
 @dataclass(slots=True)
@@ -62,8 +61,8 @@ def agree_on_state(
     channel, joined, message = call.channel, None, ""
     digests, known = (digest_of(table), digest_of(values)), cache.joint.digest if cache.joint else ""
     documents = dict(zip(digests, (table, values), strict=True))
-    limits = zip(digests, (SMALL_TABLE_BYTES if digests[0] != cache.sent else -1, SMALL_VALUES_BYTES), strict=True)
-    small = {digest: documents[digest].decode() for digest, most in limits if len(documents[digest]) <= most}
+    new = [digest for digest in digests if digest != cache.sent]
+    small = {digest: documents[digest].decode() for digest in new if len(documents[digest]) <= SMALL_BYTES}
     offers = list(map(json.loads, call.offer(json.dumps([known, digests, small]).encode())))
     tables, sections = (
         [(pair[place], rank) for (_, pair, _), rank in zip(offers, channel.ranks, strict=False)] for place in (0, 1)
@@ -78,9 +77,9 @@ def agree_on_state(
             is_same = {first for first, *_ in offers} == {known} and cache.digests == [digest for digest, _ in tables]
             if not requests:
                 message, joined = _join(tables, sections, documents, cache, is_same=is_same)
-            answer = [requests, is_same, message if len(message) <= SMALL_TABLE_BYTES else ""]
+            answer = [requests, is_same]
             before_decision()
-    requests, is_same, joint = json.loads(call.decide(json.dumps(answer)))
+    requests, is_same = json.loads(call.decide(json.dumps(answer)))
     if requests:
         for digest in digests:
             if requests.get(digest) == channel.rank:
@@ -92,9 +91,9 @@ def agree_on_state(
                 message, joined = _join(tables, sections, documents, cache, is_same=is_same)
     if not is_same:
         data = message.encode() if channel.coordinates else None
-        joint = joint or channel.broadcast(f"{call.key}/joint", data).decode()
+        joint = channel.broadcast(f"{call.key}/joint", data)
         if not channel.coordinates:
-            cache.joint = JointTable.from_text(joint)
+            cache.joint = JointTable.from_text(joint.decode())
     cache.sent = digests[0]
     assert cache.joint is not None
     return cache.joint, joined

@@ -16,7 +16,7 @@ from reprise.loading.newest import has_no_checkpoint
 from reprise.loading.reader import Checkpoint
 from reprise.loading.restorer import Restorer
 from reprise.nested.agreement import KnownTables, agree_on_state
-from reprise.nested.documents import document, read_values, saving_ranks
+from reprise.nested.documents import document, saving_ranks
 from reprise.nested.filling import Filling
 from reprise.nested.held import HeldTensors
 from reprise.nested.loaded import LoadedState, Strictness
@@ -188,10 +188,6 @@ def fill(
         return LoadedState({"iteration": 0})
     tensors, fillings = local.with_replicas(joint, channel.rank, is_save=False), list[Filling]()
 
-    def check_all(checkpoint: Checkpoint) -> None:
-        read_values(checkpoint)
-        check(checkpoint)
-
     def live(checkpoint: Checkpoint) -> Sequence[LiveTensor]:
         requested = joint
         if tree.may_drop_random_state and len(saved := saving_ranks(checkpoint)) != channel.world_size:
@@ -204,7 +200,7 @@ def fill(
         return fillings[-1].live()
 
     restorer = Restorer(channel, nonce=call.nonce)
-    restorer.restore(LoadSource(source, iteration), check=check_all, live=live, finish=lambda: fillings[-1].finish())
+    restorer.restore(LoadSource(source, iteration), check=check, live=live, finish=lambda: fillings[-1].finish())
     return fillings[-1].result(is_first=channel.coordinates)
 
 

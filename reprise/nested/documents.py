@@ -147,7 +147,7 @@ def read_values(checkpoint: Checkpoint) -> StoredState:
         CheckpointError: The state file is malformed.
     """
     try:
-        return _parsed(upgraded(checkpoint.state))
+        return _parsed(_upgraded(checkpoint.state))
     except MALFORMED as error:
         raise CheckpointError(
             "A state file is malformed",
@@ -158,7 +158,7 @@ def read_values(checkpoint: Checkpoint) -> StoredState:
 
 
 def check_ranks(checkpoint: Checkpoint, world_size: int) -> None:
-    """Refuse per-rank state if the load has a different rank count than the save. Call `read_values` first.
+    """Refuse per-rank state if the load has a different rank count than the save.
 
     Raises:
         MismatchError: The rank counts differ.
@@ -176,16 +176,16 @@ def check_ranks(checkpoint: Checkpoint, world_size: int) -> None:
 
 def saving_ranks(checkpoint: Checkpoint) -> set[str]:
     """Return the ranks whose random state or other per-rank state a checkpoint holds, as text."""
-    keys = map(keys_of_pointer, upgraded(checkpoint.state)["values"])
-    return {inner[1] for inner in keys if inner[0] == PER_RANK}
+    return {rank for rank, _ in read_values(checkpoint).members(PER_RANK)}
 
 
-def upgraded(state: Json) -> Section:
+def _upgraded(state: Json) -> Section:
     """Return the section in a state file. Reads any version.
 
     Version 0.1 stored the saved `state` as a nested dict. Version 0.2 stored a dict subclass by leaf, with its class.
     """
-    section = state.get(STATE_DICT, {"values": _by_pointer(state.get("user", {})), "groups": {}})
+    user = {pointer((key,)): value for key, value in state.get("user", {}).items()}
+    section = state.get(STATE_DICT, {"values": user, "groups": {}})
     groups = {**section["groups"], _OPTIMIZER: state.get("groups", [])}
     return {**{member: {} for member in ("classes", *_FURTHER)}, **section, "groups": groups}
 
@@ -217,15 +217,6 @@ def _parsed(section: Section) -> StoredState:
 def _require(is_valid: bool, content: object) -> None:
     if not is_valid:
         raise ValueError(f"{content!r}")
-
-
-def _by_pointer(nested: Json, keys: Keys = ()) -> Json:
-    """Return a nested JSON dict by pointer. An empty dict in it counts as a value."""
-    by_pointer: Json = {}
-    for key, member in nested.items():
-        inner = (*keys, key)
-        by_pointer |= _by_pointer(member, inner) if isinstance(member, dict) and member else {pointer(inner): member}
-    return by_pointer
 
 
 def _dict_at(container: ByLeaf, keys: Iterable[str]) -> ByLeaf:

@@ -15,7 +15,7 @@ from reprise.format.layout import TensorSpec
 from reprise.format.names import STATE
 from reprise.loading.loader import check_tensors
 from reprise.loading.reader import Checkpoint, read_places
-from reprise.nested.documents import StoredState, read_state, read_values
+from reprise.nested.documents import StoredState, read_state
 from reprise.nested.loaded import LoadedState, Strictness, log_names, log_unrequested
 from reprise.nested.modules import Receiver
 from reprise.nested.optimizers import saved_numbers
@@ -107,7 +107,7 @@ class Filling:
         """Replace the values, after this rank has filled its tensors. Calling it twice has the same effect.
 
         Raises:
-            MismatchError: An object refuses its state, or a module does not know an entry.
+            MismatchError: An object refuses its state.
         """
         tree = self._tree
         with own_modes():  # increases all version counters, for DTensors and tied tensors too
@@ -117,13 +117,7 @@ class Filling:
                     copy()
         for where, (value, receiver) in self._taken.items():  # outside `own_modes`: this is the caller's code
             receiver.load(where, insert_tensors(value, self._tensors))
-        unknown = [name for entries in tree.modules.values() for name in entries.load()]
-        if unknown and self._strict in (True, "model"):
-            raise MismatchError(
-                "A module does not know entries of the checkpoint's state dict",
-                found=", ".join(unknown),
-                fix='Build it as it was when the checkpoint was saved, or pass strict="missing".',
-            )
+        unknown = (name for entries in tree.modules.values() for name in entries.load())
         self._unexpected = list(dict.fromkeys((*self._unexpected, *unknown)))
 
     def result(self, *, is_first: bool) -> LoadedState:
@@ -184,8 +178,7 @@ class Filling:
         """Take the optimizers' missing state, and the groups' hyperparameters. Yield what the checkpoint lacks.
 
         Raises:
-            MismatchError: A group's parameters had different hyperparameters, or a group with tensors had another
-                place.
+            MismatchError: A group with tensors had another place.
         """
         own_names = frozenset(self._tied)
         for where, optimizer in self._tree.optimizers.items():
@@ -208,7 +201,7 @@ class Filling:
             for number, group in [row for row in enumerate(optimizer.groups) if row[1].names]:
                 at = f"{where}/param_groups/{number}"
                 place = number if any(self._stored.members(*keys_of_pointer(at))) else None  # its tensors are there
-                numbers = saved_numbers(at, group, saved, place, is_strict=self._strict in (True, "missing"))
+                numbers = saved_numbers(at, group, saved, place)
                 if numbers is None:
                     yield at
                 else:
@@ -240,8 +233,8 @@ class Filling:
         receivers: dict[str, Receiver] = {}
         for (keys, prefix), entries in self._tree.modules.items():  # outer modules before inner modules
             for name, value in self._stored.members(*keys):
-                where, is_tensor = pointer((*keys, name)), isinstance(value, TensorReference) and value.is_implied
-                if name.startswith(prefix) and not is_tensor and where not in self._tree.receivers:
+                where = pointer((*keys, name))
+                if name.startswith(prefix) and not _is_implied(value) and where not in self._tree.receivers:
                     receivers[where] = entries.receiver(name)
         return receivers
 
@@ -250,7 +243,7 @@ class Filling:
 
         A key's values stay out if they include DTensors.
         """
-        for key, value in read_values(self._checkpoint).root.items():
+        for key, value in _without_tensors(self._stored.root).items():
             if key not in excluded and not any(reference.is_sharded for reference in references(value)):
                 self._take(pointer((key,)), value, Receiver(dict, partial(self._returned.__setitem__, key)))
 
@@ -315,15 +308,15 @@ class Filling:
 
 
 def _without_tensors(value: Any) -> Any:
-    """Return a value without the members stored by leaf that hold tensors, and without dicts left empty."""
+    """Return a value without the tensors stored by leaf in it, and without dicts left empty."""
     if type(value) is not ByLeaf:
         return value
-    members = ByLeaf()
-    for key, member in value.items():
-        inner = _without_tensors(member)
-        if inner if type(inner) is ByLeaf else not any(references(inner)):
-            members[key] = inner
-    return members
+    members = ((key, _without_tensors(member)) for key, member in value.items() if not _is_implied(member))
+    return ByLeaf({key: member for key, member in members if type(member) is not ByLeaf or member})
+
+
+def _is_implied(value: object) -> bool:
+    return isinstance(value, TensorReference) and value.is_implied
 
 
 def _unrequested_values(stored: StoredState, pointers: Collection[str]) -> Iterator[Keys]:

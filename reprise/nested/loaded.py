@@ -65,17 +65,14 @@ def log_unrequested(
         returned: The values in the result.
     """
     objects = {keys_of_pointer(where)[0] for where, value in stored.values.items() if isinstance(value, dict) and value}
-    requested = {MODEL, OPTIMIZER[0], *entries, *(returned.keys() - objects)}
+    requested = {MODEL, OPTIMIZER[0], PER_RANK, *entries, *(returned.keys() - objects)}
     keys = dict.fromkeys((*stored.root, *(keys_of_pointer(where)[0] for where in stored.groups if where)))
-    names, hint = [key for key in keys if key not in requested], ""
-    if tree.returns_unrequested:
-        arguments = dict.fromkeys((key, "state") for key in names if key != PER_RANK)
-        for rank, _ in stored.members(PER_RANK) if PER_RANK in names else ():
-            for key, _ in stored.members(PER_RANK, rank):
-                arguments["random state" if key == RNG else key, key if key == RNG else PER_RANK] = None
-        names = [f"{name} ({argument}=)" for name, argument in arguments if argument not in tree.declined]
-        hint = "; pass False or an empty dict to silence this"
-    if names and (hint or tree.optimizers):
+    names = [] if "state" in tree.declined else [key for key in keys if key not in requested]
+    if PER_RANK not in entries:
+        own_keys = (key for rank, _ in stored.members(PER_RANK) for key, _ in stored.members(PER_RANK, rank))
+        names += [key for key in dict.fromkeys(own_keys) if (RNG if key == RNG else PER_RANK) not in tree.declined]
+    if names and (tree.returns_unrequested or tree.optimizers):
+        hint = "; pass False or an empty dict to silence this" if tree.returns_unrequested else ""
         _log.warning(f"{path} has state that this load did not request: {', '.join(names)}{hint}")
 
 

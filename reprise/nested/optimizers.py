@@ -13,7 +13,7 @@ from torch import nn
 from reprise.errors import CheckpointError, MismatchError, count_of
 from reprise.loading.reader import Checkpoint
 from reprise.nested.stored_names import OPTIMIZER, Keys, pointer
-from reprise.nested.typed_values import decode_number, encode_number, leaves, require_text_keys
+from reprise.nested.typed_values import decode_number, encode_number, require_text_keys
 from reprise.storage.json_file import Json
 from reprise.tensors.live import canonical_name, parameter_names
 
@@ -189,14 +189,10 @@ def _refuse_extra_state(optimizer: torch.optim.Optimizer) -> None:
     """
     if type(optimizer).state_dict is torch.optim.Optimizer.state_dict:
         return
-    state_dict, groups = optimizer.state_dict(), getattr(optimizer, "param_groups", ())
-    parameters = [parameter for group in groups for parameter in group["params"]]
-    state = {number: optimizer.state.get(parameter) for number, parameter in enumerate(parameters)}
-    expected = {keys for keys, _ in leaves({"state": state, "param_groups": [*groups]}, OPTIMIZER[:1])}
-    if extra := [keys for keys, _ in leaves(dict(state_dict), OPTIMIZER[:1]) if keys not in expected]:
+    if extra := optimizer.state_dict().keys() - {"state", "param_groups"}:
         raise CheckpointError(
             "An optimizer's own state_dict() has content beyond its groups and its parameters' state",
-            where=pointer(extra[0]),
+            where=pointer((*OPTIMIZER[:1], min(map(str, extra)))),
             found=type(optimizer).__name__,
             fix="Save the additional content in `state`, or the whole dict with `save_state_dict`.",
         )
@@ -241,14 +237,6 @@ def _names_of_numbers(
     """Return the names for numbered parameters, in group order."""
     if all(len(group.get("param_names") or ()) == len(group["params"]) for group in groups):
         return [canonical_name(name) for group in groups for name in group.get("param_names") or ()]
-    if not parameters:
-        raise CheckpointError(
-            "An optimizer's state dict identifies its parameters by number",
-            where=where,
-            expected="parameter names: numbers depend on the parameter order, and every pipeline stage has a 0",
-            fix="Pass get_optimizer_state_dict(model, optimizer) from torch.distributed.checkpoint.state_dict, or pass "
-            "the model as model=.",
-        )
     trained_names = [name for parameter, name in parameters.items() if parameter.requires_grad]
     for names in (list(parameters.values()), trained_names):
         if len(groups) == 1 and numbers == list(range(len(names))):
@@ -256,7 +244,7 @@ def _names_of_numbers(
     raise CheckpointError(
         "The numbers in an optimizer's state dict do not identify its parameters",
         where=where,
-        expected=f"a single parameter group with all {len(parameters)} model parameters, in model order",
+        expected="parameter names, or model= and a single group with all its parameters in model order",
         found=f"{count_of(len(groups), 'group')} of {count_of(len(numbers), 'parameter')}",
         fix="Create the optimizer from model.named_parameters(), which puts names in its state dict, or pass "
         "get_optimizer_state_dict(model, optimizer) from torch.distributed.checkpoint.state_dict.",
@@ -304,7 +292,7 @@ def check_optimizer(checkpoint: Checkpoint, optimizer: torch.optim.Optimizer) ->
 
 
 def saved_numbers(
-    where: str, group: ParameterGroup, saved: Mapping[str, tuple[int, Json]], place: int | None, *, is_strict: bool
+    where: str, group: ParameterGroup, saved: Mapping[str, tuple[int, Json]], place: int | None
 ) -> Json | None:
     """Return a group's saved hyperparameters. None if a parameter is missing there, or the parameters' values differed.
 
@@ -312,32 +300,20 @@ def saved_numbers(
         where: The group's JSON Pointer.
         saved: By parameter name, its group's place and hyperparameters in the checkpoint.
         place: The group's place if it has tensors, which are stored by place. None for a group without tensors.
-        is_strict: Whether to refuse parameters whose groups had different hyperparameters.
 
     Raises:
-        MismatchError: The parameters' groups differed, or a group with tensors had another place.
+        MismatchError: A group with tensors had another place.
     """
-    sources = [(name, *saved[name]) for name in group.names if name in saved]
-    odd_name, odd_numbers = next(
-        ((name, numbers) for name, _, numbers in sources if numbers != sources[0][2]), ("", None)
-    )
-    if odd_name and is_strict:
-        raise MismatchError(
-            "A group's parameters had different hyperparameters in the checkpoint",
-            where=where,
-            expected=f"those of {sources[0][0]}, {sources[0][2]}",
-            found=f"{odd_name} with {odd_numbers}",
-            fix="Group the parameters as when the checkpoint was saved.",
-        )
-    if odd_name or len(sources) < len(group.names):
+    sources = [saved[name] for name in group.names if name in saved]
+    if len(sources) < len(group.names) or any(numbers != sources[0][1] for _, numbers in sources):
         return None
-    places = sorted({at for _, at, _ in sources})
-    if place is not None and places != [place]:
+    places = {at for at, _ in sources}
+    if place is not None and places != {place}:
         raise MismatchError(
             "A parameter group with tensors had another place in the checkpoint",
             where=where,
             expected=f"place {place} in the list of groups",
-            found=", ".join(map(str, places)),
+            found=", ".join(map(str, sorted(places))),
             fix="Pass the groups in their saved order.",
         )
-    return sources[0][2]
+    return sources[0][1]

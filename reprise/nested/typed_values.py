@@ -165,21 +165,17 @@ def insert_tensors(value: object, tensors: Mapping[str, torch.Tensor]) -> Any:
 
 
 def shaped_like(template: object, value: Any) -> Any:
-    """Return a stored value with a template's containers.
-
-    A value stored by leaf gets its lists and tuples, and its order of keys. Old files store tuples as lists.
-    """
-    if type(value) is ByLeaf and isinstance(template, (list, tuple)):
-        numbers = [str(number) for number in range(len(value))]
-        value = [value[number] for number in numbers] if value.keys() == {*numbers} else value
-    if type(value) is list:
-        old = [*template, *[None] * len(value)] if isinstance(template, (list, tuple)) else [None] * len(value)
-        members = [shaped_like(before, after) for before, after in zip(old, value, strict=False)]
+    """Return a value with a template's lists, tuples and order of keys where it was stored by leaf."""
+    if type(value) is not ByLeaf:
+        return value
+    numbers = [str(number) for number in range(len(value))]
+    if isinstance(template, (list, tuple)) and value.keys() == {*numbers}:
+        old = [*template, *[None] * len(value)]
+        members = [shaped_like(before, value[number]) for before, number in zip(old, numbers, strict=False)]
         return tuple(members) if isinstance(template, tuple) else members
-    if type(value) in (dict, ByLeaf) and isinstance(template, Mapping):
-        keys = [*(key for key in template if key in value), *value] if type(value) is ByLeaf else value
-        return type(value)({key: shaped_like(template.get(key), value[key]) for key in keys})
-    return value
+    by_key = template if isinstance(template, Mapping) else {}
+    keys = (*(key for key in by_key if key in value), *value)
+    return ByLeaf({key: shaped_like(by_key.get(key), value[key]) for key in keys})
 
 
 def encode(value: Any, keys: Keys, tensors: dict[Keys, torch.Tensor] | None = None) -> Any:

@@ -18,7 +18,7 @@ from torch import nn
 
 from reprise import load, save
 from reprise.errors import TrainerError
-from reprise.format import INDEX, MANIFEST, STATE, manifest
+from reprise.format import MANIFEST, STATE, manifest
 from reprise.format.manifest import FileEntry, Manifest, digest_of
 from reprise.storage import Json, json_file
 from trainer.config.checkpoint import FLAGS
@@ -73,7 +73,6 @@ class Inputs:
             "manifest": self._kept[Path(MANIFEST)][:-_TAIL_BYTES],
             "state": self._kept[Path(STATE)],
             "trainer_state": json_file.to_bytes({"format": "reprise/1", **_STATE}),
-            "index": self._kept[Path(INDEX)],
             "header": self._header(MODEL),
             "optimizer_header": self._header(OPTIMIZER),
             "tokens": self._token_bytes,
@@ -82,7 +81,6 @@ class Inputs:
             "manifest": self._try_manifest,
             "state": lambda data: self._try_document(STATE, data),
             "trainer_state": self._try_trainer_state,
-            "index": lambda data: self._try_document(INDEX, data),
             "header": lambda data: self._try_header(MODEL, data),
             "optimizer_header": lambda data: self._try_header(OPTIMIZER, data),
             "tokens": self._try_tokens,
@@ -169,7 +167,7 @@ class Inputs:
         check_tokens(file, 50_000)
 
 
-_FILES = {"state": STATE, "index": INDEX, "header": MODEL, "optimizer_header": OPTIMIZER}
+_FILES = {"state": STATE, "header": MODEL, "optimizer_header": OPTIMIZER}
 
 
 class Opened:

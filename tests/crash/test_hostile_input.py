@@ -35,7 +35,7 @@ from trainer.data.token_file import open_token_file
 MOST_MEMORY = 64 << 20
 MOST_SECONDS = 30
 FILES = (MANIFEST, STATE, INDEX, MODEL, OPTIMIZER)
-JSON_FILES = ("manifest", "state", "index", "header", "optimizer_header", "trainer_state")
+JSON_FILES = ("manifest", "state", "header", "optimizer_header", "trainer_state")
 TARGETS = (*JSON_FILES, "tokens")
 
 
@@ -151,7 +151,6 @@ def test_a_path_that_leaves_the_folder_is_refused_and_not_opened(
     (inputs.checkpoint.parent / "secret").write_bytes(b"secret")
     inputs.seal_file(path, FileEntry(6, digest_of(b"secret"), is_tensor_file))
     inputs.refused()
-    inputs.refuse("index", json.dumps({"metadata": {}, "weight_map": {"weight": path}}).encode())
 
 
 @pytest.mark.parametrize("name", [*FILES, "optimizer"])

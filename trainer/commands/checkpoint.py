@@ -462,8 +462,7 @@ def _notes(summary: CheckpointSummary) -> list[str]:
         "adapters": summary.has_adapters,
         "optimizer dropped": summary.is_lightened,
     }
-    foreign = [f"{name} does not belong to it" for name in summary.foreign_files]
-    return [*(note for note, is_so in notes.items() if is_so), *foreign]
+    return [note for note, is_so in notes.items() if is_so]
 
 
 def _topology(state: Mapping[str, Any]) -> str:

@@ -17,7 +17,7 @@ import torch
 from models.config import ModelConfig
 from reprise.errors import ConfigError, TrainerError
 from reprise.format import MANIFEST
-from reprise.loading import find_accessory, open_checkpoint
+from reprise.loading import open_checkpoint
 from reprise.storage import exists
 from reprise.stores import files_of
 from trainer.commands.arguments import amount, any_path, local_path, natural, positive
@@ -75,7 +75,7 @@ def _own_tokenizer(folder: Path) -> Path | None:
     if not exists(folder / MANIFEST):
         return folder / TOKENIZER
     checkpoint = open_checkpoint(folder, files_of(folder), may_lack=True)
-    return find_accessory(checkpoint, TOKENIZER) if TOKENIZER in checkpoint.lacking else folder / TOKENIZER
+    return None if TOKENIZER in checkpoint.lacking else folder / TOKENIZER
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from reprise.errors import TrainerError, UnreadableError
 from reprise.format import MANIFEST
-from reprise.loading import Checkpoint, LoadSource, find_accessory, open_checkpoint, read_content, read_file
+from reprise.loading import Checkpoint, LoadSource, open_checkpoint, read_content, read_file
 from reprise.storage import (
     CheckpointFolder,
     Files,
@@ -147,7 +147,7 @@ def _with_tokenizer(values: dict[str, object], checkpoint: Checkpoint, run: Path
     tokenizer = values.get("data.tokenizer")
     if tokenizer in (None, BYTES) or os.path.exists(Path(str(tokenizer)).expanduser()):
         return values
-    path = find_accessory(checkpoint, TOKENIZER)
+    path = checkpoint.accessory(TOKENIZER)
     if path is not None and is_stored(path):
         path = _copied(checkpoint, run, files)
     return values if path is None else {**values, "data.tokenizer": str(path.absolute())}
@@ -163,7 +163,7 @@ def _copied(checkpoint: Checkpoint, run: Path, files: Files) -> Path:
     """
     digest, path = checkpoint.manifest.files[TOKENIZER].digest, run
     for name in (TOKENIZER_CONFIG, TOKENIZER):
-        source, path = find_accessory(checkpoint, name), run / name.replace("tokenizer", f"tokenizer.{digest}")
+        source, path = checkpoint.accessory(name), run / name.replace("tokenizer", f"tokenizer.{digest}")
         try:
             if source is not None and not exists(path):
                 run.mkdir(parents=True, exist_ok=True)

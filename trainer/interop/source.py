@@ -11,7 +11,7 @@ import torch
 from models.config import ModelConfig
 from reprise.errors import CheckpointError, MismatchError
 from reprise.format import ADAPTERS, whole
-from reprise.loading import Checkpoint, fill, find_accessory, read_places
+from reprise.loading import Checkpoint, fill, read_places
 from reprise.storage import Json
 from reprise.tensors import LiveTensor, torch_dtype
 from trainer.data.tokenizer_beside import TOKENIZER_FILES
@@ -134,6 +134,6 @@ def adapters_of(checkpoint: Checkpoint, *, averages: bool = False) -> StateSourc
         return read_stored(average if averages and average in checkpoint.manifest.tensors else name)
 
     model = saved_model(checkpoint.state, where=checkpoint.path)
-    paths = {name: find_accessory(checkpoint, name) for name in TOKENIZER_FILES}
+    paths = {name: checkpoint.accessory(name) for name in TOKENIZER_FILES}
     tokenizer = {name: path for name, path in paths.items() if path is not None}
     return StateSource(model, checkpoint.iteration, checkpoint.has_optimizer, read, tokenizer)

@@ -62,7 +62,7 @@ def test_the_newest_whole_checkpoint_is_loaded(tmp_path: Path, scheme: str, capl
     flip_bit(paths[11] / "model.safetensors")
     flip_bit(paths[10] / "model.safetensors", 5000)
     assert_loads(9)
-    assert "iter_0000012 is damaged and skipped" in caplog.text
+    assert "iter_0000012 is skipped" in caplog.text
     with refused(CheckpointError, STATE):
         load(run, model, iteration=12)  # one that is named is never skipped
     paths[9].rename(folder / "best")
@@ -104,17 +104,13 @@ def test_advice_names_what_the_caller_has_set(tmp_path: Path) -> None:
             Chooser(source, Files(), lambda _: None).pick()
 
 
-def test_a_reason_of_several_checkpoints_is_given_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    for iteration in (1, 2, 3):
-        save(tmp_path, nn.Linear(2, 2), iteration=iteration)
-    for iteration in (1, 3):
-        (tmp_path / f"iter_000000{iteration}" / MANIFEST).unlink()
-    (tmp_path / "iter_0000002" / "model.safetensors").unlink()
-    caplog.clear()
-    with refused(TrainerError, "iter_0000003, iter_0000001: ", "iter_0000002: ", "begin anew") as caught:
+def test_the_reason_of_each_checkpoint_is_given(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for iteration in (1, 2):
+        path = save(tmp_path, nn.Linear(2, 2), iteration=iteration)
+        (path / (MANIFEST if iteration == 1 else "model.safetensors")).unlink()
+    with refused(TrainerError, "iter_0000001: ", MANIFEST, "iter_0000002: ", "model.safetensors", "begin anew"):
         pick(tmp_path, terms=TERMS)
-    assert caplog.text == ""
-    assert ".." not in str(caught.value)
+    assert [record.message.split(" is skipped: ")[0] for record in caplog.records] == ["iter_0000002", "iter_0000001"]
 
 
 @pytest.mark.parametrize("is_there", [False, True])
@@ -163,9 +159,8 @@ def test_a_branch_that_was_given_up_is_skipped(run: Path, caplog: pytest.LogCapt
     assert "iter_0000006 is skipped" in caplog.text
     with refused(CheckpointError, "iter_0000006"):
         pick(run, 6, lineage=now)
-    with refused(CheckpointError, "run.json") as caught:
+    with refused(CheckpointError, "run.json"):
         pick(run, lineage=Lineage((*RUN.branches, Branch("b", FRESH))))
-    assert "Repair" not in str(caught.value)
 
 
 def test_a_checkpoint_of_another_run_stops_the_start(run: Path) -> None:

@@ -47,8 +47,7 @@ SENT = {"large": ([1, 0, 1, 1, 0, 0, 0], [1] + [0] * 6), "small": ([1, 0, 1, 1, 
 @pytest.mark.parametrize("size", SENT)
 def test_tables_travel_only_when_one_is_new(size: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if size == "large":
-        monkeypatch.setattr(agreement, "SMALL_TABLE_BYTES", 0)
-        monkeypatch.setattr(agreement, "SMALL_VALUES_BYTES", 0)
+        monkeypatch.setattr(agreement, "SMALL_BYTES", 0)
     own, other, same = [table("a"), table("b"), table("b", rows=2)], table("b", "c"), [table("a")] * 3
     values = [{"/epoch": 3}, {"/epoch": 3}, {"/epoch": 3, "/more": 1}]
     store, put = HashStore(), StoreChannel.put

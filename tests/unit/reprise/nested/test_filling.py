@@ -94,12 +94,6 @@ def test_an_empty_dict_takes_what_was_saved(tmp_path: Path, saved: dict[Any, Any
     assert type(state["metrics"]) is type(saved)
 
 
-def test_a_list_becomes_the_tuple_that_it_replaces(tmp_path: Path) -> None:
-    path = save(tmp_path, nn.Module(), iteration=1, state={"it": {"pair": [1, [2]]}})  # as old files have tuples
-    load(path, nn.Module(), state=(state := {"it": {"pair": (0, (0, 0))}}))
-    assert state == {"it": {"pair": (1, (2,))}}
-
-
 def test_an_empty_dict_takes_no_tensor(tmp_path: Path) -> None:
     save_state_dict(tmp_path, {"metrics": {"loss": torch.ones(1), "count": 3}}, iteration=1)
     with refused(MismatchError, "/metrics/loss is unexpected"):
