@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from functools import partial
@@ -172,16 +173,14 @@ def touched_pieces(
     """Return by tensor the piece numbers read by `fill` for these tensors.
 
     Raises:
-        MismatchError: See `fill`; or the checkpoint lacks a tensor.
+        MismatchError: See `fill`.
     """
-    check_tensors([tensor.spec for tensor in live], places, where=checkpoint.path, is_partial=True)
-    numbers_by_tensor: dict[str, set[int]] = {}
+    numbers_by_tensor = defaultdict[str, set[int]](set)
     for tensor in live:
         if tensor.box.numel:
-            name = tensor.spec.name
-            box, size = _written_box(checkpoint, places, tensor), places[name].spec.dtype.itemsize
-            pieces = checkpoint.manifest.tensors[name].pieces_in(box, size)
-            numbers_by_tensor.setdefault(name, set()).update(number for number, _ in pieces)
+            entry, spec = checkpoint.manifest.tensors[tensor.spec.name], places[tensor.spec.name].spec
+            pieces = entry.pieces_in(_written_box(checkpoint, places, tensor), spec.dtype.itemsize)
+            numbers_by_tensor[spec.name].update(number for number, _ in pieces)
     return {name: tuple(sorted(numbers)) for name, numbers in numbers_by_tensor.items()}
 
 

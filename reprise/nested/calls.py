@@ -28,7 +28,7 @@ from reprise.nested.save_arguments import (
     require_path,
     target_folder,
 )
-from reprise.nested.stored_names import PER_RANK
+from reprise.nested.stored_names import PER_RANK, RNG
 from reprise.nested.tree import Tree
 from reprise.ranks.channel import StoreChannel
 from reprise.ranks.joint_call import JointCall
@@ -191,7 +191,7 @@ def fill(
     def live(checkpoint: Checkpoint) -> Sequence[LiveTensor]:
         requested = joint
         if tree.may_drop_random_state and len(saved := saving_ranks(checkpoint)) != channel.world_size:
-            tree.drop_random_state()
+            tree.declined = (*tree.declined, RNG)
             requested = replace(joint, entries=joint.entries - {PER_RANK})
             if channel.coordinates:
                 ranks = f"saved on {count_of(len(saved), 'rank')}, loaded on {channel.world_size}"

@@ -8,14 +8,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from reprise.errors import CheckpointError, MismatchError, count_of
 from reprise.format.layout import TensorKind
 from reprise.format.names import FORMAT, STATE
 from reprise.loading.reader import Checkpoint, read_places
 from reprise.nested.stored_names import PER_RANK, Keys, keys_of, keys_of_pointer, pointer
-from reprise.nested.typed_values import DICTS, MALFORMED, ByLeaf, TensorReference, decode, decode_number, references
+from reprise.nested.typed_values import DICTS, MALFORMED, ByLeaf, TensorReference, decode, references
 from reprise.storage.json_file import Json
 
 STATE_DICT = "state_dict"
@@ -192,24 +190,16 @@ def _upgraded(state: Json) -> Section:
 
 def _parsed(section: Section) -> StoredState:
     root, values = ByLeaf(), {where: decode(value) for where, value in section["values"].items()}
-    for where in (*values, *section["groups"], *section["classes"]):
-        _require(pointer(keys_of_pointer(where)) == where, where)
     for where, value in values.items():
         _insert(root, keys_of_pointer(where), value)
     for groups in section["groups"].values():
         for group in groups:
-            for key, number in group["numbers"].items():
-                _require(key not in ("params", "param_names"), key)
-                decode_number(number)
-            _require(all(isinstance(name, str) for name in group["names"]), group)
+            is_group = isinstance(group["numbers"], dict) and all(isinstance(name, str) for name in group["names"])
+            _require(is_group, group)
     for where in sorted(section["classes"], reverse=True):  # inner dicts before outer dicts
         *parents, last = keys_of_pointer(where)
         container = _dict_at(root, parents)
         container[last] = DICTS[section["classes"][where]](container.get(last, ()))
-    for name in section["dtypes"].values():
-        _require(isinstance(getattr(torch, name), torch.dtype), name)
-    for order in section["orders"].values():
-        _require({*map(str, order)} == {*map(str, range(len(order)))}, order)
     groups = {where: members for where, members in section["groups"].items() if members}
     return StoredState(root, values, groups, section["dtypes"], section["orders"])
 

@@ -135,9 +135,12 @@ class Filling:
 
     def _is_unexpected(self, keys: Keys) -> bool:
         """Return whether the load covers an unrequested name in the checkpoint, and no rank creates state there."""
-        is_declined = RNG in self._tree.declined and is_random_state(keys)
         is_created = f"{pointer(keys[:-1])}{ANY}" in self._joint.values
-        return keys[0] in self._joint.entries and not is_declined and not is_created
+        return keys[0] in self._joint.entries and not self._is_declined(keys) and not is_created
+
+    def _is_declined(self, keys: Keys) -> bool:
+        """Return whether the load leaves random state as it is."""
+        return RNG in self._tree.declined and is_random_state(keys)
 
     def _is_refused(self, keys: Keys) -> bool:
         """Return whether the load refuses a name missing on the other side."""
@@ -216,6 +219,8 @@ class Filling:
         """
         for where, receiver in (self._tree.receivers | self._new_entries()).items():
             keys = keys_of_pointer(where)
+            if self._is_declined(keys):
+                continue
             value = self._stored.at(keys, _ABSENT)
             if receiver.is_value and (value is _ABSENT or type(value) is ByLeaf):
                 current = receiver.template()

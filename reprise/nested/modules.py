@@ -102,7 +102,8 @@ class ModuleEntries:
             state.update({keys.get(name, name): value for name, value in self.received.items()})
             result = self.module.load_state_dict(state, strict=False)
             for name, tensor in named_tensors(self.module):
-                overwrite(tensor, tensors[name])
+                if name in tensors:  # unless loading created it
+                    overwrite(tensor, tensors[name])
         unknown = {canonical_name(key) for key in getattr(result, "unexpected_keys", ())}
         return [pointer((*self.keys, self.prefix + name)) for name in self.received if name in unknown]
 

@@ -24,7 +24,6 @@ from reprise.nested.stored_names import (
     PER_RANK,
     RNG,
     Keys,
-    is_random_state,
     keys_of_pointer,
     pointer,
     stored_name,
@@ -77,7 +76,7 @@ class Tree:
         files: Files for other programs, by name.
         form: The model in another library's form. The names of renamed tensors become aliases.
         returns_unrequested: Whether a load returns `state` values under outermost keys missing from the call.
-        declined: The `load` arguments explicitly passed as False or empty.
+        declined: The `load` arguments explicitly passed as False or empty. A load leaves declined random state alone.
         may_drop_random_state: Whether a load skips random state saved by a different rank count.
     """
 
@@ -135,13 +134,6 @@ class Tree:
         elif isinstance(value, (list, tuple)):
             for number, member in enumerate(value):
                 self.add((*keys, str(number)), member, (value, number))
-
-    def drop_random_state(self) -> None:
-        """Skip the random state in a load."""
-        receivers = {
-            where: each for where, each in self.receivers.items() if not is_random_state(keys_of_pointer(where))
-        }
-        self.receivers, self.declined = receivers, [*self.declined, RNG]
 
     def _is_by_leaf(self, value: dict[Any, Any]) -> bool:
         """Return whether to store members of a dict without tensors separately.
@@ -273,10 +265,9 @@ def _replace(place: Place, value: object) -> None:
     """Replace a value in its container. An instance of a custom dict class is updated in place."""
     container, key = place
     current = container[key]  # type: ignore[index]
-    are_dicts = isinstance(value, dict) and isinstance(current, dict)
-    if are_dicts and type(current) not in DICTS.values():
+    if isinstance(value, dict) and isinstance(current, dict) and type(current) not in DICTS.values():
         current.update(value)
-    elif not are_dicts or value or current:
+    else:
         container[key] = value  # type: ignore[index]
 
 

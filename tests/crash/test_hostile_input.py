@@ -274,7 +274,7 @@ MEMBERS_OF_STATE = (
     '"groups":{"names":[]}',
     '"groups":[{"names":"weight","numbers":{}}]',
     '"groups":[{"names":[["weight"]],"numbers":{}}]',
-    '"groups":[{"names":["weight"],"numbers":{"lr":{}}}]',
+    '"groups":[{"names":["weight"],"numbers":[]}]',
     '"groups":[{"names":["weight"]}]',
     '"optimizer":"SGD"',
     '"optimizer":{"name":["AdamW"]}',

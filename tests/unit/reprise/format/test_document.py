@@ -109,7 +109,7 @@ def inside(replaced: str, by: str) -> Callable[[bytes], bytes]:
     return lambda text: text.replace(replaced.encode(), by.encode())
 
 
-STATE, INDEX = "trainer_state.json", "model.safetensors.index.json"
+STATE = "trainer_state.json"
 HOSTILE: dict[str, Callable[[Path], object]] = {
     "another format of the state": lambda path: rewrite(path, STATE, inside("reprise/1", "reprise/2")),
     "another format of the manifest": lambda path: reseal(path, inside("manifest/1", "manifest/2")),
@@ -121,9 +121,7 @@ HOSTILE: dict[str, Callable[[Path], object]] = {
     "an absolute path": lambda path: reseal(path, inside(f'"{STATE}"', f'"{path}/{STATE}"')),
     "a key twice in the manifest": lambda path: reseal(path, doubled(b"format")),
     "a key twice in the state": lambda path: rewrite(path, STATE, doubled(b"iteration")),
-    "a key twice in the index": lambda path: rewrite(path, INDEX, doubled(b"weight_map")),
     "NaN in the state": lambda path: rewrite(path, STATE, inside('"iteration": 3', '"iteration": NaN')),
-    "an index of another file": lambda path: rewrite(path, INDEX, inside('"model.safetensors"', '"none.safetensors"')),
     "no state": lambda path: reseal(path, lambda text: re.sub(rb',"trainer_state.json":{[^}]*}', b"", text)),
     "other blocks": lambda path: reseal(path, inside('"block_bytes":4194304', '"block_bytes":4194305')),
 }

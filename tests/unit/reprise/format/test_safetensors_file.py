@@ -68,14 +68,6 @@ def change_manifest(path: Path, change: Callable[[manifest.Manifest], manifest.M
     (path / "manifest.json").write_bytes(manifest.to_bytes(change(found)))
 
 
-def test_a_tensor_that_lies_in_two_files_is_refused(tmp_path: Path) -> None:
-    path = save(tmp_path, nn.Linear(4, 3), iteration=1)
-    (path / "copy.safetensors").write_bytes((path / "model.safetensors").read_bytes())
-    change_manifest(path, lambda m: replace(m, files={**m.files, "copy.safetensors": m.files["model.safetensors"]}))
-    with refused(CheckpointError, "copy.safetensors"):
-        load(path, nn.Linear(4, 3))
-
-
 def test_the_number_of_digests_is_held_against_the_item_size(tmp_path: Path) -> None:
     holder = nn.Module()
     holder.register_buffer("x", torch.zeros(600_000, dtype=torch.float64))  # 4.8 MB, two blocks; one if it were floats

@@ -128,12 +128,6 @@ def test_a_state_file_that_contradicts_itself_is_refused(values: Any) -> None:
         read_values(stored(values=values))
 
 
-def test_a_place_that_is_no_json_pointer_is_refused() -> None:
-    for member, where, content in (("values", "a/b", 1), ("groups", "a", [{"names": [], "numbers": {}}])):
-        with refused(CheckpointError, "trainer_state.json", where):
-            read_values(stored(**{member: {where: content}}))
-
-
 def test_plain_values_have_no_tag() -> None:
     plain = {"a": [1, 2.5, "é", None, True, {"b": []}], "c": {}}
     assert encode(plain, ("x",)) == plain
@@ -151,7 +145,6 @@ def test_plain_values_have_no_tag() -> None:
         {"$type": "torch.dtype", "value": "load"},
         {"$type": "numpy.ndarray", "value": ["|O", [1], "00"]},
         {"$type": "numpy.ndarray", "value": ["<f8", [2], "00"]},
-        {"$type": "numpy.ndarray", "value": ["<f8", [1], "00" * 16]},
         {"$type": "dict", "value": [[1]]},
         {"$type": "float", "value": "1e999"},
         {"$type": "complex", "value": ["a", 1]},
@@ -160,12 +153,6 @@ def test_plain_values_have_no_tag() -> None:
 def test_a_malformed_tag_is_seen(value: object) -> None:
     with pytest.raises(MALFORMED):
         decode([value])
-
-
-@pytest.mark.parametrize("value", [{}, {"a": 1}, [[1]], [None]])
-def test_a_group_s_value_is_an_array_of_numbers_or_tagged(value: object) -> None:
-    with pytest.raises(ValueError, match="not a parameter group value"):
-        decode_number(value)
 
 
 @pytest.mark.parametrize("other", [(1,), Counter({"a": 1})], ids=["tuple", "Counter"])
