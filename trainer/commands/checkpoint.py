@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import logging
-import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -25,38 +23,21 @@ from reprise.errors import ConfigError, TrainerError, count_of
 from reprise.storage import FILE_SYSTEM, dumps, exists, is_url, json_file, shown_name
 from reprise.stores import files_of
 from trainer.commands.arguments import any_path, local_path, natural, natural_or_all, positive
-from trainer.compare.text_table import format_table
-from trainer.config.saved import RUN_CONFIG
+from trainer.commands.frame import FINE, IMPOSSIBLE, framed
+from trainer.compare.text_table import duration, format_table
+from trainer.config.saved import RUN_CONFIG, flattened
 from trainer.metrics.json_lines import METRICS
 from trainer.report.goodput import measure_goodput
-from trainer.report.history import read_history, run_folder
+from trainer.report.history import read_history, run_folder, topology_text
 
-FINE, BAD, IMPOSSIBLE = 0, 1, 2
+BAD = 1
 _PART, _TOGETHER = "a part", "whole together"  # for a checkpoint whose other pieces are on other hosts
-_SIZES = ("world_size", "dp", "replicate", "tp", "pp", "vpp", "zero_stage")  # integers in a topology
 _MOST_SHOWN = 10
 _WIDEST = 60  # characters per list in a table
 _LONG_LOG_BYTES = 32 << 20  # about 100,000 iterations, which take a second to read
 Row = dict[str, Any]
 
 _log = logging.getLogger(__name__)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return the exit status."""
-    options = _parser().parse_args(arguments)
-    logging.basicConfig(format="reprise checkpoint: %(message)s", stream=sys.stderr)
-    call: Callable[[argparse.Namespace], int] = options.call
-    try:
-        return call(options)
-    except TrainerError as error:
-        print(f"reprise checkpoint: {error}", file=sys.stderr)
-    except BrokenPipeError:  # the output's reader has exited
-        sys.stdout = None
-        return FINE
-    except OSError as error:
-        print(f"reprise checkpoint: {error.filename}: {error.strerror}", file=sys.stderr)
-    return IMPOSSIBLE
 
 
 def list_run(options: argparse.Namespace) -> int:
@@ -72,7 +53,7 @@ def list_run(options: argparse.Namespace) -> int:
                 "iteration": summary.iteration,
                 "bytes": summary.total_bytes,
                 "age": time.time() - summary.written_at,
-                "topology": "" if state is None else _topology(state),
+                "topology": "" if state is None else topology_text(state.get("topology", {})),
                 "valid_loss": None if state is None else state.get("valid_loss"),
                 "intact": _finding(summary, whole="yes", part=_PART, damaged=f"no: {summary.problem}"),
                 "notes": ", ".join([*marks.get(summary.path, ()), *_notes(summary)]),
@@ -133,17 +114,13 @@ def verify(options: argparse.Namespace) -> int:
 
 def _finding(checkpoint: CheckpointSummary | VerifiedCheckpoint, *, whole: str, part: str, damaged: str) -> str:
     """Describe a checkpoint's status."""
-    match checkpoint.status:
-        case CheckpointStatus.WHOLE:
-            return whole
-        case CheckpointStatus.PART:
-            return part
-        case CheckpointStatus.DAMAGED:
-            return damaged
-        case CheckpointStatus.UNREADABLE:
-            return f"not known: {checkpoint.problem}"
-        case CheckpointStatus.UNCHECKED:
-            return "not checked"
+    return {
+        CheckpointStatus.WHOLE: whole,
+        CheckpointStatus.PART: part,
+        CheckpointStatus.DAMAGED: damaged,
+        CheckpointStatus.UNREADABLE: f"not known: {checkpoint.problem}",
+        CheckpointStatus.UNCHECKED: "not checked",
+    }[checkpoint.status]
 
 
 def _report(
@@ -207,7 +184,7 @@ def show(options: argparse.Namespace) -> int:
         print(f"A single host's folder, {share}\n")
         _print_rows(hosts, as_json=False)
         print()
-    _print_rows([{"field": name, "value": value} for name, value in _flat(contents.state)], as_json=False)
+    _print_rows([{"field": name, "value": value} for name, value in flattened(contents.state).items()], as_json=False)
     print()
     _print_rows(files, as_json=False)
     print()
@@ -465,23 +442,6 @@ def _notes(summary: CheckpointSummary) -> list[str]:
     return [note for note, is_so in notes.items() if is_so]
 
 
-def _topology(state: Mapping[str, Any]) -> str:
-    """Describe the rank count and the axes longer than 1. An unknown topology is shown as is."""
-    topology = state.get("topology", {})
-    if not isinstance(topology, dict) or any(type(topology.get(name, 1)) is not int for name in _SIZES):
-        return _short(topology)
-    sizes: dict[str, int] = {"world_size": 1, **topology}
-    ranks = sizes["world_size"]
-    axes = [f"{name}={sizes[name]}" for name in ("dp", "replicate", "tp", "pp", "vpp") if sizes.get(name, 1) > 1]
-    zero = [f"zero_stage={sizes['zero_stage']}"] if sizes.get("dp", 1) > 1 and "zero_stage" in sizes else []
-    return " ".join([count_of(ranks, "rank"), *axes, *zero])
-
-
-def _short(value: object) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= _WIDEST else f"{text[:_WIDEST]}..."
-
-
 def _print_rows(rows: Sequence[Row], *, as_json: bool) -> None:
     """Print rows with equal columns as JSON or as a table."""
     if as_json:
@@ -498,7 +458,7 @@ def _cell(name: str, value: object) -> str:
     if name == "bytes" and isinstance(value, int):
         return f"{value / 1e6:,.3f} MB" if value >= 1000 else f"{value} B"
     if name == "age" and isinstance(value, float):
-        return _age(value)
+        return duration(max(0.0, value))
     if isinstance(value, float):
         return f"{value:.6g}"
     if isinstance(value, list) and len(str(value)) > _WIDEST:
@@ -506,25 +466,9 @@ def _cell(name: str, value: object) -> str:
     return "" if value is None else str(value)
 
 
-def _age(seconds: float) -> str:
-    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
-        if seconds >= size:
-            return f"{seconds / size:.1f} {unit}"
-    return f"{max(0.0, seconds):.0f} s"
-
-
 def _without_columns(rows: Iterable[Row], *names: str) -> list[Row]:
     """Return rows without the given columns."""
     return [{name: value for name, value in row.items() if name not in names} for row in rows]
 
 
-def _flat(table: Row, path: str = "") -> list[tuple[str, Any]]:
-    """Return a nested object's members by dotted name."""
-    members: list[tuple[str, Any]] = []
-    for key, value in table.items():
-        members += _flat(value, f"{path}{key}.") if isinstance(value, dict) and value else [(f"{path}{key}", value)]
-    return members
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+main = framed(_parser, lambda options: options.call(options))

@@ -9,29 +9,23 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
 
-from reprise.errors import TrainerError
 from trainer.commands.arguments import amount, natural
+from trainer.commands.frame import FINE, framed
 from trainer.compare.defaults import TOLERANCES
 
-EQUAL, DIFFERENT, UNUSABLE = 0, 1, 2
+DIFFERENT = 1
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command, print the report and return the exit status."""
-    options = _parser().parse_args(arguments)
+def compare(options: argparse.Namespace) -> int:
+    """Print the report and return the exit status."""
     from trainer.compare.losses import compare_losses
 
-    try:
-        text, is_equal = compare_losses(options)
-    except TrainerError as error:
-        print(f"reprise compare-loss: {error}", file=sys.stderr)
-        return UNUSABLE
+    text, is_equal = compare_losses(options)
     if options.plot:
         print(f"reprise compare-loss: wrote {options.plot}", file=sys.stderr)
     print(text)
-    return EQUAL if is_equal else DIFFERENT
+    return FINE if is_equal else DIFFERENT
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -93,5 +87,4 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+main = framed(_parser, compare)

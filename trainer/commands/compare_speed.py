@@ -9,33 +9,27 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
 
-from reprise.errors import TrainerError
 from reprise.storage import dumps
 from trainer.commands.arguments import natural, positive, share
+from trainer.commands.frame import FINE, framed
 from trainer.compare.defaults import SKIPPED, THRESHOLD
 
-FINE, SLOWER, UNUSABLE = 0, 1, 2
+SLOWER = 1
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command, print the figures and return the exit status."""
-    options = _parser().parse_args(arguments)
+def compare(options: argparse.Namespace) -> int:
+    """Print the figures and return the exit status."""
     from trainer.compare import speed as engine
     from trainer.compare.speed_plot import plot_speeds
     from trainer.compare.table import name_runs
 
-    try:
-        timings = [engine.read_timing(path, options.tokens).without_first(options.skip) for path in options.runs]
-        names = name_runs([timing.source for timing in timings])
-        speeds = {name: engine.measure(timing) for name, timing in zip(names, timings, strict=True)}
-        if options.plot:
-            plot_speeds(speeds, timings, options.plot)
-            print(f"reprise compare-speed: wrote {options.plot}", file=sys.stderr)
-    except TrainerError as error:
-        print(f"reprise compare-speed: {error}", file=sys.stderr)
-        return UNUSABLE
+    timings = [engine.read_timing(path, options.tokens).without_first(options.skip) for path in options.runs]
+    names = name_runs([timing.source for timing in timings])
+    speeds = {name: engine.measure(timing) for name, timing in zip(names, timings, strict=True)}
+    if options.plot:
+        plot_speeds(speeds, timings, options.plot)
+        print(f"reprise compare-speed: wrote {options.plot}", file=sys.stderr)
     summary = engine.summarize_speeds(speeds, timings, skipped=options.skip, threshold=options.threshold)
     if options.json:
         print(dumps(summary))
@@ -76,5 +70,4 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+main = framed(_parser, compare)

@@ -9,45 +9,33 @@ differs, 1 if something does, 2 if the command fails.
 from __future__ import annotations
 
 import argparse
-import logging
-import sys
-from collections.abc import Sequence
 from dataclasses import asdict
 
-from reprise.errors import DataError, TrainerError
+from reprise.errors import DataError
 from reprise.storage import FILE_SYSTEM, dumps
 from trainer.commands.arguments import existing_folder, local_path, natural
+from trainer.commands.frame import FINE, framed
 
-EQUAL, DIFFERENT, UNUSABLE = 0, 1, 2
+DIFFERENT = 1
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command, print a report and return the exit status."""
-    options = _parser().parse_args(arguments)
+def compare(options: argparse.Namespace) -> int:
+    """Print a report and return the exit status."""
     from trainer.steps import search
     from trainer.steps.replay import replay
 
-    logging.basicConfig(level=logging.WARNING, format="reprise compare-steps: %(message)s", stream=sys.stderr)
-    try:
-        if options.record is not None:
-            values = options.values
-            replay(
-                options.a, options.first, options.last, options.record, FILE_SYSTEM, begin=options.begin, values=values
-            )
-            return EQUAL
-        if options.b is None:
-            raise DataError(
-                "Only one run was passed", expected="two", fix="Pass a second run, or a folder with --record."
-            )
-        report = search.compare_steps(options.a, options.b, iteration=options.iteration, folder=options.keep)
-    except TrainerError as error:
-        print(f"reprise compare-steps: {error}", file=sys.stderr)
-        return UNUSABLE
+    if options.record is not None:
+        values = options.values
+        replay(options.a, options.first, options.last, options.record, FILE_SYSTEM, begin=options.begin, values=values)
+        return FINE
+    if options.b is None:
+        raise DataError("Only one run was passed", expected="two", fix="Pass a second run, or a folder with --record.")
+    report = search.compare_steps(options.a, options.b, iteration=options.iteration, folder=options.keep)
     if options.json:
         print(dumps(asdict(report)))
     else:
         print("\n".join(search.report_lines(report)))
-    return EQUAL if report.is_equal else DIFFERENT
+    return FINE if report.is_equal else DIFFERENT
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -76,5 +64,4 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+main = framed(_parser, compare)

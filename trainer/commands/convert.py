@@ -7,18 +7,17 @@ from __future__ import annotations
 
 import argparse
 import logging
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 
 from models.config import ModelConfig
 from models.families import spec_of
-from reprise.errors import TrainerError
 from reprise.loading import Checkpoint, Chooser, LoadSource, open_checkpoint
 from reprise.stores import files_of
 from trainer.commands.arguments import any_path, local_path
+from trainer.commands.frame import FINE, reporting
 from trainer.config.compose import compose
 from trainer.config.overrides import text_value
 from trainer.data.tokenizer_beside import with_tokenizer
@@ -29,7 +28,6 @@ from trainer.interop.pointers import refuse_pointers
 from trainer.interop.table import FORMATS
 from trainer.record.run_record import model_record
 
-FINE, IMPOSSIBLE = 0, 2
 MEGATRON = "megatron"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -43,16 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(unrecognized)}")
     if options.overrides and options.call is export_checkpoint:
         parser.error("an export takes no overrides")
-    logging.basicConfig(format="reprise convert: %(message)s", stream=sys.stderr)
     logging.getLogger("trainer.interop").setLevel(logging.INFO)
-    call: Callable[[argparse.Namespace], int] = options.call
-    try:
-        return call(options)
-    except TrainerError as error:
-        print(f"reprise convert: {type(error).__name__}: {error}", file=sys.stderr)
-    except OSError as error:
-        print(f"reprise convert: {error.filename}: {error.strerror}", file=sys.stderr)
-    return IMPOSSIBLE
+    return reporting(parser.prog, lambda: options.call(options))
 
 
 def import_checkpoint(options: argparse.Namespace) -> int:
@@ -189,7 +179,3 @@ def _add_exports(parser: argparse.ArgumentParser) -> None:
                 "--merge", type=local_path, metavar="BASE", help="add the checkpoint's adapters to these weights"
             )
         subparser.set_defaults(call=export_checkpoint)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Iterable, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from reprise.errors import TrainerError
 from reprise.stores import is_store_url, probe_store
 from trainer.commands.arguments import local_path
+from trainer.commands.frame import reporting
 
 if TYPE_CHECKING:
     from trainer.doctor.looks import Finding
@@ -29,35 +28,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="reprise doctor", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("folder", nargs="?", default=".", help="where runs would be saved (here), or a store's URL")
     options = parser.parse_args(arguments)
-    from trainer.doctor.looks import folder, machine
+    if not is_store_url(options.folder):
+        try:
+            local_path(options.folder)
+        except argparse.ArgumentTypeError as error:
+            parser.error(f"argument folder: {error}")
+    return min(1, reporting(parser.prog, lambda: _check(options.folder)))  # after an error, no run can train here
+
+
+def _check(place: str) -> int:
+    """Check a store or a folder, and return the exit status."""
+    from trainer.doctor.looks import BAD, FINE, WORSE, Finding, folder, machine
     from trainer.launch.environment import Environment
 
-    if is_store_url(options.folder):
-        return _check_store(options.folder)
-    try:
-        options.folder = local_path(options.folder)
-    except argparse.ArgumentTypeError as error:
-        parser.error(f"argument folder: {error}")
-    try:
-        if Environment.read(os.environ).world_size > 1:
-            return _on_all_hosts(options.folder)
-    except TrainerError as error:
-        print(f"reprise doctor: {error}", file=sys.stderr)
-        return 1
-    return _print(chain(machine(), folder(options.folder)))
-
-
-def _check_store(text: str) -> int:
-    """Check a store from this process, and return the exit status."""
-    from trainer.doctor.looks import BAD, FINE, WORSE, Finding
-
-    try:
-        probes = probe_store(text)
-    except TrainerError as error:
-        print(f"reprise doctor: {error}", file=sys.stderr)
-        return 1
-    verdicts = {True: FINE, None: WORSE, False: BAD}
-    return _print(Finding(probe.what, verdicts[probe.is_fine], probe.found) for probe in probes)
+    if is_store_url(place):
+        verdicts = {True: FINE, None: WORSE, False: BAD}
+        return _print(Finding(probe.what, verdicts[probe.is_fine], probe.found) for probe in probe_store(place))
+    if Environment.read(os.environ).world_size > 1:
+        return _on_all_hosts(Path(place))
+    return _print(chain(machine(), folder(Path(place))))
 
 
 def _print(findings: Iterable[Finding]) -> int:
@@ -85,7 +74,3 @@ def _on_all_hosts(path: Path) -> int:
     status = int(cluster.channel.from_first("doctor/status", lambda: status))
     process_group.shutdown(cluster)
     return status
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -11,8 +11,6 @@ import argparse
 import gc
 import logging
 import os
-import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,6 +22,7 @@ from reprise.loading import Checkpoint, LoadSource, fill, no_folder, read_places
 from reprise.storage import FILE_SYSTEM, Json, dumps, exists, shown_name
 from reprise.tensors import LiveTensor
 from trainer.commands.arguments import any_path, local_path
+from trainer.commands.frame import FINE, framed
 from trainer.config.checkpoint import CheckpointSection
 from trainer.config.checks import validate, with_micro_batch
 from trainer.config.compose import compose_values
@@ -39,7 +38,6 @@ if TYPE_CHECKING:
     from trainer.launch.process_group import Cluster
     from trainer.run.build import Run
 
-FINE, IMPOSSIBLE = 0, 2
 _LEFT_OUT = ("checkpoint", "logging")  # sections without use here
 _FIXED = {
     "run.name": "evaluate",
@@ -53,20 +51,15 @@ _FIXED = {
 _log = logging.getLogger(__name__)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Evaluate the checkpoints on the command line and return the exit status."""
-    options = _parser().parse_args(arguments)
-    logging.basicConfig(level=logging.WARNING, format="reprise evaluate: %(message)s", stream=sys.stderr)
-    environment = None
+def evaluate(options: argparse.Namespace) -> int:
+    """Evaluate the checkpoints on the command line."""
+    environment = Environment.read(os.environ)
     try:
-        environment = Environment.read(os.environ)
         _evaluate_all(options, environment.world_size)
     except (TrainerError, OSError) as error:
-        if environment is not None and environment.world_size > 1:
+        if environment.world_size > 1:
             exit_with_error(error, environment)
-        text = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else error
-        print(f"reprise evaluate: {text}", file=sys.stderr)
-        return IMPOSSIBLE
+        raise
     return FINE
 
 
@@ -213,5 +206,4 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+main = framed(_parser, evaluate)

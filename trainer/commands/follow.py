@@ -16,10 +16,10 @@ import re
 import sys
 from collections.abc import Sequence
 
-from reprise.errors import TrainerError
 from reprise.stores import is_stored
 from trainer.commands.arguments import amount, any_path, natural, positive
-from trainer.follow.follower import IMPOSSIBLE, PLACE, Choice, follow_run
+from trainer.commands.frame import reporting
+from trainer.follow.follower import PLACE, Choice, follow_run
 from trainer.follow.runner import Commands
 from trainer.metrics.log_file import VALID_LOSS
 
@@ -37,12 +37,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command, options.json_metric = _EVALUATE, options.json_metric or VALID_LOSS
     if not any(PLACE in word for word in command):
         parser.error(f"expected a command with {PLACE} for the checkpoint's folder: -- COMMAND {PLACE}")
-    logging.basicConfig(format="reprise follow: %(message)s", stream=sys.stderr)
     logging.getLogger(follow_run.__module__).setLevel(logging.INFO)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     poll_s = _STORE_S if is_stored(options.run) else _FOLDER_S
-    try:
+
+    def follow() -> int:
         with Commands() as runner:
             return follow_run(
                 options.run,
@@ -54,13 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 once=options.once,
                 poll_s=poll_s if options.poll_seconds is None else options.poll_seconds,
             )
-    except TrainerError as error:
-        print(f"reprise follow: {error}", file=sys.stderr)
-    except OSError as error:
-        if isinstance(error, BrokenPipeError):
-            raise
-        print(f"reprise follow: {error.filename or options.run}: {error.strerror}", file=sys.stderr)
-    return IMPOSSIBLE
+
+    return reporting(parser.prog, follow)
 
 
 def _name(text: str) -> str:
@@ -98,7 +93,3 @@ def _parser() -> argparse.ArgumentParser:
         help=f"seconds between checks, by default {_FOLDER_S:g} for a folder and {_STORE_S:g} for a store",
     )
     return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -7,51 +7,36 @@ from __future__ import annotations
 
 import argparse
 import io
-import logging
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from models.config import ModelConfig
-from reprise.errors import ConfigError, TrainerError
+from reprise.errors import ConfigError
 from reprise.format import MANIFEST
 from reprise.loading import open_checkpoint
 from reprise.storage import exists
 from reprise.stores import files_of
 from trainer.commands.arguments import amount, any_path, local_path, natural, positive
+from trainer.commands.frame import FINE, framed
 from trainer.data.text import BYTES, TOKENIZER, Encoder, bytes_encoder, open_encoder, prompt_tokens
 from trainer.generate.sampling import Sampling, continue_with
 from trainer.interop.open_model import open_model
 
-FINE, IMPOSSIBLE = 0, 2
 
-
-def main(arguments: Sequence[str] | None = None) -> int:
+def generate(options: argparse.Namespace) -> int:
     """Print the prompt with its continuation, and return the exit status."""
-    options = _parser().parse_args(arguments)
-    logging.basicConfig(format="reprise generate: %(message)s", stream=sys.stderr)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a model may emit characters outside the terminal's encoding
-    try:
-        print(_text(options))
-    except TrainerError as error:
-        print(f"reprise generate: {type(error).__name__}: {error}", file=sys.stderr)
-        return IMPOSSIBLE
-    except OSError as error:
-        print(f"reprise generate: {error.filename}: {error.strerror}", file=sys.stderr)
-        return IMPOSSIBLE
-    return FINE
-
-
-def _text(options: argparse.Namespace) -> str:
     files, device = files_of(options.checkpoint), torch.device("cpu")
     model, folder = open_model(options.checkpoint, device, options.base, files, averages=options.ema)
     encoder = _encoder(options.tokenizer, folder, model.config)
     prompt = prompt_tokens(encoder, options.prompt, model.config.vocab_size)
     sampling = Sampling(options.temperature, options.top_k, options.seed)
-    return encoder.decode([*prompt, *continue_with(model, prompt, sampling, max_new_tokens=options.max_new_tokens)])
+    following = continue_with(model, prompt, sampling, max_new_tokens=options.max_new_tokens)
+    print(encoder.decode([*prompt, *following]))
+    return FINE
 
 
 def _encoder(tokenizer: str | None, folder: Path, model: ModelConfig) -> Encoder:
@@ -101,5 +86,4 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+main = framed(_parser, generate)

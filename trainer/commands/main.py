@@ -131,7 +131,3 @@ def _help() -> str:
             "Several ranks train with `torchrun --no-python --nproc-per-node N reprise train KEY=VALUE ...`.",
         ]
     )
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -8,21 +8,18 @@ from __future__ import annotations
 import argparse
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
+from trainer.commands.frame import FINE, framed
 from trainer.config.options import Row, groups, keys, sections
 from trainer.config.suggest import closest
 
-FINE, UNKNOWN = 0, 2
+UNKNOWN = 2
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def describe(options: argparse.Namespace) -> int:
     """Print the keys matching the command line and return the exit status."""
-    parser = argparse.ArgumentParser(prog="reprise options", description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument(
-        "key", nargs="?", default="", metavar="KEY", help="a key, a section, a group or a key prefix (all)"
-    )
-    key = parser.parse_args(arguments).key.partition("=")[0]
+    key = options.key.partition("=")[0]
     if lines := list(_lines(key)):
         print("\n".join(lines))
         return FINE
@@ -47,5 +44,12 @@ def _description(row: Row) -> Iterator[str]:
     yield from textwrap.wrap(row.meaning.replace("`", ""), 100, initial_indent="    ", subsequent_indent="    ")
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="reprise options", description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument(
+        "key", nargs="?", default="", metavar="KEY", help="a key, a section, a group or a key prefix (all)"
+    )
+    return parser
+
+
+main = framed(_parser, describe)

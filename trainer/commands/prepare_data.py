@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import glob
-import logging
 import os
 import shlex
 import signal
@@ -24,8 +23,9 @@ from typing import NoReturn
 
 from tqdm import tqdm
 
-from reprise.errors import ConfigError, TrainerError, count_of
+from reprise.errors import ConfigError, count_of
 from trainer.commands.arguments import local_path, positive
+from trainer.commands.frame import FINE, framed
 from trainer.config.overrides import text_value
 from trainer.data.blocks import RAW_FORMS, TextForm
 from trainer.data.prepared import FILE_TOKENS, Prepared, PrepareOptions, Progress, Side, write_prepared
@@ -33,21 +33,15 @@ from trainer.data.section import DataKind
 from trainer.data.sources import TextSource, text_sources
 from trainer.data.text import BYTES
 
-FINE, IMPOSSIBLE = 0, 2
 INTERRUPTED = 128 + signal.SIGINT  # the exit status that shells use
 KIND = DataKind.token_file.value
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command, print a summary and return the exit status."""
-    options = _parser().parse_args(arguments)
-    logging.basicConfig(format="reprise prepare-data: %(message)s", stream=sys.stderr)
+def prepare(options: argparse.Namespace) -> int:
+    """Write the files, and print a summary."""
     try:
         with ExitStack() as bars:
             prepared = _prepare(options, partial(_start_bar, bars))
-    except TrainerError as error:
-        print(f"reprise prepare-data: {type(error).__name__}: {error}", file=sys.stderr)
-        return IMPOSSIBLE
     except KeyboardInterrupt:
         print("reprise prepare-data: interrupted; no output was written", file=sys.stderr)
         return INTERRUPTED
@@ -185,5 +179,4 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+main = framed(_parser, prepare)

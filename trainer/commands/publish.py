@@ -12,34 +12,30 @@ import os
 import select
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 
-from reprise.errors import DataError, LockError, TrainerError
+from reprise.errors import DataError, LockError
 from reprise.storage import FILE_SYSTEM, exists
 from trainer.commands.arguments import amount, existing_folder
+from trainer.commands.frame import FINE, framed
 from trainer.config.logging import TRACKERS
 from trainer.metrics.json_lines import METRICS
 from trainer.publish.publisher import Publisher, publish
 from trainer.publish.tracker import load_tracker
 
-FINE, UNREACHABLE, UNUSABLE = 0, 1, 2
+UNREACHABLE = 1
 _INTERVAL_S, _MOST_WAIT_S = 5.0, 60.0
 _LEAST_PRIORITY = 19
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return the exit status."""
-    options = _parser().parse_args(arguments)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
+def send(options: argparse.Namespace) -> int:
+    """Publish the run, and return the exit status."""
+    logging.getLogger("trainer.publish").setLevel(logging.INFO)
     if options.until_input_ends:
         os.nice(_LEAST_PRIORITY)
-    try:
-        with ExitStack() as stack:
-            return _publish(options, stack)
-    except (TrainerError, OSError) as error:
-        print(f"reprise publish: {error}", file=sys.stderr)
-        return UNUSABLE
+    with ExitStack() as stack:
+        return _publish(options, stack)
 
 
 def _publish(options: argparse.Namespace, stack: ExitStack) -> int:
@@ -115,5 +111,4 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+main = framed(_parser, send, form="%(asctime)s %(message)s")

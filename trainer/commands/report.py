@@ -6,26 +6,19 @@ The page is a single file and opens without a network. The exit status is 0, or 
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from reprise.errors import TrainerError
 from reprise.storage import FILE_SYSTEM, replace_file
 from trainer.commands.arguments import local_path
+from trainer.commands.frame import FINE, framed
 
-FINE, UNUSABLE = 0, 2
 
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return the exit status."""
-    options = _parser().parse_args(arguments)
-    try:
-        print(f"wrote {write_report(options.runs, options.output)}")
-        return FINE
-    except TrainerError as error:
-        print(f"reprise report: {error}", file=sys.stderr)
-    return UNUSABLE
+def report(options: argparse.Namespace) -> int:
+    """Write the page, and print its path."""
+    print(f"wrote {write_report(options.runs, options.output)}")
+    return FINE
 
 
 def write_report(runs: Sequence[Path], output: Path) -> Path:
@@ -60,5 +53,4 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+main = framed(_parser, report)

@@ -16,7 +16,7 @@ from trainer.metrics.log_file import Floats, Integers
 from trainer.report.charts import COLORS, CurveLine, curve_document, library, life_document
 from trainer.report.goodput import Goodput, measure_goodput
 from trainer.report.history import SPEED, TIME, History
-from trainer.report.life import life_of, life_rows, progress_lines, topology_text
+from trainer.report.life import life_of, life_rows, progress_lines
 from trainer.report.page import PageSection
 
 EVENTS = 1_000  # the newest events, in the table for a run's life
@@ -139,7 +139,7 @@ def _measurements(runs: Runs) -> Iterator[PageSection]:
 def _life(number: int, name: str, history: History) -> PageSection:
     events = life_of(history)
     spans = [
-        (launch.began, launch.ended, f"launch {n} on {topology_text(launch)}, {duration(launch.ended - launch.began)}")
+        (launch.began, launch.ended, f"launch {n} on {launch.topology}, {duration(launch.ended - launch.began)}")
         for n, launch in enumerate(history.launches, start=1)
     ]
     document = life_document(f"life-{number}", spans, progress_lines(history, most=POINTS), events)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from typing import cast
 
 import numpy
 
-from reprise.errors import DataError
+from reprise.errors import DataError, count_of
 from reprise.storage import Json, exists, is_dir, matching
 from trainer.compare.curves import QUANTITIES
 from trainer.metrics.json_lines import LATEST, METRICS, read_records
@@ -21,6 +22,8 @@ from trainer.metrics.log_file import Floats, Integers, MetricsLog, read_log
 SPEED, SECONDS = "tokens_per_second", "seconds"
 BLOCKED, DATA, TIME = "checkpoint_seconds", "data_seconds", "time"
 SAVES = ("save", "local_save", "weights_save")  # names of save events
+_SIZES = ("world_size", "dp", "replicate", "tp", "pp", "vpp", "zero_stage")  # integers in a topology
+_WIDEST = 60  # characters of an unknown topology
 _LARGEST = 1e300  # larger numbers are ignored, so that sums stay finite
 
 
@@ -40,6 +43,10 @@ class LaunchSpan:
     start_seconds: float
     record: Json
     end: Json | None
+
+    @property
+    def topology(self) -> str:
+        return topology_text(self.record.get("topology", {}))
 
     def places(self, log: MetricsLog) -> Integers:
         """Return the places of this launch's iterations in a log's columns."""
@@ -72,6 +79,16 @@ class History:
         """The tokens trained up to each iteration, as this log has them."""
         tokens: Floats = numpy.nancumsum(self.log.columns.column(SPEED) * self.log.columns.column(SECONDS))
         return tokens
+
+
+def topology_text(topology: object) -> str:
+    """Describe a record's rank count and the axes longer than 1. An unknown topology is shown as is."""
+    if not isinstance(topology, dict) or any(type(topology.get(name, 1)) is not int for name in _SIZES):
+        return json.dumps(topology)[:_WIDEST]
+    ranks, *axes, zero = (topology.get(name, 1) for name in _SIZES)
+    texts = [f"{name}={size}" for name, size in zip(_SIZES[1:], axes, strict=False) if size > 1]
+    stage = [f"zero_stage={zero}"] if axes[0] > 1 and "zero_stage" in topology else []
+    return " ".join([count_of(ranks, "rank"), *texts, *stage])
 
 
 def run_folder(path: str | Path) -> Path:

@@ -11,10 +11,10 @@ import numpy
 import reprise
 from reprise import CheckpointStatus
 from reprise.errors import TrainerError, count_of
-from reprise.storage import Json, is_locked
+from reprise.storage import is_locked
 from trainer.compare.text_table import duration
 from trainer.metrics.json_lines import LATEST
-from trainer.report.history import SAVES, TIME, History, LaunchSpan, events_of, sum_of
+from trainer.report.history import SAVES, TIME, History, events_of, sum_of
 
 _DAMAGED = (CheckpointStatus.DAMAGED, CheckpointStatus.UNREADABLE)
 _LIGHT = {"local_save": "local save", "weights_save": "light save"}
@@ -66,7 +66,7 @@ def _launch_events(history: History) -> Iterator[LifeEvent]:
     for number, launch in enumerate(history.launches, start=1):
         after = launch.record["iteration"]
         back = f", {count_of(reached - after, 'iteration')} back" if after < reached else ""
-        texts = [f"launch {number} on {topology_text(launch)}", f"started in {launch.start_seconds:.1f} s"]
+        texts = [f"launch {number} on {launch.topology}", f"started in {launch.start_seconds:.1f} s"]
         begin = "from the beginning" if after == 0 else f"resumed from iteration {after}{back}"
         yield LifeEvent(launch.began, "launch", after, ", ".join([*texts, begin]))
         reached = max([after, *(log.columns.iterations[launch.places(log)].max(initial=0) for log in history.logs)])
@@ -78,15 +78,6 @@ def _launch_events(history: History) -> Iterator[LifeEvent]:
         elif number == len(history.launches) and any(map(is_locked, (history.folder, history.folder / "checkpoints"))):
             kind, text = "end", f"is running, or was killed, {lasted}"
         yield LifeEvent(launch.ended, kind, int(reached), text)
-
-
-def topology_text(launch: LaunchSpan) -> str:
-    """Describe a launch's rank count and parallel axes."""
-    topology: Json = launch.record.get("topology", {})
-    names = ("dp", "replicate", "tp", "pp", "vpp")
-    axes = [f"{name}={topology[name]}" for name in names if topology.get(name, 1) != 1]
-    zero = [f"zero_stage={topology['zero_stage']}"] if topology.get("dp", 1) != 1 and "zero_stage" in topology else []
-    return " ".join([count_of(topology.get("world_size", 1), "rank"), *axes, *zero])
 
 
 def life_rows(events: Sequence[LifeEvent], *, most: int) -> list[list[str]]:

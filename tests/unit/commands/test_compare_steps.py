@@ -14,7 +14,8 @@ import pytest
 from reprise.errors import DataError
 from tests.messages import Printed, refused
 from tests.unit.compare.test_curves import record
-from trainer.commands.compare_steps import DIFFERENT, UNUSABLE, main
+from trainer.commands.compare_steps import DIFFERENT, main
+from trainer.commands.frame import IMPOSSIBLE
 from trainer.steps import replay, search
 from trainer.steps.replay import RecordedRun
 from trainer.steps.search import StepReport, launch_replay
@@ -32,12 +33,12 @@ def make_record(folder: Path, iteration: int, loss: float) -> str:
 
 
 def test_records_of_other_iterations_are_not_equal(tmp_path: Path, capsys: Printed) -> None:
-    assert main([make_record(tmp_path / "a", 1, 2.0), make_record(tmp_path / "b", 2, 2.0)]) == UNUSABLE
+    assert main([make_record(tmp_path / "a", 1, 2.0), make_record(tmp_path / "b", 2, 2.0)]) == IMPOSSIBLE
     for name, first in (("c", 1), ("d", 3)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "metrics.jsonl").write_text("".join(f"{record(first + n, 1.0)}\n" for n in range(2)))
     capsys.readouterr()
-    assert main([str(tmp_path / "c"), str(tmp_path / "d")]) == UNUSABLE
+    assert main([str(tmp_path / "c"), str(tmp_path / "d")]) == IMPOSSIBLE
     assert str(tmp_path / "c") in capsys.readouterr().err
     with refused(DataError, "metrics.jsonl"):
         replay._first_iteration(tmp_path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +15,7 @@ from reprise import __version__
 from tests import ROOT
 from tests.harness import DEADLINE_S
 from tests.messages import Printed
+from trainer.commands import checkpoint
 from trainer.commands.main import COMMANDS, Command, main
 
 ARGPARSE = sorted(set(COMMANDS) - {"train"})
@@ -142,3 +144,13 @@ def test_a_reader_that_has_seen_enough_is_no_error(words: tuple[str, ...]) -> No
         process.stdout = None
         _, err = process.communicate("", timeout=DEADLINE_S)
     assert (process.returncode, err) == (0, "")
+
+
+def test_a_working_folder_that_is_gone_is_no_named_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Printed
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert checkpoint.main(["ls", "run"]) == 2
+    assert capsys.readouterr().err == "reprise checkpoint: No such file or directory\n"
