@@ -35,7 +35,7 @@ def write_all(folder: Path, first: int) -> None:
         saver.save(first + 1, model)
     hold = Hold.take(folder / "run" / f"iter_{first + 1:07d}")
     assert hold is not None
-    JsonlFile(folder / "metrics.jsonl", lambda: 0.0).add({"iteration": first})
+    JsonlFile(folder / "metrics.jsonl", lambda: 0.0).write({"iteration": first})
     with FollowLog(folder / "follow.jsonl"):
         pass
 

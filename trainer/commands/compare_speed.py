@@ -26,11 +26,11 @@ def compare(options: argparse.Namespace) -> int:
 
     timings = [engine.read_timing(path, options.tokens).without_first(options.skip) for path in options.runs]
     names = name_runs([timing.source for timing in timings])
-    speeds = {name: engine.measure(timing) for name, timing in zip(names, timings, strict=True)}
+    by_name = dict(zip(names, timings, strict=True))
+    summary = engine.summarize_speeds(by_name, skipped=options.skip, threshold=options.threshold)
     if options.plot:
-        plot_speeds(speeds, timings, options.plot)
+        plot_speeds(summary["runs"], timings, options.plot)
         print(f"reprise compare-speed: wrote {options.plot}", file=sys.stderr)
-    summary = engine.summarize_speeds(speeds, timings, skipped=options.skip, threshold=options.threshold)
     if options.json:
         print(dumps(summary))
     else:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 
 # An integer, with or without thousands separators.
 COUNT = r"\d{1,3}(?:,\d{3})+(?!\d)|\d+"
 # Times logged beside a curve's quantities: milliseconds per iteration, and clock seconds at the log line.
 ELAPSED, CLOCK = "elapsed", "clock"
-_INSTEAD = "Compare what the program writes to a file or a tracker."
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Meaning:
         return f"{self.program}: {number}, of {self.share}{counted}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class LineForm:
     """How a program formats its training lines. Indented `name=value` lines belong to the line above.
 
@@ -58,17 +58,18 @@ class LineForm:
     separator: str
     labels: dict[str, str]
     has_groups: bool = False
-    pattern: re.Pattern[str] = field(init=False)
-    fields: dict[str, re.Pattern[str]] = field(init=False)
 
-    def __post_init__(self) -> None:
+    @cached_property
+    def pattern(self) -> re.Pattern[str]:
+        """Matches a line: its iteration, and its fields."""
         pattern = rf"{self.head.replace('COUNT', f'({COUNT})')}([^\n]*(?:\n {{4}}\S[^\n]*=[^\n]*)*)"
-        object.__setattr__(self, "pattern", re.compile(pattern, re.IGNORECASE | re.MULTILINE))
-        fields = {
-            quantity: re.compile(rf"(?:\A|{self.separator})\s*(?:{label})\s*([^\s|(]+)", re.IGNORECASE)
-            for quantity, label in self.labels.items()
-        }
-        object.__setattr__(self, "fields", fields)
+        return re.compile(pattern, re.IGNORECASE | re.MULTILINE)
+
+    @cached_property
+    def fields(self) -> dict[str, re.Pattern[str]]:
+        """Patterns for a field, by quantity."""
+        field = rf"(?:\A|{self.separator})\s*(?:%s)\s*([^\s|(]+)"
+        return {quantity: re.compile(field % label, re.IGNORECASE) for quantity, label in self.labels.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,19 +231,6 @@ def column_form_of(names: list[str]) -> tuple[Meaning, dict[str, list[str]]] | N
     return next(((meaning, columns) for meaning, columns in forms if columns), None)
 
 
-# Logs whose losses cannot be read: how they look, what they are, and what to do.
-UNREADABLE = (
-    (
-        r"\{'loss': '?[-\d.ni]",
-        "lines of an HF Trainer, which do not say the step",
-        "Compare the trainer_state.json of its last checkpoint.",
-    ),
-    (
-        r"\d%\|[^\n]*\|\s*\d+/\d+ \[[^\n]*loss\s*[=:]",
-        "a progress bar, whose loss may belong to an earlier iteration",
-        _INSTEAD,
-    ),
-)
 FORMATS = (
     f"metrics.jsonl records with iteration and loss, {', '.join(f'`{form.example}`' for form in LINE_FORMS)}, "
     f"{', '.join(form.example for form in COLUMN_FORMS)}"

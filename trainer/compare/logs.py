@@ -13,7 +13,7 @@ from datetime import datetime
 from typing import NamedTuple
 
 from reprise.errors import DataError, count_of
-from reprise.storage import MAX_INTEGER
+from reprise.storage import MAX_INTEGER, Json
 from trainer.compare.curves import QUANTITIES, Curve
 from trainer.compare.formats import (
     CLOCK,
@@ -21,23 +21,20 @@ from trainer.compare.formats import (
     ELAPSED,
     FORMATS,
     LINE_FORMS,
-    UNREADABLE,
     LineForm,
     Meaning,
     column_form_of,
 )
-from trainer.metrics.json_lines import ABSENT, DECIMAL, EXACT, JsonLines
-from trainer.metrics.log_file import VALID_LOSS, MetricColumns
+from trainer.metrics.json_lines import read_chunks, value_of
+from trainer.metrics.log_file import VALID_LOSS, columns_of
 
 _CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
 # The time before a line, as written by Python's logging and Megatron.
 _CLOCK = re.compile(r"\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d(?:[.,]\d{1,6})?")
-_GROUPED = re.compile(r"[+-]?\d{1,3}(?:(?:,\d{3})+\.\d*(?:e[+-]?\d+)?|(?:,\d{3}){2,})", re.IGNORECASE)
 _TENSORBOARD = ("Wall time", "Step", "Value")  # a row's cells in TensorBoard's JSON
 _HEAD = 1 << 20  # how many characters to search for the log's form at first
 
-Readings = dict[str, tuple[float, int]]  # value and kind, by quantity
-Entry = tuple[str, int, Readings]  # the place, the iteration and its readings
+Entry = tuple[str, Json]  # the place, and the record as in a metrics.jsonl
 Row = tuple[str, Mapping[str, object]]  # the place, and the cells by name
 
 
@@ -54,29 +51,24 @@ class TextLog(NamedTuple):
     notes: Sequence[str] = ()
 
 
-def parse_log(text: str, *, source: str, last_wins: bool = False, notes: Sequence[str] = ()) -> Curve:
+def parse_log(log: TextLog, *, last_wins: bool = False) -> Curve:
     """Parse a log in a format listed in `trainer.compare.formats`.
 
     If the last line lacks its newline, it may end inside a number, so it is read only up to its last `|`, `,` or space.
 
     Args:
-        source: The log's name in messages.
         last_wins: Whether a later launch replaces an earlier launch's points from its own first iteration on.
-        notes: Remarks for the curve.
 
     Raises:
         DataError: There is no training loss, a loss is not a number, or an iteration repeats with different values.
     """
-    log = TextLog(text, source, notes)
-    meaning, points, remarks = _parse(log, QUANTITIES, last_wins=last_wins)
+    meaning, points, notes = _parse(log, QUANTITIES, last_wins=last_wins)
     if meaning.first == 0:
-        remarks.append(f"{source} counts from 0, as {meaning.program} does: its step 0 is iteration 1")
+        notes.append(f"{log.source} counts from 0, as {meaning.program} does: its step 0 is iteration 1")
     if max(points) > MAX_INTEGER:
-        raise DataError("An iteration is too large", where=source, expected=f"<= {MAX_INTEGER}", found=max(points))
-    iterations, absent = sorted(points), (math.nan, ABSENT)
-    cells = [[points[n].get(quantity, absent) for quantity in QUANTITIES] for n in iterations]
-    none = MetricColumns.of([], [VALID_LOSS], [])
-    return Curve(source, MetricColumns.of(iterations, QUANTITIES, cells), none, notes=tuple(remarks), meaning=meaning)
+        raise DataError("An iteration is too large", where=log.source, expected=f"<= {MAX_INTEGER}", found=max(points))
+    columns, none = columns_of([(0, points[n]) for n in sorted(points)], QUANTITIES), columns_of([], [VALID_LOSS])
+    return Curve(log.source, columns, none, notes=tuple(notes), meaning=meaning)
 
 
 def parse_times(log: TextLog) -> tuple[Meaning, dict[int, float], list[str]]:
@@ -89,8 +81,8 @@ def parse_times(log: TextLog) -> tuple[Meaning, dict[int, float], list[str]]:
         DataError: As for `parse_log`, or the log has no times.
     """
     meaning, points, notes = _parse(log, (*QUANTITIES, ELAPSED, CLOCK), last_wins=True)
-    seconds = {n: point[ELAPSED][0] / 1000 for n, point in points.items() if ELAPSED in point}
-    clocks = sorted((n, point[CLOCK][0]) for n, point in points.items() if CLOCK in point)
+    seconds = {n: point[ELAPSED] / 1000 for n, point in points.items() if ELAPSED in point}
+    clocks = sorted((n, point[CLOCK]) for n, point in points.items() if CLOCK in point)
     for (before, begin), (n, end) in itertools.pairwise(clocks if not seconds else ()):
         if end > begin:  # otherwise the line is from another launch, whose clock starts again
             seconds[n] = (end - begin) / (n - before)
@@ -106,57 +98,54 @@ def parse_times(log: TextLog) -> tuple[Meaning, dict[int, float], list[str]]:
     return meaning, seconds, notes
 
 
-def _parse(
-    log: TextLog, quantities: Sequence[str], *, last_wins: bool
-) -> tuple[Meaning, dict[int, Readings], list[str]]:
-    """Return what a log's losses mean, the readings by iteration, and notes."""
+def _parse(log: TextLog, quantities: Sequence[str], *, last_wins: bool) -> tuple[Meaning, dict[int, Json], list[str]]:
+    """Return what a log's losses mean, the records by iteration, and notes."""
     text = _CONTROL.sub("", log.text).replace("\r\n", "\n").replace("\r", "\n")
     source, notes = log.source, [*log.notes]
     table = _entries_of_table(text, source, notes, quantities)
     meaning, entries = table or _entries_of_lines(text, source, notes, quantities)
     points = _collect(entries, source, notes, last_wins=last_wins)
-    require_points(points, source, text)
+    require_points(points, source)
     return meaning, points, notes
 
 
-def require_points(points: Sized, source: str, text: str = "") -> None:
-    """Refuse a file without points. `text` is searched for known losses that cannot be compared.
+def require_points(points: Sized, source: str) -> None:
+    """Refuse a file without points.
 
     Raises:
         DataError: There are no points.
     """
     if not len(points):
-        refusals = (refusal for refusal in UNREADABLE if re.search(refusal[0], text))
-        _, content, fix = next(refusals, ("", "none of these", None))
-        raise DataError("There is no training loss", where=source, expected=FORMATS, found=content, fix=fix)
+        raise DataError("There is no training loss", where=source, expected=FORMATS, found="none of these")
 
 
-def _collect(entries: Iterator[Entry], source: str, notes: list[str], *, last_wins: bool) -> dict[int, Readings]:
-    """Return the readings by iteration. Refuse different losses for an iteration, unless a later launch logged them."""
-    points, repeated, last, replaced = dict[int, Readings](), set[int](), -1, 0
-    for where, iteration, readings in entries:
+def _collect(entries: Iterator[Entry], source: str, notes: list[str], *, last_wins: bool) -> dict[int, Json]:
+    """Return the records by iteration. Refuse different losses for an iteration, unless a later launch logged them."""
+    points, repeated, last, replaced = dict[int, Json](), set[int](), -1, 0
+    for where, record in entries:
+        iteration = record["iteration"]
         earlier = points.get(iteration)
-        if earlier is not None and _bits(earlier) != _bits(readings):
+        if earlier is not None and _timeless(earlier) != _timeless(record):
             repeated |= {iteration} if iteration == last else set()
             if len(repeated) > 1 or not last_wins:  # two launches repeat at most one iteration at once
                 raise DataError(
                     f"Iteration {iteration} comes twice with different values",
                     where=where,
-                    expected=f"loss {earlier['loss'][0]:.9g}",
-                    found=f"loss {readings['loss'][0]:.9g}",
+                    expected=f"loss {value_of(earlier, 'loss')[0]:.9g}",
+                    found=f"loss {value_of(record, 'loss')[0]:.9g}",
                     fix="For several ranks, keep one rank's lines. For a resumed run, --last-wins takes the later "
                     "launch.",
                 )
         while last_wins and points and next(reversed(points)) >= iteration:  # points are in order, as each launch's are
-            replaced += _bits(points.popitem()[1]) != _bits(readings)
-        points[iteration], last = readings, iteration
+            replaced += _timeless(points.popitem()[1]) != _timeless(record)
+        points[iteration], last = record, iteration
     if replaced:
         notes.append(f"{source}: {count_of(replaced, 'line')} from launches that a later launch replaced were left out")
     return points
 
 
-def _bits(readings: Readings) -> dict[str, str]:
-    return {quantity: value.hex() for quantity, (value, _) in readings.items() if quantity in QUANTITIES}
+def _timeless(record: Json) -> Json:
+    return {name: value for name, value in record.items() if name not in (ELAPSED, CLOCK)}
 
 
 def _entries_of_lines(
@@ -178,18 +167,12 @@ def _read_lines(text: str, form: LineForm, source: str, notes: list[str], quanti
         is_torn = match.end() == len(text)
         if is_torn:
             fields = fields[: max(map(fields.rfind, "|, ")) + 1]
-        readings = {
-            quantity: _read_number(token[1].rstrip(",;)"), where, has_groups=form.has_groups)
-            for quantity, pattern in form.fields.items()
-            if quantity in quantities and (token := pattern.search(fields))
-        }
-        if "loss" in readings:
-            begin = text.rfind("\n", 0, start) + 1
-            clock = _CLOCK.search(text, begin, start)
-            if clock and CLOCK in quantities:
-                readings[CLOCK] = datetime.fromisoformat(clock[0]).timestamp(), DECIMAL
-            iteration = int(re.sub(r"\D", "", match[1])) + 1 - form.meaning.first
-            yield where, iteration, readings
+        tokens = {quantity: form.fields[quantity].search(fields) for quantity in form.fields if quantity in quantities}
+        cells = {quantity: token[1].rstrip(",;)") for quantity, token in tokens.items() if token}
+        if "loss" in cells:
+            clock = _CLOCK.search(text, text.rfind("\n", 0, start) + 1, start) if CLOCK in quantities else None
+            time = {CLOCK: datetime.fromisoformat(clock[0]).timestamp()} if clock else {}
+            yield where, _record(match[1], cells, form.meaning, where, has_groups=form.has_groups) | time
         elif is_torn:
             notes.append(f"{where} is torn (no newline at its end) and was left out")
 
@@ -225,8 +208,7 @@ def _read_rows(rows: Iterator[Row], columns: Mapping[str, str], meaning: Meaning
             count = count.partition(".")[0]
         if not re.fullmatch(COUNT, count):
             raise DataError("A row with a loss has no iteration", where=where, expected="an integer", found=repr(count))
-        readings = {quantity: _read_number(cell, where) for quantity, cell in cells.items() if cell}
-        yield where, int(re.sub(r"\D", "", count)) + 1 - meaning.first, readings
+        yield where, _record(count, {quantity: cell for quantity, cell in cells.items() if cell}, meaning, where)
 
 
 def _rows_of_json(text: str, source: str, notes: list[str]) -> tuple[list[str], Iterator[Row]]:
@@ -238,9 +220,8 @@ def _rows_of_json(text: str, source: str, notes: list[str]) -> tuple[list[str], 
         except (ValueError, RecursionError):
             document = None
         if document is None and column_form_of([*(first_object(text) or ())]):
-            lines = JsonLines(io.BytesIO(text.encode()), source, is_log=False)
-            rows += lines.records()
-            notes += lines.notes
+            for first, objects in read_chunks(io.BytesIO(text.encode()), source, notes, is_log=False):
+                rows += [(f"{source}, line {number}", row) for number, row in enumerate(objects, first) if row]
         entries = document.get("log_history", [document]) if isinstance(document, dict) else document
         for number, entry in enumerate(entries if isinstance(entries, list) else [], start=1):
             cells = dict(zip(_TENSORBOARD, entry, strict=False)) if isinstance(entry, list) else entry
@@ -266,21 +247,25 @@ def first_object(text: str) -> dict[str, object] | None:
     return record if isinstance(record, dict) else None
 
 
-def _read_number(text: str, where: str, *, has_groups: bool = False) -> tuple[float, int]:
-    """Parse a number, and return it with its kind. Hex numbers, NaN and infinity are exact.
+def _record(count: str, cells: Mapping[str, str], meaning: Meaning, where: str, *, has_groups: bool = False) -> Json:
+    """Return a record as in a metrics.jsonl: decimals under their names, and exact values in hex."""
+    record: Json = {"iteration": int(re.sub(r"\D", "", count)) + 1 - meaning.first}
+    for quantity, cell in cells.items():
+        value, is_exact = _read_number(cell.replace(",", "") if has_groups else cell, where)
+        record |= {f"{quantity}_hex": value.hex()} if is_exact else {quantity: value}
+    return record
 
-    Args:
-        has_groups: Whether a comma separates thousands. If that is unknown, `1,234` is refused, but not `1,234.5`.
+
+def _read_number(text: str, where: str) -> tuple[float, bool]:
+    """Parse a number, and return whether it is exact: in hex, NaN or infinity.
 
     Raises:
-        DataError: The text is not a number, or its comma is ambiguous.
+        DataError: The text is not a number.
     """
     is_hex = "0x" in text.lower()
-    if has_groups or _GROUPED.fullmatch(text):
-        text = text.replace(",", "")
     try:
         value = float.fromhex(text) if is_hex else float(text)
     except (ValueError, OverflowError) as error:
         fix = "Write the log with decimal points, for example with LC_ALL=C." if "," in text else None
         raise DataError("Cannot read a number", where=where, found=repr(text[:60]), fix=fix) from error
-    return value, EXACT if is_hex or not math.isfinite(value) else DECIMAL
+    return value, is_hex or not math.isfinite(value)

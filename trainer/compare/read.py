@@ -49,7 +49,7 @@ def read_curve(path: str | Path, *, last_wins: bool = False) -> Curve:
     run = read_run(path, QUANTITIES)
     if isinstance(run, MetricsLog):
         return replace(curve_of(run), dtype=read_dtype(Path(run.source).parent / CONFIG_FILE))
-    return parse_log(run.text, source=run.source, last_wins=last_wins, notes=run.notes)
+    return parse_log(run, last_wins=last_wins)
 
 
 def read_curves(paths: Sequence[str], *, last_wins: bool = False) -> list[Curve]:

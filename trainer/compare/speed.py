@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -15,10 +15,12 @@ from reprise.errors import DataError
 from trainer.compare.logs import TextLog, parse_times
 from trainer.compare.read import read_run
 from trainer.compare.text_table import format_table
-from trainer.metrics.json_lines import ABSENT, DECIMAL, METRICS
-from trainer.metrics.log_file import Floats, MetricColumns, MetricsLog
+from trainer.metrics.json_lines import ABSENT, METRICS
+from trainer.metrics.log_file import Floats, MetricColumns, MetricsLog, columns_of
 
 _COLUMNS = ("seconds", "tokens_per_second")
+QUANTILES = {"median": 0.5, "p10": 0.1, "p90": 0.9, "p25": 0.25, "p75": 0.75}
+Row = dict[str, Any]
 _SAVE = ("seconds", "blocked_seconds", "waited_seconds", "slowdown_seconds")
 
 
@@ -62,49 +64,6 @@ class Timing:
         return replace(self, columns=self.columns.take(remaining), starts=(), saves=saves)
 
 
-@dataclass(frozen=True, slots=True)
-class Spread:
-    """Some values' median, and their 0.1, 0.25, 0.75 and 0.9 quantiles."""
-
-    median: float
-    p10: float
-    p90: float
-    p25: float
-    p75: float
-
-    @staticmethod
-    def of(values: Sequence[float] | Floats) -> Spread:
-        """Return the spread of at least one value. Quantiles are interpolated linearly."""
-        return Spread(*numpy.quantile(values, (0.5, 0.1, 0.9, 0.25, 0.75)).tolist())
-
-
-@dataclass(frozen=True, slots=True)
-class Speed:
-    """A run's speed figures.
-
-    Attributes:
-        tokens_per_second: The spread over iterations, without time blocked by saves.
-        seconds: The spread over iteration times.
-        saves: How many saves were committed.
-        save_seconds: Median seconds from call to commit. None without saves.
-        blocked_s: Total seconds that training waited for saves.
-        slowdown_s: Total extra seconds in iterations while saves were written, relative to the median before. 0 if they
-            were not slower.
-        checkpoint_share: `blocked_s` plus `slowdown_s`, as a share of the total time.
-        tokens_per_second_overall: All tokens divided by the total time, including blocked time.
-    """
-
-    tokens_per_second: Spread
-    seconds: Spread
-    iterations: int
-    saves: int
-    save_seconds: float | None
-    blocked_s: float
-    slowdown_s: float
-    checkpoint_share: float
-    tokens_per_second_overall: float
-
-
 def read_timing(path: str | Path, tokens: int | None = None) -> Timing:
     """Read the timing from a run folder, a metrics.jsonl, or another program's log.
 
@@ -145,48 +104,59 @@ def _timing_of_log(log: TextLog, tokens: int | None) -> Timing:
             fix="Pass them with --tokens: the global batch size times the sequence length.",
         )
     meaning, times, notes = parse_times(log)
-    cells = [[(seconds, DECIMAL), (tokens / seconds, DECIMAL)] for seconds in times.values()]
-    columns = MetricColumns.of([*times], _COLUMNS, cells)
+    records = [(0, {"iteration": n, "seconds": s, "tokens_per_second": tokens / s}) for n, s in times.items()]
     note = f"{log.source}: times from {meaning.program}, which may include saves and evaluations; {tokens} tokens each"
-    return Timing(log.source, columns, MetricColumns.of([], _SAVE, []), notes=(*notes, note))
+    return Timing(log.source, columns_of(records, _COLUMNS), columns_of([], _SAVE), notes=(*notes, note))
 
 
-def measure(timing: Timing) -> Speed:
-    """Compute a run's speed figures."""
+def measure(timing: Timing) -> Row:
+    """Return a run's speed figures:
+
+    * tokens_per_second, seconds: The spread over iterations, without time blocked by saves.
+    * save_seconds: Median seconds from call to commit. None without saves.
+    * blocked_s: Total seconds that training waited for saves.
+    * slowdown_s: Total extra seconds in iterations while saves were written, relative to the median before. 0 if they
+      were not slower.
+    * checkpoint_share: `blocked_s` plus `slowdown_s`, as a share of the total time.
+    * tokens_per_second_overall: All tokens divided by the total time, including blocked time.
+    """
     save_seconds, *waits, slowdowns = timing.saves.values
     blocked = float(sum(map(sum, waits)))
     slowdown = max(0.0, float(slowdowns.sum()))  # iterations during saves may be faster by chance
     seconds, speeds = timing.columns.values
     total, tokens = float(seconds.sum()) + blocked, float((speeds * seconds).sum())
-    return Speed(
-        tokens_per_second=Spread.of(speeds),
-        seconds=Spread.of(seconds),
-        iterations=len(timing.columns),
-        saves=len(timing.saves),
-        save_seconds=median(save_seconds.tolist()) if len(timing.saves) else None,
-        blocked_s=blocked,
-        slowdown_s=slowdown,
-        checkpoint_share=min(1.0, (blocked + slowdown) / total),
-        tokens_per_second_overall=tokens / total,
-    )
+    return {
+        "tokens_per_second": _spread(speeds),
+        "seconds": _spread(seconds),
+        "iterations": len(timing.columns),
+        "saves": len(timing.saves),
+        "save_seconds": median(save_seconds.tolist()) if len(timing.saves) else None,
+        "blocked_s": blocked,
+        "slowdown_s": slowdown,
+        "checkpoint_share": min(1.0, (blocked + slowdown) / total),
+        "tokens_per_second_overall": tokens / total,
+    }
 
 
-def summarize_speeds(
-    speeds: Mapping[str, Speed], timings: Sequence[Timing], *, skipped: int, threshold: float
-) -> dict[str, Any]:
+def _spread(values: Floats) -> dict[str, float]:
+    return dict(zip(QUANTILES, numpy.quantile(values, [*QUANTILES.values()]).tolist(), strict=True))
+
+
+def summarize_speeds(timings: Mapping[str, Timing], *, skipped: int, threshold: float) -> Row:
     """Return all runs' figures as standard JSON, with ratios to the first run.
 
     Args:
         skipped: How many iterations were dropped after each start.
         threshold: The allowed shortfall in median tokens per second, as a share of the first run's.
     """
-    first, runs = next(iter(speeds.values())), list[dict[str, Any]]()
-    for (name, speed), timing in zip(speeds.items(), timings, strict=True):
-        ratio = speed.tokens_per_second.median / first.tokens_per_second.median
-        overall = speed.tokens_per_second_overall / first.tokens_per_second_overall
-        about = {"run": name, "source": timing.source, "notes": list(timing.notes), **asdict(speed)}
-        ratios = {"ratio": ratio, "ratio_overall": overall, "slower_by": 1 - ratio, "is_slower": 1 - ratio > threshold}
-        runs.append(about | ratios)
+    runs = [
+        {"run": name, "source": timing.source, "notes": list(timing.notes), **measure(timing)}
+        for name, timing in timings.items()
+    ]
+    for run in runs:
+        ratio = run["tokens_per_second"]["median"] / runs[0]["tokens_per_second"]["median"]
+        overall = run["tokens_per_second_overall"] / runs[0]["tokens_per_second_overall"]
+        run |= {"ratio": ratio, "ratio_overall": overall, "slower_by": 1 - ratio, "is_slower": 1 - ratio > threshold}
     slower = [run["run"] for run in runs if run["is_slower"]]
     return {"skipped": skipped, "threshold": threshold, "runs": runs, "slower": slower}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import io
 import logging
 import os
 import secrets
@@ -34,7 +33,7 @@ from reprise.stores import ManifestVersion, files_of, is_store_url, is_stored, m
 from trainer.compare.evaluations import FOLLOW
 from trainer.config.saved import RUN_CONFIG
 from trainer.follow.runner import CommandOutcome, Commands, number_at
-from trainer.metrics.json_lines import METRICS, JsonLines
+from trainer.metrics.json_lines import METRICS, read_records
 
 FINE, FAILED, IMPOSSIBLE = 0, 1, 2
 PLACE = "{}"
@@ -71,16 +70,13 @@ class FollowLog:
         self._check = check
         self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
-            data = read_regular(path)
-            end = data.rfind(b"\n") + 1
-            os.ftruncate(self._descriptor, end)
+            os.ftruncate(self._descriptor, read_regular(path).rfind(b"\n") + 1)
             os.fsync(self._descriptor)
             FILE_SYSTEM.sync_folder(path.parent)
-            records = JsonLines(io.BytesIO(data[:end]), path).records()
+            self.digests = {str(record.get("digest")) for record in read_records(path)}
         except (OSError, TrainerError):
             os.close(self._descriptor)
             raise
-        self.digests = {str(record.get("digest")) for _, record in records}
 
     def __enter__(self) -> FollowLog:
         return self

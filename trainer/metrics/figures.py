@@ -11,7 +11,6 @@ from trainer.metrics.json_lines import DECIMAL, EXACT, value_of
 _GROUPS = {"": "train", "evaluation": "valid"}
 _NAMES = {"valid/valid_loss": "valid/loss", "train/checkpoint_seconds": "checkpoint/blocked_seconds"}
 _LEFT_OUT = ("iteration", "event", "time")
-_HEX = "_hex"
 
 
 def figures_of(record: Json) -> tuple[dict[str, float | int], dict[str, str]]:
@@ -20,12 +19,11 @@ def figures_of(record: Json) -> tuple[dict[str, float | int], dict[str, str]]:
     group = _GROUPS.get(event, event)
     figures, texts = dict[str, float | int](), dict[str, str]()
     for name, value in record.items():
-        if name in _LEFT_OUT or name.endswith(_HEX):
-            continue
         label = _label(group, name)
-        figure, kind = value_of(record, name)
-        if kind in (DECIMAL, EXACT):
-            figures[label] = value if type(value) is int else figure
+        if not label:
+            continue
+        if type(value) is float:  # the usual case: decimals in a record keep all bits
+            figures[label] = value
         elif isinstance(value, bool):
             figures[label] = int(value)
         elif isinstance(value, str):
@@ -33,9 +31,14 @@ def figures_of(record: Json) -> tuple[dict[str, float | int], dict[str, str]]:
         elif name == "start" and isinstance(value, dict):
             phases = {phase: value_of(value, phase) for phase in value}
             figures |= {f"start/{phase}": seconds for phase, (seconds, kind) in phases.items() if kind == DECIMAL}
+        elif (pair := value_of(record, name))[1] in (DECIMAL, EXACT):
+            figures[label] = value if type(value) is int else pair[0]
     return figures, texts
 
 
 @cache  # a run has few names, and an iteration names them all
 def _label(group: str, name: str) -> str:
+    """Return a figure's name, or an empty one for a member that is no figure."""
+    if name in _LEFT_OUT or name.endswith("_hex"):
+        return ""
     return _NAMES.get(f"{group}/{name}", f"{group}/{name}")

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from reprise.errors import DataError
-from reprise.storage import MAX_INTEGER, Json, integer, open_regular
+from reprise.storage import MAX_INTEGER, Json, open_regular
 
 METRICS = "metrics.jsonl"  # every run's metrics log
 ABSENT, DECIMAL, EXACT, UNREADABLE = range(4)  # how a record states a value; only EXACT preserves all bits
@@ -29,76 +29,60 @@ _BLOCK_BYTES = 1 << 16
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
-class JsonLines:
-    """The objects in a JSON-lines file, read in chunks.
+def read_chunks(
+    lines: Iterable[bytes], source: object, notes: list[str], *, skips_damaged: bool = False, is_log: bool = True
+) -> Iterator[tuple[int, list[Json]]]:
+    """Yield chunks: the first line's number, and an object per line, empty for blank or skipped lines.
 
     Args:
         source: The file's name in messages.
+        notes: Gets a remark on a torn last line.
         skips_damaged: Whether to skip damaged lines instead of raising.
         is_log: Whether this is a run's file, where each object has an iteration.
 
-    Attributes:
-        notes: Remarks on the file, such as a torn last line.
+    Raises:
+        DataError: A line is not a JSON object, or lacks its iteration.
     """
 
-    def __init__(
-        self, lines: Iterable[bytes], source: object, *, skips_damaged: bool = False, is_log: bool = True
-    ) -> None:
-        self._lines, self._source, self._skips_damaged, self._is_log = lines, source, skips_damaged, is_log
-        self.notes: list[str] = []
+    def single(number: int, line: bytes) -> Json:
+        record = _object(line, is_log=is_log)
+        if record is None and line.strip():
+            where = f"{source}, line {number}"
+            if not line.endswith(b"\n"):
+                notes.append(f"{where} is torn (no newline at its end) and was left out")
+            elif not skips_damaged:
+                expected, text = "a JSON object" + " with an iteration" * is_log, line.strip()[:60].decode(errors="replace")
+                raise DataError("Cannot read a metrics record", where=where, expected=expected, found=repr(text))
+        return record or {}
 
-    def chunks(self) -> Iterator[tuple[int, list[Json]]]:
-        """Yield chunks: the first line's number, and an object per line, empty for blank or skipped lines.
+    first, remaining = 1, iter(lines)
+    while chunk := list(islice(remaining, _CHUNK_LINES)):
+        if first == 1:
+            chunk[0] = chunk[0].removeprefix(_BYTE_ORDER_MARK)
+        objects = _parsed(b"[" + b",".join(chunk) + b"]")
+        is_whole = isinstance(objects, list) and len(objects) == len(chunk) and _are_records(objects, is_log=is_log)
+        yield first, objects if is_whole else [single(number, line) for number, line in enumerate(chunk, first)]
+        first += len(chunk)
 
-        Raises:
-            DataError: A line is not a JSON object, or lacks its iteration.
-        """
-        first, remaining = 1, iter(self._lines)
-        while lines := list(islice(remaining, _CHUNK_LINES)):
-            if first == 1:
-                lines[0] = lines[0].removeprefix(_BYTE_ORDER_MARK)
-            yield first, self._objects(first, lines)
-            first += len(lines)
 
-    def records(self) -> list[tuple[str, Json]]:
-        """Return each object with its source and line number."""
-        return [
-            (f"{self._source}, line {number}", record)
-            for first, objects in self.chunks()
-            for number, record in enumerate(objects, first)
-            if record
-        ]
+def _object(line: bytes, *, is_log: bool = True) -> Json | None:
+    record = _parsed(line)
+    return record if _are_records([record], is_log=is_log) else None
 
-    def _objects(self, first: int, lines: Sequence[bytes]) -> list[Json]:
-        try:
-            objects: list[Json] = json.loads(f"[{b','.join(lines).decode(errors='replace')}]")
-            if len(objects) == len(lines) and set(map(type, objects)) == {dict} and self._have_iterations(objects):
-                return objects
-        except (ValueError, RecursionError):
-            pass
-        return [self._object(number, line) for number, line in enumerate(lines, first)]
 
-    def _have_iterations(self, objects: Sequence[Json]) -> bool:
-        numbers: list[Any] = [record.get("iteration") for record in objects] if self._is_log else [0]
-        return {*map(type, numbers)} == {int} and 0 <= min(numbers) <= max(numbers) <= MAX_INTEGER
+def _parsed(data: bytes) -> Any:
+    try:
+        return json.loads(data.decode(errors="replace"))
+    except (ValueError, RecursionError):
+        return None
 
-    def _object(self, number: int, line: bytes) -> Json:
-        text, where = line.decode(errors="replace"), f"{self._source}, line {number}"
-        if not text.strip():
-            return {}
-        try:
-            value = json.loads(text)
-            if isinstance(value, dict) and self._have_iterations([value]):
-                return value
-            problem = repr(value)[:60]
-        except (ValueError, RecursionError) as error:
-            problem = str(error)
-        if not line.endswith(b"\n"):
-            self.notes.append(f"{where} is torn (no newline at its end) and was left out")
-        elif not self._skips_damaged:
-            expected = "a JSON object" + " with an iteration" * self._is_log
-            raise DataError("Cannot read a metrics record", where=where, expected=expected, found=problem)
-        return {}
+
+def _are_records(values: Sequence[Any], *, is_log: bool) -> bool:
+    """Return whether all values are objects, with an iteration in a log."""
+    if {*map(type, values)} != {dict}:
+        return False
+    numbers = [record.get("iteration") for record in values] if is_log else [0]
+    return {*map(type, numbers)} == {int} and 0 <= min(numbers) <= max(numbers) <= MAX_INTEGER
 
 
 def read_records(path: Path) -> list[Json]:
@@ -108,7 +92,7 @@ def read_records(path: Path) -> list[Json]:
         DataError: The file cannot be read, or another line is not a JSON object with an iteration.
     """
     with open_log(path) as file:
-        return [record for _, record in JsonLines(file, path).records()]
+        return [record for _, objects in read_chunks(file, path, []) for record in objects if record]
 
 
 @contextlib.contextmanager
@@ -148,12 +132,7 @@ def value_of(record: Json, quantity: str) -> tuple[float, int]:
 
 def record_of(line: bytes) -> Json | None:
     """Return a line's record, or None if the line is damaged, has no iteration or lacks its newline."""
-    try:
-        record: Json = json.loads(line)
-        integer(record["iteration"])
-    except (ValueError, LookupError, TypeError, RecursionError):
-        return None
-    return record if line.endswith(b"\n") else None
+    return _object(line) if line.endswith(b"\n") else None
 
 
 def tail(path: Path) -> Iterator[bytes]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
-from reprise.storage import Files, dumps, exists, open_regular, read_regular, replace_file, temporary_of
+from reprise.storage import Files, Json, dumps, exists, open_regular, read_regular, replace_file, temporary_of
 from trainer.metrics.json_lines import LATEST, LINES, record_of, tail
+from trainer.metrics.sink import MetricSink
 
 _log = logging.getLogger(__name__)
 
@@ -18,7 +19,7 @@ _COPIED_BYTES = 1 << 22  # how much to copy at a time
 _SAVES = ("save", "local_save")  # the events for saves that a run can resume from
 
 
-class JsonlFile:
+class JsonlFile(MetricSink):
     """A JSON-lines file, open for appending. If a write fails, lines stay in memory until the disk works again.
 
     Only a single thread may add lines. Other threads may call `sync` without blocking that thread on the disk.
@@ -36,29 +37,29 @@ class JsonlFile:
         self._is_closed = False
         self._has_failed = False
 
-    def add(self, members: Mapping[str, object]) -> None:
+    def write(self, record: Json) -> None:
         """Append an object and its time as a line. NaN and infinity become null."""
-        line = f"{dumps({**members, 'time': self._clock()})}\n".encode()
+        line = f"{dumps({**record, 'time': self._clock()})}\n".encode()
         with self._lock:
             self._waiting += line
-        self._try(self._write)
+        self._try(self._flush)
 
     def sync(self) -> None:
         """Make all lines durable. Does nothing once the file is closed."""
         with self._syncing:
             if not self._is_closed:
-                self._try(self._write, lambda: os.fsync(self._descriptor))
+                self._try(self._flush, lambda: os.fsync(self._descriptor))
 
     def close(self) -> None:
         """Make all lines durable, because a pending save may still commit, and close the file."""
         with self._syncing:
-            self._try(self._write, lambda: os.fsync(self._descriptor))
+            self._try(self._flush, lambda: os.fsync(self._descriptor))
             if self._waiting:
                 _log.error("%s is missing its last %d bytes", self._path, len(self._waiting))
             self._is_closed = True
             os.close(self._descriptor)
 
-    def _write(self) -> None:
+    def _flush(self) -> None:
         with self._lock:
             while self._waiting:
                 count = os.write(self._descriptor, self._waiting)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from reprise.errors import DataError
 from reprise.storage import Json
-from trainer.metrics.json_lines import ABSENT, DECIMAL, EXACT, UNREADABLE, JsonLines, open_log, value_of
+from trainer.metrics.json_lines import ABSENT, DECIMAL, EXACT, UNREADABLE, open_log, read_chunks, value_of
 
 Floats = NDArray[numpy.float64]
 Integers = NDArray[numpy.int64]
@@ -37,17 +37,6 @@ class MetricColumns:
     values: Floats
     kinds: Kinds
     lines: Integers
-
-    @staticmethod
-    def of(
-        iterations: Sequence[int], quantities: Sequence[str], cells: Sequence[Sequence[tuple[float, int]]]
-    ) -> MetricColumns:
-        """Return columns built from cells: a row per iteration, each cell a value and its kind."""
-        pairs = numpy.array(cells, dtype=float).reshape(len(iterations), len(quantities), 2).T
-        numbers = numpy.array(iterations, dtype=numpy.int64)
-        return MetricColumns(
-            numbers, tuple(quantities), pairs[0], pairs[1].astype(numpy.uint8), numpy.zeros_like(numbers)
-        )
 
     def column(self, quantity: str) -> Floats:
         """Return a quantity's values."""
@@ -94,7 +83,7 @@ class MetricsLog:
 
     def table(self, event: str, *quantities: str) -> MetricColumns:
         """Return the values in events with the given name."""
-        return _columns([(line, record) for line, record in self.events if record["event"] == event], quantities)
+        return columns_of([(line, record) for line, record in self.events if record["event"] == event], quantities)
 
     def readable(self, columns: MetricColumns) -> MetricColumns:
         """Return some of this log's columns.
@@ -134,28 +123,28 @@ def read_lines(file: BinaryIO, source: str, quantities: Sequence[str], *, skips_
         DataError: A line is not a JSON object with an iteration.
     """
     events, starts = list[tuple[int, Json]](), list[tuple[int, Json]]()
-    parts = [_columns([], quantities)]
-    read = JsonLines(file, source, skips_damaged=skips_damaged)
-    for first, records in read.chunks():
+    parts = [columns_of([], quantities)]
+    notes = list[str]()
+    for first, records in read_chunks(file, source, notes, skips_damaged=skips_damaged):
         trained = list[tuple[int, Json]]()
         for pair in enumerate(records, first):
             if "event" in pair[1]:
                 events.append(pair)
             elif "loss" in pair[1] or "loss_hex" in pair[1]:
                 trained.append(pair)
-        parts.append(_columns(trained, quantities))
+        parts.append(columns_of(trained, quantities))
         starts += [pair for pair in trained if "start" in pair[1] or "resumed" in pair[1]]
     evaluated = [pair for pair in events if pair[1]["event"] == "evaluation"]
-    losses = _columns([pair for pair in evaluated if value_of(pair[1], VALID_LOSS)[1] != ABSENT], [VALID_LOSS])
+    losses = columns_of([pair for pair in evaluated if value_of(pair[1], VALID_LOSS)[1] != ABSENT], [VALID_LOSS])
     last = len(losses) - 1 - numpy.unique(losses.iterations[::-1], return_index=True)[1]
     arrays = [(part.iterations, part.values, part.kinds, part.lines) for part in parts]
     iterations, values, kinds, lines = (numpy.concatenate(pieces, axis=-1) for pieces in zip(*arrays, strict=True))
     columns = MetricColumns(iterations, tuple(quantities), values, kinds, lines)
-    return MetricsLog(source, columns, losses.take(last), events, starts, tuple(read.notes))
+    return MetricsLog(source, columns, losses.take(last), events, starts, tuple(notes))
 
 
-def _columns(numbered: Sequence[tuple[int, Json]], quantities: Sequence[str]) -> MetricColumns:
-    """Return numbered records as columns."""
+def columns_of(numbered: Sequence[tuple[int, Json]], quantities: Sequence[str]) -> MetricColumns:
+    """Return records as columns. Each comes with its line number."""
     rows, shape = [record for _, record in numbered], (len(quantities), len(numbered))
     values, kinds = numpy.empty(shape), numpy.empty(shape, dtype=numpy.uint8)
     for number, quantity in enumerate(quantities):

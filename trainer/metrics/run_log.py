@@ -16,8 +16,7 @@ from trainer.compare.text_table import duration
 from trainer.launch.run_folder import run_folder_failed
 from trainer.launch.start_times import StartTimes
 from trainer.metrics.json_lines import METRICS
-from trainer.metrics.jsonl_file import JsonlFile
-from trainer.metrics.jsonl_sink import JsonlSink
+from trainer.metrics.jsonl_file import JsonlFile, cut_after
 from trainer.metrics.launch_log import LAUNCHES, LaunchOutcome
 from trainer.metrics.memory import MemoryPeaks
 from trainer.metrics.publish_sink import PublishSink
@@ -176,9 +175,11 @@ class RunLog:
         try:
             make_folders(self._files, self._folder)
             self._record_clock = run_clock(self._folder, (METRICS, LAUNCHES), age_s)
-            lines = JsonlSink(self._record_clock)
             replace_file(self._files, self._folder / "config.yaml", config.encode())
-            lines.start(position)
+            cut_after(self._folder / METRICS, iteration, owes_evaluation=owes_evaluation, files=self._files)
+            lines = JsonlFile(self._folder / METRICS, self._record_clock)
+            # The first checkpoint makes the records durable. Make the file's name durable too.
+            self._files.sync_folder(self._folder)
         except OSError as error:
             raise run_folder_failed(self._folder, error) from error
         sinks = [(name, load_sink(name)) for name in self._names]
@@ -217,7 +218,7 @@ class RunLog:
 
     def _add_launch(self, event: str, iteration: int, members: Json) -> None:
         if self._launches is not None:
-            self._launches.add({"event": event, "launch": self._launch, "iteration": iteration, **members})
+            self._launches.write({"event": event, "launch": self._launch, "iteration": iteration, **members})
 
     def started(self, times: StartTimes) -> None:
         """Log the startup times, and add them and the package versions to the next iteration's line."""
@@ -323,7 +324,7 @@ class RunLog:
             call(sink)
         except Exception as error:  # noqa: BLE001 - whatever its library raises, training goes on
             if name not in self._failed:
-                _log.error("Metrics could not be written to %s, and the run continues without them: %r", name, error)
+                _log.error("Metrics could not be written to %s, and the run continues: %r", name, error)
             self._failed.add(name)
             return False
         return True

@@ -40,8 +40,7 @@ class MetricSink(ABC):
     Import the sink's library in `start`, so that only runs with this sink need it.
     """
 
-    @abstractmethod
-    def start(self, position: RunPosition) -> None:
+    def start(self, position: RunPosition) -> None:  # noqa: B027
         """Open the output, and drop earlier launches' records for iterations after the position."""
 
     @abstractmethod

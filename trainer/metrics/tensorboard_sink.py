@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -15,8 +13,6 @@ from trainer.metrics.sink import MetricSink, RunPosition
 
 if TYPE_CHECKING:
     from trainer.metrics.event_file import EventFile
-
-_log = logging.getLogger(__name__)
 
 _EVENTS = "tensorboard"  # the event file folder
 # TensorBoard sorts tag groups by name. These names put the losses first.
@@ -41,9 +37,11 @@ class TensorboardSink(MetricSink):
         self._folder = Path(_EVENTS)
         self._file: EventFile | None = None
         self._purge_step = 1
-        self._has_lost_points = False
 
     def start(self, position: RunPosition) -> None:
+        from trainer.metrics import event_file
+
+        self._events = event_file
         self._folder, self._purge_step = position.folder / _EVENTS, position.iteration + 1
 
     def write(self, record: Json) -> None:
@@ -52,29 +50,21 @@ class TensorboardSink(MetricSink):
         if not points and "sample" not in texts:
             return
         try:
-            self._add(record["iteration"], points, texts.get("sample"))
-            self._has_lost_points = False
-        except OSError as error:
-            if not self._has_lost_points:
-                _log.error("%s is missing points: %s", self._folder, error)
-            self._has_lost_points = True
+            if self._file is None:  # created with the first point, so that a run without points leaves no file
+                self._file = self._events.EventFile(self._folder, purge_step=self._purge_step)
+            values = [self._events.point(tag, value) for tag, value in points.items()]
+            values += [self._events.verbatim("sample", text) for name, text in texts.items() if name == "sample"]
+            self._file.write([self._events.event(record["iteration"], values)])
+        except OSError:
             self.close()
             self._purge_step = record["iteration"] + 1
+            raise
 
     def close(self) -> None:
         if self._file is not None:
             with suppress(OSError):
                 self._file.close()
         self._file = None
-
-    def _add(self, iteration: int, points: Mapping[str, float], sample: str | None) -> None:
-        from trainer.metrics.event_file import EventFile, event, point, verbatim
-
-        if self._file is None:  # created with the first point, so that a run without points leaves no file
-            self._file = EventFile(self._folder, purge_step=self._purge_step)
-        values = [point(tag, value) for tag, value in points.items()]
-        values += [] if sample is None else [verbatim("sample", sample)]
-        self._file.write([event(iteration, values)])
 
 
 @cache

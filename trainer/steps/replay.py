@@ -16,7 +16,7 @@ from trainer.config.compose import compose_values, read_resolved
 from trainer.config.saved import FORMAT, flattened, saved_values
 from trainer.config.schema import Config
 from trainer.launch.environment import Environment
-from trainer.metrics.json_lines import METRICS, JsonLines, open_log, read_records
+from trainer.metrics.json_lines import METRICS, open_log, read_records, record_of
 from trainer.metrics.launch_log import LAUNCHES
 
 if TYPE_CHECKING:
@@ -93,8 +93,8 @@ def _launch_of(folder: Path, iteration: int) -> Json:
 def _first_iteration(folder: Path) -> int | None:
     path = folder / METRICS
     with open_log(path) as lines:
-        records = JsonLines([lines.readline()], path).records()
-    return records[0][1]["iteration"] if records else None
+        record = record_of(lines.readline())
+    return None if record is None else record["iteration"]
 
 
 def _saved(folder: Path, save: Path, files: Files, *, before: int) -> dict[int, Path | None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from pathlib import Path
 
 from reprise.errors import NonFiniteError, TrainerError
@@ -15,7 +16,7 @@ from trainer.config.train import OnSpike
 from trainer.data.position_map import SKIPPED, PositionMap
 from trainer.launch.control import RunControl
 from trainer.launch.process_group import Cluster
-from trainer.metrics.json_lines import METRICS
+from trainer.metrics.json_lines import METRICS, record_of, tail
 from trainer.metrics.jsonl_file import newest_side_file
 from trainer.metrics.spikes import Spike, SpikeWatch
 from trainer.run.build import Run
@@ -57,15 +58,24 @@ class Rewind:
         """Tell a run about its rewind, and log it."""
         for watch in run.spikes:
             watch.rewound = list(self.rewound)
+        path, (first, end) = Path(run.config.run.dir) / METRICS, self.rewound[-1]
         for log in run.logs:
-            abandoned = newest_side_file(Path(run.config.run.dir) / METRICS)
-            first, end = self.rewound[-1]
+            abandoned = newest_side_file(path)
             members = {"from": self.spike.iteration, "skipped": [first, end], "abandoned": abandoned}
             text = (
                 f"rewound from iteration {self.spike.iteration} to {self.iteration} because of {self.spike}: "
                 f"samples {first}-{end} are skipped, {abandoned} has the abandoned lines"
             )
-            log.note(self.iteration, "rewind", members, text)
+            if self._is_recorded(path):
+                _log.warning(text)
+            else:
+                log.note(self.iteration, "rewind", members, text)
+
+    def _is_recorded(self, path: Path) -> bool:
+        """Return whether a launch killed before its next save has made this rewind. The log ends at its iteration."""
+        mine = ("rewind", self.iteration, self.spike.iteration, [*self.rewound[-1]])
+        events = takewhile(lambda record: "event" in record, filter(None, map(record_of, tail(path))))
+        return any((e["event"], e["iteration"], e.get("from"), e.get("skipped")) == mine for e in events)
 
 
 def react(run: Run, watch: SpikeWatch, spike: Spike) -> Rewind | None:

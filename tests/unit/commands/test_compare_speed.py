@@ -11,7 +11,7 @@ from reprise.saving import SaveReport
 from tests.fakes import iteration_record
 from tests.messages import Printed
 from trainer.commands.compare_speed import main
-from trainer.compare.speed import Spread, measure, read_timing
+from trainer.compare.speed import QUANTILES, measure, read_timing
 from trainer.compare.speed_plot import running_median
 from trainer.metrics.run_log import RunLog
 
@@ -40,17 +40,21 @@ def test_the_figures_are_those_of_the_iterations_after_the_first(tmp_path: Path)
     seconds = [9.0, 9.0, *[0.5] * 8, 1.0]
     run = make_run(tmp_path / "a", seconds, {2: (7.0, 7.0), 5: (0.25, 1.5), 11: (0.0, 0.5)})
     speed = measure(read_timing(run).without_first(2))
-    assert (speed.iterations, speed.saves, speed.save_seconds) == (9, 2, 0.5)
-    assert speed.seconds == Spread(
-        0.5, 0.5, pytest.approx(0.6), 0.5, 0.5
-    )  # a fifth of the way from the last 0.5 to 1.0
-    assert speed.tokens_per_second == Spread(200.0, 180.0, 200.0, 200.0, 200.0)
-    assert (speed.blocked_s, speed.slowdown_s) == (0.5, 2.0)
-    assert speed.checkpoint_share == 2.5 / 5.5
-    assert speed.tokens_per_second_overall == 900 / 5.5
+    assert speed == {
+        "tokens_per_second": dict.fromkeys(QUANTILES, 200.0) | {"p10": 180.0},
+        # a fifth of the way from the last 0.5 to 1.0
+        "seconds": dict.fromkeys(QUANTILES, 0.5) | {"p90": pytest.approx(0.6)},
+        "iterations": 9,
+        "saves": 2,
+        "save_seconds": 0.5,
+        "blocked_s": 0.5,
+        "slowdown_s": 2.0,
+        "checkpoint_share": 2.5 / 5.5,
+        "tokens_per_second_overall": 900 / 5.5,
+    }
     # Iterations that are faster beside a save earn it no time.
     faster = measure(read_timing(make_run(tmp_path / "b", [1.0], {1: (0.0, -0.5)})))
-    assert (faster.slowdown_s, faster.checkpoint_share, faster.seconds.median) == (0.0, 0.0, 1.0)
+    assert (faster["slowdown_s"], faster["checkpoint_share"], faster["seconds"]["median"]) == (0.0, 0.0, 1.0)
 
 
 def printed(capsys: Printed) -> list[list[list[str]]]:

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from reprise.errors import DataError
 from tests.messages import refused
 from trainer.compare.curves import QUANTITIES, Comparison, Curve, Tolerance, common_dtype, compare, report
-from trainer.compare.logs import parse_log
+from trainer.compare.logs import TextLog
+from trainer.compare.logs import parse_log as parse_text_log
 from trainer.compare.read import curve_of, read_curve
 from trainer.metrics.json_lines import ABSENT, DECIMAL, EXACT
 from trainer.metrics.log_file import read_lines
@@ -36,6 +37,10 @@ def parse_metrics(text: str, *, source: str) -> Curve:
 
 def metrics(losses: dict[int, float]) -> Curve:
     return parse_metrics("".join(record(i, loss) + "\n" for i, loss in losses.items()), source="made.jsonl")
+
+
+def parse_log(text: str) -> Curve:
+    return parse_text_log(TextLog(text, "log"))
 
 
 def losses_of(curve: Curve) -> dict[int, float]:
@@ -66,7 +71,7 @@ def losses_of(curve: Curve) -> dict[int, float]:
 def test_log_lines_of_every_known_format_are_read(
     line: str, expected: tuple[int, float, float | None, float | None]
 ) -> None:
-    points = parse_log(line + "\n", source="log").points
+    points = parse_log(line + "\n").points
     kinds = [ABSENT if value is None else DECIMAL for value in expected[1:]]
     values = [nan if value is None else value for value in expected[1:]]
     assert (points.iterations.tolist(), points.kinds[:, 0].tolist()) == ([expected[0]], kinds)
@@ -87,7 +92,7 @@ def test_log_lines_of_every_known_format_are_read(
     ],
 )
 def test_lines_that_are_not_training_losses_are_passed_over(line: str) -> None:
-    curve = parse_log(f"{line}\nstep 1/10 | train loss 3.0\n{line}\n", source="log")
+    curve = parse_log(f"{line}\nstep 1/10 | train loss 3.0\n{line}\n")
     assert losses_of(curve) == {1: 3.0}
 
 
@@ -100,14 +105,14 @@ def test_every_way_to_write_a_number_is_read(written: str) -> None:
         f"iter 0: loss {written}, time",
         f"iteration 1/ 2 | lm loss: {written} |",
     ):
-        assert repr(losses_of(parse_log(line + "\n", source="log"))[1]) == repr(float(written))
+        assert repr(losses_of(parse_log(line + "\n"))[1]) == repr(float(written))
 
 
 def test_a_torn_last_log_line_keeps_its_closed_fields_alone() -> None:
-    curve = parse_log("step 1/9 | train loss 4.25 |\nstep 2/9 | train loss 4.2", source="log")
+    curve = parse_log("step 1/9 | train loss 4.25 |\nstep 2/9 | train loss 4.2")
     assert losses_of(curve) == {1: 4.25}
     assert "line 2 is torn" in curve.notes[0]
-    points = parse_log("step 2/9 | train loss 4.25 | norm 1.2", source="log").points
+    points = parse_log("step 2/9 | train loss 4.25 | norm 1.2").points
     assert points.kinds.tolist() == [[DECIMAL], [ABSENT], [ABSENT]]
 
 
@@ -134,10 +139,10 @@ val loss 4.290000
 @pytest.mark.parametrize("text", [MAIN_LOG.partition("s:2")[0], C_LOG.partition("generating")[0]])
 def test_logs_of_llm_c_may_be_torn_anywhere_in_their_last_line(text: str) -> None:
     """A number that the tear has cut is never read, and a cut training line leaves no other loss."""
-    losses = losses_of(parse_log(text, source="log"))
+    losses = losses_of(parse_log(text))
     last = text.rstrip("\n").rindex("\n") + 1
     for length in range(last + 1, len(text)):
-        left = losses_of(parse_log(text[:length], source="log"))
+        left = losses_of(parse_log(text[:length]))
         assert left in (losses, {1: losses[1]})
     assert left == losses  # only the newline is missing
 
@@ -253,7 +258,7 @@ def test_bitwise_looks_at_grad_norm_and_lr_where_both_have_them(quantity: str) -
 
 
 def test_decimals_prove_no_equal_bits() -> None:
-    log = parse_log("step 1/1 | train loss 2.0 |\n", source="train.log")
+    log = parse_text_log(TextLog("step 1/1 | train loss 2.0 |\n", "train.log"))
     exact = metrics({1: 2.0})
     for base, test in ((log, exact), (exact, log), (log, log)):
         assert compare(base, test, tolerance=Tolerance(1e-5)).verdict == "equal within 1e-05: 1/1 iterations"

@@ -8,17 +8,17 @@ from pathlib import Path
 
 import pytest
 
+from reprise.storage import Json
 from trainer.compare.curves import Comparison, Curve, Tolerance, compare
 from trainer.compare.figure import write_figure
 from trainer.compare.plot import draw_comparisons
 from trainer.compare.table import name_runs
-from trainer.metrics.json_lines import EXACT
-from trainer.metrics.log_file import MetricColumns
+from trainer.metrics.log_file import columns_of
 
 
 def curve(losses: dict[int, float]) -> Curve:
-    points = MetricColumns.of([*losses], ["loss"], [[(loss, EXACT)] for loss in losses.values()])
-    return Curve("runs/a/metrics.jsonl", points, MetricColumns.of([], ["valid_loss"], []))
+    records: list[tuple[int, Json]] = [(0, {"iteration": n, "loss_hex": loss.hex()}) for n, loss in losses.items()]
+    return Curve("runs/a/metrics.jsonl", columns_of(records, ["loss"]), columns_of([], ["valid_loss"]))
 
 
 def compared(*tests: dict[int, float]) -> list[Comparison]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -14,8 +15,10 @@ from reprise.saving import write_checkpoint
 from reprise.storage import FILE_SYSTEM, CheckpointFolder
 from tests.fakes import all_ranks
 from trainer.interop.tensor_files import write_tensor_files
+from trainer.launch.control import RunControl
 from trainer.launch.process_group import Cluster
-from trainer.training.rewind import newest_before
+from trainer.metrics.spikes import Spike
+from trainer.training.rewind import Rewind, newest_before
 
 LAYOUT = build_layout([TensorSpec(TensorKind.MODEL, "w", (2,), StoredDtype.F32, (2,))], file_bytes=DEFAULT_FILE_BYTES)
 
@@ -57,3 +60,17 @@ def test_the_way_back_is_to_a_checkpoint_that_every_host_has(tmp_path: Path) -> 
     assert newest(12, is_shared=False) == [(-1, 0)] * 2
     (hosts[0].iteration(14) / STATE).unlink()
     assert newest(18, is_shared=True) == [(12, 120)] * 2
+
+
+def test_a_rewind_that_a_kill_repeats_is_recorded_once(tmp_path: Path) -> None:
+    notes, control = list[tuple[int, str]](), SimpleNamespace()
+    log = SimpleNamespace(note=lambda iteration, event, *_: notes.append((iteration, event)))
+    run: Any = SimpleNamespace(spikes=[], logs=[log], config=SimpleNamespace(run=SimpleNamespace(dir=tmp_path)))
+    rewind = Rewind(8, Spike(10, "loss", 9.0, 3.0), ((0, 4), (96, 120)), cast(RunControl, control))
+    line, record = {"iteration": 8, "loss": 1.0}, {"iteration": 8, "event": "rewind", "from": 10, "skipped": [96, 120]}
+    for last, count in ((record | {"skipped": [0, 4]}, 1), (record, 1), (record | {"iteration": 4}, 2)):
+        rows = [record, line, last, {"iteration": 8, "event": "save"}]
+        (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        rewind.begin(run)
+        assert len(notes) == count
+    assert notes[0] == (8, "rewind")
