@@ -6,10 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from reprise.errors import TrainerError
 from reprise.storage import CheckpointFolder, Files
 from tests.harness import TINY, checkpoint, curve, run_ok
-from tests.messages import refused
 from tests.resume.starts import start
 
 BASE = ["model=gpt2_tiny", *TINY, "train.train_iters=10", "schedule.lr_decay_iters=20", "checkpoint.save_interval=1"]

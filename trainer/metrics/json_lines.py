@@ -51,8 +51,9 @@ def read_chunks(
             if not line.endswith(b"\n"):
                 notes.append(f"{where} is torn (no newline at its end) and was left out")
             elif not skips_damaged:
-                expected, text = "a JSON object" + " with an iteration" * is_log, line.strip()[:60].decode(errors="replace")
-                raise DataError("Cannot read a metrics record", where=where, expected=expected, found=repr(text))
+                expected = "a JSON object with an iteration" if is_log else "a JSON object"
+                text = repr(line.strip()[:60].decode(errors="replace"))
+                raise DataError("Cannot read a metrics record", where=where, expected=expected, found=text)
         return record or {}
 
     first, remaining = 1, iter(lines)

@@ -50,10 +50,10 @@ def _saves(history: History) -> Iterator[LifeEvent]:
         summaries = [summary for summary in reprise.list(history.folder) if not summary.is_superseded]
     except (TrainerError, OSError):  # no saves, or saves in another folder
         summaries = []
-    kept = {summary.iteration: "damaged" if summary.status in _DAMAGED else "kept" for summary in summaries}
+    states = {summary.iteration: "damaged" if summary.status in _DAMAGED else "kept" for summary in summaries}
     for log in history.logs:
         for event in events_of([log], *SAVES):
-            state = kept.get(event["iteration"], "pruned" if kept else "elsewhere")
+            state = states.get(event["iteration"], "pruned" if states else "elsewhere")
             kind = _LIGHT.get(event["event"], f"save {state if log is history.log else 'given up'}")
             blocked = sum_of(event, "blocked_seconds", "waited_seconds")
             size, seconds = sum_of(event, "written_bytes") / 1e6, sum_of(event, "seconds")
