@@ -17,9 +17,11 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
@@ -319,3 +321,16 @@ def _buckets(chunk: Chunk, key: str, model: ModelConfig, way: Way) -> tuple[list
     if size:
         finish()
     return padded, unpadded, ends
+
+
+def drift_ranks(monkeypatch: pytest.MonkeyPatch, layout: ModuleType) -> None:
+    """Make a layout's second rank of tensor parallelism hold other biases, in all their kinds."""
+    lay_out = layout._chunk
+
+    def drifted(*args: Any) -> Any:
+        return {
+            name: {key: value + (args[3] == 1 and name.endswith("linear_proj.bias")) for key, value in values.items()}
+            for name, values in lay_out(*args).items()
+        }
+
+    monkeypatch.setattr(layout, "_chunk", drifted)

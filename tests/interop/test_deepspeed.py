@@ -42,7 +42,9 @@ def test_a_parameter_without_moments_is_frozen(tmp_path: Path, caplog: pytest.Lo
     zeros = torch.zeros_like(SOURCE.read(frozen))
     keys = (f"exp_avg.{frozen}", f"exp_avg_sq.{frozen}")
     others = dict.fromkeys(keys, zeros) | {f"step.{frozen}": torch.tensor(0.0)}
-    assert_carried(opened("deepspeed", tmp_path, OURS), replace(SOURCE, read=lambda n: others.get(n, SOURCE.read(n))))
+    source = opened("deepspeed", tmp_path, OURS)
+    assert_carried(source, replace(SOURCE, read=lambda n: others.get(n, SOURCE.read(n))))
+    assert source.consumed_samples == 12 * SOURCE.iteration
     assert frozen in caplog.text
 
 

@@ -159,14 +159,6 @@ def test_metadata_with_foreign_classes_is_not_called_damaged(tmp_path: Path) -> 
         states.opened("dcp", tmp_path, MODEL)
 
 
-def test_a_folder_above_several_dcp_checkpoints_is_refused(tmp_path: Path) -> None:
-    for number in (3, 6):
-        (tmp_path / f"step-{number}").mkdir()
-        (tmp_path / f"step-{number}/.metadata").touch()
-    with refused(CheckpointError, "step-3", "step-6"):
-        states.opened("dcp", tmp_path, MODEL)
-
-
 def test_another_model_with_torchtitan_s_names_is_explained(tmp_path: Path) -> None:
     save_dcp(tmp_path / "titan", {"tok_embeddings.weight": torch.zeros(257, 20)})
     with refused(MismatchError, "llama3", "torchtitan"):

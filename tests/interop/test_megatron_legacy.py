@@ -14,7 +14,7 @@ import torch
 
 from reprise.errors import TrainerError
 from tests.interop import megatron_layout
-from tests.interop.megatron_layout import Way, write
+from tests.interop.megatron_layout import Way, drift_ranks, write
 from tests.interop.states import ALONE, ENDS, assert_carried, opened, read_all, replace_file, state_of
 from tests.messages import refused
 from trainer.commands import convert
@@ -68,10 +68,10 @@ REFUSED: dict[str, tuple[Way, str, Callable[[dict[Any, Any]], object], str]] = {
     ),
     "a buffer of another save": (Way(), MODEL_FILE, swap, "linear_proj.weight"),
     "a buffer that is not aligned": (Way(), FLAT_FILE, move, FLAT_FILE),
-    "a missing parameter": (PLAIN, MODEL_FILE, drop, "--weights-only"),
-    "a frozen parameter": (PLAIN, MODEL_FILE, freeze, "18 matrices"),
-    "a lacking moment": (PLAIN, MODEL_FILE, cut_state, "number 2"),
-    "another save": (TP2, "mp_rank_01/model_optim_rng.pt", lambda s: s.update(iteration=2), "iteration 2"),
+    "a missing parameter": (PLAIN, MODEL_FILE, drop, "linear_fc1.bias"),
+    "a frozen parameter": (PLAIN, MODEL_FILE, freeze, "18 and 34"),
+    "a lacking moment": (PLAIN, MODEL_FILE, cut_state, "exp_avg_sq"),
+    "another save": (TP2, "mp_rank_01/model_optim_rng.pt", lambda s: s.update(iteration=2), "(2, 3.0"),
     "another version": (TP2, MODEL_FILE, lambda s: s.update(checkpoint_version=2.0), "2.0"),
     "an older version": (PLAIN, MODEL_FILE, lambda s: s.update(checkpoint_version=1.0), "1.0"),
     "no arguments": (Way(), MODEL_FILE, lambda s: s.pop("args"), "position_embedding_type"),
@@ -100,20 +100,6 @@ def test_what_does_not_fit_together_is_refused_by_name(tmp_path: Path, case: str
         read_all(opened("megatron", path, OURS))
 
 
-def drifted_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give the second rank of tensor parallelism other biases, in all their kinds."""
-    lay_out = megatron_layout._chunk
-
-    def drifted(*args: Any) -> Any:
-        found, tp = lay_out(*args), args[3]
-        return {
-            name: {key: value + (tp == 1 and name.endswith("linear_proj.bias")) for key, value in values.items()}
-            for name, values in found.items()
-        }
-
-    monkeypatch.setattr(megatron_layout, "_chunk", drifted)
-
-
 def test_the_first_of_copies_that_drifted_apart_is_taken(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -126,7 +112,7 @@ def test_the_first_of_copies_that_drifted_apart_is_taken(
         assert_carried(found, STATE)
         assert_carried(found, STATE)
         assert sum(named in line for line in caplog.messages) == 1
-    drifted_ranks(monkeypatch)
+    drift_ranks(monkeypatch, megatron_layout)
     path = write(tmp_path / "flat", STATE, replace(TP2, rows=264))
     with refused(TrainerError, "linear_proj.bias"):
         read_all(opened("megatron", path, OURS))

@@ -32,7 +32,6 @@ def without_biases(state: StateSource) -> StateSource:
 
 @pytest.mark.parametrize("case", ["since May 2023", "before, by sorted names", "compiled, without biases"])
 def test_every_version_of_nanogpt_is_carried(tmp_path: Path, caplog: pytest.LogCaptureFixture, case: str) -> None:
-    caplog.set_level("INFO", "trainer.interop")
     is_old, has_bias = case.startswith("before"), not case.startswith("compiled")
     state = STATE if has_bias else without_biases(STATE)
     write_nanogpt(tmp_path / "in", state, is_old=is_old, prefix="" if has_bias else "_orig_mod.")

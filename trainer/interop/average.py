@@ -182,25 +182,21 @@ def _specs(parts: Sequence[Checkpoint]) -> list[TensorSpec]:
 
 
 def _require_same(part: Checkpoint, newest: Checkpoint, specs: Sequence[TensorSpec]) -> None:
-    for member in ("model", "base"):
-        if part.state.get(member) != newest.state.get(member):
-            raise _mismatch(part, newest, f"`{member}` in {STATE}")
+    expected = {spec.name: spec for spec in specs}
     saved = {place.spec.name: place.spec for place in read_places(part).values() if place.spec.kind in _KINDS}
-    for name in saved.keys() ^ {spec.name for spec in specs}:
-        raise _mismatch(part, newest, f"tensor {name}")
-    for spec in specs:
-        if saved[spec.name] != spec:
-            raise _mismatch(part, newest, f"tensor {spec.name}")
-
-
-def _mismatch(part: Checkpoint, newest: Checkpoint, difference: str) -> MismatchError:
-    return MismatchError(
-        "The checkpoints to merge hold different models",
-        where=part.path,
-        expected=f"the model in {newest.path.name}",
-        found=f"another {difference}",
-        fix="Correct --from and --to.",
-    )
+    members = (name for name in ("model", "base") if part.state.get(name) != newest.state.get(name))
+    differences = [f"`{name}` in {STATE}" for name in members]
+    differences += [
+        f"tensor {name}" for name in sorted(saved.keys() | expected.keys()) if saved.get(name) != expected.get(name)
+    ]
+    if differences:
+        raise MismatchError(
+            "The checkpoints to merge hold different models",
+            where=part.path,
+            expected=f"the model in {newest.path.name}",
+            found=f"another {differences[0]}",
+            fix="Correct --from and --to.",
+        )
 
 
 def _documents(parts: Sequence[Checkpoint], shares: Sequence[float], rule: str) -> dict[str, Document]:

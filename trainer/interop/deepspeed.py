@@ -8,8 +8,8 @@ the tensors are flat, and only `zero/optimizer_state.pt` has the steps.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -21,11 +21,11 @@ from models.families import aliases, stored_tensors
 from reprise.errors import CheckpointError, MismatchError, count_of
 from reprise.loading import no_folder
 from reprise.storage import integer, is_dir, is_file, is_file_name, matching, shown
-from trainer.config.derived import batch_schedule_of
 from trainer.interop.finite import require_finite
-from trainer.interop.formats import Format, ImportOptions, common_step, few, known_form, listed, require_trust
+from trainer.interop.formats import Format, ImportOptions, common_step, few, require_trust
 from trainer.interop.hf.folder import model_beside
 from trainer.interop.source import StateSource
+from trainer.interop.stored import require_none
 from trainer.interop.torch_file import is_plain, open_torch_file, read_torch_file
 
 _log = logging.getLogger(__name__)
@@ -121,11 +121,6 @@ def read_source(path: Path, options: ImportOptions) -> StateSource:
     """
     require_trust(options, "DeepSpeed", where=path)
     folder = _tag(path)
-    with known_form("DeepSpeed", folder):
-        return _source_of(folder, options)
-
-
-def _source_of(folder: Path, options: ImportOptions) -> StateSource:
     saved = _model_file(folder)
     module = {name: w for name, w in (saved.get("module") or {}).items() if is_plain(w) and w.numel()}
     kinds = {name: {file.stem for file in matching(folder / _ZERO / name, "*.pt")} for name in _parameters(folder)}
@@ -133,8 +128,9 @@ def _source_of(folder: Path, options: ImportOptions) -> StateSource:
     names = _names(kinds, model, where=folder)
     trained = frozenset(name for name, origin in names.items() if kinds[origin] >= {*_MOMENTS})
     frozen = names.keys() - trained
+    universal = _Universal(folder, model, names, trained, module)
     if options.weights_only:
-        return StateSource(model, 0, has_optimizer=False, read=_Universal(folder, model, names, trained, module).read)
+        return StateSource(model, 0, has_optimizer=False, read=universal.read)
     if not trained:
         raise MismatchError(
             "A universal checkpoint has no Adam moments",
@@ -145,8 +141,8 @@ def _source_of(folder: Path, options: ImportOptions) -> StateSource:
     iteration, step = integer(saved.get("global_steps")), _common_step(folder)
     if frozen:
         _log.warning(f"the moments of {count_of(len(frozen), 'frozen parameter')} start as zeros: {few(frozen)}")
-    _warn_of_position(saved.get("global_samples"), iteration, options)
-    return StateSource(model, iteration, True, _Universal(folder, model, names, trained, module, step).read)
+    read, samples = replace(universal, step=step).read, integer(saved["global_samples"])
+    return StateSource(model, iteration, has_optimizer=True, read=read, consumed_samples=samples)
 
 
 def _tag(path: Path) -> Path:
@@ -196,26 +192,13 @@ def _names(kinds: Mapping[str, set[str]], model: ModelConfig, *, where: Path) ->
     """
     stored, second = list(stored_tensors(model)), aliases(model)
     prefix = next((name.removesuffix(stored[0]) for name in kinds if name.endswith(stored[0])), "")
-    problems = list(_differences(kinds, {prefix + name for name in stored}, {prefix + name for name in second}))
-    if problems:
-        raise MismatchError(
-            "The universal checkpoint holds a different model",
-            where=where,
-            found=listed(problems, "difference"),
-            fix=_FIX,
-        )
-    return {name: prefix + name for name in stored}
-
-
-def _differences(kinds: Mapping[str, set[str]], expected: set[str], second: set[str]) -> Iterator[str]:
-    for name in sorted(expected):
-        if lacking := {_WEIGHTS} - kinds.get(name, set()):
-            yield f"missing: {name}/{lacking.pop()}.pt"
-        elif len(kinds[name] & {*_MOMENTS}) == 1:
-            yield f"missing: one of {name}/{_MOMENTS[0]}.pt and {_MOMENTS[1]}.pt"
-    for name, files in sorted(kinds.items()):
-        if name not in expected and (name not in second and (name.endswith(".weight") or files & {*_MOMENTS})):
-            yield f"not of the model: {name}"
+    names = {name: prefix + name for name in stored}
+    problems = [f"missing: {name}/{_WEIGHTS}.pt" for name in names.values() if _WEIGHTS not in kinds.get(name, ())]
+    problems += [f"{name}: one of two moments" for name, files in kinds.items() if len(files & {*_MOMENTS}) == 1]
+    strangers = kinds.keys() - names.values() - {prefix + name for name in second}
+    strangers = {name for name in strangers if name.endswith(".weight") or kinds[name] & {*_MOMENTS}}
+    require_none([*problems, *(f"not of the model: {name}" for name in sorted(strangers))], where=where, fix=_FIX)
+    return names
 
 
 def _common_step(folder: Path) -> float | None:
@@ -228,14 +211,4 @@ def _common_step(folder: Path) -> float | None:
     )
 
 
-def _warn_of_position(samples: object, iteration: int, options: ImportOptions) -> None:
-    """Warn if DeepSpeed's sample count differs from a run's at this iteration."""
-    expected = batch_schedule_of(options.config.train).consumed_after(iteration)
-    if isinstance(samples, int) and samples != expected:
-        _log.warning(
-            f"DeepSpeed counted {count_of(samples, 'sample')} in {count_of(iteration, 'iteration')}, but its batch "
-            f"size implies {expected}: --consumed-samples={samples} continues after them"
-        )
-
-
-FORMAT = Format("a DeepSpeed universal checkpoint, as written by ds_to_universal.py", read_source)
+FORMAT = Format("DeepSpeed", "a DeepSpeed universal checkpoint, as written by ds_to_universal.py", read_source)

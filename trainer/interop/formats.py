@@ -42,7 +42,7 @@ class ImportOptions:
 
 
 @contextmanager
-def known_form(program: str, path: Path) -> Iterator[None]:
+def _known_form(program: str, path: Path) -> Iterator[None]:
     """Refuse files whose content does not have the expected layout.
 
     Raises:
@@ -166,8 +166,9 @@ class Format:
     """Another program's format.
 
     Args:
+        program: The program's name, for messages.
         summary: A short description.
-        read: Opens a path for import. The source describes the model, so no override needs to.
+        open: Opens a path for import. The source describes the model, so no override needs to.
         write: Writes our checkpoint to a new path. None if the format is import only.
         completes_model: Whether the configured model fills in whatever the files leave open. If so, a group
             `model=NAME` may differ from the stored model.
@@ -176,10 +177,22 @@ class Format:
         has_copies: Whether several ranks may keep copies of a tensor: `ImportOptions.from_rank0` applies.
     """
 
+    program: str
     summary: str
-    read: Callable[[Path, ImportOptions], StateSource]
+    open: Callable[[Path, ImportOptions], StateSource]
     write: Callable[[Checkpoint, Path, ExportOptions], None] | None = None
     completes_model: bool = False
     merges: bool = False
     has_averages: bool = False
     has_copies: bool = False
+
+    def read(self, path: Path, options: ImportOptions) -> StateSource:
+        """Open a path for import. Its tensors are read later.
+
+        Raises:
+            ConfigError: The files are pickles, which are not trusted.
+            CheckpointError: Files are missing or damaged, or have an unknown layout.
+            MismatchError: The files hold another model, or a form that is not supported.
+        """
+        with _known_form(self.program, path):
+            return self.open(path, options)

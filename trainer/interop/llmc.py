@@ -241,4 +241,4 @@ def _tensors(model: ModelConfig, rows: int) -> Iterator[tuple[str, tuple[int, ..
         yield OUTPUT, table
 
 
-FORMAT = Format("an llm.c weight file (GPT-2 or LLaMA-3)", read_source)
+FORMAT = Format("llm.c", "an llm.c weight file (GPT-2 or LLaMA-3)", read_source)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -22,9 +22,10 @@ from reprise.errors import CheckpointError, MismatchError
 from reprise.storage import finite_number, integer, is_dir, shown
 from reprise.tensors import canonical_name
 from trainer.config.frozen import frozen_names
-from trainer.interop.formats import Format, ImportOptions, few, known_form, listed, log_settings, require_trust
-from trainer.interop.numbered import MOMENTS, STEP, Table, check_moments, entries_by_name, steps_of, unknown_order
+from trainer.interop.formats import Format, ImportOptions, common_step, few, log_settings, require_trust
+from trainer.interop.numbered import MOMENTS, STEP, Table, numbers_by_name
 from trainer.interop.source import StateSource
+from trainer.interop.stored import misfits, require_none
 from trainer.interop.torch_file import is_plain, open_torch_file
 
 _log = logging.getLogger(__name__)
@@ -36,32 +37,6 @@ _MASK = re.compile(r"transformer\.h\.\d+\.attn\.bias")
 _TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
 _ARGUMENTS = {"n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size", "dropout"}
 _END_OF_TEXT = 50256  # in GPT-2's vocabulary, which nanoGPT pads to 50304
-
-
-@dataclass(frozen=True, slots=True)
-class _Saved:
-    """A file's content.
-
-    Args:
-        weights: Weights by stored name. A model without biases has none.
-        entries: Each weight's optimizer entry. Empty without moments.
-    """
-
-    model: ModelConfig
-    weights: Mapping[str, torch.Tensor]
-    entries: Mapping[str, Table] = field(default_factory=dict)
-
-    def read(self, name: str) -> torch.Tensor:
-        """Return a tensor in our orientation. Missing biases are zero, with zero moments and step 0."""
-        key, _, parameter = name.partition(".")
-        if key == STEP:
-            return torch.tensor(steps_of(self.entries[parameter]) if parameter in self.weights else 0.0)
-        is_moment = key in MOMENTS
-        stored = parameter if is_moment else name
-        if stored not in self.weights:
-            return torch.zeros(stored_tensors(self.model)[stored].shape)
-        tensor = self.entries[stored][key] if is_moment else self.weights[stored]
-        return tensor.T if stored.endswith(_TRANSPOSED) else tensor
 
 
 def read_source(path: Path, options: ImportOptions) -> StateSource:
@@ -77,24 +52,40 @@ def read_source(path: Path, options: ImportOptions) -> StateSource:
     """
     require_trust(options, "nanoGPT", where=path)
     file = path / "ckpt.pt" if is_dir(path) else path
-    with known_form("nanoGPT", file):
-        table = open_torch_file(file)
-        weights = _weights(table["model"], file)
-        model = _model(table["model_args"], weights, where=file)
-        _check_model(weights, model, where=file)
-        groups = table["optimizer"]["param_groups"] if "optimizer" in table or not options.weights_only else []
-        order, is_sorted = _order(groups, [name for name in stored_tensors(model) if name in weights], weights)
-        if is_sorted:
-            model = replace(model, activation=Activation.gelu_tanh)
-        saved = _Saved(model, weights)
-        if not options.weights_only:
-            if order is None:
-                raise _unknown_order(groups, weights, file)
-            saved = replace(saved, entries=entries_by_name(table["optimizer"], order))
-            check_moments(saved.entries, {name: weight.shape for name, weight in weights.items()}, where=file)
-        iteration = 0 if options.weights_only else integer(table["iter_num"])
-        _log_choices(saved, iteration, groups, options, is_sorted=is_sorted)
-    return StateSource(model, iteration, has_optimizer=not options.weights_only, read=saved.read)
+    table = open_torch_file(file)
+    weights = _weights(table["model"], file)
+    model = _model(table["model_args"], weights, where=file)
+    _check_model(weights, model, where=file)
+    shapes = {name: weights[name].shape for name in stored_tensors(model) if name in weights}
+    decayed = [name for name in shapes if len(shapes[name]) > 1]
+    vectors = [name for name in shapes if len(shapes[name]) < 2]
+    first: Table = next(iter(table.get("optimizer", {}).get("param_groups", ())), {})
+    if len(first.get("params", ())) == len(decayed) - 2:  # before May 2023: sorted names, embeddings without decay
+        decayed = sorted({*decayed} - {_EMBEDDING, _POSITIONS})
+        vectors, model = sorted(shapes.keys() - decayed), replace(model, activation=Activation.gelu_tanh)
+        _log.warning("that version decayed no embeddings; a run decays them, unless optimizer.weight_decay=0")
+    entries, iteration, step = dict[str, Table](), 0, 0.0
+    if not options.weights_only:
+        optimizer, iteration = table["optimizer"], integer(table["iter_num"])
+        numbers = numbers_by_name(optimizer, [(decayed, vectors)], shapes, program="nanoGPT", where=file)
+        entries = {name: optimizer["state"][number] for name, number in numbers.items()}
+        step = common_step([entry.get(STEP) for entry in entries.values()], where=file) or 0.0
+        log_settings(optimizer["param_groups"])
+        if step != iteration:
+            _log.warning(f"AdamW made {step:.0f} steps in {iteration} iterations; both are kept")
+    _log_choices(model, weights, options)
+
+    def read(name: str) -> torch.Tensor:
+        kind, _, parameter = name.partition(".")
+        if kind == STEP:
+            return torch.tensor(step if parameter in weights else 0.0)
+        stored = parameter if kind in MOMENTS else name
+        if stored not in weights:
+            return torch.zeros(stored_tensors(model)[stored].shape)
+        tensor = entries[stored][kind] if kind in MOMENTS else weights[stored]
+        return tensor.T if stored.endswith(_TRANSPOSED) else tensor
+
+    return StateSource(model, iteration, not options.weights_only, read)
 
 
 def _weights(module: Table, where: Path) -> dict[str, torch.Tensor]:
@@ -114,37 +105,6 @@ def _weights(module: Table, where: Path) -> dict[str, torch.Tensor]:
     if OUTPUT in weights and torch.equal(weights[OUTPUT], weights[_EMBEDDING]):
         del weights[OUTPUT]
     return weights
-
-
-def _order(
-    groups: Sequence[Table], names: Sequence[str], weights: Mapping[str, torch.Tensor]
-) -> tuple[list[str] | None, bool]:
-    """Return the optimizer's parameters in its order, or None if unknown, and whether it is the older order.
-
-    Until 6 May 2023 the names were sorted. Embeddings did not decay, but an untied output layer did.
-
-    Args:
-        names: The weight names, in module order.
-    """
-    matrices = [name for name in names if weights[name].dim() >= 2]
-    linear = sorted(name for name in matrices if name not in (_EMBEDDING, _POSITIONS))
-    counts = [len(group["params"]) for group in groups]
-    if counts == [len(matrices), len(names) - len(matrices)]:
-        return [*matrices, *(name for name in names if weights[name].dim() < 2)], False
-    if counts == [len(linear), len(names) - len(linear)]:
-        return [*linear, *sorted(set(names) - set(linear))], True
-    return None, False
-
-
-def _unknown_order(groups: Sequence[Table], weights: Mapping[str, torch.Tensor], where: Path) -> MismatchError:
-    matrices = sum(tensor.dim() >= 2 for tensor in weights.values())
-    return unknown_order(
-        "nanoGPT",
-        groups,
-        expected=f"two groups: {matrices} parameters with decay (or {matrices - 2}, before May 2023) and the others",
-        fix="The optimizer does not come from nanoGPT's configure_optimizers.",
-        where=where,
-    )
 
 
 def _model(arguments: Table, weights: Mapping[str, torch.Tensor], *, where: Path) -> ModelConfig:
@@ -194,42 +154,25 @@ def _model(arguments: Table, weights: Mapping[str, torch.Tensor], *, where: Path
 
 def _check_model(weights: Mapping[str, torch.Tensor], model: ModelConfig, *, where: Path) -> None:
     """Refuse missing or unexpected tensors, and other shapes. A model may lack all its biases."""
-    expected = stored_tensors(model)
     has_bias = any(name.endswith(".bias") for name in weights)
-    problems = [f"missing: {n}" for n in expected if n not in weights and (has_bias or not n.endswith(".bias"))]
-    problems += [f"not of the model: {name}" for name in weights if name not in expected]
-    for name, tensor in weights.items():
-        shape = tuple(reversed(tensor.shape)) if name.endswith(_TRANSPOSED) else tuple(tensor.shape)
-        if name in expected and shape != expected[name].shape:
-            problems.append(f"{name}: shape {list(tensor.shape)}")
-    if problems:
-        raise MismatchError(
-            "The file's model differs from nanoGPT's",
-            where=where,
-            expected=f"n_layer={model.n_layer}, n_embd={model.n_embd}, with an MLP of 4 times the width",
-            found=listed(problems, "difference"),
-        )
+    expected = {
+        name: tensor.shape[::-1] if name.endswith(_TRANSPOSED) else tensor.shape
+        for name, tensor in stored_tensors(model).items()
+        if has_bias or not name.endswith(".bias")
+    }
+    require_none(misfits(weights, expected), where=f"{where}, with an MLP of 4 times the width")
 
 
-def _log_choices(
-    saved: _Saved, iteration: int, groups: Sequence[Table], options: ImportOptions, *, is_sorted: bool
-) -> None:
+def _log_choices(model: ModelConfig, weights: Mapping[str, torch.Tensor], options: ImportOptions) -> None:
     """Log choices left open by the file, and content not carried over."""
-    since = "sorted names, before May 2023" if is_sorted else "since May 2023"
-    _log.info(f"model.activation={saved.model.activation.value}, that of nanoGPT's version ({since})")
-    if is_sorted:
-        _log.warning("that version decayed no embeddings; a run decays them, unless optimizer.weight_decay=0")
-    lacking = {name for name in stored_tensors(saved.model) if name not in saved.weights}
-    if lacking := lacking - frozen_names(saved.model, options.config.train.freeze):
+    _log.info(f"model.activation={model.activation.value}, that of nanoGPT's version")
+    lacking = stored_tensors(model).keys() - weights.keys() - frozen_names(model, options.config.train.freeze)
+    if lacking:
         _log.warning(
             f"the model has no biases: {len(lacking)} are zero, and a run trains them; "
             """'train.freeze=["*.bias"]' keeps them zero, here and in the run"""
         )
-    log_settings(groups)
     _log.info("not carried: best_val_loss, config; nanoGPT draws its batches at random, so there is no data position")
-    steps = {steps_of(entry) for entry in saved.entries.values()}
-    if steps and steps != {float(iteration)}:
-        _log.warning(f"AdamW made {sorted(steps)} steps in {iteration} iterations; both are kept")
 
 
-FORMAT = Format("a nanoGPT ckpt.pt", read_source)
+FORMAT = Format("nanoGPT", "a nanoGPT ckpt.pt", read_source)

@@ -23,7 +23,7 @@ from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 from reprise.errors import CheckpointError
 from reprise.storage import failed_read, open_regular, shown
 
-_FLOATS = {torch.float32, torch.bfloat16, torch.float16, torch.float64}
+FLOATS = {torch.float32, torch.bfloat16, torch.float16, torch.float64}
 # Errors that Python's and torch's readers raise for damaged files.
 _DAMAGE = (
     pickle.UnpicklingError,
@@ -143,16 +143,15 @@ def read_torch_file(path: Path) -> Any:
         raise _unreadable(path, str(error)) from error
 
 
-def load_plain(file: Any, path: Path | None = None, *, admits_all: bool = True) -> Any:
-    """Return the value written by a `torch.save`.
+def load_plain(file: Any, path: Path | None = None) -> Any:
+    """Return the value written by a `torch.save`. Objects with other classes become `PlainObject`.
 
     Args:
         file: The bytes. Their checksums are verified.
         path: A path to the same bytes, which are then memory-mapped. Without it they are read.
-        admits_all: Whether objects with other classes become `PlainObject`. Otherwise they are refused.
 
     Raises:
-        PickleProblem: The bytes are damaged, or contain a refused object.
+        PickleProblem: The bytes are damaged.
     """
     try:
         with zipfile.ZipFile(file) as archive:
@@ -163,7 +162,7 @@ def load_plain(file: Any, path: Path | None = None, *, admits_all: bool = True) 
             if any(member.CRC for member in members) and (name := archive.testzip()):
                 raise PickleProblem(f"another checksum of {shown(name)}")
         file.seek(0)
-        names = get_unsafe_globals_in_checkpoint(file) if admits_all else []
+        names = get_unsafe_globals_in_checkpoint(file)
         file.seek(0)
         with safe_globals([(PlainObject, name) for name in names]):
             return torch.load(path or file, map_location="cpu", weights_only=True, mmap=path is not None)
@@ -215,7 +214,7 @@ def unpickle_records(data: bytes) -> Any:
 
 def is_plain(value: object) -> TypeGuard[torch.Tensor]:
     """Return whether a value is a dense floating-point tensor whose elements each have their own bytes in the file."""
-    if not isinstance(value, torch.Tensor) or value.dtype not in _FLOATS or value.layout is not torch.strided:
+    if not isinstance(value, torch.Tensor) or value.dtype not in FLOATS or value.layout is not torch.strided:
         return False
     return value.numel() * value.element_size() <= value.untyped_storage().nbytes()
 

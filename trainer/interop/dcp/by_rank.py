@@ -15,20 +15,20 @@ from safetensors import SafetensorError, safe_open
 
 from reprise.errors import CheckpointError
 from reprise.format import Box, Split, box_of_splits
-from reprise.storage import failed_read, is_file, is_file_name, matching, read_regular
+from reprise.storage import is_file, is_file_name, matching
 from reprise.tensors import canonical_name
 from trainer.interop.dcp.folder import (
     METADATA,
-    MOST_METADATA_BYTES,
     DcpFolder,
     DcpTensor,
-    Held,
+    StoredPart,
     open_folder,
+    read_metadata,
     require_whole,
 )
-from trainer.interop.formats import ImportOptions, known_form, require_trust
+from trainer.interop.formats import ImportOptions, require_trust
 from trainer.interop.hf.folder import SHARDS
-from trainer.interop.torch_file import read_torch_file, unpickle_records
+from trainer.interop.torch_file import read_torch_file
 
 TABLE = "metadata.pkl"
 _VERSION = "2.0"
@@ -47,8 +47,7 @@ def open_any(path: Path, options: ImportOptions) -> DcpFolder:
     """
     if is_file(path / TABLE):
         require_trust(options, "torch_checkpointing", where=path)
-        with known_form("torch_checkpointing", path):
-            return require_whole(_read_torch_checkpointing(path))
+        return require_whole(_read_torch_checkpointing(path))
     shards = matching(path, SHARDS)
     if shards and not is_file(path / METADATA):
         return require_whole(DcpFolder(path, _read_shards(shards), {}))
@@ -61,10 +60,7 @@ def _read_torch_checkpointing(path: Path) -> DcpFolder:
 
     Source: `DistributedMetadata.to_dict`, torch_checkpointing 0.1.1. The table omits items without a resharder.
     """
-    try:
-        table = unpickle_records(read_regular(path / TABLE, limit_bytes=MOST_METADATA_BYTES))
-    except OSError as error:
-        raise failed_read("A torch_checkpointing table cannot be read", error, where=path / TABLE) from error
+    table = read_metadata(path / TABLE)
     if table["version"] != _VERSION:
         raise ValueError(f"version {table['version']}, not {_VERSION}")
     tensors, values = dict[str, DcpTensor](), dict[str, Any]()
@@ -80,7 +76,7 @@ def _read_torch_checkpointing(path: Path) -> DcpFolder:
 
 
 def _tensor(
-    keys: tuple[str | int, ...], groups: Sequence[Any], leaves: Callable[[int], Mapping[Any, Held]]
+    keys: tuple[str | int, ...], groups: Sequence[Any], leaves: Callable[[int], Mapping[Any, StoredPart]]
 ) -> DcpTensor:
     """Return a tensor from the table.
 
@@ -89,7 +85,7 @@ def _tensor(
         groups: Placements, each with its ranks.
         leaves: Returns a rank's file content by keys.
     """
-    chunks = dict[Box, Held]()
+    chunks = dict[Box, StoredPart]()
     for group in groups:
         packed = group["sharding_metadata"]
         if packed["type"] != "DTensorShardingMetadata":
@@ -113,7 +109,7 @@ def _box(shape: tuple[int, ...], placed: Mapping[str, Any], rank: int) -> Box:
     return box_of_splits(shape, splits)
 
 
-def _leaves(path: Path, item: str, layouts: Mapping[int, Any], rank: int) -> dict[tuple[str | int, ...], Held]:
+def _leaves(path: Path, item: str, layouts: Mapping[int, Any], rank: int) -> dict[tuple[str | int, ...], StoredPart]:
     """Return a rank's file content by keys. A DTensor is represented by its local part."""
     import torch.distributed.tensor  # noqa: F401 (makes torch's weights-only reader accept DTensors)
 
@@ -123,10 +119,10 @@ def _leaves(path: Path, item: str, layouts: Mapping[int, Any], rank: int) -> dic
     if not is_file_name(name) or not name.endswith(".pt"):
         raise ValueError(f"{name[:200]} for {item} of rank {rank}, which is not a torch file in the folder")
 
-    def walk(value: Any, keys: tuple[str | int, ...]) -> Iterator[tuple[tuple[str | int, ...], Held]]:
+    def walk(value: Any, keys: tuple[str | int, ...]) -> Iterator[tuple[tuple[str | int, ...], StoredPart]]:
         members = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else None
         if members is None:
-            yield keys, Held(path / name, getattr(value, "_local_tensor", value))
+            yield keys, StoredPart.of(path / name, getattr(value, "_local_tensor", value))
         for key, member in members or ():
             yield from walk(member, (*keys, key))
 
@@ -142,18 +138,18 @@ def _read_shards(files: Sequence[Path]) -> dict[str, DcpTensor]:
 
     Source: torch's `HuggingFaceStorageWriter(save_distributed=True)`, which transformers 5.23 and 5.24 use.
     """
-    parts = dict[str, dict[Box, Held]]()
+    parts = dict[str, dict[Box, StoredPart]]()
     for file in files:
         try:
-            with known_form("transformers", file), safe_open(file, "pt") as content:
+            with safe_open(file, "pt") as content:
                 for name, info in json.loads((content.metadata() or {})[_OFFSETS]).items():
                     tensor = content.get_tensor(name)
                     box = Box(tuple(map(int, info["saved_offsets"])), tuple(tensor.shape))
-                    parts.setdefault(name, {})[box] = Held(file, tensor)
+                    parts.setdefault(name, {})[box] = StoredPart.of(file, tensor)
         except (OSError, SafetensorError) as error:
             raise CheckpointError("A safetensors file cannot be read", where=file, found=str(error)) from error
     tensors = dict[str, DcpTensor]()
     for name, boxes in parts.items():
         shape = tuple(map(max, zip(*(box.end for box in boxes), strict=True)))
-        tensors[name] = DcpTensor(shape, next(iter(boxes.values())).value.dtype, boxes)
+        tensors[name] = DcpTensor(shape, next(iter(boxes.values())).read().dtype, boxes)
     return tensors

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from reprise.errors import CheckpointError, MismatchError
 from reprise.format import Box, intersect, relative, whole
 from reprise.storage import failed_read, is_dir, is_file, is_file_name, matching, read_regular, shown
 from reprise.tensors import canonical_name
-from trainer.interop.formats import known_form, listed
+from trainer.interop.formats import listed
 from trainer.interop.torch_file import (
     FilePart,
     ForeignClass,
@@ -25,7 +26,7 @@ from trainer.interop.torch_file import (
 )
 
 METADATA = ".metadata"
-MOST_METADATA_BYTES = 4 << 30  # 200 bytes per chunk: room for twenty million
+_MOST_METADATA_BYTES = 4 << 30  # 200 bytes per chunk: room for twenty million
 
 # Files in similar checkpoints, with advice.
 _OTHER_FORMS = {
@@ -37,21 +38,21 @@ _OTHER_FORMS = {
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
-    """A byte range in a file, written by `torch.save`."""
+class StoredPart:
+    """A value in a file.
+
+    Args:
+        read: Returns it, once the file is found to reach to `end`.
+    """
 
     file: Path
-    offset: int
-    length: int
+    end: int
+    read: Callable[[], Any]
 
-
-@dataclass(frozen=True, slots=True)
-class Held:
-    """A value from an open file, or a mapped tensor."""
-
-    file: Path
-    value: Any
-    offset: int = 0
+    @classmethod
+    def of(cls, file: Path, value: Any) -> StoredPart:
+        """Return a value from an open file, or a mapped tensor."""
+        return cls(file, 0, lambda: value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,7 @@ class DcpTensor:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    chunks: Mapping[Box, _Part | Held]
+    chunks: Mapping[Box, StoredPart]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,7 @@ class DcpFolder:
 
     path: Path
     tensors: Mapping[str, DcpTensor]
-    values: Mapping[str, _Part | Held]
+    values: Mapping[str, StoredPart]
 
     def read_tensor(self, key: str) -> torch.Tensor:
         """Return a full tensor on the CPU. Only a single chunk is in memory beside it.
@@ -95,49 +96,35 @@ class DcpFolder:
         for chunk, place in stored.chunks.items():
             part = intersect(chunk, box)
             if part.numel:
-                values = self._read(key, place, admits_all=False)
+                values = self._read(key, place)
                 if not isinstance(values, torch.Tensor) or tuple(values.shape) != chunk.shape:
-                    raise self._damaged(key, place, f"{shown(values)}, not a tensor of shape {list(chunk.shape)}")
+                    raise _damaged(key, place, f"{shown(values)}, not a tensor of shape {list(chunk.shape)}")
                 target[relative(part, box).slices] = values[relative(part, chunk).slices]
         return target
 
-    def fragments(self, key: str) -> tuple[int, ...]:
-        """Count the distinct offsets of a tensor's chunks in each dimension."""
-        stored = self.tensors[key]
-        return tuple(len({chunk.offset[dim] for chunk in stored.chunks}) for dim in range(len(stored.shape)))
-
-    def read_value(self, key: str, *, admits_all: bool = False) -> object:
+    def read_value(self, key: str) -> object:
         """Return a value other than a tensor, or a 0-d tensor as a number.
 
-        Args:
-            admits_all: See `load_plain`.
-
         Raises:
-            CheckpointError: The value is damaged or refused.
+            CheckpointError: The value is damaged.
         """
-        if key in self.tensors:
-            return self.read_tensor(key).item()
-        value = self._read(key, self.values[key], admits_all=admits_all)
-        return value.item() if isinstance(value, torch.Tensor) and value.ndim == 0 else value
+        value = self.read_tensor(key) if key in self.tensors else self._read(key, self.values[key])
+        return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
 
-    def _read(self, key: str, place: _Part | Held, *, admits_all: bool) -> Any:
-        if isinstance(place, Held):
-            return place.value
+    def _read(self, key: str, place: StoredPart) -> Any:
         try:
-            with FilePart(place.file, place.offset, place.length) as file:
-                return load_plain(file, admits_all=admits_all)
+            return place.read()
         except PickleProblem as error:
-            raise self._damaged(key, place, str(error)) from None
+            raise _damaged(key, place, str(error)) from None
 
-    def _damaged(self, key: str, place: _Part | Held, actual: str) -> CheckpointError:
-        return CheckpointError(
-            "A tensor in a DCP folder is damaged"
-            if key in self.tensors
-            else "A value in a DCP folder is damaged, or is not plain data",
-            where=f"{place.file}, {key}, bytes from {place.offset} on",
-            found=actual,
-            fix="Import another checkpoint; this one cannot be trusted.",
-        )
+
+def _damaged(key: str, place: StoredPart, actual: str) -> CheckpointError:
+    return CheckpointError(
+        "A value in a DCP folder is damaged",
+        where=f"{place.file}, {key}",
+        found=actual,
+        fix="Import another checkpoint; this one cannot be trusted.",
+    )
 
 
 def open_folder(path: Path, *, trust_pickle: bool) -> DcpFolder:
@@ -157,7 +144,7 @@ def open_folder(path: Path, *, trust_pickle: bool) -> DcpFolder:
             fix="If you trust its author, add --trust-pickle. Even then only torch's own metadata classes are "
             "accepted.",
         )
-    folder, problems = _described(path, _metadata(file))
+    folder, problems = _described(path, attributes_of(read_metadata(file)))
     return require_whole(folder, problems)
 
 
@@ -170,12 +157,9 @@ def require_whole(folder: DcpFolder, problems: Sequence[str] = ()) -> DcpFolder:
     Raises:
         CheckpointError: There are problems. The error lists them.
     """
-    with known_form("torch.distributed.checkpoint", folder.path):
-        tiling_problems = [
-            problem for name, tensor in folder.tensors.items() for problem in _tiling_problems(name, tensor)
-        ]
-    if all_problems := [*problems, *tiling_problems, *_missing_files(folder)]:
-        raise CheckpointError("A DCP folder is incomplete", where=folder.path, found=listed(all_problems, "problem"))
+    every = [*problems, *_tiling_problems(folder), *_missing_files(folder)]
+    if every:
+        raise CheckpointError("A DCP folder is incomplete", where=folder.path, found=listed(every, "problem"))
     return folder
 
 
@@ -194,17 +178,21 @@ def _no_folder(path: Path) -> CheckpointError:
     return CheckpointError("A folder is not a DCP checkpoint", where=path, expected=f"a file {METADATA}", fix=fix)
 
 
-def _metadata(file: Path) -> Mapping[str, Any]:
-    """Return the attributes of the metadata in a file."""
+def read_metadata(file: Path) -> Any:
+    """Return the content of a metadata file.
+
+    Raises:
+        CheckpointError: The file is damaged.
+        MismatchError: It names other programs' classes.
+    """
     try:
-        return attributes_of(unpickle_records(read_regular(file, limit_bytes=MOST_METADATA_BYTES)))
+        return unpickle_records(read_regular(file, limit_bytes=_MOST_METADATA_BYTES))
     except OSError as error:
         raise failed_read("A DCP metadata file cannot be read", error, where=file) from error
     except ForeignClass as error:
         raise MismatchError(
             "A DCP metadata file contains classes other than torch's own",
             where=file,
-            expected="a pickle of torch.distributed.checkpoint.metadata.Metadata and nothing else",
             found=str(error),
             fix="Another program or an unknown torch release wrote it, or it is damaged. If that program can save a "
             "Hugging Face folder, import that as `hf`.",
@@ -213,7 +201,6 @@ def _metadata(file: Path) -> Mapping[str, Any]:
         raise CheckpointError(
             "A DCP metadata file cannot be read",
             where=file,
-            expected="a pickle of torch.distributed.checkpoint.metadata.Metadata",
             found=str(error),
             fix="It is damaged, or its writer was killed. Import another checkpoint.",
         ) from None
@@ -224,50 +211,51 @@ def _described(path: Path, metadata: Mapping[str, Any]) -> tuple[DcpFolder, list
 
     A compiled module adds `_orig_mod` to its keys, which is removed here.
     """
-    tensors, values, problems = dict[str, DcpTensor](), dict[str, _Part](), list[str]()
-    with known_form("torch.distributed.checkpoint", path):
-        table = metadata["state_dict_metadata"]
-        renamed = {canonical_name(key): key for key in table}
-        if len(renamed) < len(table):  # two models share a key once the prefix is removed
-            renamed = {key: key for key in table}
-        places = dict[tuple[str, tuple[int, ...]], _Part]()
-        for index, info in metadata["storage_data"].items():
-            where = attributes_of(info)
-            name = where["relative_path"]
-            part = _Part(path / name, int(where["offset"]), int(where["length"]))
-            if not is_file_name(name) or min(part.offset, part.length) < 0:
-                problems.append(f"{shown(name)}: not part of a file in the folder")
-            place = attributes_of(index)
-            places[place["fqn"], tuple(place.get("offset") or ())] = part
-        for name, key in renamed.items():
-            entry = attributes_of(table[key])
-            if "size" not in entry:
-                values[name] = places[key, ()]
-                continue
-            boxes = [attributes_of(chunk) for chunk in entry["chunks"]]
-            chunks = {Box(tuple(b["offsets"]), tuple(b["sizes"])): places[key, tuple(b["offsets"])] for b in boxes}
-            shape, dtype = tuple(map(int, entry["size"])), entry["properties"].values[0]
-            if not isinstance(dtype, torch.dtype):
-                raise TypeError(f"{shown(dtype)} as a dtype")
-            tensors[name] = DcpTensor(shape, dtype, chunks)
+    tensors, values, problems = dict[str, DcpTensor](), dict[str, StoredPart](), list[str]()
+    table = metadata["state_dict_metadata"]
+    renamed = {canonical_name(key): key for key in table}
+    if len(renamed) < len(table):  # two models share a key once the prefix is removed
+        renamed = {key: key for key in table}
+    places = dict[tuple[str, tuple[int, ...]], StoredPart]()
+    for index, info in metadata["storage_data"].items():
+        where, place = attributes_of(info), attributes_of(index)
+        name, offset, length = where["relative_path"], int(where["offset"]), int(where["length"])
+        if not is_file_name(name) or min(offset, length) < 0:
+            problems.append(f"{shown(name)}: not part of a file in the folder")
+        read = partial(_read_part, path / name, offset, length)
+        places[place["fqn"], tuple(place.get("offset") or ())] = StoredPart(path / name, offset + length, read)
+    for name, key in renamed.items():
+        entry = attributes_of(table[key])
+        if "size" not in entry:
+            values[name] = places[key, ()]
+            continue
+        boxes = [attributes_of(chunk) for chunk in entry["chunks"]]
+        chunks = {Box(tuple(b["offsets"]), tuple(b["sizes"])): places[key, tuple(b["offsets"])] for b in boxes}
+        shape, dtype = tuple(map(int, entry["size"])), entry["properties"].values[0]
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(f"{shown(dtype)} as a dtype")
+        tensors[name] = DcpTensor(shape, dtype, chunks)
     return DcpFolder(path, tensors, values), problems
 
 
-def _tiling_problems(key: str, tensor: DcpTensor) -> Iterator[str]:
-    """Yield a problem if a tensor's chunks do not tile it."""
-    numbers = sum(intersect(chunk, whole(tensor.shape)).numel for chunk in tensor.chunks)
-    if numbers != prod(tensor.shape):
-        yield f"{key}: its chunks hold {numbers} of {prod(tensor.shape)} elements"
+def _read_part(file: Path, offset: int, length: int) -> Any:
+    with FilePart(file, offset, length) as part:
+        return load_plain(part)
+
+
+def _tiling_problems(folder: DcpFolder) -> Iterator[str]:
+    """Yield tensors whose chunks do not tile them."""
+    for key, tensor in folder.tensors.items():
+        numbers = sum(intersect(chunk, whole(tensor.shape)).numel for chunk in tensor.chunks)
+        if numbers != prod(tensor.shape):
+            yield f"{key}: its chunks hold {numbers} of {prod(tensor.shape)} elements"
 
 
 def _missing_files(folder: DcpFolder) -> Iterator[str]:
     """Yield missing files, and files too short for their parts."""
     ends = dict[Path, int]()
-    chunks = (part for stored in folder.tensors.values() for part in stored.chunks.values())
-    for part in (*folder.values.values(), *chunks):
-        if isinstance(part, Held):
-            continue
-        ends[part.file] = max(ends.get(part.file, 0), part.offset + part.length)
+    for part in (*folder.values.values(), *(part for t in folder.tensors.values() for part in t.chunks.values())):
+        ends[part.file] = max(ends.get(part.file, 0), part.end)
     for file, end in ends.items():
         size = file.stat().st_size if file.parent == folder.path and is_file(file) else 0
         if size < end:

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Mapping
+from collections import Counter
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 
 import torch
 
 from reprise.errors import CheckpointError, MismatchError, count_of
-from reprise.storage import shown
 from trainer.interop.dcp import export as dcp_export
 from trainer.interop.dcp.by_rank import open_any
 from trainer.interop.dcp.folder import DcpFolder
-from trainer.interop.dcp.names import STEP, LocatedKeys, is_numbered, locate, optimizer_keys, possessive
+from trainer.interop.dcp.names import STEP, LocatedKeys, is_numbered, locate, optimizer_keys
 from trainer.interop.finite import require_finite
 from trainer.interop.formats import Format, ImportOptions, common_step, log_settings, require_moments
 from trainer.interop.hf.folder import model_beside
@@ -24,7 +22,6 @@ from trainer.interop.source import StateSource
 
 _log = logging.getLogger(__name__)
 
-_FLOATS = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
 # A setting in the optimizer's parameter groups, whether their key is a number or a parameter name.
 _SETTING = re.compile(r"(?:^|\.)param_groups\.(.*)\.(lr|betas|eps|weight_decay)$")
 _MOST_SETTINGS_READ = 4096
@@ -49,50 +46,24 @@ def source_of(folder: DcpFolder, options: ImportOptions) -> StateSource:
     """Return an open folder as a source. See `read_source`."""
     path = folder.path
     model = model_beside(path, len(folder.tensors), options.config.model)
-    shapes = {key: stored.shape for key, stored in folder.tensors.items()} | dict.fromkeys(_scalars(folder), ())
-    located = locate(shapes, model, where=path, with_optimizer=not options.weights_only)
-    _check_dtypes(folder, located)
-    steps = _steps(folder, located) if located.has_optimizer else {}
+    located = locate(folder.tensors, folder.values, model, where=path, with_optimizer=not options.weights_only)
     if not located.has_optimizer:
         signs = optimizer_keys(folder.tensors)
         require_moments([f"{count_of(len(signs), 'tensor')} such as {signs[0]}"] if signs else [], options, where=path)
-    iteration = max((int(step.item()) for step in steps.values()), default=0)
-    _log_content(folder, located, iteration)
-    return StateSource(model, iteration, located.has_optimizer, partial(_read, folder, located, steps))
-
-
-def _scalars(folder: DcpFolder) -> Iterable[str]:
-    """Yield the keys of steps stored as Python numbers, as some optimizers do."""
-    return (key for key in folder.values if key.endswith(f".{STEP}"))
-
-
-def _check_dtypes(folder: DcpFolder, located: LocatedKeys) -> None:
-    unsupported = [
-        f"{key}: {folder.tensors[key].dtype}"
+    steps = {
+        name: common_step([folder.read_value(key)], where=f"{path}, {key}") or 0.0
         for name, (key, _) in located.keys.items()
-        if not name.startswith(f"{STEP}.") and folder.tensors[key].dtype not in _FLOATS
-    ]
-    if unsupported:
-        raise MismatchError(
-            "A DCP folder holds tensors with an unsupported dtype",
-            where=folder.path,
-            expected="float32, bfloat16, float16 or float64",
-            found="; ".join(unsupported[:10]),
-        )
+        if name.startswith(f"{STEP}.")
+    }
+    _log_content(folder, located)
+
+    def read(name: str) -> torch.Tensor:
+        return torch.tensor(steps[name]) if name in steps else _read(folder, located, name)
+
+    return StateSource(model, int(max(steps.values(), default=0)), located.has_optimizer, read)
 
 
-def _steps(folder: DcpFolder, located: LocatedKeys) -> dict[str, torch.Tensor]:
-    """Return each parameter's step count, float32 and 0-d, by our name."""
-    steps = dict[str, torch.Tensor]()
-    for name, (key, _) in located.keys.items():
-        if name.startswith(f"{STEP}."):
-            steps[name] = torch.tensor(common_step([folder.read_value(key)], where=f"{folder.path}, {key}") or 0.0)
-    return steps
-
-
-def _read(folder: DcpFolder, located: LocatedKeys, steps: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
-    if name in steps:
-        return steps[name]
+def _read(folder: DcpFolder, located: LocatedKeys, name: str) -> torch.Tensor:
     key, origin = located.keys[name]
     tensor = folder.read_tensor(key)
     if name in located.tied and not torch.equal(tensor, folder.read_tensor(located.tied[name])):
@@ -105,26 +76,19 @@ def _read(folder: DcpFolder, located: LocatedKeys, steps: Mapping[str, torch.Ten
     return origin.take(tensor)
 
 
-def _log_content(folder: DcpFolder, located: LocatedKeys, iteration: int) -> None:
-    """Log the naming scheme, the optimizer's settings, and content not carried over.
-
-    Args:
-        iteration: The import's iteration. A count with this value is carried over, so it is not listed.
-    """
-    keys = located.unmatched | folder.values.keys() - {key for key, _ in located.keys.values()}
-    keys = frozenset(key for key in keys if not (_COUNT.search(key) and _shown(folder, key) == shown(iteration)))
+def _log_content(folder: DcpFolder, located: LocatedKeys) -> None:
+    """Log the naming scheme, the optimizer's settings, and content not carried over. An iteration is carried over."""
+    used = {key for key, _ in located.keys.values()} | set(located.tied.values())
+    keys = {key for key in {*folder.tensors, *folder.values} - used if not _COUNT.search(key)}
     moments = "weights and moments" if located.has_optimizer else "weights alone"
-    _log.info(f"{folder.path}: {moments} under {possessive(located.scheme)} names")
+    _log.info(f"{folder.path}: {moments} under names of {located.scheme}")
     if not located.has_optimizer and is_numbered(keys):
         _log.warning(
             "Optimizer state is stored by parameter number and is not carried over: get it by name from "
             "torch.distributed.checkpoint.state_dict.get_optimizer_state_dict"
         )
     log_settings(_settings(folder).values())
-    groups = dict[str, int]()
-    for key in keys:
-        top = key.split(".")[0] if ".param_groups." not in f".{key}" else "param_groups"
-        groups[top] = groups.get(top, 0) + 1
+    groups = Counter("param_groups" if ".param_groups." in f".{key}" else key.split(".")[0] for key in keys)
     if groups:
         _log.info("not carried: " + ", ".join(f"{top} ({count})" for top, count in sorted(groups.items())))
 
@@ -139,14 +103,8 @@ def _settings(folder: DcpFolder) -> dict[str, dict[str, object]]:
     return groups
 
 
-def _shown(folder: DcpFolder, key: str) -> str | None:
-    try:
-        return None if key in folder.tensors and folder.tensors[key].shape else shown(folder.read_value(key))
-    except CheckpointError:  # it would only have been logged
-        return None
-
-
 FORMAT = Format(
+    "torch.distributed.checkpoint",
     "a torch.distributed.checkpoint (FSDP2, DDP, torchtitan) or torch_checkpointing folder",
     read_source,
     dcp_export.write,

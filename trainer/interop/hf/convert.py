@@ -102,4 +102,6 @@ def _tokenizer_files(path: Path) -> dict[str, Path]:
     return paths
 
 
-FORMAT = Format("a transformers model folder (safetensors)", read_source, write, merges=True, has_averages=True)
+FORMAT = Format(
+    "transformers", "a transformers model folder (safetensors)", read_source, write, merges=True, has_averages=True
+)

@@ -17,30 +17,25 @@ from reprise.errors import CheckpointError, MismatchError
 from reprise.format import INDEX
 from reprise.storage import Json, exists, is_dir, is_file, json_file, matching, shown
 from trainer.data.tokenizer_beside import tokenizer_files_in
-from trainer.interop.formats import listed
+from trainer.interop.formats import few
 from trainer.interop.hf.config import CONFIG, differences, is_folder, read_folder_model, require_layers
 from trainer.interop.pointers import refuse_pointers
 from trainer.interop.source import StateSource
+from trainer.interop.stored import misfits, require_none
 
 _log = logging.getLogger(__name__)
 
 SINGLE = "model.safetensors"
 SHARDS = "shard-*-model-*-of-*.safetensors"  # of `save_pretrained(distributed_checkpoint=True)`
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 # Buffers stored by older transformers versions, which the sizes determine: GPT-2's masks, LLaMA's frequencies.
 _BUFFERS = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)|layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 _ITEMS = 1 << 20  # elements compared at once
-# Files that transformers' Trainer and accelerate write beside a model: name patterns, and contents.
-_BESIDE = (
-    (("optimizer.pt", "optimizer.bin", "optimizer", "optimizer_[0-9]*"), "the optimizer's moments"),
-    (("scheduler.pt", "scheduler.bin"), "the schedule"),
-    (("trainer_state.json",), "the step and the log"),
-    (("rng_state*.pth", "random_states_*.pkl"), "random generators"),
-    (("training_args.bin",), "the settings"),
-    (("scaler.pt",), "the loss scale"),
-    (("sampler*.bin", "dl_state_dict.bin"), "the data position"),
-)
+# Files that transformers' Trainer and accelerate write beside a model.
+_BESIDE = """
+    optimizer.pt optimizer.bin optimizer optimizer_[0-9]* scheduler.pt scheduler.bin trainer_state.json rng_state*.pth
+    random_states_*.pkl training_args.bin scaler.pt sampler*.bin dl_state_dict.bin
+""".split()  # noqa: SIM905
 _DEEPSPEED = "global_step[0-9]*"
 
 
@@ -132,17 +127,12 @@ def tensor_files(folder: HfFolder) -> list[Path]:
 
 def other_files_notes(path: Path) -> list[str]:
     """Return log lines on a trainer's other files in the folder, which are ignored when loading weights."""
-    summaries = list[str]()
-    for patterns, what in _BESIDE:
-        names = sorted(child.name for pattern in patterns for child in matching(path, pattern))
-        if names:
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            summaries.append(f"{names[0]}{more} ({what})")
+    names = [child.name for pattern in _BESIDE for child in matching(path, pattern)]
     lines = []
-    if summaries:
+    if names:
         lines.append(
-            f"not carried from {path}: {', '.join(summaries)}; the run starts with only the weights, at iteration 0 "
-            "with zero moments; `reprise convert import trainer` imports the rest"
+            f"not carried from {path}: {few(names)}; the run starts with only the weights, at iteration 0 with zero "
+            "moments; `reprise convert import trainer` imports the rest"
         )
     if steps := [child.name for child in matching(path, _DEEPSPEED) if is_dir(child)]:
         lines.append(
@@ -169,34 +159,19 @@ def stored_tensors(
     """
     stored, aliases = families.stored_tensors(model), families.aliases(model)
     prefix = next(iter(stored)).split(".")[0] + "."
-    tensors = dict[str, torch.Tensor]()
-    problems, left_over = [], set(folder.tensors)
     selected = {name: tensor.shape for name, tensor in stored.items() if selects(name)}
-    padded: Mapping[tuple[int, ...], tuple[int, ...]] = {
-        (model.vocab_size, model.n_embd): (model.padded_vocab_size, model.n_embd)
-    }
-    for name, shape in selected.items():
-        stored_name = _stored_name(folder, name)
-        if stored_name not in folder.tensors:
-            problems.append(f"{name} is missing")
-            continue
-        left_over.discard(stored_name)
-        tensor = folder.tensors[stored_name]
-        has_padding = tensor.shape == padded.get(shape) and len(tensor) == folder.model.vocab_size
-        if tensor.shape != shape and not has_padding:
-            problems.append(f"{name} has shape {list(tensor.shape)}, the model has {list(shape)}")
-        if tensor.dtype not in _FLOATS:
-            problems.append(f"{name} has dtype {tensor.dtype}, not float32, bfloat16 or float16")
-        tensors[name] = tensor[: shape[0]] if has_padding else tensor
-    unexpected = [
-        name for name in left_over if name not in aliases and not _BUFFERS.fullmatch(name.removeprefix(prefix))
-    ]
-    problems += [f"{name} is unexpected" for name in sorted(unexpected) if len(selected) == len(stored)]
-    if problems:
-        raise MismatchError(
-            "The folder's tensors do not match the model's", where=folder.path, found=listed(problems, "difference")
-        )
-    return tensors
+    names = {_stored_name(folder, name): name for name in selected}
+    tensors = {names.get(name, name): tensor for name, tensor in folder.tensors.items()}
+    for name in selected.keys() & tensors.keys():
+        rows, is_table = len(tensors[name]), selected[name] == (model.vocab_size, model.n_embd)
+        if is_table and rows == model.padded_vocab_size == folder.model.vocab_size:
+            tensors[name] = tensors[name][: model.vocab_size]
+
+    def is_allowed(name: str) -> bool:
+        return len(selected) < len(stored) or name in aliases or bool(_BUFFERS.fullmatch(name.removeprefix(prefix)))
+
+    require_none(misfits(tensors, selected, is_allowed), where=folder.path)
+    return {name: tensors[name] for name in selected}
 
 
 def file_of(folder: HfFolder, name: str) -> Path:

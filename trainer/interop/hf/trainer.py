@@ -7,7 +7,7 @@ Sources: `_save_checkpoint` and `create_optimizer` in `trainer.py`, transformers
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,12 +22,12 @@ from trainer.config.frozen import frozen_names
 from trainer.interop import deepspeed
 from trainer.interop.dcp import folder as dcp_folder
 from trainer.interop.dcp import source as dcp
-from trainer.interop.formats import Format, ImportOptions, known_form, require_moments, require_trust
+from trainer.interop.formats import Format, ImportOptions, common_step, require_moments, require_trust
 from trainer.interop.hf import trainer_export
 from trainer.interop.hf.config import CONFIG
 from trainer.interop.hf.folder import SINGLE, folder_source, open_folder
 from trainer.interop.hf.trainer_settings import with_settings
-from trainer.interop.numbered import STEP, Table, check_moments, entries_by_name, steps_of, unknown_order
+from trainer.interop.numbered import STEP, Table, moment_problems, numbers_by_name, require_moments_of
 from trainer.interop.source import StateSource
 from trainer.interop.torch_file import open_torch_file
 
@@ -71,9 +71,8 @@ def read_source(path: Path, options: ImportOptions) -> StateSource:
             raise MismatchError("The Trainer checkpoint has an unsupported form", where=files[0], fix=fix)
     if not options.weights_only:
         require_trust(options, "The Trainer", where=path)
-    with known_form("transformers' Trainer", path):
-        source, groups = _open(path, options)
-        return source if options.weights_only else with_settings(source, path, groups)
+    source, groups = _open(path, options)
+    return source if options.weights_only else with_settings(source, path, groups)
 
 
 def _open(path: Path, options: ImportOptions) -> tuple[StateSource, Sequence[Table]]:
@@ -95,20 +94,18 @@ def _open(path: Path, options: ImportOptions) -> tuple[StateSource, Sequence[Tab
     frozen = frozen_names(source.model, options.config.train.freeze)
     shapes = {name: stored.shape for name, stored in stored_tensors(source.model).items() if name not in frozen}
     entries = _entries(optimizer, shapes, where=file)
-    check_moments(entries, shapes, where=file)
-    steps = {name: steps_of(entry) for name, entry in entries.items()}
+    step = common_step([entry.get(STEP) for entry in entries.values()], where=file) or 0.0
 
     def read(name: str) -> torch.Tensor:
         kind, _, parameter = name.partition(".")
         if parameter not in entries:
             return source.read(name)
-        return torch.tensor(steps[parameter]) if kind == STEP else entries[parameter][kind]
+        return torch.tensor(step) if kind == STEP else entries[parameter][kind]
 
-    iteration = int(max(steps.values()))
-    return replace(source, iteration=iteration, has_optimizer=True, read=read), optimizer["param_groups"]
+    return replace(source, iteration=int(step), has_optimizer=True, read=read), optimizer["param_groups"]
 
 
-def _entries(optimizer: Table, shapes: Mapping[str, Sequence[int]], *, where: Path) -> dict[str, Table]:
+def _entries(optimizer: Table, shapes: Mapping[str, Sequence[int]], *, where: Path) -> Mapping[str, Table]:
     """Return each parameter's optimizer state. FSDP stores it by name.
 
     In a numbered optimizer, parameters without weight decay come last: in the Trainer all but the matrices, in
@@ -116,30 +113,25 @@ def _entries(optimizer: Table, shapes: Mapping[str, Sequence[int]], *, where: Pa
     """
     groups, state = optimizer["param_groups"], optimizer["state"]
     if any(isinstance(key, str) for key in state):
-        return {canonical_name(key): entry for key, entry in state.items()}
-    counts = [len(group["params"]) for group in groups if group["params"]]
-    divisions: list[Callable[[str], bool]] = [
-        lambda name: len(shapes[name]) < 2,
-        lambda name: name.endswith(".bias"),
-        lambda _: False,
+        entries = {canonical_name(key): entry for key, entry in state.items()}
+        require_moments_of(moment_problems(entries, shapes), where=where)
+        return entries
+    orders = [
+        [[name for name in shapes if name not in last], last]
+        for last in (
+            [name for name in shapes if len(shapes[name]) < 2],
+            [name for name in shapes if name.endswith(".bias")],
+            [],
+        )
     ]
-    for is_last in divisions:
-        last = sum(map(is_last, shapes))
-        if counts == [count for count in (len(shapes) - last, last) if count]:
-            if is_last is not divisions[0] and any(group["weight_decay"] for group in groups):
-                _log.warning("the optimizer there decays more parameters; here only the matrices are decayed")
-            return entries_by_name(optimizer, sorted(shapes, key=is_last))
-    matrices = sum(len(shape) > 1 for shape in shapes.values())
-    raise unknown_order(
-        "the Trainer",
-        groups,
-        expected=f"two groups: {matrices} matrices and {len(shapes) - matrices} others",
-        fix="If parameters were frozen, list them in train.freeze.",
-        where=where,
-    )
+    numbers = numbers_by_name(optimizer, orders, shapes, program="the Trainer", where=where)
+    if sum(len(group["params"]) for group in groups if group["weight_decay"]) > len(orders[0][0]):
+        _log.warning("the optimizer there decays more parameters; here only the matrices are decayed")
+    return {name: state[number] for name, number in numbers.items()}
 
 
 FORMAT = Format(
+    "transformers' Trainer",
     "a checkpoint-N from transformers' Trainer, or a folder from accelerate's save_state",
     read_source,
     trainer_export.write,

@@ -20,7 +20,7 @@ import torch
 
 from reprise.errors import CheckpointError, MismatchError
 from trainer.interop.finite import require_finite
-from trainer.interop.megatron.shards import RankPiece
+from trainer.interop.stored import FileTensor
 
 _ALIGNMENT = 64  # elements
 
@@ -57,7 +57,7 @@ class _End:
 
 
 def locate(
-    parameters: Mapping[str, RankPiece], buckets: Sequence[torch.Tensor], *, is_padded: bool, where: object
+    parameters: Mapping[str, FileTensor], buckets: Sequence[torch.Tensor], *, is_padded: bool, where: object
 ) -> dict[str, Slot]:
     """Return every parameter's place in the master weight buckets.
 

@@ -22,7 +22,7 @@ from reprise.format import STATE
 from reprise.loading import Checkpoint
 from reprise.storage import json_file
 from trainer.config.optimizer import OptimizerSection
-from trainer.interop.dcp.export import SavedAdam, saved_adam, saved_counters
+from trainer.interop.dcp.export import SavedAdam, adam_groups, saved_adam, saved_counters
 from trainer.interop.dcp.streaming import StreamingPlanner, sync_folder, write_folder
 from trainer.interop.formats import ExportOptions, require_float32
 from trainer.interop.megatron.names import LAYERS, Correspondence, correspondences, names_of
@@ -203,7 +203,7 @@ def _common(
         return content
     content["content_metadata"]["distrib_optim_sharding_type"] = _SHARDING
     content["optimizer"] = {
-        "optimizer": {"param_groups": [_group(adam, schedule, steps, multiple) for multiple in (1.0, 0.0)]},
+        "optimizer": {"param_groups": _groups(adam, schedule, steps)},
         "param_state_sharding_type": _SHARDING,
     }
     in_samples = 1.0 if schedule.is_in_samples or not iteration else samples / iteration
@@ -222,25 +222,22 @@ def _common(
     return content
 
 
-def _group(adam: SavedAdam, schedule: Schedule, steps: float, wd_mult: float) -> dict[str, Any]:
-    """Return a parameter group with torch AdamW's settings and Megatron's own."""
-    settings = dict(torch.optim.AdamW([torch.nn.Parameter(torch.zeros(()))]).param_groups[0])
-    del settings["params"]
-    return {
-        **settings,
-        "lr": adam.lr,
-        "betas": adam.betas,
-        "eps": adam.eps,
-        "weight_decay": adam.weight_decay * wd_mult,
-        "wd_mult": wd_mult,
-        "lr_mult": 1.0,
-        "is_expert_parallel": False,
-        "is_decoupled_lr": False,
-        "default_config": True,
-        "max_lr": schedule.lr,
-        "min_lr": schedule.min_lr,
-        "step": steps,
-    }
+def _groups(adam: SavedAdam, schedule: Schedule, steps: float) -> list[dict[str, Any]]:
+    """Return the parameter groups with torch AdamW's settings and Megatron's own, with and without weight decay."""
+    groups = adam_groups([], adam)
+    for group, multiple in zip(groups, (1.0, 0.0), strict=True):
+        del group["params"], group["initial_lr"]
+        group |= {
+            "wd_mult": multiple,
+            "lr_mult": 1.0,
+            "is_expert_parallel": False,
+            "is_decoupled_lr": False,
+            "default_config": True,
+            "max_lr": schedule.lr,
+            "min_lr": schedule.min_lr,
+            "step": steps,
+        }
+    return groups
 
 
 def arguments_of(model: ModelConfig) -> dict[str, Any]:

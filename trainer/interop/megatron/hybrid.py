@@ -9,13 +9,12 @@ have the same names with two differences: they are numbered by sub-block, and th
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from trainer.interop.megatron.names import Correspondence
+from trainer.interop.megatron.shards import Pieces
 
-_BLOCK = re.compile(r"(?:.+\.)?decoder\.layers\.(\d+)\.(.+)")
+_BLOCK = re.compile(r"(?<=^decoder\.layers\.)(\d+)\.(.+)")
 _LETTERS = {
     "self_attention.linear_qkv.": "*",
     "mlp.linear_fc1.": "-",
@@ -31,7 +30,7 @@ def pattern_of(names: Iterable[str]) -> str | None:
     """Return the tensors' sub-blocks in Megatron's letters, or None for a `GPTModel`."""
     blocks = dict[int, set[str]]()
     for name in names:
-        if match := _BLOCK.fullmatch(name):
+        if match := _BLOCK.search(name):
             letters_of_name = (letter for start, letter in _LETTERS.items() if match[2].startswith(start))
             blocks.setdefault(int(match[1]), set()).update(letters_of_name)
     if not blocks or any(len(letters) > 1 for letters in blocks.values()):
@@ -60,16 +59,11 @@ def as_gpt(args: Mapping[str, Any], pattern: str | None) -> tuple[Mapping[str, A
     return {**args, **changes, "num_layers": layers}, problems
 
 
-def in_sub_blocks(tensors: Sequence[Correspondence]) -> list[Correspondence]:
-    """Return a `GPTModel`'s tensors, numbered by a `HybridModel`'s sub-blocks in place of layers."""
-    return [replace(tensor, tensor=replace(tensor.tensor, layer=_sub_block(tensor))) for tensor in tensors]
+def in_layers(pieces: Pieces) -> Pieces:
+    """Return tensors under a `GPTModel`'s names, also if they have an equivalent `HybridModel`'s."""
+    return pieces if pattern_of(pieces) is None else {_layer_name(name): parts for name, parts in pieces.items()}
 
 
-def _sub_block(correspondence: Correspondence) -> int | None:
-    layer = correspondence.tensor.layer
-    return None if layer is None else len(_PAIR) * layer + correspondence.tensor.name.startswith("mlp.")
-
-
-def stored_name(name: str) -> str:
-    """Return a tensor's name in a `HybridModel` folder."""
-    return name.replace("decoder.final_layernorm.", "decoder.final_norm.")
+def _layer_name(name: str) -> str:
+    name = name.replace("decoder.final_norm.", "decoder.final_layernorm.")
+    return _BLOCK.sub(lambda match: f"{int(match[1]) // len(_PAIR)}.{match[2]}", name)

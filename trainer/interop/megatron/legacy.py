@@ -7,7 +7,6 @@ Sources: `get_checkpoint_name`, `save_checkpoint` and `generate_state_dict` in `
 from __future__ import annotations
 
 import itertools
-import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,33 +17,22 @@ import torch
 
 from reprise.errors import CheckpointError, MismatchError, count_of
 from reprise.storage import integer, is_dir, is_file, shown
-from trainer.interop.formats import ImportOptions, common_step, few, require_moments
-from trainer.interop.megatron.arguments import DescribedModel, describe
+from trainer.interop.formats import ImportOptions, common_step, few
 from trainer.interop.megatron.buckets import locate
-from trainer.interop.megatron.joined import EMBEDDING, Pieces, joined_state
 from trainer.interop.megatron.legacy_names import require_known_version, stage_of
+from trainer.interop.megatron.names import MegatronTensor
 from trainer.interop.megatron.numbered import named_state
-from trainer.interop.megatron.shards import (
-    RankCopies,
-    RankPiece,
-    Stage,
-    by_global_name,
-    joined_shape,
-    layers_of,
-    stage_order,
-)
+from trainer.interop.megatron.shards import Pieces, Stage, by_global_name, stage_order
 from trainer.interop.megatron.state import (
     MASTERS,
     MOMENTS,
-    MegatronState,
-    consumed_samples,
-    log_omissions,
+    Joined,
+    MegatronCheckpoint,
+    SavedOptimizer,
     parameter_groups,
-    signs_of_moments,
 )
+from trainer.interop.stored import FileTensor
 from trainer.interop.torch_file import attributes_of, is_plain, open_torch_file
-
-_log = logging.getLogger(__name__)
 
 Table = Mapping[Any, Any]
 
@@ -74,40 +62,31 @@ def is_legacy(path: Path) -> bool:
     return is_dir(path) and any(_RANK.match(child.name) for child in path.iterdir())
 
 
-def read_legacy(path: Path, options: ImportOptions) -> tuple[MegatronState, DescribedModel]:
+def read_legacy(path: Path, options: ImportOptions) -> MegatronCheckpoint:
     """Open an iteration folder in the `torch` format. The files are mapped.
 
     Raises:
         CheckpointError: Files are missing, damaged, or from different saves.
-        MismatchError: The model is not supported, or moments cannot be assigned with certainty.
+        MismatchError: The form is not supported.
     """
     ranks = _ranks(path, options)
-    first = ranks[0][0].model
-    args = _arguments(first)
-    stages = [[rank.chunks[chunk] for rank in ranks[stage]] for stage, chunk in _stages(ranks)]
-    weights = by_global_name(stages, where=path)
-    described = describe(
-        args, joined_shape(weights[EMBEDDING], 0)[0], layers_of(weights), options, where=path, names=weights
-    )
-    optimizer, step = ({}, None) if options.weights_only else _optimizer(ranks, options, path)
-    iteration = integer(first.get("iteration")) if optimizer else 0
-    if optimizer and step is None:
-        step = float(iteration)
-        _log.warning(f"the optimizer has no step count: assumed to be the iteration, {iteration}")
+    first, stages = ranks[0][0].model, stage_order(len(ranks), len(ranks[0][0].chunks))
     require_known_version(first.get("checkpoint_version"), where=path)
-    _log_layout(ranks, path, has_optimizer=bool(optimizer))
-    log_omissions(first, described, args)
-    state = joined_state(
-        weights,
-        optimizer,
-        described,
-        step=step or 0.0,
-        iteration=iteration,
-        consumed_samples=consumed_samples(first, args),
-        copies=RankCopies(options.from_rank0),
-        where=path,
-    )
-    return state, described
+    weights = by_global_name([[rank.chunks[chunk] for rank in ranks[stage]] for stage, chunk in stages], where=path)
+
+    def optimizer(tensors: Sequence[MegatronTensor], joined: Joined) -> SavedOptimizer | None:
+        del tensors, joined  # the files themselves tell which parameter has which state
+        if first.get("optimizer") is None and ranks[0][0].flat is None:
+            return None
+        states = [[_rank_state(rank) for rank in stage] for stage in ranks]
+        pieces = dict[str, Pieces]()
+        for key in states[0][0][0]:
+            parts = [[state[chunk].get(key, {}) for state in states[stage]] for stage, chunk in stages]
+            pieces[key] = by_global_name(parts, where=f"{path}, {key}")
+        steps = [_step(rank) for rank in itertools.chain(*ranks)]
+        return SavedOptimizer(pieces, parameter_groups(first.get("optimizer")), steps)
+
+    return MegatronCheckpoint(path, first, _arguments(first), weights, len(ranks), optimizer)
 
 
 # ---- files
@@ -115,15 +94,8 @@ def read_legacy(path: Path, options: ImportOptions) -> tuple[MegatronState, Desc
 
 def _ranks(path: Path, options: ImportOptions) -> list[list[_Rank]]:
     """Return each stage's ranks, by tensor-parallel rank."""
-    names = sorted(entry.name for entry in path.iterdir() if entry.name.startswith("mp_rank_"))
-    if beyond := [name for name in names if not _RANK.fullmatch(name)]:
-        raise MismatchError(
-            "A folder does not belong to a tensor- and pipeline-parallel rank",
-            where=path / beyond[0],
-            expected="mp_rank_TT or mp_rank_TT_PPP",
-            fix="Expert-parallel ranks, which have a third number, are not supported.",
-        )
-    names_of_places = {(int(m[1]), int(m[2] or 0)): name for name in names if (m := _RANK.fullmatch(name))}
+    matches = (_RANK.fullmatch(child.name) for child in path.iterdir())
+    names_of_places = {(int(match[1]), int(match[2] or 0)): match[0] for match in matches if match}
     opened_ranks = {
         place: _open(path / name, with_optimizer=not options.weights_only) for place, name in names_of_places.items()
     }
@@ -161,53 +133,32 @@ def _open(folder: Path, *, with_optimizer: bool) -> _Rank:
 
 def _check_one_save(ranks: Sequence[Sequence[_Rank]], path: Path) -> None:
     marks = dict[str, str]()
-    for rank in (rank for stage in ranks for rank in stage):
-        content = {key: rank.model.get(key) for key in ("iteration", "checkpoint_version")}
-        content |= {"virtual stages": len(rank.chunks), _FLAT: rank.flat is not None}
-        marks.setdefault(", ".join(f"{key} {shown(value)}" for key, value in content.items()), rank.path.name)
+    for rank in itertools.chain(*ranks):
+        content = (rank.model.get("iteration"), rank.model.get("checkpoint_version"), len(rank.chunks), bool(rank.flat))
+        marks.setdefault(shown(content), rank.path.name)
     if len(marks) > 1:
-        listing = "; ".join(f"{name}: {mark}" for mark, name in marks.items())
-        raise CheckpointError("A Megatron checkpoint's files come from different saves", where=path, found=listing)
-
-
-def _stages(ranks: Sequence[Sequence[_Rank]]) -> list[tuple[int, int]]:
-    return stage_order(len(ranks), len(ranks[0][0].chunks))
+        raise CheckpointError(
+            "A Megatron checkpoint's files come from different saves",
+            where=path,
+            expected=f"the same iteration, version and number of virtual stages, and a {_FLAT} from each or from none",
+            found="; ".join(f"{name}: {mark}" for mark, name in marks.items()),
+        )
 
 
 def _arguments(table: Table) -> dict[str, Any]:
-    """Return the attributes of `args`, with defaults for arguments that older versions lack."""
+    """Return the attributes of `args`, with their newer names, and whether the model is Megatron-LM's own."""
     arguments = attributes_of(table.get("args"))
-    if not arguments:
-        return {}
-    if "norm_epsilon" not in arguments and "layernorm_epsilon" in arguments:
-        arguments["norm_epsilon"] = arguments["layernorm_epsilon"]
-    older = {"position_embedding_type": "learned_absolute", "untie_embeddings_and_output_weights": False}
-    older["use_legacy_models"] = any(_OWN in table[key] for key in ("model", "model0") if key in table)
-    return {**older, **arguments}
+    if "layernorm_epsilon" in arguments:
+        arguments.setdefault("norm_epsilon", arguments["layernorm_epsilon"])
+    if any(_OWN in table[key] for key in ("model", "model0") if key in table):
+        arguments["use_legacy_models"] = True
+    return arguments
 
 
 # ---- the optimizer
 
 
-def _optimizer(
-    ranks: Sequence[Sequence[_Rank]], options: ImportOptions, path: Path
-) -> tuple[dict[str, Pieces], float | None]:
-    """Return the pieces of master weights and moments by global name, and the step count."""
-    first = ranks[0][0]
-    if first.model.get("optimizer") is None and first.flat is None:
-        require_moments(signs_of_moments(first.model, path), options, where=path)
-        _log.warning(f"{path}: there is no optimizer state (--no-save-optim); only the weights are imported")
-        return {}, None
-    states = [[_rank_state(rank) for rank in stage] for stage in ranks]
-    step = common_step([_step(rank) for stage in ranks for rank in stage], where=path)
-    pieces = dict[str, Pieces]()
-    for key in states[0][0][0]:
-        stages = [[rank_state[chunk].get(key, {}) for rank_state in states[stage]] for stage, chunk in _stages(ranks)]
-        pieces[key] = by_global_name(stages, where=f"{path}, {key}")
-    return pieces, step
-
-
-def _rank_state(rank: _Rank) -> list[dict[str, dict[str, RankPiece]]]:
+def _rank_state(rank: _Rank) -> list[dict[str, dict[str, FileTensor]]]:
     """Return a rank's pieces of master weights and moments by name, for each chunk."""
     if rank.flat is not None:
         return _buffer_state(rank)
@@ -236,7 +187,7 @@ def _entry(table: Table, where: Path) -> Table:
     return entry
 
 
-def _buffer_state(rank: _Rank) -> list[dict[str, dict[str, RankPiece]]]:
+def _buffer_state(rank: _Rank) -> list[dict[str, dict[str, FileTensor]]]:
     """Return the pieces in the flat buffers. Each chunk has a buffer."""
     assert rank.flat is not None
     where = rank.path / _FLAT
@@ -259,7 +210,7 @@ def _buffer_state(rank: _Rank) -> list[dict[str, dict[str, RankPiece]]]:
         buckets_by_key = {MASTERS: masters, **flats}
         state.append(
             {
-                key: {name: RankPiece.of(slots[name].take(buckets, piece.shape)) for name, piece in chunk.items()}
+                key: {name: FileTensor.of(slots[name].take(buckets, piece.shape)) for name, piece in chunk.items()}
                 for key, buckets in buckets_by_key.items()
             }
         )
@@ -286,11 +237,3 @@ def _step(rank: _Rank) -> float | None:
     entry = _entry(rank.model, rank.path)
     state = entry.get("optimizer", entry).get("state") or {}
     return common_step([table.get("step") for table in (*parameter_groups(entry), *state.values())], where=rank.path)
-
-
-def _log_layout(ranks: Sequence[Sequence[_Rank]], path: Path, *, has_optimizer: bool) -> None:
-    """Log the checkpoint's layout."""
-    kind = "the distributed optimizer" if ranks[0][0].flat is not None else "an unsharded optimizer"
-    carried = f"weights and moments of {kind}" if has_optimizer else "weights alone"
-    sizes = f"tp {len(ranks[0])}, pp {len(ranks)}, {count_of(len(ranks[0][0].chunks), 'virtual stage')}"
-    _log.info(f"{path}: Megatron's format torch, {sizes}: {carried}")

@@ -13,7 +13,7 @@ from typing import Any
 
 from reprise.errors import CheckpointError, MismatchError
 from reprise.storage import shown
-from trainer.interop.megatron.shards import RankPiece
+from trainer.interop.stored import FileTensor
 from trainer.interop.torch_file import is_plain
 
 _QUERY_KEY_VALUE = ".self_attention.linear_qkv."
@@ -44,13 +44,13 @@ def _core_name(name: str) -> str:
     return name
 
 
-def stage_of(model: Mapping[Any, Any], *, where: object) -> dict[str, RankPiece]:
+def stage_of(model: Mapping[Any, Any], *, where: object) -> dict[str, FileTensor]:
     """Return the parameters in a rank's part of the model, in the rank's order, by Megatron-Core's names.
 
     Raises:
         CheckpointError: An entry is not a dense floating-point tensor, or two entries name the same parameter.
     """
-    pieces = dict[str, RankPiece]()
+    pieces = dict[str, FileTensor]()
     for name, tensor in _flat(model, ""):
         if _NOT_PARAMETERS.search(name):
             continue
@@ -61,7 +61,7 @@ def stage_of(model: Mapping[Any, Any], *, where: object) -> dict[str, RankPiece]
         core = _core_name(name)
         if core in pieces:
             raise CheckpointError("Two entries name the same parameter", where=f"{where}, {name}", found=core)
-        pieces[core] = RankPiece.of(tensor.detach())
+        pieces[core] = FileTensor.of(tensor.detach())
     return pieces
 
 

@@ -21,8 +21,8 @@ from models.megatron_names import MegatronForm, MegatronNames, MegatronPart
 from models.spec import OUTPUT
 from reprise.errors import MismatchError
 from trainer.interop.projections import join_groups, split_groups
+from trainer.interop.stored import Shape
 
-Shape = tuple[int, ...]
 LAYERS = "decoder.layers"
 
 
@@ -86,16 +86,11 @@ def names_of(family: Family, *, where: object) -> MegatronNames:
         raise MismatchError(
             f"The family {family.value} has no Megatron names, so it cannot be converted",
             where=where,
-            expected=f"model.family={' or '.join(supported_families())}",
+            expected="model.family=" + " or ".join(family.value for family, spec in FAMILIES.items() if spec.megatron),
             found=f"model.family={family.value}",
             fix="Export it as `hf` or `dcp`, which have transformers' names.",
         )
     return names
-
-
-def supported_families() -> list[str]:
-    """Return the families whose specs have Megatron names."""
-    return [family.value for family, spec in FAMILIES.items() if spec.megatron is not None]
 
 
 def correspondences(config: ModelConfig, padded_vocab_size: int | None = None) -> list[Correspondence]:
@@ -123,11 +118,6 @@ def correspondences(config: ModelConfig, padded_vocab_size: int | None = None) -
         tensors.append(_correspondence(output, stored, config, rows))
     assert {name for tensor in tensors for name in tensor.names} == set(stored)
     return tensors
-
-
-def by_our_name(tensors: Sequence[Correspondence]) -> Mapping[str, Correspondence]:
-    """Return our tensors' correspondences, by our name."""
-    return {name: tensor for tensor in tensors for name in tensor.names}
 
 
 def is_norm(tensor: MegatronTensor) -> bool:

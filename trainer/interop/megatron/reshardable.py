@@ -12,32 +12,25 @@ the model's own. Samples are compared at the start, other parameters when they a
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby, product
 from math import prod
 
 import torch
 
-from reprise.errors import CheckpointError, MismatchError
+from reprise.errors import MismatchError
 from trainer.interop.dcp.folder import DcpFolder
 from trainer.interop.megatron.buckets import Slot
-from trainer.interop.megatron.names import MegatronTensor, Shape
-from trainer.interop.megatron.shards import RankCopies, RankPiece, join, stage_order
-from trainer.interop.megatron.state import rounding_to
+from trainer.interop.megatron.names import MegatronTensor
+from trainer.interop.megatron.shards import Pieces, RankCopies, join, stage_order
+from trainer.interop.megatron.state import EMBEDDING, MASTERS, MOMENTS, OUTPUT, rounding_to
+from trainer.interop.stored import FileTensor, Shape
 
-_KEY = re.compile(
-    r"optimizer\.distributed\.dp_group_idx_(?P<group>\d+)\.gbuf_idx_(?P<buffer>\d+)\.dtype_(?P<dtype>\(.+\))"
-    r"\.bucket_idx_(?P<bucket>\d+)\.(?P<kind>\w+)"
-)
-_MASTERS = "param"
+_KEY = re.compile(r"optimizer\.distributed\.dp_group_idx_(\d+)\.gbuf_idx_(\d+)\.dtype_\(.+\)\.bucket_idx_(\d+)\.param")
+_KINDS = {MASTERS: "param", **dict(zip(MOMENTS, MOMENTS, strict=True))}
 _ALIGNMENTS = (64, 1)  # elements; older versions do not align
-_TABLE, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
-
-
-def is_bucket(key: str) -> bool:
-    """Return whether a key names a bucket."""
-    return _KEY.fullmatch(key) is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,122 +41,89 @@ class _Buffer:
     counts: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Buckets:
-    """The places of all parameters in a folder's buckets.
+def has_buckets(dcp: DcpFolder) -> bool:
+    """Return whether a folder contains buckets."""
+    return any(map(_KEY.fullmatch, dcp.tensors))
+
+
+def bucket_pieces(
+    dcp: DcpFolder, tensors: Sequence[MegatronTensor], weights: Mapping[str, FileTensor]
+) -> Mapping[str, Pieces]:
+    """Return master weights and moments by kind, each on its tensor-parallel ranks.
 
     Args:
-        places: By `MegatronTensor.numbered`, each parameter's buffer on each tensor-parallel rank, and its place there,
-            which is the same on all of them.
+        tensors: All the model's tensors, in the local modules' order.
+        weights: The model's weights, by `MegatronTensor.numbered`, to compare with.
+
+    Raises:
+        MismatchError: The buckets do not hold the model's parameters in a known order.
     """
+    table = next(stored for key, stored in dcp.tensors.items() if key.endswith(EMBEDDING))
+    tp, buffers = len({chunk.offset[0] for chunk in table.chunks}), _buffers(dcp)
+    if len(buffers) % tp or len({len(group) for group in buffers}) != 1:
+        raise _unknown_layout(dcp, f"{len(buffers)} model-parallel ranks, {tp} of tensor parallelism")
+    tried = list[str]()
+    for order, alignment in product((tensors, _fused_order(tensors)), _ALIGNMENTS):
+        places = _places(buffers, order, tp=tp, alignment=alignment)
+        if places is None:
+            continue
+        pieces = {
+            kind: {t.numbered: _pieces(dcp, name, *places[t.numbered], _shard(t, tp)) for t in tensors}
+            for kind, name in _KINDS.items()
+        }
+        misfits = [t.numbered for t in _samples(tensors) if not _has_weights(t, weights, pieces[MASTERS])]
+        if not misfits:
+            return pieces
+        tried.append(f"other values at {misfits[0]}")
+    raise _unknown_layout(dcp, "; ".join(dict.fromkeys(tried)) or "bucket sizes that fit no division of the layers")
 
-    dcp: DcpFolder
-    copies: RankCopies
-    places: Mapping[str, tuple[Sequence[_Buffer], Slot]]
 
-    @classmethod
-    def open(
-        cls,
-        dcp: DcpFolder,
-        weights: Callable[[MegatronTensor], torch.Tensor],
-        tensors: Sequence[MegatronTensor],
-        copies: RankCopies,
-    ) -> Buckets:
-        """Find every parameter.
+def _pieces(dcp: DcpFolder, name: str, buffers: Sequence[_Buffer], slot: Slot, shape: Shape) -> list[FileTensor]:
+    """Return a parameter's part in each rank's buffer."""
 
-        Args:
-            weights: Returns a model weight, to compare with.
-            tensors: All the model's tensors, in the local modules' order.
+    def read(key: str) -> torch.Tensor:
+        return dcp.read_box(key, (slot.offset,), (prod(shape),)).view(shape)
 
-        Raises:
-            MismatchError: The buckets do not hold the model's parameters in a known order.
-        """
-        table = next(key for key in dcp.tensors if key.endswith(_TABLE))
-        tp = dcp.fragments(table)[0]
-        buffers = _buffers(dcp)
-        if len(buffers) % tp or len({len(group) for group in buffers}) != 1:
-            raise _unknown_layout(dcp, f"{len(buffers)} model-parallel ranks, {tp} of tensor parallelism")
-        stages = len(buffers) // tp
-        tried = list[str]()
-        for order in (_local_order, _fused_order):
-            for alignment in _ALIGNMENTS:
-                places = _places(buffers, order(tensors), tp=tp, stages=stages, alignment=alignment)
-                if places is None:
-                    continue
-                buckets = cls(dcp, copies, places)
-                problem = next(filter(None, (buckets._problem(t, weights) for t in _samples(tensors))), None)
-                if problem is None:
-                    return buckets
-                tried.append(f"{order.__name__.strip('_')}: {problem}")
-        raise _unknown_layout(dcp, "; ".join(dict.fromkeys(tried)) or "bucket sizes that fit no division of the layers")
+    keys = [f"{buffer.keys[slot.bucket]}.{name}" for buffer in buffers]
+    return [FileTensor(shape, dcp.tensors[key].dtype, partial(read, key)) for key in keys]
 
-    def read(self, kind: str, tensor: MegatronTensor) -> torch.Tensor:
-        """Return a full tensor for a kind, joined over tensor-parallel ranks.
 
-        Raises:
-            CheckpointError: The ranks' copies differ, and `copies` refuses them.
-        """
-        return self._joined(kind, tensor, self.copies)
-
-    def _joined(self, kind: str, tensor: MegatronTensor, copies: RankCopies) -> torch.Tensor:
-        buffers, slot = self.places[tensor.numbered]
-        shape = _shard(tensor, len(buffers))
-        pieces = [RankPiece(shape, lambda b=buffer: self._read(b, slot, kind, shape)) for buffer in buffers]  # type: ignore[misc]
-        where = f"{self.dcp.path}, {kind} of {tensor.numbered}"
-        return join(pieces, cut=tensor.cut, is_gated=tensor.is_gated, copies=copies, where=where)
-
-    def _read(self, buffer: _Buffer, slot: Slot, kind: str, shape: Shape) -> torch.Tensor:
-        return self.dcp.read_box(f"{buffer.keys[slot.bucket]}.{kind}", (slot.offset,), (prod(shape),)).view(shape)
-
-    def _problem(self, tensor: MegatronTensor, weights: Callable[[MegatronTensor], torch.Tensor]) -> str | None:
-        """Return a problem if a parameter's master weights do not round to the model's own."""
-        try:
-            masters = partial(self._joined, _MASTERS, tensor, RankCopies(self.copies.takes_first, is_silent=True))
-            master = rounding_to(partial(weights, tensor), masters)
-        except CheckpointError:  # a wrong offset also raises this
-            return f"copies that differ at {tensor.numbered}"
-        return f"other values at {tensor.numbered}" if master is None else None
+def _has_weights(tensor: MegatronTensor, weights: Mapping[str, FileTensor], masters: Pieces) -> bool:
+    """Return whether a parameter's master weights round to the model's own. Copies are compared when they are read."""
+    pieces = masters[tensor.numbered]
+    pieces = pieces[:1] if tensor.cut is None else pieces
+    read = partial(join, pieces, cut=tensor.cut, is_gated=tensor.is_gated, copies=RankCopies(), where=tensor.numbered)
+    return rounding_to(weights[tensor.numbered].read, read) is not None
 
 
 def _buffers(dcp: DcpFolder) -> list[list[_Buffer]]:
     """Return each model-parallel rank's buffers, by virtual pipeline chunk."""
-    buckets_of_buffer = dict[tuple[int, int], dict[int, tuple[str, int]]]()
-    for key, stored in dcp.tensors.items():
-        match = _KEY.fullmatch(key)
-        if match is None or match["kind"] != _MASTERS:
-            continue
-        root = key.removesuffix(f".{_MASTERS}")
-        lacking = [kind for kind in ("exp_avg", "exp_avg_sq") if f"{root}.{kind}" not in dcp.tensors]
-        if lacking or len(stored.shape) != 1:
-            raise _unknown_layout(dcp, f"{root} without {' and '.join(lacking) or 'a flat shape'}")
-        buckets_of_buffer.setdefault((int(match["group"]), int(match["buffer"])), {})[int(match["bucket"])] = (
-            root,
-            stored.shape[0],
-        )
-    groups = list[list[_Buffer]]()
-    for (group, buffer), buckets in sorted(buckets_of_buffer.items()):
-        if group == len(groups):
-            groups.append([])
-        if group != len(groups) - 1 or buffer != len(groups[-1]) or sorted(buckets) != list(range(len(buckets))):
-            raise _unknown_layout(dcp, f"gaps in the numbers of buckets, at group {group}, buffer {buffer}")
-        keys, counts = zip(*(buckets[number] for number in sorted(buckets)), strict=True)
-        groups[-1].append(_Buffer(keys, counts))
-    return groups
+    keys = dict[tuple[int, ...], str]()
+    for key in dcp.tensors:
+        if match := _KEY.fullmatch(key):
+            keys[tuple(map(int, match.groups()))] = key.removesuffix(f".{_KINDS[MASTERS]}")
+    return [
+        [_buffer(dcp, [keys[place] for place in buckets]) for _, buckets in groupby(group, lambda place: place[1])]
+        for _, group in groupby(sorted(keys), lambda place: place[0])
+    ]
 
 
-def _local_order(tensors: Sequence[MegatronTensor]) -> list[MegatronTensor]:
-    return list(tensors)
+def _buffer(dcp: DcpFolder, keys: Sequence[str]) -> _Buffer:
+    counts = list[int]()
+    for key in keys:
+        ((count,),) = {dcp.tensors[f"{key}.{name}"].shape for name in _KINDS.values()}  # flat, and the same for each
+        counts.append(count)
+    return _Buffer(tuple(keys), tuple(counts))
 
 
 def _fused_order(tensors: Sequence[MegatronTensor]) -> list[MegatronTensor]:
     """Return the order in TransformerEngine's modules, where a layer's first norm follows the output projection."""
-    ordered = list[MegatronTensor]()
-    norms = list[MegatronTensor]()
+    ordered, norms = list[MegatronTensor](), list[MegatronTensor]()
     for tensor in tensors:
         if tensor.name.startswith("self_attention.linear_qkv.layer_norm_"):
             norms.append(tensor)
             continue
-        if norms and tensor.name == "self_attention.linear_qkv.weight":
+        if tensor.name == "self_attention.linear_qkv.weight":
             ordered += norms
             norms = []
         ordered.append(tensor)
@@ -171,24 +131,23 @@ def _fused_order(tensors: Sequence[MegatronTensor]) -> list[MegatronTensor]:
 
 
 def _places(
-    buffers: Sequence[Sequence[_Buffer]],
-    tensors: Sequence[MegatronTensor],
-    *,
-    tp: int,
-    stages: int,
-    alignment: int,
+    buffers: Sequence[Sequence[_Buffer]], tensors: Sequence[MegatronTensor], *, tp: int, alignment: int
 ) -> dict[str, tuple[Sequence[_Buffer], Slot]] | None:
-    """Return every parameter's place, or None if the bucket sizes do not fit this order."""
+    """Return every parameter's buffer on each tensor-parallel rank, and its place there, the same on all of them.
+
+    Returns:
+        The places by `MegatronTensor.numbered`, or None if the bucket sizes do not fit this order.
+    """
     first, places = 0, dict[str, tuple[Sequence[_Buffer], Slot]]()
-    n_layer = 1 + max(tensor.layer or 0 for tensor in tensors)
-    order = stage_order(stages, len(buffers[0]))
+    last = max(_block(tensor) or 0 for tensor in tensors)
+    order = stage_order(len(buffers) // tp, len(buffers[0]))
     for number, (stage, chunk) in enumerate(order):
         ranks = [buffers[stage * tp + rank][chunk] for rank in range(tp)]
         if len({rank.counts for rank in ranks}) != 1:
             return None
         ends = number == 0, number == len(order) - 1
-        for layers in range(n_layer - first, -1, -1) if not ends[1] else [n_layer - first]:
-            members = _stage(tensors, range(first, first + layers), ends, is_cut=stages > 1)
+        for end in [last + 1] if ends[1] else range(last + 1, first - 1, -1):
+            members = _stage(tensors, range(first, end), ends, is_cut=len(buffers) > tp)
             slots = _slots([prod(_shard(tensor, tp)) for tensor in members], ranks[0].counts, alignment)
             if slots is not None:
                 break
@@ -196,24 +155,27 @@ def _places(
             return None
         for tensor, slot in zip(reversed(members), slots, strict=True):
             places.setdefault(tensor.numbered, (ranks, slot))
-        first += layers
+        first = end
     return places
 
 
+def _block(tensor: MegatronTensor) -> int | None:
+    """Return the number of a tensor's attention or MLP: a `HybridModel`'s stage may end between the two of a layer."""
+    return None if tensor.layer is None else 2 * tensor.layer + tensor.name.startswith("mlp.")
+
+
 def _stage(
-    tensors: Sequence[MegatronTensor], layers: range, ends: tuple[bool, bool], *, is_cut: bool
+    tensors: Sequence[MegatronTensor], blocks: range, ends: tuple[bool, bool], *, is_cut: bool
 ) -> list[MegatronTensor]:
     """Return a stage's parameters. With several stages, the last has a copy of a tied embedding as its output layer."""
     members = list[MegatronTensor]()
     for tensor in tensors:
-        if tensor.layer is not None:
-            is_here = tensor.layer in layers
-        else:
-            is_here = ends[0] if tensor.name.startswith("embedding.") else ends[1]
-        if is_here:
+        block = _block(tensor)
+        is_end = ends[0] if tensor.name.startswith("embedding.") else ends[1]
+        if is_end if block is None else block in blocks:
             members.append(tensor)
-    if is_cut and ends[1] and not any(tensor.name == _OUTPUT for tensor in tensors):
-        members.append(next(tensor for tensor in tensors if tensor.name == _TABLE))
+    if is_cut and ends[1] and not any(tensor.name == OUTPUT for tensor in tensors):
+        members.append(next(tensor for tensor in tensors if tensor.name == EMBEDDING))
     return members
 
 
@@ -243,10 +205,10 @@ def _shard(tensor: MegatronTensor, tp: int) -> Shape:
     return tuple(size // tp if dim == tensor.cut else size for dim, size in enumerate(tensor.shape))
 
 
-def _samples(tensors: Sequence[MegatronTensor]) -> Iterator[MegatronTensor]:
-    """Yield parameters to compare before writing: the first and last layer, and those outside the layers."""
+def _samples(tensors: Sequence[MegatronTensor]) -> list[MegatronTensor]:
+    """Return parameters to compare before writing: the first and last layer, and those outside the layers."""
     last = max(tensor.layer or 0 for tensor in tensors)
-    return (tensor for tensor in tensors if tensor.layer in (0, last, None))
+    return [tensor for tensor in tensors if tensor.layer in (0, last, None)]
 
 
 def _unknown_layout(dcp: DcpFolder, content: str) -> MismatchError:
@@ -256,6 +218,5 @@ def _unknown_layout(dcp: DcpFolder, content: str) -> MismatchError:
         expected="master weights that round to the model's own, in the order of the local or of TransformerEngine's "
         "modules",
         found=content,
-        fix="Save it with --dist-ckpt-optim-fully-reshardable, or import the weights alone with --weights-only. If the "
-        "tensor-parallel ranks diverged, --from-rank0 takes the first copies.",
+        fix="Save it with --dist-ckpt-optim-fully-reshardable, or import the weights alone with --weights-only.",
     )

@@ -9,37 +9,18 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from reprise.errors import CheckpointError
 from trainer.interop.formats import few
+from trainer.interop.stored import FileTensor, Shape
 
 _log = logging.getLogger(__name__)
 
-Shape = tuple[int, ...]
-
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
-
-
-@dataclass(frozen=True, slots=True)
-class RankPiece:
-    """A rank's part of a tensor.
-
-    Args:
-        shape: The part's shape.
-        read: Returns the part, as a view of a mapped file where possible, to keep nothing in memory.
-    """
-
-    shape: Shape
-    read: Callable[[], torch.Tensor]
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> RankPiece:
-        """Return a piece from a tensor, usually in a mapped file."""
-        return cls(tuple(tensor.shape), lambda: tensor)
 
 
 @dataclass(slots=True)
@@ -52,11 +33,9 @@ class RankCopies:
     Args:
         takes_first: Whether to take the first copy and log the difference if others differ. Otherwise they are
             refused.
-        is_silent: Whether to omit the log line.
     """
 
     takes_first: bool = False
-    is_silent: bool = False
     _named: set[str] = field(default_factory=set)
 
     def compare(self, first: torch.Tensor, second: torch.Tensor, *, what: str, where: object) -> None:
@@ -81,14 +60,16 @@ class RankCopies:
                 fix="The ranks of that run diverged, or the files come from different saves. --from-rank0 takes "
                 "the first copy, as Megatron-Core's torch_dist does.",
             )
-        if not self.is_silent and str(where) not in self._named:  # a tensor may be read several times
+        if str(where) not in self._named:  # a tensor may be read several times
             self._named.add(str(where))
             most = float((first.double() - second.double()).abs().max())
             _log.warning(f"{where}: {difference} on {what}, by at most {most:.2g}: the first copy is taken")
 
 
 # One rank's tensors in a stage, by their names there.
-Stage = Mapping[str, RankPiece]
+Stage = Mapping[str, FileTensor]
+# Each tensor's parts, by tensor-parallel rank, under `MegatronTensor.numbered`.
+Pieces = Mapping[str, Sequence[FileTensor]]
 
 
 def stage_order(stages: int, chunks: int) -> list[tuple[int, int]]:
@@ -96,7 +77,7 @@ def stage_order(stages: int, chunks: int) -> list[tuple[int, int]]:
     return [(stage, chunk) for chunk in range(chunks) for stage in range(stages)]
 
 
-def by_global_name(stages: Sequence[Sequence[Stage]], *, where: object) -> dict[str, list[RankPiece]]:
+def by_global_name(stages: Sequence[Sequence[Stage]], *, where: object) -> dict[str, list[FileTensor]]:
     """Return every tensor's pieces, by tensor-parallel rank, with layers numbered through the whole model.
 
     Args:
@@ -104,9 +85,9 @@ def by_global_name(stages: Sequence[Sequence[Stage]], *, where: object) -> dict[
             Megatron-Core's `GPTModel`, where layers are `decoder.layers.N`.
 
     Raises:
-        CheckpointError: A stage's ranks hold different tensors, layers are missing, or two stages hold the same tensor.
+        CheckpointError: A stage's ranks hold different tensors, or two stages hold the same tensor.
     """
-    pieces, first = dict[str, list[RankPiece]](), 0
+    pieces, first = dict[str, list[FileTensor]](), 0
     for number, ranks in enumerate(stages):
         names = set(ranks[0])
         for rank, tensors in enumerate(ranks):
@@ -117,11 +98,7 @@ def by_global_name(stages: Sequence[Sequence[Stage]], *, where: object) -> dict[
                     found=few(differences),
                     fix="The files come from different saves.",
                 )
-        layers = {int(match[1]) for name in names if (match := _LAYER.fullmatch(name))}
-        if layers != set(range(len(layers))):
-            raise CheckpointError(
-                "A stage lacks layers", where=f"{where}, stage {number}", found=f"layers {sorted(layers)}"
-            )
+        layers = {match[1] for name in names if (match := _LAYER.fullmatch(name))}
         for name in ranks[0]:
             match = _LAYER.fullmatch(name)
             full = f"decoder.layers.{first + int(match[1])}.{match[2]}" if match else name
@@ -137,12 +114,8 @@ def layers_of(names: Iterable[str]) -> int:
     return len({match[1] for name in names if (match := _LAYER.fullmatch(name))})
 
 
-def joined_shape(pieces: Sequence[RankPiece], cut: int | None) -> Shape:
-    """Return the full shape of a tensor.
-
-    Args:
-        cut: The dimension split by tensor parallelism. None if every rank holds the full tensor.
-    """
+def joined_shape(pieces: Sequence[FileTensor], cut: int | None) -> Shape:
+    """Return a tensor's full shape. See `join`."""
     shape = list(pieces[0].shape)
     if cut is not None and cut < len(shape):
         shape[cut] = sum(piece.shape[cut] for piece in pieces)
@@ -150,7 +123,7 @@ def joined_shape(pieces: Sequence[RankPiece], cut: int | None) -> Shape:
 
 
 def join(
-    pieces: Sequence[RankPiece], *, cut: int | None, is_gated: bool, copies: RankCopies, where: object
+    pieces: Sequence[FileTensor], *, cut: int | None, is_gated: bool, copies: RankCopies, where: object
 ) -> torch.Tensor:
     """Return a full tensor from the tensor-parallel ranks' parts. A single part is returned as a view.
 
@@ -172,7 +145,7 @@ def join(
     return _concatenated(pieces, cut, 2 if is_gated else 1, where=where)
 
 
-def _concatenated(pieces: Sequence[RankPiece], cut: int, halves: int, *, where: object) -> torch.Tensor:
+def _concatenated(pieces: Sequence[FileTensor], cut: int, halves: int, *, where: object) -> torch.Tensor:
     """Return the parts' first halves, then their second halves. Only a single part is in memory beside the result."""
     shape, joined = joined_shape(pieces, cut), None
     begins = [half * (shape[cut] // halves) for half in range(halves)]

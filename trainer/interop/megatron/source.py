@@ -7,7 +7,7 @@ from pathlib import Path
 from reprise.errors import CheckpointError, MismatchError
 from reprise.loading import no_folder
 from reprise.storage import is_dir, is_file
-from trainer.interop.formats import Format, ImportOptions, few, known_form, require_trust
+from trainer.interop.formats import Format, ImportOptions, few, require_trust
 from trainer.interop.megatron import export
 from trainer.interop.megatron.export import TRACKER
 from trainer.interop.megatron.legacy import is_legacy, read_legacy
@@ -31,10 +31,7 @@ def read_source(path: Path, options: ImportOptions) -> StateSource:
     """
     folder = newest(path)
     require_trust(options, "Megatron", where=folder)
-    with known_form("Megatron", folder):
-        read = read_legacy if is_legacy(folder) else read_torch_dist
-        state, described = read(folder, options)
-    return as_source(state, described, where=folder)
+    return as_source((read_legacy if is_legacy(folder) else read_torch_dist)(folder, options), options)
 
 
 def newest(path: Path) -> Path:
@@ -72,6 +69,7 @@ def newest(path: Path) -> Path:
 
 
 FORMAT = Format(
+    "Megatron",
     "a Megatron-LM or Megatron-Core checkpoint (torch_dist, torch)",
     read_source,
     export.write,

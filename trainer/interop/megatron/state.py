@@ -1,4 +1,4 @@
-"""Represents a Megatron run's state with its ranks joined, and converts it to our names."""
+"""Converts a Megatron checkpoint's tensors, from either format, to ours: joined over its ranks, under our names."""
 
 from __future__ import annotations
 
@@ -12,82 +12,167 @@ from typing import Any
 import torch
 import xxhash
 
-from models.families import stored_tensors
 from reprise.errors import CheckpointError
-from reprise.storage import shown
+from reprise.storage import integer, shown
 from trainer.interop.finite import require_finite
-from trainer.interop.formats import log_settings
-from trainer.interop.megatron.arguments import DescribedModel
-from trainer.interop.megatron.names import MegatronTensor, by_our_name, is_norm
+from trainer.interop.formats import ImportOptions, common_step, log_settings, require_moments
+from trainer.interop.megatron.arguments import describe
+from trainer.interop.megatron.hybrid import in_layers, pattern_of
+from trainer.interop.megatron.names import MegatronTensor, correspondences, is_norm
+from trainer.interop.megatron.shards import Pieces, RankCopies, join, joined_shape, layers_of
 from trainer.interop.source import StateSource
+from trainer.interop.stored import FileTensor, misfits, require_none
 
 _log = logging.getLogger(__name__)
 
 WEIGHTS, MASTERS, MOMENTS = "weights", "masters", ("exp_avg", "exp_avg_sq")
+EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 RELEASE = "release"  # the folder of a released model, which has no run to continue
 _STEP = "step"
 _SCHEDULE = ("lr_decay_style", "max_lr", "min_lr", "lr_warmup_steps", "lr_decay_steps")
 
-
-Readers = Mapping[str, Callable[[MegatronTensor], torch.Tensor]]
+Groups = Sequence[Mapping[str, Any]]
+Joined = Mapping[str, FileTensor]
 
 
 @dataclass(frozen=True, slots=True)
-class MegatronState:
-    """A Megatron run's tensors, each joined over the ranks.
+class SavedOptimizer:
+    """An optimizer's content.
 
     Args:
-        readers: By kind, a function returning a tensor: `WEIGHTS`, in the model's dtype; `MASTERS`, if the optimizer
-            has weight copies; and `MOMENTS`, if there is optimizer state.
-        step: The optimizer's step count, shared by all parameters.
-        consumed_samples: Samples trained on. None if the checkpoint does not state it.
+        pieces: The parts of each moment, and of the weight copies (`MASTERS`) if there are any.
+        groups: The parameter groups.
+        steps: Step counts, which must be equal. None is ignored.
     """
 
-    readers: Readers
-    step: float
-    iteration: int
-    consumed_samples: int | None = None
+    pieces: Mapping[str, Pieces]
+    groups: Groups
+    steps: Sequence[object]
 
 
-def as_source(state: MegatronState, described: DescribedModel, *, where: object) -> StateSource:
-    """Return a Megatron state as our source.
+@dataclass(frozen=True, slots=True)
+class MegatronCheckpoint:
+    """A Megatron checkpoint.
+
+    Args:
+        path: The iteration's folder.
+        table: The unsharded part: `common.pt`, or a rank's file in the `torch` format.
+        args: The saving program's arguments.
+        stages: The number of pipeline stages in the files. Of several, the last has a copy of a tied embedding.
+        optimizer: Returns the optimizer's content for a model's tensors and joined weights, or None without one.
+    """
+
+    path: Path
+    table: Mapping[Any, Any]
+    args: Mapping[str, Any]
+    weights: Pieces
+    stages: int
+    optimizer: Callable[[Sequence[MegatronTensor], Joined], SavedOptimizer | None]
+
+
+def as_source(saved: MegatronCheckpoint, options: ImportOptions) -> StateSource:
+    """Return a Megatron checkpoint as our source.
 
     Weights are the optimizer's copies, which must round to the model's own. One Megatron tensor is in memory at a time,
     beside ours.
+
+    Raises:
+        CheckpointError: Step counts differ.
+        MismatchError: The checkpoint holds another model, or lacks moments that are not left out by the options.
     """
-    model = described.model
-    tensors = by_our_name(described.correspondences())
-    names = stored_tensors(model)
+    where, weights = saved.path, in_layers(saved.weights)
+    rows = sum(piece.shape[0] for piece in weights[EMBEDDING])
+    described = describe(saved.args, rows, layers_of(weights), options, where=where, pattern=pattern_of(saved.weights))
+    model, every = described.model, correspondences(described.model, rows)
+    tensors = [correspondence.tensor for correspondence in every]
+    joined_of = partial(
+        _joined,
+        tensors,
+        copies=RankCopies(options.from_rank0),
+        has_copy=model.tie_word_embeddings and saved.stages > 1,
+        where=where,
+    )
+    joined = {WEIGHTS: joined_of(WEIGHTS, weights)}
+    optimizer = None if options.weights_only else saved.optimizer(tensors, joined[WEIGHTS])
+    for note in described.notes:
+        _log.warning(note)
+    _log_omissions(saved, optimizer.groups if optimizer else parameter_groups(saved.table.get("optimizer")))
+    iteration, step = integer(saved.table.get("iteration")) if optimizer else 0, None
+    if optimizer is not None:
+        joined |= {kind: joined_of(kind, in_layers(pieces)) for kind, pieces in optimizer.pieces.items()}
+        step = common_step(optimizer.steps, where=where)
+        if step is None:
+            _log.warning(f"The optimizer has no step count: assumed to be the iteration, {iteration}")
+    else:
+        require_moments(_signs_of_moments(saved), options, where=where)
+        _log.warning("Only the weights are imported, as iteration 0")
+    sources = {name: correspondence for correspondence in every for name in correspondence.names}
 
     def read(name: str) -> torch.Tensor:
-        if name in names:
-            correspondence = tensors[name]
-            weight = correspondence.take(name, _weight(state, correspondence.tensor, where=where))
-            return weight.to(torch.float32) + 1 if described.adds_one and is_norm(correspondence.tensor) else weight
-        kind, _, weight_name = name.partition(".")
+        kind, _, parameter = name.partition(".")
         if kind == _STEP:
-            return torch.tensor(float(state.step))
-        return tensors[weight_name].take(weight_name, state.readers[kind](tensors[weight_name].tensor))
+            return torch.tensor(float(iteration) if step is None else step)
+        if kind in MOMENTS:
+            tensor = sources[parameter].tensor
+            return sources[parameter].take(parameter, joined[kind][tensor.numbered].read())
+        tensor = sources[name].tensor
+        weight = sources[name].take(name, _weight(joined, tensor.numbered, where=where))
+        return weight.to(torch.float32) + 1 if described.adds_one and is_norm(tensor) else weight
 
-    if MOMENTS[0] not in state.readers:
-        return StateSource(model, 0, has_optimizer=False, read=read)
-    return StateSource(model, state.iteration, has_optimizer=True, read=read, consumed_samples=state.consumed_samples)
+    samples = _consumed_samples(saved) if optimizer else None
+    return StateSource(model, iteration, optimizer is not None, read, consumed_samples=samples)
 
 
-def _weight(state: MegatronState, tensor: MegatronTensor, *, where: object) -> torch.Tensor:
+def _joined(
+    tensors: Sequence[MegatronTensor], kind: str, pieces: Pieces, *, copies: RankCopies, has_copy: bool, where: Path
+) -> Joined:
+    """Return a kind's tensors, joined when they are read. A tied embedding may have a copy."""
+    expected, joined = {tensor.numbered: tensor for tensor in tensors}, dict[str, FileTensor]()
+    for name, parts in pieces.items():
+        tensor, place = expected.get(name), f"{where}, {kind} of {name}"
+        cut, is_gated = (None, False) if tensor is None else (tensor.cut, tensor.is_gated)
+        read = partial(join, parts, cut=cut, is_gated=is_gated, copies=copies, where=place)
+        if name == EMBEDDING and has_copy and kind not in MOMENTS:
+            read = partial(_with_copies, read, parts, pieces.get(OUTPUT, ()), copies, place)
+        joined[name] = FileTensor(joined_shape(parts, cut), parts[0].dtype, read)
+    shapes = {name: tensor.shape for name, tensor in expected.items()}
+    fix = "If its arguments do not describe the model, set model.KEY=VALUE, such as model.tie_word_embeddings=false."
+    if kind != WEIGHTS:
+        fix = "Only one Adam for all parameters is supported. Import the weights alone with --weights-only."
+    problems = misfits(joined, shapes, lambda name: has_copy and name == OUTPUT)
+    require_none(problems, where=f"{where}, {kind}", fix=fix)
+    return joined
+
+
+def _with_copies(
+    read: Callable[[], torch.Tensor],
+    first: Sequence[FileTensor],
+    last: Sequence[FileTensor],
+    copies: RankCopies,
+    where: str,
+) -> torch.Tensor:
+    """Return the embedding after comparing it with the last stage's copy, if there is one."""
+    for rank, pair in enumerate(zip(first, last, strict=False)):
+        place = f"{where} of tensor-parallel rank {rank}"
+        copies.compare(*(part.read() for part in pair), what="the first and the last stage", where=place)
+    return read()
+
+
+def _weight(joined: Mapping[str, Joined], name: str, *, where: object) -> torch.Tensor:
     """Return a weight or, if it exists, the optimizer's copy, which must round to the model's own."""
-    if MASTERS not in state.readers:
-        return state.readers[WEIGHTS](tensor)
-    weights, masters = partial(state.readers[WEIGHTS], tensor), partial(state.readers[MASTERS], tensor)
-    rounded = rounding_to(weights, masters)
+    read = joined[WEIGHTS][name].read
+    if MASTERS not in joined:
+        return read()
+    read_master = joined[MASTERS][name].read
+    rounded = rounding_to(read, read_master)
     if rounded is not None:
         return rounded
-    weight, master, name = weights(), masters(), f"{where}, {tensor.numbered}"
-    require_finite(master, where=name)  # NaN is never equal to itself
-    require_finite(weight, where=name)
+    weight, master, place = read(), read_master(), f"{where}, {name}"
+    require_finite(master, where=place)  # NaN is never equal to itself
+    require_finite(weight, where=place)
     raise CheckpointError(
         "The optimizer's copy of a weight differs from the model's",
-        where=name,
+        where=place,
         expected=f"the same numbers, rounded to {weight.dtype}",
         found=f"{int((master.to(weight.dtype) != weight).count_nonzero())} of {weight.numel()} differ",
         fix="The files come from different saves, or the optimizer's state has another layout.",
@@ -116,53 +201,35 @@ def _digest(tensor: torch.Tensor) -> bytes:
     return xxhash.xxh3_128(data).digest()
 
 
-def consumed_samples(table: Mapping[str, Any], args: Mapping[str, Any]) -> int | None:
+def _consumed_samples(saved: MegatronCheckpoint) -> int | None:
     """Return the consumed samples from the arguments or, by default, from the schedule, which counts samples."""
-    schedule = table.get("opt_param_scheduler")
+    schedule = saved.table.get("opt_param_scheduler")
     counted = schedule.get("num_steps") if isinstance(schedule, Mapping) else None
-    counts = [args.get("consumed_train_samples"), counted]
+    counts = [saved.args.get("consumed_train_samples"), counted]
     return next((count for count in counts if type(count) is int and count >= 0), None)
 
 
-def log_omissions(
-    table: Mapping[str, Any],
-    described: DescribedModel,
-    args: Mapping[str, Any],
-    groups: Sequence[Mapping[str, Any]] = (),
-) -> None:
-    """Log notes on the model, and what is not carried over: the schedule, and the sample order and length.
-
-    Args:
-        args: Megatron's arguments.
-        table: A checkpoint's unsharded part: `common.pt`, or a rank's file in the `torch` format.
-        groups: The optimizer's parameter groups. By default those in `table`.
-    """
-    for note in described.notes:
-        _log.warning(note)
-    schedule = table.get("opt_param_scheduler")
+def _log_omissions(saved: MegatronCheckpoint, groups: Groups) -> None:
+    """Log what is not carried over: the schedule, and the sample order and length."""
+    schedule = saved.table.get("opt_param_scheduler")
     if isinstance(schedule, Mapping):
         settings = ", ".join(f"{name} {shown(schedule[name])}" for name in _SCHEDULE if name in schedule)
         _log.info(
             f"the schedule was {settings.replace(chr(39), '')}, in samples: not carried over, the continued run "
             "has its own, schedule.*"
         )
-    log_settings(groups or parameter_groups(table.get("optimizer")))
-    length = args.get("seq_length")
+    log_settings(groups)
+    length = saved.args.get("seq_length")
     if type(length) is int:
         _log.info(f"consumed samples are counted in samples of {length} tokens: import with train.seq_length={length}")
     _log.warning("Sample order is not carried over: a run counts on from Megatron's consumed samples, in its own order")
 
 
-def signs_of_moments(table: Mapping[str, Any], folder: Path) -> list[str]:
-    """Return the evidence for saved moments: an optimizer, or a training iteration.
-
-    Args:
-        table: A checkpoint's unsharded part. See `log_omissions`.
-        folder: The iteration's folder. A `release` folder has weights alone.
-    """
-    signs = ["the settings of an optimizer"] if table.get("optimizer") is not None else []
-    iteration = table.get("iteration")
-    if type(iteration) is int and iteration > 0 and folder.name != RELEASE:
+def _signs_of_moments(saved: MegatronCheckpoint) -> list[str]:
+    """Return the evidence for saved moments: an optimizer, or a training iteration."""
+    signs = ["the settings of an optimizer"] if saved.table.get("optimizer") is not None else []
+    iteration = saved.table.get("iteration")
+    if type(iteration) is int and iteration > 0 and saved.path.name != RELEASE:
         signs.append(f"iteration {iteration}")
     return signs
 
