@@ -23,10 +23,9 @@ A key is set as `SECTION.KEY=VALUE`, a group of keys by a file's name, as in
 job` prints the configuration of a command line.
 
 A value is text, a number, `true`, `false`, `null`, a list `[a, b]` or a mapping `{a: 1}`, in
-[Hydra's grammar](https://hydra.cc/docs/advanced/override_grammar/basic/). Only text with another meaning there needs
-quotes, as in `"run.name='1,2'"`, not `data.path=语料/*`. A text key takes what
-was typed, also in a file of `--config-dir`: `run.name=1.50` is no number. `${KEY}` is the value of another key
-(`tests/unit/config/test_overrides.py`).
+[Hydra's grammar](https://hydra.cc/docs/advanced/override_grammar/basic/). A text key takes what was typed, such as
+`run.name=1.50` or `data.path=语料/*`; quotes keep a list or a mapping a text: `"run.name='[1]'"`. `${KEY}` is the
+value of another key (`tests/unit/config/test_overrides.py`).
 
 A default shows the type; of choices it is in bold.
 

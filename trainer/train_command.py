@@ -20,7 +20,6 @@ from reprise.storage import FILE_SYSTEM
 from trainer.config.checks import (
     share_lines,
     unpinned_thread_lines,
-    unused_keys,
     validate,
     with_micro_batch,
 )
@@ -97,7 +96,7 @@ def run(resolved: Resolved, environment: Environment) -> None:
         _log.info(f"train.micro_batch_size=auto: {config.train.micro_batch_size}")
         resolved = replace(resolved, config=config)
     require_host_memory(config, environment.world_size, environment.local_world_size)
-    for line in [*unused_keys(config), *share_lines(config, environment.world_size), *unpinned_thread_lines(config)]:
+    for line in [*share_lines(config, environment.world_size), *unpinned_thread_lines(config)]:
         _log.info(line)
     times = StartTimes.of_process()
     _import_training(config, environment.world_size)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from trainer.config.values import MOST_SECONDS
-
 
 class Verify(Enum):
     """Digests checked by a load, beyond headers and JSON files."""
@@ -265,86 +263,13 @@ class CheckpointSection(
         return self.load != "auto" or self.ckpt_step is not None or self.loads_weights_alone
 
 
-# Keys without effect if nothing is saved. All must be 0 or more.
-_SAVE_NAMES = (
-    "save_interval",
-    "save_interval_mins",
-    "max_checkpoint_keep",
-    "keep_best",
-    "save_retain_interval",
-    "check_replicas",
-    "exit_on_save_failure",
-    "save_weights_interval",
-    "weights_keep",
-)
-_MIRROR_NAMES = ("mirror_keep", "mirror_interval", "mirror_wait_s")
-_LOCAL_NAMES = ("save_interval", "keep", "copies", "flush_on_exit")
-
-
-def unused_checkpoint_keys(section: CheckpointSection) -> list[str]:
-    """Return a line per destination left null (save, mirror or local folder), listing set keys without effect."""
-    lines = []
-    for table, defaults, prefix, folder, names in (
-        (section, CheckpointSection(), "checkpoint", "save", (*_SAVE_NAMES, "save_steps", "full_steps")),
-        (section, CheckpointSection(), "checkpoint", "mirror", _MIRROR_NAMES),
-        (section.local, LocalSection(), "checkpoint.local", "dir", _LOCAL_NAMES),
-    ):
-        keys = [name for name in names if getattr(table, name) != getattr(defaults, name)]
-        if keys and getattr(table, folder) is None:
-            listed = ", ".join(f"{prefix}.{name}={getattr(table, name)}" for name in keys)
-            lines.append(f"{prefix}.{folder} is null, so these keys are not used: {listed}")
-    return lines
-
-
 def checkpoint_problems(section: CheckpointSection) -> list[str]:
-    """List keys with values outside their range or in conflict with other keys."""
-    problems = [*_save_problems(section), *_mirror_problems(section), *_local_problems(section)]
-    return [*problems, *_load_problems(section)]
-
-
-def _save_problems(section: CheckpointSection) -> list[str]:
-    problems = [
-        f"checkpoint.{name}={getattr(section, name)}: must be 0 or more"
-        for name in _SAVE_NAMES
-        if getattr(section, name) < 0
-    ]
-    if any(step < 0 for step in section.save_steps):
-        problems.append(f"checkpoint.save_steps={section.save_steps}: must be iterations of 0 or more")
-    if any(step < 1 for step in section.full_steps):
-        problems.append(f"checkpoint.full_steps={section.full_steps}: must be iterations of 1 or more")
-    if section.file_bytes < 1:
-        problems.append(f"checkpoint.file_bytes={section.file_bytes}: must be at least 1")
-    for name in ("commit_timeout_s", "stall_timeout_s"):
-        if not 0 < getattr(section, name) <= MOST_SECONDS:
-            problems.append(f"checkpoint.{name}={getattr(section, name)}: must be above 0 and at most {MOST_SECONDS:g}")
-    if section.staging_bytes is not None and section.staging_bytes < 0:
-        problems.append(f"checkpoint.staging_bytes={section.staging_bytes}: must be 0 or more, or null")
-    return problems
-
-
-def _mirror_problems(section: CheckpointSection) -> list[str]:
+    """List keys in conflict with other keys."""
     problems = []
     if section.mirror is not None and section.save is None:
         problems.append(f"checkpoint.mirror={section.mirror}: needs checkpoint.save, the folder that is mirrored")
-    for name, least in (("mirror_keep", 0), ("mirror_interval", 1), ("mirror_wait_s", 0)):
-        if not least <= getattr(section, name) <= MOST_SECONDS:
-            problems.append(f"checkpoint.{name}={getattr(section, name)}: must be {least} or more")
-    return problems
-
-
-def _local_problems(section: CheckpointSection) -> list[str]:
-    problems = [
-        f"checkpoint.local.{name}={getattr(section.local, name)}: must be {least} or more"
-        for name, least in (("save_interval", 0), ("keep", 1), ("copies", 0))
-        if getattr(section.local, name) < least
-    ]
     if section.local.dir is not None and section.local.dir == section.save:
         problems.append(f"checkpoint.local.dir={section.local.dir}: must be another folder than checkpoint.save")
-    return problems
-
-
-def _load_problems(section: CheckpointSection) -> list[str]:
-    problems = []
     if section.use_checkpoint_scheduler and (section.override_scheduler or Allowed.lr in section.allow):
         name = "override_scheduler" if section.override_scheduler else "allow=lr"
         problems.append(f"checkpoint.{name} and checkpoint.use_checkpoint_scheduler exclude each other")
@@ -355,8 +280,6 @@ def _load_problems(section: CheckpointSection) -> list[str]:
             problems.append(f"checkpoint.{name}={getattr(section, name)}: needs checkpoint.finetune=true")
     if section.new_rows is not NewRows.initial and not section.resize:
         problems.append(f"checkpoint.new_rows={section.new_rows.value}: needs checkpoint.resize=true")
-    if section.ckpt_step is not None and section.ckpt_step < 0:
-        problems.append(f"checkpoint.ckpt_step={section.ckpt_step}: must be 0 or more, or null")
     if section.ckpt_step is not None and section.load == "none":
         problems.append(f"checkpoint.ckpt_step={section.ckpt_step}: nothing is loaded with checkpoint.load=none")
     return problems

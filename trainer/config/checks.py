@@ -13,15 +13,15 @@ from models.config import ModelConfig
 from models.families import parameter_count
 from models.families import problems as model_problems
 from reprise.errors import ConfigError, count_of
-from trainer.config.checkpoint import checkpoint_problems, unused_checkpoint_keys
+from trainer.config.checkpoint import checkpoint_problems
 from trainer.config.derived import batch_schedule_of, command_line, length_of, share_of, topology_of
 from trainer.config.frozen import freeze_problems
 from trainer.config.logging import logging_problems
 from trainer.config.optimizer import OptimizerName, optimizer_problems
-from trainer.config.parallel import PARALLEL_SIZES, parallel_problems
+from trainer.config.parallel import PARALLEL_SIZES, ParallelSection
 from trainer.config.schema import Config
 from trainer.config.train import AUTO, OnSpike, TrainSection, train_problems
-from trainer.config.values import number_problems, path_problems, type_problems
+from trainer.config.values import path_problems, range_problems, value_problems
 from trainer.data.position_map import parse_ranges
 from trainer.data.section import TOKEN_KINDS
 from trainer.data.section import problems as data_problems
@@ -47,8 +47,8 @@ def validate(config: Config, world_size: int, words: Sequence[str] | None = None
     lacks_ranks = words is not None and world_size == 1 < ranks
     world_size = ranks if lacks_ranks else world_size  # find the other problems as under torchrun
     config = with_micro_batch(config, world_size)
-    value_problems = [*number_problems(config), *type_problems(config), *_size_type_problems(config.train)]
-    problems = value_problems or [  # comparisons with NaN are always false
+    problems = [*value_problems(config), *_size_type_problems(config.train)] or [  # comparisons with NaN are false
+        *range_problems(config),
         *path_problems(config),
         *(model_problems(config.model) or _size_problems(config.model) or _trained_problems(config)),
         *data_problems(config.data),
@@ -90,17 +90,6 @@ def with_micro_batch(config: Config, world_size: int) -> Config:
     first = _first_known_position(config)
     possible = [size for size in sizes if not batch_problems(with_size(size), world_size, first)]
     return with_size(min(possible, key=lambda size: (most_samples(size), -size), default=1))
-
-
-def unused_keys(config: Config) -> list[str]:
-    """Return lines about set keys without effect because of other keys."""
-    train, lines = config.train, []
-    if train.train_samples is not None and train.train_iters != TrainSection().train_iters:
-        lines.append(
-            f"train.train_samples={train.train_samples} is the length of the run, so train.train_iters="
-            f"{train.train_iters} is not used"
-        )
-    return [*lines, *unused_checkpoint_keys(config.checkpoint)]
 
 
 def share_lines(config: Config, world_size: int) -> list[str]:
@@ -183,7 +172,7 @@ def _data_needs(config: Config) -> list[str]:
 def _length_problems(config: Config) -> list[str]:
     """List problems with the run's length in samples or, if there are none, with its learning-rate schedule."""
     train = config.train
-    if train.global_batch_size < 1:  # reported by `train_problems`; no length exists
+    if train.global_batch_size < 1:  # reported by `range_problems`; no length exists
         return []
     try:
         sizes = batch_schedule_of(train)
@@ -216,9 +205,9 @@ def _skip_problems(train: TrainSection) -> list[str]:
 
 
 def _parallel_problems(config: Config, world_size: int) -> list[str]:
-    parallel, model = config.parallel, config.model
-    if problems := parallel_problems(parallel):
-        return problems
+    parallel, model, problems = config.parallel, config.model, list[str]()
+    if not _are_positive(parallel):  # reported by `range_problems`
+        return []
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     vpp = parallel.num_virtual_stages_per_pipeline_rank
     if world_size % (tp * pp):
@@ -320,8 +309,13 @@ def batch_problems(config: Config, world_size: int, consumed_samples: int) -> li
 
 def _has_shares(config: Config, world_size: int) -> bool:
     """Return whether an iteration can be shared among data-parallel ranks. If not, other checks say why."""
-    sizes: list[int] = [getattr(config.parallel, name) for name in PARALLEL_SIZES]
-    return min(config.train.global_batch_size, world_size, *sizes) >= 1 and world_size % (sizes[0] * sizes[1]) == 0
+    parallel, batch_size = config.parallel, config.train.global_batch_size
+    ranks = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
+    return batch_size >= 1 and world_size >= 1 and _are_positive(parallel) and world_size % ranks == 0
+
+
+def _are_positive(parallel: ParallelSection) -> bool:
+    return all(getattr(parallel, name) >= 1 for name in PARALLEL_SIZES)
 
 
 def _batch_size_problems(config: Config, topology: Topology, size: int, key: str) -> list[str]:

@@ -9,19 +9,17 @@ import argparse
 import logging
 import re
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
-from functools import cache, partial
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import cast
 
 import hydra
 import yaml
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.plugins import Plugins
 from hydra.errors import HydraException, MissingConfigException
-from hydra.plugins.config_source import ConfigResult, ConfigSource
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 from yaml import YAMLError
@@ -30,95 +28,51 @@ from reprise.errors import ConfigError
 from reprise.storage import SMALL_BYTES, Files, is_dir, read_regular
 from reprise.stores import location
 from trainer.config.megatron_flags import refuse_flags
-from trainer.config.options import CONFIGS, choices_in, keys, null_mappings
-from trainer.config.overrides import escape, is_other_text, quote, readable
+from trainer.config.options import CONFIGS, choices_in, keys
+from trainer.config.overrides import escape, quote, readable
 from trainer.config.saved import flattened
 from trainer.config.schema import Config
 from trainer.config.suggest import closest
-from trainer.config.values import from_environment, path_problems
+from trainer.config.values import path_problems
 from trainer.data.byte_level import END_OF_TEXT_ID
 from trainer.data.section import TOKEN_KINDS
 
 _log = logging.getLogger(__name__)
-_T = TypeVar("_T")
-
 # Lines to omit from Hydra's errors: keys cannot be appended, and Hydra's folders do not concern the user.
 _OMITTED_LINES = ("reference_type", "object_type", "To append to your config", "Config search path:", "provider=")
 
-_LIKE_A_KEY = 0.75  # minimum similarity between an option and a key
+# The mapping that is null by default, and its keys.
+_NULL_MAPPING = re.compile(r"model\.rope_scaling[.=]")
 
 # Starts the last line in a run's config.yaml. YAML indents values, so no value line starts like this.
 _ENVIRONMENT = "# from environment variables: "
 
+# What a variable's value is replaced with, to find the keys it reaches.
+_MARK = "from an environment variable"
+
+_ONE_VALUE = "Pass one value per key: multirun is not supported. Text with a comma needs quotes: \"KEY='a,b'\"."
 _MOST_KEYS = 10  # in a message
 _HELP = """\
 usage: reprise train KEY=VALUE ...
 
-Train a model, or continue the run of the same name. `reprise options` explains every key.
-== Configuration groups ==
-Compose your configuration from those groups (group=option)
-
-{groups}
-
-== Config ==
-Override anything in the config (foo.bar=value)
-
-{config}
-`--cfg job` prints the configuration that the command line composes, `--config-dir` adds a folder of YAML files.
+Train a model, or continue the run of the same name. `reprise options` explains every group and key, and `--cfg job`
+prints the configuration that the command line composes. `--config-dir FOLDER` adds a folder of YAML files.
 """
 
 ConfigStore.instance().store(name="schema", node=Config)
 
 
-@cache
-def _scheme() -> str:
-    """Register a folder scheme under which Hydra reads values as written, and return its name.
-
-    A number or boolean whose normal form differs stays a text, and the schema converts it by its key's type: ``1.50``
-    is a name under some keys, and a number under others.
-    """
-    plugins, scheme = Plugins.instance(), "text"
-    sources: list[Any] = plugins.discover(ConfigSource)
-    (file_source,) = (source for source in sources if source.scheme() == "file")
-
-    def load_config(source: ConfigSource, config_path: str) -> ConfigResult:
-        result: ConfigResult = file_source.load_config(source, config_path)
-        path = Path(source.path, f"{config_path.removesuffix('.yaml')}.yaml")
-        texts = yaml.load(path.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
-        result.config = OmegaConf.create(_as_written(OmegaConf.to_container(result.config), texts))
-        return result
-
-    plugins.register(
-        type("TextSource", (file_source,), {"scheme": staticmethod(lambda: scheme), "load_config": load_config})
-    )
-    return scheme
-
-
-def _as_written(value: Any, text: Any) -> Any:
-    """Return a YAML value with the file's own text wherever the normal form would differ."""
-    if isinstance(value, dict) and isinstance(text, dict):
-        texts = {str(key): member for key, member in text.items()}
-        return {key: _as_written(member, texts.get(str(key))) for key, member in value.items()}
-    if isinstance(value, list) and isinstance(text, list):
-        return [_as_written(*pair) for pair in zip(value, text, strict=True)]
-    return text if isinstance(text, str) and is_other_text(value, text) else value
-
-
 @dataclass(frozen=True, slots=True)
 class CommandLine:
-    """A command's overrides, and the configuration files they apply to.
+    """A command's overrides, and the folders with configuration files they apply to.
 
     Args:
         overrides: The command's overrides.
-        folder: The configuration folder.
-        name: The main file's name in that folder, without suffix.
-        folders: Additional folders with groups.
+        folders: Folders with groups, besides the project's.
         words: The command's words as typed.
     """
 
     overrides: tuple[str, ...]
-    folder: Path = CONFIGS
-    name: str = "train"
     folders: tuple[Path, ...] = ()
     words: tuple[str, ...] = ()
 
@@ -128,48 +82,45 @@ class CommandLine:
         Raises:
             ConfigError: An override is malformed, a key is unknown, or a value has the wrong type.
         """
-        _refuse_hydra_keys(self.overrides)
-        return _reported(lambda: self._composed(self.overrides), self.overrides, self._problems)
+        for word in self.overrides:
+            if re.match(r"~|hydra[./@=]", word):
+                raise ConfigError(
+                    "Hydra's own keys cannot be set, and no key can be deleted",
+                    found=word,
+                    fix="Remove it. To set the run's folder, use run.dir.",
+                )
+        try:
+            return self._composed(self.overrides)
+        except ConfigError as error:
+            if len(problems := self._problems()) < 2:
+                raise
+            text = "\n  ".join(["these problems:", *problems])
+            raise ConfigError("The configuration cannot be composed", found=text) from error
 
     def _composed(self, overrides: Sequence[str]) -> DictConfig:
-        """Return the configuration. Values below a null mapping are set last, because Hydra cannot merge there."""
-        null_keys = tuple(f"{name}." for name, _ in null_mappings())
-        below = [word for word in overrides if f"{word.lstrip('+').partition('=')[0]}.".startswith(null_keys)]
-        later = [parsed for parsed in OverridesParser.create().parse_overrides(below) if not parsed.is_sweep_override()]
-        lines = [parsed.input_line for parsed in later]
-        words = [word for word in overrides if word not in lines]
+        """Return the configuration. Values below a null mapping are merged last, because Hydra cannot set them."""
+        words = [word for word in overrides if not _NULL_MAPPING.match(word)]
         if self.folders:
-            words.append(f"hydra.searchpath=[{','.join(quote(f'{_scheme()}://{path}') for path in self.folders)}]")
-        with hydra.initialize_config_dir(str(self.folder), version_base="1.3"):
-            raw = hydra.compose(self.name, overrides=words)
-        for parsed in later:
-            _set(raw, parsed.key_or_group, parsed.value())
+            words.append(f"hydra.searchpath=[{','.join(quote(f'file://{path}') for path in self.folders)}]")
+        with _reported(overrides):
+            with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
+                raw = hydra.compose("train", overrides=words)
+            for parsed in OverridesParser.create().parse_overrides([*filter(_NULL_MAPPING.match, overrides)]):
+                _merge(raw, {parsed.key_or_group: parsed.value()})
         return raw
 
     def _problems(self) -> list[str]:
         """Return each override's problem, composed separately on top of the command's valid groups."""
-        names, problems, groups = {name for name, _ in self._groups()}, list[str](), list[str]()
+        names = {name for path in (CONFIGS, *self.folders) for name in choices_in(path)}
+        problems, groups = list[str](), list[str]()
         for word in sorted(self.overrides, key=lambda word: word.partition("=")[0] not in names):
             try:
-                _reported(partial(self._composed, [*groups, word]), [word])
+                self._composed([*groups, word])
             except ConfigError as error:
                 problems.append(f"{error.found} {error.fix or ''}".rstrip())
             else:
                 groups += [word] if word.partition("=")[0] in names else []
         return list(dict.fromkeys(problems))
-
-    def _groups(self) -> Iterator[tuple[str, list[str]]]:
-        """Yield the groups in all folders, with their choices."""
-        groups: dict[str, list[str]] = {}
-        for folder in (self.folder, *self.folders):
-            for group, names in choices_in(folder).items():
-                groups.setdefault(group, []).extend(names)
-        yield from ((name, choices) for name, choices in groups.items() if choices)
-
-    def help(self) -> str:
-        """Return the `--help` text."""
-        lines = "\n".join(f"{name}: {', '.join(choices)}" for name, choices in self._groups())
-        return _HELP.format(groups=lines, config=OmegaConf.to_yaml(self.compose()))
 
 
 def read_command(words: Sequence[str]) -> CommandLine | None:
@@ -184,48 +135,19 @@ def read_command(words: Sequence[str]) -> CommandLine | None:
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--help", "-h", action="store_true")
     parser.add_argument("--cfg", "-c", choices=["job"])
-    parser.add_argument("--resolve", action="store_true")
-    parser.add_argument("--package", "-p")
     parser.add_argument("--config-dir", "-cd", type=Path, action="append", default=[])
-    parser.add_argument("--config-name", "-cn", default="train")
-    parser.add_argument("--config-path", "-cp", type=Path, default=CONFIGS)
-    parser.add_argument("--multirun", "-m", action="store_true")
-    options, unknown = parser.parse_known_intermixed_args(words)
-    if unknown:
-        _refuse_options(unknown)
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
-    if options.multirun:
-        raise ConfigError(
-            "A command runs one configuration",
-            found="--multirun",
-            fix="Start a separate command per configuration, each with its own run.name.",
-        )
-    if missing := [str(path) for path in (options.config_path, *options.config_dir) if not is_dir(path)]:
+    options = parser.parse_intermixed_args(words)
+    if missing := [str(path) for path in options.config_dir if not is_dir(path)]:
         raise ConfigError("A configuration folder does not exist", found=", ".join(missing))
     folders = tuple(path.resolve() for path in options.config_dir)
-    overrides = tuple(readable(options.overrides))
-    command = CommandLine(overrides, options.config_path.resolve(), options.config_name, folders, tuple(words))
+    command = CommandLine(tuple(readable(options.overrides)), folders, tuple(words))
     if not (options.help or options.cfg):
         return command
     try:
-        print(command.help() if options.help else _yaml(command.compose(), options.package, options.resolve))
+        print(_HELP if options.help else OmegaConf.to_yaml(command.compose()))
     except BrokenPipeError:  # the reader has closed the pipe
         sys.stdout = None
     return None
-
-
-def _yaml(raw: DictConfig, package: str | None, resolves: bool) -> str:
-    """Return the configuration, or a section, as YAML.
-
-    Raises:
-        ConfigError: An interpolation cannot be resolved, or the section is unknown.
-    """
-
-    def text() -> str:
-        node = raw if package is None else OmegaConf.select(raw, package, throw_on_missing=True)
-        return OmegaConf.to_yaml(node, resolve=resolves)
-
-    return _reported(text, ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,23 +189,10 @@ def compose(overrides: Sequence[str]) -> Config:
 def compose_values(values: Mapping[str, object], overrides: Sequence[str] = ()) -> Config:
     """Compose the configuration from values by dotted key, which overrides replace. See `compose`."""
     command = CommandLine(tuple(readable(overrides)))
-    raw, named_keys = command.compose(), _keys_of(command)
-    _reported(lambda: _update(raw, {key: values[key] for key in values if not _is_named(key, named_keys)}), ())
+    raw = command.compose()
+    with _reported():
+        _merge(raw, _unnamed(values, command))
     return resolve(raw).config
-
-
-def _refuse_options(words: Sequence[str]) -> None:
-    """Refuse an unknown option with a name similar to a key's. argparse refuses the others."""
-    by_name = {key.rpartition(".")[2]: key for key in reversed(keys())}
-    for word in words:
-        name, _, value = word.lstrip("-").partition("=")
-        suggestion = closest(name.replace("-", "_"), by_name, cutoff=_LIKE_A_KEY)
-        if word.startswith("--") and suggestion is not None:
-            raise ConfigError(
-                "An option is unknown: settings have the form SECTION.KEY=VALUE",
-                found=word,
-                fix=f"Did you mean {by_name[suggestion]}={value or 'VALUE'}?",
-            )
 
 
 def over_saved(command: CommandLine, files: Files) -> DictConfig:
@@ -292,24 +201,23 @@ def over_saved(command: CommandLine, files: Files) -> DictConfig:
     The command's own keys win, and so do sections whose group it names.
     """
     raw = command.compose()
-    _refuse_unknown_keys(raw)
-    section = raw.checkpoint
-    named_keys = _keys_of(command)
-    load, step, save = _reported(lambda: (str(section.load), section.ckpt_step, section.save), command.overrides)
-    names_model = (command.folder, command.name) != (CONFIGS, "train") or named_keys & {"model", "experiment"}
-    if load in ("auto", "none") or names_model:
+    with _reported(command.overrides):
+        section = raw.checkpoint
+        load, step, save = str(section.load), section.ckpt_step, section.save
+    if load in ("auto", "none") or _keys_of(command) & {"model", "experiment"}:
         return raw
     from trainer.config.load_saved import find_saved
 
     saved = find_saved(location(load), iteration=step, save=None if save is None else Path(save), files=files)
     if saved is None:
         return raw
-    values = {key: value for key, value in saved.values.items() if not _is_named(key, named_keys)}
+    values = _unnamed(saved.values, command)
     if values.get("checkpoint.mirror") is not None and not saved.is_of(save):
-        mirror = values.pop("checkpoint.mirror")
-        values = {key: value for key, value in values.items() if not key.startswith("checkpoint.mirror_")}
+        mirror = values["checkpoint.mirror"]
+        values = {key: value for key, value in values.items() if not key.startswith("checkpoint.mirror")}
         _log.warning(f"checkpoint.mirror={mirror} belongs to the loaded run: set checkpoint.mirror to mirror this run")
-    _reported(lambda: _update(raw, values), [str(saved.path)])
+    with _reported([str(saved.path)]):
+        _merge(raw, values)
     _log.info(f"using the configuration in {saved.path}, overridden by the command's keys")
     return raw
 
@@ -339,7 +247,7 @@ def resolve_command(command: CommandLine, files: Files) -> Resolved:
         return resolved
     for key, value in values.items():
         _log.info(f"{key}={value}, from {origin}")
-    _update(raw, values)
+    _merge(raw, values)
     return replace(resolve(raw), words=command.words)
 
 
@@ -366,20 +274,13 @@ def _vocabulary(config: Config, command: CommandLine) -> dict[str, int]:
     return {key: value for key, value in values.items() if key not in names}
 
 
-def _update(raw: DictConfig, values: Mapping[str, object]) -> None:
+def _merge(raw: DictConfig, values: Mapping[str, object]) -> None:
+    """Set keys to literal values. A null mapping takes the defaults of the keys it lacks."""
     for key, value in values.items():
-        _set(raw, key, escape(value))
-
-
-def _set(raw: DictConfig, key: str, value: object) -> None:
-    """Set a key. A null mapping first gets its defaults, if the value belongs to it or below it."""
-    for name, mapping in null_mappings():
-        replaces_mapping = key == name and isinstance(value, dict)
-        if (replaces_mapping or key.startswith(f"{name}.")) and OmegaConf.select(raw, name) is None:
-            OmegaConf.update(raw, name, mapping(), merge=False)
-    # Merge into a nested schema section: a dict in its place would have another type.
-    is_section = isinstance(value, dict) and OmegaConf.select(raw, key) is not None
-    OmegaConf.update(raw, key, value, merge=is_section)
+        node = escape(value)
+        for name in reversed(key.split(".")):
+            node = {name: node}
+        raw.merge_with(node)
 
 
 def _keys_of(command: CommandLine) -> set[str]:
@@ -388,35 +289,32 @@ def _keys_of(command: CommandLine) -> set[str]:
     return {override.key_or_group for override in parsed}
 
 
-def _is_named(key: str, names: Collection[str]) -> bool:
-    """Return whether a command names a key, its mapping, or a member."""
-    return any(key == name or key.startswith(f"{name}.") or name.startswith(f"{key}.") for name in names)
+def _unnamed(values: Mapping[str, object], command: CommandLine) -> dict[str, object]:
+    """Return the values whose key the command does not name, nor its section, nor a member."""
+    named_keys = [f"{key}." for key in _keys_of(command)]
+
+    def is_named(key: str) -> bool:
+        return any(f"{key}.".startswith(name) or name.startswith(f"{key}.") for name in named_keys)
+
+    return {key: value for key, value in values.items() if not is_named(key)}
 
 
-def _reported(call: Callable[[], _T], overrides: Sequence[str], problems: Callable[[], Sequence[str]] = tuple) -> _T:
-    """Call Hydra or OmegaConf, and convert their errors to a ConfigError.
+@contextmanager
+def _reported(words: Sequence[str] = ()) -> Iterator[None]:
+    """Convert errors from Hydra and OmegaConf to a ConfigError.
 
     Their own error classes name the override. Assertions and ValueErrors from their dependencies do not.
 
     Args:
-        overrides: The overrides to name in those errors.
-        problems: Returns each override's problem. Called after a failure.
+        words: The overrides to name in those errors.
     """
     try:
-        return call()
-    except (HydraException, OmegaConfBaseException) as error:
-        if len(several := problems()) > 1:
-            text = "\n  ".join(["these problems:", *several])
-            raise ConfigError("The configuration cannot be composed", found=text) from error
-        text = _error_text(error)
-        one_value = "Pass one value per key: multirun is not supported. Text with a comma needs quotes: \"KEY='a,b'\"."
-        fix = one_value if "--multirun" in text else _suggestion(error)
-        raise ConfigError("The configuration cannot be composed", found=text, fix=fix) from error
-    except ConfigError:
-        raise
+        yield
     except Exception as error:
-        where = " ".join(overrides) or None
-        raise ConfigError("The configuration cannot be composed", where=where, found=_error_text(error)) from error
+        text, fix, where = _error_text(error), None, " ".join(words) or None
+        if isinstance(error, HydraException | OmegaConfBaseException):
+            fix, where = _ONE_VALUE if "--multirun" in text else _suggestion(error), None
+        raise ConfigError("The configuration cannot be composed", where=where, found=text, fix=fix) from error
 
 
 def _suggestion(error: BaseException) -> str | None:
@@ -435,40 +333,46 @@ def _suggestion(error: BaseException) -> str | None:
     return None
 
 
-def _refuse_hydra_keys(overrides: Sequence[str]) -> None:
-    for override in overrides:
-        if re.match(r"[+~]*hydra[./@=]", override):
-            raise ConfigError(
-                "Hydra's own keys cannot be set",
-                found=override,
-                fix="Remove it. To set the run's folder, use run.dir.",
-            )
-
-
 def resolve(raw: DictConfig) -> Resolved:
     """Resolve every interpolation in a composed configuration.
 
     Raises:
-        ConfigError: A key is unknown, a value has the wrong type, or an interpolation cannot be resolved.
+        ConfigError: A value has the wrong type, or an interpolation cannot be resolved.
     """
-    _refuse_unknown_keys(raw)
-    _refuse_clocks(raw)
-
-    def converted() -> tuple[object, str]:
-        return OmegaConf.to_object(raw), OmegaConf.to_yaml(raw, resolve=True)
-
-    config, text = _reported(converted, ())
+    section = OmegaConf.to_container(raw, resolve=False)["run"]  # type: ignore[index,call-overload]
+    if "${now" in str(section):
+        raise ConfigError(
+            "The run's name or folder depends on the time",
+            where="run.name, run.dir",
+            found=section,
+            fix="Set a fixed name so that the same command resumes the run.",
+        )
+    with _reported():
+        config, text = OmegaConf.to_object(raw), OmegaConf.to_yaml(raw, resolve=True)
+        environment_keys = keys_from_environment(OmegaConf.to_yaml(raw))
     assert isinstance(config, Config)
-    environment_keys = frozenset(from_environment(OmegaConf.to_container(raw, resolve=False)))
     if environment_keys:
         text += f"{_ENVIRONMENT}{' '.join(sorted(environment_keys))}\n"
     return Resolved(config, text, environment_keys)
 
 
+def keys_from_environment(text: str) -> frozenset[str]:
+    """Return the dotted keys whose values come from environment variables, also by way of other keys.
+
+    Args:
+        text: The configuration as YAML, with unresolved interpolations.
+    """
+    if "oc.env" not in text:
+        return frozenset()
+    OmegaConf.register_new_resolver("marked", lambda *_: _MARK, replace=True)
+    marked = OmegaConf.create(text.replace("oc.env", "marked"))
+    values = flattened(cast("dict[str, object]", OmegaConf.to_container(marked, resolve=True)))
+    return frozenset(key for key, value in values.items() if _MARK in str(value))
+
+
 def sections_of(config: Config) -> dict[str, object]:
     """Return a configuration's sections in the form that `read_resolved` reads from a file."""
-    values = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
-    return {str(name): section for name, section in values.items()} if isinstance(values, dict) else {}
+    return cast("dict[str, object]", OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True))
 
 
 def read_resolved(path: Path) -> tuple[dict[str, object], frozenset[str]]:
@@ -490,32 +394,6 @@ def read_resolved(path: Path) -> tuple[dict[str, object], frozenset[str]]:
     return sections, frozenset(names.split() if comment else ())
 
 
-def _refuse_unknown_keys(raw: DictConfig) -> None:
-    """Refuse unknown keys, which `+KEY=VALUE` adds, and missing sections, which `~KEY` removes."""
-    added = list(_unknown_keys(raw))
-    removed = [field.name for field in fields(Config) if field.name not in raw]
-    if added or removed:
-        suggestion = closest(added[0], keys()) if added else None
-        hint = f"Did you mean {suggestion}? " if suggestion else "Correct the key: "
-        raise ConfigError(
-            "The configuration has unknown or missing keys",
-            found="; ".join([*(f"{key} is unknown" for key in added), *(f"{key} is missing" for key in removed)]),
-            fix=f"{hint}`reprise options` shows all keys.",
-        )
-
-
-def _unknown_keys(node: DictConfig, prefix: str = "") -> Iterator[str]:
-    members = {field.name for field in fields(OmegaConf.get_type(node))}  # type: ignore[arg-type]
-    for key in node:
-        name = f"{prefix}{key!s}"
-        if key not in members:
-            yield name
-            continue
-        is_set = not (OmegaConf.is_missing(node, key) or OmegaConf.is_interpolation(node, key))
-        if is_set and isinstance(member := node[key], DictConfig) and is_dataclass(OmegaConf.get_type(member)):
-            yield from _unknown_keys(member, f"{name}.")
-
-
 def _error_text(error: BaseException) -> str:
     """Return Hydra's message with its cause on a single line. For a value, Hydra's message names only the key."""
     below = error.__cause__
@@ -526,18 +404,3 @@ def _error_text(error: BaseException) -> str:
 def _one_line(text: str) -> str:
     lines = [re.sub(r"^full_key: (.*)", r"(\1)", line.strip()) for line in text.splitlines()]
     return " ".join(line for line in lines if line and not line.startswith(_OMITTED_LINES))
-
-
-def _refuse_clocks(raw: DictConfig) -> None:
-    """Refuse a run folder whose name depends on the time: ranks would disagree, and no resume would find it."""
-    table = OmegaConf.to_container(raw, resolve=False)
-    assert isinstance(table, dict)
-    section = table["run"]  # a text if an interpolation replaces the section
-    for key, value in section.items() if isinstance(section, dict) else ():
-        if "${now" in str(value):
-            raise ConfigError(
-                "The run's name or folder depends on the time",
-                where=f"run.{key!s}",
-                found=str(value),
-                fix="Set a fixed name so that the same command resumes the run.",
-            )

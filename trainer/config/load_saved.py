@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import os
 import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from reprise.errors import TrainerError, UnreadableError
 from reprise.format import MANIFEST
-from reprise.loading import Checkpoint, LoadSource, open_checkpoint, read_content, read_file
+from reprise.loading import Checkpoint, LoadSource, open_checkpoint, read_file
 from reprise.storage import (
     CheckpointFolder,
     Files,
     Json,
     Patience,
     PatientFiles,
-    atomic_output,
-    cannot_write,
     exists,
     failed_read,
     is_file,
@@ -31,7 +31,7 @@ from trainer.config.overrides import text_value
 from trainer.config.run import RunSection
 from trainer.config.saved import RUN_CONFIG, model_values, saved_values
 from trainer.config.schema import Config
-from trainer.data.text import BYTES, TOKENIZER, TOKENIZER_CONFIG
+from trainer.data.text import BYTES, TOKENIZER
 from trainer.data.tokenizer_beside import TOKENIZER_FILES, tokenizer_files_in, with_tokenizer
 from trainer.interop.hf.config import CONFIG, is_folder, read_folder_model
 
@@ -62,23 +62,16 @@ def find_saved(load: Path, *, iteration: int | None, save: Path | None, files: F
     Raises:
         TrainerError: A path cannot be read, an exactly named checkpoint is damaged, or its configuration is invalid.
     """
-    try:
+    with _reading(load):
         if not is_stored(load) and is_folder(load):
             model, _ = read_folder_model(load)
             return SavedConfig(load / CONFIG, model_values(model))
-        source = load if save is None or _exists(load, save, files) else save
-        reading = PatientFiles(files_of(source, files), Patience())
-        checkpoint = _open(source, iteration, reading)
-    except OSError as error:
-        raise failed_read("A path cannot be read", error, where=load, fix="Correct checkpoint.load.") from error
-    if checkpoint is None or RUN_CONFIG not in checkpoint.manifest.files:
-        reading.end()
-        return None
-    path = checkpoint.path / RUN_CONFIG
-    values = saved_values(config_document(checkpoint), checkpoint.state, where=path)
-    values = _with_tokenizer(values, checkpoint, Path() if save is None else save.parent, files)
-    reading.end()
-    return SavedConfig(path, values)
+        checkpoint = _open(load if save is None or _exists(load, save, files) else save, iteration, files)
+        if checkpoint is None or RUN_CONFIG not in checkpoint.manifest.files:
+            return None
+        path = checkpoint.path / RUN_CONFIG
+        values = saved_values(config_document(checkpoint), checkpoint.state, where=path)
+        return SavedConfig(path, _with_tokenizer(values, checkpoint))
 
 
 def config_document(checkpoint: Checkpoint) -> Json:
@@ -99,28 +92,22 @@ def tokenizer_of_weights(config: Config, files: Files) -> str | None:
     """
     section = config.checkpoint
     if section.finetune or section.base is not None or section.allows(Allowed.data):
-        run = Path() if section.save is None else Path(section.save).parent
         for weights in filter(None, (section.save, section.base, section.load)):
-            if weights not in ("auto", "none") and (beside := _tokenizer_files(location(weights), section, run, files)):
+            if weights not in ("auto", "none") and (beside := _tokenizer_files(location(weights), section, files)):
                 return with_tokenizer(config.data, beside)
     return config.data.tokenizer
 
 
-def _tokenizer_files(weights: Path, section: CheckpointSection, run: Path, files: Files) -> dict[str, Path]:
-    reading = PatientFiles(files_of(weights, files), Patience())
-    try:
-        checkpoint = _open(weights, section.ckpt_step, reading)
-    except OSError as error:
-        raise failed_read("A path cannot be read", error, where=weights, fix="Correct checkpoint.load.") from error
-    finally:
-        reading.end()
-    if checkpoint is None:
-        return {} if is_stored(weights) else tokenizer_files_in(weights)
-    beside = {name: checkpoint.path / name for name in TOKENIZER_FILES if name in checkpoint.manifest.files}
-    if TOKENIZER in beside:
-        values = _with_tokenizer({"data.tokenizer": str(beside[TOKENIZER])}, checkpoint, run, files)
-        beside[TOKENIZER] = Path(str(values["data.tokenizer"]))
-    return beside
+def _tokenizer_files(weights: Path, section: CheckpointSection, files: Files) -> dict[str, Path]:
+    with _reading(weights):
+        checkpoint = _open(weights, section.ckpt_step, files)
+        if checkpoint is None:
+            return {} if is_stored(weights) else tokenizer_files_in(weights)
+        return {
+            name: checkpoint.accessory(name) or checkpoint.path / name
+            for name in TOKENIZER_FILES
+            if name in checkpoint.manifest.files
+        }
 
 
 def own_command(checkpoint: Checkpoint, run: RunSection) -> str:
@@ -138,40 +125,24 @@ def own_command(checkpoint: Checkpoint, run: RunSection) -> str:
     return f"To continue with the run's own configuration: `{command}`."
 
 
-def _with_tokenizer(values: dict[str, object], checkpoint: Checkpoint, run: Path, files: Files) -> dict[str, object]:
-    """Return the values with the checkpoint's own tokenizer, which has the same tokens, if the run's is gone.
-
-    Args:
-        run: The run's folder, which receives a copy if the checkpoint lies in a store.
-    """
+def _with_tokenizer(values: dict[str, object], checkpoint: Checkpoint) -> dict[str, object]:
+    """Return the values with the checkpoint's own tokenizer, which has the same tokens, if the run's is gone."""
     tokenizer = values.get("data.tokenizer")
     if tokenizer in (None, BYTES) or os.path.exists(Path(str(tokenizer)).expanduser()):
         return values
     path = checkpoint.accessory(TOKENIZER)
-    if path is not None and is_stored(path):
-        path = _copied(checkpoint, run, files)
     return values if path is None else {**values, "data.tokenizer": str(path.absolute())}
 
 
-def _copied(checkpoint: Checkpoint, run: Path, files: Files) -> Path:
-    """Copy a checkpoint's tokenizer and its configuration into a folder, and return the copy.
-
-    Several ranks may do so at once.
-
-    Raises:
-        CheckpointError: The folder cannot be written.
-    """
-    digest, path = checkpoint.manifest.files[TOKENIZER].digest, run
-    for name in (TOKENIZER_CONFIG, TOKENIZER):
-        source, path = checkpoint.accessory(name), run / name.replace("tokenizer", f"tokenizer.{digest}")
-        try:
-            if source is not None and not exists(path):
-                run.mkdir(parents=True, exist_ok=True)
-                with atomic_output(path, files, replaces=True) as partial:
-                    files.write_whole(partial, read_content(source, checkpoint.files))
-        except OSError as error:
-            raise cannot_write(path, error, what="The copy of a tokenizer", another="another run.dir") from error
-    return path
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Name a path in the error for a failed read, and end the store's process, if any."""
+    try:
+        yield
+    except OSError as error:
+        raise failed_read("A path cannot be read", error, where=path, fix="Correct checkpoint.load.") from error
+    finally:
+        files_of(path).end()
 
 
 def _exists(load: Path, save: Path, files: Files) -> bool:
@@ -184,7 +155,8 @@ def _exists(load: Path, save: Path, files: Files) -> bool:
         raise
 
 
-def _open(load: Path, iteration: int | None, files: Files) -> Checkpoint | None:
+def _open(load: Path, iteration: int | None, own_files: Files) -> Checkpoint | None:
+    files = PatientFiles(files_of(load, own_files), Patience())
     path = LoadSource.named(load).path
     if is_file(path / MANIFEST) or is_iteration_name(path.name):
         return open_checkpoint(path, files, may_lack=True)

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import get_args
 
 import yaml
 
 from reprise.errors import ConfigError
 from trainer.config.options import keys
-from trainer.config.overrides import hint_of, text_value
+from trainer.config.suggest import closest
 
 DIFFERENCE = "difference"
+OPTIONS = ("--help", "--cfg", "--config-dir")  # of the command
+_LIKE_A_KEY = 0.75  # minimum similarity between a flag and a key
 
 
 @cache
@@ -42,15 +43,11 @@ def refuse_flags(words: Sequence[str]) -> None:
     answers: dict[str, str] = {}
     for number, word in enumerate(words):
         name, equals, value = word.partition("=")
-        flag = name.replace("_", "-")
-        if not flag.startswith("--"):
-            continue
-        flag_keys = flags().get(flag) or _keys_named(flag)
-        if flag not in flags() and not flag_keys:
+        if not name.startswith("--") or name in OPTIONS:
             continue
         if not equals and number + 1 < len(words) and not words[number + 1].startswith("--"):
             value = words[number + 1]
-        answers[word] = f"{name}: {_answer(flag, flag_keys, value)}"
+        answers[word] = f"{name}: {_answer(name[2:].replace('-', '_'), value)}"
     if answers:
         raise ConfigError(
             "The command line has flags, but settings have the form SECTION.KEY=VALUE",
@@ -59,17 +56,15 @@ def refuse_flags(words: Sequence[str]) -> None:
         )
 
 
-def _keys_named(flag: str) -> list[str]:
-    """Return the key spelled by a flag. Empty if several keys have this name."""
-    flag_keys = [key for key in keys() if "." in key and key.rpartition(".")[2].replace("_", "-") == flag[2:]]
-    return flag_keys if len(flag_keys) == 1 else []
-
-
-def _answer(flag: str, keys: Sequence[str], value: str) -> str:
-    if not keys:
+def _answer(name: str, value: str) -> str:
+    """Return the overrides for a flag's name, in the spelling of keys: by the table, else by the most similar key."""
+    by_name = {key.rpartition(".")[2]: key for key in reversed(keys())}
+    flag_keys = flags().get(f"--{name.replace('_', '-')}")
+    if flag_keys == []:
         return "has no counterpart; omit it"
-    has_its_name = keys[0].rpartition(".")[2] == flag.lstrip("-").replace("-", "_")
-    if not has_its_name or not value:
-        return f"set {' and '.join(keys)}"
-    is_text = str in get_args(hint := hint_of(keys[0])) or hint is str
-    return f"{keys[0]}={text_value(value) if is_text else value}"
+    if flag_keys is None:
+        similar = closest(name, by_name, cutoff=_LIKE_A_KEY)
+        hint = "" if similar == name else "perhaps "
+        return f"{hint}{by_name[similar]}={value or 'VALUE'}" if similar else "is unknown"
+    has_its_name = flag_keys[0].rpartition(".")[2] == name
+    return f"{flag_keys[0]}={value}" if has_its_name and value else f"set {' and '.join(flag_keys)}"

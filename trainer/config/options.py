@@ -55,19 +55,6 @@ def keys() -> list[str]:
     return [name for section in sections() for name in (section.name, *(row.key for row in section.rows))]
 
 
-def null_mappings(section: Any = Config, prefix: str = "") -> Iterator[tuple[str, type]]:
-    """Yield the mapping keys with a null default, with their schema sections."""
-    hints = get_type_hints(section)
-    for field in fields(section):
-        key, kinds = f"{prefix}{field.name}", get_args(hints[field.name]) or (hints[field.name],)
-        for kind in kinds:
-            if not isinstance(kind, type) or not is_dataclass(kind):
-                continue
-            if field.default is None:
-                yield key, kind
-            yield from null_mappings(kind, f"{key}.")
-
-
 def choices_in(folder: Path) -> dict[str, list[str]]:
     """Return each group's choices in a configuration folder."""
     groups_there = sorted(path for path in folder.iterdir() if is_dir(path))

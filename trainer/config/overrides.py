@@ -56,41 +56,37 @@ def escape(value: object) -> object:
     return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
 
 
-def is_other_text(value: object, text: str) -> bool:
-    """Return whether a value is a number or boolean whose normal form differs from `text`."""
-    return isinstance(value, int | float) and str(value) != text
-
-
 def _readable(word: str) -> str:
     try:
         word.encode()
     except UnicodeEncodeError as error:
         escaped = word.encode("utf-8", "backslashreplace").decode()
         raise ConfigError("An override is not valid UTF-8", found=escaped, fix="Rename the file or folder.") from error
-    key, equals, value = word.partition("=")
-    hint, is_read = hint_of(key.lstrip("+")), _parse(word) is not None
+    key, equals, value = word.lstrip("+").partition("=")  # every key is there, so none is appended
+    hint = hint_of(key)
     kinds = (hint, *get_args(hint))
     if any(get_origin(kind) is list for kind in kinds) and re.match(r"[^\[$'\"]", value) and value != "null":
         return _readable(f"{key}=[{value}]")  # a list with a single member
+    override, has_members = _parse(word), value.startswith(("[", "{"))
     is_text = Any in kinds or (str in kinds and int not in kinds)
-    if not equals or (is_read and not is_text and not any(map(is_dataclass, kinds))):
-        return word
-    texts = [] if is_read else [quote(value)]
-    if value.startswith(("[", "{")):
-        is_text &= "{" not in value  # a mapping's members may be numbers
-        texts.insert(0, _MEMBER.sub(lambda member: _typed(member[0], is_text=is_text), value))
-    elif is_read:
-        texts = [quote(value) if hint is str and value.lower() == "null" else _typed(value, is_text=is_text)]
-    return next((quoted for text in texts if _parse(quoted := f"{key}={text}") is not None), word)
+    if not equals or (override is not None and not has_members and not (is_text and _is_other(override, hint))):
+        return f"{key}{equals}{value}"
+    texts = [_MEMBER.sub(_readable_member, value)] if has_members else []
+    return next((quoted for text in (*texts, quote(value)) if _parse(quoted := f"{key}={text}") is not None), word)
 
 
-def _typed(text: str, *, is_text: bool) -> str:
-    """Return a value, quoted if Hydra refuses it or reads a number or boolean instead of the text."""
-    override = _parse(f"key={text}")
-    if override is None:
-        return quote(text)
-    is_other = is_other_text(override.value(), "" if is_text else text.strip())
-    return quote(text.strip()) if is_other and "(" not in text else text  # Hydra's cast float(1) converts on its own
+def _readable_member(member: re.Match[str]) -> str:
+    """Return a member, quoted if Hydra refuses it or reads a number with other digits, such as a long weight."""
+    override = _parse(f"key={member[0]}")
+    value = None if override is None else override.value()
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return quote(member[0]) if override is None or (is_number and str(value) != member[0]) else member[0]
+
+
+def _is_other(override: Override, hint: Any) -> bool:
+    """Return whether Hydra reads a text as a number, a boolean, several values, or a null where there must be one."""
+    value = override.value()
+    return override.is_sweep_override() or isinstance(value, int | float) or (value is None and hint is str)
 
 
 def quote(text: str) -> str:

@@ -1,4 +1,4 @@
-"""The `parallel` section with its keys' ranges."""
+"""The `parallel` section."""
 
 from __future__ import annotations
 
@@ -43,14 +43,3 @@ PARALLEL_SIZES = (
 )
 # Keys that keep bits equal across topologies.
 INVARIANT = ("invariant_ranks", "invariant_tensor_ranks")
-
-
-def parallel_problems(parallel: ParallelSection) -> list[str]:
-    """List keys with values outside their range."""
-    problems = []
-    if parallel.zero_stage not in range(4):
-        problems.append(f"parallel.zero_stage={parallel.zero_stage}: must be 0, 1, 2 or 3")
-    for name in PARALLEL_SIZES:
-        if getattr(parallel, name) < 1:
-            problems.append(f"parallel.{name}={getattr(parallel, name)}: must be at least 1")
-    return problems

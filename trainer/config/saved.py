@@ -15,6 +15,7 @@ from typing import Any, get_type_hints
 
 from models.config import ModelConfig
 from reprise.errors import CheckpointError, MismatchError
+from trainer.config.checkpoint import FinetuneKeys, LoadKeys, ResumeKeys
 from trainer.config.derived import length_of
 from trainer.config.schema import Config
 from trainer.schedules.lr import Schedule, resolve, section_of
@@ -39,24 +40,7 @@ _EXCLUDED = (
     "train.dry_run_ranks",
     "checkpoint.save",
     "checkpoint.local",
-    "checkpoint.load",
-    "checkpoint.ckpt_step",
-    "checkpoint.no_load_optim",
-    "checkpoint.finetune",
-    "checkpoint.base",
-    "checkpoint.resize",
-    "checkpoint.new_rows",
-    "checkpoint.partial",
-    "checkpoint.allow",
-    "checkpoint.reshard",
-    "checkpoint.override_scheduler",
-    "checkpoint.use_checkpoint_scheduler",
-    "checkpoint.override_batch_size",
-    "checkpoint.override_data",
-    "checkpoint.override_dropout",
-    "checkpoint.override_dtype",
-    "checkpoint.override_freeze",
-    "checkpoint.verify",
+    *(f"checkpoint.{field.name}" for keys in (LoadKeys, FinetuneKeys, ResumeKeys) for field in fields(keys)),
 )
 # Last words in secret keys' names; `eos_token_id` and `sample_tokens` do not match.
 _SECRET = re.compile(r"(^|_)(token|secret|password|passwd|credentials?|key)$")

@@ -1,18 +1,18 @@
-"""Checks single configuration values: finite numbers, usable paths, environment variables. Pure."""
+"""Checks single configuration values: their types, ranges and paths. Pure."""
 
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
-from functools import partial
+from operator import attrgetter
 from types import NoneType, UnionType
-from typing import get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 from reprise.errors import ConfigError
 from reprise.storage import is_url, url_problem
 from reprise.stores import is_store_url, location
+from trainer.parallel.topology import MOST_THREADS
 
 # Keys that name a file or folder, or become part of a path.
 _PATHS = (
@@ -30,51 +30,102 @@ _PATHS = (
     "data.cache",
 )
 # Path keys that may be, or must be, a store URL.
-_MAY_BE_STORED = ("checkpoint.load", "checkpoint.mirror")
+_MAY_BE_STORED = ("checkpoint.load", "checkpoint.mirror", "data.tokenizer")
 _MUST_BE_STORED = ("checkpoint.mirror",)
 _INT64 = 1 << 63
 # Clocks, timers and torch's stores count small units in 64 bits: 30 years are enough.
-MOST_SECONDS = 1e9
-# References in OmegaConf interpolations: ${KEY}, ${..KEY}, ${KEY[0]}, ${oc.select:KEY,DEFAULT}.
-_REFERENCE = re.compile(r"""[{:]\s*['"]?(\.*)([\w.\[\]]+)""")
-_IN_A_LIST = re.compile(r"\.\d+(\..*)?$")
+_MOST_SECONDS, _MOST_MINUTES = 1e9, 1e7
+_MOST_WINDOW = 10_000  # values in every checkpoint
+_MOST_RANKS = 1 << 20  # rows in a dry run's table
+
+# Rules for numbers and list members that are not null, and the keys they hold for.
+_RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    (
+        "at least 1",
+        lambda value: value >= 1,
+        """
+        train.train_iters train.global_batch_size train.micro_batch_size train.max_micro_batch_size train.seq_length
+        train.eval_iters train.sample_tokens train.max_rewinds train.dry_run_ranks parallel.tensor_model_parallel_size
+        parallel.pipeline_model_parallel_size parallel.num_virtual_stages_per_pipeline_rank parallel.replicate
+        checkpoint.file_bytes checkpoint.full_steps checkpoint.mirror_interval checkpoint.local.keep
+        logging.log_interval data.vocab_size
+        """,
+    ),
+    (
+        "0 or more",
+        lambda value: value >= 0,
+        """
+        train.clip_grad train.seed train.eval_interval train.sample_interval train.exit_interval
+        train.exit_duration_in_mins train.check_replicas_interval optimizer.lr optimizer.weight_decay
+        checkpoint.save_interval checkpoint.save_interval_mins checkpoint.max_checkpoint_keep checkpoint.keep_best
+        checkpoint.save_retain_interval checkpoint.save_weights_interval checkpoint.save_steps checkpoint.weights_keep
+        checkpoint.staging_bytes checkpoint.check_replicas checkpoint.exit_on_save_failure checkpoint.mirror_keep
+        checkpoint.ckpt_step checkpoint.local.save_interval checkpoint.local.copies data.end_of_text
+        """,
+    ),
+    ("above 0", lambda value: value > 0, "optimizer.adam_eps train.spike_factor"),
+    (
+        "at least 0 and below 1",
+        lambda value: 0 <= value < 1,
+        "optimizer.adam_beta1 optimizer.adam_beta2 optimizer.muon_momentum train.ema_decay",
+    ),
+    ("above 0 and below 1", lambda value: 0 < value < 1, "data.valid_fraction"),
+    (
+        f"above 0 and at most {_MOST_SECONDS:g}",
+        lambda value: 0 < value <= _MOST_SECONDS,
+        "train.exit_signal_save_seconds checkpoint.commit_timeout_s checkpoint.stall_timeout_s",
+    ),
+    (f"from 0 to {_MOST_SECONDS:g}", lambda value: 0 <= value <= _MOST_SECONDS, "checkpoint.mirror_wait_s"),
+    (
+        f"above 0 and at most {_MOST_MINUTES:g}",
+        lambda value: 0 < value <= _MOST_MINUTES,
+        "train.distributed_timeout_minutes",
+    ),
+    ("0, 1, 2 or 3", lambda value: value in range(4), "parallel.zero_stage"),
+    ("from 1 to 99", lambda value: 1 <= value < 100, "optimizer.muon_ns_steps"),
+    (f"from 0 to {MOST_THREADS}", lambda value: 0 <= value <= MOST_THREADS, "train.threads"),
+    (f"from 2 to {_MOST_WINDOW}", lambda value: 2 <= value <= _MOST_WINDOW, "train.spike_window"),
+    (f"at most {_MOST_RANKS}", lambda value: value <= _MOST_RANKS, "train.dry_run_ranks"),
+)
 
 
-def number_problems(config: object) -> list[str]:
-    """List nonfinite numbers, and integers beyond 64 signed bits."""
+def value_problems(config: object) -> list[str]:
+    """List nonfinite numbers, integers beyond 64 signed bits, and sections and lists with another type's value.
+
+    An interpolation may give a value of another type.
+    """
     problems = []
-    for key, value in _leaves(config):
+    for key, value, kinds in _leaves(config):
+        members = [get_args(kind)[0] for kind in kinds if get_origin(kind) is list]
+        if value is None and NoneType in kinds:
+            continue
         if isinstance(value, float) and not math.isfinite(value):
             problems.append(f"{key}={value}: must be a finite number")
         elif isinstance(value, int) and not -_INT64 <= value < _INT64:
             problems.append(f"{key}={value}: must fit into a signed 64-bit integer")
+        elif any(map(is_dataclass, kinds)) and not is_dataclass(value):
+            problems.append(f"{key}={value}: must be a section of keys")
+        elif members and not (isinstance(value, list) and all(type(member) is members[0] for member in value)):
+            problems.append(f"{key}={value}: must be a list of {members[0].__name__}")
     return problems
 
 
-def type_problems(config: object, prefix: str = "") -> list[str]:
-    """List sections and lists with a value of another type, such as an interpolation."""
+def range_problems(config: object) -> list[str]:
+    """List numbers outside their range."""
     problems = []
-    hints = get_type_hints(type(config))
-    for field in fields(config):  # type: ignore[arg-type]
-        key, value, hint = f"{prefix}{field.name}", getattr(config, field.name), hints[field.name]
-        kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
-        sections = tuple(kind for kind in kinds if is_dataclass(kind))
-        lists = [kind for kind in kinds if get_origin(kind) is list]
-        if is_dataclass(value):
-            problems += type_problems(value, f"{key}.")
-        elif sections and value is not None:
-            problems.append(f"{key}={value}: must be a section of keys")
-        elif lists and not (value is None and NoneType in kinds):
-            (kind,) = get_args(lists[0])
-            if not isinstance(value, list) or not all(type(member) is kind for member in value):
-                problems.append(f"{key}={value}: must be a list of {kind.__name__}")
+    for rule, holds, names in _RANGES:
+        for key in names.split():
+            value = attrgetter(key)(config)
+            members = value if isinstance(value, list) else [value]
+            if not all(holds(member) for member in members if member is not None):
+                problems.append(f"{key}={value}: must be {rule}")
     return problems
 
 
 def path_problems(config: object) -> list[str]:
     """List paths that are empty, a URL, or not valid UTF-8."""
     problems = []
-    for key, value in _leaves(config):
+    for key, value, _ in _leaves(config):
         if not isinstance(value, str):
             continue
         if not _is_utf8(value):
@@ -98,53 +149,14 @@ def _store_problems(key: str, value: str) -> list[str]:
     return []
 
 
-def from_environment(table: object) -> set[str]:
-    """Return the dotted keys whose values come from environment variables, also by way of other keys.
-
-    A list counts as a value: if a member comes from there, the list's key is returned.
-
-    Args:
-        table: The configuration as nested dicts, with unresolved interpolations.
-    """
-    texts = dict(_interpolated(table))
-    sources = {place: _references(place, text) for place, text in texts.items()}
-    places = {place for place, text in texts.items() if "oc.env" in text}
-    while more := {place for place in sources.keys() - places if any(map(partial(_overlaps, places), sources[place]))}:
-        places |= more
-    return {_IN_A_LIST.sub("", place) for place in places}
-
-
-def _interpolated(node: object, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield each interpolated value's dotted path and text, also in lists."""
-    members = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
-    for key, value in members:
-        yield from _interpolated(value, f"{prefix}{key}.")
-        if isinstance(value, str) and "${" in value:
-            yield f"{prefix}{key}", value
-
-
-def _references(place: str, text: str) -> list[str]:
-    """Return the dotted paths named by an interpolated value, absolute or relative by leading dots."""
-    references = []
-    for dots, path in _REFERENCE.findall(text):
-        parents = place.split(".")[: -len(dots)] if dots else []
-        references.append(".".join([*parents, *re.findall(r"[^.\[\]]+", path)]))
-    return references
-
-
-def _overlaps(places: Collection[str], reference: str) -> bool:
-    """Return whether a reference is among the paths, contains such a path, or lies below it."""
-    return any(f"{place}.".startswith(f"{reference}.") or reference.startswith(f"{place}.") for place in places)
-
-
-def _leaves(section: object, prefix: str = "") -> Iterator[tuple[str, object]]:
-    """Yield every member's dotted key and value in nested dataclasses."""
-    if not is_dataclass(section):
-        return
+def _leaves(section: Any, prefix: str = "") -> Iterator[tuple[str, object, tuple[Any, ...]]]:
+    """Yield every member's dotted key, value and possible types in nested dataclasses."""
+    hints = get_type_hints(type(section))
     for field in fields(section):
-        value = getattr(section, field.name)
-        yield prefix + field.name, value
-        yield from _leaves(value, f"{prefix}{field.name}.")
+        key, value, hint = f"{prefix}{field.name}", getattr(section, field.name), hints[field.name]
+        yield key, value, get_args(hint) if isinstance(hint, UnionType) else (hint,)
+        if is_dataclass(value):
+            yield from _leaves(value, f"{key}.")
 
 
 def _is_utf8(text: str) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -12,7 +11,8 @@ from typing import Any
 from reprise.storage import is_url, url_problem
 
 MOST_SOURCES = 4096  # in a blend
-_MOST_DIGITS = 400  # in a weight; enough for any float
+# A fraction with more digits than any float takes minutes.
+_WEIGHT = re.compile(r"[\d_]{0,400}(\.[\d_]{0,400})?([eE][+-]?\d{1,3})?(/[\d_]{1,400})?")
 
 
 class DataKind(Enum):
@@ -142,18 +142,13 @@ def valid_paths(section: DataSection) -> list[str]:
 
 def weight_of(value: object) -> Fraction | None:
     """Return a weight exactly as written in decimal digits or as a fraction, or None if it is not a positive number."""
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
+    text = str(value)  # a float's shortest digits, not its binary value
+    if isinstance(value, bool) or not _WEIGHT.fullmatch(text):
         return None
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    text = str(value).replace("_", "")  # Fraction's digit separator
-    if len(text) > _MOST_DIGITS or re.search(r"[eE][+-]?\d{4}", text):
-        return None  # a fraction with more digits takes minutes
     try:
-        weight = Fraction(str(value))  # a float's shortest digits, not its binary value
+        return Fraction(text) or None
     except (ValueError, ZeroDivisionError):
         return None
-    return weight if weight > 0 else None
 
 
 def problems(section: DataSection) -> list[str]:
@@ -175,31 +170,23 @@ def problems(section: DataSection) -> list[str]:
             messages += _blend_problems(value)
         elif key in ("train", "valid") and value is not None:
             messages += _path_problems(key, value)
+    is_indexed, masks = section.kind in INDEXED_KINDS, section.document_mask
+    knows_documents = is_indexed or section.end_of_text is not None or section.tokenizer is not None
     if section.kind is DataKind.module and not re.fullmatch(r"[\w.]+:\w+", section.factory or ""):
         messages.append(f"data.factory={section.factory or 'null'}: data.kind=module needs package:function")
-    if section.samples is SampleCut.per_document and section.kind not in INDEXED_KINDS:
+    if section.samples is SampleCut.per_document and not is_indexed:
         messages.append(
             "data.samples=per_document: needs data.kind=megatron or datatrove, whose index lists the documents"
         )
-    if section.end_of_text is not None and (section.end_of_text < 0 or not section.document_mask):
-        messages.append(
-            f"data.end_of_text={section.end_of_text}: must be a token id of 0 or more; needs data.document_mask=true"
-        )
-    elif section.document_mask and section.kind is DataKind.module:
+    if section.end_of_text is not None and not masks:
+        messages.append(f"data.end_of_text={section.end_of_text}: needs data.document_mask=true")
+    if masks and section.kind is DataKind.module:
         messages.append("data.document_mask: cannot be used with data.kind=module, whose samples have their own masks")
-    elif section.document_mask and _NEEDED_KEY.get(section.kind) == "train" and not _knows_documents(section):
+    elif masks and section.kind in TOKEN_KINDS and not knows_documents:
         messages.append(
             "data.document_mask: needs data.end_of_text, or data.tokenizer, whose end of text ends documents"
         )
-    if not 0 < section.valid_fraction < 1:
-        messages.append(f"data.valid_fraction={section.valid_fraction}: must be above 0 and below 1")
-    if section.vocab_size is not None and section.vocab_size < 1:
-        messages.append(f"data.vocab_size={section.vocab_size}: must be at least 1 or null")
     return messages
-
-
-def _knows_documents(section: DataSection) -> bool:
-    return section.kind in INDEXED_KINDS or section.end_of_text is not None or section.tokenizer is not None
 
 
 def _blend_problems(entries: list[object]) -> list[str]:
@@ -228,10 +215,8 @@ def _path_problems(key: str, value: object) -> list[str]:
     """Return the problems in a path list. A single path is checked with all other configuration paths."""
     if isinstance(value, str):
         return []
-    if not isinstance(value, list):
-        return [f"data.{key}={value}: must be a path, or a list"]
-    if not value:
-        return [f"data.{key}=[]: must have a path, or be null"]
+    if not isinstance(value, list) or not value:
+        return [f"data.{key}={value}: must be a path, or a list of paths"]
     messages = []
     for path in value:
         if not isinstance(path, str) or not path.strip():

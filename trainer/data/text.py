@@ -14,8 +14,8 @@ import numpy as np
 import xxhash
 
 from reprise.errors import DataError
-from reprise.storage import exists, read_regular
-from reprise.stores import files_of, is_stored
+from reprise.storage import exists, is_url, read_regular
+from reprise.stores import files_of, is_stored, location
 from trainer.data.byte_level import END_OF_TEXT, END_OF_TEXT_ID, bytes_tokenizer
 from trainer.data.cuts import CHARACTERS, Cuts, cuts_of
 from trainer.data.data_file import TokenArray, unreadable
@@ -77,7 +77,7 @@ def open_encoder(name: str | Path | None) -> Encoder:
     """
     if name is None or str(name) == BYTES:
         return bytes_encoder()
-    path = name if isinstance(name, Path) else Path(name).expanduser()  # a store path stays a store path
+    path = tokenizer_path(name)
     raw = read_tokenizer(path)
     if raw == bytes_tokenizer():
         return bytes_encoder()
@@ -174,6 +174,13 @@ def end_of_text_name(path: Path, names: Collection[str], special: Collection[str
         found=problem,
         fix="Correct the file, or remove it.",
     )
+
+
+def tokenizer_path(name: str | Path) -> Path:
+    """Return the path of a tokenizer: a file, or an object beside a checkpoint in a store."""
+    if isinstance(name, Path):
+        return name
+    return location(name) if is_url(name) else Path(name).expanduser()
 
 
 def read_tokenizer(path: Path) -> bytes:

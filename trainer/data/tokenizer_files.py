@@ -16,7 +16,15 @@ from typing import Any
 from reprise.errors import DataError
 from trainer.data.byte_level import END_OF_TEXT, bytes_tokenizer
 from trainer.data.section import TOKEN_KINDS, DataSection
-from trainer.data.text import BYTES, END_OF_TEXT_NAMES, TOKENIZER, TOKENIZER_CONFIG, end_of_text_name, read_tokenizer
+from trainer.data.text import (
+    BYTES,
+    END_OF_TEXT_NAMES,
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+    end_of_text_name,
+    read_tokenizer,
+    tokenizer_path,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -37,7 +45,7 @@ def tokenizer_files(section: DataSection, *, rows: int, bos: int, eos: int, posi
     """
     if section.kind in TOKEN_KINDS and section.tokenizer is None:
         return {}
-    path = None if section.tokenizer in (None, BYTES) else Path(str(section.tokenizer)).expanduser()
+    path = None if section.tokenizer in (None, BYTES) else tokenizer_path(str(section.tokenizer))
     where = path or BYTES
     raw, tokens, special = _as_trained(bytes_tokenizer() if path is None else read_tokenizer(path), where, rows)
     end = END_OF_TEXT if path is None else end_of_text_name(path, tokens, special.values())

@@ -21,9 +21,9 @@ def test_flags_are_answered_with_their_keys() -> None:
 @pytest.mark.parametrize(
     ("words", "key", "value"),
     [
-        (["--save", "a, b=c"], "save", "'a, b=c'"),
-        (["--load=模型"], "load", "'模型'"),
-        (["--save", "12"], "save", "'12'"),
+        (["--save", "a, b=c"], "save", "a, b=c"),
+        (["--load=模型"], "load", "模型"),
+        (["--save", "12"], "save", "12"),
         (["--save-interval", "10"], "save_interval", "10"),
         (["--save_interval", "10"], "save_interval", "10"),
     ],
@@ -32,19 +32,16 @@ def test_an_answer_can_be_given_as_an_override(words: list[str], key: str, value
     answer = f"checkpoint.{key}={value}"
     with refused(ConfigError, f": {answer}\n"):
         refuse_flags(words)
-    assert str(getattr(compose([answer]).checkpoint, key)) == value.strip("'")
-
-
-def test_a_hydra_flag_and_a_shared_name_are_no_keys() -> None:
-    refuse_flags(["--run", "--name", "a", "--dropout=0.1"])
+    assert str(getattr(compose([answer]).checkpoint, key)) == value
 
 
 @pytest.mark.parametrize(
     ("words", "suggestion"),
     [
-        ("--save-intervall 5", "checkpoint.save_interval=VALUE"),
+        ("--save-intervall 5", "checkpoint.save_interval=5"),
         ("model=gpt2_tiny --train-itters=7", "train.train_iters=7"),
-        ("--ema-decays 0.9", "train.ema_decay=VALUE"),
+        ("--ema_decays", "train.ema_decay=VALUE"),
+        ("--zzz=1", "--zzz"),
     ],
 )
 def test_a_misspelled_flag_is_answered_with_the_key(words: str, suggestion: str) -> None:

@@ -16,7 +16,7 @@ import pytest
 from reprise.errors import ConfigError, LaunchError
 from tests.harness import DEADLINE_S
 from tests.messages import refused
-from trainer.config.checks import unpinned_thread_lines, unused_keys, validate
+from trainer.config.checks import unpinned_thread_lines, validate
 from trainer.config.compose import compose, unlike
 from trainer.config.options import CONFIGS, keys
 from trainer.launch.environment import Environment
@@ -355,8 +355,6 @@ def test_surrogates_in_an_override_are_refused() -> None:
     [
         ("=3", {"HYDRA_FULL_ERROR": "1"}, "ConfigError: The configuration cannot be composed (=3)"),
         pytest.param("train.dry_run=true train.dry_run_ranks=0", {}, "ConfigError: ", marks=pytest.mark.slow),
-        ("-m", {}, "found --multirun"),
-        pytest.param("--cfg job --resolve run.name=${x}", {}, "ConfigError: ", marks=pytest.mark.slow),
         ("", {"WORLD_SIZE": "0"}, "LaunchError: The environment variable WORLD_SIZE"),
         (f"model=gpt2_tiny checkpoint.load={'x' * 300}", {}, f"OSError: The file system failed ({'x' * 300}"),
     ],
@@ -381,26 +379,6 @@ def test_threads_that_follow_the_cores_are_named() -> None:
     (line,) = unpinned_thread_lines(compose(lanes))
     assert line.startswith("train.threads is 0")
     assert unpinned_thread_lines(compose([*lanes, "train.threads=1"])) == unpinned_thread_lines(compose([])) == []
-
-
-@pytest.mark.parametrize(
-    ("words", "keys"),
-    [
-        ("experiment=demo checkpoint.save=null checkpoint.max_checkpoint_keep=2", ["checkpoint.max_checkpoint_keep=2"]),
-        ("checkpoint.save=null", []),
-        ("experiment=demo", []),
-        ("checkpoint.local.copies=2", ["checkpoint.local.dir", "checkpoint.local.copies=2"]),
-        ("checkpoint.local.copies=2 checkpoint.local.dir=d", []),
-        ("train.train_samples=800 train.train_iters=7", ["train.train_samples=800", "train.train_iters=7"]),
-        ("train.train_samples=800", []),
-    ],
-)
-def test_keys_without_use_are_named(words: str, keys: list[str]) -> None:
-    config = compose(words.split())
-    validate(config, 1)
-    lines = unused_keys(config)
-    assert len(lines) == bool(keys)
-    assert [key for line in lines for key in keys if key in line] == keys
 
 
 @pytest.mark.parametrize(

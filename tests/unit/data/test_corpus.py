@@ -196,11 +196,10 @@ def test_sections_that_no_corpus_serves_are_refused_by_name(tmp_path: Path) -> N
 # A data section, and the keys at fault.
 SECTIONS = {
     "": "",
-    "path: x, valid_fraction: 1.0": "data.path data.valid_fraction",
-    "kind: text, valid_fraction: .nan": "data.path data.valid_fraction",
+    "path: x": "data.path",
+    "kind: text": "data.path",
     "kind: token_file, tokenizer: x, valid: x": "data.train",
     "tokenizer: x, path: y, valid: z": "data.path data.valid",
-    "valid_fraction: 0.0, vocab_size: 0": "data.valid_fraction data.vocab_size",
     "kind: token_file, train: [{path: a, weight: 0.1}], valid: [b, c]": "",
     "kind: text, train: [{path: a, weight: 1/3}, {path: b, weight: 2}]": "",
     "kind: token_file, train: []": "data.train",
