@@ -66,11 +66,11 @@ trainer.record.environment trainer.memory.needs trainer.metrics trainer.optim tr
     trainer.saves.mirror trainer.run.random trainer.run.run_data trainer.record.run_record
 trainer.doctor trainer.follow trainer.publish trainer.report
 trainer.run.state trainer.start.journal
-trainer.run.batch_loaders trainer.training.evaluate trainer.generate trainer.run.parallelize trainer.saves.targets \
+trainer.run.batch_loaders trainer.generate trainer.run.parallelize trainer.saves.targets \
     trainer.training.step
 trainer.run.inputs
 trainer.run.build trainer.memory.dry_run
-trainer.run.fitting trainer.start.identity trainer.training.rewind
+trainer.run.fitting trainer.start.identity trainer.training.evaluate trainer.training.rewind
 trainer.interop
 trainer.start.source
 trainer.start.decide

@@ -208,7 +208,7 @@ def _gate_evaluation(gate: Gate) -> None:
     _before(
         trainer.training.loop,
         "evaluate",
-        lambda state, *_, **__: _stand_if(gate, state.progress.iteration == gate.iteration),
+        lambda run: _stand_if(gate, run.state.progress.iteration == gate.iteration),
     )
 
 

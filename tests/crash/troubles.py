@@ -218,7 +218,7 @@ def death(iteration: int, nth: int) -> None:
 
 def losses(values: Sequence[float]) -> None:
     """Let the evaluation after each iteration find these."""
-    trainer.training.loop.evaluate = lambda state, *_, **__: values[state.progress.iteration - 1]
+    trainer.training.loop.evaluate = lambda run: values[run.state.progress.iteration - 1]
 
 
 def new_files(names: dict[str, str]) -> None:

@@ -142,7 +142,7 @@ def _evaluate(run: Run, path: Path, *, averages: bool) -> Json:
     from trainer.start.decide import Start
     from trainer.start.fill import rebind
     from trainer.start.source import Checkpoints, Part
-    from trainer.training.loop import valid_loss
+    from trainer.training.evaluate import evaluate
 
     source = Checkpoints(LoadSource.named(path), loads_weights_alone=True)
     section = CheckpointSection(finetune=True)
@@ -157,7 +157,7 @@ def _evaluate(run: Run, path: Path, *, averages: bool) -> Json:
         with run.cluster.channel.agreed("averages"):
             _fill_averages(run, checkpoint)
     rebind(run)
-    loss, name = valid_loss(run), "ema_loss" if averages else "valid_loss"
+    loss, name = evaluate(run), "ema_loss" if averages else "valid_loss"
     assert loss is not None
     data, saved_data = run.description["data"]["valid_fingerprint"], checkpoint.state.get("data", {})
     if run.cluster.rank == 0 and saved_data.get("valid_fingerprint", data) != data:

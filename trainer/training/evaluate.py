@@ -2,45 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from reprise.tensors import free_gathered_parameters
-from trainer.launch.process_group import Cluster
+from trainer.config.derived import share_of
 from trainer.optim import exact_sum
-from trainer.parallel.context import ParallelContext
 from trainer.parallel.data import passes_of
-from trainer.run.state import TrainerState
+from trainer.run.build import Run
 
 
 @torch.no_grad()
-def evaluate(
-    state: TrainerState,
-    batches: Iterable[Sequence[torch.Tensor]],
-    *,
-    context: ParallelContext,
-    cluster: Cluster,
-    share: float | None = None,
-    should_stop: Callable[[], bool] = lambda: False,
-) -> float | None:
-    """Return the mean loss over global batches, the same bits on every rank. A collective call.
+def evaluate(run: Run) -> float | None:
+    """Return the mean loss over the validation data, the same bits on every rank. A collective call.
 
-    Args:
-        batches: This rank's micro-batches in each global batch, int64 windows [micro_batch_size, seq_length + 1] on the
-            device, shaped as in training.
-        share: Mean micro-batch count per data-parallel rank. By default, equal to this rank's count.
-        should_stop: Called after every batch. If it returns True on any rank, all ranks stop and return None.
+    After every global batch, all ranks stop and return None if any of them has received a signal.
     """
     losses: list[float] = []
-    is_stopped = False
+    context, cluster, is_stopped = run.context, run.cluster, False
     with context.loss_context():
-        for micro_batches in batches:
-            losses += [float(loss) for loss in _losses(state, micro_batches, context, share)]
-            is_stopped = cluster.counts([should_stop()])[0] > 0
+        for micro_batches in run.valid_data.batches():
+            losses += [float(loss) for loss in _losses(run, micro_batches)]
+            is_stopped = cluster.counts([run.control.is_signalled()])[0] > 0
             if is_stopped:
                 break
-    for part in state.parts:
+    for part in run.state.parts:
         free_gathered_parameters(part.model)
     if is_stopped:
         return None
@@ -53,13 +40,13 @@ def evaluate(
     return exact_sum.value(sums) / count
 
 
-def _losses(
-    state: TrainerState, micro_batches: Sequence[torch.Tensor], context: ParallelContext, share: float | None
-) -> list[torch.Tensor]:
+def _losses(run: Run, micro_batches: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the losses of this rank's micro-batches in a global batch, shaped as in training."""
+    context, config = run.context, run.config
     if context.pipeline is not None:
         return context.pipeline.evaluate(torch.cat(list(micro_batches)))
-    model, count = state.parts[0].model, len(micro_batches)
-    passes = passes_of(model, count, count if share is None else share)
+    model, count = run.state.parts[0].model, len(micro_batches)
+    passes = passes_of(model, count, share_of(config, run.cluster.world_size, config.train.global_batch_size))
     batches = (context.form.split(micro_batches[min(number, count - 1)]) for number in range(passes))
     losses = [context.loss(model(inputs.tokens, **inputs.keywords()), inputs.targets) for inputs in batches]
     return losses[:count]  # the last micro-batch fills other ranks' extra passes

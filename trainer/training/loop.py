@@ -211,7 +211,7 @@ def _record(run: Run, result: StepResult, *, samples: int, seconds: float, block
 def _evaluate(run: Run) -> None:
     """Evaluate and record the loss. After a signal, stop and leave the evaluation to the resumed run."""
     run.cluster.activity.begin("the evaluation", run.state.progress.iteration)
-    loss = valid_loss(run)
+    loss = evaluate(run)
     average_loss = None
     if run.state.averages and loss is not None:
         average_loss = _evaluate_averages(run)
@@ -231,19 +231,7 @@ def _evaluate_averages(run: Run) -> float | None:
     for target in run.saves:  # a pending save may still read the parameters
         target.saver.wait()
     with averages_in_place([part.optimizer for part in run.state.parts]):
-        return valid_loss(run)
-
-
-def valid_loss(run: Run) -> float | None:
-    """Return the validation loss, or None after a signal."""
-    return evaluate(
-        run.state,
-        run.valid_data.batches(),
-        context=run.context,
-        cluster=run.cluster,
-        share=share_of(run.config, run.cluster.world_size, run.config.train.global_batch_size),
-        should_stop=run.control.is_signalled,
-    )
+        return evaluate(run)
 
 
 def _evaluate_late(run: Run) -> None:
