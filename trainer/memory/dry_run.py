@@ -17,7 +17,7 @@ import torch.distributed as dist
 from models import families
 from models.adapters import saved_tensors
 from models.config import Stage
-from models.families import aliases, parameter_count
+from models.families import parameter_count
 from models.network import Model
 from reprise.errors import count_of
 from reprise.format import Box, Image, Layout, TensorSpec, build_layout, image, intersect, whole
@@ -219,12 +219,10 @@ def _working_bytes(
 
 
 def _lane_bytes(config: Config, parts: Sequence[Model], topology: Topology, *, trained: int) -> int:
-    """Return the bytes added by `parallel.invariant_ranks`: lane sums waiting for the next lane.
+    """Estimate the bytes added by `parallel.invariant_ranks`: lane sums waiting for the next lane.
 
-    With 2^n lanes on a rank at most n sums wait, beside the current lane's gradients. They are sharded if every lane is
-    reduced over ranks. Otherwise a lane with a single micro-batch is added parameter by parameter as its gradients
-    come, so a sum takes their place. In longer lanes, a tied table has a second gradient, the output layer's. If the
-    table's other end is on another rank, its sums for all lanes wait for the iteration's end.
+    With 2^n lanes on a rank at most n sums wait. They are sharded if every lane is reduced over ranks, beside the
+    gradients of a lane with several micro-batches.
 
     Args:
         trained: Elements in this rank's trained parameters.
@@ -232,22 +230,10 @@ def _lane_bytes(config: Config, parts: Sequence[Model], topology: Topology, *, t
     lanes = lanes_of(config)
     if lanes is None:
         return 0
-    share, is_long = lanes.count // topology.dp, lanes.length > 1
-    waiting = share.bit_length() - 1
-    tied = config.model.padded_vocab_size * config.model.n_embd // topology.tp if _trains_tied_table(config) else 0
-    unsharded = _unsharded_gradients(parts, topology)
-    if reduces_lanes_over_ranks(config, topology):
-        return 4 * (waiting * trained + (unsharded + tied if is_long else 0))
-    further = waiting if is_long else max(0, waiting - 1)
-    if topology.pp > 1:
-        has_end = parts[0].stage.first or parts[-1].stage.last
-        return 4 * (further * unsharded + (tied * (share - 1 - further) if has_end else 0))
-    return 4 * (further * unsharded + (tied if is_long else 0))
-
-
-def _trains_tied_table(config: Config) -> bool:
-    tied = set(aliases(config.model).values())
-    return bool(tied - frozen_names(config.model, config.train.freeze))
+    waiting, unsharded = (lanes.count // topology.dp).bit_length() - 1, _unsharded_gradients(parts, topology)
+    if not reduces_lanes_over_ranks(config, topology):
+        return 4 * waiting * unsharded
+    return 4 * (waiting * trained + (unsharded if lanes.length > 1 else 0))
 
 
 def _trained(part: Model) -> list[tuple[str, torch.nn.Parameter]]:
