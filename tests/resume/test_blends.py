@@ -45,7 +45,6 @@ def test_other_weights_and_ranks_repeat_no_sample(data: Path) -> None:
         arguments = [str(run), *BASE, train, f"train.train_iters={3 * number}", *allow]
         ended = call_on_ranks(train_and_note_windows, arguments, folder=run, ranks=ranks)
         assert ended.ok, ended.text
-        assert ("c.bin) is new at sample 36 of the run" in ended.outputs[0]) == (number == 2)
     read = defaultdict(list)
     for _, name, sample in windows_read(data):
         read[name].append(sample)

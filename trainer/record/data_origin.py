@@ -115,35 +115,5 @@ def origin_after(
     return DataOrigin(progress.consumed_samples, consumed)
 
 
-def new_source_lines(
-    saved: Json, current: Json, origin: DataOrigin | None, consumed_samples: int, files: Sequence[tuple[object, int]]
-) -> list[str]:
-    """Return a line per new source in a resumed run, with the position where it starts.
-
-    A run without consumed samples has no lines.
-
-    Args:
-        origin: The result from `origin_after`.
-        consumed_samples: The resumed run's consumed samples.
-        files: Each source's first file and sample count, in blend order.
-    """
-    data, new = saved.get("data"), sources_in(current)
-    old = sources_in(saved) if isinstance(data, Mapping) and "fingerprint" in data else {}
-    origin = origin or DataOrigin()
-    counts = Blend(list(new.values())).counts(consumed_samples - origin.position)
-    lines = []
-    for name, count, (path, size) in zip(new, counts, files, strict=True):
-        consumed = count + origin.consumed.get(name, 0)
-        if name in old or not consumed_samples:
-            continue
-        if not consumed:
-            place = "its first sample"
-        else:
-            place = f"its sample {consumed % size} of {size} in epoch {consumed // size + 1}"
-            place += "" if name in origin.consumed else "; data.position=start reads a new source from its first sample"
-        lines.append(f"source {name} ({path}) is new at sample {consumed_samples} of the run and starts at {place}")
-    return lines
-
-
 def _from_record(record: Json) -> DataOrigin:
     return DataOrigin(integer(record["position"]), {str(k): integer(n) for k, n in record["consumed"].items()})

@@ -103,10 +103,19 @@ def joint_environment(environment: Json, cluster: Cluster) -> Json:
         return environment
     rows = cluster.channel.gather("environment", data)
     rows = json.loads(cluster.channel.broadcast("environment/ranks", b"[" + b",".join(rows) + b"]"))
+    joined = _joined(rows)
     if cluster.rank == 0:
-        for line in _lines([flattened(row) for row in rows]):
-            _log.warning(line)
-    return _joined(rows)
+        for name, values in flattened(joined).items():
+            if isinstance(values, list):
+                ranks = [rank for rank, value in enumerate(values) if value != values[0]]
+                more = f" and {len(ranks) - 1} more" if len(ranks) > 1 else ""
+                text = f"{values[0]} on rank 0, {values[ranks[0]]} on rank {ranks[0]}{more}"
+                _log.warning(f"environment.{name}: {text}")
+        _log.warning(
+            "the ranks compute in different environments: a resume has the same bits if every rank runs in its old "
+            "environment again, and parallel.invariant_ranks does not hold"
+        )
+    return joined
 
 
 def _joined(rows: Sequence[Json]) -> Json:
@@ -118,19 +127,3 @@ def _joined(rows: Sequence[Json]) -> Json:
         else:
             joined[name] = value if all(member == value for member in values) else values
     return joined
-
-
-def _lines(rows: Sequence[Json]) -> list[str]:
-    """Return log lines about members in which ranks differ from rank 0, and the consequence."""
-    lines = []
-    for name, value in rows[0].items():
-        deviations = [(rank, row[name]) for rank, row in enumerate(rows) if row[name] != value]
-        if deviations:
-            rank, deviation = deviations[0]
-            more = f" and {len(deviations) - 1} more" if len(deviations) > 1 else ""
-            lines.append(f"environment.{name}: {value} on rank 0, {deviation} on rank {rank}{more}")
-    return [
-        *lines,
-        "the ranks compute in different environments: a resume has the same bits if every rank runs in its old "
-        "environment again, and parallel.invariant_ranks does not hold",
-    ]

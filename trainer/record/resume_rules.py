@@ -98,7 +98,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "data.fingerprint",
         Allowed.data,
-        says="the run continues with other samples",
+        says="the run continues with other samples, at its own position unless data.position=start",
         hint="data.position=start reads a new source from its first sample",
     ),
     Rule("data.weights", Allowed.data, "every source continues at its consumed count"),
@@ -259,8 +259,8 @@ def _with_whole_topology(state: Json) -> Json:
 def with_same_bits(differing: Sequence[Difference], saved: Json, current: Json) -> list[Difference]:
     """Return the differences, with "same bits" as a topology change's effect if the loss curve keeps its bits.
 
-    It does if `invariant_ranks` is on and all other influences on an iteration are known and equal, on both sides and
-    on all ranks. Tests prove it on CPUs, so a run on another device does not get this message.
+    It does if `invariant_ranks` is on and all other influences on an iteration are equal, on both sides and on all
+    ranks. Tests prove it on CPUs, so a run on another device does not get this message.
 
     Args:
         differing: The differences between the `compared` states.
@@ -273,18 +273,11 @@ def with_same_bits(differing: Sequence[Difference], saved: Json, current: Json) 
     )
     affecting = [d for d in differing if d.field not in bitwise and d.rule.field not in _OUTSIDE_ITERATIONS]
     is_on = topology.get("invariant_ranks", 0) > 0 and current["environment"]["device"] == "cpu"
-    if affecting or not is_on or not _is_known(saved, current):
+    ranks_differ = any(isinstance(value, list) for value in flattened(current["environment"]).values())
+    if affecting or not is_on or ranks_differ or assumed_in(saved):
         return list(differing)
     rules = {d.field: replace(d.rule, says=_SAME_BITS, hint="same bits") for d in differing if d.field in bitwise}
     return [replace(d, rule=rules.get(d.field, d.rule)) for d in differing]
-
-
-def _is_known(saved: Json, current: Json) -> bool:
-    """Return whether a saved state has all influences on the bits, and all ranks have the same environment."""
-    optional = tuple(rule.field for rule in RULES if rule.is_optional and rule.field not in _OUTSIDE_ITERATIONS)
-    unrecorded = flattened(current).keys() - flattened(saved).keys()
-    ranks_differ = any(isinstance(value, list) for value in flattened(current["environment"]).values())
-    return not any(field.startswith(optional) for field in unrecorded) and not ranks_differ and not assumed_in(saved)
 
 
 def _decays(groups: object) -> dict[str, bool] | None:

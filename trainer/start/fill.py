@@ -8,11 +8,10 @@ from dataclasses import replace
 from functools import partial
 
 from models import families
-from reprise.errors import CheckpointError, MismatchError
+from reprise.errors import MismatchError
 from reprise.format import FRESH, LINEAGE
 from reprise.loading import Checkpoint
 from reprise.storage import integer
-from reprise.tensors import local_of
 from trainer.config.checkpoint import Allowed, CheckpointSection
 from trainer.config.load_saved import config_document, own_command
 from trainer.config.saved import flattened, saved_config, with_schedule
@@ -23,7 +22,7 @@ from trainer.optim.adamw import apply_settings
 from trainer.optim.average import begin_average
 from trainer.optim.table import optimizer_record, settings_record
 from trainer.record import resume_rules, run_record
-from trainer.record.data_origin import new_source_lines, origin_after, reading_state, sources_in
+from trainer.record.data_origin import origin_after, reading_state, sources_in
 from trainer.record.resume_rules import Difference, allow_list, differences, in_samples_of, settle
 from trainer.run.build import Run
 from trainer.schedules.lr import DecayStyle, Schedule
@@ -87,29 +86,27 @@ def _resumed(run: Run, checkpoint: Checkpoint, section: CheckpointSection) -> Ru
 
 
 def _resume_data(run: Run, checkpoint: Checkpoint) -> BatchLoader:
-    """Return the training data at the checkpoint's positions, and log where new sources start.
+    """Return the training data at the checkpoint's positions.
 
     The checkpoint's gaps lie behind the run, the command's gaps ahead. The data origin counts positions instead of
     samples.
     """
     state, progress, data, description = checkpoint.state, run.state.progress, run.train_data, run.description
-    requested, lines = parse_ranges(run.config.train.skip_samples), list[str]()
+    requested = parse_ranges(run.config.train.skip_samples)
     if SKIPPED in state or requested.gaps:
         with reading_state("sample map", checkpoint.path):
             saved, count = PositionMap.from_record(state.get(SKIPPED, [])), integer(state["consumed_samples"])
             lengths = integer(state["batch"]["seq_length"]), run.config.train.seq_length
         resumed = resume_map(saved, requested, count, progress.consumed_samples, lengths=lengths)
-        data, lines = data.mapped(resumed.map), [*resumed.lines]
+        data = data.mapped(resumed.map)
+        for line in resumed.lines:
+            _log.warning(line)
         description.pop(SKIPPED, None)
         if resumed.map.gaps:
             description[SKIPPED] = resumed.map.record()
         state = {**state, "consumed_samples": saved.end(count)}
         progress = replace(progress, consumed_samples=resumed.position)
     origin = origin_after(state, description, progress, where=checkpoint.path, position=run.config.data.position)
-    files = [(source.path, source.count) for source in data.samples.sources]
-    lines += new_source_lines(state, description, origin, progress.consumed_samples, files)
-    for line in lines:
-        _log.warning(line)
     if origin is not None:
         data = data.starting_at(origin.position, origin.of(list(sources_in(description))))
         description["blend"] = origin.record()
@@ -203,26 +200,27 @@ def _log_rates(run: Run, schedule: Schedule, progress: Progress, checkpoint: Che
         MismatchError: The learning rate is 0 in every iteration of an extension.
     """
     first, last = progress.iteration + 1, run.last_iteration(progress)
-    consumed = run.batch_schedule.consumed_after(1, progress.consumed_samples)
-    end = run.batch_schedule.consumed_after(last - progress.iteration, progress.consumed_samples)
-    after = run.batch_schedule.consumed_after(last + 1 - progress.iteration, progress.consumed_samples)
-    begin, length, beyond = (consumed, end, after) if schedule.is_in_samples else (first, last, last + 1)
+
+    def consumed(iteration: int) -> int:
+        return run.batch_schedule.consumed_after(iteration - progress.iteration, progress.consumed_samples)
+
+    begin, length, beyond = (consumed(n) if schedule.is_in_samples else n for n in (first, last, last + 1))
     is_constant = schedule.style is DecayStyle.constant
     if first > last or (not is_new and (is_constant or length <= schedule.decay)):
         return
     key = f"schedule.lr_decay_{'samples' if schedule.is_in_samples else 'iters'}"
-    rates = schedule.at(first, consumed), schedule.at(last, end)
-    if max(rates) == 0 < schedule.lr and begin >= schedule.decay:
-        saved, train = _saved_settings(checkpoint), run.config.train
-        if any(saved.get(f"train.{name}") != getattr(train, name) for name in ("train_iters", "train_samples")):
-            raise MismatchError(
-                "Every remaining iteration has a learning rate of 0",
-                where=checkpoint.path,
-                expected=f"{key} above {begin - 1}, or schedule.min_lr above 0",
-                found=f"{key}={schedule.decay} and schedule.min_lr=0",
-                fix=f"Set {key}={beyond} checkpoint.override_scheduler=true: the schedule then ends after the last "
-                "iteration.",
-            )
+    rates, train = [schedule.at(number, consumed(number)) for number in (first, last)], run.config.train
+    saved = _saved_settings(checkpoint)
+    is_longer = any(saved.get(f"train.{name}") != getattr(train, name) for name in ("train_iters", "train_samples"))
+    if max(rates) == 0 < schedule.lr and begin >= schedule.decay and is_longer:
+        raise MismatchError(
+            "Every remaining iteration has a learning rate of 0",
+            where=checkpoint.path,
+            expected=f"{key} above {begin - 1}, or schedule.min_lr above 0",
+            found=f"{key}={schedule.decay} and schedule.min_lr=0",
+            fix=f"Set {key}={beyond} checkpoint.override_scheduler=true: the schedule then ends after the last "
+            "iteration.",
+        )
     stays = f", where the schedule ends ({key}={schedule.decay})" if length > schedule.decay and not is_constant else ""
     _log.warning(f"learning rate: {rates[0]:.4e} in iteration {first}, {rates[1]:.4e} in iteration {last}{stays}")
 
@@ -236,15 +234,6 @@ def _begin_averages(run: Run, checkpoint: Checkpoint | None, section: Checkpoint
 
 
 def rebind(run: Run) -> None:
-    """Tie the embeddings again, and check their shared memory.
-
-    Raises:
-        CheckpointError: They do not share memory.
-    """
+    """Tie the embeddings again."""
     for part in run.state.parts:
         part.model.tie_weights()
-        parameters = dict(part.model.named_parameters(remove_duplicate=False))
-        for alias, name in families.aliases(run.config.model).items():
-            both_here = alias in parameters and name in parameters
-            if both_here and local_of(parameters[alias]).data_ptr() != local_of(parameters[name]).data_ptr():
-                raise CheckpointError("Tied parameters are two tensors", where=f"{alias} and {name}")

@@ -11,7 +11,7 @@ from reprise.errors import CheckpointError
 from tests.messages import refused
 from trainer.data.blend import Blend
 from trainer.data.section import DataPosition
-from trainer.record.data_origin import DataOrigin, new_source_lines, origin_after
+from trainer.record.data_origin import DataOrigin, origin_after
 from trainer.schedules.progress import Progress
 
 
@@ -69,23 +69,6 @@ def test_imported_data_begin_at_their_start_where_asked() -> None:
     origin = after(saved, state(a="1"), 100, DataPosition.start)
     assert origin == DataOrigin(100)
     assert after({**state(120, a="1"), "blend": origin.record()}, state(a="1"), 120) == origin
-
-
-def test_a_new_source_is_named_with_the_place_it_begins_at() -> None:
-    def lines(saved: Any, current: Any, position: int, begin: DataPosition = DataPosition.run) -> list[str]:
-        origin = after(saved, current, position, begin)
-        return new_source_lines(
-            saved, current, origin, position, [("n.bin", 40)] * len(current["data"].get("weights", "1"))
-        )
-
-    one = "source b (n.bin) is new at sample 100 of the run and starts at its "
-    assert lines(state(100, a="1"), state(a="1"), 100) == []
-    assert lines(state(100, a="1"), state(b="1"), 100, DataPosition.start) == [f"{one}first sample"]
-    [line] = lines(state(100, a="1"), state(b="1"), 100)
-    assert line == f"{one}sample 20 of 40 in epoch 3; data.position=start reads a new source from its first sample"
-    assert lines(state(100, a="1"), state(a="1/2", b="1/2"), 100) == [f"{one}first sample"]
-    recorded = {**state(100, a="1"), "blend": {"position": 90, "consumed": {"b": 45}}}
-    assert lines(recorded, state(b="1"), 100) == [f"{one}sample 5 of 40 in epoch 2"]
 
 
 def test_another_length_converts_counts_through_tokens() -> None:
