@@ -28,7 +28,7 @@ from trainer.config.derived import topology_of
 from trainer.config.schema import Config
 from trainer.launch.environment import Environment
 from trainer.launch.exit_with_error import exit_with_error
-from trainer.launch.start_times import Phase, StartTimes, importing
+from trainer.launch.start_times import StartTimes, importing
 from trainer.launch.streams import replace_closed
 from trainer.memory.needs import out_of_memory, require_host_memory, require_memory
 from trainer.metrics.line_handler import LineHandler
@@ -100,7 +100,7 @@ def run(resolved: Resolved, environment: Environment) -> None:
         _log.info(line)
     times = StartTimes.of_process()
     _import_training(config, environment.world_size)
-    times.end(Phase.imports)
+    times.end("imports")
     from trainer.launch import process_group as launch
     from trainer.launch.hangs import FOLDER as HANGS
     from trainer.launch.signals import SignalHandler
@@ -164,12 +164,12 @@ def _train(resolved: Resolved, cluster: Cluster, signals: SignalHandler, times: 
 
     config, channel = resolved.config, cluster.channel
     channel.require_same("config", resolved.text, partial(unlike, resolved.text, rank=cluster.rank))
-    times.end(Phase.rendezvous)
+    times.end("rendezvous")
     if cluster.device.type != CPU:
         total_bytes = memory_bytes(cluster.device)
         require_memory(config, cluster.world_size, ranks=1, available_bytes=total_bytes, where=str(cluster.device))
     inputs = open_inputs(config, cluster)
-    times.end(Phase.data)
+    times.end("data")
     checkpoints = None if config.checkpoint.save is None else Path(config.checkpoint.save)
     with hold_run_folder(Path(config.run.dir), checkpoints, channel, cluster.nonce):
         rewind = _train_from(resolved, config, cluster, inputs, signals, times, None)
@@ -204,7 +204,7 @@ def _train_from(
     with ExitStack() as stack:
         saves = stack.enter_context(build_saves(config, cluster, FILE_SYSTEM))
         start = decide(config, cluster, saves)
-        times.end(Phase.load)
+        times.end("load")
         keys = resolved.environment_keys
         run = build(
             config,
@@ -216,7 +216,7 @@ def _train_from(
             control=None if rewind is None else rewind.control,
             environment_keys=keys,
         )
-        times.end(Phase.build)
+        times.end("build")
         run = fill(run, start)
         mirrors: tuple[MirrorProcess, ...] = ()
         if config.checkpoint.mirror is not None:
@@ -225,7 +225,7 @@ def _train_from(
             is_stopped = run.control.is_signalled
             mirrors = stack.enter_context(mirrored(config.checkpoint, cluster, is_stopped=is_stopped))
         run = replace(run, mirrors=mirrors, logs=stack.enter_context(_logged(run, resolved.text)))
-        times.end(Phase.load)
+        times.end("load")
         if rewind is not None:
             rewind.begin(run)
         next_rewind = train(run)

@@ -244,7 +244,7 @@ def _join(
     """
     rank, world_size, address, port = environment.rank, environment.world_size, environment.address, environment.port
     is_host = rank == 0 and not environment.has_agent_store
-    timeout, channel, launch = timedelta(seconds=timeout_s), None, Launch()
+    timeout, launch = timedelta(seconds=timeout_s), Launch()
     try:
         server = TCPStore(address, port, world_size, is_host, timeout=timeout, wait_for_workers=False)
         name = rendezvous(server, rank, world_size=world_size, timeout_s=timeout_s)
@@ -261,16 +261,10 @@ def _join(
             device_id=None if device.type == CPU else device,
         )
     except (dist.DistError, RuntimeError, ValueError) as error:
-        missing = ""
-        if channel is not None:  # find out which ranks are missing
-            channel.fail(str(error))
-            silent = channel.silent_ranks(_GRACE_S)
-            channel.await_others(but=silent)
-            missing = f"no answer from rank {', '.join(map(str, silent))}: " if silent else ""
         raise LaunchError(
             "The ranks did not all join",
             where=f"rank {rank}, {address}:{port}",
-            found=missing + str(error).splitlines()[0],
+            found=str(error).splitlines()[0],
             fix=f"Read the logs of the other ranks; the store's host is {environment.store_host}.",
         ) from error
     return channel, name, launch

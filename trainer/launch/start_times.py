@@ -7,21 +7,12 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from enum import Enum
 from pathlib import Path
 
 _START_TICKS = 19  # the index of `starttime` after the command name in /proc/PID/stat, see proc(5)
 
 
-class Phase(Enum):
-    """A startup phase, in order."""
-
-    torchrun = "torchrun"
-    imports = "imports"
-    rendezvous = "rendezvous"
-    data = "data"
-    build = "build"
-    load = "load"
+PHASES = ("torchrun", "imports", "rendezvous", "data", "build", "load")  # in order
 
 
 def since_boot() -> float:
@@ -67,14 +58,14 @@ class StartTimes:
         self._clock = clock
         self._last = clock() if began is None else began
         self._began = self._last
-        self._seconds = dict.fromkeys(Phase, 0.0)
+        self._seconds = dict.fromkeys(PHASES, 0.0)
 
     @staticmethod
     def of_process() -> StartTimes:
         """Return this process's times, counted from its start."""
         return StartTimes(started_at(os.getpid()))
 
-    def end(self, phase: Phase) -> None:
+    def end(self, phase: str) -> None:
         """Add the time since the previous phase's end to `phase`. A phase may end several times."""
         now = self._clock()
         self._seconds[phase] += max(0.0, now - self._last)
@@ -84,15 +75,15 @@ class StartTimes:
         """Count the time from torchrun's start, as this process's parent, to this process's start."""
         launcher, process = started_at(os.getppid()), started_at(os.getpid())
         if launcher is not None and process is not None:
-            self._seconds[Phase.torchrun] = max(0.0, process - launcher)
+            self._seconds["torchrun"] = max(0.0, process - launcher)
 
     def age_s(self) -> float:
         """Return the seconds since the launch, including torchrun's start."""
-        return self._clock() - self._began + self._seconds[Phase.torchrun]
+        return self._clock() - self._began + self._seconds["torchrun"]
 
     def seconds(self) -> dict[str, float]:
         """Return the total as `seconds`, then each phase's seconds. torchrun's appear only if it started the run."""
-        phases = {p.value: s for p, s in self._seconds.items() if s or p is not Phase.torchrun}
+        phases = {phase: seconds for phase, seconds in self._seconds.items() if seconds or phase != "torchrun"}
         return {"seconds": sum(phases.values()), **phases}
 
     def __str__(self) -> str:

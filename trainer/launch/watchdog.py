@@ -25,7 +25,6 @@ _GUARD_EVERY_S, _STOPPED_S = 1.0, 3.0
 _GRACE_S = 10.0
 _MOST_ASKING = 512  # with more ranks only rank 0 asks which ranks are missing
 _BEATS = 8  # heartbeats per timeout
-_ACTIVITY = "activity"  # the key for a rank's activity when it hears about a failure
 
 
 class Watchdog:
@@ -109,14 +108,11 @@ class Watchdog:
     def _late_ranks(self, channel: StoreChannel) -> str | None:
         """Describe a rank in another activity than this rank, which waited for it in vain. None if there is none."""
         text, count = str(self._activity), channel.world_size
-        if count > _MOST_ASKING:
-            return None
-        activities = {rank: _read(channel, f"{_ACTIVITY}/{rank}") for rank in range(count) if rank != channel.rank}
-        late = {rank: activity for rank, activity in activities.items() if activity and activity != text}
-        if not late:
-            return None
-        rank, activity = next(iter(late.items()))
-        return f"Rank {rank} is in {activity}, for which rank {channel.rank} waited in {text}"
+        for rank in range(count if count <= _MOST_ASKING else 0):
+            activity = _activity_of(channel, rank)
+            if rank != channel.rank and activity not in ("", text):
+                return f"Rank {rank} is in {activity}, for which rank {channel.rank} waited in {text}"
+        return None
 
     def _silent_ranks(self, channel: StoreChannel) -> list[int]:
         """Return the ranks whose watchdog does not answer."""
@@ -136,7 +132,7 @@ class Watchdog:
             try:
                 failure = failure or self._channel.failure() or self._lost_rank()
                 if failure is not None:
-                    self._channel.publish(f"{_ACTIVITY}/{self._channel.rank}", str(self._activity).encode())
+                    self._heartbeat.beat()
                     self._channel.answer()
             except (dist.DistError, LaunchError):
                 failure = failure or self._store_is_gone()
@@ -210,13 +206,21 @@ class _Heartbeat:
             LaunchError: The store is gone.
         """
         if self._looks % self._looks_per_beat == 0:
-            self._beats += 1
-            self._channel.publish(f"heartbeat/{self._channel.rank}", f"{self._beats} {self._activity}".encode())
+            self.beat()
             beat = self._read()
             if beat != self._seen:
                 self._seen, self._seen_at = beat, self._looks
         self._looks += 1
         return self._next if self._looks - self._seen_at > self._patience else None
+
+    def beat(self) -> None:
+        """Publish a heartbeat with this rank's present activity.
+
+        Raises:
+            LaunchError: The store is gone.
+        """
+        self._beats += 1
+        self._channel.publish(f"heartbeat/{self._channel.rank}", f"{self._beats} {self._activity}".encode())
 
     def _read(self) -> bytes:
         try:
@@ -227,14 +231,14 @@ class _Heartbeat:
 
 def _last_activity(channel: StoreChannel, rank: int) -> str:
     """Return a lost rank's activity at its last heartbeat, as the end of a sentence. Empty if it sent none."""
-    activity = _read(channel, f"heartbeat/{rank}").partition(" ")[2]
+    activity = _activity_of(channel, rank)
     return f"; at its last heartbeat it was in {activity}" if activity else ""
 
 
-def _read(channel: StoreChannel, key: str) -> str:
-    """Return the text under a key without waiting. Empty if there is none."""
+def _activity_of(channel: StoreChannel, rank: int) -> str:
+    """Return a rank's activity at its last heartbeat, without waiting. Empty if it sent none."""
     try:
-        return channel.clone(0.0).read(key).decode(errors="replace")
+        return channel.clone(0.0).read(f"heartbeat/{rank}").decode(errors="replace").partition(" ")[2]
     except (LaunchError, dist.DistError):
         return ""
 

@@ -24,7 +24,7 @@ from reprise.storage import FILE_SYSTEM, Files
 from tests.fakes import iteration_record
 from tests.messages import refused
 from trainer.compare.read import read_curve
-from trainer.launch.start_times import Phase, StartTimes
+from trainer.launch.start_times import StartTimes
 from trainer.metrics import jsonl_file
 from trainer.metrics.jsonl_file import JsonlFile, cut_after, last_recorded_iteration, last_saved_iteration
 from trainer.metrics.launch_log import LaunchOutcome
@@ -254,7 +254,7 @@ def test_a_launch_marks_its_first_iteration_and_its_ends(tmp_path: Path) -> None
         log.open(after, "a: 1\n")
         log.launched(f"launch {after}", after, 5.0, {"topology": {"world_size": 4}})
         times = StartTimes(10.0, clock=[12.5].pop)
-        times.end(Phase.imports)
+        times.end("imports")
         log.started(times)
         for iteration in (after + 1, after + 2, after + 3):
             log.iteration(iteration_record(iteration))
