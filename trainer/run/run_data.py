@@ -163,28 +163,27 @@ def data_cache(config: Config) -> Path:
 
 def _open(config: Config, *, is_evaluation: bool = False) -> tuple[list[Source], DocumentMarks | None]:
     """Open training and validation files, and prepare them if they do not exist. Return also how documents end."""
-    cache, weights, paths, valid = data_cache(config), dict[str, Fraction](), dict[str, Sequence[Path]](), list[Path]()
-    corpora = list[Corpus]()
+    cache, corpora, valid = data_cache(config), list[Corpus](), list[Path]()
+    parts = list[tuple[str, Sequence[Path], Fraction]]()  # key, files and weight
     is_valid_alone = is_evaluation and config.data.kind in TOKEN_KINDS
     section = replace(config.data, train=None) if is_valid_alone else config.data
     for number, source in enumerate(sources_of(section)):
         corpora.append(corpus := prepare(source.section, cache=cache))
         _check_vocabulary(corpus, config.model.vocab_size)
-        key = f"data.train[{number}]"
-        weights[key], paths[key] = source.weight, corpus.train
+        parts.append((f"data.train[{number}]", corpus.train, source.weight))
         valid += corpus.valid
-    if is_evaluation:
-        weights, paths = {"data.train[0]": Fraction(1)}, {"data.train[0]": valid}
-    elif section.kind is not DataKind.module:
-        refuse_shared([*itertools.chain(*paths.values())], valid)
-    if config.train.eval_interval:
-        weights[_VALID], paths[_VALID] = Fraction(), valid
     open_file = _OPENERS.get(config.data.kind, open_token_file)
     if section.kind is DataKind.module:
         length, rows = config.train.seq_length, config.model.vocab_size
         open_file = partial(ModuleFile, factory=section.factory or "", seq_length=length, vocab_size=rows)
-    queue = iter(open_token_files([*itertools.chain(*paths.values())], open_file))
-    sources = [Source(key, [*itertools.islice(queue, len(paths[key]))], weight) for key, weight in weights.items()]
+    elif not is_evaluation:
+        refuse_shared([path for _, paths, _ in parts for path in paths], valid)
+    if is_evaluation:
+        parts = [("data.train[0]", valid, Fraction(1))]
+    if config.train.eval_interval:
+        parts.append((_VALID, valid, Fraction()))
+    files = iter(open_token_files([path for _, paths, _ in parts for path in paths], open_file))
+    sources = [Source(key, [*itertools.islice(files, len(paths))], weight) for key, paths, weight in parts]
     return sources, _marks(config, corpora[0]) if config.data.document_mask else None
 
 
