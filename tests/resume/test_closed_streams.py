@@ -28,27 +28,17 @@ def run(folder: Path, closing: str, *arguments: str) -> subprocess.CompletedProc
     )
 
 
-@pytest.mark.parametrize(
-    "closing",
-    [">&-", *(pytest.param(each, marks=pytest.mark.slow) for each in ("2>&-", "<&- >&- 2>&-"))],
-)
+@pytest.mark.parametrize("closing", [">&-", *(pytest.param(c, marks=pytest.mark.slow) for c in ("2>&-", ">&- 2>&-"))])
 def test_a_run_with_closed_streams_trains_and_writes_its_files(tmp_path: Path, closing: str) -> None:
     ended = run(tmp_path, closing)
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stderr == ""
+    assert (ended.returncode, ended.stderr) == (0, "")
     assert [row[0] for row in curve(tmp_path / "run")] == [1, 2]
-    assert (tmp_path / "run/checkpoints/iter_0000002/manifest.json").exists()
     # No file of the run was opened in the place of a closed stream, where prints would have gone into it.
     assert all(b"train loss" not in data for data in all_files(tmp_path / "run").values())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("closing", ["2>&-", ">&- 2>&-"])
-def test_the_error_of_a_run_without_stderr_is_on_stdout(tmp_path: Path, closing: str) -> None:
-    assert run(tmp_path, closing).returncode == 0
-    ended = run(tmp_path, closing, "model.n_layer=1")
-    assert ended.returncode == 1
-    assert ("MismatchError: " in ended.stdout) == (closing == "2>&-")
+    if "2>&-" in closing:
+        ended = run(tmp_path, closing, "model.n_layer=1")
+        assert ended.returncode == 1
+        assert ("MismatchError: " in ended.stdout) == (closing == "2>&-")
 
 
 @pytest.mark.parametrize(

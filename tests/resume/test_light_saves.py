@@ -99,11 +99,6 @@ def test_leftovers_are_swept_by_a_run_without_light_saves(run: Path) -> None:
     assert saved(run) == [*names([0, 1, 4]), "iter_0000007.superseded-1", "iter_0000008.superseded-1"]
 
 
-@pytest.mark.slow
-def test_their_retention_keeps_the_steps(tmp_path: Path) -> None:
-    run_ok(tmp_path / "run", [*LIGHT, "checkpoint.save_weights_interval=1", "checkpoint.weights_keep=2"])
-    assert saved(tmp_path / "run") == names([0, 1, 7, 8])
-    assert checkpoint(tmp_path / "run", 4).is_dir()
 
 
 def test_ls_and_verify_name_them_after_the_checkpoints(light: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -206,14 +206,6 @@ def test_no_load_optim_resumes_the_iteration_with_zero_moments(reference: Path, 
     assert any(value.any() for value in optimizer_tensors(checkpoint(reference, 8)).values())
 
 
-@pytest.mark.slow
-def test_a_run_with_optimizer_saves_a_finished_one_without_again(tmp_path: Path) -> None:
-    run_ok(tmp_path / "run", [*MODEL, "train.train_iters=3", "checkpoint.no_save_optim=true"])
-    run_ok(tmp_path / "run", [*MODEL, "train.train_iters=3", "checkpoint.no_load_optim=true"])
-    assert names(tmp_path / "run") == ["iter_0000003", "iter_0000003.superseded-1"]
-    assert len(tensor_files(checkpoint(tmp_path / "run", 3))) == 2
-
-
 def test_override_scheduler_takes_the_settings_of_the_command(run: Path, reference: Path) -> None:
     changed = ["optimizer.lr=0.002", "optimizer.weight_decay=0.3", "schedule.lr_decay_style=constant"]
     run_ok(run, [*REFERENCE, *changed, "checkpoint.ckpt_step=6", "checkpoint.override_scheduler=true"])

@@ -121,15 +121,6 @@ def test_a_fresh_start_leaves_local_checkpoints_until_it_saves(run: Path, local:
     assert names(local) == [1, 2]
 
 
-@pytest.mark.slow
-def test_weights_only_runs_keep_their_moments_locally(run: Path, local: Path, whole: Path) -> None:
-    intervals = ["checkpoint.save_interval=2", "checkpoint.local.save_interval=2"]
-    overrides = [*BASE, *intervals, "checkpoint.no_save_optim=true", f"checkpoint.local.dir={local}"]
-    run_ok(run, [*overrides, "train.exit_interval=4"])
-    run_ok(run, overrides)
-    assert curve(run) == curve(whole)
-
-
 @pytest.mark.parametrize("more", ["checkpoint.load=none", pytest.param("model.n_embd=60", marks=pytest.mark.slow)])
 def test_local_checkpoints_of_another_run_are_refused(tmp_path: Path, run: Path, local: Path, more: str) -> None:
     overrides = [*BASE, "checkpoint.save_interval=2", f"checkpoint.local.dir={local}", "train.exit_interval=3"]

@@ -29,18 +29,6 @@ def test_two_of_ten_stay_whether_the_run_was_resumed_or_not(tmp_path: Path) -> N
     assert [row[0] for row in curve(run)] == list(range(1, 13))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("keys", "ranks", "kept"),
-    [
-        ([KEEP, "checkpoint.save_retain_interval=4"], 2, [4, 8, 9, 10]),
-        (["checkpoint.save_interval=3"], 1, [3, 6, 9, 10]),
-        (["checkpoint.save_interval=0"], 1, [10]),
-    ],
-)
-def test_the_keys_say_which_stay(tmp_path: Path, keys: list[str], ranks: int, kept: list[int]) -> None:
-    run_ok(tmp_path / "run", [*BASE, *keys], ranks=ranks)
-    assert committed(tmp_path / "run") == kept
 
 
 def test_with_saving_off_there_is_no_folder_and_a_start_begins(tmp_path: Path) -> None:

@@ -66,16 +66,6 @@ def test_one_iteration_folder_continues_the_run(reference: Path, alone: Path, tm
     assert config_of(run, 9)["schedule"] == config_of(run, 8)["schedule"]
 
 
-@pytest.mark.slow
-def test_two_tensor_parallel_ranks_continue_theirs(reference: Path, tmp_path: Path) -> None:
-    run_ok(tmp_path / "straight", [*REFERENCE, "parallel=tp2"], ranks=2)
-    folder = Path(shutil.copytree(checkpoint(tmp_path / "straight", 4), tmp_path / "given/iter_0000004"))
-    assert saved(folder) == saved(checkpoint(reference, 4))  # whatever the topology, and the folder
-    run_ok(tmp_path / "run", [f"checkpoint.load={folder}"], ranks=2)
-    assert curve(tmp_path / "run") == curve(tmp_path / "straight")[4:]
-    assert tensor_files(checkpoint(tmp_path / "run", 8)) == tensor_files(checkpoint(tmp_path / "straight", 8))
-
-
 def resolved(*words: str) -> Resolved:
     """Return the configuration of a command."""
     return resolve(over_saved(CommandLine(words), FILE_SYSTEM))
@@ -97,12 +87,6 @@ def test_another_group_takes_the_place_of_its_section(
     assert constant.optimizer.lr == 0.001
     with refused(TrainerError, "optimizer", "AdamW", "Muon"):
         start(tmp_path / "run", *REFERENCE, load, "optimizer=muon")
-
-
-def test_a_new_run_begins_from_its_weights(alone: Path, tmp_path: Path) -> None:
-    more = [f"checkpoint.load={alone}", "checkpoint.finetune=true", "train.train_iters=2", "schedule.lr_warmup_iters=1"]
-    assert "iteration 4 from" in run_ok(tmp_path / "run", more).text
-    assert [row[0] for row in curve(tmp_path / "run")] == [1, 2]
 
 
 def test_a_schedule_taken_from_the_checkpoint_is_carried_on(alone: Path, tmp_path: Path) -> None:
