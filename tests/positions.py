@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from trainer.data.batches import Ints, OrderedSamples, positions_of
+from trainer.data.batches import Ints, OrderedSamples
 
 
 def methods_with(change: Callable[[Ints, Ints], Ints]) -> Mapping[str, Callable[..., Any]]:
@@ -19,7 +19,7 @@ def methods_with(change: Callable[[Ints, Ints], Ints]) -> Mapping[str, Callable[
     order, read = OrderedSamples.sample_ids, OrderedSamples.windows
 
     def sample_ids(samples: OrderedSamples, counts: Ints, seed: int) -> Ints:
-        return positions_of(samples.position_map, counts) * samples.count + order(samples, counts, seed)
+        return samples.position_map.positions(counts) * samples.count + order(samples, counts, seed)
 
     def windows(samples: OrderedSamples, numbers: Ints) -> Ints:
         positions, ids = np.divmod(numbers, samples.count)

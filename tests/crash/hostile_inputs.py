@@ -23,7 +23,7 @@ from reprise.format.manifest import FileEntry, Manifest, digest_of
 from reprise.storage import Json, json_file
 from trainer.config.checkpoint import FLAGS
 from trainer.config.optimizer import OptimizerSection
-from trainer.data.fingerprint import check_tokens, fingerprint, scan
+from trainer.data.fingerprint import fingerprint, scan
 from trainer.data.token_file import open_token_file, write_token_file
 from trainer.record import resume_rules, run_record
 from trainer.record.resume_rules import differences, settle
@@ -162,9 +162,7 @@ class Inputs:
 
     def _try_tokens(self, data: bytes) -> None:
         self.tokens.write_bytes(data)
-        file = open_token_file(self.tokens)
-        fingerprint([scan(file)])
-        check_tokens(file, 50_000)
+        fingerprint([scan(open_token_file(self.tokens))])
 
 
 _FILES = {"state": STATE, "header": MODEL, "optimizer_header": OPTIMIZER}

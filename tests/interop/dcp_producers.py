@@ -62,7 +62,7 @@ def batches(config: Config, count: int = TOTAL) -> list[torch.Tensor]:
     corpus = prepare(config.data, cache=default_cache(os.environ, Path.home()))
     samples = Samples([open_token_file(path) for path in corpus.train], seq_length=train.seq_length)
     size = train.global_batch_size
-    feed = BatchLoader(OrderedSamples([samples]), size, size, [0], torch.device("cpu"))
+    feed = BatchLoader(OrderedSamples(samples), size, size, [0], torch.device("cpu"))
     return [feed.train_batch(number * size, train.seed)[0] for number in range(count)]
 
 

@@ -27,7 +27,8 @@ from reprise.errors import ConfigError, count_of
 from trainer.commands.arguments import local_path, positive
 from trainer.commands.frame import FINE, framed
 from trainer.config.overrides import text_value
-from trainer.data.blocks import RAW_FORMS, TextForm
+from trainer.data.arrays import DTYPES
+from trainer.data.blocks import TextForm
 from trainer.data.prepared import FILE_TOKENS, Prepared, PrepareOptions, Progress, Side, write_prepared
 from trainer.data.section import DataKind
 from trainer.data.sources import TextSource, text_sources
@@ -76,10 +77,10 @@ def _pattern(side: Side) -> str:
     return text_value(f"{glob.escape(str(first.parent))}/{side.name}_*.bin")
 
 
-def _start_bar(bars: ExitStack, title: str, total_bytes: int | None) -> Callable[[int], object]:
+def _start_bar(bars: ExitStack, title: str) -> Callable[[int], object]:
     """Show a progress bar for the current step in place of the last step's, on a terminal only."""
     bars.close()
-    bar: tqdm[NoReturn] = tqdm(total=total_bytes, desc=title, unit="B", unit_scale=True, disable=None, leave=False)
+    bar: tqdm[NoReturn] = tqdm(desc=title, unit="B", unit_scale=True, disable=None, leave=False)
     bars.enter_context(bar)
     return lambda read_bytes: bar.update(read_bytes)
 
@@ -107,13 +108,13 @@ def _prepare(options: argparse.Namespace, progress: Progress) -> Prepared:
             expected="--valid and --tokenizer PATH, and no --form, --format, --valid-fraction or train-bpe",
         )
     inputs, held_out = (_sources(patterns, is_raw=bool(options.raw)) for patterns in (options.inputs, options.valid))
-    form = options.raw or options.form
     prepare_options = PrepareOptions(
-        form=None if form is None else TextForm(form),
+        form=TextForm(options.form) if options.form else None,
         key=options.key,
         tokenizer=tokenizer,
         train_vocab_size=train,
         valid_fraction=options.valid_fraction,
+        dtype=options.raw,
         held_out=held_out,
         file_tokens=options.file_tokens,
         kind=DataKind(options.format),
@@ -146,7 +147,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--form",
-        choices=[form.value for form in TextForm if form not in RAW_FORMS],
+        choices=[form.value for form in TextForm],
         help="the form of all inputs except Parquet; by default jsonl for a file named .jsonl or .ndjson, or "
         "starting with JSON objects, else text",
     )
@@ -158,7 +159,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--raw",
-        choices=[form.value for form in RAW_FORMS],
+        choices=DTYPES,
         help="the inputs are token arrays in this dtype without a header, as nanoGPT's",
     )
     parser.add_argument("--valid", nargs="+", default=[], metavar="INPUT", help="validation arrays, with --raw")

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from reprise.errors import DataError, count_of
+from reprise.errors import DataError
 from trainer.data.blend import Blend
 from trainer.data.document_table import table_of
 from trainer.data.documents import PADDED, DocumentMarks, uses_index
@@ -24,12 +25,6 @@ _log = logging.getLogger(__name__)
 _ALONE, _NO_GAPS = Blend([Fraction(1)]), PositionMap()
 
 
-def positions_of(position_map: PositionMap, counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Return the positions for samples counted from 0."""
-    borders, totals = (np.array(numbers, np.int64) for numbers in position_map.steps())
-    return counts + totals[np.searchsorted(borders, counts, side="right")]
-
-
 class Samples:
     """Windows with ``seq_length + 1`` tokens, starting every ``seq_length`` tokens within each file or document.
 
@@ -39,72 +34,64 @@ class Samples:
     padded; its padding, marked by `trainer.data.documents`, has no targets.
 
     Args:
+        sources: Each source's files.
         marks: Marks document starts in the windows. None leaves the windows as they are.
         per_document: Cut documents, using each file's index; see `trainer.data.document_table`.
         seq_length: Inputs (and targets) per sample.
         cache: Folder for prepared data. None makes every process read the complete index.
 
+    Attributes:
+        source_bounds: int64 [sources + 1]. Source i has samples bounds[i] to bounds[i + 1] - 1.
+
     Raises:
-        DataError: No window fits any file, or an index cannot be read.
-        ValueError: ``seq_length`` is not positive.
+        DataError: No window fits any file in a source, or an index cannot be read.
     """
 
-    __slots__ = ("_bounds", "_cuts_documents", "_files", "_marks", "_tables", "seq_length")
+    __slots__ = ("_bounds", "_cuts_documents", "_files", "_marks", "_tables", "seq_length", "source_bounds")
 
     def __init__(
         self,
-        files: Sequence[TokenFile],
-        *,
+        *sources: Sequence[TokenFile],
         seq_length: int,
         marks: DocumentMarks | None = None,
         per_document: bool = False,
         cache: Path | None = None,
     ) -> None:
-        if seq_length < 1:
-            raise ValueError(f"expected a positive seq_length, found {seq_length}")
-        self._files, self._marks = tuple(files), marks
-        self.seq_length = seq_length
-        self._cuts_documents = per_document
+        self._files, self._marks = list(itertools.chain(*sources)), marks
+        self.seq_length, self._cuts_documents = seq_length, per_document
         has_tables = uses_index(marks, per_document=per_document)
-        self._tables = [table_of(file, seq_length=seq_length, cache=cache) if has_tables else None for file in files]
-        sizes, lengths = [max(file.count - 1, 0) // seq_length for file in files], [file.count for file in files]
+        self._tables = [
+            table_of(file, seq_length=seq_length, cache=cache) if has_tables else None for file in self._files
+        ]
+        sizes = [max(file.count - 1, 0) // seq_length for file in self._files]
+        least = f"file of at least {seq_length + 1} tokens (seq_length + 1)"
         if per_document:
-            tables = [table for table in self._tables if table is not None]
-            sizes, lengths = [table.samples for table in tables], [table.longest for table in tables]
+            sizes, least = [table.samples for table in self._tables if table], "document of at least 2 tokens"
         # File i has samples bounds[i] to bounds[i + 1] - 1.
         self._bounds = np.cumsum([0, *sizes])
-        unit, least = (
-            ("document", "2 tokens") if per_document else ("file", f"{seq_length + 1} tokens (seq_length + 1)")
-        )
-        if not self.count:
-            raise DataError(
-                "The data has no complete sample",
-                where=", ".join(str(file.path) for file in files) or "no files",
-                expected=f"a {unit} of at least {least}",
-                found=f"at most {count_of(max(lengths, default=0), 'token')}",
-                fix="Add data." if per_document else "Add data, or set a smaller train.seq_length.",
-            )
-        if short := [file.path for file, size in zip(files, sizes, strict=True) if not size]:
-            _log.warning(
-                f"{len(short)} of {len(files)} files give no sample, which needs a {unit} of at least {least}: "
-                f"{listed(short)}"
-            )
+        self.source_bounds: Ints = self._bounds[np.cumsum([0, *map(len, sources)])]
+        for files, count in zip(sources, np.diff(self.source_bounds), strict=True):
+            if not count:
+                raise DataError(
+                    "The data has no complete sample",
+                    where=", ".join(str(file.path) for file in files) or "no files",
+                    expected=f"a {least}",
+                    fix="Add data." if per_document else "Add data, or set a smaller train.seq_length.",
+                )
+        if short := [file.path for file, size in zip(self._files, sizes, strict=True) if not size]:
+            _log.warning(f"{len(short)} of {len(sizes)} files give no sample, which needs a {least}: {listed(short)}")
 
     @property
     def count(self) -> int:
         """Return the sample count over all files."""
         return int(self._bounds[-1])
 
-    @property
-    def path(self) -> Path:
-        """Return the first file."""
-        return self._files[0].path
-
     def windows(self, ids: Ints) -> Ints:
         """Copy samples from the files.
 
         Args:
-            ids: Shape [n], values in range(count), in any order, repeats allowed.
+            ids: Shape [n], values in range(count), in any order, repeats allowed. They number the samples through all
+                sources.
 
         Returns:
             int64 [n, seq_length + 1]. Inputs are ``[:, :-1]``, targets ``[:, 1:]``. For `marks`, see
@@ -114,8 +101,6 @@ class Samples:
             DataError: A file was truncated after it was opened, or cannot be read.
             IndexError: An id is outside range(count).
         """
-        if ids.size and (int(ids.min()) < 0 or int(ids.max()) >= self.count):
-            raise IndexError(f"expected samples in range({self.count}), found {int(ids.min())} to {int(ids.max())}")
         numbers = np.searchsorted(self._bounds, ids, side="right") - 1
         starts, stops = self._extents(numbers, ids - self._bounds[numbers])
         out = np.full((ids.size, self.seq_length + 1), PADDED, dtype=np.int64)
@@ -148,42 +133,31 @@ class OrderedSamples:
     """Samples from weighted sources, each with its own order and epochs, with skipped positions left out.
 
     Args:
-        sources: The sources, as many as in `blend`.
+        files: The samples in as many sources as in `blend`.
         position: The global position where the blend starts.
         consumed: Samples consumed before from each source. Zeros by default.
         position_map: The positions for the run's sample counts.
     """
 
-    sources: Sequence[Samples]
+    files: Samples
     blend: Blend = _ALONE
     position: int = 0
     consumed: Sequence[int] | None = None
     position_map: PositionMap = _NO_GAPS
-    # Source i has samples bounds[i] to bounds[i + 1] - 1.
-    _bounds: Ints = field(init=False, compare=False, repr=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_bounds", np.cumsum([0, *(source.count for source in self.sources)]))
 
     @property
     def count(self) -> int:
         """Return the sample count over all sources."""
-        return int(self._bounds[-1])
+        return self.files.count
 
     def sample_ids(self, counts: Ints, seed: int) -> Ints:
         """Return the sample ids for counts from 0, int64 [n]. Ids number the samples through all sources."""
-        sources, index = self.blend.locate(positions_of(self.position_map, counts) - self.position)
+        sources, index = self.blend.locate(self.position_map.positions(counts) - self.position)
         if self.consumed is not None:
             index = index + np.array(self.consumed, np.int64)[sources]
-        return self._bounds[sources] + sample_ids_at(index, epoch_sizes=np.diff(self._bounds)[sources], seed=seed)
+        bounds: Ints = self.files.source_bounds
+        return bounds[sources] + sample_ids_at(index, epoch_sizes=np.diff(bounds)[sources], seed=seed)
 
     def windows(self, ids: Ints) -> Ints:
-        """Copy samples, given by their numbers through all sources, from the files; see `Samples.windows`."""
-        if len(self.sources) == 1:
-            return self.sources[0].windows(ids)
-        numbers = np.searchsorted(self._bounds, ids, side="right") - 1
-        out = np.empty((ids.size, self.sources[0].seq_length + 1), dtype=np.int64)
-        for number in np.unique(numbers).tolist():
-            rows = np.flatnonzero(numbers == number)
-            out[rows] = self.sources[number].windows(ids[rows] - self._bounds[number])
-        return out
+        """Copy samples from the files; see `Samples.windows`."""
+        return self.files.windows(ids)

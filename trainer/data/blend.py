@@ -20,8 +20,6 @@ from fractions import Fraction
 import numpy as np
 import numpy.typing as npt
 
-from trainer.data.section import MOST_SOURCES
-
 Ints = npt.NDArray[np.int64]
 
 # A start schedules a period in Python, at about 0.5 us per position.
@@ -33,16 +31,11 @@ class Blend:
 
     Args:
         weights: Positive, with any sum. Their order affects the blend order.
-
-    Raises:
-        ValueError: There are no weights or too many, or a weight is not positive.
     """
 
     __slots__ = ("_places", "_ranks", "_sources", "is_exact")
 
     def __init__(self, weights: Sequence[Fraction]) -> None:
-        if not 1 <= len(weights) <= MOST_SOURCES or min(weights) <= 0:
-            raise ValueError(f"expected 1 to {MOST_SOURCES} positive weights, found {len(weights)}")
         self._places, self.is_exact = places_of(weights)
         self._sources, self._ranks = _schedule(self._places)
 

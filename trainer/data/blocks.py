@@ -1,4 +1,4 @@
-"""Divides files into the two sides of a split, and reads a side in blocks: complete lines, or parts of a text or array.
+"""Divides files into the two sides of a split, and reads a side in blocks: complete lines, or parts of a text.
 
 A block depends only on its file and the tokenizer, so its tokens do not depend on how many processes encode.
 """
@@ -10,15 +10,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
-import numpy as np
 import xxhash
 
-from reprise.errors import DataError, count_of
+from reprise.errors import DataError
 from trainer.data.cuts import ANYWHERE, LINES, Cuts
 from trainer.data.json_lines import is_json_lines
 from trainer.data.sources import TextSource
 from trainer.data.text_file import PARQUET, not_utf8, open_text, plain_name
-from trainer.data.token_file import MAGICS
 
 BLOCK_BYTES = 256 << 10
 # Lines are parsed whole, and texts encoded whole up to a cut. A few compressed bytes may expand to gigabytes.
@@ -29,20 +27,10 @@ _CONTINUATION = bytes(range(0x80, 0xC0))
 
 
 class TextForm(Enum):
-    """A file's form: text, a JSON object with a text per line or Parquet row, or tokens.
-
-    Tokens are little-endian arrays without a header, such as nanoGPT's `train.bin`. A run does not read them directly:
-    without a header their dtype is unknown, and truncation goes unnoticed.
-    """
+    """A file's form: text, or a JSON object with a text per line or Parquet row."""
 
     text = "text"
     jsonl = "jsonl"
-    uint16 = "uint16"
-    uint32 = "uint32"
-
-
-RAW_FORMS = (TextForm.uint16, TextForm.uint32)
-_NUMPY_MAGIC = b"\x93NUMPY"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +42,6 @@ class SplitOptions:
         key: Key for the text in a JSON object, and Parquet column.
         takes_bytes: Accept files that are not text, as bytes.
         valid_fraction: Held-out share. 0 holds out nothing.
-        held_out: Token arrays for validation.
         block_bytes: Approximate block size.
     """
 
@@ -62,7 +49,6 @@ class SplitOptions:
     key: str = "text"
     takes_bytes: bool = False
     valid_fraction: float = 0.0
-    held_out: Sequence[TextSource] = ()
     block_bytes: int = BLOCK_BYTES
 
 
@@ -71,7 +57,6 @@ class TextPart:
     """A file's part on a side of the split.
 
     Args:
-        size_bytes: Text size. None if the file is compressed.
         start: First byte in a text.
         stop: End byte in a text. None means the text's end.
         share: Only documents with a hash in `[lo, hi)` belong to the part.
@@ -80,7 +65,6 @@ class TextPart:
     source: TextSource
     form: TextForm
     options: SplitOptions
-    size_bytes: int | None
     start: int = 0
     stop: int | None = None
     share: tuple[int, int] = (0, _HASHES)
@@ -108,9 +92,6 @@ def split(sources: Sequence[TextSource], options: SplitOptions) -> dict[str, lis
     Raises:
         DataError: A file cannot be read, or is not text.
     """
-    if options.form in RAW_FORMS:
-        sides = {"train": sources, "valid": options.held_out}
-        return {name: [_array(source, options) for source in members] for name, members in sides.items() if members}
     parts = [_part(source, options) for source in sources]
     limit = int(options.valid_fraction * _HASHES)
     if not options.valid_fraction:
@@ -136,33 +117,10 @@ def split(sources: Sequence[TextSource], options: SplitOptions) -> dict[str, lis
 def _part(source: TextSource, options: SplitOptions) -> TextPart:
     with open_text(source.path, takes_bytes=True) as text:
         form = TextForm.jsonl if text.form == PARQUET else options.form
-        size = None if text.form else source.size_bytes
     if form is None:
         is_lines = is_json_lines(source.path, options.key, takes_bytes=options.takes_bytes)
         form = TextForm.jsonl if is_lines else TextForm.text
-    return TextPart(source, form, options, size)
-
-
-def _array(source: TextSource, options: SplitOptions) -> TextPart:
-    """Return a token array. Refuse a file with a known format's header."""
-    assert options.form is not None
-    with source.path.open("rb") as file:
-        head = file.read(8)
-    token_bytes, problem = np.dtype(options.form.value).itemsize, ""
-    if not source.size_bytes or source.size_bytes % token_bytes:
-        problem = count_of(source.size_bytes, "byte")
-    elif head.startswith(_NUMPY_MAGIC):
-        problem = "a NumPy .npy file: convert it with numpy.load(PATH).tofile(OTHER)"
-    elif head.startswith(MAGICS):
-        problem = f"a token file: train on it with data=token_file data.train={source.path}"
-    if problem:
-        raise DataError(
-            "The file is not a token array",
-            where=source.path,
-            expected=f"{token_bytes} bytes per token from the first byte, and at least one token",
-            found=problem,
-        )
-    return TextPart(source, options.form, options, source.size_bytes)
+    return TextPart(source, form, options)
 
 
 def _rank(name: str) -> int:
@@ -171,10 +129,10 @@ def _rank(name: str) -> int:
 
 def _cut(part: TextPart) -> int:
     """Return where a single text's held-out end starts, between two characters. A compressed text is read twice."""
-    options, path = part.options, part.source.path
+    options, path, size = part.options, part.source.path, part.source.size_bytes
     with open_text(path, takes_bytes=options.takes_bytes) as text:
-        start, size = text.at, part.size_bytes
-        if size is None:
+        start = text.at
+        if text.form:
             while text.read(options.block_bytes):
                 pass
             size = text.at
@@ -194,12 +152,11 @@ def read_blocks(part: TextPart, cuts: Cuts) -> Iterator[TextBlock]:
         DataError: The file cannot be read, is not text, or has changed; or a line, or an uncuttable text, is too long.
     """
     options, path, waiting, line, ends = part.options, part.source.path, bytearray(), 1, False
-    if part.form is not TextForm.text:
-        cuts = LINES if part.form is TextForm.jsonl else ANYWHERE
+    if part.form is TextForm.jsonl:
+        cuts = LINES
     elif options.takes_bytes:
         cuts = ANYWHERE
-    is_raw = part.form in RAW_FORMS
-    with open_text(path, start=part.start, key=options.key, takes_bytes=options.takes_bytes, is_raw=is_raw) as text:
+    with open_text(path, start=part.start, key=options.key, takes_bytes=options.takes_bytes) as text:
         offset = text.at
         while not ends:
             most = options.block_bytes if part.stop is None else part.stop - text.at

@@ -105,13 +105,10 @@ def fitting_chunks(
 
     Raises:
         DataError: A token does not fit the file.
-        ValueError: A chunk is not a 1-D array of integers.
     """
     for chunk in chunks:
         if not chunk.size:
             continue
-        if chunk.ndim != 1 or chunk.dtype.kind not in "iu":
-            raise ValueError(f"expected 1-D arrays of integers, found {chunk.ndim}-D {chunk.dtype}")
         low, high = int(chunk.min()), int(chunk.max())
         if low < 0 or high > largest:
             raise DataError(

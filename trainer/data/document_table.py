@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from reprise.errors import DataError
 from trainer.data.digest_file import cached_result, in_cache
 from trainer.data.document_index import READ_DOCUMENTS, DocumentIndex, damaged
 from trainer.data.token_file import TokenFile
@@ -30,7 +31,6 @@ class DocumentTable:
     Args:
         seq_length: Maximum inputs per sample. Samples overlap by a token.
         digest: 16 hex digits, xxh3_64 over all document borders as int64.
-        longest: The longest document's tokens.
         counts: int64 [ceil(documents / STRIDE) + 1], the number of samples before each document whose number is a
             multiple of `STRIDE`, then the total.
         starts: int64 [the same], these documents' positions, then the last document's end.
@@ -39,7 +39,6 @@ class DocumentTable:
     documents: DocumentIndex
     seq_length: int
     digest: str
-    longest: int
     counts: Ints
     starts: Ints
 
@@ -63,9 +62,7 @@ class DocumentTable:
         bounds[:, 0] = self.counts[blocks]
         bounds[:, 1:] = bounds[:, :1] + np.cumsum(_sample_counts(borders, self.seq_length), axis=1)
         if (bounds[:, -1] != self.counts[blocks + 1]).any():
-            raise damaged(
-                self.documents.path, "the documents read at the start", "different documents: it was overwritten"
-            )
+            raise self._overwritten()
         # Both ascend over all blocks, and no sample starts at a block's last border.
         positions, before = borders.ravel(), bounds.ravel()
         numbers = np.searchsorted(before, samples, side="right") - 1
@@ -88,10 +85,13 @@ class DocumentTable:
         first = block * STRIDE
         borders = self.documents.borders(first, min(first + STRIDE, self.documents.count))
         if (borders[0], borders[-1]) != (self.starts[block], self.starts[block + 1]):
-            raise damaged(
-                self.documents.path, "the documents read at the start", "different documents: it was overwritten"
-            )
+            raise self._overwritten()
         return np.append(borders, np.repeat(borders[-1:], STRIDE + 1 - borders.size))
+
+    def _overwritten(self) -> DataError:
+        return damaged(
+            self.documents.path, "the documents read at the start", "different documents: it was overwritten"
+        )
 
 
 def table_of(file: TokenFile, *, seq_length: int, cache: Path | None, read_again: bool = False) -> DocumentTable:
@@ -109,7 +109,7 @@ def table_of(file: TokenFile, *, seq_length: int, cache: Path | None, read_again
     assert documents is not None, "only files with an index are cut by document"
     folder = cache and cache / "documents"
     places = [in_cache(documents.path, documents.status(), folder, f".{seq_length}")] if folder else []
-    (digest, longest), content = cached_result(
+    (digest, *_), content = cached_result(
         documents,
         places,
         "reprise-documents 2",
@@ -117,7 +117,7 @@ def table_of(file: TokenFile, *, seq_length: int, cache: Path | None, read_again
         lambda: _scan_index(documents, seq_length),
         read_again=read_again,
     )
-    return DocumentTable(documents, seq_length, digest, int(longest), *np.frombuffer(content, "<i8").reshape(2, -1))
+    return DocumentTable(documents, seq_length, digest, *np.frombuffer(content, "<i8").reshape(2, -1))
 
 
 def _sample_counts(borders: Ints, seq_length: int) -> Ints:
@@ -127,8 +127,8 @@ def _sample_counts(borders: Ints, seq_length: int) -> Ints:
 
 
 def _scan_index(documents: DocumentIndex, seq_length: int) -> tuple[str, bytes]:
-    """Read the index once, and return a table's digest and longest document, and its counts and positions."""
-    hasher, longest, total, count = xxhash.xxh3_64(), 0, 0, documents.count
+    """Read the index once, and return a table's digest, and its counts and positions."""
+    hasher, total, count = xxhash.xxh3_64(), 0, documents.count
     counts, starts = [np.zeros(1, np.int64)], list[Ints]()
     for first in range(0, max(count, 1), READ_DOCUMENTS):
         stop = min(first + READ_DOCUMENTS, count)
@@ -136,9 +136,8 @@ def _scan_index(documents: DocumentIndex, seq_length: int) -> tuple[str, bytes]:
         hasher.update((borders if stop == count else borders[:-1]).data)
         starts.append(borders[: stop - first : STRIDE])
         if stop > first:
-            longest = max(longest, int(np.diff(borders).max()))
             sums = np.add.reduceat(_sample_counts(borders, seq_length), np.arange(0, stop - first, STRIDE))
             counts.append(total + np.cumsum(sums))
             total = int(counts[-1][-1])
     arrays = [*counts, *starts, borders[-1:]]
-    return f"{hasher.hexdigest()} {longest}", np.concatenate(arrays).astype("<i8").tobytes()
+    return hasher.hexdigest(), np.concatenate(arrays).astype("<i8").tobytes()

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from reprise.errors import DataError
-from trainer.data.blocks import RAW_FORMS, TextBlock, TextForm, texts
+from trainer.data.blocks import TextBlock, TextForm, texts
 from trainer.data.data_file import TokenArray
 from trainer.data.text import Encoder, open_encoder
 from trainer.workers import spawned_pool
@@ -62,14 +62,11 @@ def encode_block(block: TextBlock, encoder: Encoder) -> Encoded:
     Raises:
         DataError: A text is malformed. The message names the file and the line, or the byte.
     """
-    form = block.part.form
-    if form in RAW_FORMS:
-        return Encoded(np.frombuffer(block.data, np.dtype(form.value).newbyteorder("<")), 0, len(block.data))
     chunks: list[TokenArray] = [np.empty(0, np.uint16)]
     documents = 0
     for text in texts(block):
         chunks.append(encoder.encode(text))
-        if form is TextForm.jsonl or block.ends_text:
+        if block.part.form is TextForm.jsonl or block.ends_text:
             chunks.append(np.array([encoder.end_of_text], np.uint32))
             documents += 1
     return Encoded(np.concatenate(chunks).astype(encoder.dtype), documents, len(block.data))

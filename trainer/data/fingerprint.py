@@ -5,14 +5,11 @@ Invariant: values never change between versions, or running jobs could not find 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import xxhash
 
-from reprise.errors import DataError
-from trainer.data.data_file import TokenArray
 from trainer.data.token_file import TokenFile
 
 _SCAN_TOKENS = 4 * 2**20
@@ -42,7 +39,8 @@ def scan(file: TokenFile) -> TokenDigest:
         DataError: The file cannot be read to its end.
     """
     digest, largest = xxhash.xxh3_64(), -1
-    for _, chunk in _chunks(file):
+    for start in range(0, file.count, _SCAN_TOKENS):
+        chunk = file.read(start, min(start + _SCAN_TOKENS, file.count))
         digest.update(chunk.data)
         largest = max(largest, int(chunk.max()))
     return TokenDigest(file.nbytes, file.dtype.name, digest.hexdigest(), largest)
@@ -64,26 +62,3 @@ def fingerprint_of_sources(fingerprints: Sequence[str]) -> str:
     if len(fingerprints) == 1:
         return fingerprints[0]
     return xxhash.xxh3_64_hexdigest("".join(f"{value}\n" for value in fingerprints).encode("ascii"))
-
-
-def check_tokens(file: TokenFile, vocab_size: int) -> None:
-    """Read a file's tokens and refuse any outside a model's ``vocab_size`` embedding rows.
-
-    Raises:
-        DataError: A token is not below ``vocab_size``. The message names file, position and token.
-    """
-    for start, chunk in _chunks(file):
-        if int(chunk.max()) >= vocab_size:
-            offset = int(np.argmax(chunk >= vocab_size))
-            raise DataError(
-                "A token is outside the model's vocabulary",
-                where=f"{file.path}, position {start + offset}",
-                expected=f"0 to {vocab_size - 1}",
-                found=int(chunk[offset]),
-                fix="Set model.vocab_size to the vocabulary size of the tokenizer that wrote the file.",
-            )
-
-
-def _chunks(file: TokenFile) -> Iterator[tuple[int, TokenArray]]:
-    for start in range(0, file.count, _SCAN_TOKENS):
-        yield start, file.read(start, min(start + _SCAN_TOKENS, file.count))

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from reprise.errors import DataError
 from reprise.storage import is_file
 from trainer.data.data_file import DataFile, TokenArray, fitting_chunks, new_file
-from trainer.data.document_index import READ_DOCUMENTS, DocumentIndex, damaged, other_size
+from trainer.data.document_index import DocumentIndex, damaged, other_size
 from trainer.data.sources import find_files
 from trainer.data.token_file import TokenFile
 
@@ -74,16 +74,9 @@ class IndexedDocuments(DocumentIndex):
         if self._has_borders:
             sequences = self._array(self._borders_at + first * _BORDER_BYTES, last - first + 1)
             self._checked(sequences, self._sequences)
-        offsets, start = np.empty(sequences.size, np.int64), 0
-        while start < sequences.size:  # a document may have many sequences
-            low = int(sequences[start])
-            end = int(np.searchsorted(sequences, low + READ_DOCUMENTS))
-            high = int(sequences[end - 1])
-            part = self._array(self._offsets_at + low * _OFFSET_BYTES, min(high + 1, self._sequences) - low)
-            if high == self._sequences:
-                part = np.append(part, self.end)
-            offsets[start:end] = part[sequences[start:end] - low]
-            start = end
+        low, high = int(sequences[0]), int(sequences[-1])
+        starts = self._array(self._offsets_at + low * _OFFSET_BYTES, min(high + 1, self._sequences) - low)
+        offsets = np.append(starts, self.end)[sequences - low]
         self._checked(offsets, self.end)
         bits = self.dtype.itemsize.bit_length() - 1  # a division would be slower than the read
         if (offsets & self.dtype.itemsize - 1).any():
@@ -128,16 +121,14 @@ def open_indexed_file(path: Path) -> TokenFile:
 def write_indexed_file(path: Path, chunks: Iterable[TokenArray], *, dtype: np.dtype[Any], end_of_text: int) -> None:
     """Write chunks, in order, as `path`, a `.bin` file, and its index, each atomically.
 
-    A sequence ends after each end-of-text token and at the end. Each sequence is a document.
+    A sequence ends after each end-of-text token and at the end. Each sequence is a document. `dtype` is uint16 or
+    uint32.
 
     Raises:
         DataError: A token does not fit, or the file system fails.
-        ValueError: The dtype is neither uint16 nor uint32.
     """
     dtype = np.dtype(dtype).newbyteorder("<")
-    code = next((code for code, stored in _DTYPES.items() if stored == dtype), None)
-    if code is None:
-        raise ValueError(f"Megatron's files hold uint16 or int32 tokens, not {dtype}")
+    code = {stored: code for code, stored in _DTYPES.items()}[dtype]
     ends, size = list[int](), 0  # sequence ends, in tokens
     with new_file(path) as file:
         for chunk in fitting_chunks(path, chunks, dtype, largest=min(int(np.iinfo(dtype).max), _MOST_TOKEN)):

@@ -15,6 +15,8 @@ from trainer.data.documents import PADDED
 from trainer.data.fingerprint import TokenDigest
 from trainer.data.token_file import TokenFile
 
+SAMPLES = "samples"  # in place of a dtype
+
 
 class ModuleFile(TokenFile):
     """The samples a factory returns for a path: sample n is the window at token n * seq_length.
@@ -47,28 +49,21 @@ class ModuleFile(TokenFile):
                 fix="Correct data.factory, or add its folder to PYTHONPATH.",
             ) from error
         match make(str(path)):
-            case (samples, str(content)) if content:
+            case (samples, str(content)) if content and hasattr(samples, "__len__") and hasattr(samples, "__getitem__"):
                 pass
             case other:
                 raise DataError(
                     "The sample factory must return samples and their fingerprint",
                     where=self._where,
-                    expected="a pair (samples, text), where the text identifies the samples",
-                    found=type(other).__name__,
+                    expected="a pair: an object with __len__ and __getitem__, and a text that identifies its content",
+                    found=f"{other!r:.99}",
+                    fix="The trainer reads each sample by its position in the run and does not save iterator state. To "
+                    "train on an iterable, write your own loop: wrap it in a StatefulDataLoader and save each rank's "
+                    "state, per_rank={'loader': loader.state_dict()} (docs/library.md).",
                 )
-        if not all(hasattr(samples, name) for name in ("__len__", "__getitem__")):
-            raise DataError(
-                "Samples cannot be read by index",
-                where=self._where,
-                expected="an object with __len__ and __getitem__",
-                found=type(samples).__name__,
-                fix="The trainer reads each sample by its position in the run and does not save iterator state. To "
-                "train on an iterable, write your own loop: wrap it in a StatefulDataLoader and save each rank's "
-                "state, per_rank={'loader': loader.state_dict()} (docs/library.md).",
-            )
         self._samples: Any = samples
         self.count = len(samples) * seq_length + 1
-        self.digest = TokenDigest(len(samples), "samples", xxhash.xxh3_64_hexdigest(content.encode()), -1)
+        self.digest = TokenDigest(len(samples), SAMPLES, xxhash.xxh3_64_hexdigest(content.encode()), -1)
 
     def read(self, start: int = 0, stop: int | None = None) -> TokenArray:
         """Return the window at token `start`, int64 [seq_length + 1]. `PADDED` marks positions that are not targets.

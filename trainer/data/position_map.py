@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import math
 import re
-from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+
+import numpy as np
+import numpy.typing as npt
 
 from reprise.storage import integer
 
@@ -59,15 +60,16 @@ class PositionMap:
         """Return the JSON form."""
         return [list(gap) for gap in self.gaps]
 
-    def steps(self) -> tuple[list[int], list[int]]:
-        """Return the counts at which positions shift further ahead, and the total shifts, with a 0 in front."""
-        totals = [0, *accumulate(end - first for first, end in self.gaps)]
-        return [first - total for (first, _), total in zip(self.gaps, totals, strict=False)], totals
+    def positions(self, counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return the positions for samples counted from 0."""
+        totals = np.cumsum([0, *(end - first for first, end in self.gaps)])
+        borders = np.array([first for first, _ in self.gaps], np.int64) - totals[:-1]
+        positions: npt.NDArray[np.int64] = counts + totals[np.searchsorted(borders, counts, side="right")]
+        return positions
 
     def end(self, count: int) -> int:
         """Return the position behind the last of `count` samples. A gap starting there lies ahead."""
-        borders, totals = self.steps()
-        return count + totals[bisect_right(borders, count - 1)] if count else 0
+        return int(self.positions(np.array([count - 1]))[0]) + 1 if count else 0
 
     def within(self, first: int, stop: float = math.inf) -> PositionMap:
         """Return the map restricted to gaps in a position range."""

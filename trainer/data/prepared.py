@@ -16,16 +16,17 @@ from functools import partial
 from operator import itemgetter
 from pathlib import Path
 
-from reprise.errors import DataError, count_of
+from reprise.errors import DataError
 from reprise.storage import FileCalls, atomic_output, is_dir, lexists
-from trainer.data.blocks import RAW_FORMS, SplitOptions, TextBlock, TextPart, read_blocks, split, texts
+from trainer.data.arrays import read_arrays
+from trainer.data.blocks import SplitOptions, TextBlock, TextPart, read_blocks, split, texts
 from trainer.data.bpe import train_bpe
 from trainer.data.cuts import WORDS, Cuts
 from trainer.data.data_file import TokenArray
 from trainer.data.encoding import Encoded, encoding
 from trainer.data.indexed_file import write_indexed_file
 from trainer.data.section import DataKind
-from trainer.data.sources import TextSource, refuse_shared
+from trainer.data.sources import TextSource
 from trainer.data.text import BYTES, TOKENIZER, open_encoder
 from trainer.data.token_file import MAX_TOKENS, write_token_file
 
@@ -36,8 +37,8 @@ _OURS = re.compile(
     r"|\.\.(train|valid)_\d{6}\.bin\.digest\.\d+-[0-9a-f]{8}\.partial"
 )
 
-# Takes a step's name and the bytes it will read (None if unknown). Returns a function that counts bytes.
-Progress = Callable[[str, int | None], Callable[[int], object]]
+# Takes a step's name. Returns a function that counts the bytes read.
+Progress = Callable[[str], Callable[[int], object]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +51,16 @@ class PrepareOptions(SplitOptions):
         train_vocab_size: Train a tokenizer with this vocabulary size on the training documents. 0 trains none.
         file_tokens: Maximum tokens per file.
         kind: File format, `token_file` or `megatron`.
+        dtype: The inputs are token arrays in this dtype, not texts.
+        held_out: Token arrays for validation.
     """
 
     tokenizer: Path | None = None
     train_vocab_size: int = 0
     file_tokens: int = FILE_TOKENS
     kind: DataKind = DataKind.token_file
+    dtype: str | None = None
+    held_out: Sequence[TextSource] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +102,7 @@ def write_prepared(
     *,
     workers: int,
     replace: bool = False,
-    progress: Progress = lambda _title, _total: lambda _count: None,
+    progress: Progress = lambda _title: lambda _count: None,
 ) -> Prepared:
     """Write the inputs' token files, in order, as a folder, which appears by a single rename.
 
@@ -110,34 +115,33 @@ def write_prepared(
     """
     _check(options)
     folder, tokenizer, sides = Path(os.path.realpath(folder)), options.tokenizer, list[Side]()
-    is_raw = options.form in RAW_FORMS
-    train, held_out = ([source.path for source in sources] for sources in (inputs, options.held_out))
-    refuse_shared(train, held_out)
-    with _new_folder(folder, [*train, *held_out, *filter(None, [tokenizer])], replace=replace) as new:
-        parts = split(inputs, options)
+    read = [*(source.path for source in (*inputs, *options.held_out)), *filter(None, [tokenizer])]
+    with _new_folder(folder, read, replace=replace) as new:
+        parts = {} if options.dtype else split(inputs, options)
         if options.train_vocab_size:
             tokenizer = new / TOKENIZER
             _train(parts["train"], options.train_vocab_size, tokenizer, progress)
         encoder = open_encoder(tokenizer)
-        dtype = options.form.value if options.form and is_raw else encoder.dtype
-        write = partial(write_token_file, dtype=dtype)
+        write = partial(write_token_file, dtype=options.dtype or encoder.dtype)
         if options.kind is DataKind.megatron:
             write = partial(write_indexed_file, dtype=encoder.dtype, end_of_text=encoder.end_of_text)
         with encoding(encoder, tokenizer, workers=workers) as encode:
-            for name, of_side in parts.items():
-                blocks, count = encode(blocks_of(of_side, encoder.cuts())), progress(name, _total(of_side))
-                side = write_side(
-                    new / f"{name}_{{:06d}}.bin", blocks, write=write, file_tokens=options.file_tokens, count=count
-                )
-                if not side.documents and not is_raw:
+            blocks = {name: encode(blocks_of(members, encoder.cuts())) for name, members in parts.items()}
+            if options.dtype:
+                arrays = {"train": inputs, "valid": options.held_out}
+                blocks = {name: read_arrays(files, options.dtype) for name, files in arrays.items() if files}
+            for name, of_side in blocks.items():
+                path, count = new / f"{name}_{{:06d}}.bin", progress(name)
+                side = write_side(path, of_side, write=write, file_tokens=options.file_tokens, count=count)
+                if not side.documents and not options.dtype:
                     raise DataError(
                         f"The {name} split has no document",
-                        found=f"{count_of(len(of_side), 'file')}, --valid-fraction {options.valid_fraction}",
+                        found=f"--valid-fraction {options.valid_fraction}",
                         fix="Add documents, or change --valid-fraction.",
                     )
                 sides.append(dataclasses.replace(side, files=tuple(folder / path.name for path in side.files)))
         largest = max(side.largest for side in sides)
-        is_known = not is_raw or tokenizer is not None or options.takes_bytes
+        is_known = not options.dtype or tokenizer is not None or options.takes_bytes
         if is_known and largest >= encoder.vocab_size:
             raise DataError(
                 "A token is outside the tokenizer's vocabulary",
@@ -187,23 +191,22 @@ def _new_folder(folder: Path, read: Sequence[Path], *, replace: bool) -> Iterato
 
 
 def _refuse_to_overwrite(folder: Path, read: Iterable[Path], *, replace: bool) -> None:
-    is_file = lexists(folder) and not is_dir(folder)
-    names = sorted(path.name for path in folder.iterdir()) if is_dir(folder) else []
+    names = sorted(path.name for path in folder.iterdir()) if is_dir(folder) else ["a file"] * lexists(folder)
     foreign = [name for name in names if not _OURS.fullmatch(name)]
     inputs = [path for path in read if folder in Path(os.path.realpath(path)).parents]
-    if is_file or foreign or inputs or (names and not replace):
+    if foreign or inputs or (names and not replace):
         raise DataError(
             "An existing file or folder cannot be replaced",
             where=folder if foreign or not inputs else inputs[0],
             expected="nothing, or with --force token files of an earlier call that are not inputs",
-            found="a file" if is_file else ", ".join((foreign or names)[:5]),
+            found=", ".join((foreign or names)[:5]),
             fix="Choose another folder, or replace token files with --force.",
         )
 
 
 def _train(parts: Sequence[TextPart], vocab_size: int, path: Path, progress: Progress) -> None:
     """Train a tokenizer on a side's documents and write it."""
-    count = progress("tokenizer", _total(parts))
+    count = progress("tokenizer")
 
     def training_texts() -> Iterator[str]:
         for block in blocks_of(parts, WORDS):
@@ -259,9 +262,3 @@ def blocks_of(parts: Iterable[TextPart], cuts: Cuts) -> Iterator[TextBlock]:
     """Yield the blocks from all parts on a side."""
     for part in parts:
         yield from read_blocks(part, cuts)
-
-
-def _total(parts: Sequence[TextPart]) -> int | None:
-    """Return the text size in bytes, or None if a file is compressed."""
-    ends = [end for part in parts if (end := part.size_bytes if part.stop is None else part.stop) is not None]
-    return sum(ends) - sum(part.start for part in parts) if len(ends) == len(parts) else None

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import filecmp
 import glob
 import logging
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
-
-import xxhash
 
 from reprise.errors import DataError, count_of
 from reprise.storage import is_dir, is_file
@@ -26,7 +23,6 @@ _STDLIB_EXCLUDED_FOLDERS = frozenset(
 )
 # Written by the build or distribution: the text differs between installations with the same version.
 _STDLIB_EXCLUDED_PREFIXES = ("_sysconfigdata", "_sysconfig_vars", "sitecustomize", "usercustomize")
-_BEGINNING_BYTES = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,16 +65,20 @@ def find_files(pattern: str) -> list[Path]:
     paths = sorted({Path(hit) for hit in glob.glob(str(expanded), recursive=True)})
     files = [path for path in paths if is_file(path)]
     unusable = [path for path in paths if not is_file(path) and not is_dir(path)]
-    if unusable or not files:
-        folders = count_of(len(paths), "folder") if paths else None
+    if unusable:
         raise DataError(
-            "A glob match is not a file" if unusable else "No file matches",
-            where=unusable[0] if unusable else pattern,
-            expected="files (folders are skipped)" if paths else None,
-            found="a broken link, a pipe or a device" if unusable else folders,
-            fix="Restore the file, or remove the match."
-            if unusable
-            else f"Relative paths start at {Path.cwd()}. Quote globs; '**/*.txt' searches subfolders.",
+            "A glob match is not a file",
+            where=unusable[0],
+            expected="files (folders are skipped)",
+            found="a broken link, a pipe or a device",
+            fix="Restore the file, or remove the match.",
+        )
+    if not files:
+        raise DataError(
+            "No file matches",
+            where=pattern,
+            found=count_of(len(paths), "folder") if paths else None,
+            fix=f"Relative paths start at {Path.cwd()}. Quote globs; '**/*.txt' searches subfolders.",
         )
     if empty := [path for path in files if not path.stat().st_size]:
         _log.warning(f"{len(empty)} of {len(files)} files are empty: {listed(empty)}")
@@ -156,37 +156,3 @@ def _source(path: Path, name: str) -> TextSource:
     except OSError as error:
         raise unreadable(path, error) from error
     return TextSource(path, name, status.st_size, status.st_mtime_ns)
-
-
-def refuse_shared(train: Sequence[Path], valid: Sequence[Path]) -> None:
-    """Refuse validation files that are also in the training data, as links or copies.
-
-    Only same-sized files are compared: first their beginnings, then possible copies in full.
-
-    Raises:
-        DataError: A file is in both, or cannot be read. The message names the files.
-    """
-    beginnings: dict[tuple[int, bytes], list[Path]] = {}
-    try:
-        sizes = {path.stat().st_size for path in valid}
-        for path in train if sizes else ():
-            if path.stat().st_size in sizes:
-                beginnings.setdefault(_beginning(path), []).append(path)
-        for path in valid if beginnings else ():
-            for trained in beginnings.get(_beginning(path), ()):
-                if os.path.samefile(path, trained) or filecmp.cmp(path, trained, shallow=False):
-                    raise DataError(
-                        "A file is in both the training data and the validation data",
-                        where=path,
-                        expected="no validation file in the training data",
-                        found=f"its content in {trained}",
-                        fix="Remove it from one of the two; the glob 'FOLDER/train_*.bin' matches only the training "
-                        "files.",
-                    )
-    except OSError as error:
-        raise unreadable(Path(str(error.filename)), error) from error
-
-
-def _beginning(path: Path) -> tuple[int, bytes]:
-    with path.open("rb") as file:
-        return path.stat().st_size, xxhash.xxh3_128_digest(file.read(_BEGINNING_BYTES))

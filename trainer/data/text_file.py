@@ -45,24 +45,20 @@ def plain_name(name: str) -> str:
 
 
 @contextmanager
-def open_text(
-    path: Path, *, start: int = 0, key: str = "text", takes_bytes: bool = False, is_raw: bool = False
-) -> Iterator[TextReader]:
+def open_text(path: Path, *, start: int = 0, key: str = "text", takes_bytes: bool = False) -> Iterator[TextReader]:
     """Yield a reader for a file's text.
 
     Args:
         start: First text byte to read.
         key: Parquet column.
         takes_bytes: Accept any bytes. Compressed files are decompressed even so.
-        is_raw: Accept any bytes, unchanged.
 
     Raises:
         DataError: The file cannot be read, is damaged, or is not text by its first bytes.
     """
     try:
         with path.open("rb") as file:
-            form = "" if is_raw else _form_of(file.read(4))
-            yield TextReader(path, file, form, start=start, key=key, takes_bytes=takes_bytes or is_raw)
+            yield TextReader(path, file, _form_of(file.read(4)), start=start, key=key, takes_bytes=takes_bytes)
     except OSError as error:
         raise unreadable(path, error) from error
 

@@ -142,16 +142,13 @@ def write_token_file(path: str | Path, chunks: Iterable[TokenArray], *, dtype: n
     """Write chunks, in order, as a token file, atomically.
 
     Processes may race to write the same content. ``chunks`` are 1-D arrays with any integer dtype; memory holds a
-    single chunk.
+    single chunk. ``dtype`` is uint16 or uint32.
 
     Raises:
         DataError: A token does not fit ``dtype``, there are more than 2**31 - 1 tokens, or the file system fails.
-        ValueError: ``dtype`` is neither uint16 nor uint32, or a chunk is not a 1-D array of integers.
     """
     path, count, dtype = Path(path), 0, np.dtype(dtype).newbyteorder("<")
-    magic = next((magic for magic, stored in _FORMATS.items() if stored == dtype), None)
-    if magic is None:
-        raise ValueError(f"token files hold uint16 or uint32, not {dtype}")
+    magic = {stored: magic for magic, stored in _FORMATS.items()}[dtype]
     with new_file(path) as file:
         file.write(bytes(HEADER_BYTES))
         for chunk in fitting_chunks(path, chunks, dtype, largest=int(np.iinfo(dtype).max)):

@@ -51,9 +51,9 @@ def build_loaders(config: Config, cluster: Cluster, topology: Topology, data: Ru
     dp_rank = topology.coordinate(cluster.rank).dp
     per_document = config.data.samples is SampleCut.per_document
 
-    def samples(files: Sequence[TokenFile]) -> Samples:
+    def samples(*sources: Sequence[TokenFile]) -> Samples:
         return Samples(
-            files,
+            *sources,
             seq_length=train.seq_length,
             marks=data.marks,
             per_document=per_document,
@@ -65,7 +65,7 @@ def build_loaders(config: Config, cluster: Cluster, topology: Topology, data: Ru
         return BatchLoader(source, size, train.micro_batch_size, numbers, cluster.device)
 
     ordered = OrderedSamples(
-        [samples(source.files) for source in data.train],
+        samples(*(source.files for source in data.train)),
         _build_blend(data, cluster),
         position_map=parse_ranges(train.skip_samples),
     )
@@ -79,7 +79,7 @@ def build_loaders(config: Config, cluster: Cluster, topology: Topology, data: Ru
             f"an evaluation takes {drawn} samples (train.eval_iters x train.global_batch_size), and the validation "
             f"data has {held_out.count}, which repeat in order{uneven}"
         )
-    valid = loader(OrderedSamples([held_out]), train.global_batch_size)
+    valid = loader(OrderedSamples(held_out), train.global_batch_size)
     return training, ValidData(train.eval_interval, partial(valid.eval_batches, train.eval_iters))
 
 

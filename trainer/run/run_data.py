@@ -26,11 +26,10 @@ from trainer.data.datatrove_file import open_datatrove_file
 from trainer.data.digest_file import digest_of
 from trainer.data.document_table import table_of
 from trainer.data.documents import DocumentMarks, uses_index
-from trainer.data.fingerprint import TokenDigest, check_tokens, fingerprint, fingerprint_of_sources
+from trainer.data.fingerprint import TokenDigest, fingerprint, fingerprint_of_sources
 from trainer.data.indexed_file import open_indexed_file
-from trainer.data.module_file import ModuleFile
+from trainer.data.module_file import SAMPLES, ModuleFile
 from trainer.data.section import INDEXED_KINDS, TOKEN_KINDS, DataKind, DigestSource, SampleCut, sources_of
-from trainer.data.sources import refuse_shared
 from trainer.data.text import open_encoder
 from trainer.data.token_file import TokenFile, open_token_file, open_token_files
 from trainer.launch.process_group import Cluster
@@ -118,7 +117,8 @@ def open_data(config: Config, cluster: Cluster, *, is_evaluation: bool = False) 
         if cluster.rank in cluster.local_ranks[:1] or not cluster.local_ranks:  # a host's first rank
             report = report or _report(sources, marks, config)
     reports = channel.gather("data/hosts", report)
-    return _run_data(sources, marks, channel.from_first("data/fingerprints", lambda: _fingerprints(reports)))
+    fingerprints = channel.from_first("data/fingerprints", lambda: _fingerprints(reports, may_share=is_evaluation))
+    return _run_data(sources, marks, fingerprints)
 
 
 def open_data_alone(config: Config) -> RunData:
@@ -176,8 +176,6 @@ def _open(config: Config, *, is_evaluation: bool = False) -> tuple[list[Source],
     if section.kind is DataKind.module:
         length, rows = config.train.seq_length, config.model.vocab_size
         open_file = partial(ModuleFile, factory=section.factory or "", seq_length=length, vocab_size=rows)
-    elif not is_evaluation:
-        refuse_shared([path for _, paths, _ in parts for path in paths], valid)
     if is_evaluation:
         parts = [("data.train[0]", valid, Fraction(1))]
     if config.train.eval_interval:
@@ -229,7 +227,13 @@ def _report(sources: Sequence[Source], marks: DocumentMarks | None, config: Conf
         else:
             digest = digest_of(file, cache=cache, read_again=read_again)
         if digest.largest >= config.model.vocab_size:
-            check_tokens(file, config.model.vocab_size)
+            raise DataError(
+                "A token is outside the model's vocabulary",
+                where=file.path,
+                expected=f"0 to {config.model.vocab_size - 1}",
+                found=digest.largest,
+                fix="Set model.vocab_size to the vocabulary size of the tokenizer that wrote the file.",
+            )
         if has_tables:
             length = config.train.seq_length
             documents = table_of(file, seq_length=length, cache=cache, read_again=read_again).digest
@@ -237,14 +241,16 @@ def _report(sources: Sequence[Source], marks: DocumentMarks | None, config: Conf
     return json.dumps([socket.gethostname(), rows]).encode()
 
 
-def _fingerprints(reports: Sequence[bytes]) -> Fingerprints:
+def _fingerprints(reports: Sequence[bytes], *, may_share: bool = False) -> Fingerprints:
     """Return each source's fingerprints, by its key.
 
     Args:
         reports: Each rank's report. Empty for a rank that is not its host's first.
+        may_share: Whether training data may be validation data.
 
     Raises:
-        DataError: A host's data differs from rank 0's host. The message names it and the first different file.
+        DataError: A host's data differs from rank 0's host, or a validation file is training data. The message names
+            the first such file.
     """
     hosts: dict[int, HostReport] = {rank: json.loads(report) for rank, report in enumerate(reports) if report}
     first_host, first = hosts[0]
@@ -259,6 +265,17 @@ def _fingerprints(reports: Sequence[bytes]) -> Fingerprints:
                     fix="Give every host the same files under the same names, with the same index if they have one. If "
                     "a cached digest may be wrong, data.verify=full reads all tokens again.",
                 )
+    digests = [(key, path, TokenDigest(**digest)) for key, path, digest, _ in first]
+    trained = {digest: path for key, path, digest in digests if key != _VALID and not may_share}
+    for key, path, digest in digests:
+        if key == _VALID and digest.dtype != SAMPLES and digest in trained:
+            raise DataError(
+                "A file is in both the training data and the validation data",
+                where=path,
+                expected="no validation file in the training data",
+                found=f"its tokens in {trained[digest]}",
+                fix="Remove it from one of the two; the glob 'FOLDER/train_*.bin' matches only the training files.",
+            )
     fingerprints = {}
     for key, group in itertools.groupby(first, itemgetter(0)):
         files = list(group)

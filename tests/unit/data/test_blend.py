@@ -5,7 +5,6 @@ from __future__ import annotations
 from fractions import Fraction
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -46,9 +45,3 @@ def test_the_order_of_a_blend_never_changes() -> None:
     sources, index = Blend([Fraction(1, 2), Fraction(1, 5), Fraction(3, 10)]).locate(np.arange(12))
     assert sources.tolist() == [0, 2, 0, 1, 0, 2, 0, 1, 0, 2, 0, 2]
     assert index.tolist() == [0, 0, 1, 0, 2, 1, 3, 1, 4, 2, 5, 3]
-
-
-@pytest.mark.parametrize("weights", [[], [Fraction(0)], [Fraction(1), Fraction(-1)]])
-def test_impossible_weights_are_refused(weights: list[Fraction]) -> None:
-    with pytest.raises(ValueError, match="positive weights"):
-        Blend(weights)

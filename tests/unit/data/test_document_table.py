@@ -57,10 +57,7 @@ def expected_samples(lengths: Ints) -> tuple[Ints, Ints]:
 @pytest.fixture(params=[1 << 18, STRIDE], ids=["a piece", "pieces"])
 def pieces(request: pytest.FixtureRequest) -> Iterator[None]:
     """Read indexes at once, and in pieces."""
-    with (
-        mock.patch("trainer.data.document_table.READ_DOCUMENTS", request.param),
-        mock.patch("trainer.data.indexed_file.READ_DOCUMENTS", request.param // 3),
-    ):
+    with mock.patch("trainer.data.document_table.READ_DOCUMENTS", request.param):
         yield
 
 
@@ -78,7 +75,6 @@ def test_every_sample_is_where_its_document_has_it(tmp_path: Path, form: str, co
     table = table_of(documents, seq_length=SEQ_LENGTH, cache=None)
     starts, stops = expected_samples(lengths)
     assert table.samples == starts.size
-    assert table.longest == lengths.max()
     order = np.random.default_rng(0).permutation(table.samples)
     located = table.locate(order)
     assert np.array_equal(located[0], starts[order])
@@ -97,7 +93,7 @@ def test_every_sample_is_where_its_document_has_it(tmp_path: Path, form: str, co
 def test_an_index_without_documents_has_the_digest_of_its_border(tmp_path: Path) -> None:
     for documents in (megatron(tmp_path / "a.bin", lengths_of(0)), datatrove(tmp_path / "a.ds", lengths_of(0))):
         table = table_of(documents, seq_length=SEQ_LENGTH, cache=None)
-        assert (table.samples, table.longest) == (0, 0)
+        assert table.samples == 0
         assert table.digest == xxhash.xxh3_64_hexdigest(bytes(8))
 
 
@@ -105,7 +101,7 @@ def look(documents: TokenFile, cache: Path, *, longer: bool = False, read_again:
     """Return what a table has, and whether the complete index was read for it."""
     with mock.patch.object(document_table, "_scan_index", wraps=document_table._scan_index) as passes:
         table = table_of(documents, seq_length=SEQ_LENGTH + longer, cache=cache, read_again=read_again)
-    return (table.digest, table.longest, table.counts.tolist(), table.starts.tolist()), bool(passes.call_count)
+    return (table.digest, table.counts.tolist(), table.starts.tolist()), bool(passes.call_count)
 
 
 def test_the_next_process_reads_a_table_of_this_very_index(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ SEQ_LENGTH = 4
 def samples() -> OrderedSamples:
     """Return 30 samples whose first tokens are their numbers times 4."""
     tokens = np.arange(30 * SEQ_LENGTH + 1, dtype=np.uint16)
-    return OrderedSamples([Samples([tokens_in_memory(tokens)], seq_length=SEQ_LENGTH)])
+    return OrderedSamples(Samples([tokens_in_memory(tokens)], seq_length=SEQ_LENGTH))
 
 
 def feeds(samples: OrderedSamples, *, ranks: int, micro_batch_size: int = 2) -> list[BatchLoader]:
@@ -42,7 +42,7 @@ def test_an_evaluation_reads_from_the_start_in_order_and_wraps(samples: OrderedS
 
 
 def test_the_order_is_asked_once_for_many_iterations() -> None:
-    samples = OrderedSamples([Samples([tokens_in_memory(np.arange(1001, dtype=np.uint16))], seq_length=1)])
+    samples = OrderedSamples(Samples([tokens_in_memory(np.arange(1001, dtype=np.uint16))], seq_length=1))
     loader = BatchLoader(samples, 16, 8, [1], torch.device("cpu"))
     with mock.patch.object(OrderedSamples, "sample_ids", autospec=True, side_effect=OrderedSamples.sample_ids) as order:
         for number in range(130):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -26,12 +25,6 @@ def test_any_part_of_the_order_is_the_one_written_out(sizes: list[int], epoch: i
     assert together.dtype == np.int64
     alone = {size: sample_order.sample_ids(first, 30, epoch_size=size, seed=seed) for size in sizes}
     assert together.tolist() == [alone[size][number] for number, size in enumerate(epoch_sizes.tolist())]
-
-
-@pytest.mark.parametrize(("position", "epoch_size"), [(-1, 5), (0, 0), (0, -1)])
-def test_impossible_positions_are_refused(position: int, epoch_size: int) -> None:
-    with pytest.raises(ValueError, match="expected"):
-        sample_ids_at(np.array([position]), epoch_sizes=np.array([epoch_size]), seed=0)
 
 
 def test_the_order_is_the_same_in_every_version() -> None:

@@ -8,14 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.profiles import examples
-from trainer.data.batches import positions_of
 from trainer.data.position_map import PositionMap, parse_ranges, resume_map
 
 RANGES = st.lists(st.tuples(st.integers(0, 60), st.integers(1, 9)).map(lambda pair: (pair[0], sum(pair))), max_size=4)
 
 
 def positions(position_map: PositionMap, first: int, count: int) -> list[int]:
-    return list(positions_of(position_map, np.arange(first, first + count)))
+    return list(position_map.positions(np.arange(first, first + count)))
 
 
 @examples(60)

@@ -89,14 +89,6 @@ def test_files_that_are_no_arrays_are_refused_and_leave_nothing(arrays: Path, ca
         assert sorted(os.listdir(arrays)) == before
 
 
-def test_an_array_on_both_sides_is_refused(arrays: Path, capsys: Printed) -> None:
-    (arrays / "copy.bin").write_bytes((arrays / "val.bin").read_bytes())
-    for valid in ("train.bin", "val.bin"):
-        command = [arrays / "copy.bin", *words(arrays, "--valid", arrays / valid)]
-        assert f"({arrays / valid})" in refusal(capsys, *command)
-    assert not (arrays / "out").exists()
-
-
 RAW = "--raw uint16"
 
 

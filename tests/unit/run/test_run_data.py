@@ -29,17 +29,17 @@ def data(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def open_with(*overrides: str, interval: int = 0) -> None:
-    open_data_alone(compose(["model=gpt2_tiny", *TINY, f"train.eval_interval={interval}", *overrides]))
+def open_with(*overrides: str) -> None:
+    open_data_alone(compose(["model=gpt2_tiny", *TINY, "train.eval_interval=2", *overrides]))
 
 
-@pytest.mark.parametrize(("kind", "interval"), [("token_file", 0), ("megatron", 2)])
-def test_the_validation_file_in_a_glob_is_refused(data: Path, kind: str, interval: int) -> None:
+@pytest.mark.parametrize("kind", ["token_file", "megatron"])
+def test_the_validation_file_in_a_glob_is_refused(data: Path, kind: str) -> None:
     folder = data if kind == "token_file" else data / "indexed"
     keys = [f"data={kind}", f"data.valid={folder}/valid_000000.bin", f"data.cache={data}/cache"]
-    open_with(*keys, f"data.train={folder}/train_*.bin", interval=interval)
+    open_with(*keys, f"data.train={folder}/train_*.bin")
     with refused(DataError, f"{folder}/valid_000000.bin"):
-        open_with(*keys, f"data.train={folder}/*.bin", interval=interval)
+        open_with(*keys, f"data.train={folder}/*.bin")
 
 
 @pytest.mark.parametrize("place", [shutil.copy, os.link, os.symlink])
@@ -75,3 +75,11 @@ def test_two_texts_of_one_content_are_not_split(data: Path) -> None:
         (data / f"{number}.txt").write_text("one text, twice. " * 30)
     with refused(DataError, "valid.bin"):
         open_with("data=text", f"data.path={data}/*.txt", f"data.cache={data}/cache")
+
+
+def test_a_token_outside_the_vocabulary_is_refused(data: Path) -> None:
+    write_token_file(data / "a.bin", [np.array([1, 256] * 500 + [300])], dtype=np.uint16)
+    keys = ["data=token_file", f"data.train={data}/a.bin", "train.eval_interval=0"]
+    with refused(DataError, "a.bin", "0 to 256", "found 300"):
+        open_with(*keys)
+    open_with(*keys, "model.vocab_size=301")
