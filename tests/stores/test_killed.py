@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -31,22 +32,25 @@ class KilledError(BaseException):
     """Ends a mirror in the middle, as SIGKILL does."""
 
 
-class Killer:
-    """Ends what it counts at a call of a number, before or after the call has its effect."""
+FAILURE = OSError(errno.EIO, "the store fails once", "a request")
 
-    def __init__(self, number: int, *, is_after: bool) -> None:
-        self.number, self.is_after, self.count = number, is_after, 0
+
+class Killer:
+    """Ends what it counts at a call of a number, before or after the call has its effect, by an error."""
+
+    def __init__(self, number: int, *, is_after: bool, error: BaseException | None = None) -> None:
+        self.number, self.is_after, self.count, self.error = number, is_after, 0, error or KilledError()
 
     def watch(self, call: Callable[..., Any], *arguments: Any) -> Any:
         self.count += 1
         is_due = self.count == self.number
         if is_due and not self.is_after:
-            raise KilledError
+            raise self.error
         try:
             return call(*arguments)
         finally:
             if is_due:
-                raise KilledError
+                raise self.error
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +77,7 @@ def copy_of(scene: Path, to: Path) -> tuple[Path, Path]:
 
 
 def run_until_killed(folder: Path, store: Path, killer: Killer, monkeypatch: pytest.MonkeyPatch, hosts: int) -> bool:
-    """Run the mirrors of some hosts by turns, start one again that is killed; return whether one was."""
+    """Run the mirrors of some hosts by turns, start one again that is killed; return whether one was, or failed."""
     url = StoreUrl.parse(f"file://{store}")
     is_killed = False
 
@@ -89,10 +93,10 @@ def run_until_killed(folder: Path, store: Path, killer: Killer, monkeypatch: pyt
             for host in range(hosts):
                 try:
                     ends.append(mirrors[host].run())
-                except KilledError:
+                except (KilledError, OSError) as error:
                     is_killed = True
                     assert_whole(store, folder)
-                    mirrors[host] = start(host)
+                    mirrors[host] = start(host) if isinstance(error, KilledError) else mirrors[host]
                     ends.append(False)
                 assert_whole(store, folder)
             if all(ends):
@@ -101,17 +105,30 @@ def run_until_killed(folder: Path, store: Path, killer: Killer, monkeypatch: pyt
 
 
 @pytest.mark.parametrize(
-    ("hosts", "is_after", "step"),
-    [(2, True, 9), slow(1, False, 1), slow(1, True, 1), slow(2, False, 1), slow(2, True, 1)],
+    ("hosts", "is_after", "step", "error"),
+    [
+        (2, True, 9, None),
+        (1, False, 7, FAILURE),
+        slow(1, False, 1, None),
+        slow(1, True, 1, FAILURE),
+        slow(2, False, 1, FAILURE),
+        slow(2, True, 1, None),
+    ],
 )
-def test_a_mirror_may_end_at_any_call(
-    scene: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hosts: int, is_after: bool, step: int
+def test_a_mirror_may_end_or_fail_at_any_call(
+    scene: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    hosts: int,
+    is_after: bool,
+    step: int,
+    error: OSError | None,
 ) -> None:
     print(f"REPRISE_SEED={SEED}")
     number, is_killed = 1 + day() % step, True
     while is_killed:
         folder, store = copy_of(scene, tmp_path)
-        is_killed = run_until_killed(folder, store, Killer(number, is_after=is_after), monkeypatch, hosts)
+        is_killed = run_until_killed(folder, store, Killer(number, is_after=is_after, error=error), monkeypatch, hosts)
         assert assert_whole(store, folder) == [iteration_name(10), iteration_name(20)], number
         assert not [name for name in content(store) if Path(name).name.startswith(".upload-")], number
         assert not (store / iteration_name(15)).exists(), number

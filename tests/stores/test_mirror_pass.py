@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import shutil
 from collections.abc import Callable
@@ -20,7 +19,6 @@ from reprise.stores.mirror import LOCK_FOLDER, MirrorOptions, Orders, mirror
 from reprise.stores.mirror_pass import CLAIM, MirrorPass
 from reprise.stores.upload import MARK
 from reprise.stores.url import StoreUrl
-from tests.profiles import slow
 from tests.stores.saving import RUN, WatchedClient, assert_whole, committed, content, give_up, lose, save
 
 ANOTHER_BRANCH = Lineage((*RUN.branches, Branch("another", 5)))
@@ -280,34 +278,6 @@ def test_a_checkpoint_replaced_during_its_upload_is_not_mixed(site: Site) -> Non
     second._client.put = replace  # type: ignore[method-assign]
     finish(first, second)
     assert content(site.store / iteration_name(10)) == content(site.folder / iteration_name(10))
-
-
-@pytest.mark.parametrize("step", [4, slow(1)])
-def test_a_replacement_that_fails_at_any_request_is_completed(site: Site, step: int) -> None:
-    outcomes, stored = set[str](), site.store / iteration_name(5)
-    for number in range(1, 90, step):
-        for folder in (site.store, site.folder.parent):
-            shutil.rmtree(folder, ignore_errors=True)
-        save(site.folder, [5, 10])
-        site.mirror()
-        before = content(stored)
-        lose(site.folder, 5)
-        save(site.folder, [5], nonce="m", add=0.5)
-        passes, after = site.passes(fails_at=number), content(site.folder / iteration_name(5))
-        with contextlib.suppress(OSError):
-            finish(passes)
-        if (stored / MANIFEST).exists():
-            is_old = (stored / MANIFEST).read_bytes() == before[MANIFEST]
-            files = {file: data for file, data in content(stored).items() if not file.startswith(MARK)}
-            assert files == (before if is_old else after)
-            outcomes.add("old" if is_old else "new")
-        else:
-            outcomes.add("none")
-        finish(passes)
-        assert content(stored) == after
-        if site.left > 0:
-            break
-    assert outcomes == {"old", "none", "new"}
 
 
 def test_an_attached_mirror_waits_for_the_lock_of_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,18 +71,6 @@ def test_read_returns_less_only_at_the_end(tmp_path: Path) -> None:
     files.close(descriptor)
 
 
-def test_a_reopened_descriptor_reads_the_file_that_is_there_now(tmp_path: Path) -> None:
-    files, path, buffer = Files(), tmp_path / "f", bytearray(3)
-    path.write_bytes(b"old")
-    descriptor = files.open_for_reading(path)
-    (tmp_path / "new").write_bytes(b"new")
-    (tmp_path / "new").replace(path)
-    files.reopen(descriptor, path)
-    assert files.read(descriptor, memoryview(buffer), offset=0) == 3
-    assert bytes(buffer) == b"new"
-    files.close(descriptor)
-
-
 def test_remove_tree_tells_only_what_it_cannot_remove(tmp_path: Path) -> None:
     (tmp_path / "a/b").mkdir(parents=True)
     (tmp_path / "a/b/c").write_bytes(b"x")
