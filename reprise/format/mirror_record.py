@@ -38,50 +38,6 @@ class MirroredCheckpoint:
 
 
 @dataclass(frozen=True, slots=True)
-class MirrorRecord:
-    """A mirror's state.
-
-    Args:
-        url: The run's URL in the store.
-        committed: The run's complete checkpoints in the store, by name.
-        interval, keep: The fields of its `MirrorRule`.
-    """
-
-    url: str
-    committed: Mapping[str, MirroredCheckpoint] = field(default_factory=dict)
-    interval: int = 0
-    keep: int = 0
-
-    def awaits(self, name: str, digest: str, names: Iterable[str]) -> bool:
-        """Return whether the mirror will upload a checkpoint missing in the store.
-
-        Args:
-            digest: Its manifest's digest.
-            names: All checkpoints in the run's folder. The newest may be the run's last.
-        """
-        entry = self.committed.get(name)
-        if entry is not None and entry.digest == digest:
-            return False
-        return name in MirrorRule(self.url, self.interval, self.keep).due(names, self.committed, at_end=True)
-
-    def to_bytes(self) -> bytes:
-        """Return the `mirror.json` bytes."""
-        committed = {
-            name: {"digest": entry.digest, "run": entry.lineage.record() if entry.lineage.branches else None}
-            for name, entry in sorted(self.committed.items())
-        }
-        return json_file.sealed(
-            {
-                "format": FORMAT,
-                "url": self.url,
-                "committed": committed,
-                "interval": self.interval,
-                "keep": self.keep,
-            }
-        )
-
-
-@dataclass(frozen=True, slots=True)
 class MirrorRule:
     """Chooses the checkpoints to upload: every weights-only save, and full checkpoints by interval.
 
@@ -139,6 +95,24 @@ class MirrorRule:
         ]
 
 
+@dataclass(frozen=True, slots=True)
+class MirrorRecord:
+    """A mirror's state: its rule, and the run's complete checkpoints in the store, by name."""
+
+    rule: MirrorRule
+    committed: Mapping[str, MirroredCheckpoint] = field(default_factory=dict)
+
+    def to_bytes(self) -> bytes:
+        """Return the `mirror.json` bytes."""
+        committed = {
+            name: {"digest": entry.digest, "run": entry.lineage.record() if entry.lineage.branches else None}
+            for name, entry in sorted(self.committed.items())
+        }
+        rule = self.rule
+        members = {"url": rule.url, "committed": committed, "interval": rule.interval, "keep": rule.keep}
+        return json_file.sealed({"format": FORMAT, **members})
+
+
 def is_weights(name: str) -> bool:
     """Return whether a name belongs to a weights-only save."""
     return name.startswith(f"{WEIGHTS}/")
@@ -156,8 +130,8 @@ def read_record(folder: Path, url: str) -> MirrorRecord:
     try:
         record = from_bytes(read_regular(folder / MIRROR, limit_bytes=_MOST_BYTES), where=folder / MIRROR)
     except (OSError, ValueError, TrainerError):
-        return MirrorRecord(url)
-    return record if record.url == url else MirrorRecord(url)
+        return MirrorRecord(MirrorRule(url))
+    return record if record.rule.url == url else MirrorRecord(MirrorRule(url))
 
 
 def from_bytes(data: bytes, *, where: object) -> MirrorRecord:
@@ -179,7 +153,7 @@ def _from_table(table: Json) -> MirrorRecord:
         for name, entry in table["committed"].items()
     }
     interval, keep = (json_file.integer(table.get(member, 0)) for member in ("interval", "keep"))
-    return MirrorRecord(str(table["url"]), committed, interval, keep)
+    return MirrorRecord(MirrorRule(str(table["url"]), interval, keep), committed)
 
 
 def _name(name: str) -> str:

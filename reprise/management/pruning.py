@@ -188,9 +188,8 @@ def _reason(folder: CheckpointFolder, checkpoint: Checkpoint) -> str:
         return "held"
     with contextlib.suppress(FileNotFoundError):
         record = from_bytes(read_regular(folder.root / MIRROR), where=folder.root / MIRROR)
-        names = [folder.iteration(iteration).name for iteration in folder.committed()]
-        if record.awaits(checkpoint.path.name, checkpoint.digest, names):
-            return f"not in {record.url} yet"
+        if record.rule.unmirrored(folder.root, folder.committed(), [checkpoint.iteration], at_end=True):
+            return f"not in {record.rule.url} yet"
     return ""
 
 

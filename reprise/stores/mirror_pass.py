@@ -61,15 +61,15 @@ class MirrorPass:
         self._host, self._hosts, self._leads = host, hosts, host == 0
         self._record: MirrorRecord | None = None  # once host 0 has surveyed the store
         self._lineage = Lineage()  # the newest checkpoint's
-        self._ended = dict[str, str]()  # name and digest: this host's share is up, or cannot be uploaded
-        self._refused = set[str]()
+        # Names and digests: on host 0, of checkpoints reported as not mirrored; elsewhere, of those whose share is up.
+        self._ended = dict[str, str]()
         self._leftovers = set[str]()  # folders in the store without a manifest
         self._goes_on: bool | None = None  # as stored
 
     @property
     def refused(self) -> frozenset[str]:
-        """Return the checkpoints, by name, that the log has reported as not mirrored."""
-        return frozenset(self._refused)
+        """Return the checkpoints, by name, that the log has reported as not mirrored. Empty except on host 0."""
+        return frozenset(self._ended if self._leads else ())
 
     def run(self, *, at_end: bool = False) -> bool:
         """Upload one checkpoint, or its missing files. Return whether this host has nothing left to do.
@@ -82,7 +82,7 @@ class MirrorPass:
             CheckpointError: The URL belongs to another run.
         """
         local = self._local()
-        self._refused &= local.keys()
+        self._ended = {name: digest for name, digest in self._ended.items() if name in local}
         if self._leads:
             if not local:
                 return True  # nothing identifies the URL's run
@@ -181,7 +181,6 @@ class MirrorPass:
         except CheckpointError as error:
             _log.error("%s was not mirrored: %s", path, error)
             self._leftovers.add(name)
-            self._refused.add(name)
             if self._leads:  # other hosts retry: the first waits for their share
                 self._ended[name] = digest
         else:
@@ -189,7 +188,7 @@ class MirrorPass:
                 self._ended[name] = digest
             elif is_through:
                 self._write({**self._committed, name: MirroredCheckpoint(digest, lineage)})
-                self._refused.discard(name)
+                self._ended.pop(name, None)
                 seconds, size = time.monotonic() - start, upload.files.total_bytes
                 _log.info("%s was uploaded to %s: %.1f MB in %.1f s", name, self._url, size / 1e6, seconds)
 
@@ -223,7 +222,7 @@ class MirrorPass:
         return {} if self._record is None else dict(self._record.committed)
 
     def _write(self, committed: Mapping[str, MirroredCheckpoint]) -> None:
-        record = MirrorRecord(self._rule.url, committed, self._rule.interval, self._rule.keep)
+        record = MirrorRecord(self._rule, committed)
         if record != self._record:
             replace_file(FILE_SYSTEM, self._root / MIRROR, record.to_bytes())
             self._record = record

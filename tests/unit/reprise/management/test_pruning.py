@@ -137,7 +137,8 @@ URL = "s3://bucket/run"
 
 def mirrored(folder: Path, **entries: object) -> None:
     """Write the record of a mirror: what it has committed, or its interval and number to keep."""
-    (folder / MIRROR).write_bytes(MirrorRecord(URL, **entries).to_bytes())  # type: ignore[arg-type]
+    rule = MirrorRule(URL, **{name: value for name, value in entries.items() if name != "committed"})  # type: ignore[arg-type]
+    (folder / MIRROR).write_bytes(MirrorRecord(rule, entries.get("committed", {})).to_bytes())  # type: ignore[arg-type]
 
 
 def test_holds_and_mirrors_are_respected(tmp_path: Path) -> None:

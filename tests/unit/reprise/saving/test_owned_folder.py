@@ -49,9 +49,8 @@ def save(root: Path, iterations: Sequence[int], rule: MirrorRule | None, files: 
 def record_of(root: Path, iterations: Sequence[int], url: str = RULE.url) -> bytes:
     """Return the record of a mirror that has these iterations."""
     digests = {n: digest_of((root / iteration_name(n) / MANIFEST).read_bytes()) for n in iterations}
-    return MirrorRecord(
-        url, {iteration_name(n): MirroredCheckpoint(digest) for n, digest in digests.items()}
-    ).to_bytes()
+    committed = {iteration_name(n): MirroredCheckpoint(digest) for n, digest in digests.items()}
+    return MirrorRecord(MirrorRule(url), committed).to_bytes()
 
 
 def test_what_is_not_mirrored_stays_until_it_is(tmp_path: Path) -> None:
