@@ -272,20 +272,10 @@ def read_places(checkpoint: Checkpoint) -> dict[str, Place]:
         CheckpointError: A header is damaged or malformed, or contradicts the manifest.
     """
     if not checkpoint._places:
-        checkpoint._places.update(_checked_places(checkpoint))
+        names = [name for name, entry in checkpoint.manifest.files.items() if entry.is_tensor_file]
+        in_files = checkpoint.files.map(partial(_read_header, checkpoint), names)
+        checkpoint._places.update({place.spec.name: place for in_file in in_files for place in in_file})
     return dict(checkpoint._places)
-
-
-def _checked_places(checkpoint: Checkpoint) -> dict[str, Place]:
-    names = [name for name, entry in checkpoint.manifest.files.items() if entry.is_tensor_file]
-    in_files = checkpoint.files.map(partial(_read_header, checkpoint), names)
-    places = {place.spec.name: place for in_file in in_files for place in in_file}
-    if places.keys() != checkpoint.manifest.tensors.keys():
-        difference = min(places.keys() ^ checkpoint.manifest.tensors.keys())
-        raise CheckpointError(
-            "The headers and the manifest list different tensors", where=checkpoint.path, found=difference
-        )
-    return places
 
 
 def _read_header(checkpoint: Checkpoint, name: str) -> list[Place]:

@@ -221,7 +221,6 @@ WEIGHT: dict[str, str] = {
 }
 PIECES: dict[str, Callable[[dict[str, Any]], object]] = {
     "missing tensor": lambda table: table["tensors"].pop("weight"),
-    "unknown tensor": lambda table: table["tensors"].update(ghost=table["tensors"]["weight"]),
     "a size below zero": lambda table: table["files"][MODEL].update(bytes=-1),
     "a size of two to the power of 64": lambda table: table["files"][MODEL].update(bytes=1 << 64),
     "no files": lambda table: table.update(files={}),

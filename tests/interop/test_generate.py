@@ -80,14 +80,10 @@ def test_a_run_its_checkpoints_and_its_newest_are_one_model(
     assert said(capsys, checkpoints / "iter_0000002") != said(capsys, newest)
 
 
-def test_a_lost_tokenizer_is_taken_from_another_checkpoint(
-    checkpoints: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_lost_tokenizer_is_named(checkpoints: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     copy = Path(shutil.copytree(checkpoints, tmp_path / "checkpoints"))
-    expected = said(capsys, copy)
+    assert said(capsys, f"file://{copy}") == said(capsys, copy)
     (copy / "iter_0000004/tokenizer.json").unlink()
-    assert said(capsys, f"file://{copy}") == said(capsys, copy) == expected
-    (copy / "iter_0000002/tokenizer.json").write_bytes(b"{}")
     assert main([str(copy), "--prompt", "def f("]) == 2
     assert "tokenizer.json" in capsys.readouterr().err
 
