@@ -113,7 +113,7 @@ def train(monkeypatch: Patch) -> Iterator[Train]:
 FAULTS: dict[str, tuple[Callable[[Patch], None] | str, tuple[int, str, str, str]]] = {
     "kernel": (change_kernel, (1, "forward", "transformer.h.0.attn.c_proj", "output")),
     "mask": (change_mask, (5, "forward", "dropout", "output")),
-    "learning rate": ("optimizer.lr=0.0011", (1, "optimizer", "optimizer setting lr", "value")),
+    "learning rate": ("optimizer.lr=0.0011", (1, "optimizer", "transformer.wte.weight", "weight")),
     "sample": (change_sample, (3, "forward", "the model", "input")),
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -63,7 +64,6 @@ def record_steps(run: Run, folder: Path, header: Json, *, begin: int, last: int,
                 result = iterate(watched)
                 recorder.number("figures", "loss", result.loss)
                 recorder.number("figures", "gradient norm", result.grad_norm)
-                recorder.settings()
                 recorder.state("optimizer")
         lines.write(json.dumps({"end": True}) + "\n")
 
@@ -123,22 +123,6 @@ class Recorder:
                 place = StepPlace(self._iteration, "gradient", -1, name, "gradient")
                 self._logical(place, replace(boxes[name], local=gradient))
 
-    def settings(self) -> None:
-        """Record the optimizer's hyperparameters in its last step: each one's distinct values over all groups."""
-        values = dict[str, set[float]]()
-        for group in (group for part in self._run.state.parts for group in part.optimizer.param_groups):
-            for name, value in group.items():
-                is_list = isinstance(value, tuple | list)
-                for key, item in (
-                    [(f"{name}[{n}]", item) for n, item in enumerate(value)] if is_list else [(name, value)]
-                ):
-                    if isinstance(item, int | float):
-                        values.setdefault(key, set()).add(item)
-        for name, numbers in values.items():
-            for index, number in enumerate(sorted(numbers, reverse=True)):
-                which = f", value {index}" if index else ""
-                self.number("optimizer", f"optimizer setting {name}{which}", number)
-
     def number(self, phase: str, name: str, value: float) -> None:
         """Record a number."""
         place = StepPlace(self._iteration, phase, -1, name, "value")
@@ -170,10 +154,11 @@ class Recorder:
         if not isinstance(tensor, torch.Tensor) or not passes.is_forward:
             return
         place = StepPlace(self._iteration, "forward", passes.micro, name, what)
-        self._add(place, local_of(tensor))
+        call = passes.count(place)
+        self._add(place, local_of(tensor), call=call)
         if what == "output" and tensor.requires_grad:
             back = replace(place, phase="backward", what="gradient of its output")
-            tensor.register_hook(lambda gradient: self._add(back, local_of(gradient)))  # type: ignore[no-untyped-call]
+            tensor.register_hook(lambda gradient: self._add(back, local_of(gradient), call=call))  # type: ignore[no-untyped-call]
 
     def _loss(self, context: ParallelContext) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
         def loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -200,6 +185,7 @@ class Recorder:
         digest: str = "",
         offset: Sequence[int] = (),
         tensor_shape: Sequence[int] = (),
+        call: int = 0,
     ) -> None:
         local = local.detach()
         # An output may be a view of a gathered parameter, whose memory FSDP2 frees unless numpy holds it.
@@ -217,6 +203,7 @@ class Recorder:
             "tensor_shape": list(tensor_shape),
             "digest": digest or xxhash.xxh3_64_hexdigest(data),
             "at": at,
+            "call": call,
         }
         self._lines.write(json.dumps(record) + "\n")
 
@@ -229,6 +216,7 @@ class _Passes:
         self.is_repeated = False  # with weight 0, and not recorded
         self.micro = -1
         self._numbers: Iterator[int] = iter(())
+        self._calls = Counter[StepPlace]()
 
     def begin(self, numbers: Sequence[int]) -> None:
         """Start an iteration, given its micro-batch numbers."""
@@ -240,6 +228,12 @@ class _Passes:
         self.is_repeated = number is None
         self.is_forward = not self.is_repeated
         self.micro = self.micro if number is None else number
+        self._calls.clear()
+
+    def count(self, place: StepPlace) -> int:
+        """Return how often a module was called earlier in this pass."""
+        self._calls[place] += 1
+        return self._calls[place] - 1
 
     def leave(self) -> None:
         """End a forward pass."""

@@ -36,7 +36,7 @@ class StepPlace:
 
     Args:
         micro: The micro-batch number within the iteration, over all ranks. -1 outside the passes.
-        name: The name of a module, stored tensor or setting.
+        name: The name of a module, stored tensor or figure.
         what: `input`, `output`, `gradient of its output`, `weight`, a moment, or `value`.
     """
 
@@ -61,13 +61,14 @@ class StepPart:
     """A rank's part of a tensor.
 
     Args:
-        order: The pipeline stage, the tensor-parallel rank, and the record number on the rank.
+        order: The pipeline stage, the tensor-parallel rank, the call number if a module runs several times, and the
+            record number on the rank.
         offset, tensor_shape: The box's corner and the tensor's shape, for a logical tensor. Otherwise empty.
         at: The offset in `file` at which its values start. None if values were not stored.
     """
 
     rank: int
-    order: tuple[int, int, int]
+    order: tuple[int, int, int, int]
     file: Path
     dtype: str
     shape: tuple[int, ...]
@@ -151,11 +152,11 @@ def read_record(folder: Path) -> StepRecord:
             raise DataError("A rank's record is incomplete", where=path, fix="Record the run again.") from error
         headers.append(header)
         for number, record in enumerate(records):
-            order, place = (header["stage"], header["tensor_rank"], number), StepPlace(*record["place"])
+            order = (header["stage"], header["tensor_rank"], record["call"], number)
             shape, offset, tensor_shape = (tuple(record[name]) for name in ("shape", "offset", "tensor_shape"))
             file, dtype = folder / VALUES.format(rank), record["dtype"]
             part = StepPart(rank, order, file, dtype, shape, offset, tensor_shape, record["digest"], record["at"])
-            parts.setdefault(place, []).append(part)
+            parts.setdefault(StepPlace(*record["place"]), []).append(part)
     if len(headers) != (headers[0]["ranks"] if headers else -1):
         raise DataError("The folder lacks records from some ranks", where=folder, found=count_of(len(headers), "rank"))
     return StepRecord(headers[0], {place: sorted(parts[place], key=lambda part: part.order) for place in parts})
@@ -176,7 +177,7 @@ def first_difference(a: StepRecord, b: StepRecord) -> StepDifference | None:
 
 def _order(place: StepPlace, parts: Sequence[StepPart]) -> tuple[int, ...]:
     """Return a place's position in an iteration. Later pipeline stages come first in a backward pass."""
-    stage, _, number = parts[0].order
+    stage, _, _, number = parts[0].order
     phase = PHASES.index(place.phase)
     return place.iteration, phase, place.micro, -stage if place.phase == "backward" else stage, number
 
