@@ -20,8 +20,6 @@ from trainer.config.derived import save_folder
 from trainer.config.schema import Config
 from trainer.config.terms import LOCAL
 from trainer.launch.process_group import Cluster
-from trainer.metrics.json_lines import METRICS
-from trainer.metrics.jsonl_file import last_recorded_iteration
 from trainer.run.build import Run
 from trainer.saves.targets import Saves
 from trainer.start.journal import RUN_FILE, read_journal, write_journal
@@ -69,12 +67,10 @@ def find_journal(config: Config, cluster: Cluster, saves: Saves) -> Journal:
         launch = [*newest.launch]
         if folders is not None:
             local, rows = config.checkpoint.local, [json.loads(tables[rank]) for rank in folders.hosts.leaders]
-            is_recorded = last_recorded_iteration(folder / METRICS) is not None
             lineage = choose_lineage(
                 newest,
                 [_host_record(name, row) for name, row in zip(folders.hosts.names, rows, strict=True)],
                 where=local.dir,
-                has_records=is_recorded or (shared is not None and bool(shared.committed())),
                 adopts=local.adopt,
             )
             launch += [name for row in rows for name in row["launch"]]
@@ -97,16 +93,13 @@ def _host_record(name: str, table: Json) -> HostRecord:
     return HostRecord(name, _parsed(table["run"]), _parsed(table["saved"]) if "saved" in table else None)
 
 
-def choose_lineage(
-    shared: Lineage, hosts: Sequence[HostRecord], *, where: object, has_records: bool, adopts: bool
-) -> Lineage:
+def choose_lineage(shared: Lineage, hosts: Sequence[HostRecord], *, where: object, adopts: bool) -> Lineage:
     """Return the lineage for a run with local checkpoints. Pure.
 
     Args:
         shared: The newest shared checkpoint's lineage.
         hosts: The hosts in order, rank 0's first.
         where: The local checkpoint folder.
-        has_records: Whether the run has checkpoints or metrics outside the hosts' folders.
         adopts: Whether to adopt local checkpoints if nothing else is known about the run.
 
     Raises:
@@ -116,20 +109,14 @@ def choose_lineage(
     lineages = [hosts[0].run, shared, *(host.run for host in hosts[1:])]
     run = next((lineage.run for lineage in lineages if lineage.run is not None), None)
     saved = {host.name: host.saved for host in hosts if host.saved is not None}
-    runs = {lineage.run for lineage in saved.values() if lineage.run is not None}
-    is_adopted = run is None and adopts and len(runs) < 2
-    if is_adopted:
-        run = next(iter(runs), None)
-    recorded = [lineage for lineage in (*lineages, *saved.values()) if lineage.branches and lineage.run == run]
-    current = newest_lineage(recorded)
-    has_unnamed = is_adopted or (current.branches[0].began_at > FRESH if current.branches else has_records)
-    foreign_runs = {
-        name: lineage.run
-        for name, lineage in saved.items()
-        if (lineage.run != run if lineage.branches else not has_unnamed)
-    }
+    runs = {lineage.run for lineage in saved.values()}
+    if run is None and adopts and len(runs) == 1:
+        run = runs.pop()
+    foreign_runs = {name: lineage.run for name, lineage in saved.items() if lineage.run is None or lineage.run != run}
     if foreign_runs:
         raise _another_run(foreign_runs, run, where)
+    recorded = [lineage for lineage in (*lineages, *saved.values()) if lineage.run == run]
+    current = newest_lineage(recorded)
     for host in hosts:
         for lineage in (host.run, host.saved):
             if lineage in recorded and len(lineage.branches) == len(current.branches) and lineage != current:
