@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 
 from reprise.errors import DataError, TrainerError, count_of
 from reprise.loading import open_checkpoint
-from reprise.storage import CheckpointFolder, Files, Json, integer, is_dir
+from reprise.storage import CheckpointFolder, Files, integer, is_dir
 from trainer.config.checks import validate
 from trainer.config.compose import compose_values, read_resolved
 from trainer.config.saved import FORMAT, flattened, saved_values
 from trainer.config.schema import Config
 from trainer.launch.environment import Environment
-from trainer.metrics.json_lines import METRICS, open_log, read_records, record_of
+from trainer.metrics.json_lines import read_records
 from trainer.metrics.launch_log import LAUNCHES
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def read_run(folder: Path, iteration: int, files: Files) -> RecordedRun:
         TrainerError: The configuration has keys unknown to this version.
     """
     try:
-        return _run_of(folder, _launch_of(folder, iteration), iteration, files)
+        return _run_of(folder, iteration, files)
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise DataError(
             "The run's folder does not show how it was trained",
@@ -63,8 +63,10 @@ def read_run(folder: Path, iteration: int, files: Files) -> RecordedRun:
         ) from error
 
 
-def _run_of(folder: Path, launch: Json, iteration: int, files: Files) -> RecordedRun:
+def _run_of(folder: Path, iteration: int, files: Files) -> RecordedRun:
     where = folder / LAUNCHES
+    launches = [line for line in read_records(where) if line["event"] == "begin" and line["iteration"] < iteration]
+    launch = launches[-1]
     settings = saved_values({"format": FORMAT, "config": launch.get("config")}, launch, where=where)
     sections, _ = read_resolved(folder / "config.yaml")
     values = flattened(sections)
@@ -77,24 +79,11 @@ def _run_of(folder: Path, launch: Json, iteration: int, files: Files) -> Recorde
     variables = dict(word.split("=", 1) for word in words if "=" in word)
     settings |= {f"environment.{name}": str(value) for name, value in math.items()}
     saved = _saved(folder, Path(str(values.get("checkpoint.save"))), files, before=iteration)
-    if _first_iteration(folder) == 1:
+    if any(line["iteration"] == 0 for line in launches):
         start_values = {f"checkpoint.{key}": values[f"checkpoint.{key}"] for key in _START_KEYS}
         settings |= start_values | ({"checkpoint.load": "none"} if start_values["checkpoint.load"] == "auto" else {})
         saved = {0: None, **saved}
     return RecordedRun(folder, integer(launch["topology"]["world_size"]), settings, variables, saved)
-
-
-def _launch_of(folder: Path, iteration: int) -> Json:
-    """Return the record of the launch that trained an iteration: the last launch to start before it."""
-    launches = (line for line in read_records(folder / LAUNCHES) if line["event"] == "begin")
-    return [line for line in launches if line["iteration"] < iteration][-1]
-
-
-def _first_iteration(folder: Path) -> int | None:
-    path = folder / METRICS
-    with open_log(path) as lines:
-        record = record_of(lines.readline())
-    return None if record is None else record["iteration"]
 
 
 def _saved(folder: Path, save: Path, files: Files, *, before: int) -> dict[int, Path | None]:

@@ -11,12 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from reprise.errors import DataError
-from tests.messages import Printed, refused
+from tests.messages import Printed
 from tests.unit.compare.test_curves import record
 from trainer.commands.compare_steps import DIFFERENT, main
 from trainer.commands.frame import IMPOSSIBLE
-from trainer.steps import replay, search
+from trainer.steps import search
 from trainer.steps.replay import RecordedRun
 from trainer.steps.search import StepReport, launch_replay
 
@@ -40,8 +39,6 @@ def test_records_of_other_iterations_are_not_equal(tmp_path: Path, capsys: Print
     capsys.readouterr()
     assert main([str(tmp_path / "c"), str(tmp_path / "d")]) == IMPOSSIBLE
     assert str(tmp_path / "c") in capsys.readouterr().err
-    with refused(DataError, "metrics.jsonl"):
-        replay._first_iteration(tmp_path)
 
 
 def test_a_difference_that_is_not_finite_is_json(tmp_path: Path, capsys: Printed) -> None:
