@@ -74,10 +74,9 @@ def build_loaders(config: Config, cluster: Cluster, topology: Topology, data: Ru
         return training, ValidData()
     held_out, drawn = samples(data.valid), train.eval_iters * train.global_batch_size
     if cluster.rank == 0 and held_out.count < drawn:
-        uneven = f"; the first {extra} count once more than the others" if (extra := drawn % held_out.count) else ""
         _log.warning(
             f"an evaluation takes {drawn} samples (train.eval_iters x train.global_batch_size), and the validation "
-            f"data has {held_out.count}, which repeat in order{uneven}"
+            f"data has {held_out.count}, which repeat in order"
         )
     valid = loader(OrderedSamples(held_out), train.global_batch_size)
     return training, ValidData(train.eval_interval, partial(valid.eval_batches, train.eval_iters))

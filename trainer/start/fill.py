@@ -146,12 +146,9 @@ def _refuse(run: Run, section: CheckpointSection, checkpoint: Checkpoint) -> Non
     for line in lines:
         _log.warning(line)
     if not (checkpoint.has_optimizer or section.loads_weights_alone):
-        reason = "`reprise checkpoint prune --optimizer` dropped it"
-        reason = (
-            reason if checkpoint.is_lightened else "it was saved with checkpoint.no_save_optim, or as weights alone"
-        )
         raise MismatchError(
-            f"The checkpoint has no optimizer state: {reason}",
+            "The checkpoint has no optimizer state: it was saved without it, or `reprise checkpoint prune --optimizer` "
+            "dropped it",
             where=checkpoint.path,
             fix="Resume from a checkpoint that has it, with checkpoint.ckpt_step. To continue with zero moments, set "
             "checkpoint.no_load_optim=true; to start at iteration 0 from its weights, set checkpoint.finetune=true.",

@@ -19,8 +19,7 @@ from trainer.run.run_data import open_data_alone
     ("batches", "said"),
     [
         (1, ""),
-        (2, "takes 8 samples .* has 6, which repeat in order; the first 2 count once more"),
-        (3, "takes 12 samples .* has 6, which repeat in order$"),
+        (2, "takes 8 samples .* has 6, which repeat in order"),
     ],
 )
 def test_repeated_validation_samples_are_said(
