@@ -114,14 +114,11 @@ def run(resolved: Resolved, environment: Environment) -> None:
     watchdog = Watchdog(
         cluster.channel.clone(timeout_s),
         timeout_s,
-        store_host=cluster.store_host,
         activity=cluster.activity,
         hangs=Path(config.run.dir) / HANGS,
     )
     signals.start()
     watchdog.start()
-    if environment.is_torchrun and not cluster.launch.is_restarted:
-        times.add_torchrun()
     try:
         _train(resolved, cluster, signals, times)
         launch.final_barrier(cluster)

@@ -50,8 +50,6 @@ def test_a_job_restarted_by_torchrun_ends_as_the_unbroken_one(
     assert all(list(Path(each.folder).glob("reached.*")) for each in gates)
     assert text.count("starting fresh") == 1
     assert text.count("tensors, ") == len(kills)  # loaded by each that came after
-    starts = [line for line in text.splitlines() if "started in " in line]
-    assert ["torchrun" in line for line in starts] == [True, *[False] * len(kills)]  # its start, not of the restarts
     assert_ends_as(run, whole)
 
 

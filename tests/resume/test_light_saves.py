@@ -99,8 +99,6 @@ def test_leftovers_are_swept_by_a_run_without_light_saves(run: Path) -> None:
     assert saved(run) == [*names([0, 1, 4]), "iter_0000007.superseded-1", "iter_0000008.superseded-1"]
 
 
-
-
 def test_ls_and_verify_name_them_after_the_checkpoints(light: Path, capsys: pytest.CaptureFixture[str]) -> None:
     expected = [*names([2, 4, 6, 8]), *(f"weights/{name}" for name in names(DUE))]
     assert command.main(["ls", "--json", str(light)]) == 0

@@ -29,8 +29,6 @@ def test_two_of_ten_stay_whether_the_run_was_resumed_or_not(tmp_path: Path) -> N
     assert [row[0] for row in curve(run)] == list(range(1, 13))
 
 
-
-
 def test_with_saving_off_there_is_no_folder_and_a_start_begins(tmp_path: Path) -> None:
     overrides = [*BASE, "checkpoint.save=null", "checkpoint.save_interval=0", "train.train_iters=3"]
     assert "saved" not in run_ok(tmp_path / "run", overrides).text

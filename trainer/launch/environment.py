@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from reprise.errors import LaunchError
 
 _MOST_RANKS = 1 << 20
+STORE_HOST = "rank 0 or torchrun's agent on the first node"  # the process hosting the store
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +28,6 @@ class Environment:
     port: int
     has_agent_store: bool
     is_torchrun: bool = False
-
-    @property
-    def store_host(self) -> str:
-        """Describe the process hosting the store."""
-        return "torchrun's agent on the first node" if self.has_agent_store else "rank 0"
 
     @staticmethod
     def read(variables: Mapping[str, str]) -> Environment:

@@ -19,7 +19,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from reprise.errors import LaunchError
 from reprise.ranks import StoreChannel, single_rank_channel
 from trainer.launch.device import CPU, choose_device
-from trainer.launch.environment import Environment
+from trainer.launch.environment import STORE_HOST, Environment
 from trainer.launch.hangs import Activity
 from trainer.launch.relaunch import Launch, identify
 from trainer.launch.rendezvous import rendezvous
@@ -44,7 +44,6 @@ class Cluster:
     Args:
         threads: This process's thread count, which affects bits.
         nonce: This launch's random name, equal on all ranks.
-        store_host: A description of the process hosting the store.
         local_ranks: The ranks on this host, if torchrun started them.
         launch: This launch's identity. Known only on rank 0.
         activity: What this rank is doing.
@@ -56,7 +55,6 @@ class Cluster:
     threads: int
     channel: StoreChannel
     nonce: str
-    store_host: str = "rank 0"
     local_ranks: tuple[int, ...] = ()
     launch: Launch = field(default_factory=Launch)
     activity: Activity = field(default_factory=Activity, compare=False)
@@ -123,7 +121,6 @@ def start(
         threads,
         channel,
         name,
-        environment.store_host,
         environment.local_ranks,
         launch,
     )
@@ -207,7 +204,7 @@ def _exit_after(environment: Environment, seconds: float) -> Iterator[None]:
     def leave() -> None:
         print(
             f"rank {environment.rank} exits: the ranks did not join within {seconds:.0f} s; the store's host, "
-            f"{environment.store_host} at {environment.address}:{environment.port}, is hung or cannot be reached",
+            f"{STORE_HOST} at {environment.address}:{environment.port}, is hung or cannot be reached",
             file=sys.stderr,
             flush=True,
         )
@@ -265,6 +262,6 @@ def _join(
             "The ranks did not all join",
             where=f"rank {rank}, {address}:{port}",
             found=str(error).splitlines()[0],
-            fix=f"Read the logs of the other ranks; the store's host is {environment.store_host}.",
+            fix=f"Read the logs of the other ranks; the store's host is {STORE_HOST}.",
         ) from error
     return channel, name, launch

@@ -16,12 +16,10 @@ class Launch:
     Args:
         names: Its names, which stay the same when its launcher restarts it. Empty without such a launcher.
         earlier: The names under which this launch may have run before.
-        is_restarted: Whether torchrun has restarted its workers.
     """
 
     names: tuple[str, ...] = ()
     earlier: tuple[str, ...] = ()
-    is_restarted: bool = False
 
 
 def identify(variables: Mapping[str, str], agent_store: Store | None) -> Launch:
@@ -38,23 +36,20 @@ def identify(variables: Mapping[str, str], agent_store: Store | None) -> Launch:
     Raises:
         DistError: The agent's store is gone.
     """
-    names, earlier, is_restarted = [], [], False
+    names, earlier = list[str](), list[str]()
     run = variables.get("TORCHELASTIC_RUN_ID")
     if run is not None and agent_store is not None:
-        word = secrets.token_hex(8)
-        drawn = bytes(agent_store.compare_set(f"reprise/launch/{run}", "", word)).decode()
-        is_restarted = drawn != word
+        drawn = bytes(agent_store.compare_set(f"reprise/launch/{run}", "", secrets.token_hex(8))).decode()
         names.append(f"torchrun/{run}/{drawn}")
         earlier.append(names[-1])
     elif run is not None:
         names.append(f"torchrun/{run}")
-        is_restarted = _count(variables, "TORCHELASTIC_RESTART_COUNT") > 0
-        earlier += names if is_restarted else []
+        earlier += names if _count(variables, "TORCHELASTIC_RESTART_COUNT") else []
     job = variables.get("SLURM_JOB_ID")
     if job is not None:
         names.append(f"slurm/{variables.get('SLURM_CLUSTER_NAME', '')}/{job}")
         earlier += names[-1:] if _count(variables, "SLURM_RESTART_COUNT") else []
-    return Launch(tuple(names), tuple(earlier), is_restarted)
+    return Launch(tuple(names), tuple(earlier))
 
 
 def _count(variables: Mapping[str, str], name: str) -> int:

@@ -12,7 +12,7 @@ from pathlib import Path
 _START_TICKS = 19  # the index of `starttime` after the command name in /proc/PID/stat, see proc(5)
 
 
-PHASES = ("torchrun", "imports", "rendezvous", "data", "build", "load")  # in order
+PHASES = ("imports", "rendezvous", "data", "build", "load")  # in order
 
 
 def since_boot() -> float:
@@ -71,20 +71,13 @@ class StartTimes:
         self._seconds[phase] += max(0.0, now - self._last)
         self._last = now
 
-    def add_torchrun(self) -> None:
-        """Count the time from torchrun's start, as this process's parent, to this process's start."""
-        launcher, process = started_at(os.getppid()), started_at(os.getpid())
-        if launcher is not None and process is not None:
-            self._seconds["torchrun"] = max(0.0, process - launcher)
-
     def age_s(self) -> float:
-        """Return the seconds since the launch, including torchrun's start."""
-        return self._clock() - self._began + self._seconds["torchrun"]
+        """Return the seconds since the launch."""
+        return self._clock() - self._began
 
     def seconds(self) -> dict[str, float]:
-        """Return the total as `seconds`, then each phase's seconds. torchrun's appear only if it started the run."""
-        phases = {phase: seconds for phase, seconds in self._seconds.items() if seconds or phase != "torchrun"}
-        return {"seconds": sum(phases.values()), **phases}
+        """Return the total as `seconds`, then each phase's seconds."""
+        return {"seconds": sum(self._seconds.values()), **self._seconds}
 
     def __str__(self) -> str:
         """Return the log line."""

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from reprise.errors import LaunchError, TrainerError
 from reprise.ranks import StoreChannel
+from trainer.launch.environment import STORE_HOST
 from trainer.launch.hangs import Activity, write_stacks
 
 # The pause between two checks, longer with more ranks: at most some thousand store requests per second.
@@ -25,6 +26,7 @@ _GUARD_EVERY_S, _STOPPED_S = 1.0, 3.0
 _GRACE_S = 10.0
 _MOST_ASKING = 512  # with more ranks only rank 0 asks which ranks are missing
 _BEATS = 8  # heartbeats per timeout
+_STORE_IS_GONE = f"The store is gone: its host, {STORE_HOST}, was killed or has ended"
 
 
 class Watchdog:
@@ -37,7 +39,6 @@ class Watchdog:
         channel: A channel for this thread only.
         timeout_s: The longest silence from the store's host, and the longest time without a rank's heartbeat, in
             seconds.
-        store_host: A description of the process hosting the store.
         leave: Ends the process with a status.
         activity: What the main thread is doing. Other ranks report it if this rank is lost.
         hangs: The folder for the stacks of ranks ended by the watchdog. None writes no stacks.
@@ -48,13 +49,12 @@ class Watchdog:
         channel: StoreChannel,
         timeout_s: float,
         *,
-        store_host: str = "rank 0",
         leave: Callable[[int], None] = os._exit,
         activity: Activity | None = None,
         hangs: Path | None = None,
     ) -> None:
         self._activity, self._hangs = activity or Activity(), hangs
-        self._channel, self._timeout_s, self._store_host, self._leave = channel, timeout_s, store_host, leave
+        self._channel, self._timeout_s, self._leave = channel, timeout_s, leave
         self._pause_s = _CHECK_INTERVAL_S + channel.world_size * _PER_RANK_S
         self._heartbeat = _Heartbeat(channel.clone(0.0), timeout_s, look_s=self._pause_s, activity=self._activity)
         self._is_over = threading.Event()  # watching has ended
@@ -93,7 +93,7 @@ class Watchdog:
                 channel.failure()
                 silent = self._silent_ranks(channel)
             except dist.DistError:
-                cause = self._store_is_gone()
+                cause = _STORE_IS_GONE
         late = self._late_ranks(channel) if _is_lost_peer(error) and cause is None and not silent else None
         if silent:
             cause = f"Rank {', '.join(map(str, silent))} does not answer: it was killed or is hung"
@@ -122,9 +122,6 @@ class Watchdog:
             else []
         )
 
-    def _store_is_gone(self) -> str:
-        return f"The store is gone: its host, {self._store_host}, was killed or has ended"
-
     def _watch(self) -> None:
         failure: str | None = None
         leaves_at = 0.0
@@ -135,7 +132,7 @@ class Watchdog:
                     self._heartbeat.beat()
                     self._channel.answer()
             except (dist.DistError, LaunchError):
-                failure = failure or self._store_is_gone()
+                failure = failure or _STORE_IS_GONE
             self._looked = time.monotonic()
             leaves_at = leaves_at or (0.0 if failure is None else self._looked + _GRACE_S)
             if failure is not None and self._looked >= leaves_at and not self._is_ending.is_set():
@@ -171,7 +168,7 @@ class Watchdog:
             silent_s = silent_s + min(now - before, _STOPPED_S) if looked == self._looked else 0.0
             looked, before = self._looked, now
             if silent_s > self._timeout_s:
-                host = f"the store's host, {self._store_host},"
+                host = f"the store's host, {STORE_HOST},"
                 self._say(f"{host} has not answered for {self._timeout_s:.0f} s: it is hung or cannot be reached")
                 self._leave(1)
                 return

@@ -24,14 +24,6 @@ def test_a_store_that_outlives_its_ranks_identifies_the_launch() -> None:
     assert not is_restart(first, identify(counted, HashStore()))
 
 
-def test_a_launch_knows_whether_torchrun_has_restarted_it() -> None:
-    store = HashStore()
-    found = [identify(TORCHRUN, store), identify(TORCHRUN, store), identify(TORCHRUN, None)]
-    found += [identify({**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "1"}, None), identify({}, None)]
-    assert [launch.is_restarted for launch in found] == [False, True, False, True, False]
-    assert found[-1] == Launch()  # a plain start restarts nothing
-
-
 def test_without_that_store_the_count_of_restarts_decides() -> None:
     first = identify(TORCHRUN, None)
     assert not is_restart(first, identify(TORCHRUN, None))

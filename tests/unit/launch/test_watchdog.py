@@ -166,7 +166,7 @@ def test_a_store_that_is_gone_ends_those_who_hang(capsys: pytest.CaptureFixture[
     rank.watch.start()
     store.is_dead = True
     assert rank.has_left.wait(JOIN_S)
-    assert "rank 1 exits: The store is gone: its host, rank 0, was killed" in capsys.readouterr().err
+    assert "rank 1 exits: The store is gone: its host, rank 0 or" in capsys.readouterr().err
 
 
 def test_an_error_after_the_end_of_the_stores_host_names_that() -> None:
@@ -174,7 +174,7 @@ def test_an_error_after_the_end_of_the_stores_host_names_that() -> None:
     rank = Rank(store, 1)
     store.is_dead = True
     cause = rank.watch.explain(RuntimeError("gloo: Connection reset by peer"), rank.channel)
-    assert cause == "The store is gone: its host, rank 0, was killed or has ended"
+    assert str(cause).startswith("The store is gone: its host, rank 0 or")
 
 
 def test_a_store_that_hangs_ends_all_even_the_one_that_explains(capsys: pytest.CaptureFixture[str]) -> None:
@@ -186,7 +186,7 @@ def test_a_store_that_hangs_ends_all_even_the_one_that_explains(capsys: pytest.C
     explaining.start()
     assert rank.has_left.wait(JOIN_S)
     assert explaining.is_alive()
-    assert "the store's host, rank 0, has not answered" in capsys.readouterr().err
+    assert "agent on the first node, has not answered" in capsys.readouterr().err
     store.flows.set()
     explaining.join(JOIN_S)
 
