@@ -37,12 +37,12 @@ from reprise.nested.tree import Tree
 from reprise.nested.typed_values import ByLeaf, TensorReference, insert_tensors, leaves, references, shaped_like
 from reprise.tensors.dtypes import torch_dtype
 from reprise.tensors.file_form import in_memory, resolve
-from reprise.tensors.live import Grid, LiveTensor, is_dtensor, local_of, locate
+from reprise.tensors.live import LiveTensor, is_sharded, local_of
 from reprise.tensors.modes import own_modes
 
 _ABSENT = object()
 
-Make = Callable[[TensorSpec, str | None], torch.Tensor]
+Vacancy = tuple[nn.Parameter, bool]  # a parameter, and whether its state is a step counter on the host
 
 
 class Filling:
@@ -194,8 +194,7 @@ class Filling:
                         if vacancy is None or (is_tensor and (keys in self._tree.tensors or value.name in own_names)):
                             continue
                         on_host = is_tensor and key == "step" and not optimizer.steps_on_device
-                        make = partial(self._made_for, vacancy[0], on_host)
-                        self._take(pointer(keys), value, Receiver(list, vacancy[1]), make)
+                        self._take(pointer(keys), value, Receiver(list, vacancy[1]), (vacancy[0], on_host))
             saved = {
                 name: (group.get("place", number), group["numbers"])
                 for number, group in enumerate(self._stored.groups.get(where, ()))
@@ -246,17 +245,17 @@ class Filling:
     def _take_unrequested(self, excluded: Collection[str]) -> None:
         """Return the values under all outermost keys except some, without tensors stored by leaf.
 
-        A key's values stay out if they include DTensors.
+        A key's values stay out if they include sharded tensors.
         """
         for key, value in _without_tensors(self._stored.root).items():
             if key not in excluded and not any(reference.is_sharded for reference in references(value)):
                 self._take(pointer((key,)), value, Receiver(dict, partial(self._returned.__setitem__, key)))
 
-    def _take(self, where: str, value: Any, receiver: Receiver, make: Make | None = None) -> None:
-        """Take a value and create its tensors. DTensors in the current value are filled in place.
+    def _take(self, where: str, value: Any, receiver: Receiver, vacancy: Vacancy | None = None) -> None:
+        """Take a value and create its tensors. Sharded tensors in the current value are filled in place.
 
         Args:
-            make: Returns memory for a tensor.
+            vacancy: The place of new optimizer state.
         """
         current: dict[str, torch.Tensor] = {}
         names = [reference.name for reference in references(value)]
@@ -267,30 +266,29 @@ class Filling:
                 if isinstance(leaf, torch.Tensor):
                     current[stored_name(keys)[1]] = leaf
         self._taken[where] = value, receiver
-        for name in names:  # create the tensors, except an object's current DTensors and tensors tied to others
+        for name in names:  # create the tensors, except an object's current shards and tensors tied to others
             target, dtype, tensor = self._aliases.get(name, name), self._stored.dtypes.get(name), current.get(name)
-            if make is not None and target in self._tied:
+            if vacancy is not None and target in self._tied:
                 self._tensors[name] = in_memory(self._tied[target].detach(), dtype)
                 continue
             if target not in self._places:
                 where = f"{self._checkpoint.path / STATE}, {name}"
                 raise CheckpointError("A value refers to a tensor that the checkpoint lacks", where=where)
-            spec, is_new = self._places[target].spec, make is not None or tensor is None or not is_dtensor(tensor)
-            if make is not None:
-                tensor = make(spec, dtype)
+            spec, is_new = self._places[target].spec, vacancy is not None or tensor is None or not is_sharded(tensor)
+            if vacancy is not None:
+                tensor = self._made_for(*vacancy, spec, dtype)
             elif tensor is None or is_new:
                 device = torch.device("cpu") if tensor is None or tensor.is_meta else tensor.device
                 tensor = in_memory(torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device=device), dtype)
             self._tensors[name] = tensor.detach()
-            form = resolve(tensor, partial(str, name))
+            form = resolve(tensor, partial(str, name), vacancy and vacancy[0])
             if form is None:
                 continue
             self._copies += [] if form.copy_back is None else [form.copy_back]
-            if make is not None:
+            if vacancy is not None:
                 self._tied[target] = form.tensor
             # Other ranks' copies are not compared.
-            parts = locate(spec.kind, target, form.tensor, grid=Grid.flat(1))
-            self._new += [replace(part, replicas=(), is_new=is_new) for part in parts]
+            self._new += [replace(part, replicas=(), is_new=is_new) for part in form.parts(spec.kind, target)]
 
     def _made_for(self, parameter: nn.Parameter, on_host: bool, spec: TensorSpec, dtype: str | None) -> torch.Tensor:
         """Return memory for a parameter's optimizer state, placed as optimizers place it.
@@ -303,8 +301,8 @@ class Filling:
         kind = torch_dtype(spec.dtype) if dtype is None else getattr(torch, dtype)
         shape = spec.shape[:-1] if dtype is not None and kind.is_complex else spec.shape
         order, dims = self._stored.orders.get(spec.name, ()), range(len(shape))
-        is_ordered = 0 < len(order) == len(spec.shape) and not is_dtensor(parameter)
-        if not is_ordered and not on_host and shape == tuple(parameter.shape):
+        is_ordered = 0 < len(order) == len(spec.shape) and not is_sharded(parameter)
+        if not is_ordered and not on_host and shape == tuple(getattr(parameter, "global_shape", parameter.shape)):
             return torch.zeros_like(parameter.detach(), dtype=kind)
         outermost_first = order[: len(shape)] if is_ordered else dims  # in the files, complex numbers have a dimension
         device = torch.device("cpu") if on_host else local_of(parameter).device

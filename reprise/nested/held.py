@@ -10,21 +10,11 @@ from dataclasses import replace
 import torch
 
 from reprise.errors import CheckpointError
-from reprise.format.layout import TensorKind, TensorSpec, refuse_unstorable
+from reprise.format.layout import TensorKind, refuse_unstorable
 from reprise.nested.stored_names import ANY, MODEL, Keys, pointer, stored_name
 from reprise.nested.table import JointTable, require_whole, table_of
 from reprise.nested.tree import Tree
-from reprise.tensors.dtypes import stored_dtype
-from reprise.tensors.live import (
-    Grid,
-    LiveTensor,
-    check_byteorder,
-    check_disjoint,
-    check_memory,
-    local_of,
-    locate,
-    memory_holder,
-)
+from reprise.tensors.live import LiveTensor, check_byteorder, check_disjoint, check_memory, local_of, memory_holder
 
 # The first of several tied tensors is stored, and PEFT expects all its adapter's tensors in its file.
 _ORDER = sorted(TensorKind, key=lambda kind: kind is not TensorKind.ADAPTER)
@@ -121,11 +111,7 @@ def local_tensors(tree: Tree) -> tuple[dict[str, LiveTensor], dict[str, str]]:
         if first_name is not None:
             aliases |= {} if first_name == name else {name: first_name}
             continue
-        parts = locate(kind, name, tensor, grid=Grid.flat(1))
-        if stored.box is not None:
-            spec = TensorSpec(kind, name, stored.shape, stored_dtype(local.dtype, where=name), stored.shape)
-            parts = iter([LiveTensor(spec, stored.box, local, ())])
-        for tensor_of_rank in parts:
+        for tensor_of_rank in stored.parts(kind, name):
             live[name] = tensor_of_rank
             names_by_identity[identity] = name
     refuse_unstorable(tensor.spec for tensor in live.values())  # before NumPy, which has at most 64 dimensions

@@ -29,7 +29,7 @@ class Receiver:
     """Receives a new state at the end of a load.
 
     Args:
-        template: Returns the current state, whose DTensors are filled in place.
+        template: Returns the current state, whose sharded tensors are filled in place.
         put: Receives the checkpoint's state.
         is_value: Whether the state is a value without tensors, which cannot be a dict stored by leaf.
     """

@@ -31,7 +31,7 @@ from reprise.nested.stored_names import (
 from reprise.nested.typed_values import DICTS, encode, has_text_keys, leaves, require_text_keys
 from reprise.storage.json_file import Json
 from reprise.tensors.file_form import StorableTensor, resolve
-from reprise.tensors.live import free_gathered_parameters, is_dtensor, named_tensors, order_in_memory
+from reprise.tensors.live import free_gathered_parameters, is_sharded, named_tensors, order_in_memory
 
 IF_SAME_RANKS = "if_same_ranks"
 LoadedRandomState = bool | Literal["if_same_ranks"] | None
@@ -227,13 +227,16 @@ class Tree:
             raise CheckpointError("A value in a tuple cannot be filled in place", where=where, fix="Pass a list.")
         self._add_receiver(keys, Receiver(lambda: value, partial(_replace, place), True))
 
-    def _add_tensor(self, keys: Keys, tensor: torch.Tensor) -> None:
+    def _add_tensor(self, keys: Keys, tensor: torch.Tensor, parameter: torch.Tensor | None = None) -> None:
         """Add a tensor in storable form.
+
+        Args:
+            parameter: The parameter whose optimizer state this is.
 
         Raises:
             CheckpointError: The tensor's class keeps its memory elsewhere.
         """
-        if (stored := resolve(tensor, partial(pointer, keys))) is not None:
+        if (stored := resolve(tensor, partial(pointer, keys), parameter)) is not None:
             self.tensors[keys] = stored
 
     def _add_receiver(self, keys: Keys, receiver: Receiver) -> None:
@@ -256,7 +259,8 @@ class Tree:
         for inner, container, key in optimizer.slots(keys):
             value = container[key]
             if isinstance(value, torch.Tensor):
-                self._add_tensor(inner, value)
+                owner = optimizer.parameters.get(inner[-2]) if inner[len(keys)] == "state" else None
+                self._add_tensor(inner, value, owner)
             elif inner[len(keys)] == "state":
                 self._add_receiver(inner, Receiver(partial(container.get, key), partial(container.__setitem__, key)))
 
@@ -274,7 +278,7 @@ def _replace(place: Place, value: object) -> None:
 def _is_plain(value: object) -> bool:
     """Return whether a tensor, or a list with tensors, is complete on every rank."""
     return not isinstance(value, dict) and not any(
-        is_stateful(leaf) or (isinstance(leaf, torch.Tensor) and is_dtensor(leaf)) for _, leaf in leaves(value)
+        is_stateful(leaf) or (isinstance(leaf, torch.Tensor) and is_sharded(leaf)) for _, leaf in leaves(value)
     )
 
 

@@ -18,7 +18,7 @@ from torch.torch_version import TorchVersion
 
 from reprise.errors import CheckpointError
 from reprise.nested.stored_names import Keys, pointer, stored_name
-from reprise.tensors.live import is_dtensor
+from reprise.tensors.live import is_sharded
 
 TAG = "$type"
 DICTS: dict[str, type[dict[Any, Any]]] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}
@@ -39,7 +39,7 @@ class TensorReference:
 
     Args:
         name: The tensor's stored name.
-        is_sharded: Whether it is a DTensor, which ranks read whole only on request.
+        is_sharded: Whether it is a rank's part of a global tensor, which ranks read whole only on request.
         is_implied: Whether no value in the checkpoint refers to it, because it was stored by leaf under its own name.
     """
 
@@ -209,7 +209,7 @@ def encode(value: Any, keys: Keys, tensors: dict[Keys, torch.Tensor] | None = No
         return _encoded_numpy(value, keys)
     if isinstance(value, torch.Tensor) and tensors is not None:
         tensors[keys] = value
-        return _tagged("tensor.sharded" if is_dtensor(value) else "tensor", stored_name(keys)[1])
+        return _tagged("tensor.sharded" if is_sharded(value) else "tensor", stored_name(keys)[1])
     if kind in _FORMS:
         tag, content, _ = _FORMS[kind]
         return _tagged(tag, content(value))

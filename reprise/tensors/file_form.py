@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -11,14 +11,22 @@ from torch.nn.parameter import is_lazy
 
 from reprise.errors import CheckpointError, MismatchError
 from reprise.format.box import Box, intersect, relative
-from reprise.tensors.dtypes import is_storable
-from reprise.tensors.live import is_dtensor, memory_holder, with_memory
+from reprise.format.layout import TensorKind, TensorSpec
+from reprise.tensors.dtypes import is_storable, stored_dtype
+from reprise.tensors.live import (
+    GLOBAL_PLACE,
+    Grid,
+    LiveTensor,
+    is_described,
+    is_dtensor,
+    local_of,
+    locate,
+    memory_holder,
+    with_memory,
+)
 from reprise.tensors.modes import overwrite
 from reprise.torch_private import is_a
 
-# The attributes of torch.distributed.checkpoint.protocol.CheckpointableTensor, new in torch 2.14: DCP saves a tensor
-# with them as shards of a global tensor.
-_GLOBAL_PLACE = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -40,12 +48,27 @@ class StorableTensor:
     shape: tuple[int, ...] = ()
     copy_back: Callable[[], None] | None = None
 
+    def parts(self, kind: TensorKind, name: str) -> Iterator[LiveTensor]:
+        """Yield the live tensor, or nothing if this rank has no part in it. Other ranks' boxes are unknown here.
 
-def resolve(tensor: torch.Tensor, where: Callable[[], str]) -> StorableTensor | None:
+        Raises:
+            CheckpointError: The placement is not a box, or safetensors lacks the dtype.
+        """
+        if self.box is None:
+            yield from locate(kind, name, self.tensor, grid=Grid.flat(1))
+        else:
+            dtype = stored_dtype(self.tensor.dtype, where=name)
+            yield LiveTensor(TensorSpec(kind, name, self.shape, dtype, self.shape), self.box, local_of(self.tensor), ())
+
+
+def resolve(
+    tensor: torch.Tensor, where: Callable[[], str], parameter: torch.Tensor | None = None
+) -> StorableTensor | None:
     """Return a tensor in storable form, or None if this rank has no part in it.
 
     Args:
         where: Returns the tensor's place, for errors.
+        parameter: The parameter whose optimizer state this is. State with its local shape has its shards.
 
     Raises:
         CheckpointError: Names a lazy tensor, one whose class keeps its memory elsewhere, or one whose shards on this
@@ -75,8 +98,9 @@ def resolve(tensor: torch.Tensor, where: Callable[[], str]) -> StorableTensor | 
             found=type(local).__name__,
             fix="Pass its parts as tensors of their own.",
         )
-    if all(hasattr(local, name) for name in _GLOBAL_PLACE):
-        shape, offsets, starts, sizes = (getattr(local, name) for name in _GLOBAL_PLACE)
+    place = local if is_described(local) else parameter
+    if is_described(place) and place.shape == local.shape:
+        shape, offsets, starts, sizes = (getattr(place, name) for name in GLOBAL_PLACE)
         boxes = [Box(tuple(start), tuple(size)) for start, size in zip(starts, sizes, strict=True)]
         return _joined([local[box.slices] for box in boxes], offsets, tuple(shape), where())
     local = source = local.detach()

@@ -9,7 +9,7 @@ import ctypes
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,9 @@ Array = npt.NDArray[np.void]
 Marks = tuple[tuple[int, int, torch.Size, tuple[int, ...], torch.dtype], ...]
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+# The attributes of torch.distributed.checkpoint.protocol.CheckpointableTensor, new in torch 2.14: DCP saves a tensor
+# with them as shards of a global tensor.
+GLOBAL_PLACE = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,6 +256,16 @@ def is_dtensor(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is a DTensor, without importing DTensor."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
+
+
+def is_described(tensor: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
+    """Return whether a tensor describes itself as shards of a global tensor."""
+    return all(hasattr(tensor, name) for name in GLOBAL_PLACE)
+
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is a rank's part of a global tensor."""
+    return is_dtensor(tensor) or is_described(tensor)
 
 
 def is_fsdp_module(module: nn.Module) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed import checkpoint as dcp
 
 from reprise import load, load_state_dict, save, save_state_dict
 from reprise.errors import CheckpointError, MismatchError, PartialLoadError
@@ -175,6 +176,47 @@ def test_a_tensor_that_describes_its_shards_is_carried(
     assert torch.equal(plain["x"], whole)
     load_state_dict(path, {"x": placed(again, offsets, *parts)})
     assert torch.equal(again, local)
+
+
+def test_moments_are_placed_as_their_parameter(tmp_path: Path) -> None:
+    part = Box((1, 2), (4, 6))
+    models = [nn.ParameterDict({"x": torch.rand(5, 8)}), nn.ParameterDict({"x": torch.rand(5, 8)})]
+    first, second = ((model, torch.optim.AdamW(model.parameters())) for model in models)
+    for model, optimizer in (first, second):
+        placed(model["x"], [(0, 0)], part)
+        model["x"].sum().backward()
+        optimizer.step()
+    whole = nn.ParameterDict({"x": torch.zeros(4, 6)})
+    path, optimizer = save(tmp_path, *first, iteration=1), torch.optim.AdamW(whole.parameters())
+    load(path, whole, optimizer)
+    assert torch.equal(whole["x"], first[0]["x"][part.slices])
+    moments = first[1].state[first[0]["x"]]
+    assert torch.equal(optimizer.state[whole["x"]]["exp_avg"], moments["exp_avg"][part.slices])
+    second[1].state.clear()
+    load(path, *second)
+    loaded = second[1].state[second[0]["x"]]
+    assert all(torch.equal(loaded[key][part.slices], moments[key][part.slices]) for key in ("exp_avg", "exp_avg_sq"))
+
+
+def test_an_object_keeps_the_shards_that_it_describes(tmp_path: Path) -> None:
+    part = Box((1, 2), (4, 6))
+    local, current = (placed(torch.rand(5, 8), [(0, 0)], part) for _ in range(2))
+    again = Holding(current)
+    load_state_dict(save_state_dict(tmp_path, {"x": Holding(local)}, iteration=1), {"x": again})
+    assert again.tensor.data_ptr() == current.data_ptr()
+    assert torch.equal(again.tensor[part.slices], local[part.slices])
+
+
+def test_torch_carries_the_same_shards(tmp_path: Path) -> None:
+    protocol = pytest.importorskip("torch.distributed.checkpoint.protocol", reason="new in torch 2.14")
+    whole, parts = torch.rand(4, 6), [Box((0, 0), (2, 6)), Box((3, 1), (2, 6))]
+    local = placed(torch.zeros(5, 8), [(2, 0), (0, 0)], *parts)
+    assert isinstance(local, protocol.CheckpointableTensor)
+    load_state_dict(save_state_dict(tmp_path / "ours", {"x": whole}, iteration=1), {"x": local})
+    dcp.save({"x": local}, checkpoint_id=tmp_path / "torch", no_dist=True)
+    plain = {"x": torch.zeros(4, 6)}
+    dcp.load(plain, checkpoint_id=tmp_path / "torch", no_dist=True)
+    assert torch.equal(plain["x"], whole)
 
 
 @pytest.mark.parametrize("second", [(0, 3), (3, 0)], ids=["overlap", "gap"])
