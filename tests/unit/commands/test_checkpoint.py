@@ -61,7 +61,8 @@ def test_ls_says_what_there_is(tmp_path: Path, capsys: Printed) -> None:
 def test_ls_says_which_rule_keeps_a_checkpoint(tmp_path: Path, capsys: Printed) -> None:
     run = tmp_path / "run"
     keys = ["max_checkpoint_keep=1", "keep_best=1", "save_retain_interval=3", "full_steps=2", "save_interval=1"]
-    words = ["train.train_iters=6", "train.eval_interval=3", "optimizer.lr=100.0", "schedule.lr_decay_style=constant"]
+    words = ["train.train_iters=6", "train.eval_interval=3", "schedule.lr_decay_style=constant"]
+    words.append("optimizer.weight_decay=6000")  # makes weights grow fivefold an iteration: the first loss is best
     run_ok(run, ["model=gpt2_tiny", *TINY, *words, *(f"checkpoint.{key}" for key in keys)])
     notes = {row["iteration"]: (row["valid_loss"], row["notes"]) for row in shown(capsys, FINE, "ls", run)}
     assert {number: note for number, (_, note) in notes.items()} == {
