@@ -1,6 +1,7 @@
-"""The project's imports from torch's private modules, which no other module here imports.
+"""What the project uses of torch's private names. torch moves them between releases.
 
-torch moves these names between releases. Each is imported at its first use.
+Other modules import private names from here, each at its first use. Private members of torch's public classes are
+listed here.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from torch._C import _distributed_c10d as _distributed_c10d
     from torch._utils import _flatten_dense_tensors as _flatten_dense_tensors
     from torch._utils import _unflatten_dense_tensors as _unflatten_dense_tensors
+    from torch.distributed.distributed_c10d import _get_default_store as _get_default_store
     from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as ReduceScatter
     from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
     from torch.distributed.tensor._dtensor_spec import TensorMeta as TensorMeta
@@ -24,11 +26,22 @@ NAMES = {
     "torch._C": "_distributed_c10d",
     "torch._utils": "_flatten_dense_tensors _unflatten_dense_tensors",
     "torch.distributed._functional_collectives": "AsyncCollectiveTensor",
+    "torch.distributed.distributed_c10d": "_get_default_store",
     "torch.distributed.fsdp._fully_shard._fsdp_api": "ReduceScatter",
     "torch.distributed.tensor._dtensor_spec": "DTensorSpec TensorMeta",
     "torch.distributed.tensor._shards_wrapper": "LocalShardsWrapper",
     "torch.distributed.tensor.placement_types": "_StridedShard",
     "torch.testing._internal.distributed.fake_pg": "FakeStore",
+}
+
+MEMBERS = {
+    "torch": "_chunk_cat _foreach_add_ _foreach_copy_ _foreach_div_ _foreach_mul_ _foreach_norm",
+    "torch.UntypedStorage": "_cdata",
+    "torch.distributed.tensor.DTensor": "_local_tensor",
+    "torch.nn.Module": (
+        "_apply _backward_hooks _backward_pre_hooks _forward_hooks _forward_pre_hooks _non_persistent_buffers_set "
+        "_parameters _save_to_state_dict _state_dict_hooks _state_dict_pre_hooks"
+    ),
 }
 
 

@@ -19,6 +19,7 @@ from typing import get_type_hints
 import numpy
 import pytest
 
+from reprise import torch_private
 from trainer.config.schema import Config
 
 ROOT = Path(__file__).parents[1]
@@ -265,6 +266,9 @@ WRITTEN_FOR_OTHERS = {(f"trainer.interop.{name}", "torch.save") for name in ("me
 ADMITS_BY_NAME = {("trainer.interop.torch_file", name) for name in ("pickle", "pickle.Unpickler", "torch.load")}
 CODE_RUNNERS = {"eval", "exec", "compile", "__import__"}
 
+# Of os, atexit and named tuples.
+PRIVATE_OF_OTHERS = {"_exit", "_run_exitfuncs", "_asdict"}
+
 # Dependencies that no module imports, and why they are there. One that is imported does not belong here.
 NOT_IMPORTED = {
     "accelerate": "two programs in examples/ import it, which tests/resume/test_examples.py runs",
@@ -405,6 +409,22 @@ def private_torch(sources: Sequence[Source]) -> list[str]:
         if name.startswith("torch.") and "._" in name
         if (source.module, name) != ("models.layers", "torch._compile._disable_dynamo")
         if source.module != "reprise.torch_private" and not is_or_in(source.module, "scripts")
+    ]
+
+
+def private_members(sources: Sequence[Source]) -> list[str]:
+    """Private members of others' objects are torch's, as listed in reprise.torch_private, or in a list above."""
+    nodes = [node for source in sources for node in source.nodes]
+    own = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    own |= {node.id for node in nodes if isinstance(node, ast.Name)}
+    own |= {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
+    listed = {*" ".join(torch_private.MEMBERS.values()).split(), *PRIVATE_OF_OTHERS}
+    return [
+        f"{source.module} uses {node.attr}: list it in reprise.torch_private"
+        for source in sources
+        for node in source.nodes
+        if isinstance(node, ast.Attribute) and re.match("_[^_]", node.attr) and node.attr not in own | listed
+        if not is_or_in(source.module, "scripts") and source.module != "reprise.integrations.accelerate"
     ]
 
 
@@ -737,6 +757,7 @@ RULES: tuple[Rule, ...] = (
     library_layers,
     front,
     private_torch,
+    private_members,
     no_cycles,
     foreign_imports,
     stores_are_handed_down,
@@ -804,6 +825,7 @@ BROKEN: list[tuple[Rule, str, str, str]] = [
         "reprise.loading.reader",
     ),
     (private_torch, "trainer.run.build", "from torch._utils import x", "reprise.torch_private"),
+    (private_members, "trainer.run.build", "import torch\nx = torch._new_name", "_new_name"),
     (front, "trainer.run.build", "from reprise.saving.policy import SavePolicy", "reprise.saving.policy"),
     (front, "tests.resume.test_x", "def f() -> None:\n    import reprise.saving.policy", "reprise.saving.policy"),
     (

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch.distributed as dist
 import xxhash
-from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import Store
 
 from reprise.errors import ConfigError
 from reprise.ranks.channel import StoreChannel, single_rank_channel
 from reprise.ranks.joint_call import OpenCall
+from reprise.torch_private import _get_default_store
 
 # How long ranks in a call wait for a rank that is late: one with a long evaluation, say.
 CALL_TIMEOUT_S = 120.0
@@ -53,7 +53,7 @@ def open_call(
             )
         return OpenCall(single_rank_channel(), name, timeout_s=timeout_s, check=check)
     rank, ranks = dist.get_rank(), _members(process_group)
-    store: Store = distributed_c10d._get_default_store()  # torch has no public name for it
+    store: Store = _get_default_store()  # torch has no public name for it
     is_all = len(ranks) == dist.get_world_size()
     group = "reprise" if is_all else f"reprise/{xxhash.xxh3_64_hexdigest(repr(ranks).encode())}"
     count = int(store.add(f"{group}/calls/{rank}", 1))  # before any check, because calls match by number

@@ -6,6 +6,7 @@ from importlib import import_module
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from reprise import torch_private
 
@@ -13,6 +14,14 @@ from reprise import torch_private
 @pytest.mark.parametrize("module", torch_private.NAMES)
 def test_torch_has_moved_no_private_name(module: str) -> None:
     assert [name for name in torch_private.NAMES[module].split() if not hasattr(import_module(module), name)] == []
+
+
+@pytest.mark.parametrize("owner", torch_private.MEMBERS)
+def test_torch_has_removed_no_private_member(owner: str) -> None:
+    place, _, name = owner.rpartition(".")
+    holder = torch if owner == "torch" else getattr(import_module(place), name)
+    holder = holder() if holder is torch.nn.Module else holder  # instances have its hooks
+    assert [name for name in torch_private.MEMBERS[owner].split() if not hasattr(holder, name)] == []
 
 
 def test_a_class_is_known_without_an_import(monkeypatch: pytest.MonkeyPatch) -> None:

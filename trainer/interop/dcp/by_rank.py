@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from reprise.errors import CheckpointError
 from reprise.format import Box, Split, box_of_splits
 from reprise.storage import is_file, is_file_name, matching
-from reprise.tensors import canonical_name
+from reprise.tensors import canonical_name, local_of
 from trainer.interop.dcp.folder import (
     METADATA,
     DcpFolder,
@@ -111,7 +111,7 @@ def _box(shape: tuple[int, ...], placed: Mapping[str, Any], rank: int) -> Box:
 
 def _leaves(path: Path, item: str, layouts: Mapping[int, Any], rank: int) -> dict[tuple[str | int, ...], StoredPart]:
     """Return a rank's file content by keys. A DTensor is represented by its local part."""
-    import torch.distributed.tensor  # noqa: F401 (makes torch's weights-only reader accept DTensors)
+    import torch.distributed.tensor  # makes the weights-only reader accept DTensors
 
     logging.getLogger("torch.distributed.device_mesh").setLevel(logging.ERROR)  # warns about every mesh without ranks
     layout = layouts.get(rank) or {"file_path": f"{item}_{rank}.pt"}
@@ -122,7 +122,7 @@ def _leaves(path: Path, item: str, layouts: Mapping[int, Any], rank: int) -> dic
     def walk(value: Any, keys: tuple[str | int, ...]) -> Iterator[tuple[tuple[str | int, ...], StoredPart]]:
         members = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else None
         if members is None:
-            yield keys, StoredPart.of(path / name, getattr(value, "_local_tensor", value))
+            yield keys, StoredPart.of(path / name, local_of(value) if isinstance(value, torch.Tensor) else value)
         for key, member in members or ():
             yield from walk(member, (*keys, key))
 
