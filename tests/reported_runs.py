@@ -43,7 +43,7 @@ def write(path: Path, records: Sequence[Mapping[str, object]]) -> None:
 
 def steady_run(folder: Path, losses: Sequence[float]) -> Path:
     """Write the folder of a run of one launch with a loss for each second, and return it."""
-    start = {"start": {"seconds": 2.0}}
+    start = {"launch": "steady", "start": {"seconds": 2.0}}
     records = [line(n, loss, 2.0 + n, **(start if n == 1 else {})) for n, loss in enumerate(losses, start=1)]
     write(folder / "metrics.jsonl", records)
     begin = {"event": "begin", "launch": "steady", "iteration": 0, "began": BEGAN, "time": BEGAN + 1}

@@ -46,7 +46,7 @@ def read_evaluations(source: str | Path) -> dict[str, Series]:
 def evaluation_table(runs: Mapping[str, Mapping[str, Series]]) -> list[str]:
     """Return a table with the runs' metrics, one column per run. Empty if there are none."""
     rows = [("metric", "iteration", *runs)]
-    for metric in metrics_of(list(runs.values())):
+    for metric in dict.fromkeys(name for metrics in runs.values() for name in metrics):
         columns = [series.get(metric, {}) for series in runs.values()]
         iterations = sorted({iteration for column in columns for iteration in column})
         rows += [
@@ -55,29 +55,14 @@ def evaluation_table(runs: Mapping[str, Mapping[str, Series]]) -> list[str]:
     return format_table([list(row) for row in rows], align=">") if len(rows) > 1 else []
 
 
-def metrics_of(runs: Sequence[Mapping[str, Series]]) -> list[str]:
-    """Return the metric names across runs in order, without repeats."""
-    return list(dict.fromkeys(name for metrics in runs for name in metrics))
-
-
 def _metrics(records: Sequence[Json]) -> dict[str, Series]:
     """Return the metrics in a follower's lines."""
     metrics: dict[str, Series] = {}
-    branches = max((_branches(record) for record in records), key=len, default=[])
-    for record in records:
+    starts = [[branch["began_at"] for branch in record.get("branches") or ()] for record in records]
+    newest = max(starts, key=len, default=[])
+    for record, begun in zip(records, starts, strict=True):
         iteration, name, value = record["iteration"], record.get("metric"), record.get("value")
-        is_abandoned = any(iteration > began_at for _, began_at in branches[len(_branches(record)) :])
+        is_abandoned = any(iteration > began_at for began_at in newest[len(begun) :])
         if isinstance(name, str) and isinstance(value, int | float) and not is_abandoned:
             metrics.setdefault(name, {})[iteration] = float(value)
     return metrics
-
-
-def _branches(record: Json) -> list[tuple[object, int]]:
-    """Return the id and start iteration for each branch, up to the checkpoint's."""
-    listed = record.get("branches")
-    members = listed if isinstance(listed, list) else []
-    return [
-        (member.get("id"), member["began_at"])
-        for member in members
-        if isinstance(member, dict) and isinstance(member.get("began_at"), int)
-    ]

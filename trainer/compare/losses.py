@@ -39,7 +39,7 @@ def compare_losses(options: Namespace) -> tuple[str, bool]:
     if any(evaluations):  # then list the validation losses too
         evaluations = [with_losses(curve.evaluations, run) for curve, run in zip(curves, evaluations, strict=True)]
     if options.plot:
-        write_figure(draw_comparisons([*comparisons.values()], names, evaluations=evaluations), options.plot)
+        write_figure(draw_comparisons([*comparisons.values()], names), options.plot)
     metrics = dict(zip(names, evaluations, strict=True)) if any(evaluations) else {}
     is_equal = all(comparison.equal for comparison in comparisons.values())
     if options.json:

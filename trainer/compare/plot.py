@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy
 
 from trainer.compare.curves import Comparison
-from trainer.compare.evaluations import Series, metrics_of
 from trainer.compare.figure import BASE_COLOR, COLORS, make_figure
 from trainer.metrics.log_file import Floats, Integers
 
@@ -17,9 +16,7 @@ _DASHES = ("-", (0, (5, 1.5)), (0, (1.5, 1)), (0, (6, 1.5, 1.5, 1.5)))
 _BASE_STYLE = {"color": BASE_COLOR, "linewidth": 6.0}
 
 
-def draw_comparisons(
-    comparisons: Sequence[Comparison], names: Sequence[str], *, evaluations: Sequence[Mapping[str, Series]] = ()
-) -> Any:
+def draw_comparisons(comparisons: Sequence[Comparison], names: Sequence[str]) -> Any:
     """Draw the runs' losses over their base, and each run's difference from the base below.
 
     Equal curves stay visible: each is thinner than the curve under it, and they differ in color and style. The
@@ -28,14 +25,13 @@ def draw_comparisons(
     Args:
         comparisons: Results from `compare`, all with the same base.
         names: The base's name, then the test runs' names in order.
-        evaluations: Each run's metrics, in order. Each metric gets a panel below.
 
     Raises:
         TrainerError: matplotlib is not installed.
     """
-    metrics, single = metrics_of(evaluations), comparisons[0] if len(comparisons) == 1 else None
-    figure = make_figure(height=7.5 + 2 * len(metrics))
-    upper, lower, *panels = figure.subplots(2 + len(metrics), 1, sharex=True, height_ratios=(3, 2, *[2] * len(metrics)))
+    single = comparisons[0] if len(comparisons) == 1 else None
+    figure = make_figure(height=7.5)
+    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     equal = sum(comparison.equal for comparison in comparisons)
     title = single.verdict if single else f"{equal} of {len(comparisons)} runs are equal to {names[0]}"
     figure.suptitle(title, fontsize=13)
@@ -46,11 +42,6 @@ def draw_comparisons(
         points = comparison.test.points
         _draw(upper, points.iterations, points.values[0], style, label=f"{name}: {comparison.verdict}")
         _draw(lower, comparison.points.base.iterations, differences, style)
-    for axes, metric in zip(panels, metrics, strict=True):
-        for run, style in zip(evaluations, styles, strict=True):
-            series = sorted(run.get(metric, {}).items())
-            axes.plot(*zip(*series, strict=True) if series else ([], []), marker="o", **style)
-        axes.set_title(metric, fontsize=10)
     if single and single.tolerance and single.tolerance.absolute:
         lower.axhline(single.tolerance.absolute, color="#444444", linestyle="--", linewidth=1)
     everything = numpy.concatenate(sizes)
@@ -60,7 +51,7 @@ def draw_comparisons(
         lower.set_ylim(bottom=-0.4 * least)
     upper.set_ylabel("training loss (x: not finite)")
     lower.set_ylabel(f"|loss - loss of {names[0]}|")
-    for axes in (upper, lower, *panels):
+    for axes in (upper, lower):
         axes.set_xlabel("iteration")
         axes.grid(alpha=0.25)
     figure.legend(*upper.get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import os
@@ -13,15 +12,15 @@ from itertools import islice
 from pathlib import Path
 from typing import BinaryIO
 
-from reprise.errors import DataError, LockError
+from reprise.errors import DataError
 from reprise.format import Journal
 from reprise.storage import (
     Files,
+    FolderLock,
     Json,
     exists,
     integer,
     json_file,
-    make_folders,
     open_regular,
     read_regular,
     replace_file,
@@ -117,13 +116,14 @@ class Publisher:
 
         Raises:
             LockError: Another process already publishes the run to this tracker.
-            DataError: The folder is a copy of another published run.
             OSError: A file cannot be read or written.
         """
         self._run, self._tracker, self._project, self._title, self._files = run, tracker, project, title, files
         self.folder = run / PUBLISH / name
-        make_folders(files, self.folder)
-        self._lock = _lock(self.folder)
+        self._lock = FolderLock(
+            self.folder, secrets.token_hex(4), kind="published run", another="another tracker", files=files
+        )
+        self._lock.acquire()
         self._log, self._versions = LogFollower(run), dict[str, object]()
         self._number, self._is_open, self._cursor = -1, False, Cursor("")
 
@@ -171,7 +171,7 @@ class Publisher:
     def close(self) -> None:
         """Release the lock, so that another process can publish the run."""
         self._log.close()
-        os.close(self._lock)
+        self._lock.release()
 
     def _passes(self, record: Json) -> bool:
         self._versions = record.get("versions", self._versions)
@@ -226,38 +226,6 @@ def read_branches(run: Path) -> Branches:
 def _is_at(path: Path, file: BinaryIO) -> bool:
     """Return whether an open file is still the one at a path."""
     return os.path.samestat(os.stat(path), os.fstat(file.fileno()))
-
-
-def _lock(folder: Path) -> int:
-    """Lock the folder, and return the descriptor. The lock ends with the descriptor or the process.
-
-    The lock file stores the folder's path, which reveals copied folders.
-
-    Raises:
-        LockError: Another process holds the lock.
-        DataError: The folder is a copy, and the original still exists.
-    """
-    path = folder / "lock"
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        origin = Path(os.fsdecode(os.pread(descriptor, 1 << 12, 0)))
-        if origin.is_absolute() and exists(origin / "lock") and not os.path.samefile(origin / "lock", path):
-            raise DataError(
-                "A published run's folder was copied, and the copy would write into the same remote run",
-                where=folder,
-                expected=origin,
-                fix=f"Remove {folder}, and also run.json if this is another run. It then gets its own remote run.",
-            )
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, os.fsencode(folder.resolve()), 0)
-    except (OSError, DataError) as error:
-        os.close(descriptor)
-        if not isinstance(error, BlockingIOError):
-            raise
-        fix = "A second process is not needed: the first sends all lines."
-        raise LockError("Another process publishes this run to the tracker", where=folder, fix=fix) from error
-    return descriptor
 
 
 def publish(publisher: Publisher, tracker: Tracker, pause: Callable[[float], bool]) -> Exception | None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy
 
-from trainer.compare.curves import QUANTITIES, compare, tolerance_of
+from trainer.compare.curves import compare, tolerance_of
 from trainer.compare.evaluations import read_evaluations
 from trainer.compare.read import CONFIG_FILE, curve_of, read_dtype
 from trainer.compare.text_table import duration
@@ -107,13 +107,7 @@ def _column(runs: Runs, column: str, title: str, unit: str) -> PageSection:
 
 def _differences(runs: Runs) -> PageSection:
     """Draw the loss differences from the first run, with the `compare-loss` verdicts."""
-    curves = [
-        replace(
-            curve_of(replace(history.log, columns=history.log.columns.only(*QUANTITIES))),
-            dtype=read_dtype(history.folder / CONFIG_FILE),
-        )
-        for _, history in runs
-    ]
+    curves = [replace(curve_of(history.log), dtype=read_dtype(history.folder / CONFIG_FILE)) for _, history in runs]
     lines, notes = list[CurveLine](), list[str]()
     for number, ((name, history), test) in enumerate(zip(runs[1:], curves[1:], strict=True), start=1):
         result = compare(curves[0], test, tolerance=tolerance_of(curves[0], test))
@@ -121,7 +115,8 @@ def _differences(runs: Runs) -> PageSection:
         if len(points.base):
             lines.append(_line(name, history, points.base.iterations, points.sizes, number, dots=False))
         notes.append(f"{name}: {result.verdict}")
-    document = curve_document("difference", "absolute loss difference", lines, is_log=True)
+    is_log = any((line.y > 0).any() for line in lines)  # a logarithmic axis has no place for equal curves
+    document = curve_document("difference", "absolute loss difference", lines, is_log=is_log)
     return PageSection(f"Differences from {runs[0][0]}", notes, document)
 
 

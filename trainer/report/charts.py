@@ -33,7 +33,7 @@ MARKS = {
     "save elsewhere": ("triangle", "#0072b2", 10, False),
     "save given up": ("triangle", "#909090", 10, False),
     "save damaged": ("triangle", "#d00000", 12, True),
-    "light save": ("inverted_triangle", "#e69f00", 8, True),
+    "weights save": ("inverted_triangle", "#e69f00", 8, True),
     "local save": ("inverted_triangle", "#cc79a7", 8, True),
     "spike": ("star", "#d00000", 12, False),
     "kill": ("x", "#d00000", 12, True),

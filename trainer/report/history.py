@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -150,24 +149,24 @@ def _is_time(value: object) -> bool:
 
 
 def _launches(records: Sequence[Json], logs: Sequence[MetricsLog]) -> tuple[LaunchSpan, ...]:
-    """Return the launches. Times tell which lines are whose: no launch begins before an earlier one's last line."""
+    """Return the launches. None begins before an earlier one's last line."""
     records = [record for record in records if _is_time(record.get("time"))]
     begins = [record for record in records if record.get("event") == "begin" and _is_time(record.get("began"))]
-    firsts = [record for log in logs for _, record in log.starts if _is_time(record.get("time"))]
+    ends = [record for record in records if record.get("event") == "end"]
     times = numpy.sort(numpy.concatenate([times_of(logs), [record["time"] for record in records]]))
     launches = list[LaunchSpan]()
     for begin, until in zip(begins, [*(record["began"] for record in begins[1:]), math.inf], strict=True):
-        inside = partial(_is_inside, begin["began"], until)
-        end = next((record for record in filter(inside, records) if record.get("event") == "end"), None)
-        start = next((record.get("start") for record in filter(inside, firsts)), None)
+        first, end = _of_launch(begin, (record for log in logs for _, record in log.starts)), _of_launch(begin, ends)
+        start = (first or {}).get("start")
         seconds = sum_of(start, "seconds") if isinstance(start, dict) else begin["time"] - begin["began"]
         last = max([begin["began"], *times[: times.searchsorted(until, "right")][-1:].tolist()])
         launches.append(LaunchSpan(begin["began"], last, seconds, begin, end))
     return tuple(launches)
 
 
-def _is_inside(began: float, until: float, record: Json) -> bool:
-    return bool(began < record["time"] <= until)
+def _of_launch(begin: Json, records: Iterable[Json]) -> Json | None:
+    """Return the first record that names a launch."""
+    return next((record for record in records if record.get("launch") == begin.get("launch")), None)
 
 
 def sum_of(record: Json, *keys: str) -> float:

@@ -17,7 +17,6 @@ from trainer.metrics.json_lines import LATEST
 from trainer.report.history import SAVES, TIME, History, events_of, sum_of
 
 _DAMAGED = (CheckpointStatus.DAMAGED, CheckpointStatus.UNREADABLE)
-_LIGHT = {"local_save": "local save", "weights_save": "light save"}
 
 
 class LifeEvent(NamedTuple):
@@ -54,7 +53,8 @@ def _saves(history: History) -> Iterator[LifeEvent]:
     for log in history.logs:
         for event in events_of([log], *SAVES):
             state = states.get(event["iteration"], "pruned" if states else "elsewhere")
-            kind = _LIGHT.get(event["event"], f"save {state if log is history.log else 'given up'}")
+            kind = event["event"].replace("_", " ")
+            kind += f" {state if log is history.log else 'given up'}" if kind == "save" else ""
             blocked = sum_of(event, "blocked_seconds", "waited_seconds")
             size, seconds = sum_of(event, "written_bytes") / 1e6, sum_of(event, "seconds")
             text = f"{size:,.1f} MB by rank 0, {seconds:.2f} s, blocked {blocked:.3f} s"

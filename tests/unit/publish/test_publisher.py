@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from reprise.errors import DataError, LockError, TrainerError
+from reprise.errors import LockError, TrainerError
 from tests.messages import refused
 from tests.published_runs import LoggedRun, MemoryTracker, losses, publish, publisher
 from trainer.config.compose import CommandLine, resolve
@@ -137,25 +137,6 @@ def test_one_process_publishes_a_run_to_a_tracker(run: LoggedRun) -> None:
         publisher(run.folder, MemoryTracker())
     first.close()
     publisher(run.folder, MemoryTracker()).close()
-
-
-def test_a_copy_does_not_write_into_the_run_of_its_original(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    run, tracker = LoggedRun(Path("run")), MemoryTracker()
-    run.start(0)
-    run.train(1, 15)
-    publish(run.folder, tracker)
-    copy = LoggedRun(tmp_path / "copy")
-    shutil.copytree(run.folder, copy.folder)
-    copy.start(10)
-    copy.train(11, 30, branch=1)
-    with refused(DataError, str(run.folder.resolve())):
-        publish(copy.folder, tracker)
-    run.train(16, 18)
-    publish(run.folder, tracker)
-    assert tracker.losses("a1b2c3") == losses(1, 18)
-    shutil.rmtree(run.folder)
-    publish(copy.folder, MemoryTracker())  # the only one that is left
 
 
 def test_values_of_the_environment_are_not_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,10 +24,11 @@ def sections(*runs: Path) -> dict[str, PageSection]:
 
 
 def test_equal_curves_are_both_seen(tmp_path: Path) -> None:
-    chart = sections(*(steady_run(tmp_path / name, [2.0, 1.5, 1.0]) for name in "abc"))["Loss"].chart
+    found = sections(*(steady_run(tmp_path / name, [2.0, 1.5, 1.0]) for name in "abc"))
     # Of a period of 40 pixels, those of each curve that the next ones leave free.
-    dashes = re.findall(r'"line_dash": \[(\d+, \d+)\]', json.dumps(chart))
+    dashes = re.findall(r'"line_dash": \[(\d+, \d+)\]', json.dumps(found["Loss"].chart))
     assert list(dict.fromkeys(dashes))[:2] == ["26, 14", "13, 27"]
+    assert not (found["Differences from a"].chart or {})["isLog"]  # where 0 has no place
 
 
 def test_a_report_has_every_part(tmp_path: Path) -> None:
@@ -38,6 +39,7 @@ def test_a_report_has_every_part(tmp_path: Path) -> None:
         "Runs", "Loss", "Differences from killed", "Measured by followers", "Gradient norm", "Life of killed",
         "Life of steady", "Goodput", "Speed", "Launches: machines, versions, and settings that differ",
     ]  # fmt: skip
+    assert (found["Differences from killed"].chart or {})["isLog"]
     table = [*found.values()][-1].table
     assert ["train.micro_batch_size", "8", "4", "8", "-"] in table
     assert ["topology.world_size", "1", "2", "1", "-"] in table

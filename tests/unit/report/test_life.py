@@ -3,6 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.reported_runs import event, steady_run, twice_killed_run, write
+from trainer.report.charts import MARKS
 from trainer.report.history import read_history
 from trainer.report.life import life_of, progress_lines
 
@@ -31,8 +32,9 @@ def test_iterations_that_a_kill_took_are_a_course_of_their_own(tmp_path: Path) -
 
 def test_events_of_a_branch_given_up_stand_where_they_were(tmp_path: Path) -> None:
     spike = event("spike", 2, 9.0, figure="loss", value=9.5, limit=3.0)
-    lost = [event("save", 2, 9.0, written_bytes=10), spike]
+    lost = [event(name, 2, 9.0, written_bytes=10) for name in ("save", "weights_save", "local_save")] + [spike]
     write(steady_run(tmp_path, [1.0]) / "metrics.abandoned-1.jsonl", lost)
     found = {event.kind: event for event in life_of(read_history(tmp_path))}
+    assert {"save given up", "weights save", "local save", "spike", "kill"} == found.keys() & MARKS.keys()
     assert found["save given up"].iteration == 2
     assert (found["spike"].iteration, found["spike"].text) == (2, "loss 9.5")
