@@ -247,7 +247,7 @@ def resolve_command(command: CommandLine, files: Files) -> Resolved:
         return resolved
     for key, value in values.items():
         _log.info(f"{key}={value}, from {origin}")
-    _merge(raw, values)
+    _merge(raw, {key: escape(value) for key, value in values.items()})
     return replace(resolve(raw), words=command.words)
 
 
@@ -275,12 +275,11 @@ def _vocabulary(config: Config, command: CommandLine) -> dict[str, int]:
 
 
 def _merge(raw: DictConfig, values: Mapping[str, object]) -> None:
-    """Set keys to literal values. A null mapping takes the defaults of the keys it lacks."""
+    """Set keys. A null mapping takes the defaults of the keys it lacks."""
     for key, value in values.items():
-        node = escape(value)
         for name in reversed(key.split(".")):
-            node = {name: node}
-        raw.merge_with(node)
+            value = {name: value}
+        raw.merge_with(value)
 
 
 def _keys_of(command: CommandLine) -> set[str]:
@@ -290,13 +289,13 @@ def _keys_of(command: CommandLine) -> set[str]:
 
 
 def _unnamed(values: Mapping[str, object], command: CommandLine) -> dict[str, object]:
-    """Return the values whose key the command does not name, nor its section, nor a member."""
+    """Return the values whose key the command does not name, nor its section, nor a member, with literal texts."""
     named_keys = [f"{key}." for key in _keys_of(command)]
 
     def is_named(key: str) -> bool:
         return any(f"{key}.".startswith(name) or name.startswith(f"{key}.") for name in named_keys)
 
-    return {key: value for key, value in values.items() if not is_named(key)}
+    return {key: escape(value) for key, value in values.items() if not is_named(key)}
 
 
 @contextmanager

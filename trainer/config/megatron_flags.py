@@ -47,7 +47,8 @@ def refuse_flags(words: Sequence[str]) -> None:
             continue
         if not equals and number + 1 < len(words) and not words[number + 1].startswith("--"):
             value = words[number + 1]
-        answers[word] = f"{name}: {_answer(name[2:].replace('-', '_'), value)}"
+        if answer := _answer(name[2:].replace("-", "_"), value):
+            answers[word] = f"{name}: {answer}"
     if answers:
         raise ConfigError(
             "The command line has flags, but settings have the form SECTION.KEY=VALUE",
@@ -56,8 +57,8 @@ def refuse_flags(words: Sequence[str]) -> None:
         )
 
 
-def _answer(name: str, value: str) -> str:
-    """Return the overrides for a flag's name, in the spelling of keys: by the table, else by the most similar key."""
+def _answer(name: str, value: str) -> str | None:
+    """Return the overrides for a flag's name, in the spelling of keys: by the table, else by a similar key, if any."""
     by_name = {key.rpartition(".")[2]: key for key in reversed(keys())}
     flag_keys = flags().get(f"--{name.replace('_', '-')}")
     if flag_keys == []:
@@ -65,6 +66,6 @@ def _answer(name: str, value: str) -> str:
     if flag_keys is None:
         similar = closest(name, by_name, cutoff=_LIKE_A_KEY)
         hint = "" if similar == name else "perhaps "
-        return f"{hint}{by_name[similar]}={value or 'VALUE'}" if similar else "is unknown"
+        return f"{hint}{by_name[similar]}={value or 'VALUE'}" if similar else None
     has_its_name = flag_keys[0].rpartition(".")[2] == name
     return f"{flag_keys[0]}={value}" if has_its_name and value else f"set {' and '.join(flag_keys)}"

@@ -81,8 +81,33 @@ _PATTERNS = {
 
 def cuts_of(tokenizer: Any) -> Cuts:
     """Return where a `tokenizers.Tokenizer` allows cuts."""
-    obstacle = _normalizer_obstacle(tokenizer) or _pre_tokenizer_obstacle(tokenizer) or _added_token_obstacle(tokenizer)
+    obstacle = next(_obstacles(tokenizer), "")
     return Cuts(re.compile(rb"(?!)"), obstacle) if obstacle else WORDS
+
+
+def _obstacles(tokenizer: Any) -> Iterator[str]:
+    """Yield the components, in order, that could treat the sides of a cut differently."""
+    for table in _members(tokenizer.normalizer, "normalizers"):
+        if table["type"] not in _NORMALIZERS:
+            yield f"normalizer {table['type']}"
+    joined, kind = _WORDS, "null"
+    for table in _members(tokenizer.pre_tokenizer, "pretokenizers"):
+        kind = table["type"]
+        is_safe = kind in _BY_PIECE and table.get("prepend_scheme") != "first"
+        separated = _separated(table) if joined else _NOTHING if is_safe else None
+        if separated is None:
+            yield f"pre_tokenizer {kind}"
+        else:
+            joined -= separated
+    if joined:
+        yield f"pre_tokenizer {kind}"
+    # Added tokens are matched before and after normalization.
+    normalized = tokenizer.normalizer.normalize_str if tokenizer.normalizer else str
+    for token in tokenizer.get_added_tokens_decoder().values():
+        before, after = "a" * token.single_word, " " * token.rstrip  # these flags inspect, or consume, neighboring text
+        for content in (token.content, normalized(token.content)):
+            if _SEAM.search(f"{before}{content}{after}"):
+                yield f"added token {token.content!r}"
 
 
 def _members(component: Any, key: str) -> Iterator[Mapping[str, Any]]:
@@ -96,23 +121,6 @@ def _members(component: Any, key: str) -> Iterator[Mapping[str, Any]]:
             yield table
 
 
-def _normalizer_obstacle(tokenizer: Any) -> str:
-    kinds = (table["type"] for table in _members(tokenizer.normalizer, "normalizers"))
-    return next((f"normalizer {kind}" for kind in kinds if kind not in _NORMALIZERS), "")
-
-
-def _pre_tokenizer_obstacle(tokenizer: Any) -> str:
-    joined, kind = _WORDS, "null"
-    for table in _members(tokenizer.pre_tokenizer, "pretokenizers"):
-        kind = table["type"]
-        is_safe = kind in _BY_PIECE and table.get("prepend_scheme") != "first"
-        separated = _separated(table) if joined else _NOTHING if is_safe else None
-        if separated is None:
-            return f"pre_tokenizer {kind}"
-        joined -= separated
-    return f"pre_tokenizer {kind}" if joined else ""
-
-
 def _separated(table: Mapping[str, Any]) -> frozenset[str] | None:
     """Return the character classes separated from following white space. None if the sides depend on each other."""
     match table:
@@ -122,17 +130,3 @@ def _separated(table: Mapping[str, Any]) -> frozenset[str] | None:
             return _PATTERNS.get(pattern)
         case _:
             return _SEPARATED.get(table["type"])
-
-
-def _added_token_obstacle(tokenizer: Any) -> str:
-    """Return an added token that could span a cut, if any. Added tokens are matched before and after normalization."""
-    normalizer = tokenizer.normalizer
-    for token in tokenizer.get_added_tokens_decoder().values():
-        before, after = "a" * token.single_word, " " * token.rstrip  # these flags inspect, or consume, neighboring text
-        for content in (
-            token.content,
-            token.content if normalizer is None else normalizer.normalize_str(token.content),
-        ):
-            if _SEAM.search(f"{before}{content}{after}"):
-                return f"added token {token.content!r}"
-    return ""

@@ -52,11 +52,12 @@ class ModuleFile(TokenFile):
             case (samples, str(content)) if content and hasattr(samples, "__len__") and hasattr(samples, "__getitem__"):
                 pass
             case other:
+                parts = other if isinstance(other, tuple) else [other]
                 raise DataError(
                     "The sample factory must return samples and their fingerprint",
                     where=self._where,
                     expected="a pair: an object with __len__ and __getitem__, and a text that identifies its content",
-                    found=f"{other!r:.99}",
+                    found=" and ".join(type(part).__name__ for part in parts),
                     fix="The trainer reads each sample by its position in the run and does not save iterator state. To "
                     "train on an iterable, write your own loop: wrap it in a StatefulDataLoader and save each rank's "
                     "state, per_rank={'loader': loader.state_dict()} (docs/library.md).",

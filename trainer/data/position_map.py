@@ -11,11 +11,13 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING
 
 from reprise.storage import integer
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 SKIPPED = "skipped"  # key in trainer_state.json
 _RANGE = re.compile(r"(\d{1,18})-(\d{1,18})")
@@ -62,6 +64,8 @@ class PositionMap:
 
     def positions(self, counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Return the positions for samples counted from 0."""
+        import numpy as np  # a configuration is checked without it
+
         totals = np.cumsum([0, *(end - first for first, end in self.gaps)])
         borders = np.array([first for first, _ in self.gaps], np.int64) - totals[:-1]
         positions: npt.NDArray[np.int64] = counts + totals[np.searchsorted(borders, counts, side="right")]
@@ -69,7 +73,10 @@ class PositionMap:
 
     def end(self, count: int) -> int:
         """Return the position behind the last of `count` samples. A gap starting there lies ahead."""
-        return int(self.positions(np.array([count - 1]))[0]) + 1 if count else 0
+        position = count
+        for first, end in self.gaps:
+            position += (end - first) * (first < position)
+        return position
 
     def within(self, first: int, stop: float = math.inf) -> PositionMap:
         """Return the map restricted to gaps in a position range."""

@@ -63,14 +63,14 @@ class PrepareOptions(SplitOptions):
     held_out: Sequence[TextSource] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Side:
     """A written side of the split. `documents` is 0 if the input was tokens without document boundaries."""
 
-    files: tuple[Path, ...]
-    documents: int
-    tokens: int
-    largest: int
+    files: list[Path]
+    documents: int = 0
+    tokens: int = 0
+    largest: int = -1
 
     @property
     def name(self) -> str:
@@ -139,7 +139,7 @@ def write_prepared(
                         found=f"--valid-fraction {options.valid_fraction}",
                         fix="Add documents, or change --valid-fraction.",
                     )
-                sides.append(dataclasses.replace(side, files=tuple(folder / path.name for path in side.files)))
+                sides.append(dataclasses.replace(side, files=[folder / path.name for path in side.files]))
         largest = max(side.largest for side in sides)
         is_known = not options.dtype or tokenizer is not None or options.takes_bytes
         if is_known and largest >= encoder.vocab_size:
@@ -234,28 +234,27 @@ def write_side(
     Raises:
         DataError: A file cannot be written.
     """
-    files, documents, tokens, largest = list[Path](), 0, 0, -1
+    side = Side([])
 
     def pieces() -> Iterator[tuple[int, TokenArray]]:
         """Yield pieces of the tokens, each within a single file, with the file's number."""
-        nonlocal documents, tokens, largest
         for block in blocks:
-            documents += block.documents
-            largest = max(largest, int(block.tokens.max(initial=0)))
+            side.documents += block.documents
+            side.largest = max(side.largest, int(block.tokens.max(initial=0)))
             chunk = block.tokens
             while chunk.size:
-                piece = chunk[: file_tokens - tokens % file_tokens]
-                yield tokens // file_tokens, piece
-                tokens, chunk = tokens + piece.size, chunk[piece.size :]
+                piece = chunk[: file_tokens - side.tokens % file_tokens]
+                yield side.tokens // file_tokens, piece
+                side.tokens, chunk = side.tokens + piece.size, chunk[piece.size :]
             count(block.read_bytes)
 
     for number, members in itertools.groupby(pieces(), itemgetter(0)):
-        files.append(path.with_name(path.name.format(number)))
-        write(files[-1], map(itemgetter(1), members))
-    if not files:
-        files.append(path.with_name(path.name.format(0)))
-        write(files[-1], ())
-    return Side(tuple(files), documents, tokens, largest)
+        side.files.append(path.with_name(path.name.format(number)))
+        write(side.files[-1], map(itemgetter(1), members))
+    if not side.files:
+        side.files.append(path.with_name(path.name.format(0)))
+        write(side.files[0], ())
+    return side
 
 
 def blocks_of(parts: Iterable[TextPart], cuts: Cuts) -> Iterator[TextBlock]:

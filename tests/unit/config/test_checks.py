@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-import trainer.config.checks
 from models.config import Family, ModelConfig
 from reprise.errors import ConfigError
 from tests.messages import refused
 from trainer.config.checkpoint import Allowed, CheckpointSection
-from trainer.config.checks import batch_problems, share_lines, validate, with_micro_batch
+from trainer.config.checks import share_lines, validate, with_micro_batch
 from trainer.config.compose import compose
 from trainer.config.derived import length_of
 from trainer.config.schema import Config
@@ -66,19 +65,6 @@ def test_auto_takes_the_evenest_shares_in_the_fewest_passes(batch: int, most: in
     assert with_micro_batch(found, ranks).train.micro_batch_size == size
     if ranks <= batch:
         validate(found, ranks)
-
-
-def test_auto_tries_no_size_that_leaves_a_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    found, tried = compose(["train.micro_batch_size=auto"]), list[int]()
-    found.train.global_batch_size = found.train.max_micro_batch_size = 10_007 * 4
-
-    def recorded(config: Config, world_size: int, consumed_samples: int) -> list[str]:
-        tried.append(config.train.micro_batch_size)
-        return batch_problems(config, world_size, consumed_samples)
-
-    monkeypatch.setattr(trainer.config.checks, "batch_problems", recorded)
-    assert with_micro_batch(found, 2).train.micro_batch_size == 20_014
-    assert tried == [1, 2, 4, 10_007, 20_014, 40_028]
 
 
 def test_auto_keeps_to_pipelines_lanes_and_schedules() -> None:

@@ -41,7 +41,6 @@ def test_an_answer_can_be_given_as_an_override(words: list[str], key: str, value
         ("--save-intervall 5", "checkpoint.save_interval=5"),
         ("model=gpt2_tiny --train-itters=7", "train.train_iters=7"),
         ("--ema_decays", "train.ema_decay=VALUE"),
-        ("--zzz=1", "--zzz"),
     ],
 )
 def test_a_misspelled_flag_is_answered_with_the_key(words: str, suggestion: str) -> None:

@@ -297,12 +297,6 @@ def test_models_and_batches_that_no_host_holds_are_refused(word: str, name: str)
         check([word, "train.device=cpu"])
 
 
-def test_all_unknown_keys_and_wrong_values_are_in_one_message() -> None:
-    with refused(ConfigError, "run.nme", "run.name", "train.lr", "optimizer.lr", "model.foo", "train.seed") as caught:
-        compose(["run.nme=k1", "train.lr=3", "model.foo=1", "train.seed=x", "train.threads=1"])
-    assert "train.threads" not in str(caught.value)
-
-
 def test_a_wrong_number_of_processes_hides_no_other_problem() -> None:
     words = ["parallel=tp2", "train.seed=-1", "train.global_batch_size=7"]
     command = f"torchrun --no-python --nproc-per-node 2 reprise train {' '.join(words)}"

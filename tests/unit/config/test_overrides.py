@@ -102,6 +102,7 @@ def test_a_mapping_that_is_null_takes_its_keys_alone(word: str) -> None:
     assert scaling("model=llama3_tiny", word, "model.rope_scaling.high_freq_factor=3") == replace(
         four, high_freq_factor=3.0
     )
+    assert scaling("model.rope_scaling.factor=${train.micro_batch_size}") == four
     assert scaling("model=llama3_1b", word) == four
     assert scaling("model=llama3_tiny", word, "model.rope_scaling=null") is None
     assert scaling("model=llama3_1b", "model.rope_scaling=null", word) == four
@@ -168,6 +169,8 @@ def test_help_is_printed_and_missing_folders_are_refused(tmp_path: Path, capsys:
 
 
 def test_every_problem_is_found_beside_a_group_that_is_wrong() -> None:
-    words = ["experiment=dmo", "train.train_itres=1", "optimizer.lr=fast", "x" * 300]
-    with refused(ConfigError, "experiment=demo", "train.train_iters", "optimizer.lr", "x" * 99):
-        compose(words)
+    words = ["experiment=dmo", "train.train_itres=1", "train.lr=fast", "model.foo=1", "train.seed=x", "x" * 300]
+    names = ("experiment=demo", "train.train_iters", "optimizer.lr", "model.foo", "train.seed", "x" * 99)
+    with refused(ConfigError, *names) as caught:
+        compose([*words, "train.threads=1"])
+    assert "train.threads" not in str(caught.value)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
-from tokenizers.normalizers import NFC, NFD, NFKC, BertNormalizer, Prepend, Replace, Strip, StripAccents
+from tokenizers.normalizers import NFD, NFKC, BertNormalizer, Prepend, Replace, Strip, StripAccents
 from tokenizers.pre_tokenizers import (
     BertPreTokenizer,
     CharDelimiterSplit,
@@ -73,30 +73,23 @@ NORMALIZERS: dict[str, Any] = {
     "Prepend": Prepend("▁"),
     "Replace over a cut": Replace("n ", "e "),
     "ByteLevel": normalizers.ByteLevel(),
-    "Sequence with Prepend": normalizers.Sequence([NFC(), Prepend("▁")]),
 }
 PRE_TOKENIZERS: dict[str, Any] = {
     "none": None,
     "ByteLevel with a space": pre_tokenizers.ByteLevel(add_prefix_space=True),
     "ByteLevel without words": BYTES,
-    "CharDelimiterSplit": CharDelimiterSplit(" "),
     "Digits": Digits(),
-    "Punctuation": Punctuation("merged_with_next"),
-    "FixedLength": FixedLength(7),
     "UnicodeScripts": UnicodeScripts(),
     "Metaspace always": Metaspace(),
     "scripts, then words": sequence(UnicodeScripts(), GPT2_SPLIT),
     "words with a first": sequence(ONE_SPACE, Metaspace(prepend_scheme="first")),
-    "bytes, then words": sequence(BYTES, split(r"[a-z]+Ġ|.")),
     "text over a cut": sequence(Split("n ", "isolated"), GPT2_SPLIT),
-    "lookahead": split(r"\w+(?=[^#]*#)|\w|\s+|[^\w\s]+"),
     "letters alone": split(r"\p{N}{1,3}"),
     "previous": split(GPT2, "merged_with_previous"),
 }
 # Their texts are cut: those in use by models of text, and those that keep the speed of many processes.
 CUT_NORMALIZERS: dict[str, Any] = {
     "BertNormalizer": BertNormalizer(),
-    "BertNormalizer as it is": BertNormalizer(False, False, False, False),
     **{kind: getattr(normalizers, kind)() for kind in ("Lowercase", "NFC", "NFD", "NFKC", "NFKD", "Nmt")},
     "StripAccents": normalizers.Sequence([NFD(), StripAccents()]),
 }
@@ -106,7 +99,6 @@ CUT_PRE_TOKENIZERS: dict[str, Any] = {
     "Whitespace": Whitespace(),
     "WhitespaceSplit": WhitespaceSplit(),
     "GPT-2": GPT2_SPLIT,
-    "GPT-2 removed": split(GPT2, "removed"),
     "GPT-2 inverted": split(GPT2, "removed", invert=True),
     "LLaMA-3": sequence(split(LLAMA3), BYTES),
     "Qwen": sequence(split(QWEN), BYTES),
@@ -114,7 +106,6 @@ CUT_PRE_TOKENIZERS: dict[str, Any] = {
     "Mistral": sequence(split(MISTRAL), BYTES),
     "DeepSeek": sequence(*map(split, DEEPSEEK), BYTES),
     "Falcon": sequence(Punctuation("contiguous"), ONE_SPACE, Digits(), split("[0-9][0-9][0-9]")),
-    "StarCoder": sequence(Digits(individual_digits=True), ONE_SPACE),
     "XLM": sequence(WhitespaceSplit(), Metaspace()),
     "words in pieces": sequence(Whitespace(), FixedLength(2), UnicodeScripts()),
     "delimiters": sequence(CharDelimiterSplit("e"), ONE_SPACE),
@@ -126,23 +117,9 @@ WHOLE |= {f"pre_tokenizer {name}": (None, pre_tokenizer) for name, pre_tokenizer
 COMPONENTS = CUT | WHOLE
 SETTINGS = ("truncation", "padding", "dropout")
 WORDS_OF_TEXT = (
-    *(
-        "Anna",
-        "banana",
-        "it's",
-        "1234567",
-        "x",
-        "x=y;",
-        "A B",
-        "e",
-        "he re",
-        "ǅ",
-        "größe",
-        "gro\u0308ße",
-        "ﬁ",
-        "東京。",
-    ),
-    *("日本語", "🙂", "...", "n", "an", "#", "ß", "ss ", "\u0301", "\u3000", "\ufb01n", "\u200b"),
+    *"Anna banana it's 1234567 x x=y; e ǅ größe gro\u0308ße ﬁ 東京。 日本語 🙂 ...".split(),  # noqa: SIM905
+    *"n an # ß \u0301 \ufb01n \u200b".split(),  # noqa: SIM905
+    *("A B", "he re", "ss ", "\u3000"),
 )
 SPACES = (" ", " ", " ", "  ", "\n", "\n", "\n\n", "\t", "\r\n", " \n ", "")
 

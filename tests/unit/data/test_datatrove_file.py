@@ -10,12 +10,8 @@ import pytest
 
 from reprise.errors import DataError
 from tests.messages import refused
-from trainer.data.batches import Samples
 from trainer.data.datatrove_file import open_datatrove_file
 from trainer.data.document_table import table_of
-from trainer.data.documents import DocumentMarks
-from trainer.data.indexed_file import open_indexed_file, write_indexed_file
-from trainer.data.token_file import open_token_file
 
 DOCUMENTS = [[1, 2, 9], [], [3, 9], [4]]
 TOKENS = [token for document in DOCUMENTS for token in document]
@@ -42,19 +38,6 @@ def test_tokens_and_documents_are_read(tmp_path: Path, token_bytes: int) -> None
     empty = open_datatrove_file(by_hand(tmp_path, []))
     assert empty.documents is not None
     assert (empty.count, empty.documents.borders().tolist()) == (0, [0])
-
-
-def test_samples_are_those_of_megatron_with_the_same_documents(tmp_path: Path) -> None:
-    tokens = np.random.default_rng(0).integers(0, 10, 500)
-    ends = np.flatnonzero(tokens == 9) + 1
-    documents = [part.tolist() for part in np.split(tokens, ends)]
-    write_indexed_file(tmp_path / "a.bin", [tokens], dtype=np.dtype(np.uint16), end_of_text=9)
-    files = [open_indexed_file(tmp_path / "a.bin"), open_datatrove_file(by_hand(tmp_path, documents))]
-    for per_document in (False, True):
-        expected, actual = (
-            Samples([file], seq_length=7, marks=DocumentMarks(None), per_document=per_document) for file in files
-        )
-        assert np.array_equal(actual.windows(np.arange(actual.count)), expected.windows(np.arange(expected.count)))
 
 
 def ends_of(*ends: int) -> bytes:
@@ -97,8 +80,3 @@ def test_an_index_that_does_not_increase_is_refused(tmp_path: Path, ends: tuple[
     Path(f"{path}.index").write_bytes(ends_of(*ends))
     with refused(DataError, ".index"):
         table_of(open_datatrove_file(path), seq_length=7, cache=None)
-
-
-def test_a_reader_of_token_files_names_the_kind_of_these(tmp_path: Path) -> None:
-    with refused(DataError, "data=datatrove"):
-        open_token_file(by_hand(tmp_path, [list(range(1024))]))

@@ -101,7 +101,7 @@ def test_a_factory_of_anything_else_is_refused() -> None:
         ("windows", "no_such_module", "PYTHONPATH"),
         ("missing", NAME, "missing"),
         ("alone", NAME, "__getitem__"),
-        ("iterable", NAME, "StatefulDataLoader"),
+        ("iterable", NAME, "iterator and str"),
     ):
         with refused(DataError, f"data.factory={module}:{name}", word):
             opened(name, module)

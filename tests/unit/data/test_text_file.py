@@ -24,9 +24,6 @@ from pyarrow import parquet
 from reprise.errors import DataError
 from tests.messages import refused
 from tests.unit.data.doors import content, of_texts, prepared, prose, trained
-from trainer.data import blocks
-from trainer.data.blocks import SplitOptions, read_blocks, split
-from trainer.data.cuts import LINES
 from trainer.data.prepared import PrepareOptions, write_prepared
 from trainer.data.sources import text_sources
 from trainer.data.text_file import open_text
@@ -94,13 +91,6 @@ def test_a_file_that_is_no_text_is_refused_with_advice(tmp_path: Path, name: str
         assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("inner", [gzipped(TEXT), zstd(TEXT), table(["a"])], ids=["gz", "zst", "parquet"])
-def test_what_is_packed_twice_is_refused(tmp_path: Path, inner: bytes) -> None:
-    (tmp_path / "in.jsonl.gz").write_bytes(gzip.compress(inner))
-    with refused(DataError, "in gzip"), open_text(tmp_path / "in.jsonl.gz"):
-        pass
-
-
 @pytest.mark.parametrize("data", [PNG, codecs.BOM_UTF8 + b"abc\xff"], ids=["PNG", "no UTF-8"])
 def test_bytes_of_any_file_train_where_they_are_asked_for(tmp_path: Path, data: bytes) -> None:
     path = tmp_path / "in"
@@ -155,16 +145,6 @@ def test_rows_and_forms_that_cannot_be_read_are_refused(
     monkeypatch.setitem(sys.modules, missing, None)
     with refused(DataError, *words):
         trained(tmp_path, tmp_path / "in")
-
-
-def test_a_line_has_a_largest_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "in.jsonl.gz"
-    path.write_bytes(gzip.compress(b'{"text": "b"}\n{"text": "' + b"a" * 3_000_000 + b'"}\n'))
-    (part,) = split(text_sources(str(path)), SplitOptions())["train"]
-    assert sum(len(block.data) for block in read_blocks(part, LINES)) == 3_000_027
-    monkeypatch.setattr(blocks, "MOST_BLOCK_BYTES", 1 << 20)
-    with refused(DataError, "line 2", "1048576"):
-        list(read_blocks(part, LINES))
 
 
 @pytest.mark.parametrize("pack", [gzip.compress, zstandard.compress])
