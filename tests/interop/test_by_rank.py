@@ -101,13 +101,6 @@ def entry(table: dict[str, Any]) -> dict[str, Any]:
     return table["metadata"]["model"]["nested_path_to_metadata"]['["transformer.wpe.weight"]'][0]
 
 
-class Runs:
-    """Runs code where it is unpickled."""
-
-    def __reduce__(self) -> Any:
-        return print, ("CODE WAS RUN",)
-
-
 def halved(folder: Path) -> None:
     content = torch.load(folder / "model_1.pt")
     content["transformer.wpe.weight"] = content["transformer.wpe.weight"][:1]
@@ -116,7 +109,6 @@ def halved(folder: Path) -> None:
 
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "another version": (edited(lambda table: table.update(version="3.0")), "version 3.0"),
-    "code in the table": (edited(lambda table: table.update(more=Runs())), "print"),
     "another placement": (edited(lambda table: entry(table)["sharding_metadata"].update(type="jagged")), "jagged"),
     "a rank less": (edited(lambda table: entry(table).update(ranks=(0,))), "its chunks hold"),
     "a file elsewhere": (
@@ -130,12 +122,11 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_folder_is_refused(tmp_path: Path, damage: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_folder_is_refused(tmp_path: Path, damage: str) -> None:
     change, words = DAMAGE[damage]
     change(write(tmp_path / "in"))
     with refused((CheckpointError, MismatchError), words):
         states.read_all(opened("dcp", tmp_path / "in", OURS))
-    assert "CODE WAS RUN" not in capsys.readouterr().out
 
 
 def test_an_untrusted_table_is_not_opened(tmp_path: Path) -> None:

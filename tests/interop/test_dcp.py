@@ -185,7 +185,6 @@ def test_weights_beside_numbered_moments_come_in_if_asked_for(tmp_path: Path, ca
 
 
 REFUSED = {
-    "fewer layers": (["model.n_layer=3"], "transformer.h.3.ln_1.weight"),
     "more layers": (["model.n_layer=5"], "transformer.h.4.ln_1.weight"),
     "vocabulary": (["model.vocab_size=300"], "[300, 24]"),
     "family": (["model=llama3_tiny"], "model.embed_tokens.weight"),

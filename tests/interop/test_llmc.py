@@ -18,17 +18,15 @@ from reprise.tensors import LiveTensor
 from tests.harness import built, compose, filled
 from tests.interop.states import (
     ALONE,
-    llmc_header,
     opened,
     overrides_of,
     random_state,
-    state_of,
     write_hf,
     write_llmc,
 )
 from tests.messages import refused
 from trainer.commands import convert
-from trainer.interop.start import WeightsKind, open_weights
+from trainer.interop.start import open_weights
 from trainer.launch.process_group import Cluster
 
 BF16 = torch.bfloat16
@@ -68,7 +66,7 @@ def test_any_box_of_any_tensor_has_its_bits(tmp_path: Path, kind: str, family: s
     write = write_llmc if kind == "file" else write_hf
     state = random_state(config.model)
     path = write(tmp_path / "theirs", state, dtype=dtype)
-    weights = open_weights(path, WeightsKind(kind), config.model, config.checkpoint)
+    weights = open_weights(path, config.model, config.checkpoint)
     for name, stored in stored_tensors(config.model).items():
         expected = state.read(name).to(dtype).float().reshape(stored.view)
         spec = TensorSpec(TensorKind.MODEL, name, stored.shape, StoredDtype.F32, stored.view)
@@ -146,12 +144,3 @@ def test_a_table_has_a_row_for_each_token(tmp_path: Path) -> None:
     path.write_bytes(content[:12] + struct.pack("<i", 400) + content[16:])
     with refused(CheckpointError, "padded_vocab_size=384", "vocab_size=400"):
         opened("llmc", path, ALONE)
-
-
-def test_a_file_that_claims_a_size_is_not_believed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    state = state_of("gpt2")
-    claimed = [*llmc_header(state.model)[:2], 1 << 24, 1 << 24, 9999, 1, 1 << 24, 1 << 24]
-    path = write_llmc(tmp_path / "model.bin", state, header=claimed)
-    assert convert.main(["import", "llmc", str(path), str(tmp_path / "never"), *ALONE]) == 2
-    assert f"({path}), expected" in capsys.readouterr().err
-    assert not (tmp_path / "never").exists()

@@ -213,7 +213,6 @@ def of_deepspeed(folder: Path) -> None:
 REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "no moments": (lambda folder: (folder / "optimizer.pt").unlink(), "--weights-only"),
     "a frozen parameter": (edit("optimizer.pt", lambda t: t["param_groups"][1]["params"].pop()), "train.freeze"),
-    "another shape": (edit("optimizer.pt", lambda t: t["state"][2].update(exp_avg=torch.zeros(3))), "h.0.attn.c_attn"),
     "another optimizer": (edit("optimizer.pt", lambda t: t["state"][2].pop("exp_avg_sq")), "another optimizer"),
     "adapters": (only("adapter_config.json"), "merge_and_unload"),
     "a loop of accelerate": (only("optimizer.bin"), "model.config.save_pretrained"),

@@ -18,11 +18,10 @@ from reprise.errors import CheckpointError, MismatchError
 from reprise.format import STATE
 from reprise.loading import Checkpoint, Chooser, LoadSource, LoadTerms, open_checkpoint
 from reprise.storage import Files, is_file
-from trainer.interop import llmc
-from trainer.interop.hf.config import differences, is_folder
-from trainer.interop.hf.folder import folder_source, open_folder, tensor_files
-from trainer.interop.samples import digest_of_samples
+from trainer.config.checkpoint import CheckpointSection
+from trainer.interop.hf.config import is_folder
 from trainer.interop.source import StateSource, adapters_of, holds_adapters, of_checkpoint
+from trainer.interop.start import open_weights, weights_identity
 
 
 def merged(checkpoint: Checkpoint, base: Path, *, averages: bool = False) -> StateSource:
@@ -86,15 +85,9 @@ def _open_base(path: Path, model: ModelConfig, digest: object, files: Files) -> 
         digest: The training base's digest. In a run, the iteration with this digest is the base.
     """
     plain = base_of(model)
-    if is_file(path):
-        file = llmc.open_file(path)
-        differences(file.model, plain, where=path, kind="file")
-        identity = {"format": "llm.c", "xxh3_64": digest_of_samples([path]).hex()}
-        return StateSource(plain, 0, has_optimizer=False, read=file.read), identity
-    if is_folder(path):
-        folder = open_folder(path)
-        identity = {"format": "transformers", "xxh3_64": digest_of_samples(tensor_files(folder)).hex()}
-        return replace(folder_source(folder, plain), tokenizer={}), identity
+    if is_file(path) or is_folder(path):
+        weights = open_weights(path, plain, CheckpointSection())
+        return StateSource(plain, 0, has_optimizer=False, read=weights.read), weights_identity(path, weights.files)
     chooser = Chooser(LoadSource.named(path, terms=LoadTerms("the base")), files, lambda _: None)
     same = (candidate for candidate in chooser.openable() if candidate.digest == digest)
     checkpoint = next(same, None) or open_checkpoint(chooser.pick(), files, may_lack=True)

@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
 from pathlib import Path
 
 import torch
@@ -17,7 +16,7 @@ from reprise.commit import check_replicas
 from reprise.errors import MismatchError
 from reprise.format import MANIFEST, STATE
 from reprise.loading import LoadReport
-from reprise.storage import ProgressLine, exists, on_this_host, unreadable
+from reprise.storage import ProgressLine, exists, is_file, on_this_host, unreadable
 from reprise.tensors import LiveTensor
 from trainer.config.checkpoint import CheckpointSection
 from trainer.interop import llmc
@@ -39,32 +38,22 @@ from trainer.run.fitting import Fit, Fitting, fill_unstored
 _log = logging.getLogger(__name__)
 
 
-class WeightsKind(Enum):
-    """The kind of source for a run's initial weights."""
-
-    folder = "folder"  # a transformers folder
-    file = "file"  # an llm.c file
-
-    @property
-    def owner(self) -> str:
-        """Return the writing program's name."""
-        return "transformers" if self is WeightsKind.folder else "llm.c"
-
-    def digest(self, path: Path) -> str:
-        """Return the weights' digest. See `Pretrained`."""
-        return digest_of_samples([path] if self is WeightsKind.file else tensor_files(open_folder(path))).hex()
-
-
-@dataclass(frozen=True, slots=True)
-class Pretrained:
-    """Weights loaded from another program's files.
+def weights_identity(path: Path, files: Sequence[Path] | None = None) -> dict[str, str]:
+    """Return the format of another program's weights, and a digest that does not depend on the path.
 
     Args:
-        digest: Digest over the file names, sizes and samples. It does not depend on the path.
-    """
+        files: The weight files. By default they are searched.
 
-    report: LoadReport
-    digest: str
+    Raises:
+        CheckpointError: A file cannot be read.
+    """
+    owner = "llm.c" if is_file(path) else "transformers"
+    if files is None:
+        files = [path] if is_file(path) else tensor_files(open_folder(path))
+    try:
+        return {"format": owner, "xxh3_64": digest_of_samples(files).hex()}
+    except OSError as error:
+        raise unreadable(error, where=path) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,18 +94,17 @@ class ForeignWeights:
 
 def load_pretrained(
     path: Path,
-    kind: WeightsKind,
     live: Sequence[LiveTensor],
     model: ModelConfig,
     cluster: Cluster,
     section: CheckpointSection,
     *,
     seed: int,
-) -> Pretrained:
-    """Fill parameters from `path`, cast to float32. All ranks must call it.
+) -> tuple[LoadReport, dict[str, str]]:
+    """Fill parameters from `path`, cast to float32. Return a report and the weights' identity.
 
-    Rows and tensors left out, as `section` allows, keep their initial values for `seed`. Each rank reads only its
-    boxes' bytes. The log names a trainer's other files in the folder.
+    All ranks must call it. Rows and tensors left out, as `section` allows, keep their initial values for `seed`. Each
+    rank reads only its boxes' bytes. The log names a trainer's other files in the folder.
 
     Args:
         live: The parameters of `model`.
@@ -128,9 +116,10 @@ def load_pretrained(
     """
     channel = cluster.channel
     with channel.agreed("pretrained/open"):
-        _require_finetune(path, kind, section)
-        weights = open_weights(path, kind, model, section, is_first=cluster.rank == 0)
-        digest = _digest(path, weights.files)
+        _require_finetune(path, section)
+        weights = open_weights(path, model, section, is_first=cluster.rank == 0)
+        identity = weights_identity(path, weights.files)
+    digest = identity["xxh3_64"]
     channel.require_same("pretrained/digest", digest, lambda first: _other_weights(path, digest, first))
     fill_unstored(weights.fit, live, model, seed)
     fitting = Fitting(weights.fit, live, weights.fit.stored((tensor.spec for tensor in live), {}))
@@ -142,11 +131,11 @@ def load_pretrained(
         report = replace(weights.fill(fitting.requests, line.add), expected=len(live))
         fitting.finish(lambda tensor: weights.fill([tensor]))
     check_replicas(live, channel, "pretrained/replicas")
-    return Pretrained(report, digest)
+    return report, identity
 
 
 def open_weights(
-    path: Path, kind: WeightsKind, model: ModelConfig, section: CheckpointSection, *, is_first: bool = True
+    path: Path, model: ModelConfig, section: CheckpointSection, *, is_first: bool = True
 ) -> ForeignWeights:
     """Open a model's weight files, mapped into memory.
 
@@ -156,7 +145,7 @@ def open_weights(
     Raises:
         TrainerError: The weights do not fit the model.
     """
-    if kind is WeightsKind.file:
+    if is_file(path):
         return _open_file(path, model, section)
     return _open_folder(path, model, section, is_first=is_first)
 
@@ -190,15 +179,8 @@ def _open_file(path: Path, model: ModelConfig, section: CheckpointSection) -> Fo
                 fix="Convert it first with `reprise convert import llmc`, and load the checkpoint.",
             )
     file = llmc.open_file(path)
-    notes = differences(file.model, model, where=path, kind=WeightsKind.file.value)
+    notes = differences(file.model, model, where=path, kind="file")
     return ForeignWeights(Fit(), notes, [path], file.read, lambda _: path)
-
-
-def _digest(path: Path, files: Sequence[Path]) -> str:
-    try:
-        return digest_of_samples(files).hex()
-    except OSError as error:
-        raise unreadable(error, where=path) from error
 
 
 def _other_weights(path: Path, digest: str, first: str) -> MismatchError:
@@ -221,17 +203,17 @@ def _trainer_note(path: Path) -> str:
     ) + (f"; {saved[-1]} beside it has the Trainer's newest checkpoint" if saved else "")
 
 
-def _require_finetune(path: Path, kind: WeightsKind, section: CheckpointSection) -> None:
+def _require_finetune(path: Path, section: CheckpointSection) -> None:
     if not section.finetune:
         raise MismatchError(
-            f"The {kind.value} holds {kind.owner} weights, not a run to continue",
+            "The path holds another program's weights, not a run to continue",
             where=path,
             found=f"no {MANIFEST}, which every checkpoint has{_trainer_note(path)}",
             fix="To start at iteration 0 from its weights, set checkpoint.finetune=true.",
         )
     if section.ckpt_step is not None:
         raise MismatchError(
-            f"A {kind.value} has no iterations",
+            "Another program's weights have no iterations",
             where=path,
             found=f"checkpoint.ckpt_step={section.ckpt_step}",
             fix="Omit checkpoint.ckpt_step.",

@@ -17,11 +17,12 @@ from reprise.stores import files_of, location
 from trainer.config import terms
 from trainer.config.checkpoint import CheckpointSection
 from trainer.interop.source import refuse_adapters
+from trainer.interop.start import weights_identity
 from trainer.record import resume_rules, run_record
 from trainer.record.resume_rules import differences, settle
 from trainer.run.build import Run
 from trainer.start.decide import Start, named_source
-from trainer.start.source import Checkpoints, Part, TensorSource, Weights, identity_of, weights_of
+from trainer.start.source import Checkpoints, Part, TensorSource, Weights, identity_of
 
 if TYPE_CHECKING:
     from reprise.local import HostFolders
@@ -64,7 +65,7 @@ def _source(section: CheckpointSection, choice: Json) -> TensorSource:
     """Return the tensor source for a choice by `named_source`, or for the exact checkpoint chosen by `_same_base`."""
     path = location(choice["path"])
     if choice["kind"] != "checkpoint":
-        return weights_of(choice)
+        return Weights(Path(choice["path"]))
     if section.base is not None:
         return Checkpoints(LoadSource(path, terms=terms.BASE), loads_weights_alone=True)
     source = LoadSource(path, None if choice.get("is_exact") else section.ckpt_step, terms.LOAD)
@@ -85,7 +86,7 @@ def _same_base(run: Run, choice: Json, adapters: TensorSource) -> Json:
     where, expected = saved
     source = _source(run.config.checkpoint, choice)
     if isinstance(source, Weights):
-        identity = {"format": source.kind.owner, "xxh3_64": source.kind.digest(source.path)}
+        identity = weights_identity(source.path)
     else:
         assert isinstance(source, Checkpoints)
         newest: Checkpoint | None = None

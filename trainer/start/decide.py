@@ -23,7 +23,6 @@ from trainer.interop.hf.config import is_folder
 from trainer.interop.hf.folder import no_folder, trainer_checkpoints
 from trainer.interop.llmc import WEIGHTS, foreign
 from trainer.interop.megatron.refuse import refuse_megatron
-from trainer.interop.start import WeightsKind
 from trainer.launch.process_group import Cluster
 from trainer.launch.relaunch import Launch
 from trainer.metrics.json_lines import METRICS
@@ -31,7 +30,7 @@ from trainer.metrics.jsonl_file import last_recorded_iteration, last_saved_itera
 from trainer.saves.targets import Saves
 from trainer.start.identity import find_journal, saved_lineages
 from trainer.start.journal import RUN_FILE
-from trainer.start.source import Checkpoints, InitialValues, TensorSource, weights_of
+from trainer.start.source import Checkpoints, InitialValues, TensorSource, Weights
 
 _log = logging.getLogger(__name__)
 
@@ -142,7 +141,7 @@ def decide(config: Config, cluster: Cluster, saves: Saves) -> Start:
         folder = LoadSource(location(choice["path"]), section.ckpt_step, terms.LOAD, lineage if is_own else None)
         source = Checkpoints(folder, section.loads_weights_alone, is_own)
     elif choice:
-        source = weights_of(choice)
+        source = Weights(Path(choice["path"]))
     if not isinstance(source, Checkpoints):
         require_batches(config, cluster.world_size, 0)
     return Start(
@@ -190,8 +189,7 @@ def named_source(path: Path, *, with_weights: bool = True) -> Json:
             "`reprise convert import` reads other formats.",
         )
     if is_file(path) or is_folder(path):
-        kind = WeightsKind.file if is_file(path) else WeightsKind.folder
-        return {"kind": kind.value, "path": str(path)}
+        return {"kind": "weights", "path": str(path)}
     source = LoadSource.named(path).path
     if source == path and trainer_checkpoints(path) and not CheckpointFolder(path, files_of(path)).committed():
         raise no_folder(path)

@@ -18,7 +18,7 @@ from reprise.storage import Json
 from reprise.tensors import LiveTensor
 from trainer.config.checkpoint import CheckpointSection, Verify
 from trainer.interop.source import has_averages
-from trainer.interop.start import WeightsKind, load_pretrained
+from trainer.interop.start import load_pretrained
 from trainer.optim.table import AVERAGE
 from trainer.record.run_record import saved_frozen, saved_model, saved_moments
 from trainer.run.build import Run
@@ -93,22 +93,20 @@ class Weights:
     """Another program's weights."""
 
     path: Path
-    kind: WeightsKind
 
     def fill(self, run: Run, part: Part) -> Filled:
         """Fill a part with the weights, cast to float32."""
         seed = run.config.train.seed
-        pretrained = load_pretrained(
+        report, identity = load_pretrained(
             self.path,
-            self.kind,
             part.weights(),
             part.model,
             run.cluster,
             part.section,
             seed=seed,
         )
-        _log_load(run, pretrained.report, part.name or "weights", self.path)
-        return Filled({"format": self.kind.owner, "xxh3_64": pretrained.digest})
+        _log_load(run, report, part.name or "weights", self.path)
+        return Filled(identity)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,11 +143,6 @@ class Checkpoints:
             _log.info(f"loaded iteration {checkpoint.iteration}: {restored.loaded_from}; {seconds:.1f} s")
         _log_load(run, report, part.name or f"iteration {checkpoint.iteration}", checkpoint.path)
         return Filled(identity_of(checkpoint), restored)
-
-
-def weights_of(choice: Json) -> Weights:
-    """Return another program's weights by their kind and path."""
-    return Weights(Path(choice["path"]), WeightsKind(choice["kind"]))
 
 
 def identity_of(checkpoint: Checkpoint) -> Json:

@@ -19,7 +19,7 @@ from tests.harness import TINY, built, compose, filled
 from tests.messages import refused, says
 from trainer.config.checkpoint import CheckpointSection
 from trainer.config.schema import Config
-from trainer.interop.start import WeightsKind, load_pretrained
+from trainer.interop.start import load_pretrained
 from trainer.launch.process_group import Cluster
 from trainer.launch.relaunch import Launch
 from trainer.saves.targets import build_saves
@@ -292,7 +292,6 @@ def test_a_state_of_the_trainer_is_called_another_program_s(tmp_path: Path) -> N
     with refused(MismatchError, "checkpoint.finetune=true", "checkpoint-20 beside it") as caught:
         load_pretrained(
             output,
-            WeightsKind.folder,
             [],
             config_in(tmp_path / "run").model,
             cluster_of(single_rank_channel()),

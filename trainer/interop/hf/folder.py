@@ -18,7 +18,7 @@ from reprise.format import INDEX
 from reprise.storage import Json, exists, is_dir, is_file, json_file, matching, shown
 from trainer.data.tokenizer_beside import tokenizer_files_in
 from trainer.interop.formats import few
-from trainer.interop.hf.config import CONFIG, differences, is_folder, read_folder_model, require_layers
+from trainer.interop.hf.config import CONFIG, is_folder, read_folder_model, require_layers
 from trainer.interop.pointers import refuse_pointers
 from trainer.interop.source import StateSource
 from trainer.interop.stored import misfits, require_none
@@ -183,21 +183,17 @@ def _stored_name(folder: HfFolder, name: str) -> str:
     return name if name in folder.tensors else name.split(".", 1)[1]
 
 
-def folder_source(folder: HfFolder, model: ModelConfig | None = None) -> StateSource:
+def folder_source(folder: HfFolder) -> StateSource:
     """Return a folder's weights as a source, and log settings missing from the model.
 
-    Args:
-        model: The expected model. By default the folder's own.
-
     Raises:
-        MismatchError: The folder's tensors or model do not match.
+        MismatchError: The folder's tensors do not match its model.
     """
-    expected = folder.model if model is None else model
-    for line in [*([] if model is None else differences(folder.model, model, where=folder.path)), *folder.lost]:
+    for line in folder.lost:
         _log.warning(line)
-    tensors = stored_tensors(folder, expected)
-    check_tied(folder, expected)
-    return StateSource(expected, 0, False, tensors.__getitem__, tokenizer_files_in(folder.path))
+    tensors = stored_tensors(folder, folder.model)
+    check_tied(folder, folder.model)
+    return StateSource(folder.model, 0, False, tensors.__getitem__, tokenizer_files_in(folder.path))
 
 
 def check_tied(folder: HfFolder, model: ModelConfig) -> None:
