@@ -224,7 +224,7 @@ def test_a_command_sets_where_a_run_begins_once_a_launch(tmp_path: Path) -> None
         (False, AFRESH, ANEW, "anew"),
     ],
 )
-def test_a_folder_of_version_0_2_is_judged_by_tracker_and_log(
+def test_a_folder_of_version_0_2_is_judged_by_its_log(
     tmp_path: Path, saved: bool, lineage: Lineage, command: str, what: str
 ) -> None:
     """Its `run.json` has no newest save. A start over that was killed before it saved begins again."""

@@ -71,7 +71,7 @@ def test_equal_bits_are_no_difference(tmp_path: Path, values: torch.Tensor) -> N
 def test_replicas_of_one_side_that_differ_are_a_difference(tmp_path: Path) -> None:
     parts = record(tmp_path / "a", torch.zeros(2)).parts[PLACE]
     equal, other = (replace(parts[0], rank=1, offset=(0,), tensor_shape=(2,), digest=digest) for digest in "12")
-    sides = (StepRecord({}, {PLACE: [equal, replica]}) for replica in (other, equal))
+    sides = (StepRecord({}, {PLACE: [replica, equal]}) for replica in (other, equal))
     found = first_difference(*sides)
     assert found is not None
     assert found.detail == "ranks hold the same part with different values"
