@@ -1,4 +1,4 @@
-"""The `checkpoint` section with its keys' ranges, grouped by use. The keys themselves are flat."""
+"""The `checkpoint` section, grouped by use. The keys themselves are flat."""
 
 from __future__ import annotations
 

@@ -107,6 +107,7 @@ def test_a_mapping_that_is_null_takes_its_keys_alone(word: str) -> None:
     assert scaling("model=llama3_tiny", word, "model.rope_scaling=null") is None
     assert scaling("model=llama3_1b", "model.rope_scaling=null", word) == four
     assert compose_values({"model.rope_scaling": {"factor": 4.0}}).model.rope_scaling == four
+    assert compose_values({"model.rope_scaling": {"factor": 8.0}}, [word]).model.rope_scaling == four
     with refused(ConfigError, "model.rope_scaling.factor"):
         compose(["model=llama3_tiny", word.replace("factor", "fator")])
 
