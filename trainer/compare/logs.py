@@ -6,7 +6,6 @@ import csv
 import io
 import itertools
 import json
-import math
 import re
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from datetime import datetime
@@ -25,7 +24,7 @@ from trainer.compare.formats import (
     Meaning,
     column_form_of,
 )
-from trainer.metrics.json_lines import read_chunks, value_of
+from trainer.metrics.json_lines import read_chunks
 from trainer.metrics.log_file import VALID_LOSS, columns_of
 
 _CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
@@ -131,8 +130,8 @@ def _collect(entries: Iterator[Entry], source: str, notes: list[str], *, last_wi
                 raise DataError(
                     f"Iteration {iteration} comes twice with different values",
                     where=where,
-                    expected=f"loss {value_of(earlier, 'loss')[0]:.9g}",
-                    found=f"loss {value_of(record, 'loss')[0]:.9g}",
+                    expected=f"loss {earlier['loss']:.9g}",
+                    found=f"loss {record['loss']:.9g}",
                     fix="For several ranks, keep one rank's lines. For a resumed run, --last-wins takes the later "
                     "launch.",
                 )
@@ -144,8 +143,9 @@ def _collect(entries: Iterator[Entry], source: str, notes: list[str], *, last_wi
     return points
 
 
-def _timeless(record: Json) -> Json:
-    return {name: value for name, value in record.items() if name not in (ELAPSED, CLOCK)}
+def _timeless(record: Json) -> dict[str, str]:
+    """Return a record's values, but its times, as texts: NaN then equals itself."""
+    return {name: repr(value) for name, value in record.items() if name not in (ELAPSED, CLOCK)}
 
 
 def _entries_of_lines(
@@ -248,24 +248,16 @@ def first_object(text: str) -> dict[str, object] | None:
 
 
 def _record(count: str, cells: Mapping[str, str], meaning: Meaning, where: str, *, has_groups: bool = False) -> Json:
-    """Return a record as in a metrics.jsonl: decimals under their names, and exact values in hex."""
-    record: Json = {"iteration": int(re.sub(r"\D", "", count)) + 1 - meaning.first}
-    for quantity, cell in cells.items():
-        value, is_exact = _read_number(cell.replace(",", "") if has_groups else cell, where)
-        record |= {f"{quantity}_hex": value.hex()} if is_exact else {quantity: value}
-    return record
-
-
-def _read_number(text: str, where: str) -> tuple[float, bool]:
-    """Parse a number, and return whether it is exact: in hex, NaN or infinity.
+    """Return a record as in a metrics.jsonl.
 
     Raises:
-        DataError: The text is not a number.
+        DataError: A cell is not a number.
     """
-    is_hex = "0x" in text.lower()
-    try:
-        value = float.fromhex(text) if is_hex else float(text)
-    except (ValueError, OverflowError) as error:
-        fix = "Write the log with decimal points, for example with LC_ALL=C." if "," in text else None
-        raise DataError("Cannot read a number", where=where, found=repr(text[:60]), fix=fix) from error
-    return value, is_hex or not math.isfinite(value)
+    record: Json = {"iteration": int(re.sub(r"\D", "", count)) + 1 - meaning.first}
+    for quantity, cell in cells.items():
+        try:
+            record[quantity] = float(cell.replace(",", "") if has_groups else cell)
+        except ValueError as error:
+            fix = "Write the log with decimal points, for example with LC_ALL=C." if "," in cell else None
+            raise DataError("Cannot read a number", where=where, found=repr(cell[:60]), fix=fix) from error
+    return record

@@ -26,6 +26,7 @@ from tests.messages import refused
 from trainer.compare.read import read_curve
 from trainer.launch.start_times import StartTimes
 from trainer.metrics import jsonl_file
+from trainer.metrics.event_file import EventFile
 from trainer.metrics.jsonl_file import JsonlFile, cut_after, last_recorded_iteration, last_saved_iteration
 from trainer.metrics.launch_log import LaunchOutcome
 from trainer.metrics.memory import MemoryPeaks
@@ -147,7 +148,9 @@ def test_lines_wait_for_a_disk_that_fails(
     log.close()
 
 
-def test_a_failing_disk_costs_tensorboard_points_not_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failing_disk_costs_tensorboard_points_not_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     log = run_log(tmp_path, sinks=["tensorboard"])
     log.open(0, "a: 1\n")
     (tmp_path / "tensorboard").write_text("a file where the folder is to be")
@@ -157,12 +160,16 @@ def test_a_failing_disk_costs_tensorboard_points_not_the_run(tmp_path: Path, cap
     assert caplog.text.count("could not be written to tensorboard") == 1
     (tmp_path / "tensorboard").unlink()
     log.iteration(iteration_record(3))
-    log.sync()
+    with monkeypatch.context() as patch:  # a write that fails may have left half a record
+        patch.setattr(EventFile, "write", lambda *_: os.rmdir(tmp_path))
+        log.iteration(iteration_record(4))
+    log.iteration(iteration_record(5))
     log.close()
-    assert iterations(tmp_path / "metrics.jsonl") == [1, 2, 3]
+    assert iterations(tmp_path / "metrics.jsonl") == [1, 2, 3, 4, 5]
+    assert len([*(tmp_path / "tensorboard").iterdir()]) == 2
     points = EventAccumulator(str(tmp_path / "tensorboard"))
     points.Reload()
-    assert [event.step for event in points.Scalars("loss/train")] == [3]
+    assert [event.step for event in points.Scalars("loss/train")] == [3, 5]
 
 
 def test_training_goes_on_while_a_save_syncs_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -226,6 +226,13 @@ def test_a_run_without_an_id_keeps_its_remote_run(run: LoggedRun, tracker: Memor
 
 
 def test_values_that_are_none_are_left_out() -> None:
-    members = {"loss": 1.5, "norm_hex": "zz", "lr": 10**400, "time": "x", "start": {"load": "y", "data": 2.0}}
+    members = {
+        "loss": 1.5,
+        "norm_hex": "zz",
+        "lr": 10**400,
+        "time": "x",
+        "skipped": True,
+        "start": {"load": "y", "data": 2.0},
+    }
     row = row_of(0, {"iteration": 7, **members})
-    assert (row.time, dict(row.figures)) == (0.007, {"train/loss": 1.5, "start/data": 2.0})
+    assert (row.time, dict(row.figures)) == (0.007, {"train/loss": 1.5, "train/skipped": 1, "start/data": 2.0})
