@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, fields, replace
 from enum import Enum
-from types import UnionType
-from typing import Any, get_args, get_origin
+from typing import Any
 
 from models.adapters import adapter_problems
 from models.config import ADDED, Activation, Family, LoraConfig, ModelConfig, RopeScaling
@@ -119,7 +118,6 @@ def saved_model(state: Json, *, where: object) -> ModelConfig:
         lora: dict[str, Any] = dict(_table(values.pop("lora", {})))
         scaling = None if scaling is None else RopeScaling(**scaling)
         model = ModelConfig(**values, rope_scaling=scaling, lora=LoraConfig(**lora))
-        _check_types(model)
         reasons = problems(model) or adapter_problems(model)
     if reasons:
         raise CheckpointError("A state file has a model that cannot be built", where=where, found="; ".join(reasons))
@@ -133,34 +131,9 @@ def _family(name: object) -> Family:
     return Family(name)
 
 
-def _check_types(model: ModelConfig) -> None:
-    """Refuse members whose type differs from the schema's. An integer is accepted for a float."""
-    for table in (model, model.rope_scaling, model.lora):
-        for field in () if table is None else fields(table):
-            value = getattr(table, field.name)
-            kinds = get_args(field.type) if isinstance(field.type, UnionType) else (field.type,)
-            if not any(_has_type(value, kind) for kind in kinds):
-                raise TypeError(f"{field.name} is {value!r}")
-
-
-def _has_type(value: object, kind: Any) -> bool:
-    if kind is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    if get_origin(kind) is list:
-        return isinstance(value, list) and all(_has_type(member, get_args(kind)[0]) for member in value)
-    return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
-
-
-def saved_frozen(state: Json, model: ModelConfig, *, where: object) -> frozenset[str]:
-    """Return the stored names of parameters frozen when a state file was written.
-
-    Raises:
-        CheckpointError: Its patterns are malformed.
-    """
+def saved_frozen(state: Json, model: ModelConfig) -> frozenset[str]:
+    """Return the stored names of parameters frozen when a state file was written."""
     patterns = state.get("freeze", [])
-    with reading_state("patterns for frozen parameters", where):
-        if not isinstance(patterns, list) or not all(isinstance(pattern, str) for pattern in patterns):
-            raise TypeError(f"{patterns!r} is not a list of names")
     return frozen_names(model, patterns) if patterns else frozenset()
 
 

@@ -180,10 +180,10 @@ class Saves:
             keeps_weights: Whether the run continues from its own checkpoint.
         """
         for target in self.targets:
-            kept = iteration if target.has_state or keeps_weights else -1
-            target.saver.rewind(kept)
+            newest = iteration if target.has_state or keeps_weights else -1
+            target.saver.rewind(newest)
             if not target.has_state:  # an earlier launch may have ended between its checkpoint and its weights
-                target.saver.find_saved(kept)
+                target.saver.find_saved(newest)
 
     def __enter__(self) -> Saves:
         """Return the targets."""

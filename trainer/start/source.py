@@ -204,7 +204,7 @@ class _Load:
         state, path, model, section = checkpoint.state, checkpoint.path, self._part.model, self._part.section
         if self._is_exact:  # without moments for parameters frozen when the checkpoint was saved
             optimizer = replace(self._run.config.optimizer, moments_dtype=saved_moments(state, where=path))
-            frozen, averages = saved_frozen(state, model, where=path), self._run.state.averages
+            frozen, averages = saved_frozen(state, model), self._run.state.averages
             specs = checkpoint_specs(model, optimizer, frozen, averages=averages and has_averages(checkpoint))
             return Fit(), Fit().stored(specs, {})
         fit = Fit.of(section, saved_model(state, where=path) if section.resize else model, model)

@@ -243,15 +243,15 @@ class _Passes:
 class _Recorded:
     """A gradient reduction calling a function after the gradients are reduced."""
 
-    def __init__(self, reduction: GradientReduction, done: Callable[[], None]) -> None:
-        self._reduction, self._done = reduction, done
+    def __init__(self, reduction: GradientReduction, callback: Callable[[], None]) -> None:
+        self._reduction, self._callback = reduction, callback
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._reduction, name)
 
     def finish(self) -> None:
         self._reduction.finish()
-        self._done()
+        self._callback()
 
 
 def box_digest(local: torch.Tensor, offset: Sequence[int], tensor_shape: Sequence[int]) -> int:

@@ -82,7 +82,7 @@ def test_nothing_is_known_of_imported_samples() -> None:
     assert after(saved, state(a="1/2", b="1/2"), 100) is None
 
 
-WEIGHTS = ({"a": "0"}, {"a": "1/0"}, {"a": "1e999999999"}, {"a": float("inf")}, [1])
+WEIGHTS = ({"a": "1/0"}, {"a": float("inf")}, [1])
 BLENDS: tuple[object, ...] = ({"position": -1, "consumed": {}}, {"position": 1, "consumed": [1]})
 
 

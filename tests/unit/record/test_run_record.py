@@ -61,19 +61,12 @@ def test_a_saved_model_is_the_model_that_was_recorded() -> None:
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("head_dim", 14.0), ("head_dim", True), ("head_dim", "14"), ("lora", 3), ("lora", {"rank": "4"}),
-        ("lora", {"rank": 4, "other": 1}), ("lora", {"rank": 4, "target_modules": [1]}), ("lora", {"rank": -1}),
+        ("head_dim", "14"), ("lora", 3), ("lora", {"rank": 4, "other": 1}), ("lora", {"rank": -1}),
     ],
 )  # fmt: skip
 def test_a_malformed_model_of_a_record_is_refused(key: str, value: object) -> None:
     with refused(CheckpointError, "x"):
         run_record.saved_model({"model": {**run_record.model_record(QWEN3), key: value}}, where="x")
-
-
-@pytest.mark.parametrize("patterns", ["transformer.*", [1], {}])
-def test_malformed_patterns_of_frozen_names_are_refused(patterns: object) -> None:
-    with refused(CheckpointError, "x"):
-        run_record.saved_frozen({"freeze": patterns}, QWEN3, where="x")
 
 
 @pytest.mark.parametrize("optimizer", [7, {"moments_dtype": "float16"}, {"moments_dtype": [1]}])

@@ -111,7 +111,7 @@ def saved_adam(checkpoint: Checkpoint, config: ModelConfig, *, to: str = "DCP") 
     except ValueError as error:
         raise CheckpointError("A state file has no learning rate", where=where, found=str(error)) from error
     betas = (adam.adam_beta1, adam.adam_beta2)
-    frozen = saved_frozen(checkpoint.state, config, where=where)
+    frozen = saved_frozen(checkpoint.state, config)
     return SavedAdam(lr, betas, adam.adam_eps, adam.weight_decay, no_decay_names(config), frozen)
 
 
