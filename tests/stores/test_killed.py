@@ -21,7 +21,7 @@ from reprise.stores import mirror_pass
 from reprise.stores.client import StoreClient
 from reprise.stores.mirror_pass import MirrorPass
 from reprise.stores.store import end_child
-from reprise.stores.upload import Upload
+from reprise.stores.upload import SourceChangedError, Upload
 from reprise.stores.url import StoreUrl
 from tests.messages import refused
 from tests.profiles import SEED, day, slow
@@ -157,6 +157,18 @@ def test_a_copy_into_a_store_may_end_at_any_call(tmp_path: Path, step: int) -> N
         number += step
     end_child()
     assert number > 15
+
+
+def test_an_upload_whose_folder_another_has_taken_is_not_committed(tmp_path: Path) -> None:
+    target, uploads = StoreUrl.parse(f"file://{tmp_path / 'store'}"), list[Upload]()
+    for add in (0, 0.5):
+        save(tmp_path / f"run{add}", [5], add=add)
+        uploads.append(upload := Upload(StoreClient(), target, tmp_path / f"run{add}" / iteration_name(5)))
+        for name in upload.begin() or ():
+            upload.send(name)
+    with pytest.raises(SourceChangedError):
+        uploads[0].commit()
+    assert uploads[1].commit()
 
 
 def test_a_copy_clears_only_what_an_upload_has_left(tmp_path: Path) -> None:
