@@ -169,8 +169,12 @@ class Resolved:
 
 def unlike(text: str, first: str, *, rank: int) -> ConfigError:
     """Return the error for a rank whose configuration differs from rank 0's, given both as YAML. It names the keys."""
-    here, there = (flattened(yaml.safe_load(each)) for each in (text, first))
-    names = sorted(key for key in {*here, *there} if key not in here or key not in there or here[key] != there[key])
+    values, first_values = (flattened(yaml.safe_load(each)) for each in (text, first))
+    names = sorted(
+        key
+        for key in {*values, *first_values}
+        if key not in values or key not in first_values or values[key] != first_values[key]
+    )
     more = f" and {len(names) - _MOST_KEYS} more" if len(names) > _MOST_KEYS else ""
     keys = f"other values of {', '.join(names[:_MOST_KEYS])}{more}" if names else None
     fix = "Enter the same command, with the same environment variables, on every host."
