@@ -159,7 +159,7 @@ def test_a_copy_into_a_store_may_end_at_any_call(tmp_path: Path, step: int) -> N
     assert number > 15
 
 
-def test_an_upload_whose_folder_another_has_taken_is_not_committed(tmp_path: Path) -> None:
+def test_an_upload_to_a_taken_folder_is_not_committed(tmp_path: Path) -> None:
     target, uploads = StoreUrl.parse(f"file://{tmp_path / 'store'}"), list[Upload]()
     for add in (0, 0.5):
         save(tmp_path / f"run{add}", [5], add=add)
