@@ -107,7 +107,7 @@ class Filling:
         """Replace the values, after this rank has filled its tensors. Calling it twice has the same effect.
 
         Raises:
-            MismatchError: An object refuses its state.
+            MismatchError: An object refuses its state, or a module does not know an entry.
         """
         tree = self._tree
         with own_modes():  # increases all version counters, for DTensors and tied tensors too
@@ -117,7 +117,13 @@ class Filling:
                     copy()
         for where, (value, receiver) in self._taken.items():  # outside `own_modes`: this is the caller's code
             receiver.load(where, insert_tensors(value, self._tensors))
-        unknown = (name for entries in tree.modules.values() for name in entries.load())
+        unknown = [name for entries in tree.modules.values() for name in entries.load()]
+        if unknown and self._strict in (True, "model"):
+            raise MismatchError(
+                "A module does not know entries of the checkpoint's state dict",
+                found=", ".join(unknown),
+                fix='Build it as it was when the checkpoint was saved, or pass strict="missing".',
+            )
         self._unexpected = list(dict.fromkeys((*self._unexpected, *unknown)))
 
     def result(self, *, is_first: bool) -> LoadedState:

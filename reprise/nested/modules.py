@@ -17,9 +17,9 @@ from torch import nn
 
 from reprise.errors import CheckpointError, MismatchError
 from reprise.nested.stored_names import Keys, pointer
-from reprise.nested.typed_values import require_text_keys
-from reprise.tensors.live import canonical_name, memory_holder, named_tensors
-from reprise.tensors.modes import overwrite
+from reprise.nested.typed_values import leaves, require_text_keys
+from reprise.tensors.file_form import bytes_of
+from reprise.tensors.live import canonical_name, local_of, memory_holder, named_tensors
 
 _EXTRA_STATE = "_extra_state"  # torch's state dict key for it
 
@@ -88,22 +88,17 @@ class ModuleEntries:
     def load(self) -> list[str]:
         """Load the collected entries into the module, and return the names unknown to it.
 
-        Its parameters and buffers keep the checkpoint's bits, in whichever form its `state_dict()` has them.
-
         Raises:
             MismatchError: The module raised an error.
         """
         if not self.received:
             return []
-        tensors = {name: tensor.detach().clone() for name, tensor in named_tensors(self.module)}
         with _taking(pointer((*self.keys, self.prefix.removesuffix(".")))):
             state = self.module.state_dict()
             keys = {canonical_name(key): key for key in state}
             state.update({keys.get(name, name): value for name, value in self.received.items()})
+            state.update({keys[name]: tensor for name, tensor in named_tensors(self.module) if name in keys})
             result = self.module.load_state_dict(state, strict=False)
-            for name, tensor in named_tensors(self.module):
-                if name in tensors:  # unless loading created it
-                    overwrite(tensor, tensors[name])
         unknown = {canonical_name(key) for key in getattr(result, "unexpected_keys", ())}
         return [pointer((*self.keys, self.prefix + name)) for name in self.received if name in unknown]
 
@@ -112,7 +107,8 @@ def entries_of(keys: Keys, model: nn.Module) -> tuple[dict[str, ModuleEntries], 
     """Return the submodules with their own `state_dict()`, by prefix, and the extra entries, by name.
 
     Raises:
-        CheckpointError: A key cannot be stored.
+        CheckpointError: A key cannot be stored, or the module's `state_dict()` returns a parameter or buffer in another
+            form, which leaves open which form counts.
     """
     parts: dict[str, ModuleEntries] = {}
     receivers: dict[str, Receiver] = {}
@@ -156,13 +152,32 @@ def _extra_entries(entries: ModuleEntries) -> dict[str, object]:
     """Return the entries that are neither parameters nor buffers, nor views into them."""
     state, tensors = entries.module.state_dict(), dict(named_tensors(entries.module))
     require_text_keys(state, (*entries.keys, entries.prefix))
-    memory = {_memory(tensor) for tensor in tensors.values()}
     values = {canonical_name(key): value for key, value in state.items()}
-    return {
+    other_forms = [name for name, tensor in tensors.items() if name in values and not _is_same(values[name], tensor)]
+    memory = {_memory(tensor) for tensor in tensors.values()}
+    extra_values = {
         name: value
         for name, value in values.items()
         if name not in tensors and not (isinstance(value, torch.Tensor) and _memory(value) in memory)
     }
+    if any(_has_tensor(value) and name.rpartition(".")[2] != _EXTRA_STATE for name, value in extra_values.items()):
+        shown_memory = {_memory(leaf) for _, leaf in leaves(values) if isinstance(leaf, torch.Tensor)}
+        other_forms += [
+            name for name, tensor in tensors.items() if name not in values and _memory(tensor) not in shown_memory
+        ]
+    if other_forms:
+        raise CheckpointError(
+            "A module's state_dict() returns a parameter or buffer in another form",
+            where=pointer((*entries.keys, entries.prefix + other_forms[0])),
+            found=type(entries.module).__name__,
+            fix="Pass module.state_dict() to `save_state_dict`. To load, fill a state dict with `load_state_dict`, and "
+            "pass it to module.load_state_dict().",
+        )
+    return extra_values
+
+
+def _has_tensor(value: object) -> bool:
+    return any(isinstance(leaf, torch.Tensor) for _, leaf in leaves(value))
 
 
 def _has_own_state_dict(module: nn.Module) -> bool:
@@ -172,6 +187,16 @@ def _has_own_state_dict(module: nn.Module) -> bool:
             return True
     hooks = (*module._state_dict_hooks.values(), *module._state_dict_pre_hooks.values())
     return any(not (getattr(hook, "__module__", "") or "").startswith("torch.distributed.") for hook in hooks)
+
+
+def _is_same(value: object, tensor: torch.Tensor) -> bool:
+    """Return whether an entry is a live tensor, has its bits, or has the bits of its cast."""
+    if not isinstance(value, torch.Tensor) or value.shape != tensor.shape:
+        return False
+    memory, live = local_of(value), local_of(tensor)
+    if memory.is_set_to(live):
+        return True
+    return memory.shape == live.shape and bytes_of(memory).to(live.device).equal(bytes_of(live.to(memory.dtype)))
 
 
 def _memory(tensor: torch.Tensor) -> int | None:

@@ -159,16 +159,21 @@ class Left(_Scaled):
         del state_dict[f"{prefix}bias"]
 
 
-class Turned(SavesMore):
-    """It gives its weight transposed, and the scale beside it."""
+class Packed(_Scaled):
+    """It gives its weight as bytes with a scale: which of both counts, nobody can tell."""
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        weight = destination.pop(f"{prefix}weight")
+        destination[f"{prefix}packed"] = (weight * 16).round().to(torch.int8)
+
+
+class Turned(_Scaled):
+    """It gives its weight transposed."""
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         destination[f"{prefix}weight"] = destination[f"{prefix}weight"].T
-
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
-        state_dict[f"{prefix}weight"] = state_dict[f"{prefix}weight"].T
-        super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
 class Informs(_Scaled):
@@ -207,10 +212,10 @@ def _plain(_: random.Random) -> nn.Module:
     return nn.Linear(SIZE, SIZE)
 
 
-CARRIED = (_plain, SavesMore, SavesMoreLater, Overrides, Hooked, Extra, Renamed, Cast, Left, Turned)
-MODULES: list[Callable[[random.Random], nn.Module]] = [*CARRIED * 6, Informs, Unstorable]
+CARRIED = (_plain, SavesMore, SavesMoreLater, Overrides, Hooked, Extra, Renamed, Cast, Left)
+MODULES: list[Callable[[random.Random], nn.Module]] = [*CARRIED * 6, Packed, Turned, Informs, Unstorable]
 # Those that a checkpoint refuses, and the key that it names.
-REFUSED = {Unstorable: "unstorable"}
+REFUSED = {Packed: "weight", Turned: "weight", Informs: "informs", Unstorable: "unstorable"}
 
 
 class Nested(torch.optim.Optimizer):
