@@ -188,7 +188,7 @@ def _reason(folder: CheckpointFolder, checkpoint: Checkpoint) -> str:
         return "held"
     with contextlib.suppress(FileNotFoundError):
         record = from_bytes(read_regular(folder.root / MIRROR), where=folder.root / MIRROR)
-        if record.rule.unmirrored(folder.root, folder.committed(), [checkpoint.iteration]):
+        if record.rule.unmirrored(folder.root, folder.committed(), [checkpoint.iteration], at_end=True):
             return f"not in {record.rule.url} yet"
     return ""
 

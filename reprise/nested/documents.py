@@ -8,6 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from reprise.errors import CheckpointError, MismatchError, count_of
 from reprise.format.layout import TensorKind
 from reprise.format.names import FORMAT, STATE
@@ -200,6 +202,10 @@ def _parsed(section: Section) -> StoredState:
         *parents, last = keys_of_pointer(where)
         container = _dict_at(root, parents)
         container[last] = DICTS[section["classes"][where]](container.get(last, ()))
+    for name in section["dtypes"].values():
+        _require(isinstance(getattr(torch, name), torch.dtype), name)
+    for order in section["orders"].values():
+        _require(sorted(order) == [*range(len(order))], order)
     groups = {where: members for where, members in section["groups"].items() if members}
     return StoredState(root, values, groups, section["dtypes"], section["orders"])
 

@@ -13,7 +13,7 @@ from torch import nn
 from reprise.errors import CheckpointError, MismatchError, count_of
 from reprise.loading.reader import Checkpoint
 from reprise.nested.stored_names import OPTIMIZER, Keys, pointer
-from reprise.nested.typed_values import decode_number, encode_number, require_text_keys
+from reprise.nested.typed_values import decode_number, encode_number, leaves, require_text_keys
 from reprise.storage.json_file import Json
 from reprise.tensors.live import canonical_name, parameter_names
 
@@ -189,10 +189,14 @@ def _refuse_extra_state(optimizer: torch.optim.Optimizer) -> None:
     """
     if type(optimizer).state_dict is torch.optim.Optimizer.state_dict:
         return
-    if extra := optimizer.state_dict().keys() - {"state", "param_groups"}:
+    state_dict, groups = optimizer.state_dict(), getattr(optimizer, "param_groups", ())
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    state = {number: optimizer.state.get(parameter) for number, parameter in enumerate(parameters)}
+    expected = {keys for keys, _ in leaves({"state": state, "param_groups": [*groups]}, OPTIMIZER[:1])}
+    if extra := [keys for keys, _ in leaves(dict(state_dict), OPTIMIZER[:1]) if keys not in expected]:
         raise CheckpointError(
             "An optimizer's own state_dict() has content beyond its groups and its parameters' state",
-            where=pointer((*OPTIMIZER[:1], min(map(str, extra)))),
+            where=pointer(extra[0]),
             found=type(optimizer).__name__,
             fix="Save the additional content in `state`, or the whole dict with `save_state_dict`.",
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -33,7 +34,7 @@ from reprise.storage.folder import WEIGHTS, CheckpointFolder, iteration_name, it
 from reprise.storage.lock import is_locked
 from reprise.storage.paths import exists, read_regular
 from reprise.stores.client import StoreClient
-from reprise.stores.holds import ManifestVersion, manifest_version
+from reprise.stores.holds import ManifestVersion
 from reprise.stores.path import by_checkpoint
 from reprise.stores.upload import MARK, SourceChangedError, Upload, remove
 from reprise.stores.url import StoreUrl
@@ -238,9 +239,9 @@ def _stored_checkpoint(client: StoreClient, folder: StoreUrl) -> MirroredCheckpo
 def _digest(path: Path) -> str | None:
     """Return a checkpoint manifest's digest, or None if the checkpoint is gone."""
     try:
-        version = manifest_version(path)
-        return None if version is None else _digest_of(path / MANIFEST, version)
-    except FileNotFoundError:
+        status = os.stat(path / MANIFEST)
+        return _digest_of(path / MANIFEST, (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns))
+    except (FileNotFoundError, NotADirectoryError):
         return None
 
 

@@ -32,6 +32,13 @@ class Counting(torch.optim.SGD):
         return {**super().state_dict(), "count": 3}
 
 
+class Sharing(torch.optim.SGD):
+    """An optimizer whose state dict has state of no parameter."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "state": {"shared": 3}}
+
+
 class Wrapped(torch.optim.SGD):
     """An optimizer whose state dict is torch's."""
 
@@ -43,6 +50,8 @@ def test_a_state_dict_of_an_optimizer_s_own_is_refused(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     with refused(CheckpointError, "(/optimizer/count)", "Counting"):
         save(tmp_path, model, Counting(model.parameters(), lr=0.5, momentum=0.9), iteration=1)
+    with refused(CheckpointError, "(/optimizer/state/shared)", "Sharing"):
+        save(tmp_path, model, Sharing(model.parameters(), lr=0.5), iteration=1)
     save(tmp_path, model, Wrapped(model.parameters(), lr=0.5), iteration=1)
 
 
