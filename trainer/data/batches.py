@@ -99,7 +99,6 @@ class Samples:
 
         Raises:
             DataError: A file was truncated after it was opened, or cannot be read.
-            IndexError: An id is outside range(count).
         """
         numbers = np.searchsorted(self._bounds, ids, side="right") - 1
         starts, stops = self._extents(numbers, ids - self._bounds[numbers])

@@ -259,8 +259,8 @@ def _with_whole_topology(state: Json) -> Json:
 def with_same_bits(differing: Sequence[Difference], saved: Json, current: Json) -> list[Difference]:
     """Return the differences, with "same bits" as a topology change's effect if the loss curve keeps its bits.
 
-    It does if `invariant_ranks` is on and all other influences on an iteration are equal, on both sides and on all
-    ranks. Tests prove it on CPUs, so a run on another device does not get this message.
+    It does if `invariant_ranks` is on and all other influences on an iteration are known and equal, on both sides and
+    on all ranks. Tests prove it on CPUs, so a run on another device does not get this message.
 
     Args:
         differing: The differences between the `compared` states.
@@ -274,7 +274,9 @@ def with_same_bits(differing: Sequence[Difference], saved: Json, current: Json) 
     affecting = [d for d in differing if d.field not in bitwise and d.rule.field not in _OUTSIDE_ITERATIONS]
     is_on = topology.get("invariant_ranks", 0) > 0 and current["environment"]["device"] == "cpu"
     ranks_differ = any(isinstance(value, list) for value in flattened(current["environment"]).values())
-    if affecting or not is_on or ranks_differ or assumed_in(saved):
+    optional = tuple(rule.field for rule in RULES if rule.is_optional and rule.field not in _OUTSIDE_ITERATIONS)
+    is_unknown = any(field.startswith(optional) for field in flattened(current).keys() - flattened(saved).keys())
+    if affecting or not is_on or ranks_differ or is_unknown or assumed_in(saved):
         return list(differing)
     rules = {d.field: replace(d.rule, says=_SAME_BITS, hint="same bits") for d in differing if d.field in bitwise}
     return [replace(d, rule=rules.get(d.field, d.rule)) for d in differing]

@@ -10,7 +10,6 @@ from importlib import metadata
 from pathlib import Path
 
 from reprise import __version__
-from reprise.storage import exists
 
 _ROOT = Path(__file__).resolve().parents[2]
 _PACKAGES = ("torch", "numpy")
@@ -38,14 +37,24 @@ def commit(root: Path) -> str | None:
 
     None if `root` is not a work tree's top folder, as in an installed package, or git does not answer.
     """
+    answer = _git(root, "rev-parse", "--show-toplevel", "HEAD")
+    if answer is None or len(answer) != 2 or Path(answer[0]) != root:
+        return None
+    changes = _git(root, "status", "--porcelain", "--untracked-files=no")
+    if changes is None:
+        return None
+    return f"{answer[1]}-dirty" if changes else answer[1]
+
+
+def _git(root: Path, *arguments: str) -> list[str] | None:
+    """Return git's output lines. None if it fails."""
     # Another repository's hook sets these, and git would look there.
     variables = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     variables["GIT_OPTIONAL_LOCKS"] = "0"  # looking at the source must not write to it
-    command = ["git", "-C", str(root), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
     try:
-        if not exists(root / ".git"):
-            return None
-        process = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, env=variables)
+        process = subprocess.run(
+            ["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=_TIMEOUT_S, env=variables
+        )
     except (OSError, ValueError, subprocess.SubprocessError):
         return None
-    return process.stdout.strip() if process.returncode == 0 else None
+    return process.stdout.splitlines() if process.returncode == 0 else None

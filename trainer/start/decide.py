@@ -236,6 +236,9 @@ def _find(config: Config, saves: Saves, journal: Journal, launch: Launch) -> Jso
 def _past(config: Config, saves: Saves, journal: Journal, launch: Launch) -> Past:
     section, shared, lineage = config.checkpoint, saves.shared, journal.lineage
     past, given_up = Past(lineage, FRESH if journal.saved is None else journal.saved), set[int]()
+    if journal.saved is None and shared is not None and not past.is_anew:  # of version 0.2, or damaged
+        tracked = shared.tracker()
+        past = replace(past, saved=FRESH if tracked is None else tracked)
     if past.is_anew and shared is not None:
         branches = saved_lineages(shared)
         given_up = {n for n, branch in branches if branch.run == lineage.run and not lineage.admits(branch, n)}

@@ -204,6 +204,16 @@ def test_ranks_on_different_machines_are_promised_no_bits() -> None:
     assert effects(states[0], states[0]) == {}
 
 
+@pytest.mark.parametrize("member", ["processor", "math", "precision", "micro_batch_size"])
+def test_a_record_that_does_not_say_all_is_promised_no_bits(member: str) -> None:
+    """Older checkpoints lack members; a resume at the same topology says nothing of them."""
+    saved: Any = copy.deepcopy(description(LANES))
+    for table in (saved, saved["environment"], saved["batch"]):
+        table.pop(member, None)
+    assert effects(saved, description(LANES)) == {}
+    assert effects(saved, description(LANES, ranks=2))["topology.dp"].rule.says == ROUNDING
+
+
 @pytest.mark.parametrize(
     "overrides",
     [

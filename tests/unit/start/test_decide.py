@@ -245,6 +245,17 @@ def test_a_folder_of_version_0_2_is_judged_by_its_log(
         assert started(config).is_own == (what == "newest")
 
 
+def test_a_tracker_alone_tells_of_lost_checkpoints(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    folder = trained(run, "checkpoint.save_interval=1")
+    (run / "run.json").write_bytes(Journal(journal_in(run).lineage).to_bytes())
+    (run / "metrics.jsonl").unlink()
+    for path in filter(Path.is_dir, list(folder.iterdir())):
+        shutil.rmtree(path)
+    with refused(CheckpointError, "no iter_ folder"):
+        started(config_in(run))
+
+
 def test_a_start_over_leaves_the_local_checkpoints_uncounted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     local = (f"checkpoint.local.dir={tmp_path}/host", "checkpoint.local.save_interval=1")
     trained(tmp_path / "run", *local)

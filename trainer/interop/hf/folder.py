@@ -163,7 +163,7 @@ def stored_tensors(
     names = {_stored_name(folder, name): name for name in selected}
     tensors = {names.get(name, name): tensor for name, tensor in folder.tensors.items()}
     for name in selected.keys() & tensors.keys():
-        rows, is_table = len(tensors[name]), selected[name] == (model.vocab_size, model.n_embd)
+        rows, is_table = (*tensors[name].shape, 0)[0], selected[name] == (model.vocab_size, model.n_embd)
         if is_table and rows == model.padded_vocab_size == folder.model.vocab_size:
             tensors[name] = tensors[name][: model.vocab_size]
 

@@ -157,7 +157,7 @@ def _stated(args: Mapping[str, Any], family: Family) -> dict[str, Any]:
     if heads := stated.get("n_head"):
         groups = args.get("num_query_groups")
         stated["n_kv_head"] = groups if groups and args.get("group_query_attention", True) else heads
-    width = args.get("kv_channels") or (args.get("hidden_size") or 0) // (heads or 1)
+    width = args.get("kv_channels") or ((args.get("hidden_size") or 0) // heads if heads else 0)
     if width and has_field(family, "head_dim"):
         stated["head_dim"] = width
     if FAMILIES[family].is_rotary and args.get("rotary_base") is not None:

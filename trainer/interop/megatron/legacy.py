@@ -94,8 +94,15 @@ def read_legacy(path: Path, options: ImportOptions) -> MegatronCheckpoint:
 
 def _ranks(path: Path, options: ImportOptions) -> list[list[_Rank]]:
     """Return each stage's ranks, by tensor-parallel rank."""
-    matches = (_RANK.fullmatch(child.name) for child in path.iterdir())
-    names_of_places = {(int(match[1]), int(match[2] or 0)): match[0] for match in matches if match}
+    names = sorted(entry.name for entry in path.iterdir() if entry.name.startswith("mp_rank_"))
+    if beyond := [name for name in names if not _RANK.fullmatch(name)]:
+        raise MismatchError(
+            "A folder does not belong to a tensor- and pipeline-parallel rank",
+            where=path / beyond[0],
+            expected="mp_rank_TT or mp_rank_TT_PPP",
+            fix="Expert-parallel ranks, which have a third number, are not supported.",
+        )
+    names_of_places = {(int(m[1]), int(m[2] or 0)): name for name in names if (m := _RANK.fullmatch(name))}
     opened_ranks = {
         place: _open(path / name, with_optimizer=not options.weights_only) for place, name in names_of_places.items()
     }
