@@ -249,7 +249,6 @@ def test_a_tracker_alone_tells_of_lost_checkpoints(tmp_path: Path) -> None:
     run = tmp_path / "run"
     folder = trained(run, "checkpoint.save_interval=1")
     (run / "run.json").write_bytes(Journal(journal_in(run).lineage).to_bytes())
-    (run / "metrics.jsonl").unlink()
     for path in filter(Path.is_dir, list(folder.iterdir())):
         shutil.rmtree(path)
     with refused(CheckpointError, "no iter_ folder"):
