@@ -24,6 +24,7 @@ from obstore import exceptions
 from obstore import store as stores
 
 from reprise.storage.paths import exists
+from reprise.stores.ranges import SLOT_BYTES
 from reprise.stores.url import StoreUrl, is_store_url
 
 # An upload's grid: 8 MiB parts, or larger ones if a file would have more than MOST_PARTS. S3 and R2 take 10,000 parts,
@@ -67,7 +68,7 @@ class StoreClient:
         return meta["size"], meta["e_tag"], meta["last_modified"].timestamp()
 
     def read(self, url: StoreUrl, offset: int, size: int, etag: str | None = None) -> memoryview:
-        """Return exactly `size` bytes from an object, starting at `offset`.
+        """Return exactly `size` bytes from an object, starting at `offset`, in requests that end within `REQUEST_S`.
 
         Args:
             etag: The version to read. None reads any.
@@ -77,6 +78,10 @@ class StoreClient:
         """
         if size == 0:
             return memoryview(b"")
+        if size > SLOT_BYTES:  # more than a request may take
+            starts = range(offset, offset + size, PART_BYTES)
+            parts = (self.read(url, at, min(PART_BYTES, offset + size - at), etag) for at in starts)
+            return memoryview(b"".join(parts))
         options: Any = {"range": (offset, offset + size)}
         if etag is not None:
             options["if_match"] = etag
@@ -88,7 +93,8 @@ class StoreClient:
 
     def read_text(self, url: StoreUrl) -> str:
         """Return a small object's content."""
-        return str(self.read(url, 0, self.head(url)[0]), errors="replace")
+        size, etag, _ = self.head(url)
+        return str(self.read(url, 0, size, etag if size > SLOT_BYTES else None), errors="replace")
 
     def objects(self, folder: StoreUrl) -> dict[str, tuple[int, float]]:
         """Return each object's size and modification time below a folder, by name in it."""

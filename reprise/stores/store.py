@@ -34,6 +34,8 @@ _log = logging.getLogger(__name__)
 
 CONNECTIONS = 16
 _END_S = 5.0
+_ANSWER_S = 300.0  # after which a living child counts as hung
+_LONG_CALLS = ("put", "delete")  # of many requests: they take as long as they need
 MOST_TRIES = 4
 
 
@@ -69,15 +71,16 @@ class ChildLink:
         """
         self.connection.send_bytes(json.dumps(request).encode())
 
-    def answer(self) -> Any:
-        """Return the answer, or None if the child is gone."""
+    def answer(self, wait_s: float | None) -> Any:
+        """Return the answer, or None if the child is gone or silent for too long."""
         with contextlib.suppress(OSError, EOFError):
-            return json.loads(self.connection.recv_bytes())
+            if self.connection.poll(wait_s):
+                return json.loads(self.connection.recv_bytes())
         return None
 
 
 class Child:
-    """A child process, started at its first use. A dead one is replaced, up to `MOST_TRIES` times per request.
+    """A child process, started at its first use. A dead or hung one is replaced, up to `MOST_TRIES` times per request.
 
     Args:
         name: The load whose ranks share it. Empty for this process alone.
@@ -120,7 +123,7 @@ class Child:
             link, answer = self._idle.pop() if self._idle else self.link(), None
             try:
                 link.send(call, url.root, url.key, *details)
-                answer = link.answer()
+                answer = link.answer(None if call in _LONG_CALLS else _ANSWER_S)
                 if answer is not None and into is not None:
                     into[:] = memoryview(link.memory)[: into.nbytes]
             except ConnectionError:
@@ -137,8 +140,9 @@ class Child:
                     raise CheckpointError("A store could not be read", where=url, found=text)
                 case [result]:
                     return result
-                case _:  # the child is gone
-                    pass
+                case _:
+                    if self.process is not None:
+                        self.process.kill()  # if it has not ended, it is hung
         raise OSError(errno.EIO, f"the store reader process exited {MOST_TRIES} times", str(url))
 
     def forget(self) -> None:

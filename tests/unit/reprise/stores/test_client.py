@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from errno import EACCES, EIO, ENOENT
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -40,3 +42,20 @@ def test_a_code_of_the_store_is_named_with_what_to_do(kind: type[Exception], cod
     assert fix in caught.value.strerror
     assert "<?xml" not in caught.value.strerror
     assert code in caught.value.strerror or number == ENOENT
+
+
+def test_a_long_text_comes_in_requests_of_a_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text, ranges, get = "".join(map(str, range(20))), list[tuple[int, int]](), client.obstore.get
+
+    def note(*arguments: Any, options: Any) -> Any:
+        ranges.append(options["range"])
+        return get(*arguments, options=options)
+
+    (tmp_path / "file").write_text(text)
+    url = StoreUrl.parse(f"file://{tmp_path}/file")
+    monkeypatch.setattr(client.obstore, "get", note)
+    assert client.StoreClient().read_text(url) == text
+    monkeypatch.setattr(client, "SLOT_BYTES", 10)
+    monkeypatch.setattr(client, "PART_BYTES", 8)
+    assert client.StoreClient().read_text(url) == text
+    assert ranges == [(0, 30), (0, 8), (8, 16), (16, 24), (24, 30)]

@@ -98,6 +98,18 @@ def test_a_fork_does_not_wait_for_a_thread_that_reads(run: Path) -> None:
     assert has_ended
 
 
+@pytest.mark.slow
+def test_a_hung_child_is_replaced(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ask("names", StoreUrl("file://", ""))
+    hung = process_id()
+    os.kill(hung, signal.SIGSTOP)
+    monkeypatch.setattr(store_module, "_ANSWER_S", 5.0)  # its successor starts in less
+    path = location(url_of(run / "iter_0000002" / STATE))
+    assert path.stat().st_size == (run / "iter_0000002" / STATE).stat().st_size
+    assert process_id() != hung
+    end_child()
+
+
 def _is_asleep(thread: threading.Thread) -> bool:
     stat = Path(f"/proc/self/task/{thread.native_id}/stat").read_text()
     return stat.rpartition(")")[2].split()[0] == "S"
