@@ -5,6 +5,7 @@ Source: `Linear.merge` and `get_delta_weight` in `peft.tuners.lora.layer`, PEFT 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,8 @@ from trainer.config.checkpoint import CheckpointSection
 from trainer.interop.hf.config import is_folder
 from trainer.interop.source import StateSource, adapters_of, holds_adapters, of_checkpoint
 from trainer.interop.start import open_weights, weights_identity
+
+_log = logging.getLogger(__name__)
 
 
 def merged(checkpoint: Checkpoint, base: Path, *, averages: bool = False) -> StateSource:
@@ -87,6 +90,8 @@ def _open_base(path: Path, model: ModelConfig, digest: object, files: Files) -> 
     plain = base_of(model)
     if is_file(path) or is_folder(path):
         weights = open_weights(path, plain, CheckpointSection())
+        for note in weights.notes:
+            _log.warning(note)
         return StateSource(plain, 0, has_optimizer=False, read=weights.read), weights_identity(path, weights.files)
     chooser = Chooser(LoadSource.named(path, terms=LoadTerms("the base")), files, lambda _: None)
     same = (candidate for candidate in chooser.openable() if candidate.digest == digest)

@@ -153,8 +153,11 @@ def _check_one_save(ranks: Sequence[Sequence[_Rank]], path: Path) -> None:
 
 
 def _arguments(table: Table) -> dict[str, Any]:
-    """Return the attributes of `args`, with their newer names, and whether the model is Megatron-LM's own."""
+    """Return the attributes of `args`, with newer names, older versions' values, and whose model it is."""
     arguments = attributes_of(table.get("args"))
+    if arguments:
+        older = {"position_embedding_type": "learned_absolute", "untie_embeddings_and_output_weights": False}
+        arguments = {**older, **arguments}
     if "layernorm_epsilon" in arguments:
         arguments.setdefault("norm_epsilon", arguments["layernorm_epsilon"])
     if any(_OWN in table[key] for key in ("model", "model0") if key in table):
