@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -14,6 +13,7 @@ from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 
 from reprise import load, load_state_dict, save, save_state_dict
 from tests.distributed.programs import refused, run_programs
+from tests.states import Holding
 
 WHOLE = torch.arange(24.0).reshape(4, 6)
 
@@ -31,19 +31,6 @@ def columns(mesh: DeviceMesh, fill: torch.Tensor, rank: int, *, cut: int = 2) ->
     shards = [fill[:, lo:hi].clone() for lo, hi in parts if lo < hi]
     wrapper = LocalShardsWrapper(shards, [(0, lo) for lo, hi in parts if lo < hi])
     return DTensor.from_local(wrapper, mesh, [Shard(1)], run_check=False, shape=fill.shape, stride=fill.stride())
-
-
-class Holding:
-    """An object whose state is a tensor."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"t": self.tensor}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.tensor = state["t"]
 
 
 def described(rank: int, *, cut: int, fill: float | None = None) -> nn.Parameter:

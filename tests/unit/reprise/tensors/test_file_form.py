@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ from reprise import load, load_state_dict, save, save_state_dict
 from reprise.errors import CheckpointError, MismatchError, PartialLoadError
 from reprise.format import Box
 from tests.messages import refused
+from tests.states import Holding
 
 
 def numbers(dtype: torch.dtype = torch.float32, *, fill: int = 0) -> torch.Tensor:
@@ -24,19 +24,6 @@ def numbers(dtype: torch.dtype = torch.float32, *, fill: int = 0) -> torch.Tenso
 
 def complex_numbers(fill: int) -> torch.Tensor:
     return torch.complex(torch.arange(6.0) + fill, -torch.arange(6.0)).reshape(2, 3)
-
-
-class Holding:
-    """An object whose state is a tensor."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"t": self.tensor}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.tensor = state["t"]
 
 
 Maker = Callable[[int], torch.Tensor]
