@@ -247,7 +247,7 @@ class Chooser:
             raise error
         if self._candidates:
             skipped = self._candidates.pop(0).name
-            _log.error("%s is skipped: %s", skipped, error)
+            _log.error("%s is skipped: %s", skipped, str(error).removesuffix(error.fix or "").rstrip())
             self._skipped.append(f"{skipped}: {str(error).rstrip('.')}")
 
     def _open(self, path: Path) -> Checkpoint:
