@@ -74,7 +74,7 @@ def run(trained: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(trained, tmp_path / "run"))
 
 
-@pytest.mark.parametrize("kills", [1, slow(25)])
+@pytest.mark.parametrize("kills", [1, slow(8)])
 def test_random_kills_leave_each_checkpoint_one_line(trained: Path, run: Path, kills: int) -> None:
     ran = run.with_name("ran")
     words = ["--", "sh", "-c", COUNT, "sh", "{}", str(ran)]

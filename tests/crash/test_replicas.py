@@ -28,7 +28,7 @@ BETWEEN = ("checkpoint.save_interval=0", "checkpoint.check_replicas=0", "train.c
         nightly(2, ZERO0, f"exp_avg_sq.{TABLE}", 6, [2, 4]),
         (2, ("parallel=tp2",), NORM, 6, [2, 4]),
         nightly(2, ZERO3, f"step.{TABLE}", 6, [2, 4]),
-        (4, (*ZERO3, "parallel.replicate=2", "train.micro_batch_size=1"), TABLE, 6, [2, 4]),
+        nightly(4, (*ZERO3, "parallel.replicate=2", "train.micro_batch_size=1"), TABLE, 6, [2, 4]),
         (2, (*ZERO0, INLINE), TABLE, 6, [2, 4]),
         (2, (*ZERO0, "checkpoint.check_replicas=2"), TABLE, 6, [2, 4, 6]),
         (2, (*ZERO0, *BETWEEN), TABLE, 2, []),

@@ -64,6 +64,7 @@ def fed(folder: Path, first: int, last: int, world_size: int) -> list[int]:
     ]
 
 
+@pytest.mark.nightly
 def test_a_job_without_a_lost_host_ends_as_the_unbroken_one(tmp_path: Path) -> None:
     whole, run = tmp_path / "whole", tmp_path / "run"
     # A host alone has all cores for its one rank, so its number of threads is fixed.

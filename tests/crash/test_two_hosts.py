@@ -72,7 +72,7 @@ def arguments_on(
     [
         ("step", "parallel=zero3", SWITCH),
         nightly("step", "parallel=pp2", FIRST_HOST),
-        ("save", "parallel=zero1", SWITCH),
+        nightly("save", "parallel=zero1", SWITCH),
     ],
 )
 def test_both_sides_of_a_cut_link_end_and_the_job_resumes(

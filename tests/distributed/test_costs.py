@@ -14,6 +14,7 @@ import trainer.__main__
 from reprise.format.manifest import BLOCK_BYTES
 from reprise.loading import LoadSource
 from tests.harness import TINY, built, call_on_ranks, compose, filled, run_ok, tensor_files
+from tests.profiles import nightly
 from trainer.launch import process_group as launch
 from trainer.run.build import Run
 
@@ -149,7 +150,7 @@ def _resident(name: str) -> int:
     ("ranks", "axes"),
     [
         (4, ("parallel.zero_stage=3",)),
-        (4, (_TP2, "parallel.zero_stage=3")),
+        nightly(4, (_TP2, "parallel.zero_stage=3")),
         (2, ("parallel.pipeline_model_parallel_size=2",)),
     ],
 )

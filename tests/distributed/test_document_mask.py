@@ -38,7 +38,7 @@ CASES = {
     "all axes": ("llama3", 8, (_TP, _SP, _PP, "parallel.zero_stage=1", "train.micro_batch_size=1")),
 }
 ALONE = {f"{model} alone": (model, 1, ()) for model in MODELS}
-NIGHTLY = ("compiled", "all axes")
+NIGHTLY = ("compiled", "all axes", "tensor parallel")
 
 
 @pytest.fixture(scope="module")

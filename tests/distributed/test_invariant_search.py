@@ -13,7 +13,7 @@ import pytest
 
 from tests.distributed.test_invariant_ranks import PP, SP, TP, VPP, outcome, zero
 from tests.harness import launch
-from tests.profiles import SEED
+from tests.profiles import SEED, nightly, slow
 
 SEEDS = 60
 # Families with the widths of a head; those of rotary embeddings are even.
@@ -87,9 +87,7 @@ def draw(seed: int) -> Drawn:
     return Drawn((*BASE, *overrides), lora_rank, tuple(random.sample(topologies, 2)))
 
 
-@pytest.mark.parametrize(
-    "number", [pytest.param(n, marks=pytest.mark.slow if n < 3 else pytest.mark.nightly) for n in range(SEEDS)]
-)
+@pytest.mark.parametrize("number", [slow(0), *map(nightly, range(1, SEEDS))])
 def test_random_sizes_have_the_bits_of_one_rank(tmp_path: Path, number: int) -> None:
     drawn = draw(number if number < 3 else 1000 * SEED + number)
     own = ["train.train_iters=5", "train.eval_interval=2", "train.eval_iters=1"]

@@ -28,6 +28,7 @@ from tests.distributed.test_invariant_ranks import (
     zero,
 )
 from tests.harness import TINY
+from tests.profiles import nightly
 
 TP4 = "parallel.tensor_model_parallel_size=4"
 # Four heads of 5 or 6, 257 tokens in 260 rows, lanes of two micro batches, two samples in each: blocks of tokens are
@@ -104,7 +105,7 @@ def test_two_ranks_have_the_bits_of_one(train: Train) -> None:
         ("gpt2", "bfloat16", Case("tp2 pp2 vpp2", 4, (TP, PP, VPP)), ("model.n_layer=4",)),
         ("qwen3", "float32", Case("tp2 dp2 zero3", 4, (TP, zero(3))), (MUON, "train.activation_checkpointing=true")),
         ("gpt2", "float32", TP2_SP, WIDE),
-        ("llama3", "float32", Case("tp2", 2, (TP,)), WIDE),
+        nightly("llama3", "float32", Case("tp2", 2, (TP,)), WIDE),
     ],
     ids=["llama3 tp4+sp", "gpt2 tp2 pp2 vpp2", "qwen3 tp2 dp2 zero3 muon", "gpt2 tp2+sp wide", "llama3 tp2 wide"],
 )
@@ -116,7 +117,7 @@ def test_any_tensor_parallelism_has_the_bits_of_one_rank(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("extra", [(), ("optimizer.moments_dtype=bfloat16", "train.ema_decay=0.9")])
+@pytest.mark.parametrize("extra", [(), nightly(("optimizer.moments_dtype=bfloat16", "train.ema_decay=0.9"))])
 def test_moved_over_tensor_ranks_it_equals_one_rank(train: Train, tmp_path: Path, extra: tuple[str, ...]) -> None:
     keys = (*overrides_of("gpt2", "float32", iterations=6), *extra)
     topologies = [Case("tp4+sp", 4, (TP4, SP)), Case("tp2 pp2", 4, (TP, PP)), Case("dp2 zero3", 2, (zero(3),))]

@@ -17,6 +17,7 @@ import trainer.generate.during_training
 from reprise.errors import TrainerError
 from tests.harness import TINY, call_on_ranks, compose, curve, launch, run_ok, tensor_files
 from tests.messages import refused
+from tests.profiles import nightly
 from trainer.config.checks import validate
 from trainer.data.bpe import train_bpe
 from trainer.generate.sampling import Sampling, choose
@@ -85,8 +86,8 @@ def test_samples_are_those_of_one_rank_and_change_no_bit(
     [
         (["train.dtype=bfloat16"], 1),
         (["train.activation_checkpointing=true", "parallel=zero3"], 2),
-        (["parallel=tp2_sp"], 2),
-        pytest.param(["train.compile=true"], 1, marks=pytest.mark.nightly),
+        nightly(["parallel=tp2_sp"], 2),
+        nightly(["train.compile=true"], 1),
     ],
 )
 def test_samples_change_no_bit_of_a_run_with_dropout(tmp_path: Path, options: list[str], ranks: int) -> None:

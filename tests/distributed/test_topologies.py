@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 import trainer.__main__
 from scripts.faults.ranks import free_port
 from tests.harness import TINY, call_on_ranks, checkpoint, curve, launch, run_ok, tensor_files
+from tests.profiles import nightly, slow
 
 _TP, _SP = "parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true"
 _PP, _VPP = "parallel.pipeline_model_parallel_size=2", "parallel.num_virtual_stages_per_pipeline_rank=2"
@@ -72,13 +73,24 @@ GATE = {
     "gpt2 in many files": ("dp2 zero2",),
     "qwen3 and muon": ("tp2",),
 }
+# `make test-all` visits every topology with LLaMA-3, and these of the others; the night visits all.
+ALL = {
+    "gpt2": ("dp2 zero1", "dp4 zero3 in 2 copies", "pp2 dp2"),
+    "gpt2 untied": ("tp2 dp2 zero3", "tp2+sp pp2"),
+    "gpt2 in many files": ("tp2",),
+    "gpt2 padded": ("dp3 zero3", "tp2"),
+    "gpt2 frozen": ("dp2 zero2", "pp2 vpp2", "tp2 dp2 zero3"),
+    "llama3": tuple(name for name, (ranks, _) in TOPOLOGIES.items() if ranks < 8),
+    "llama3 tied": ("tp2+sp pp2", "pp2 vpp2"),
+    "qwen3 and muon": ("dp4 zero3 in 2 copies", "tp2 dp2 zero3"),
+}
 
 
 def case(family: str, name: str) -> object:
-    """Return a family and a topology: some in the gate, those of eight ranks at night."""
-    is_large = TOPOLOGIES[name][0] == 8
-    marks = () if name in GATE.get(family, ()) else pytest.mark.nightly if is_large else pytest.mark.slow
-    return pytest.param(family, name, marks=marks)
+    """Return a family and a topology, with the mark of the run that visits it."""
+    if name in GATE.get(family, ()):
+        return pytest.param(family, name)
+    return slow(family, name) if name in ALL[family] else nightly(family, name)
 
 
 CASES = [case(family, name) for family, (_, names) in FAMILIES.items() for name in names]
@@ -177,6 +189,7 @@ def test_files_and_padding_are_left_behind(visits: Visits, tmp_path: Path, sourc
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_compiled_blocks_train_the_curve(visits: Visits, tmp_path: Path) -> None:
     run = [*overrides_of("gpt2 untied"), "train.train_iters=6", "train.compile=true"]
     ended = launch(tmp_path / "compiled", run, timeout_s=240.0)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness import ALL_CORES, TINY, checkpoint, launch, run_ok, tensor_files
+from tests.profiles import nightly, slow
 from tests.resume.differential import rows_of
 
 # Killed between two saves, so that two iterations are trained twice; evaluations lie before and after them.
@@ -52,9 +53,10 @@ CASES: dict[str, tuple[int, list[str]]] = {
     "several threads": (1, GPT2),
 }
 GATE = ("one rank", "llama3 bfloat16 zero3", "averages zero3", "adapters zero3", "a growing batch")
+NIGHTLY = ("averages pp2", "averages tp2", "a growing batch pp2", "compiled")
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in GATE else pytest.mark.slow) for n in CASES])
+@pytest.mark.parametrize("name", [n if n in GATE else nightly(n) if n in NIGHTLY else slow(n) for n in CASES])
 def test_killed_and_resumed_equals_unbroken(reference: Path, tmp_path: Path, name: str) -> None:
     ranks, overrides = CASES[name]
     run = [*BASE, *overrides]

@@ -50,6 +50,7 @@ def test_the_demo_needs_no_package_that_draws(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_the_demo_ends_with_equal_bits_on_two_ranks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     folder = tmp_path / "demo"

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset, Subset
 
 from tests import ROOT
 from tests.harness import call_on_ranks, started, tensor_files
+from tests.profiles import nightly
 from tests.resume.killed_loop import TIMEOUT_S, Loop, figures, kill, kill_at_random, run_main, unbroken
 
 EXAMPLES = ROOT / "examples"
@@ -53,13 +54,13 @@ def test_an_example_resumes_bitwise(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*SLOW, *(pytest.param(name, marks=pytest.mark.nightly) for name in NIGHTLY)])
+@pytest.mark.parametrize("name", [*SLOW, *map(nightly, NIGHTLY)])
 def test_a_further_example_resumes_bitwise(tmp_path: Path, name: str) -> None:
     check({**SLOW, **NIGHTLY}[name], tmp_path, kills=2)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NEEDS)
+@pytest.mark.parametrize("name", ["accelerate_loop", nightly("hf_trainer"), nightly("torchtitan_parts")])
 def test_a_killed_example_goes_on_with_half_of_its_ranks(tmp_path: Path, name: str) -> None:
     _require(name)
     whole, killed = tmp_path / "whole", tmp_path / "killed"

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from reprise.errors import CheckpointError, MismatchError, TrainerError
 from tests.harness import TINY, checkpoint, curve, run_ok, tensor_files
 from tests.messages import refused
+from tests.profiles import nightly
 from tests.resume.starts import start
 from trainer.commands import checkpoint as command
 from trainer.interop.open_model import open_model
@@ -53,7 +54,7 @@ def on(base: Path, model: str, *more: str) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "axes"), [("gpt2", TP), ("llama3", SP)])
+@pytest.mark.parametrize(("model", "axes"), [nightly("gpt2", TP), ("llama3", SP)])
 def test_tensor_parallel_ranks_write_the_bytes_of_one(
     bases: dict[str, Path], tmp_path: Path, model: str, axes: str
 ) -> None:
@@ -73,7 +74,7 @@ def test_tensor_parallel_ranks_write_the_bytes_of_one(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", ["gpt2", nightly("llama3")])
 def test_tensor_parallel_ranks_train_the_curve_of_one(bases: dict[str, Path], tmp_path: Path, model: str) -> None:
     losses = []
     for name, axes, ranks in (("one", list[str](), 1), ("two", [SP], 2)):

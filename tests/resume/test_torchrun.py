@@ -17,6 +17,7 @@ import pytest
 
 from scripts.faults.soak_kill import descendants
 from tests.harness import DEADLINE_S, TINY, curve, last_iteration, run_ok
+from tests.profiles import nightly
 from tests.resume.starts import REFERENCE
 
 BASE = ["model=gpt2_tiny", *TINY, "train.train_iters=30", "checkpoint.save_interval=5"]
@@ -93,7 +94,7 @@ def test_a_refusal_ends_every_rank_soon_with_its_message(tmp_path: Path) -> None
     assert not (tmp_path / "run/metrics.jsonl").exists()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [signal.SIGTERM, nightly(signal.SIGINT)])
 def test_a_saved_run_says_so_before_torchrun_ends(number: signal.Signals, tmp_path: Path) -> None:
     endless = ["train.train_iters=100000", "schedule.lr_decay_iters=30"]
     with started([*TORCHRUN, "-m", "trainer", "run.dir=run", *BASE, *endless], tmp_path) as torchrun:

@@ -17,7 +17,7 @@ import pytest
 
 from tests import simulated
 from tests.harness import TINY, curve, tensor_files
-from tests.profiles import slow
+from tests.profiles import nightly
 from tests.simulated import __main__ as starter
 from tests.simulated import register
 
@@ -51,7 +51,7 @@ def ran(arguments: Sequence[str], variables: dict[str, str], timeout_s: float = 
 GATED = "test_a_save_has_the_bytes_of_its_iteration or test_a_load_waits"
 
 
-@pytest.mark.parametrize(("chosen", "least"), [(GATED, 3), slow("test_", 21)], ids=["some", "all"])
+@pytest.mark.parametrize(("chosen", "least"), [(GATED, 3), nightly("test_", 21)], ids=["some", "all"])
 def test_the_tests_of_a_device_pass_on_it(tmp_path: Path, variables: dict[str, str], chosen: str, least: int) -> None:
     options = ["-m", "simulated", "-p", "no:cacheprovider", f"--basetemp={tmp_path / 'inner'}", "-k", chosen]
     folders = ["tests/cuda/test_saves.py"] if chosen == GATED else ["tests/cuda"]

@@ -202,13 +202,19 @@ def test_a_save_whose_copying_was_interrupted_is_not_committed(tmp_path: Path, m
         assert gate.is_shut.wait(JOIN_S)
         raise KeyboardInterrupt
 
+    ends = Job.ends
+
+    def change_and_end(job: Job, timeout_s: float) -> bool:
+        for tensor in tensors.values():
+            tensor.fill_(2.0)
+        gate.opened.set()
+        return ends(job, timeout_s)
+
     monkeypatch.setattr(Snapshot, "release", interrupt)
+    monkeypatch.setattr(Job, "ends", change_and_end)  # the interrupted call awaits the writing thread
     saver = AsyncSaver(tmp_path, files=gate)
     with pytest.raises(KeyboardInterrupt):
         saver.save_state_dict(1, tensors)
-    for tensor in tensors.values():
-        tensor.fill_(2.0)
-    gate.opened.set()
     saver.close()  # the interrupt was the caller's to handle
     assert not list(tmp_path.glob("*iter_*"))
 
