@@ -5,27 +5,49 @@ from __future__ import annotations
 import json
 import math
 import sqlite3
+import struct
 import sys
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 Curves = dict[str, list[tuple[int, str]]]  # pairs of an iteration and the bits of a value
+_BLOCK_BYTES, _HEADER_BYTES = 32768, 7
+_FULL, _LAST = 1, 4
+
+
+def log_records(path: Path) -> Iterator[bytes]:
+    """Yield the records of a log in LevelDB's format, as W&B and SwanLab write behind a header of their own.
+
+    Each part of a record, which may not cross a block, has a checksum (4 bytes), length (2) and kind (1) before it. See
+    https://github.com/google/leveldb/blob/main/doc/log_format.md. A torn end is left out.
+    """
+    data, at, record = path.read_bytes(), _HEADER_BYTES, b""
+    while at + _HEADER_BYTES <= len(data):
+        left = _BLOCK_BYTES - at % _BLOCK_BYTES
+        if left < _HEADER_BYTES:
+            at += left
+            continue
+        length, kind = struct.unpack_from("<HB", data, at + 4)
+        at += _HEADER_BYTES + length
+        if at > len(data):
+            return
+        record += data[at - length : at]
+        if kind in (_FULL, _LAST):
+            yield record
+            record = b""
 
 
 def read_wandb(folder: Path, _: Path) -> dict[str, Curves]:
     """Read all files of a run in order, as `wandb sync --append` sends them: W&B drops rows of earlier steps."""
     from wandb.proto.wandb_internal_pb2 import Record
-    from wandb.sdk.internal.datastore import DataStore
 
     runs: dict[str, Curves] = {}
     last = defaultdict(lambda: -1)
     for path in sorted(folder.glob("publish/wandb/wandb/offline-run-*/run-*.wandb")):
         run_id = path.stem.removeprefix("run-")
         curves = runs.setdefault(run_id, defaultdict(list))
-        store = DataStore()
-        store.open_for_scan(str(path))
-        while (data := store.scan_data()) is not None:
+        for data in log_records(path):
             record = Record.FromString(data)
             row = {item.nested_key[0] or item.key: json.loads(item.value_json) for item in record.history.item}
             if not row or row["_step"] <= last[run_id]:
@@ -65,20 +87,16 @@ def read_trackio(_: Path, store: Path) -> dict[str, Curves]:
 def read_swanlab(folder: Path, _: Path) -> dict[str, Curves]:
     """Read the records that `swanlab sync` sends: the server drops points up to the last one of a curve."""
     from swanlab.proto.swanlab.record.v1.record_pb2 import Record
-    from swanlab.sdk.internal.core_python.store import DataStoreReader
 
     runs: dict[str, Curves] = {}
     for run in (folder / "publish/swanlab").iterdir():
         if run.is_dir():
             curves = runs.setdefault(run.name, defaultdict(list))
             for path in sorted(run.glob("run-*/run-*.swanlab")):
-                reader = DataStoreReader()
-                reader.open(path)
-                while (data := reader.scan()) is not None:
+                for data in log_records(path):
                     scalar = Record.FromString(data).scalar
                     if scalar.key and scalar.step > max(curves[scalar.key], default=(-1,))[0]:
                         curves[scalar.key].append((scalar.step, scalar.value.number.hex()))
-                reader.close()
     return runs
 
 
