@@ -8,7 +8,7 @@ import secrets
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -109,21 +109,13 @@ def start(
         _set_allocator({_M_MMAP_THRESHOLD: _MMAP_THRESHOLD_BYTES, _M_TRIM_THRESHOLD: -1})
     if deterministic:
         _make_deterministic(chosen)
-    if environment.world_size == 1:
-        launch = _identify_alone(environment, variables)
-        return Cluster(0, 1, chosen, threads, single_rank_channel(), secrets.token_hex(4), launch=launch)
-    with _exit_after(environment, 2 * timeout_s + _GRACE_S):
-        channel, name, launch = _join(environment, chosen, timeout_s, variables)
-    return Cluster(
-        environment.rank,
-        environment.world_size,
-        chosen,
-        threads,
-        channel,
-        name,
-        environment.local_ranks,
-        launch,
-    )
+    rank, world_size, local_ranks = environment.rank, environment.world_size, environment.local_ranks
+    if world_size == 1:
+        channel, name, launch = single_rank_channel(), secrets.token_hex(4), _identify_alone(environment, variables)
+    else:
+        with _exit_after(environment, 2 * timeout_s + _GRACE_S):
+            channel, name, launch = _join(environment, chosen, timeout_s, variables)
+    return Cluster(rank, world_size, chosen, threads, channel, name, local_ranks, launch)
 
 
 def thread_count(threads: int = 0, variables: Mapping[str, str] = os.environ, local_world_size: int = 1) -> int:
@@ -221,14 +213,11 @@ def _exit_after(environment: Environment, seconds: float) -> Iterator[None]:
 
 def _identify_alone(environment: Environment, variables: Mapping[str, str]) -> Launch:
     """Return the identity of a single-rank launch. If torchrun's agent does not answer, its store is not used."""
-    if not environment.has_agent_store:
-        return identify(variables, None)
-    timeout = timedelta(seconds=_GRACE_S)
-    try:
-        store = TCPStore(environment.address, environment.port, None, False, timeout=timeout, wait_for_workers=False)
-        return identify(variables, store)
-    except (dist.DistError, RuntimeError, ValueError):
-        return identify(variables, None)
+    address, port, timeout = environment.address, environment.port, timedelta(seconds=_GRACE_S)
+    if environment.has_agent_store:
+        with suppress(dist.DistError, RuntimeError, ValueError):
+            return identify(variables, TCPStore(address, port, None, False, timeout=timeout, wait_for_workers=False))
+    return identify(variables, None)
 
 
 def _join(

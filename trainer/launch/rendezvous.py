@@ -33,9 +33,10 @@ def rendezvous(store: Store, rank: int, *, world_size: int, timeout_s: float) ->
     missing = list(range(1, world_size))
     while missing := [peer for peer in missing if not store.check([f"{name}/hello/{peer}"])]:
         if not _pause(deadline, pause_s):
-            problem = f"Rank {', '.join(map(str, missing))} did not join within {timeout_s:.0f} s"
-            store.set(f"{name}/problem", problem)
-            raise LaunchError(problem, fix="Check that rank's log and host; it may be dead or hung.")
+            raise LaunchError(
+                f"Rank {', '.join(map(str, missing))} did not join within {timeout_s:.0f} s",
+                fix="Check that rank's log and host; it may be dead or hung.",
+            )
     for peer in range(1, world_size):
         store.set(f"{name}/welcome/{peer}", store.get(f"{name}/hello/{peer}").decode())
     return name
@@ -50,12 +51,11 @@ def _join(store: Store, rank: int, key: str, pause: Callable[[], bool], timeout_
             store.set(f"{name}/hello/{rank}", word)
         if name and store.check([f"{name}/welcome/{rank}"]) and store.get(f"{name}/welcome/{rank}") == word.encode():
             return name
-        if name and store.check([f"{name}/problem"]):
-            problem = store.get(f"{name}/problem").decode()
-        else:
-            problem = f"Rank 0 did not admit rank {rank} within {timeout_s:.0f} s: rank 0 or another rank did not join"
         if not pause():
-            raise LaunchError(problem, fix="Check the logs and hosts of the other ranks.")
+            raise LaunchError(
+                f"Rank 0 did not admit rank {rank} within {timeout_s:.0f} s: rank 0 or another rank did not join",
+                fix="Check the logs and hosts of the other ranks.",
+            )
 
 
 def _pause(deadline: float, pause_s: float) -> bool:

@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch.distributed as dist
@@ -50,10 +50,10 @@ class Watchdog:
         timeout_s: float,
         *,
         leave: Callable[[int], None] = os._exit,
-        activity: Activity | None = None,
+        activity: Activity,
         hangs: Path | None = None,
     ) -> None:
-        self._activity, self._hangs = activity or Activity(), hangs
+        self._activity, self._hangs = activity, hangs
         self._channel, self._timeout_s, self._leave = channel, timeout_s, leave
         self._pause_s = _CHECK_INTERVAL_S + channel.world_size * _PER_RANK_S
         self._heartbeat = _Heartbeat(channel.clone(0.0), timeout_s, look_s=self._pause_s, activity=self._activity)
@@ -86,41 +86,34 @@ class Watchdog:
             channel: The main thread's channel.
         """
         self._is_ending.set()
-        cause = channel.fail(str(error) or type(error).__name__)
-        silent: list[int] = []
-        if _is_lost_peer(error):
+        cause, silent = channel.fail(str(error) or type(error).__name__), list[int]()
+        # A lost connection or a missing message may result from another rank's end.
+        if isinstance(error, dist.DistError | LaunchError) or "gloo" in str(error).lower():
             try:
                 channel.failure()
-                silent = self._silent_ranks(channel)
+                if channel.rank == 0 or channel.world_size <= _MOST_ASKING:
+                    silent = channel.silent_ranks(2 * self._pause_s + 1.0)
+                hung = self._hung_rank(channel, silent) if silent or cause is None else None
+                if hung is not None:
+                    cause = hung
+                    write_stacks(self._hangs, channel.rank, hung)
             except dist.DistError:
                 cause = _STORE_IS_GONE
-        late = self._late_ranks(channel) if _is_lost_peer(error) and cause is None and not silent else None
-        if silent:
-            cause = f"Rank {', '.join(map(str, silent))} does not answer: it was killed or is hung"
-            cause += _last_activity(channel, silent[0])
-        cause = cause or late
-        if silent or late:
-            write_stacks(self._hangs, channel.rank, str(cause))
         channel.await_others(but=silent)
         self._is_over.set()
         return None if isinstance(error, TrainerError) and error.is_known_to_all else cause
 
-    def _late_ranks(self, channel: StoreChannel) -> str | None:
-        """Describe a rank in another activity than this rank, which waited for it in vain. None if there is none."""
+    def _hung_rank(self, channel: StoreChannel, silent: Sequence[int]) -> str | None:
+        """Describe the ranks that do not answer, or else a rank in another activity than this rank, if there is one."""
+        if silent:
+            ranks = ", ".join(map(str, silent))
+            return f"Rank {ranks} does not answer: it was killed or is hung{_last_activity(channel, silent[0])}"
         text, count = str(self._activity), channel.world_size
         for rank in range(count if count <= _MOST_ASKING else 0):
             activity = _activity_of(channel, rank)
             if rank != channel.rank and activity not in ("", text):
                 return f"Rank {rank} is in {activity}, for which rank {channel.rank} waited in {text}"
         return None
-
-    def _silent_ranks(self, channel: StoreChannel) -> list[int]:
-        """Return the ranks whose watchdog does not answer."""
-        return (
-            channel.silent_ranks(2 * self._pause_s + 1.0)
-            if channel.rank == 0 or channel.world_size <= _MOST_ASKING
-            else []
-        )
 
     def _watch(self) -> None:
         failure: str | None = None
@@ -186,10 +179,8 @@ class _Heartbeat:
         activity: The activity sent with each heartbeat.
     """
 
-    def __init__(
-        self, channel: StoreChannel, timeout_s: float, *, look_s: float, activity: Activity | None = None
-    ) -> None:
-        self._activity = activity or Activity()
+    def __init__(self, channel: StoreChannel, timeout_s: float, *, look_s: float, activity: Activity) -> None:
+        self._activity = activity
         self._channel, self._next = channel, (channel.rank + 1) % channel.world_size
         self._looks_per_beat = max(1, int(timeout_s / _BEATS / look_s))
         self._patience = math.ceil(timeout_s / look_s) + self._looks_per_beat
@@ -238,8 +229,3 @@ def _activity_of(channel: StoreChannel, rank: int) -> str:
         return channel.clone(0.0).read(f"heartbeat/{rank}").decode(errors="replace").partition(" ")[2]
     except (LaunchError, dist.DistError):
         return ""
-
-
-def _is_lost_peer(error: BaseException) -> bool:
-    """Return whether an error may result from another rank's end, such as a lost connection or a missing message."""
-    return isinstance(error, dist.DistError | LaunchError) or "gloo" in str(error).lower()

@@ -82,7 +82,7 @@ def test_a_process_computes_with_the_threads_it_is_given(fixed: int, text: str |
 @pytest.mark.parametrize(
     ("variables", "ranks", "threads"),
     [
-        ({}, 1, 8), ({}, 4, 2), ({}, 16, 1), ({"OMP_NUM_THREADS": "3"}, 1, 3), ({"OMP_NUM_THREADS": "3"}, 4, 3),
+        ({}, 1, 8), ({}, 4, 2), ({}, 16, 1), ({"OMP_NUM_THREADS": "3"}, 4, 3),
         ({"OMP_NUM_THREADS": "1"}, 1, 1), ({"OMP_NUM_THREADS": "1"}, 4, 2),  # as torchrun sets it
         ({"OMP_NUM_THREADS": "4,2"}, 1, 4), ({"OMP_NUM_THREADS": " "}, 1, 8),
     ],

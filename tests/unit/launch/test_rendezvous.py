@@ -47,7 +47,7 @@ def test_a_rank_that_comes_first_does_not_meet_the_dead() -> None:
     assert name != old
 
 
-def test_rank_0_names_the_missing_ranks_to_the_others() -> None:
+def test_rank_0_names_the_missing_ranks() -> None:
     first, second = together(HashStore(), [0, 2], 5, timeout_s=2.0)
     assert "Rank 1, 3, 4" in str(first)
     assert isinstance(second, LaunchError)

@@ -121,7 +121,7 @@ def test_a_rank_that_shows_no_sign_of_life_is_named_to_all(
 def test_a_rank_is_lost_once_its_heartbeat_stops() -> None:
     store = HashStore()
     channels = [StoreChannel(store, rank, world_size=2, timeout_s=0.0) for rank in range(2)]
-    first, second = (peers._Heartbeat(channel, 8.0, look_s=1.0) for channel in channels)
+    first, second = (peers._Heartbeat(channel, 8.0, look_s=1.0, activity=Activity()) for channel in channels)
     for _ in range(50):
         assert (first.look(), second.look()) == (None, None)
     looks = next(count for count in range(1, 50) if first.look() == 1)
