@@ -329,7 +329,8 @@ def built(config: Config, cluster: Cluster) -> Run:
 
 def filled(run: Run) -> Run:
     """Return a run that was built, with its tensors filled as its configuration asks for."""
-    return fill(run, decide(run.config, run.cluster, run.saves))
+    fill(run, decide(run.config, run.cluster, run.saves))
+    return run
 
 
 def around_iterations(

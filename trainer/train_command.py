@@ -34,7 +34,7 @@ from trainer.memory.needs import out_of_memory, require_host_memory, require_mem
 from trainer.metrics.line_handler import LineHandler
 
 if TYPE_CHECKING:
-    from reprise.stores import MirrorProcess
+    from trainer.launch.control import RunControl
     from trainer.launch.process_group import Cluster
     from trainer.launch.signals import SignalHandler
     from trainer.metrics.run_log import RunLog
@@ -155,6 +155,7 @@ def _import_training(config: Config, world_size: int) -> None:
 
 
 def _train(resolved: Resolved, cluster: Cluster, signals: SignalHandler, times: StartTimes) -> None:
+    from trainer.launch.control import RunControl
     from trainer.launch.device import CPU, memory_bytes
     from trainer.launch.run_folder import hold_run_folder
     from trainer.run.inputs import open_inputs
@@ -168,13 +169,14 @@ def _train(resolved: Resolved, cluster: Cluster, signals: SignalHandler, times: 
     inputs = open_inputs(config, cluster)
     times.end("data")
     checkpoints = None if config.checkpoint.save is None else Path(config.checkpoint.save)
+    control = RunControl(config, signals, rank=cluster.rank)
     with hold_run_folder(Path(config.run.dir), checkpoints, channel, cluster.nonce):
-        rewind = _train_from(resolved, config, cluster, inputs, signals, times, None)
+        rewind = _train_from(resolved, config, cluster, inputs, control, times, None)
         while rewind is not None:
             gc.collect()  # modules and their hooks form cycles, and hold memory needed by the next start
             nonce = channel.from_first(f"rewind/{cluster.nonce}", lambda: secrets.token_hex(4))
             cluster, config, times = replace(cluster, nonce=nonce), rewind.config(config), StartTimes()
-            rewind = _train_from(resolved, config, cluster, inputs, signals, times, rewind)
+            rewind = _train_from(resolved, config, cluster, inputs, control, times, rewind)
 
 
 def _train_from(
@@ -182,7 +184,7 @@ def _train_from(
     config: Config,
     cluster: Cluster,
     inputs: RunInputs,
-    signals: SignalHandler,
+    control: RunControl,
     times: StartTimes,
     rewind: Rewind | None,
 ) -> Rewind | None:
@@ -208,20 +210,18 @@ def _train_from(
             cluster,
             inputs=inputs,
             saves=saves,
-            signals=signals,
             times=times,
-            control=None if rewind is None else rewind.control,
+            control=control,
             environment_keys=keys,
         )
         times.end("build")
-        run = fill(run, start)
-        mirrors: tuple[MirrorProcess, ...] = ()
+        fill(run, start)
         if config.checkpoint.mirror is not None:
             from trainer.saves.mirror import mirrored
 
             is_stopped = run.control.is_signalled
-            mirrors = stack.enter_context(mirrored(config.checkpoint, cluster, is_stopped=is_stopped))
-        run = replace(run, mirrors=mirrors, logs=stack.enter_context(_logged(run, resolved.text)))
+            run.mirrors = stack.enter_context(mirrored(config.checkpoint, cluster, is_stopped=is_stopped))
+        run.logs = stack.enter_context(_logged(run, resolved.text))
         times.end("load")
         if rewind is not None:
             rewind.begin(run)

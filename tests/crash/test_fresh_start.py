@@ -97,7 +97,7 @@ def test_a_run_killed_before_its_first_save_begins_again(tmp_path: Path, where: 
     assert launch(run, overrides, kill_after=2).statuses == (-9,)
     assert [row[0] for row in curve(run)] == [1, 2]
     again = run_ok(run, overrides)
-    assert "ended at iteration 2, before its first save" in again.text
+    assert "saved nothing: it starts over" in again.text
     assert curve(run) == curve(whole)
     saved = next(path for folder in (run / "checkpoints", tmp_path / "host") for path in folder.glob(iteration_name(4)))
     assert tensor_files(saved) == tensor_files(checkpoint(whole, 4))

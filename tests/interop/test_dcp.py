@@ -148,7 +148,7 @@ def test_an_import_states_what_its_source_or_its_user_has(tmp_path: Path, caplog
     saved = json.loads((tmp_path / "run/checkpoints/iter_0000001/trainer_state.json").read_text())
     others = ["optimizer.adam_beta2=0.999", "schedule=constant", "train.seed=5", "train.threads=3", "optimizer.lr=0.5"]
     _, description = describe_alone(compose([*stated, *others, "optimizer.weight_decay=0.3"]))
-    found = differences(*compared(saved, description), RULES)
+    found = differences(*compared(saved, description, where="x"), RULES)
     assert [d.field for d in found] == ["adam.weight_decay"]
 
     run = compose([*OURS, f"run.dir={tmp_path / 'run'}"])

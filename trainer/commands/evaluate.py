@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from reprise.errors import ConfigError, TrainerError
-from reprise.format import Journal
 from reprise.loading import Checkpoint, LoadSource, fill, no_folder, read_places
 from reprise.storage import FILE_SYSTEM, Json, dumps, exists, shown_name
 from reprise.tensors import LiveTensor
@@ -139,18 +138,17 @@ def _evaluate(run: Run, path: Path, *, averages: bool) -> Json:
     """Fill a run with a checkpoint's weights, or their averages, and return the result line. Call on all ranks."""
     from trainer.interop.source import require_averages
     from trainer.start.base import load_base
-    from trainer.start.decide import Start
     from trainer.start.fill import rebind
     from trainer.start.source import Checkpoints, Part
     from trainer.training.evaluate import evaluate
 
-    source = Checkpoints(LoadSource.named(path), loads_weights_alone=True)
+    source = Checkpoints(LoadSource.named(path))
     section = CheckpointSection(finetune=True)
     if run.config.model.is_adapted:
-        load_base(run, Start(source, section, Journal(), keeps_weights=False))
+        load_base(run, source)
     refuse = require_averages if averages else lambda _: None
     part = Part("", run.config.model, partial(run.state.shards, with_optimizer=False), section, refuse)
-    restored = source.fill(run, part).restored
+    _, restored = source.fill(run, part)
     assert restored is not None
     checkpoint = restored.checkpoint
     if averages:

@@ -146,16 +146,6 @@ def _side_path(path: Path, number: int) -> Path:
     return path.with_name(f"{path.stem}.abandoned-{number}.jsonl")
 
 
-def last_recorded_iteration(path: Path) -> int | None:
-    """Return the last iteration recorded in `path`, or None."""
-    last: int | None = None
-    for record in filter(None, map(record_of, tail(path))):
-        last = max(record["iteration"], last or 0)
-        if "event" not in record:
-            break
-    return last
-
-
 def last_recorded_time(path: Path) -> float:
     """Return the Unix time in the last complete line of `path`, or 0 if there is no line or no valid time."""
     time = next((record.get("time") for record in map(record_of, tail(path)) if record), 0.0)

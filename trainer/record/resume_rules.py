@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
 from reprise.errors import MismatchError
-from reprise.storage import Json
+from reprise.storage import Json, integer
 from trainer.config.checkpoint import FLAGS, Allowed, CheckpointSection
 from trainer.config.parallel import INVARIANT
 from trainer.config.saved import PARALLEL_KEYS, flattened
 from trainer.optim.table import OPTIMIZERS, SECTIONS
+from trainer.record.data_origin import reading_state
 from trainer.schedules.batch_size import BatchSchedule, parse_batch_schedule
 from trainer.schedules.lr import COUNTS, DecayStyle
 
@@ -207,7 +208,7 @@ def weight_rules() -> list[Rule]:
     return [replace(rule, verdict=Verdict.LOGGED) if rule.verdict in FLAGS else rule for rule in rules]
 
 
-def compared(saved: Json, current: Json) -> tuple[Json, Json]:
+def compared(saved: Json, current: Json, *, where: object) -> tuple[Json, Json]:
     """Return two states in comparable form.
 
     The optimizer's groups are replaced by whether each parameter in both states has weight decay; the value is in
@@ -215,115 +216,87 @@ def compared(saved: Json, current: Json) -> tuple[Json, Json]:
     float32. Other `freeze` patterns for the same trained parameters make no difference. A missing `invariant_ranks` or
     `invariant_tensor_ranks` means 0, and a missing `replicate` means 1. Saved sample counts are converted to the
     current sequence length. Without a decay, its length and the minimum rate are removed.
+
+    Raises:
+        CheckpointError: The saved state is malformed.
     """
-    saved = in_samples_of(current.get("batch", {}).get("seq_length"), saved)
-    saved, current = (_with_whole_topology(_with_used_schedule(state)) for state in (saved, current))
-    saved_optimizer, current_optimizer = saved.get("optimizer", {}), current["optimizer"]
-    if not isinstance(saved_optimizer, Mapping):
-        return saved, current
-    old, new = (
-        {
-            "moments_dtype": table.get("moments_dtype", "float32"),
-            **({"name": table["name"]} if "name" in saved_optimizer else {}),
-        }
-        for table in (saved_optimizer, current_optimizer)
-    )
-    if "groups" in saved_optimizer:
-        saved_decays, current_decays = _decays(saved_optimizer["groups"]), _decays(current_optimizer["groups"])
-        if saved_decays is None or current_decays is None:
-            return saved, current
-        common = saved_decays.keys() & current_decays.keys()
-        if saved_decays.keys() == current_decays.keys():
-            saved, current = ({k: v for k, v in state.items() if k != "freeze"} for state in (saved, current))
-        old["weight_decay"], new["weight_decay"] = (
-            {name: decays[name] for name in common} for decays in (saved_decays, current_decays)
-        )
-    return {**saved, "optimizer": old}, {**current, "optimizer": new}
+    with reading_state("record of its settings", where):
+        states = [_in_use(state) for state in (in_samples_of(current["batch"]["seq_length"], saved), current)]
+        tables = [state.get("optimizer", {}) for state in states]
+        for state, table in zip(states, tables, strict=True):
+            state["optimizer"] = {"moments_dtype": table.get("moments_dtype", "float32")}
+            if "name" in tables[0]:
+                state["optimizer"]["name"] = table["name"]
+        if "groups" in tables[0]:
+            decays = [_decays(table["groups"]) for table in tables]
+            common = decays[0].keys() & decays[1].keys()
+            for state, own in zip(states, decays, strict=True):
+                state["optimizer"]["weight_decay"] = {name: own[name] for name in common}
+                if decays[0].keys() == decays[1].keys():
+                    state.pop("freeze", None)
+    return states[0], states[1]
 
 
-def _with_used_schedule(state: Json) -> Json:
-    schedule = state.get("schedule")
-    if not isinstance(schedule, Mapping) or schedule.get("style") != DecayStyle.constant.value:
-        return state
-    used = {name: value for name, value in schedule.items() if name != "min_lr" and "decay" not in name}
-    return {**state, "schedule": used}
+def _in_use(state: Json) -> Json:
+    """Return a state with the schedule's effective members, and a complete topology."""
+    schedule, topology = state.get("schedule", {}), state.get("topology", {})
+    if schedule.get("style") == DecayStyle.constant.value:
+        schedule = {name: value for name, value in schedule.items() if name != "min_lr" and "decay" not in name}
+    return {**state, "schedule": schedule, "topology": {**dict.fromkeys(INVARIANT, 0), "replicate": 1, **topology}}
 
 
-def _with_whole_topology(state: Json) -> Json:
-    topology = state.get("topology", {})
-    if not isinstance(topology, Mapping):
-        return state
-    return {**state, "topology": {**dict.fromkeys(INVARIANT, 0), "replicate": 1, **topology}}
+def _decays(groups: Sequence[Json]) -> dict[str, bool]:
+    """Return whether each parameter has weight decay, as only the first group has."""
+    return {name: number == 0 for number, group in enumerate(groups) for name in group["names"]}
 
 
-def with_same_bits(differing: Sequence[Difference], saved: Json, current: Json) -> list[Difference]:
-    """Return the differences, with "same bits" as a topology change's effect if the loss curve keeps its bits.
-
-    It does if `invariant_ranks` is on and all other influences on an iteration are known and equal, on both sides and
-    on all ranks. Tests prove it on CPUs, so a run on another device does not get this message.
-
-    Args:
-        differing: The differences between the `compared` states.
-        saved: The checkpoint's state.
-        current: The run's own state.
-    """
-    topology = current["topology"]
-    bitwise = _BITWISE_FIELDS | (
-        _BITWISE_TENSOR_FIELDS if topology.get("invariant_tensor_ranks", 0) > 0 else frozenset()
-    )
-    affecting = [d for d in differing if d.field not in bitwise and d.rule.field not in _OUTSIDE_ITERATIONS]
-    is_on = topology.get("invariant_ranks", 0) > 0 and current["environment"]["device"] == "cpu"
-    ranks_differ = any(isinstance(value, list) for value in flattened(current["environment"]).values())
-    optional = tuple(rule.field for rule in RULES if rule.is_optional and rule.field not in _OUTSIDE_ITERATIONS)
-    is_unknown = any(field.startswith(optional) for field in flattened(current).keys() - flattened(saved).keys())
-    if affecting or not is_on or ranks_differ or is_unknown or assumed_in(saved):
-        return list(differing)
-    rules = {d.field: replace(d.rule, says=_SAME_BITS, hint="same bits") for d in differing if d.field in bitwise}
-    return [replace(d, rule=rules.get(d.field, d.rule)) for d in differing]
-
-
-def _decays(groups: object) -> dict[str, bool] | None:
-    """Return whether each parameter has weight decay, as only the first group has. None if they are malformed."""
-    if not isinstance(groups, list):
-        return None
-    decays = dict[str, bool]()
-    for number, group in enumerate(groups):
-        names = group.get("names") if isinstance(group, Mapping) else None
-        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-            return None
-        decays |= dict.fromkeys(names, number == 0)
-    return decays
-
-
-def in_samples_of(seq_length: object, saved: Json) -> Json:
+def in_samples_of(seq_length: int, saved: Json) -> Json:
     """Return a state whose schedules count samples with `seq_length` tokens, as a resumed run's position does.
 
-    Counts are rounded down, like the position. Malformed parts, and iteration counts, stay as they are.
+    Counts are rounded down, like the position. Iteration counts stay as they are.
 
     Args:
         saved: The content of `trainer_state.json`.
+
+    Raises:
+        LookupError, TypeError, ValueError, AttributeError: The state is malformed.
     """
-    batch, schedule = saved.get("batch"), saved.get("schedule")
-    was = batch.get("seq_length") if isinstance(batch, Mapping) else None
-    if type(was) is not int or type(seq_length) is not int or was == seq_length or min(was, seq_length) < 1:
+    batch, schedule = saved.get("batch", {}), saved.get("schedule", {})
+    was = integer(batch.get("seq_length", seq_length))
+    if was == seq_length:
         return saved
-    converted = dict(saved)
-    if isinstance(schedule, Mapping):
-        converted["schedule"] = {
-            name: value * was // seq_length if name.endswith("_samples") and type(value) is int else value
-            for name, value in schedule.items()
-        }
-    if isinstance(batch, Mapping) and isinstance(batch.get("batch_schedule"), str):
-        converted["batch"] = {**batch, "batch_schedule": _converted(batch["batch_schedule"], was, seq_length)}
-    return converted
+    schedule = {
+        name: integer(value) * was // seq_length if name.endswith("_samples") else value
+        for name, value in schedule.items()
+    }
+    if "batch_schedule" in batch:
+        steps = parse_batch_schedule(batch["batch_schedule"]).steps
+        converted = BatchSchedule(tuple((first * was // seq_length, size) for first, size in steps))
+        batch = {**batch, "batch_schedule": str(converted)}
+    return {**saved, "batch": batch, "schedule": schedule}
 
 
-def _converted(text: str, was: int, now: int) -> str:
-    try:
-        steps = parse_batch_schedule(text).steps
-    except ValueError:
-        return text
-    return str(BatchSchedule(tuple((first * was // now, size) for first, size in steps)))
+def with_same_bits(differing: Sequence[Difference], current: Json) -> list[Difference]:
+    """Return the differences, with "same bits" as a topology change's effect if the loss curve keeps its bits.
+
+    It does if `invariant_ranks` is on and all other influences on an iteration are equal, on both sides and on all
+    ranks. Tests prove it on CPUs, so a run on another device does not get this message.
+
+    Args:
+        differing: The differences between the `compared` states.
+        current: The run's own state.
+    """
+    topology, environment = current["topology"], flattened(current["environment"])
+    bitwise = _BITWISE_FIELDS | (_BITWISE_TENSOR_FIELDS if topology.get("invariant_tensor_ranks") else frozenset())
+    is_promised = topology.get("invariant_ranks") and environment["device"] == "cpu"
+    if (
+        not is_promised
+        or any(isinstance(value, list) for value in environment.values())
+        or any(d.field not in bitwise and d.rule.field not in _OUTSIDE_ITERATIONS for d in differing)
+    ):
+        return list(differing)
+    rules = {d.field: replace(d.rule, says=_SAME_BITS, hint="same bits") for d in differing if d.field in bitwise}
+    return [replace(d, rule=rules.get(d.field, d.rule)) for d in differing]
 
 
 def differences(saved: Json, current: Json, table: Sequence[Rule]) -> list[Difference]:

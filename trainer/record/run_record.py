@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict, fields, replace
 from enum import Enum
 from typing import Any
@@ -51,20 +50,13 @@ def describe(config: Config, *, schedule: Schedule, topology: Topology, data: Js
     return {
         "model": model_record(config.model),
         "topology": {
-            "world_size": topology.world_size,
-            "tp": topology.tp,
-            "pp": topology.pp,
-            "vpp": topology.vpp,
-            "sp": topology.sp,
-            "dp": topology.dp,
+            **{name: getattr(topology, name) for name in ("world_size", "tp", "pp", "vpp", "sp", "dp")},
             "zero_stage": config.parallel.zero_stage,
             **({"replicate": topology.replicate} if topology.replicate > 1 else {}),
             **{key: getattr(config.parallel, key) for key in INVARIANT if getattr(config.parallel, key)},
         },
         "batch": {
-            "global_batch_size": train.global_batch_size,
-            "seq_length": train.seq_length,
-            "micro_batch_size": train.micro_batch_size,
+            **{name: getattr(train, name) for name in ("global_batch_size", "seq_length", "micro_batch_size")},
             **({"batch_schedule": str(sizes)} if len(sizes.sizes) > 1 else {}),
         },
         "data": data,
@@ -111,24 +103,17 @@ def saved_model(state: Json, *, where: object) -> ModelConfig:
         CheckpointError: The model is missing or cannot be built.
     """
     with reading_state("model", where):
-        values: dict[str, Any] = dict(_table(state["model"]))
+        values: dict[str, Any] = dict(state["model"])
         scaling = values.pop("rope_scaling")
-        values["family"] = _family(values["family"])
+        values["family"] = Family(values["family"])
         values["activation"] = Activation(values.get("activation", Activation.gelu_tanh.value))
-        lora: dict[str, Any] = dict(_table(values.pop("lora", {})))
+        lora: dict[str, Any] = dict(values.pop("lora", {}))
         scaling = None if scaling is None else RopeScaling(**scaling)
         model = ModelConfig(**values, rope_scaling=scaling, lora=LoraConfig(**lora))
         reasons = problems(model) or adapter_problems(model)
     if reasons:
         raise CheckpointError("A state file has a model that cannot be built", where=where, found="; ".join(reasons))
     return model
-
-
-def _family(name: object) -> Family:
-    names = [family.value for family in Family]
-    if name not in names:
-        raise ValueError(f"model.family is {name!r}, known are {', '.join(names)}")
-    return Family(name)
 
 
 def saved_frozen(state: Json, model: ModelConfig) -> frozenset[str]:
@@ -144,7 +129,7 @@ def saved_moments(state: Json, *, where: object) -> MomentsDtype:
         CheckpointError: The state file names an unknown dtype.
     """
     with reading_state("dtype for moments", where):
-        return MomentsDtype(_table(state.get("optimizer", {})).get("moments_dtype", MomentsDtype.float32))
+        return MomentsDtype(state.get("optimizer", {}).get("moments_dtype", MomentsDtype.float32))
 
 
 def saved_schedule(state: Json, section: OptimizerSection, *, where: object) -> tuple[Schedule, OptimizerSection]:
@@ -154,7 +139,7 @@ def saved_schedule(state: Json, section: OptimizerSection, *, where: object) -> 
         CheckpointError: A value is missing or not a valid number.
     """
     with reading_state("schedule", where):
-        values = _table(state["schedule"])
+        values = state["schedule"]
         unit = "samples" if "decay_samples" in values else "iters"
         if values.keys() != {"style", "lr", "min_lr", *(f"{name}_{unit}" for name in COUNTS)}:
             raise ValueError(f"a schedule of {sorted(values)}")
@@ -173,21 +158,12 @@ def saved_schedule(state: Json, section: OptimizerSection, *, where: object) -> 
 def _saved_settings(state: Json, section: OptimizerSection) -> dict[str, Any]:
     settings: dict[str, Any] = {}
     for name, keys in OPTIMIZERS[section.name].numbers.items():
-        table = _table(state[name])
+        table = state[name]
         for member, key in keys.items():
-            match getattr(section, key):
-                case bool() if not isinstance(table[member], bool):
-                    raise TypeError(f"{table[member]!r} is not true or false")
-                case bool():
-                    settings[key] = table[member]
-                case int():
-                    settings[key] = integer(table[member])
-                case _:
-                    settings[key] = finite_number(table[member], least=0)
+            value, kind = table[member], type(getattr(section, key))
+            if kind is bool and not isinstance(value, bool):
+                raise TypeError(f"{value!r} is not true or false")
+            if kind is not bool:
+                value = integer(value) if kind is int else finite_number(value, least=0)
+            settings[key] = value
     return settings
-
-
-def _table(value: object) -> Mapping[str, object]:
-    if not isinstance(value, Mapping):
-        raise TypeError(f"{value!r} is not an object")
-    return value

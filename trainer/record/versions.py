@@ -22,8 +22,16 @@ def versions() -> dict[str, str]:
     return {
         "python": platform.python_version(),
         "reprise": __version__,
-        **{name: metadata.version(name) for name in _PACKAGES},
+        **{name: _version(name) for name in _PACKAGES},
     }
+
+
+def _version(package: str) -> str:
+    """Return a package's version. Unknown if it was built without metadata."""
+    try:
+        return metadata.version(package) or "unknown"
+    except metadata.PackageNotFoundError:
+        return "unknown"
 
 
 @cache

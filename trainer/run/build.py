@@ -27,7 +27,6 @@ from trainer.generate.during_training import Sampler
 from trainer.launch.control import RunControl
 from trainer.launch.device import device_name
 from trainer.launch.process_group import Cluster, thread_count
-from trainer.launch.signals import SignalHandler
 from trainer.launch.start_times import StartTimes
 from trainer.metrics.profile import Profiler
 from trainer.metrics.run_log import RunLog, Slowdown, peak_flops
@@ -52,9 +51,9 @@ if TYPE_CHECKING:
     from reprise.stores import MirrorProcess
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Run:
-    """A run: its state, data, outputs, and control. A start returns it with its source's schedule and data.
+    """A run: its state, data, outputs, and control. A start sets its source's schedule and data.
 
     Args:
         schedule: The learning-rate schedule.
@@ -112,7 +111,6 @@ def build(
     *,
     inputs: RunInputs,
     saves: Saves,
-    signals: SignalHandler | None = None,
     times: StartTimes | None = None,
     control: RunControl | None = None,
     environment_keys: Collection[str] = (),
@@ -122,9 +120,8 @@ def build(
     Args:
         inputs: The opened inputs.
         saves: The save targets.
-        signals: The signal handler, if any.
         times: This start's times. None starts counting now.
-        control: The control for a run continuing in another start. None for a new run.
+        control: The requests to this rank. None for a run that nobody stops.
         environment_keys: Dotted keys whose values come from environment variables. Checkpoints leave them out.
     """
     topology = topology_of(config, cluster.world_size)
@@ -150,7 +147,7 @@ def build(
         sampler=inputs.sampler,
         saves=saves,
         restorer=Restorer(cluster.channel, nonce=cluster.nonce, files=saves.files, local=saves.host_folders),
-        control=control or RunControl(config, signals, rank=cluster.rank),
+        control=control or RunControl(config, None, rank=cluster.rank),
         model_files=model_documents(config.model),
         tokenizer=inputs.tokenizer,
         own_time=OwnTime(cluster.device),

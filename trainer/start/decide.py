@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from pathlib import Path
 
 from reprise.errors import CheckpointError, MismatchError, count_of
-from reprise.format import ADAPTERS, FRESH, MANIFEST, Journal, Lineage
+from reprise.format import ADAPTERS, FRESH, MANIFEST, Journal
 from reprise.loading import LoadSource
 from reprise.storage import CheckpointFolder, Json, Patience, exists, failed_read, is_file
 from reprise.stores import files_of, is_stored, location
@@ -25,11 +25,8 @@ from trainer.interop.llmc import WEIGHTS, foreign
 from trainer.interop.megatron.refuse import refuse_megatron
 from trainer.launch.process_group import Cluster
 from trainer.launch.relaunch import Launch
-from trainer.metrics.json_lines import METRICS
-from trainer.metrics.jsonl_file import last_recorded_iteration, last_saved_iteration
 from trainer.saves.targets import Saves
 from trainer.start.identity import find_journal, saved_lineages
-from trainer.start.journal import RUN_FILE
 from trainer.start.source import Checkpoints, InitialValues, TensorSource, Weights
 
 _log = logging.getLogger(__name__)
@@ -45,48 +42,17 @@ class Origin(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Past:
-    """A run's folders before a start, and what its command finds there.
+class StartCommand:
+    """What a start's command says about its source.
 
     Args:
-        lineage: The run's lineage.
-        saved: The newest save in the run's journal. `FRESH` if it has none, or this start's branch has given it up.
-        committed: Iterations from which a start could resume, or that it sets aside.
-        trained: The last iteration in `metrics.jsonl`, or None.
-        logged: The last save in `metrics.jsonl`, or None.
-        source: The path in `checkpoint.load`, or None.
-        is_inside: Whether `source` lies in the run's own folder.
+        is_inside: Whether the path in `checkpoint.load` lies in the run's own folder.
         is_restarted: Whether the launcher restarted this launch after it saved.
     """
 
-    lineage: Lineage
-    saved: int = FRESH
-    committed: Sequence[int] = ()
-    trained: int | None = None
-    logged: int | None = None
-    source: Path | None = None
+    config: Config
     is_inside: bool = False
     is_restarted: bool = False
-
-    @property
-    def is_anew(self) -> bool:
-        """Return whether the newest branch starts an earlier run over, and has saved nothing."""
-        branches = self.lineage.branches
-        return self.saved == FRESH and len(branches) > 1 and branches[-1].began_at == FRESH
-
-
-@dataclass(frozen=True, slots=True)
-class StartChoice:
-    """A start's origin.
-
-    Args:
-        line: The log line. Empty for none.
-        is_new: Whether the start begins a run, whose mirror must not have checkpoints.
-    """
-
-    origin: Origin
-    line: str = ""
-    is_new: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +85,7 @@ def decide(config: Config, cluster: Cluster, saves: Saves) -> Start:
     Raises:
         TrainerError: The run cannot start this way. Every rank raises.
     """
-    journal = saves.start(lambda: find_journal(config, cluster, saves))
-    section, lineage = config.checkpoint, journal.lineage
+    journal, section = saves.start(lambda: find_journal(config, cluster, saves)), config.checkpoint
 
     def find() -> Json:
         try:
@@ -135,21 +100,12 @@ def decide(config: Config, cluster: Cluster, saves: Saves) -> Start:
     if origin is Origin.own:
         no_load_optim = section.no_load_optim and section.no_save_optim
         section = replace(section, finetune=False, no_load_optim=no_load_optim, ckpt_step=None)
-    is_own = origin in (Origin.own, Origin.newest)
-    source: TensorSource = InitialValues()
     if choice.get("kind") == "checkpoint":
-        folder = LoadSource(location(choice["path"]), section.ckpt_step, terms.LOAD, lineage if is_own else None)
-        source = Checkpoints(folder, section.loads_weights_alone, is_own)
-    elif choice:
-        source = Weights(Path(choice["path"]))
-    if not isinstance(source, Checkpoints):
-        require_batches(config, cluster.world_size, 0)
-    return Start(
-        source,
-        section,
-        Journal(lineage, answer["saved"]),
-        keeps_weights=_keeps_weights(config, source, section),
-    )
+        lineage = journal.lineage if origin in (Origin.own, Origin.newest) else None
+        source = Checkpoints(LoadSource(location(choice["path"]), section.ckpt_step, terms.LOAD, lineage))
+        return Start(source, section, journal, not section.finetune and (source.is_own or answer["is_inside"]))
+    require_batches(config, cluster.world_size, 0)
+    return Start(Weights(Path(choice["path"])) if choice else InitialValues(), section, journal, keeps_weights=False)
 
 
 def named_source(path: Path, *, with_weights: bool = True) -> Json:
@@ -208,85 +164,69 @@ def require_batches(config: Config, world_size: int, consumed_samples: int) -> N
         raise MismatchError(f"The run cannot continue from sample {consumed_samples}:\n{lines}\nNothing was trained")
 
 
-def _lies_in(path: Path, folder: Path | None) -> bool:
-    return folder is not None and folder.resolve() in (path.resolve(), *path.resolve().parents)
-
-
-def _keeps_weights(config: Config, source: TensorSource, section: CheckpointSection) -> bool:
-    if not isinstance(source, Checkpoints) or section.finetune:
-        return False
-    return _lies_in(source.source.path, save_folder(config.checkpoint))
-
-
 def _find(config: Config, saves: Saves, journal: Journal, launch: Launch) -> Json:
-    """Return a start's origin, its source's kind and path, and the newest recorded save. Rank 0 only."""
-    section, past = config.checkpoint, _past(config, saves, journal, launch)
-    decision, source = choose(past, config), {}
-    if decision.is_new:
+    """Return a start's origin, its source's kind and path, and whether this lies in the run's folder. Rank 0 only."""
+    section, is_inside = config.checkpoint, False
+    is_restarted = section.is_directed and not set(launch.earlier).isdisjoint(journal.lineage.launch)
+    if section.load not in ("auto", "none") and not is_restarted:
+        named = location(section.load)
+        if not is_stored(named):  # a run with its own checkpoints continues while the store is unreachable
+            named = LoadSource.named(named).path
+        folder = save_folder(section)
+        is_inside = folder is not None and folder.resolve() in (named.resolve(), *named.resolve().parents)
+    command, source = StartCommand(config, is_inside, is_restarted), {}
+    origin, line = choose(journal, _committed(section, saves, journal), command)
+    is_own = origin in (Origin.own, Origin.newest)
+    if not is_own and not journal.lineage.branches:
         _refuse_mirror(section)
-    if decision.line:
-        _log.log(logging.INFO if decision.origin is Origin.own else logging.WARNING, decision.line)
-    if decision.origin in (Origin.own, Origin.newest):
+    if line:
+        _log.log(logging.INFO if is_own else logging.WARNING, line)
+    if is_own:
         source = {"kind": "checkpoint", "path": str(save_folder(section))}
-    elif decision.origin is Origin.named:
+    elif origin is Origin.named:
         source = named_source(location(section.load), with_weights=not config.model.is_adapted)
-    return {"origin": decision.origin.name, "source": source, "saved": past.saved}
+    return {"origin": origin.name, "source": source, "is_inside": is_inside}
 
 
-def _past(config: Config, saves: Saves, journal: Journal, launch: Launch) -> Past:
-    section, shared, lineage = config.checkpoint, saves.shared, journal.lineage
-    past, given_up = Past(lineage, FRESH if journal.saved is None else journal.saved), set[int]()
-    if journal.saved is None and shared is not None and not past.is_anew:  # of version 0.2, or damaged
-        tracked = shared.tracker()
-        past = replace(past, saved=FRESH if tracked is None else tracked)
-    if past.is_anew and shared is not None:
-        branches = saved_lineages(shared)
-        given_up = {n for n, branch in branches if branch.run == lineage.run and not lineage.admits(branch, n)}
-    if section.is_directed and not set(launch.earlier).isdisjoint(lineage.launch):
-        return replace(past, is_restarted=True)
+def _committed(section: CheckpointSection, saves: Saves, journal: Journal) -> list[int]:
+    """Return the iterations from which a start could resume, or that `checkpoint.load=none` sets aside."""
     if section.load == "none":  # hosts delete what they set aside
-        return replace(past, committed=[] if shared is None else shared.committed())
-    source, is_inside = None, False
-    if section.load != "auto":
-        source = location(section.load)
-        if not is_stored(source):  # a run with its own checkpoints continues while the store is unreachable
-            source = LoadSource.named(source).path
-        is_inside = _lies_in(source, save_folder(section))
-    committed = [number for number in saves.iterations() if number not in given_up]
-    past = replace(past, committed=committed, source=source, is_inside=is_inside)
-    if committed:
-        return past
-    metrics = Path(config.run.dir) / METRICS
-    return replace(past, trained=last_recorded_iteration(metrics), logged=last_saved_iteration(metrics))
+        return [] if saves.shared is None else saves.shared.committed()
+    committed, lineage = saves.iterations(), journal.lineage
+    if saves.shared is None or journal.saved != FRESH:
+        return committed
+    # A start that began the run anew may have been killed before it set these aside.
+    branches = saved_lineages(saves.shared)
+    given_up = {n for n, saved in branches if saved.run == lineage.run and not lineage.admits(saved, n)}
+    return [number for number in committed if number not in given_up]
 
 
-def choose(past: Past, config: Config) -> StartChoice:
-    """Return where a run starts, or continues from. Pure.
+def choose(journal: Journal, committed: Collection[int], command: StartCommand) -> tuple[Origin, str]:
+    """Return where a run starts, or continues from, and a log line, empty for none. Pure.
 
     A path in `checkpoint.load` outside the run's own folder is the run's start. With `finetune`, so is a path inside
     it, such as imported weights. Once the run has its own checkpoint (beyond iteration 0 in the second case), the same
     command resumes from it. A launch restarted by its launcher after a committed checkpoint resumes from it with any
     command.
 
+    Args:
+        committed: The run's committed iterations.
+
     Raises:
         CheckpointError: The run's checkpoints are missing.
     """
-    section, committed, line = config.checkpoint, past.committed, ""
-    is_new = not past.lineage.branches
-    if past.is_restarted:
-        return StartChoice(Origin.own, "this launch was restarted: it resumes from its own newest checkpoint")
+    config = command.config
+    section = config.checkpoint
+    if command.is_restarted:
+        return Origin.own, "this launch was restarted: it resumes from its own newest checkpoint"
     if section.load == "none":
-        return StartChoice(Origin.initial, _set_aside(committed, config), is_new)
-    begins_again = past.is_anew and not committed and past.logged is not None  # else any lines are from the fresh start
-    if begins_again:
-        line = "a start with checkpoint.load=none ended before it trained: the run starts over"
+        return Origin.initial, _set_aside(committed, config)
     if section.load != "auto":
-        if section.finetune and any(committed) if past.is_inside else committed:
-            return StartChoice(Origin.own, f"this run began at {past.source} and resumes from its own checkpoints")
-        is_base = config.model.is_adapted and section.base is None
-        return StartChoice(Origin.initial if is_base else Origin.named, line, is_new)
+        if section.finetune and any(committed) if command.is_inside else committed:
+            return Origin.own, f"this run began at {section.load} and resumes from its own checkpoints"
+        return Origin.initial if config.model.is_adapted and section.base is None else Origin.named, ""
     if committed:
-        return StartChoice(Origin.newest)
+        return Origin.newest, ""
     if section.ckpt_step is not None:
         raise CheckpointError(
             "The requested iteration was never saved",
@@ -295,12 +235,17 @@ def choose(past: Past, config: Config) -> StartChoice:
             found="no checkpoint",
             fix="Correct checkpoint.ckpt_step.",
         )
-    if begins_again:
-        return StartChoice(Origin.initial, line)
-    _refuse_lost_checkpoints(past, config)
-    if past.trained is not None:
-        line = f"the run ended at iteration {past.trained}, before its first save: it starts over"
-    return StartChoice(Origin.initial, line, is_new=True)
+    if journal.saved != FRESH:
+        url = section.mirror
+        mirror = f"continue from the mirror with checkpoint.load={url} and another checkpoint.mirror, " if url else ""
+        raise CheckpointError(
+            "This run has recorded saves but no checkpoint is there",
+            where=Path(config.run.dir),
+            expected=f"a checkpoint in {section.save}" if section.save else "a checkpoint, but checkpoint.save is null",
+            found=f"iteration {journal.saved} as the last, and no iter_ folder",
+            fix=f"Mount or restore the checkpoints, {mirror}or start over with checkpoint.load=none.",
+        )
+    return Origin.initial, "this run has saved nothing: it starts over" if journal.lineage.branches else ""
 
 
 def _set_aside(committed: Collection[int], config: Config) -> str:
@@ -312,22 +257,6 @@ def _set_aside(committed: Collection[int], config: Config) -> str:
         f"iteration {max(committed)}: they become iter_*.superseded-*. To leave them as they are, stop and start "
         f"another run: run.name={text_value(config.run.name + '-2')}"
     )
-
-
-def _refuse_lost_checkpoints(past: Past, config: Config) -> None:
-    """Refuse a fresh start if the run has saved."""
-    save, url, folder = config.checkpoint.save, config.checkpoint.mirror, Path(config.run.dir)
-    # A commit can outlive a process killed before it is noted in the journal.
-    saved = past.saved if past.logged is None else max(past.saved, past.logged)
-    if saved > FRESH:
-        mirror = f"continue from the mirror with checkpoint.load={url} and another checkpoint.mirror, " if url else ""
-        raise CheckpointError(
-            "This run has recorded saves but no checkpoint is there",
-            where=folder / (RUN_FILE if past.saved == saved else METRICS),
-            expected=f"a checkpoint in {save}" if save else "a checkpoint, but checkpoint.save is null",
-            found=f"iteration {saved} as the last, and no iter_ folder",
-            fix=f"Mount or restore the checkpoints, {mirror}or start over with checkpoint.load=none.",
-        )
 
 
 def _refuse_mirror(section: CheckpointSection) -> None:

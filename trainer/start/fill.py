@@ -14,8 +14,8 @@ from reprise.loading import Checkpoint
 from reprise.storage import integer
 from trainer.config.checkpoint import Allowed, CheckpointSection
 from trainer.config.load_saved import config_document, own_command
+from trainer.config.optimizer import OptimizerSection
 from trainer.config.saved import flattened, saved_config, with_schedule
-from trainer.data.loader import BatchLoader
 from trainer.data.position_map import SKIPPED, PositionMap, parse_ranges, resume_map
 from trainer.metrics.spikes import SPIKES
 from trainer.optim.adamw import apply_settings
@@ -25,7 +25,7 @@ from trainer.record import resume_rules, run_record
 from trainer.record.data_origin import origin_after, reading_state, sources_in
 from trainer.record.resume_rules import Difference, allow_list, differences, in_samples_of, settle
 from trainer.run.build import Run
-from trainer.schedules.lr import DecayStyle, Schedule
+from trainer.schedules.lr import Schedule
 from trainer.schedules.progress import Progress
 from trainer.start.base import load_base
 from trainer.start.decide import Start, require_batches
@@ -35,8 +35,8 @@ from trainer.start.source import InitialValues, Part
 _log = logging.getLogger(__name__)
 
 
-def fill(run: Run, start: Start) -> Run:
-    """Fill a run's tensors and records, and return the run with its source's schedule and data. Collective.
+def fill(run: Run, start: Start) -> None:
+    """Fill a run's tensors and records, and set its schedule and data as its source requires. Collective.
 
     Afterwards tied embeddings are a single tensor again, and the run's newer checkpoints are renamed to superseded.
 
@@ -45,9 +45,9 @@ def fill(run: Run, start: Start) -> Run:
     """
     section, checkpoint = start.section, None
     if run.config.model.is_adapted:
-        run.description["base"] = load_base(run, start)
+        run.description["base"] = load_base(run, start.source)
     part = Part("", run.config.model, run.state.shards, section, partial(_refuse, run, section))
-    restored = start.source.fill(run, part).restored
+    _, restored = start.source.fill(run, part)
     if restored is not None:
         checkpoint = restored.checkpoint
         for target in run.saves:
@@ -57,7 +57,7 @@ def fill(run: Run, start: Start) -> Run:
             state = checkpoint.state
             run.saves.targets[0].saver.find_saved(checkpoint.iteration, lambda shared: shared.state == state)
         if not section.finetune:
-            run = _resumed(run, checkpoint, section)
+            _resume(run, checkpoint, section)
     rebind(run)
     if run.state.averages:
         _begin_averages(run, checkpoint, section)
@@ -68,37 +68,37 @@ def fill(run: Run, start: Start) -> Run:
     run.saves.rewind(began_at, keeps_weights=start.keeps_weights)
     if lineage is not None:
         run.description[LINEAGE] = lineage
-    return run
 
 
-def _resumed(run: Run, checkpoint: Checkpoint, section: CheckpointSection) -> Run:
-    """Set a run's progress to the checkpoint's, and return it with the data and, if requested, the schedule there."""
+def _resume(run: Run, checkpoint: Checkpoint, section: CheckpointSection) -> None:
+    """Set a run's progress, data and, if requested, its schedule to the checkpoint's."""
     seq_length = run.config.train.seq_length
     progress = run_record.saved_progress(checkpoint.state, seq_length=seq_length, where=checkpoint.path)
     if not run.config.train.eval_interval:  # the saved run evaluated, this run does not
         progress = replace(progress, owes_evaluation=False)
     run.state.progress = progress
-    run = replace(run, train_data=_resume_data(run, checkpoint))
+    _resume_data(run, checkpoint)
     for watch in run.spikes if SPIKES in checkpoint.state else ():
         with reading_state("record of spikes", checkpoint.path):
             watch.resume(checkpoint.state[SPIKES])
-    return replace(run, schedule=_resume_schedule(run, checkpoint)) if section.use_checkpoint_scheduler else run
+    if section.use_checkpoint_scheduler:
+        _resume_schedule(run, checkpoint)
 
 
-def _resume_data(run: Run, checkpoint: Checkpoint) -> BatchLoader:
-    """Return the training data at the checkpoint's positions.
+def _resume_data(run: Run, checkpoint: Checkpoint) -> None:
+    """Set the training data to the checkpoint's positions.
 
     The checkpoint's gaps lie behind the run, the command's gaps ahead. The data origin counts positions instead of
     samples.
     """
-    state, progress, data, description = checkpoint.state, run.state.progress, run.train_data, run.description
+    state, progress, description = checkpoint.state, run.state.progress, run.description
     requested = parse_ranges(run.config.train.skip_samples)
     if SKIPPED in state or requested.gaps:
         with reading_state("sample map", checkpoint.path):
             saved, count = PositionMap.from_record(state.get(SKIPPED, [])), integer(state["consumed_samples"])
             lengths = integer(state["batch"]["seq_length"]), run.config.train.seq_length
         resumed = resume_map(saved, requested, count, progress.consumed_samples, lengths=lengths)
-        data = data.mapped(resumed.map)
+        run.train_data = run.train_data.mapped(resumed.map)
         for line in resumed.lines:
             _log.warning(line)
         description.pop(SKIPPED, None)
@@ -108,30 +108,34 @@ def _resume_data(run: Run, checkpoint: Checkpoint) -> BatchLoader:
         progress = replace(progress, consumed_samples=resumed.position)
     origin = origin_after(state, description, progress, where=checkpoint.path, position=run.config.data.position)
     if origin is not None:
-        data = data.starting_at(origin.position, origin.of(list(sources_in(description))))
+        run.train_data = run.train_data.starting_at(origin.position, origin.of(list(sources_in(description))))
         description["blend"] = origin.record()
-    return data
 
 
-def _resume_schedule(run: Run, checkpoint: Checkpoint) -> Schedule:
-    """Set the optimizer settings and records to the checkpoint's, and return its learning-rate schedule."""
+def _saved_schedule(run: Run, checkpoint: Checkpoint) -> tuple[Schedule, OptimizerSection]:
+    """Return a checkpoint's learning-rate schedule in the run's samples, and its optimizer settings."""
     state = in_samples_of(run.config.train.seq_length, checkpoint.state)
-    schedule, section = run_record.saved_schedule(state, run.config.optimizer, where=checkpoint.path)
+    return run_record.saved_schedule(state, run.config.optimizer, where=checkpoint.path)
+
+
+def _resume_schedule(run: Run, checkpoint: Checkpoint) -> None:
+    """Set the learning-rate schedule, the optimizer settings and their records to the checkpoint's."""
+    run.schedule, section = _saved_schedule(run, checkpoint)
     for part in run.state.parts:
         apply_settings(part.optimizer, run.config.model, part.model, section)
     optimizer = optimizer_record(run.config.model, section, run.state.frozen)
-    run.description.update({"schedule": state["schedule"], **settings_record(section), "optimizer": optimizer})
-    values = saved_config(with_schedule(replace(run.config, optimizer=section), schedule))
+    run.description.update(schedule=run.schedule.record(), optimizer=optimizer, **settings_record(section))
+    values = saved_config(with_schedule(replace(run.config, optimizer=section), run.schedule))
     run.saved_config["config"].update({name: values[name] for name in ("schedule", "optimizer")})
-    return schedule
 
 
 def _refuse(run: Run, section: CheckpointSection, checkpoint: Checkpoint) -> None:
     """Refuse another run's checkpoint, and log the allowed differences. Opens no tensor file."""
     description = run.description
-    changes = differences(*resume_rules.compared(checkpoint.state, description), resume_rules.rules_for(section))
+    states = resume_rules.compared(checkpoint.state, description, where=checkpoint.path)
+    changes = differences(*states, resume_rules.rules_for(section))
     if not section.no_load_optim:
-        changes = resume_rules.with_same_bits(changes, checkpoint.state, description)
+        changes = resume_rules.with_same_bits(changes, description)
     otherwise = own_command(checkpoint, run.config.run) if changes else ""
     saved = _saved_settings(checkpoint) if changes else {}
     lines = settle(
@@ -159,15 +163,10 @@ def _refuse(run: Run, section: CheckpointSection, checkpoint: Checkpoint) -> Non
         progress = run_record.saved_progress(checkpoint.state, seq_length=length, where=checkpoint.path)
         origin_after(checkpoint.state, description, progress, where=checkpoint.path)
         samples = progress.consumed_samples
+        schedule = _saved_schedule(run, checkpoint)[0] if section.use_checkpoint_scheduler else run.schedule
+        _refuse_zero_rates(run, schedule, progress, checkpoint)
     if run.config.train.batch_schedule is not None:  # a single size is checked before the ranks join
         require_batches(run.config, run.cluster.world_size, samples)
-    schedule = run.schedule
-    if section.use_checkpoint_scheduler:
-        state = in_samples_of(run.config.train.seq_length, checkpoint.state)
-        schedule, _ = run_record.saved_schedule(state, run.config.optimizer, where=checkpoint.path)
-    if not section.finetune:
-        is_new = any(change.field.startswith("schedule.") for change in changes)
-        _log_rates(run, schedule, progress, checkpoint, is_new=is_new)
 
 
 def _saved_settings(checkpoint: Checkpoint) -> dict[str, object]:
@@ -190,26 +189,24 @@ def _with_key(change: Difference, run: Run, saved: Mapping[str, object]) -> Diff
     return change
 
 
-def _log_rates(run: Run, schedule: Schedule, progress: Progress, checkpoint: Checkpoint, *, is_new: bool) -> None:
-    """Log the learning rates for remaining iterations if the schedule ends before them, or is new.
+def _refuse_zero_rates(run: Run, schedule: Schedule, progress: Progress, checkpoint: Checkpoint) -> None:
+    """Refuse an extension beyond a schedule that ends at a learning rate of 0.
 
     Raises:
-        MismatchError: The learning rate is 0 in every iteration of an extension.
+        MismatchError: The learning rate is 0 in every remaining iteration.
     """
-    first, last = progress.iteration + 1, run.last_iteration(progress)
+    first, last, train = progress.iteration + 1, run.last_iteration(progress), run.config.train
 
     def consumed(iteration: int) -> int:
         return run.batch_schedule.consumed_after(iteration - progress.iteration, progress.consumed_samples)
 
     begin, length, beyond = (consumed(n) if schedule.is_in_samples else n for n in (first, last, last + 1))
-    is_constant = schedule.style is DecayStyle.constant
-    if first > last or (not is_new and (is_constant or length <= schedule.decay)):
+    is_past = first <= last and begin >= schedule.decay < length
+    if not is_past or schedule.lr == 0 or schedule.at(first, consumed(first)) > 0:
         return
     key = f"schedule.lr_decay_{'samples' if schedule.is_in_samples else 'iters'}"
-    rates, train = [schedule.at(number, consumed(number)) for number in (first, last)], run.config.train
     saved = _saved_settings(checkpoint)
-    is_longer = any(saved.get(f"train.{name}") != getattr(train, name) for name in ("train_iters", "train_samples"))
-    if max(rates) == 0 < schedule.lr and begin >= schedule.decay and is_longer:
+    if any(saved.get(f"train.{name}") != getattr(train, name) for name in ("train_iters", "train_samples")):
         raise MismatchError(
             "Every remaining iteration has a learning rate of 0",
             where=checkpoint.path,
@@ -218,8 +215,6 @@ def _log_rates(run: Run, schedule: Schedule, progress: Progress, checkpoint: Che
             fix=f"Set {key}={beyond} checkpoint.override_scheduler=true: the schedule then ends after the last "
             "iteration.",
         )
-    stays = f", where the schedule ends ({key}={schedule.decay})" if length > schedule.decay and not is_constant else ""
-    _log.warning(f"learning rate: {rates[0]:.4e} in iteration {first}, {rates[1]:.4e} in iteration {last}{stays}")
 
 
 def _begin_averages(run: Run, checkpoint: Checkpoint | None, section: CheckpointSection) -> None:

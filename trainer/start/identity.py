@@ -8,9 +8,10 @@ from __future__ import annotations
 import json
 import logging
 import secrets
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import TypeAlias
 
 from reprise.errors import MismatchError, TrainerError, UnreadableError
 from reprise.format import FRESH, Branch, Journal, Lineage, Parent, newest_lineage, saved_lineage
@@ -20,6 +21,8 @@ from trainer.config.derived import save_folder
 from trainer.config.schema import Config
 from trainer.config.terms import LOCAL
 from trainer.launch.process_group import Cluster
+from trainer.metrics.json_lines import METRICS
+from trainer.metrics.jsonl_file import last_saved_iteration
 from trainer.run.build import Run
 from trainer.saves.targets import Saves
 from trainer.start.journal import RUN_FILE, read_journal, write_journal
@@ -27,19 +30,8 @@ from trainer.start.journal import RUN_FILE, read_journal, write_journal
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class HostRecord:
-    """A host's records about the run.
-
-    Args:
-        name: The host's name.
-        run: The lineage in its run folder.
-        saved: The lineage in its local checkpoint folder. None if the folder has no checkpoints.
-    """
-
-    name: str
-    run: Lineage
-    saved: Lineage | None = None
+# A host's lineages: in its run folder, and in its local checkpoint folder, None if that has no checkpoints.
+HostLineages: TypeAlias = tuple[Lineage, Lineage | None]
 
 
 def find_journal(config: Config, cluster: Cluster, saves: Saves) -> Journal:
@@ -47,18 +39,19 @@ def find_journal(config: Config, cluster: Cluster, saves: Saves) -> Journal:
 
     The run's folder decides, then the shared checkpoints, then the other hosts' records. Without local checkpoints,
     only the first matters before the load. The lineage's `launch` has the names in each folder's newest checkpoint:
-    rank 0 may have moved to a new host. Collective.
+    rank 0 may have moved to a new host. A lost or damaged `run.json`, or an earlier version's, does not say what was
+    saved; the log does. Collective.
 
     Raises:
         TrainerError: A host's local checkpoints belong to another run. Every rank raises.
     """
     channel, folders, folder, shared = cluster.channel, saves.host_folders, Path(config.run.dir), saves.shared
-    journal, data = Journal(), b""
+    journal, table = Journal(), b""
     with channel.agreed("lineage/read"):
         if channel.rank == 0 if folders is None else folders.leads:
             journal = read_journal(folder / RUN_FILE)
-            data = b"" if folders is None else json.dumps(_host_table(journal.lineage, folders.folder)).encode()
-    tables = [] if folders is None else channel.gather("lineage/hosts", data)
+            table = b"" if folders is None else json.dumps(_host_table(journal.lineage, folders.folder)).encode()
+    tables = [] if folders is None else channel.gather("lineage/hosts", table)
 
     def find() -> Json:
         lineage, newest = journal.lineage, Lineage()
@@ -66,39 +59,36 @@ def find_journal(config: Config, cluster: Cluster, saves: Saves) -> Journal:
             newest = _newest_lineage(shared)
         launch = [*newest.launch]
         if folders is not None:
-            local, rows = config.checkpoint.local, [json.loads(tables[rank]) for rank in folders.hosts.leaders]
-            lineage = choose_lineage(
-                newest,
-                [_host_record(name, row) for name, row in zip(folders.hosts.names, rows, strict=True)],
-                where=local.dir,
-                adopts=local.adopt,
-            )
-            launch += [name for row in rows for name in row["launch"]]
-        return {"lineage": _record(lineage), "launch": launch, "saved": journal.saved}
+            hosts = dict[str, HostLineages]()
+            for name, rank in zip(folders.hosts.names, folders.hosts.leaders, strict=True):
+                run, saved, names = json.loads(tables[rank])
+                hosts[name] = _parsed(run), None if saved is None else _parsed(saved)
+                launch += names
+            local = config.checkpoint.local
+            lineage = choose_lineage(newest, hosts, where=local.dir, adopts=local.adopt)
+        saved = journal.saved
+        if saved is None:
+            saved = last_saved_iteration(folder / METRICS)
+        return {"lineage": _record(lineage), "launch": launch, "saved": FRESH if saved is None else saved}
 
     answer = channel.from_first("lineage", find)
     return Journal(replace(_parsed(answer["lineage"]), launch=tuple(answer["launch"])), answer["saved"])
 
 
-def _host_table(run: Lineage, folder: CheckpointFolder) -> Json:
-    """Return a host's records: `run` from the run's folder, and the records in its local checkpoint folder."""
-    table: Json = {"run": _record(run), "launch": ()}
-    if is_dir(folder.root) and (folder.committed() or folder.partials() or folder.superseded()):
-        noted, newest = read_journal(folder.root / RUN_FILE).lineage, _newest_lineage(folder)
-        table |= {"saved": _record(noted if noted.branches else newest), "launch": newest.launch}
-    return table
+def _host_table(run: Lineage, folder: CheckpointFolder) -> list[object]:
+    """Return a host's lineages, and the launch names in its newest local checkpoint."""
+    if not (is_dir(folder.root) and (folder.committed() or folder.partials() or folder.superseded())):
+        return [_record(run), None, []]
+    noted, newest = read_journal(folder.root / RUN_FILE).lineage, _newest_lineage(folder)
+    return [_record(run), _record(noted if noted.branches else newest), newest.launch]
 
 
-def _host_record(name: str, table: Json) -> HostRecord:
-    return HostRecord(name, _parsed(table["run"]), _parsed(table["saved"]) if "saved" in table else None)
-
-
-def choose_lineage(shared: Lineage, hosts: Sequence[HostRecord], *, where: object, adopts: bool) -> Lineage:
+def choose_lineage(shared: Lineage, hosts: Mapping[str, HostLineages], *, where: object, adopts: bool) -> Lineage:
     """Return the lineage for a run with local checkpoints. Pure.
 
     Args:
         shared: The newest shared checkpoint's lineage.
-        hosts: The hosts in order, rank 0's first.
+        hosts: The hosts' lineages by name, rank 0's first.
         where: The local checkpoint folder.
         adopts: Whether to adopt local checkpoints if nothing else is known about the run.
 
@@ -106,21 +96,40 @@ def choose_lineage(shared: Lineage, hosts: Sequence[HostRecord], *, where: objec
         MismatchError: Hosts have local checkpoints from another run, or from another branch after as many rewinds. The
             message names them.
     """
-    lineages = [hosts[0].run, shared, *(host.run for host in hosts[1:])]
+    first, *others = (run for run, _ in hosts.values())
+    lineages = [first, shared, *others]
     run = next((lineage.run for lineage in lineages if lineage.run is not None), None)
-    saved = {host.name: host.saved for host in hosts if host.saved is not None}
+    saved = {name: lineage for name, (_, lineage) in hosts.items() if lineage is not None}
     runs = {lineage.run for lineage in saved.values()}
     if run is None and adopts and len(runs) == 1:
         run = runs.pop()
-    foreign_runs = {name: lineage.run for name, lineage in saved.items() if lineage.run is None or lineage.run != run}
-    if foreign_runs:
-        raise _another_run(foreign_runs, run, where)
-    recorded = [lineage for lineage in (*lineages, *saved.values()) if lineage.run == run]
-    current = newest_lineage(recorded)
-    for host in hosts:
-        for lineage in (host.run, host.saved):
-            if lineage in recorded and len(lineage.branches) == len(current.branches) and lineage != current:
-                raise _two_branches(host.name, where)
+    foreign = [
+        f"on host {name} those of {f'run {lineage.run}' if lineage.run else 'a run that they do not name'}"
+        for name, lineage in saved.items()
+        if lineage.run is None or lineage.run != run
+    ]
+    if foreign:
+        adopt = " If they are of this run, whose folder is lost, checkpoint.local.adopt=true goes on from them."
+        raise MismatchError(
+            "A folder of local checkpoints belongs to another run",
+            where=where,
+            expected=f"those of run {run}" if run else "none, because this run is new",
+            found=", ".join(foreign),
+            fix="Nothing was changed there. Set checkpoint.local.dir to another folder, or remove this one from these "
+            f"hosts.{'' if run else adopt}",
+        )
+    current = newest_lineage(lineage for lineage in (*lineages, *saved.values()) if lineage.run == run)
+    for name, own in hosts.items():
+        for lineage in filter(None, own):
+            if lineage.run == run and len(lineage.branches) == len(current.branches) and lineage != current:
+                raise MismatchError(
+                    "The hosts have continued on two branches of the run",
+                    where=where,
+                    expected="the same lineage in every run.json, or a single longest lineage",
+                    found=f"another lineage of equal length on host {name}",
+                    fix="Choose the branch to give up, and move the local checkpoints and run.json on its hosts out of "
+                    "the way.",
+                )
     return current
 
 
@@ -147,7 +156,17 @@ def note_start(
         return None
 
     def note() -> Json:
-        current = _next(run, journal, checkpoint, began_at, is_own=is_own)
+        source = Lineage() if checkpoint is None else saved_lineage(checkpoint.state, where=checkpoint.path)
+        current = source if is_own and source.extends(journal.lineage) else journal.lineage
+        branch = Branch(secrets.token_hex(8), began_at)
+        if current.branches:
+            saves = (journal.saved, *run.saves.iterations())  # some may no longer exist
+            current = current.after_start(branch, newest_known=max(n for n in saves if n is not None))
+        elif is_own:
+            current = Lineage((branch,))
+        else:
+            parent = None if checkpoint is None else Parent(source.run, checkpoint.iteration)
+            current = Lineage((replace(branch, began_at=FRESH),), parent)
         if run.config.checkpoint.is_directed and (launch := run.cluster.launch).names:
             names = current.launch if set(launch.earlier) & set(current.launch) else ()
             current = replace(current, launch=tuple(dict.fromkeys((*names, *launch.names))))
@@ -162,17 +181,6 @@ def note_start(
             if run.saves.shared is None:  # each host may have its own run folder, and hold rank 0 at the next start
                 write_journal(folder, updated, run.saves.files)
     return updated.lineage.record()
-
-
-def _next(run: Run, journal: Journal, checkpoint: Checkpoint | None, began_at: int, *, is_own: bool) -> Lineage:
-    saved = Lineage() if checkpoint is None else saved_lineage(checkpoint.state, where=checkpoint.path)
-    lineage = saved if is_own and saved.extends(journal.lineage) else journal.lineage
-    branch = Branch(secrets.token_hex(8), began_at)
-    if not lineage.branches:
-        parent = None if checkpoint is None or is_own else Parent(saved.run, checkpoint.iteration)
-        return Lineage((branch if is_own else Branch(branch.id, FRESH),), parent)
-    saves = (journal.saved, *run.saves.iterations())  # some may no longer exist
-    return lineage.after_start(branch, newest_known=max(FRESH if number is None else number for number in saves))
 
 
 def saved_lineages(folder: CheckpointFolder) -> Iterator[tuple[int, Lineage]]:
@@ -195,36 +203,9 @@ def _newest_lineage(folder: CheckpointFolder) -> Lineage:
     return next((lineage for _, lineage in saved_lineages(folder)), Lineage())
 
 
-def _record(lineage: Lineage) -> Json | None:
-    return lineage.record() if lineage.branches else None
+def _record(lineage: Lineage) -> Json:
+    return lineage.record() if lineage.branches else {}
 
 
-def _parsed(record: Json | None) -> Lineage:
-    return Lineage() if record is None else Lineage.from_record(record)
-
-
-def _another_run(foreign_runs: dict[str, str | None], run: str | None, where: object) -> MismatchError:
-    hosts = ", ".join(
-        f"on host {name} those of {f'run {run_id}' if run_id else 'a run that they do not name'}"
-        for name, run_id in foreign_runs.items()
-    )
-    fix = "Nothing was changed there. Set checkpoint.local.dir to another folder, or remove this one from these hosts."
-    if run is None:
-        fix += " If they are of this run, whose folder is lost, checkpoint.local.adopt=true goes on from them."
-    return MismatchError(
-        "A folder of local checkpoints belongs to another run",
-        where=where,
-        expected=f"those of run {run}" if run else "none, because this run is new",
-        found=hosts,
-        fix=fix,
-    )
-
-
-def _two_branches(name: str, where: object) -> MismatchError:
-    return MismatchError(
-        "The hosts have continued on two branches of the run",
-        where=where,
-        expected="the same lineage in every run.json, or a single longest lineage",
-        found=f"another lineage of equal length on host {name}",
-        fix="Choose the branch to give up, and move the local checkpoints and run.json on its hosts out of the way.",
-    )
+def _parsed(record: Json) -> Lineage:
+    return Lineage.from_record(record) if record else Lineage()

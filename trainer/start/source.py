@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import TypeAlias
 
 from models import families
 from models.adapters import adapter_initial_values
@@ -52,28 +52,8 @@ class Part:
         return [tensor for tensor in self.live() if tensor.spec.kind is not TensorKind.OPTIMIZER]
 
 
-@dataclass(frozen=True, slots=True)
-class Filled:
-    """The source that filled a part.
-
-    Args:
-        identity: The source's format and digest, without a path. Empty for initial values.
-        restored: The checkpoint. None for other sources.
-    """
-
-    identity: Json
-    restored: Restored | None = None
-
-
-class TensorSource(Protocol):
-    """A tensor source."""
-
-    def fill(self, run: Run, part: Part) -> Filled:
-        """Fill a part of a run. Collective.
-
-        Raises:
-            TrainerError: The source does not fit the part. Every rank raises, before a tensor is read.
-        """
+# The source's format and digest, without a path and empty for initial values; and the checkpoint, if it is one.
+Filled: TypeAlias = tuple[Json, Restored | None]
 
 
 class InitialValues:
@@ -85,7 +65,7 @@ class InitialValues:
         values = adapter_initial_values(model) if model.is_adapted else families.initial_values(model)
         fill_initial_values(part.weights(), values, seed)
         _log.info(f"starting fresh, seed {seed}")
-        return Filled({})
+        return {}, None
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,18 +75,15 @@ class Weights:
     path: Path
 
     def fill(self, run: Run, part: Part) -> Filled:
-        """Fill a part with the weights, cast to float32."""
-        seed = run.config.train.seed
-        report, identity = load_pretrained(
-            self.path,
-            part.weights(),
-            part.model,
-            run.cluster,
-            part.section,
-            seed=seed,
-        )
+        """Fill a part with the weights, cast to float32. Collective.
+
+        Raises:
+            TrainerError: They do not fit the part. Every rank raises, before a tensor is read.
+        """
+        seed, tensors = run.config.train.seed, part.weights()
+        report, identity = load_pretrained(self.path, tensors, part.model, run.cluster, part.section, seed=seed)
         _log_load(run, report, part.name or "weights", self.path)
-        return Filled(identity)
+        return identity, None
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,17 +92,18 @@ class Checkpoints:
 
     Args:
         source: The checkpoint or run to load.
-        loads_weights_alone: Whether to omit optimizer state, and to allow other table sizes.
-        is_own: Whether they are this run's. Local checkpoints are then candidates as well.
     """
 
     source: LoadSource
-    loads_weights_alone: bool
-    is_own: bool = False
+
+    @property
+    def is_own(self) -> bool:
+        """Return whether they are this run's. Local checkpoints are then candidates as well."""
+        return self.source.lineage is not None
 
     def fill(self, run: Run, part: Part) -> Filled:
-        """Fill a part from the newest undamaged checkpoint. See `Restorer.restore`."""
-        filling = _Load(run, part, is_exact=not self.loads_weights_alone)
+        """Fill a part from the newest undamaged checkpoint. Collective, see `Restorer.restore`."""
+        filling = _Load(run, part)
         start = time.perf_counter()
         restored = run.restorer.restore(
             self.source,
@@ -142,7 +120,10 @@ class Checkpoints:
             seconds = time.perf_counter() - start
             _log.info(f"loaded iteration {checkpoint.iteration}: {restored.loaded_from}; {seconds:.1f} s")
         _log_load(run, report, part.name or f"iteration {checkpoint.iteration}", checkpoint.path)
-        return Filled(identity_of(checkpoint), restored)
+        return identity_of(checkpoint), restored
+
+
+TensorSource: TypeAlias = InitialValues | Weights | Checkpoints
 
 
 def identity_of(checkpoint: Checkpoint) -> Json:
@@ -153,13 +134,11 @@ def identity_of(checkpoint: Checkpoint) -> Json:
 class _Load:
     """Fills a part from a checkpoint: all its tensors, or weights alone, in the forms that its settings allow.
 
-    Args:
-        is_exact: Whether to load optimizer state too. Then only moments may have another dtype, which the resume rules
-            have allowed.
+    With optimizer state, only moments may have another dtype, which the resume rules have allowed.
     """
 
-    def __init__(self, run: Run, part: Part, *, is_exact: bool) -> None:
-        self._run, self._part, self._is_exact = run, part, is_exact
+    def __init__(self, run: Run, part: Part) -> None:
+        self._run, self._part, self._is_exact = run, part, not part.section.loads_weights_alone
         self._fitting: Fitting | None = None
 
     def check(self, checkpoint: Checkpoint) -> None:

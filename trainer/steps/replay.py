@@ -6,7 +6,6 @@ import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from reprise.errors import DataError, TrainerError, count_of
 from reprise.loading import open_checkpoint
@@ -18,9 +17,6 @@ from trainer.config.schema import Config
 from trainer.launch.environment import Environment
 from trainer.metrics.json_lines import read_records
 from trainer.metrics.launch_log import LAUNCHES
-
-if TYPE_CHECKING:
-    from trainer.launch.process_group import Cluster
 
 _CAPABILITY = "ATEN_CPU_CAPABILITY"
 _FROM_FILE = ("checkpoint.base", "data.cache")
@@ -114,6 +110,12 @@ def replay(
         TrainerError: The iterations cannot be trained again here.
     """
     from trainer.launch import process_group
+    from trainer.run.build import build
+    from trainer.run.inputs import open_inputs
+    from trainer.saves.targets import build_saves
+    from trainer.start.decide import decide
+    from trainer.start.fill import fill
+    from trainer.steps.recorder import record_steps
 
     recorded = read_run(folder, last, files)
     if first not in recorded.saved:
@@ -132,40 +134,18 @@ def replay(
         )
     config = _config(recorded, first, out)
     validate(config, environment.world_size)
-    train = config.train
+    train, begin = config.train, max(begin, first + 1)
     cluster = process_group.start(train.device, deterministic=train.deterministic, threads=train.threads)
     try:
-        _record(config, cluster, recorded, out, files, begin=max(begin, first + 1), last=last, values=values)
+        with build_saves(config, cluster, files) as saves:
+            start = decide(config, cluster, saves)
+            run = build(config, cluster, inputs=open_inputs(config, cluster), saves=saves)
+            fill(run, start)
+            header = {"run": str(recorded.folder), "settings": recorded.settings, "begin": begin, "last": last}
+            record_steps(run, out, header, begin=begin, last=last, values=values)
+        process_group.final_barrier(cluster)
     finally:
         process_group.destroy(cluster)
-
-
-def _record(
-    config: Config,
-    cluster: Cluster,
-    recorded: RecordedRun,
-    out: Path,
-    files: Files,
-    *,
-    begin: int,
-    last: int,
-    values: Collection[str],
-) -> None:
-    from trainer.launch.process_group import final_barrier
-    from trainer.run.build import build
-    from trainer.run.inputs import open_inputs
-    from trainer.saves.targets import build_saves
-    from trainer.start.decide import decide
-    from trainer.start.fill import fill
-    from trainer.steps.recorder import record_steps
-
-    with build_saves(config, cluster, files) as saves:
-        start = decide(config, cluster, saves)
-        run = build(config, cluster, inputs=open_inputs(config, cluster), saves=saves)
-        run = fill(run, start)
-        header = {"run": str(recorded.folder), "settings": recorded.settings, "begin": begin, "last": last}
-        record_steps(run, out, header, begin=begin, last=last, values=values)
-    final_barrier(cluster)
 
 
 def _config(recorded: RecordedRun, first: int, out: Path) -> Config:

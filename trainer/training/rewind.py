@@ -14,7 +14,6 @@ from reprise.storage import integer
 from trainer.config.schema import Config
 from trainer.config.train import OnSpike
 from trainer.data.position_map import SKIPPED, PositionMap
-from trainer.launch.control import RunControl
 from trainer.launch.process_group import Cluster
 from trainer.metrics.json_lines import METRICS, record_of, tail
 from trainer.metrics.jsonl_file import newest_side_file
@@ -32,13 +31,11 @@ class Rewind:
     Args:
         iteration: The checkpoint iteration to continue from.
         rewound: The positions to skip for all rewinds in the run, ends excluded, this rewind's last.
-        control: The run's control, whose time limit keeps running.
     """
 
     iteration: int
     spike: Spike
     rewound: tuple[tuple[int, int], ...]
-    control: RunControl
 
     def config(self, config: Config) -> Config:
         """Return the configuration for the start that makes the rewind."""
@@ -97,7 +94,7 @@ def react(run: Run, watch: SpikeWatch, spike: Spike) -> Rewind | None:
     gap = positions.end(count), positions.end(run.state.progress.consumed_samples)
     rewound = (*watch.rewound, gap)
     if settings.on_spike is OnSpike.rewind and iteration >= 0 and len(rewound) <= settings.max_rewinds:
-        return Rewind(iteration, spike, rewound, run.control)
+        return Rewind(iteration, spike, rewound)
     raise _stopped(run, spike, iteration, rewound)
 
 

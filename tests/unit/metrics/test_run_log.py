@@ -27,7 +27,7 @@ from trainer.compare.read import read_curve
 from trainer.launch.start_times import StartTimes
 from trainer.metrics import jsonl_file
 from trainer.metrics.event_file import EventFile
-from trainer.metrics.jsonl_file import JsonlFile, cut_after, last_recorded_iteration, last_saved_iteration
+from trainer.metrics.jsonl_file import JsonlFile, cut_after, last_saved_iteration
 from trainer.metrics.launch_log import LaunchOutcome
 from trainer.metrics.memory import MemoryPeaks
 from trainer.metrics.run_log import RunLog, Slowdown, peak_flops
@@ -65,11 +65,8 @@ def test_later_and_torn_lines_go_to_a_file_beside(tmp_path: Path, text: str, las
     path = tmp_path / "metrics.jsonl"
     path.write_text(text + last + rest)
     kept = [json.loads(line)["iteration"] for line in text.splitlines()]
-    whole = [json.loads(line)["iteration"] for line in (text + last).splitlines()]
-    assert last_recorded_iteration(path) == max(whole, default=None)
     cut_after(path, max(kept, default=0), files=FILE_SYSTEM)
     assert path.read_text() == text
-    assert last_recorded_iteration(path) == max(kept, default=None)
     beside = [file.read_text() for file in tmp_path.iterdir() if file != path]
     assert beside == ([last + rest] if last or rest else [])
 
@@ -323,10 +320,3 @@ def test_the_last_save_is_told_from_the_last_iteration(tmp_path: Path) -> None:
     with path.open("a") as file:
         file.write('{"iteration": 3}\n{"iteration": 3, "event": "weights_save"}\n{"iteration": 3, "event": "save"}')
     assert last_saved_iteration(path) == 2
-
-
-def test_the_last_iteration_may_have_an_event_alone(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    assert last_recorded_iteration(path) is None
-    path.write_text('{"iteration": 9}\n{"iteration": 2}\n{"iteration": 3, "event": "save"}\n{"iteration": 4')
-    assert last_recorded_iteration(path) == 3

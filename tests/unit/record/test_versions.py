@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import subprocess
+from importlib import metadata
 from pathlib import Path
 
+import pytest
 import torch
 
 import reprise
@@ -23,6 +25,14 @@ def test_the_versions_are_those_that_run() -> None:
     assert str(found["torch"]).partition("+")[0] == str(torch.__version__).partition("+")[0]
     assert found["reprise"] == reprise.__version__
     assert found.keys() == {"python", "reprise", "torch", "numpy"}
+
+
+def test_a_build_without_metadata_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(package: str) -> str:
+        raise metadata.PackageNotFoundError(package)
+
+    monkeypatch.setattr(metadata, "version", lost)
+    assert versions()["torch"] == versions()["numpy"] == "unknown"
 
 
 def test_the_commit_is_that_of_the_checkout() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,7 +22,7 @@ from trainer.interop.start import load_pretrained
 from trainer.launch.process_group import Cluster
 from trainer.launch.relaunch import Launch
 from trainer.saves.targets import build_saves
-from trainer.start.decide import Origin, Past, Start, choose, decide
+from trainer.start.decide import StartCommand, Origin, Start, choose, decide
 from trainer.start.journal import note_saved
 from trainer.start.source import Checkpoints
 from trainer.training.loop import train
@@ -63,93 +62,71 @@ LOAD, TUNE, STEP = "checkpoint.load=/other", "checkpoint.finetune=true", "checkp
 NO_SAVES, MIRROR = "checkpoint.save=null", "checkpoint.mirror=s3://b/run"
 
 
-def past(lineage: Lineage = RUN, saved: int = FRESH, committed: tuple[int, ...] = (), **rest: Any) -> Past:
-    return Past(lineage, saved, committed, source=Path("/other"), **rest)
-
-
-WHAT_STANDS = {
-    "nothing": past(Lineage()),
-    "a start": past(),
-    "saves": past(saved=8, committed=(6, 8)),
-    "iteration 0": past(saved=0, committed=(0,), is_inside=True),
-    "its own weights": past(saved=8, committed=(0, 8), is_inside=True),
-    "lost saves": past(saved=8, trained=9, logged=8),
-    "lost saves of a rewound run": past(REWOUND, saved=4),
-    "a lost first save": past(saved=0),
-    "a lost save without its note": past(trained=9, logged=8),
-    "no save": past(trained=3),
-    "saves set aside": past(AFRESH, trained=9, logged=8),
-    "a fresh start's save": past(AFRESH, committed=(2,)),
-    "a fresh start's lost saves": past(AFRESH, saved=2, trained=3, logged=2),
-    "a restart": past(saved=8, is_restarted=True),
+# What a run's journal says, and which of its checkpoints are there.
+RUNS = {
+    "nothing": (Journal(saved=FRESH), ()),
+    "a start": (Journal(RUN, FRESH), ()),
+    "saves": (Journal(RUN, 8), (6, 8)),
+    "iteration 0": (Journal(RUN, 0), (0,)),
+    "imported weights": (Journal(RUN, 8), (0, 8)),
+    "lost saves": (Journal(RUN, 8), ()),
+    "lost saves of a rewound run": (Journal(REWOUND, 4), ()),
+    "a lost first save": (Journal(RUN, 0), ()),
+    "a fresh start": (Journal(AFRESH, FRESH), ()),
+    "a fresh start's save": (Journal(AFRESH, FRESH), (2,)),
+    "a fresh start's lost saves": (Journal(AFRESH, 2), ()),
 }
-AGAIN_LINE, OWN_LINE = "the run starts over", "resumes from its own"
-NEVER, LOST = "checkpoint.ckpt_step.", "run.json"
+OUTSIDE, INSIDE, RESTART = {}, {"is_inside": True}, {"is_restarted": True}
+AGAIN_LINE, OWN_LINE = "saved nothing: it starts over", "began at /other and resumes from its own"
+NEVER, LOST = "checkpoint.ckpt_step.", "checkpoint.load=none"
 
 
 @pytest.mark.parametrize(
-    ("what", "command", "origin", "line"),
+    ("run", "command", "place", "origin", "line"),
     [
-        ("nothing", "", Origin.initial, ""),
-        ("nothing", ANEW, Origin.initial, ""),
-        ("nothing", LOAD, Origin.named, ""),
-        ("nothing", STEP, None, NEVER),
-        ("a start", "", Origin.initial, ""),
-        ("saves", "", Origin.newest, ""),
-        ("saves", STEP, Origin.newest, ""),
-        ("saves", ANEW, Origin.initial, "sets aside 2 checkpoints of this run, the newest of iteration 8"),
-        ("saves", LOAD, Origin.own, OWN_LINE),
-        ("saves", f"{LOAD} {TUNE}", Origin.own, OWN_LINE),
-        ("iteration 0", "", Origin.newest, ""),
-        ("iteration 0", f"{LOAD} {TUNE}", Origin.named, ""),
-        ("its own weights", f"{LOAD} {TUNE}", Origin.own, OWN_LINE),
-        ("its own weights", LOAD, Origin.named, ""),
-        ("lost saves", "", None, LOST),
-        ("lost saves", STEP, None, NEVER),
-        ("lost saves", LOAD, Origin.named, ""),
-        ("lost saves", ANEW, Origin.initial, ""),
-        ("lost saves", NO_SAVES, None, "checkpoint.save is null"),
-        ("lost saves", MIRROR, None, "checkpoint.load=s3://b/run"),
-        ("lost saves of a rewound run", "", None, "iteration 4 as"),
-        ("a lost first save", "", None, "iteration 0 as"),
-        ("a lost save without its note", "", None, "iteration 8 as"),
-        ("no save", "", Origin.initial, "iteration 3, before its first save"),
-        ("saves set aside", "", Origin.initial, AGAIN_LINE),
-        ("saves set aside", LOAD, Origin.named, AGAIN_LINE),
-        ("saves set aside", STEP, None, NEVER),
-        ("a fresh start's save", "", Origin.newest, ""),
-        ("a fresh start's lost saves", "", None, LOST),
-        ("a restart", ANEW, Origin.own, "this launch was restarted"),
+        ("nothing", "", OUTSIDE, Origin.initial, ""),
+        ("nothing", ANEW, OUTSIDE, Origin.initial, ""),
+        ("nothing", LOAD, OUTSIDE, Origin.named, ""),
+        ("nothing", STEP, OUTSIDE, None, NEVER),
+        ("a start", "", OUTSIDE, Origin.initial, AGAIN_LINE),
+        ("saves", "", OUTSIDE, Origin.newest, ""),
+        ("saves", STEP, OUTSIDE, Origin.newest, ""),
+        ("saves", ANEW, OUTSIDE, Origin.initial, "sets aside 2 checkpoints of this run, the newest of iteration 8"),
+        ("saves", ANEW, RESTART, Origin.own, "this launch was restarted"),
+        ("saves", LOAD, OUTSIDE, Origin.own, OWN_LINE),
+        ("saves", f"{LOAD} {TUNE}", OUTSIDE, Origin.own, OWN_LINE),
+        ("iteration 0", "", OUTSIDE, Origin.newest, ""),
+        ("iteration 0", f"{LOAD} {TUNE}", INSIDE, Origin.named, ""),
+        ("imported weights", f"{LOAD} {TUNE}", INSIDE, Origin.own, OWN_LINE),
+        ("imported weights", LOAD, INSIDE, Origin.named, ""),
+        ("lost saves", "", OUTSIDE, None, LOST),
+        ("lost saves", STEP, OUTSIDE, None, NEVER),
+        ("lost saves", LOAD, OUTSIDE, Origin.named, ""),
+        ("lost saves", ANEW, OUTSIDE, Origin.initial, ""),
+        ("lost saves", NO_SAVES, OUTSIDE, None, "checkpoint.save is null"),
+        ("lost saves", MIRROR, OUTSIDE, None, "checkpoint.load=s3://b/run"),
+        ("lost saves of a rewound run", "", OUTSIDE, None, "iteration 4 as"),
+        ("a lost first save", "", OUTSIDE, None, "iteration 0 as"),
+        ("a fresh start", "", OUTSIDE, Origin.initial, AGAIN_LINE),
+        ("a fresh start", LOAD, OUTSIDE, Origin.named, ""),
+        ("a fresh start", STEP, OUTSIDE, None, NEVER),
+        ("a fresh start's save", "", OUTSIDE, Origin.newest, ""),
+        ("a fresh start's lost saves", "", OUTSIDE, None, LOST),
     ],
 )
-def test_what_stands_and_the_command_decide(what: str, command: str, origin: Origin | None, line: str) -> None:
-    config = config_in(Path("run"), *command.split())
+def test_journal_checkpoints_and_command_decide(
+    run: str, command: str, place: dict[str, bool], origin: Origin | None, line: str
+) -> None:
+    journal, committed = RUNS[run]
+    said = StartCommand(config_in(Path("run"), *command.split()), **place)
     if origin is None:
         with refused(CheckpointError, line):
-            choose(WHAT_STANDS[what], config)
+            choose(journal, committed, said)
         return
-    decision = choose(WHAT_STANDS[what], config)
-    assert decision.origin is origin
-    assert line in decision.line
-    assert bool(line) == bool(decision.line)
-
-
-@pytest.mark.parametrize(
-    ("what", "command", "is_claimed"),
-    [
-        ("nothing", "", True),
-        ("nothing", ANEW, True),
-        ("nothing", LOAD, True),
-        ("a start", "", True),
-        ("a start", ANEW, False),
-        ("a start", LOAD, False),
-        ("saves", "", False),
-        ("saves set aside", "", False),
-        ("a restart", "", False),
-    ],
-)
-def test_a_new_run_needs_an_empty_mirror(what: str, command: str, is_claimed: bool) -> None:
-    assert choose(WHAT_STANDS[what], config_in(Path("run"), *command.split())).is_new == is_claimed
+    found, text = choose(journal, committed, said)
+    assert found is origin
+    assert line in text
+    assert bool(line) == bool(text)
 
 
 def journal_in(run: Path) -> Journal:
@@ -214,45 +191,32 @@ def test_a_command_sets_where_a_run_begins_once_a_launch(tmp_path: Path) -> None
     assert not resumes(AGAIN)
 
 
-@pytest.mark.parametrize(
-    ("saved", "lineage", "command", "what"),
-    [
-        (True, RUN, "", "newest"),
-        (True, AFRESH, "", "anew"),
-        (False, RUN, "", "refused"),
-        (False, AFRESH, "", "anew"),
-        (False, AFRESH, ANEW, "anew"),
-    ],
-)
-def test_a_folder_of_version_0_2_is_judged_by_its_log(
-    tmp_path: Path, saved: bool, lineage: Lineage, command: str, what: str
-) -> None:
-    """Its `run.json` has no newest save. A start over that was killed before it saved begins again."""
+@pytest.mark.parametrize("text", ["of version 0.2", "damaged", None])
+def test_a_journal_without_saves_is_completed_by_the_log(tmp_path: Path, text: str | None) -> None:
     run = tmp_path / "run"
     folder = trained(run, "checkpoint.save_interval=1")
-    first = journal_in(run).lineage
-    branches = (*first.branches, *lineage.branches[1:])
     (run / "metrics.jsonl").write_text('{"iteration": 2, "loss": 1.0}\n{"iteration": 2, "event": "save"}\n')
-    (run / "run.json").write_bytes(Journal(replace(first, branches=branches)).to_bytes())
-    if not saved:
-        for path in folder.iterdir():
-            path.unlink() if path.is_file() else shutil.rmtree(path)
-    config = config_in(run, *command.split())
-    if what == "refused":
-        with refused(CheckpointError, "metrics.jsonl"):
-            started(config)
-    else:
-        assert started(config).is_own == (what == "newest")
-
-
-def test_a_tracker_alone_tells_of_lost_checkpoints(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    folder = trained(run, "checkpoint.save_interval=1")
-    (run / "run.json").write_bytes(Journal(journal_in(run).lineage).to_bytes())
-    for path in filter(Path.is_dir, list(folder.iterdir())):
-        shutil.rmtree(path)
-    with refused(CheckpointError, "no iter_ folder"):
+    data = Journal(journal_in(run).lineage).to_bytes() if text == "of version 0.2" else (text or "").encode()
+    (run / "run.json").write_bytes(data)
+    if text is None:
+        (run / "run.json").unlink()
+    assert started(config_in(run)).is_own
+    shutil.rmtree(folder)
+    with refused(CheckpointError, "iteration 2 as"):
         started(config_in(run))
+    assert not started(config_in(run, ANEW)).is_own
+
+
+@pytest.mark.parametrize("is_killed", [True, False])
+def test_a_killed_fresh_start_is_made_again(tmp_path: Path, is_killed: bool) -> None:
+    """It has recorded its branch, and the checkpoints that it gives up are still there."""
+    run = tmp_path / "run"
+    trained(run, "checkpoint.save_interval=1")
+    lineage = journal_in(run).lineage
+    if is_killed:
+        lineage = replace(lineage, branches=(*lineage.branches, AFRESH.branches[1]))
+    (run / "run.json").write_bytes(Journal(lineage, FRESH).to_bytes())
+    assert started(config_in(run)).is_own == (not is_killed)
 
 
 def test_a_start_over_leaves_the_local_checkpoints_uncounted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

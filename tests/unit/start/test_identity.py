@@ -9,7 +9,7 @@ import pytest
 from reprise.errors import MismatchError
 from reprise.format import FRESH, Branch, Lineage
 from tests.messages import refused
-from trainer.start.identity import HostRecord, choose_lineage
+from trainer.start.identity import choose_lineage
 
 A = Lineage((Branch("a", FRESH),))
 REWOUND = Lineage((*A.branches, Branch("b", 4)))
@@ -20,8 +20,8 @@ NEW = Lineage()
 
 def choose(*hosts: tuple[Lineage, Lineage | None], shared: Lineage = NEW, adopts: bool = False) -> Lineage:
     """Return the lineage that hosts with these folders of the run, and of local checkpoints, agree on."""
-    records = [HostRecord(f"host{number}", run, saved) for number, (run, saved) in enumerate(hosts)]
-    return choose_lineage(shared, records, where="/local", adopts=adopts)
+    named = {f"host{number}": lineages for number, lineages in enumerate(hosts)}
+    return choose_lineage(shared, named, where="/local", adopts=adopts)
 
 
 def test_the_longest_lineage_of_any_host_is_the_current_one() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -15,7 +15,6 @@ from reprise.saving import write_checkpoint
 from reprise.storage import FILE_SYSTEM, CheckpointFolder
 from tests.fakes import all_ranks
 from trainer.interop.tensor_files import write_tensor_files
-from trainer.launch.control import RunControl
 from trainer.launch.process_group import Cluster
 from trainer.metrics.spikes import Spike
 from trainer.training.rewind import Rewind, newest_before
@@ -63,10 +62,10 @@ def test_the_way_back_is_to_a_checkpoint_that_every_host_has(tmp_path: Path) -> 
 
 
 def test_a_rewind_that_a_kill_repeats_is_recorded_once(tmp_path: Path) -> None:
-    notes, control = list[tuple[int, str]](), SimpleNamespace()
+    notes = list[tuple[int, str]]()
     log = SimpleNamespace(note=lambda iteration, event, *_: notes.append((iteration, event)))
     run: Any = SimpleNamespace(spikes=[], logs=[log], config=SimpleNamespace(run=SimpleNamespace(dir=tmp_path)))
-    rewind = Rewind(8, Spike(10, "loss", 9.0, 3.0), ((0, 4), (96, 120)), cast(RunControl, control))
+    rewind = Rewind(8, Spike(10, "loss", 9.0, 3.0), ((0, 4), (96, 120)))
     line, record = {"iteration": 8, "loss": 1.0}, {"iteration": 8, "event": "rewind", "from": 10, "skipped": [96, 120]}
     for last, count in ((record | {"skipped": [0, 4]}, 1), (record, 1), (record | {"iteration": 4}, 2)):
         rows = [record, line, last, {"iteration": 8, "event": "save"}]
