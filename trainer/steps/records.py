@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from reprise.errors import DataError, count_of
 from reprise.storage import matching
@@ -165,13 +164,17 @@ def read_record(folder: Path) -> StepRecord:
 def first_difference(a: StepRecord, b: StepRecord) -> StepDifference | None:
     """Return the first differing tensor in A's computation order, or None if all are equal.
 
-    Places missing in either record are skipped.
+    Places missing in either record are skipped, and so are activations with another cut: a later place differs.
     """
     common = sorted(a.parts.keys() & b.parts.keys(), key=lambda place: _order(place, a.parts[place]))
     for equal, place in enumerate(common):
-        difference = _compare(place, _pieces(a.parts[place]), _pieces(b.parts[place]), equal)
-        if difference is not None:
-            return difference
+        sides = _pieces(a.parts[place]), _pieces(b.parts[place])
+        for number, (x, y) in enumerate(zip(*sides, strict=True) if len(sides[0]) == len(sides[1]) else ()):
+            forms = _form(x), _form(y)
+            if forms[0] != forms[1]:
+                return StepDifference(place, " and ".join(forms), 0, 0, None, (), equal)
+            if _digest(x) != _digest(y):
+                return _sized(place, f"part {number} of {len(sides[0])}; " if len(sides[0]) > 1 else "", x, y, equal)
     return None
 
 
@@ -182,69 +185,49 @@ def _order(place: StepPlace, parts: Sequence[StepPart]) -> tuple[int, ...]:
     return place.iteration, phase, place.micro, -stage if place.phase == "backward" else stage, number
 
 
-class _Piece(NamedTuple):
-    """What is compared: a logical tensor as a whole, or a rank's part of an activation.
-
-    Attributes:
-        form: Its dtype and shape.
-        values: Returns its values, or None if some were not stored.
-    """
-
-    form: str
-    digest: str | int
-    values: Callable[[], torch.Tensor | None]
+# What is compared: a logical tensor's boxes together, or a rank's part of an activation.
+Piece: TypeAlias = Sequence[StepPart]
 
 
-def _pieces(parts: Sequence[StepPart]) -> list[_Piece]:
-    """Return the pieces to compare. Copies of an activation on all ranks are a single piece.
-
-    A logical tensor's digest is the sum of its boxes' digests. It differs if a box's replicas do.
-    """
-    first = parts[0]
-    if first.offset or first.tensor_shape:
-        boxes = {(part.offset, part.shape, part.digest): part for part in parts}.values()
-        digest = sum(int(part.digest, 16) for part in boxes) % _MODULO
-        return [_Piece(f"{first.dtype} {list(first.tensor_shape)}", digest, partial(_joined, boxes))]
+def _pieces(parts: Sequence[StepPart]) -> list[Piece]:
+    """Return the pieces to compare. Copies of an activation on all ranks are a single piece."""
+    if parts[0].offset:
+        return [[*{(part.offset, part.shape, part.digest): part for part in parts}.values()]]
     is_copied = len({(part.digest, part.shape) for part in parts}) == 1 < len({part.rank for part in parts})
-    shown = parts[:1] if is_copied else parts
-    return [_Piece(f"{part.dtype} {list(part.shape)}", part.digest, part.values) for part in shown]
+    return [[part] for part in (parts[:1] if is_copied else parts)]
 
 
-def _joined(boxes: Collection[StepPart]) -> torch.Tensor | None:
-    """Return a logical tensor's values, joined from its boxes. None if any values were not stored."""
+def _form(piece: Piece) -> str:
+    return f"{piece[0].dtype} {list(piece[0].tensor_shape or piece[0].shape)}"
+
+
+def _digest(piece: Piece) -> str | int:
+    """Return a piece's digest. A logical tensor's is the sum over its boxes, and differs if a box's replicas do."""
+    return sum(int(part.digest, 16) for part in piece) % _MODULO if piece[0].offset else piece[0].digest
+
+
+def _values(piece: Piece) -> torch.Tensor | None:
+    """Return a piece's values, joined from its boxes. None if any values were not stored."""
     import torch
 
-    first = next(iter(boxes))
-    tensor = torch.zeros(first.tensor_shape, dtype=getattr(torch, first.dtype))
-    for part in boxes:
+    tensor = torch.zeros(piece[0].tensor_shape or piece[0].shape, dtype=getattr(torch, piece[0].dtype))
+    for part in piece:
         values = part.values()
         if values is None:
             return None
-        tensor[tuple(slice(at, at + size) for at, size in zip(part.offset, part.shape, strict=True))] = values
+        tensor[tuple(slice(at, at + size) for at, size in zip(part.offset, part.shape, strict=False))] = values
     return tensor
 
 
-def _compare(place: StepPlace, a: Sequence[_Piece], b: Sequence[_Piece], equal: int) -> StepDifference | None:
-    """Return the first difference between pieces. None if an activation has another cut: a later place differs."""
-    if len(a) != len(b):
-        return None
-    for number, (piece_a, piece_b) in enumerate(zip(a, b, strict=True)):
-        if piece_a.form != piece_b.form:
-            return StepDifference(place, f"{piece_a.form} and {piece_b.form}", 0, 0, None, (), equal)
-        if piece_a.digest != piece_b.digest:
-            return _sized(place, f"part {number} of {len(a)}; " if len(a) > 1 else "", piece_a, piece_b, equal)
-    return None
-
-
-def _sized(place: StepPlace, detail: str, a: _Piece, b: _Piece, equal: int) -> StepDifference:
+def _sized(place: StepPlace, detail: str, a: Piece, b: Piece, equal: int) -> StepDifference:
     """Return a difference with its size, if the values were stored."""
     import torch
 
     if place.what == "value":
-        number_a, number_b = (float.fromhex(str(piece.digest)) for piece in (a, b))
+        number_a, number_b = (float.fromhex(piece[0].digest) for piece in (a, b))
         text = f"{number_a!r} and {number_b!r}"
         return StepDifference(place, text, 1, 1, abs(number_a - number_b), (), equal)
-    values_a, values_b = a.values(), b.values()
+    values_a, values_b = _values(a), _values(b)
     if values_a is None or values_b is None:
         text = f"{detail}the values were not stored: record both with --values '{place.key}'"
         return StepDifference(place, text, 0, 0, None, (), equal)
@@ -256,7 +239,7 @@ def _sized(place: StepPlace, detail: str, a: _Piece, b: _Piece, equal: int) -> S
     x, y = (values.reshape(-1)[differs].double() for values in (values_a, values_b))
     largest = float((x - y).abs().nan_to_num(nan=math.inf, posinf=math.inf).max())
     first = tuple(map(int, torch.unravel_index(differs.nonzero()[0, 0], values_a.shape))) if values_a.ndim else ()
-    text = f"{detail}{a.form}, {float(x[0]):.9g} and {float(y[0]):.9g} at {list(first)}"
+    text = f"{detail}{_form(a)}, {float(x[0]):.9g} and {float(y[0]):.9g} at {list(first)}"
     return StepDifference(place, text, len(x), values_a.numel(), largest, first, equal)
 
 

@@ -68,6 +68,12 @@ def test_equal_bits_are_no_difference(tmp_path: Path, values: torch.Tensor) -> N
     assert difference(tmp_path, values, values.clone()) is None
 
 
+def test_the_same_bytes_in_another_form_are_a_difference(tmp_path: Path) -> None:
+    found = difference(tmp_path, torch.zeros(2), torch.zeros(1, 2))
+    assert found is not None
+    assert found.detail == "float32 [2] and float32 [1, 2]"
+
+
 def test_replicas_of_one_side_that_differ_are_a_difference(tmp_path: Path) -> None:
     parts = record(tmp_path / "a", torch.zeros(2)).parts[PLACE]
     equal, other = (replace(parts[0], rank=1, offset=(0,), tensor_shape=(2,), digest=digest) for digest in "12")
