@@ -113,9 +113,8 @@ def open_data(config: Config, cluster: Cluster, *, is_evaluation: bool = False) 
     with channel.agreed("data/open"):
         if cluster.rank != 0:
             sources, marks = _open(config, is_evaluation=is_evaluation)
-    with channel.agreed("data/digests"):
-        if cluster.rank in cluster.local_ranks[:1] or not cluster.local_ranks:  # a host's first rank
-            report = report or _report(sources, marks, config)
+            if cluster.rank in cluster.local_ranks[:1] or not cluster.local_ranks:  # a host's first rank
+                report = _report(sources, marks, config)
     reports = channel.gather("data/hosts", report)
     fingerprints = channel.from_first("data/fingerprints", lambda: _fingerprints(reports, may_share=is_evaluation))
     return _run_data(sources, marks, fingerprints)
