@@ -18,7 +18,6 @@ from reprise.format.names import INDEX, MANIFEST
 from reprise.storage import json_file
 from reprise.storage.files import describe_free_space
 from reprise.storage.lock import FolderLock
-from reprise.storage.shared_folder import require_signs
 
 
 def json_files(
@@ -49,8 +48,6 @@ def prepare(
     *,
     lock: FolderLock | None,
     beside: Sequence[Callable[[], None]] = (),
-    views: Mapping[int, int] | None = None,
-    leader: int = 0,
 ) -> None:
     """Write the JSON files into this host's folder, and sync them together with all its names.
 
@@ -58,16 +55,13 @@ def prepare(
 
     Args:
         beside: Further syncs to finish before the rename.
-        views: How other writing ranks identify the folder, each identity with its first rank; see `require_signs`.
-        leader: This rank.
 
     Raises:
-        CheckpointError: The lock is lost, a rank has written into another folder, or the file system fails.
+        CheckpointError: The lock is lost, or the file system fails.
     """
     files, folder = attempt.folder.files, attempt.partial
     with naming_failures(attempt), contextlib.ExitStack() as ending:
         files.make_folder(folder)
-        require_signs(folder, views or {}, attempt.folder, leader=leader)
         syncs = list(beside)
         for name, data in documents.items():
             descriptor = files.write_new(folder / name, data)

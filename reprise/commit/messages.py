@@ -58,16 +58,14 @@ class Offer(Message):
 
     Args:
         pieces: The table's digest; see `joint_plan.encode`.
-        view: The checkpoint folder's identity on this host; see `shared_folder.view_of`.
         groups: The replicas that this rank compares with other ranks; see `ReplicaDigests.groups`.
     """
 
     iteration: int = 0
     pieces: int = 0
-    view: int = 0
     groups: Groups = ()
 
-    _NUMBERS: ClassVar[Mapping[str, int]] = {"iteration": 6, "pieces": 8, "view": 8}
+    _NUMBERS: ClassVar[Mapping[str, int]] = {"iteration": 6, "pieces": 8}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,7 +27,6 @@ from reprise.ranks.channel import StoreChannel
 from reprise.ranks.error_message import as_problem
 from reprise.ranks.file_exchange import FileExchange
 from reprise.storage.lock import FolderLock
-from reprise.storage.shared_folder import leave_sign, require_view, view_of
 from reprise.tensors.live import Contents
 
 M = TypeVar("M", bound=Message)
@@ -78,19 +77,17 @@ class TwoPhaseCommit(ABC):
     lock: FolderLock | None = None
     local: LocalSaves | None = None
     is_durable: bool = False
-    _view: int = 0
     _error: BaseException | None = None  # this rank's
     _report: RankReport = RankReport()  # noqa: RUF009 - frozen
     _order: bytes = b""  # for the copies
     # On rank 0, by rank:
-    _offers: dict[int, Offer] = field(default_factory=dict)
     _reports: dict[int, RankReport] = field(default_factory=dict)
     _statuses: dict[int, bytes] = field(default_factory=dict)
     _plan: JointPlan | None = None
 
     @abstractmethod
     def begin(self) -> None:
-        """Prepare the save before any rank writes. Rank 0 only."""
+        """Make the partial folder before any rank writes. Leaders only."""
 
     @abstractmethod
     def write(self) -> RankReport:
@@ -154,11 +151,6 @@ class TwoPhaseCommit(ABC):
         except LaunchError as error:
             return self._failure(error, is_silence=True)
         self._report = self.write()
-        if not self.leads:
-            folder = self.attempt.folder
-            require_view(folder, self._view, leader=self.channel.coordinator)
-            if self.local is None:  # otherwise the opening has compared the host's views
-                leave_sign(self.attempt.partial, self._view, folder.files)
         self._reports = {self.channel.rank: self._report}  # complete with a single rank
         return None
 
@@ -175,9 +167,9 @@ class TwoPhaseCommit(ABC):
         """
         attempt, channel = self.attempt, self.channel
         try:
-            if channel.world_size > 1:
-                self._view = view_of(attempt.folder, leader=channel.coordinator)
-            offer = Offer(iteration=attempt.iteration, view=self._view, groups=self.replicas.groups())
+            if self.leads and not channel.coordinates:
+                self.begin()
+            offer = Offer(iteration=attempt.iteration, groups=self.replicas.groups())
             offer = self.plans.with_table(offer, encode(self.pieces, attempt.layout))
             if channel.coordinates:
                 self._lead(offer)
@@ -197,30 +189,15 @@ class TwoPhaseCommit(ABC):
     def _lead(self, offer: Offer) -> None:
         """Read all ranks' offers, and open the attempt. Rank 0 only."""
         channel, shared = self.channel, self.shared
-        self._offers = {channel.rank: offer, **self._read_all("offer", Offer)}
-        require_readiness(self._offers)
-        self._plan = self.plans.joint(self.attempt.layout, self._offers)
-        if sides := differing_sides({rank: offer.groups for rank, offer in self._offers.items()}):
+        offers = {channel.rank: offer, **self._read_all("offer", Offer)}
+        require_readiness(offers)
+        self._plan = self.plans.joint(self.attempt.layout, offers)
+        if sides := differing_sides({rank: offer.groups for rank, offer in offers.items()}):
             shared.put(channel, "opened", Opening(sides=sides).to_bytes(), is_first=False)
         require_agreement(channel, shared.key, sides, self.replicas.table)
-        if self.local is not None:
-            self._require_host_views()
         self.begin()
         self.plans.delivered()
         shared.post(channel, "opened", Opening())
-
-    def _require_host_views(self) -> None:
-        """Require all ranks on a host to see the same folder. Rank 0 only."""
-        for name, ranks in zip(self.attempt.hosts.names, self.attempt.hosts.ranks, strict=True):
-            for rank in ranks:
-                if self._offers[rank].view != self._offers[ranks[0]].view:
-                    raise CheckpointError(
-                        "A rank does not see the folder of local checkpoints of its host",
-                        where=f"host {name}, {self.attempt.folder.root}",
-                        expected=f"the folder of rank {ranks[0]}",
-                        found=f"another one on rank {rank}",
-                        fix="Nothing was saved. Mount the same folder at this path for all ranks on a host.",
-                    )
 
     def _send(self, kind: str, message: Message) -> None:
         self.shared.put(self.channel, f"{kind}/{self.channel.rank}", message.to_bytes())
@@ -255,11 +232,7 @@ class TwoPhaseCommit(ABC):
         return _arrived(reports)
 
     def _prepare(self) -> None:
-        views = dict[int, int]()
-        if self.local is None:
-            views = {offer.view: rank for rank, offer in reversed(self._offers.items()) if rank != self.channel.rank}
-        files, beside = self._json_files(), self.contents.syncs
-        finish.prepare(self.attempt, files, lock=self.lock, beside=beside, views=views, leader=self.channel.rank)
+        finish.prepare(self.attempt, self._json_files(), lock=self.lock, beside=self.contents.syncs)
 
     def _json_files(self) -> dict[str, bytes]:
         """Return the JSON files for this host's folder."""

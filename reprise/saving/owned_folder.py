@@ -23,7 +23,7 @@ from reprise.storage import json_file
 from reprise.storage.atomic import temporary_of
 from reprise.storage.folder import CheckpointFolder, Stamp, iteration_name
 from reprise.storage.lock import FolderLock
-from reprise.storage.shared_folder import require_mark
+from reprise.storage.shared_folder import require_lock
 
 _log = logging.getLogger(__name__)
 
@@ -51,11 +51,10 @@ class OwnedFolder:
 
         Raises:
             LockError: Another job writes to the folder. Every rank raises.
-            CheckpointError: The folder cannot be written, or a rank does not see its leader's marker file there. Every
-                rank raises.
+            CheckpointError: The folder cannot be written, or a rank does not see its leader's lock there. Every rank
+                raises.
         """
-        mark, elsewhere = self.folder.mark(self._nonce), frozenset[str]()
-        is_marked = len(self.hosts.ranks_with(self._channel.rank)) > 1
+        elsewhere, ranks = frozenset[str](), self.hosts.ranks_with(self._channel.rank)
         if self._is_local:
             with self._leading() as leads:
                 if leads:
@@ -64,17 +63,11 @@ class OwnedFolder:
         with self._leading() as leads:
             if leads:
                 self.take(elsewhere)
-                if is_marked:
-                    self.folder.files.mark(mark)
-        try:
-            with self._leading() as leads:
-                if not leads:
-                    leader = self.hosts.ranks_with(self._channel.rank)[0]
-                    require_mark(mark, self.folder, leader=leader)
-        finally:
-            if self._leads and is_marked:
-                with contextlib.suppress(OSError):  # the next start sweeps it
-                    self.folder.files.remove_file(mark)
+                if len(ranks) > 1 and self.lock is not None:
+                    self.lock.check()  # synced, so the others can read it
+        with self._leading() as leads:
+            if not leads:
+                require_lock(self.folder, self._nonce, leader=ranks[0])
 
     def take(self, elsewhere: Collection[str] = ()) -> None:
         """Take the lock and clean up after dead attempts, on a leader alone.

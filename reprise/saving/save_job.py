@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch
 
 from reprise.commit.attempt import Attempt
 from reprise.commit.commit_state import Outcome
+from reprise.commit.finish import naming_failures
 from reprise.commit.messages import RankReport
 from reprise.commit.protocol import TwoPhaseCommit
 from reprise.errors import CheckpointError, LaunchError, TrainerError
@@ -23,6 +25,7 @@ from reprise.saving.writer import Writer
 from reprise.storage.holds import is_held
 from reprise.storage.paths import matching
 from reprise.storage.progress_line import ProgressLine
+from reprise.storage.shared_folder import seen_throughout
 from reprise.storage.worker import Job
 
 _log = logging.getLogger(__name__)
@@ -113,9 +116,11 @@ class SaveJob(TwoPhaseCommit):
                     self._remove(path)
 
     def begin(self) -> None:
-        """Fail if there is no room for the checkpoint."""
-        parts = len(self.attempt.hosts.leaders)
-        require_room(self.attempt, self.contents.documents, self.retention, parts=parts, lock=self.lock)
+        """Make the partial folder, or fail if there is no room for the checkpoint."""
+        attempt, parts = self.attempt, len(self.attempt.hosts.leaders)
+        require_room(attempt, self.contents.documents, self.retention, parts=parts, lock=self.lock)
+        with naming_failures(attempt):
+            attempt.folder.files.make_folder(attempt.partial)
 
     def write(self) -> RankReport:
         """Write this rank's part durably. The host's other ranks wait in `join`, so nothing before it may hang."""
@@ -123,8 +128,6 @@ class SaveJob(TwoPhaseCommit):
         try:
             may_share = self.may_share and not snapshot.is_aborted
             sharing = self.local_ranks.join(self.shared, attempt.layout, self.plan.columns, may_share=may_share)
-            if self.leads and not self.channel.coordinates:
-                self.begin()
             writer = Writer(
                 attempt,
                 self.plan,
@@ -134,7 +137,10 @@ class SaveJob(TwoPhaseCommit):
                 is_sparse=self.local is not None,
                 sharing=sharing,
             )
-            report = writer.write()
+            leader = attempt.hosts.ranks_with(self.channel.rank)[0]
+            same_folder = seen_throughout(attempt.partial, attempt.folder, leader=leader)
+            with nullcontext() if self.leads else same_folder:
+                report = writer.write()
             snapshot.check()
         finally:
             snapshot.close()

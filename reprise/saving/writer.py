@@ -83,8 +83,8 @@ class Writer:
                     ending.callback(target.close)
                     calls += [partial(self._write_extent, target, extent) for extent in chunks.get(name) or [[]]]
             self._raise_if_failed()  # a thread that hung must not recreate an aborted attempt's folder
-            # Never the folder's parent: if that is gone, the save must fail.
-            for path in dict.fromkeys([folder, *(target.path.parent for target in self._targets.values())]):
+            # Never the folder itself: if that is gone, the save must fail.
+            for path in {target.path.parent for target in self._targets.values()} - {folder}:
                 with self._stopping_others(path):
                     self._files.make_folder(path)
             run_together(calls, name=_THREAD, threads=_THREADS)

@@ -124,10 +124,6 @@ class Files(FileCalls):
     def end(self) -> None:
         """Release resources for reading other than open files. The next call acquires them again."""
 
-    def mark(self, path: Path) -> None:
-        """Create an empty marker file for other hosts to see. It need not survive a power failure."""
-        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666))
-
     def size(self, path: Path) -> int:
         """Return a regular file's size in bytes.
 

@@ -15,7 +15,7 @@ from reprise.errors import CheckpointError
 from reprise.storage.atomic import temporary_of
 from reprise.storage.files import Files, cannot_write
 from reprise.storage.holds import is_held
-from reprise.storage.paths import is_dir, is_file, is_symlink, matching, read_regular
+from reprise.storage.paths import is_dir, is_symlink, matching, read_regular
 
 _log = logging.getLogger(__name__)
 
@@ -26,7 +26,6 @@ Stamp = tuple[int, int]  # a folder's inode, and its modification time in ns
 _NAME = re.compile(r"iter_(\d{7,})(\.superseded-\d+)?")
 _TEMPORARY = re.compile(rf"\.({_NAME.pattern})\.(.*)\.(partial|deleting|replaced)")
 _OUTDATED = ".outdated"  # ends the attempt in the name of a replaced folder to be deleted
-_MARK = re.compile(r"\.shared\..+\.mark")
 
 
 def iteration_name(iteration: int) -> str:
@@ -130,10 +129,6 @@ class CheckpointFolder:
     def partial(self, iteration: int, attempt: str) -> Path:
         """Return the partial folder an attempt writes to."""
         return self.root / f".{iteration_name(iteration)}.{attempt}.partial"
-
-    def mark(self, nonce: str) -> Path:
-        """Return the marker file with which a launch's ranks check whether they share this folder."""
-        return self.root / f".shared.{nonce}.mark"
 
     def tracker(self) -> int | None:
         """Return the iteration in Megatron's tracker file, which is only a hint. None if missing or unreadable."""
@@ -252,7 +247,7 @@ class CheckpointFolder:
         """
         if not is_dir(self.root):
             return []
-        leftovers = [path for path in sorted(self.root.iterdir()) if _MARK.fullmatch(path.name) and is_file(path)]
+        leftovers = []
         for path, match in self._temporaries():
             target, is_replaced = self.root / match[1], match[5] == "replaced"
             is_free = not self.files.exists(target)
@@ -297,7 +292,7 @@ class CheckpointFolder:
 
     def _remove(self, path: Path) -> bool:
         try:
-            (self.files.remove_tree if is_dir(path) else self.files.remove_file)(path)
+            self.files.remove_tree(path)
         except OSError as error:
             _log.error("%s could not be swept: %s", path, error)
             return False

@@ -39,7 +39,7 @@ from tests.harness import all_files, call_on_ranks, started
 from tests.profiles import SEED
 
 # Names of what is on its way: nothing of the kind may be left when a run has ended.
-_TEMPORARY = (".partial", ".deleting", ".replaced", ".new", ".mark")
+_TEMPORARY = (".partial", ".deleting", ".replaced", ".new")
 _WRITES = ("write", "pwrite", "pwritev")
 TIMEOUT_S = 300.0
 

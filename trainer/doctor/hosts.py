@@ -10,7 +10,7 @@ from pathlib import Path
 
 from reprise.commit import Hosts, find_hosts
 from reprise.errors import count_of
-from reprise.storage import FILE_SYSTEM, CheckpointFolder, why_unseen
+from reprise.storage import FILE_SYSTEM, why_unseen
 from trainer.config.terms import WAY_OUT
 from trainer.doctor.looks import BAD, FINE, Finding, folder, machine, missing_folders, remove
 from trainer.launch.process_group import Cluster
@@ -49,27 +49,27 @@ def look_at_hosts(path: Path, cluster: Cluster) -> Iterator[tuple[str, Sequence[
 
 
 def one_folder(path: Path, cluster: Cluster, hosts: Hosts) -> Finding:
-    """Check whether every rank sees rank 0's folder, using a run's marker file. Call on all ranks.
+    """Check whether every rank sees a file that rank 0 makes in the folder. Call on all ranks.
 
     Returns:
         On rank 0, the finding.
     """
     what, files, problem = "one folder for all hosts", FILE_SYSTEM, ""
-    mark = CheckpointFolder(path, files).mark(cluster.nonce)
+    mark = path / f".shared.{cluster.nonce}.mark"
     missing = missing_folders(path)
     try:
         if cluster.rank == 0:
             try:
                 path.mkdir(parents=True, exist_ok=True)
-                files.mark(mark)
+                mark.touch()
             except OSError as error:
                 problem = f"not known: {error.filename}: {error.strerror}"
         problem = cluster.channel.broadcast("doctor/marked", problem.encode()).decode()
-        unseen = "" if problem or cluster.rank == 0 else why_unseen(mark, files)
+        unseen = "" if problem or cluster.rank == 0 else why_unseen(mark, files.size)
         reasons = [reason.decode() for reason in cluster.channel.gather("doctor/unseen", unseen.encode())]
     finally:
         if cluster.rank == 0:
-            with suppress(OSError):  # a run sweeps it up later
+            with suppress(OSError):
                 files.remove_file(mark)
             remove(missing)
     blind = [

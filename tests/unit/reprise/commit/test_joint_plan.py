@@ -78,7 +78,7 @@ def offers_of(plans: Sequence[KnownPlans], division: Division) -> dict[int, Offe
     """Return the offers of the ranks, as they arrive."""
     offers = {}
     for rank, pieces in enumerate(division):
-        offer = plans[rank].with_table(Offer(iteration=7, view=2**64 - 1), encode(pieces, LAYOUT))
+        offer = plans[rank].with_table(Offer(iteration=7), encode(pieces, LAYOUT))
         offers[rank] = Offer.from_bytes(offer.to_bytes())
     return offers
 

@@ -23,8 +23,8 @@ GROUPS = [[1, 4], [2**64 - 1, 0]]
 @pytest.mark.parametrize(
     "message",
     [
-        Offer(iteration=7, pieces=2**64 - 1, view=5, groups=GROUPS, payload=b"\ntable\n"),
-        Offer(iteration=2**48 - 1, pieces=2**64 - 1, view=2**64 - 1, payload=b"\ntable\n"),
+        Offer(iteration=7, pieces=2**64 - 1, groups=GROUPS, payload=b"\ntable\n"),
+        Offer(iteration=2**48 - 1, pieces=2**64 - 1, payload=b"\ntable\n"),
         RankReport(written_bytes=5, payload=bytes(range(256))),
         RankReport(problem="a disk, broken"),
         DecisionMessage(iteration=0, payload=b"[true, 2, null]"),

@@ -52,14 +52,11 @@ def test_sweep_removes_leftovers_and_nothing_similar(tmp_path: Path) -> None:
         ".iter_0000001.n-1.deleted", "iter_0000003", "iter_0000003.superseded-1", ".hidden", "partial",
     }  # fmt: skip
     folder = folder_with(tmp_path, *leftovers, *similar)
-    for name in (".iter_0000008.n-1.partial", ".shared.dead.mark", "shared.mark", ".shared.mark.txt"):
-        (tmp_path / name).write_text("a file")
-    for name in ("elsewhere", ".shared.folder.mark"):
-        (tmp_path / name).mkdir()
+    (tmp_path / ".iter_0000008.n-1.partial").write_text("a file")
+    (tmp_path / "elsewhere").mkdir()
     (tmp_path / ".iter_0000009.n-1.partial").symlink_to(tmp_path / "elsewhere")
-    assert {path.name for path in folder.sweep()} == leftovers | {".shared.dead.mark"}
-    others = {".iter_0000008.n-1.partial", ".iter_0000009.n-1.partial", "elsewhere", "shared.mark", ".shared.mark.txt"}
-    others.add(".shared.folder.mark")
+    assert {path.name for path in folder.sweep()} == leftovers
+    others = {".iter_0000008.n-1.partial", ".iter_0000009.n-1.partial", "elsewhere"}
     assert names_in(tmp_path) == similar | others | {TRACKER}
     assert folder.sweep() == []
 
