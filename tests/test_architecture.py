@@ -145,6 +145,7 @@ CHOOSES_STORE = (
     "reprise.stores.upload",
     "scripts",
     "trainer.commands",
+    "trainer.data",  # caches and prepared tokens
     "trainer.doctor",
     "trainer.follow.follower",
     "trainer.interop.formats",

@@ -15,7 +15,7 @@ from reprise.management.progress import ProgressCallback, ignore_progress
 from reprise.storage.atomic import make_folders, sync_folders
 from reprise.storage.files import FILE_SYSTEM
 from reprise.storage.folder import is_iteration_name, iteration_of, shown_name
-from reprise.storage.paths import exists
+from reprise.storage.paths import exists, lexists
 from reprise.stores.checkpoint_files import CheckpointFiles
 from reprise.stores.locations import files_of, is_stored, location
 from reprise.stores.path import url_of
@@ -98,7 +98,7 @@ class _Copy:
     def _is_there(self) -> bool:
         """Return whether the target has the checkpoint. Refuse another checkpoint with its name."""
         if not exists(self._target / MANIFEST):
-            if not is_stored(self._target) and FILE_SYSTEM.exists(self._target):
+            if not is_stored(self._target) and lexists(self._target):
                 raise CheckpointError("A folder has the name of the copy", where=self._target)
             return False
         is_lighter = exists(self._target / OPTIMIZER_DROPPED) and OPTIMIZER_DROPPED not in self._files.sizes

@@ -23,7 +23,7 @@ from reprise.management.progress import ProgressCallback, ignore_progress
 from reprise.storage.files import FILE_SYSTEM, cannot_write
 from reprise.storage.folder import CheckpointFolder, is_iteration_name
 from reprise.storage.lock import FolderLock
-from reprise.storage.paths import exists, is_dir
+from reprise.storage.paths import exists, is_dir, lexists
 
 _log = logging.getLogger(__name__)
 
@@ -146,7 +146,7 @@ def _newest_whole(parts: Sequence[Checkpoint], iteration: int | None) -> list[tu
 def _join(parts: Sequence[tuple[Checkpoint, Parts]], out: CheckpointFolder, progress: ProgressCallback) -> GatherReport:
     first, attempt, damage = parts[0][0], f"{_ATTEMPT}{secrets.token_hex(4)}", list[str]()
     target, partial = out.iteration(first.iteration), out.partial(first.iteration, attempt)
-    if out.files.exists(target):
+    if lexists(target):
         raise CheckpointError("There is something already", where=target, fix="Move it away, or name another folder.")
     total, copied_bytes = sum(place.spec.total_bytes for place in read_places(first).values()), Counter[Path]()
 

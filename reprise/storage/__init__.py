@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 from reprise.lazy import importer
 
 if TYPE_CHECKING:
-    from reprise.storage.atomic import FileCalls as FileCalls
     from reprise.storage.atomic import atomic_output as atomic_output
     from reprise.storage.atomic import make_folders as make_folders
     from reprise.storage.atomic import replace_file as replace_file
@@ -59,7 +58,7 @@ if TYPE_CHECKING:
     from reprise.storage.shared_folder import why_unseen as why_unseen
 
 _NAMES = {
-    "storage.atomic": "FileCalls atomic_output make_folders replace_file temporary_of",
+    "storage.atomic": "atomic_output make_folders replace_file temporary_of",
     "storage.files": "FILE_SYSTEM Files cannot_write describe_free_space",
     "storage.folder": (
         "CheckpointFolder FolderTerms TRACKER WEIGHTS is_iteration_name iteration_name iteration_of "

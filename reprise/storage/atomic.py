@@ -6,77 +6,12 @@ import contextlib
 import errno
 import os
 import secrets
-import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from reprise.storage.files import Files
 from reprise.storage.paths import exists, is_dir, is_symlink, lexists
-
-_MAX_BUFFERS = 512  # POSIX promises only 16 (IOV_MAX), Linux has 1024
-
-
-class FileCalls:
-    """File system calls for atomic writes, with a method for each: tests can count, fail or kill at any."""
-
-    def write(self, descriptor: int, buffers: Sequence[memoryview], *, offset: int) -> None:
-        """Write all `buffers`, end to end, at `offset`."""
-        queue = [buffer for buffer in buffers if buffer.nbytes]
-        first = 0
-        while first < len(queue):
-            count = os.pwritev(descriptor, queue[first : first + _MAX_BUFFERS], offset)
-            offset += count
-            while first < len(queue) and count >= queue[first].nbytes:
-                count -= queue[first].nbytes
-                first += 1
-            if count:
-                queue[first] = queue[first][count:]
-
-    def sync(self, descriptor: int) -> None:
-        """Make a file's data and size durable."""
-        os.fsync(descriptor)
-
-    def sync_folder(self, path: Path) -> None:
-        """Make the names in a folder durable."""
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-    def write_new(self, path: Path, data: bytes) -> int:
-        """Write a new file and return its open descriptor. Its content is durable after `sync`."""
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
-        with contextlib.ExitStack() as on_error:
-            on_error.callback(os.close, descriptor)
-            self.write(descriptor, [memoryview(data)], offset=0)
-            on_error.pop_all()
-        return descriptor
-
-    def write_whole(self, path: Path, data: bytes) -> None:
-        """Write a new file and make its content durable. Its name is durable after `sync_folder`."""
-        descriptor = self.write_new(path, data)
-        try:
-            self.sync(descriptor)
-        finally:
-            os.close(descriptor)
-
-    def rename(self, source: Path, target: Path) -> None:
-        """Rename, replacing any file with the target's name."""
-        os.rename(source, target)
-
-    def remove_tree(self, path: Path) -> None:
-        """Remove a folder and its contents. It may be missing."""
-        shutil.rmtree(path, ignore_errors=False, onerror=_ignore_missing)
-
-    def remove_file(self, path: Path) -> None:
-        """Remove a file. It may be missing."""
-        path.unlink(missing_ok=True)
-
-
-def _ignore_missing(_function: object, _path: str, error: tuple[type[BaseException], BaseException, object]) -> None:
-    if not isinstance(error[1], FileNotFoundError):
-        raise error[1]
 
 
 def temporary_of(path: Path) -> Path:
@@ -84,7 +19,7 @@ def temporary_of(path: Path) -> Path:
     return path.with_name(f".{path.name}.new")
 
 
-def replace_file(files: FileCalls, path: Path, data: bytes) -> None:
+def replace_file(files: Files, path: Path, data: bytes) -> None:
     """Replace a file's content atomically and durably. Only one process at a time may do this."""
     temporary = temporary_of(path)
     files.write_whole(temporary, data)
@@ -93,7 +28,7 @@ def replace_file(files: FileCalls, path: Path, data: bytes) -> None:
 
 
 @contextmanager
-def atomic_output(path: Path, files: FileCalls, *, replaces: bool = False) -> Iterator[Path]:
+def atomic_output(path: Path, files: Files, *, replaces: bool = False) -> Iterator[Path]:
     """Yield a temporary path beside `path`. After the block, rename it to `path` and make the name durable.
 
     The caller writes a file or folder there and syncs its files; this function syncs folders. If the block raises, or
@@ -131,7 +66,7 @@ def atomic_output(path: Path, files: FileCalls, *, replaces: bool = False) -> It
                 files.remove_file(partial)
 
 
-def sync_folders(files: FileCalls, folder: Path) -> None:
+def sync_folders(files: Files, folder: Path) -> None:
     """Make the names in a folder and its subfolders durable."""
     for path in folder.iterdir():
         if is_dir(path) and not is_symlink(path):
@@ -139,7 +74,7 @@ def sync_folders(files: FileCalls, folder: Path) -> None:
     files.sync_folder(folder)
 
 
-def make_folders(files: FileCalls, path: Path) -> None:
+def make_folders(files: Files, path: Path) -> None:
     """Create `path` and its missing parents, and make the new names durable.
 
     Otherwise a power failure could remove the folder together with files synced in it.

@@ -6,14 +6,14 @@ import contextlib
 import ctypes
 import errno
 import os
+import shutil
 import stat
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 from reprise.errors import CheckpointError
-from reprise.storage.atomic import FileCalls
-from reprise.storage.paths import is_dir, lexists
+from reprise.storage.paths import is_dir
 from reprise.storage.worker import run_together
 
 T = TypeVar("T")
@@ -28,15 +28,70 @@ _KEEP_SIZE = 1  # FALLOC_FL_KEEP_SIZE, fallocate(2)
 # A sync waits for the disk's journal, and concurrent syncs share a journal commit: on a busy ext4, five in turn took
 # 27 ms, five on three threads 4 ms, and more threads gained nothing.
 _SYNC_THREADS = 3
+_MAX_BUFFERS = 512  # POSIX promises only 16 (IOV_MAX), Linux has 1024
 # How many files a rank keeps open at once. Each takes two descriptors; the usual limit per process is 1024.
 MAX_OPEN_FILES = 64
 
 
-class Files(FileCalls):
+class Files:
     """The file system, with a method per kind of call. Tests can count, fail or kill at any."""
 
     # How many threads fill tensors from these files. None for a thread per core, up to a few.
     reading_threads: int | None = None
+
+    def write(self, descriptor: int, buffers: Sequence[memoryview], *, offset: int) -> None:
+        """Write all `buffers`, end to end, at `offset`."""
+        queue = [buffer for buffer in buffers if buffer.nbytes]
+        first = 0
+        while first < len(queue):
+            count = os.pwritev(descriptor, queue[first : first + _MAX_BUFFERS], offset)
+            offset += count
+            while first < len(queue) and count >= queue[first].nbytes:
+                count -= queue[first].nbytes
+                first += 1
+            if count:
+                queue[first] = queue[first][count:]
+
+    def sync(self, descriptor: int) -> None:
+        """Make a file's data and size durable."""
+        os.fsync(descriptor)
+
+    def sync_folder(self, path: Path) -> None:
+        """Make the names in a folder durable."""
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def write_new(self, path: Path, data: bytes) -> int:
+        """Write a new file and return its open descriptor. Its content is durable after `sync`."""
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        with contextlib.ExitStack() as on_error:
+            on_error.callback(os.close, descriptor)
+            self.write(descriptor, [memoryview(data)], offset=0)
+            on_error.pop_all()
+        return descriptor
+
+    def write_whole(self, path: Path, data: bytes) -> None:
+        """Write a new file and make its content durable. Its name is durable after `sync_folder`."""
+        descriptor = self.write_new(path, data)
+        try:
+            self.sync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def rename(self, source: Path, target: Path) -> None:
+        """Rename, replacing any file with the target's name."""
+        os.rename(source, target)
+
+    def remove_tree(self, path: Path) -> None:
+        """Remove a folder and its contents. It may be missing."""
+        shutil.rmtree(path, ignore_errors=False, onerror=_ignore_missing)
+
+    def remove_file(self, path: Path) -> None:
+        """Remove a file. It may be missing."""
+        path.unlink(missing_ok=True)
 
     def make_folder(self, path: Path) -> None:
         """Create `path`, unless it exists. Its parent must exist."""
@@ -135,18 +190,6 @@ class Files(FileCalls):
             raise OSError(errno.EINVAL, "not a regular file")
         return status.st_size
 
-    def exists(self, path: Path) -> bool:
-        """Return whether anything has this name. A link counts, whatever it points to."""
-        return lexists(path)
-
-    def folders(self, path: Path) -> Iterator[tuple[str, os.stat_result]]:
-        """Yield each subfolder's name and status. Links, and folders deleted meanwhile, are left out."""
-        with os.scandir(path) as entries:
-            for entry in entries:
-                if entry.is_dir(follow_symlinks=False):
-                    with contextlib.suppress(FileNotFoundError):
-                        yield entry.name, entry.stat(follow_symlinks=False)
-
     def tree(self, path: Path) -> dict[str, os.stat_result]:
         """Return the status for each file below a folder, by relative name. A link counts as a file."""
         statuses, folders = dict[str, os.stat_result](), [""]
@@ -181,6 +224,11 @@ class Files(FileCalls):
         """Return the bytes allocated to all files below `paths`. Hard links to the same file count once."""
         statuses = [status for path in paths if is_dir(path) for status in self.tree(path).values()]
         return sum({(status.st_dev, status.st_ino): status.st_blocks * _BLOCK_BYTES for status in statuses}.values())
+
+
+def _ignore_missing(_function: object, _path: str, error: tuple[type[BaseException], BaseException, object]) -> None:
+    if not isinstance(error[1], FileNotFoundError):
+        raise error[1]
 
 
 # This machine's file system, which entry points use by default.

@@ -10,12 +10,13 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from stat import S_ISDIR
 
 from reprise.errors import CheckpointError
 from reprise.storage.atomic import temporary_of
 from reprise.storage.files import Files, cannot_write
 from reprise.storage.holds import is_held
-from reprise.storage.paths import is_dir, is_symlink, matching, read_regular
+from reprise.storage.paths import is_dir, is_symlink, lexists, matching, read_regular
 
 _log = logging.getLogger(__name__)
 
@@ -96,27 +97,28 @@ class CheckpointFolder:
 
     def committed(self) -> list[int]:
         """Return the committed iterations in ascending order. Empty if the folder does not exist."""
-        return self._iterations(are_folders=True)
-
-    def _iterations(self, *, are_folders: bool) -> list[int]:
-        paths = self.root.iterdir() if is_dir(self.root) else ()
-        iterations = (iteration_of(path) for path in paths if (is_dir(path) and not is_symlink(path)) is are_folders)
-        return sorted(iteration for iteration in iterations if iteration is not None)
+        return list(self.stamps())
 
     def stamps(self) -> dict[int, Stamp]:
-        """Return each committed iteration folder's stamp, without opening the folder. Stamps are unique."""
-        if not is_dir(self.root):
-            return {}
-        statuses = ((iteration_of(self.root / name), status) for name, status in self.files.folders(self.root))
+        """Return each committed iteration folder's stamp, in ascending order. Stamps are unique."""
         # The inode alone is not unique: a freed inode is reused.
-        return {i: (status.st_ino, status.st_mtime_ns) for i, status in statuses if i is not None}
+        return {i: (status.st_ino, status.st_mtime_ns) for i, status in self._statuses() if S_ISDIR(status.st_mode)}
 
     def non_folders(self) -> list[int]:
         """Return, in ascending order, the iterations whose name belongs to a link or a file, not a checkpoint.
 
         Another run may write to a link's target, and another host may not see it.
         """
-        return self._iterations(are_folders=False)
+        return [iteration for iteration, status in self._statuses() if not S_ISDIR(status.st_mode)]
+
+    def _statuses(self) -> list[tuple[int, os.stat_result]]:
+        """Return each iteration's name's status, in ascending order, except those deleted meanwhile."""
+        statuses = list[tuple[int, os.stat_result]]()
+        for path in self.root.iterdir() if is_dir(self.root) else ():
+            if (iteration := iteration_of(path)) is not None:
+                with contextlib.suppress(FileNotFoundError):
+                    statuses.append((iteration, path.lstat()))
+        return sorted(statuses)
 
     def held(self, iterations: Iterable[int]) -> list[int]:
         """Return the iterations protected by a hold."""
@@ -173,7 +175,7 @@ class CheckpointFolder:
         try:
             self.files.rename(source, target)
         except OSError as error:
-            if error.errno == errno.ENOTDIR and self.files.exists(target):
+            if error.errno == errno.ENOTDIR and lexists(target):
                 raise _name_is_taken(target) from error
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
@@ -208,7 +210,7 @@ class CheckpointFolder:
             self.files.remove_file(self.root / TRACKER)
         for iteration in iterations:
             source = self.iteration(iteration)
-            if self.files.exists(source):
+            if lexists(source):
                 renamed.append(self._free_name(source))
                 self.files.rename(source, renamed[-1])
         if renamed:
@@ -250,7 +252,7 @@ class CheckpointFolder:
         leftovers = []
         for path, match in self._temporaries():
             target, is_replaced = self.root / match[1], match[5] == "replaced"
-            is_free = not self.files.exists(target)
+            is_free = not lexists(target)
             is_checkpoint = is_replaced and (is_free or not match[4].endswith(_OUTDATED))
             if is_checkpoint or (match[5] != "partial" and is_held(path)):
                 self.files.rename(path, target if is_free else self._free_name(self.iteration(int(match[2]))))
@@ -314,7 +316,7 @@ class CheckpointFolder:
 
     def _free_name(self, iteration: Path) -> Path:
         number = 1
-        while self.files.exists(path := iteration.with_name(f"{iteration.name}.superseded-{number}")):
+        while lexists(path := iteration.with_name(f"{iteration.name}.superseded-{number}")):
             number += 1
         return path
 

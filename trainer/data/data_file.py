@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from reprise.errors import DataError
-from reprise.storage import FileCalls, atomic_output, open_regular
+from reprise.storage import FILE_SYSTEM, atomic_output, open_regular
 
 TokenArray: TypeAlias = npt.NDArray[np.integer[Any]]
 
@@ -85,7 +85,7 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
         DataError: The file system fails.
     """
     try:
-        with atomic_output(path, FileCalls(), replaces=True) as partial, partial.open("xb") as file:
+        with atomic_output(path, FILE_SYSTEM, replaces=True) as partial, partial.open("xb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())

@@ -19,7 +19,7 @@ from pathlib import Path
 import xxhash
 
 from reprise.errors import DataError
-from reprise.storage import FileCalls, atomic_output, read_regular
+from reprise.storage import FILE_SYSTEM, atomic_output, read_regular
 from trainer.data.data_file import DataFile
 from trainer.data.fingerprint import TokenDigest, scan
 from trainer.data.token_file import TokenFile
@@ -134,7 +134,7 @@ def _write(place: Path, data: bytes, *, changed_ns: int) -> None:
         OSError: The path cannot be written.
     """
     place.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_output(place, FileCalls(), replaces=True) as partial:
+    with atomic_output(place, FILE_SYSTEM, replaces=True) as partial:
         partial.write_bytes(data)
         if partial.stat().st_mtime_ns <= changed_ns:
             partial.unlink()

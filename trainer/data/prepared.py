@@ -17,7 +17,7 @@ from operator import itemgetter
 from pathlib import Path
 
 from reprise.errors import DataError
-from reprise.storage import FileCalls, atomic_output, is_dir, lexists
+from reprise.storage import FILE_SYSTEM, atomic_output, is_dir, lexists
 from trainer.data.arrays import read_arrays
 from trainer.data.blocks import SplitOptions, TextBlock, TextPart, read_blocks, split, texts
 from trainer.data.bpe import train_bpe
@@ -178,7 +178,7 @@ def _new_folder(folder: Path, read: Sequence[Path], *, replace: bool) -> Iterato
     try:
         _refuse_to_overwrite(folder, read, replace=replace)
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_output(folder, FileCalls(), replaces=True) as partial:
+        with atomic_output(folder, FILE_SYSTEM, replaces=True) as partial:
             partial.mkdir()
             yield partial
     except OSError as error:
@@ -213,7 +213,7 @@ def _train(parts: Sequence[TextPart], vocab_size: int, path: Path, progress: Pro
             yield from texts(block)
             count(len(block.data))
 
-    FileCalls().write_whole(path, train_bpe(training_texts(), vocab_size))
+    FILE_SYSTEM.write_whole(path, train_bpe(training_texts(), vocab_size))
 
 
 def write_side(

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from reprise.storage.atomic import FileCalls, atomic_output
+from reprise.storage.atomic import atomic_output
+from reprise.storage.files import Files
 
 
-class Recording(FileCalls):
+class Recording(Files):
     """Notes every sync and rename, by the name of its folder or target."""
 
     def __init__(self) -> None:
@@ -34,12 +35,12 @@ class Recording(FileCalls):
         super().rename(source, target)
 
 
-def make_folder(files: FileCalls, path: Path, data: bytes) -> None:
+def make_folder(files: Files, path: Path, data: bytes) -> None:
     (path / "inner").mkdir(parents=True)
     files.write_whole(path / "inner/file", data)
 
 
-def produce(path: Path, files: FileCalls, *, is_folder: bool, replaces: bool, fails: bool = False) -> None:
+def produce(path: Path, files: Files, *, is_folder: bool, replaces: bool, fails: bool = False) -> None:
     with atomic_output(path, files, replaces=replaces) as partial:
         if is_folder:
             make_folder(files, partial, b"new")
@@ -86,23 +87,23 @@ def test_a_folder_with_content_is_moved_aside_and_removed_last(tmp_path: Path) -
 
 @pytest.mark.parametrize("is_folder", [False, True])
 def test_nothing_is_replaced_without_the_request(tmp_path: Path, is_folder: bool) -> None:
-    make_folder(FileCalls(), tmp_path / "out", b"old")
+    make_folder(Files(), tmp_path / "out", b"old")
     with pytest.raises(FileExistsError) as caught:
-        produce(tmp_path / "out", FileCalls(), is_folder=is_folder, replaces=False)
+        produce(tmp_path / "out", Files(), is_folder=is_folder, replaces=False)
     assert (caught.value.errno, caught.value.filename) == (errno.EEXIST, str(tmp_path / "out"))
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert content(tmp_path) == {"out/inner/file": b"old"}
 
 
-class Failing(FileCalls):
+class Failing(Files):
     def sync_folder(self, path: Path) -> None:
         raise OSError("halfway")
 
 
 @pytest.mark.parametrize(
-    ("is_folder", "files", "fails"), [(False, FileCalls(), True), (True, FileCalls(), True), (True, Failing(), False)]
+    ("is_folder", "files", "fails"), [(False, Files(), True), (True, Files(), True), (True, Failing(), False)]
 )
-def test_a_failure_removes_the_partial_output(tmp_path: Path, is_folder: bool, files: FileCalls, fails: bool) -> None:
+def test_a_failure_removes_the_partial_output(tmp_path: Path, is_folder: bool, files: Files, fails: bool) -> None:
     (tmp_path / "out").write_bytes(b"old")
     with pytest.raises(OSError, match="halfway"):
         produce(tmp_path / "out", files, is_folder=is_folder, replaces=True, fails=fails)
