@@ -18,14 +18,11 @@ class ProgressLine:
     Args:
         title: The operation, such as "saving iteration 10".
         total_bytes: Bytes to transfer.
-        start: When it started, by `clock`. None means now.
     """
 
-    def __init__(
-        self, title: str, total_bytes: int, *, start: float | None = None, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, title: str, total_bytes: int, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._title, self._total_bytes, self._clock = title, total_bytes, clock
-        self._start = self._last_time = clock() if start is None else start
+        self._start = self._last_time = clock()
         self._done_bytes = 0
         self._lock = threading.Lock()
 

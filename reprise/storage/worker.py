@@ -156,24 +156,23 @@ def run_together(calls: Sequence[Callable[[], None]], *, name: str, threads: int
     thread has ended, existing threads run the calls. `Stopped` is raised only if no other error occurred.
     """
     jobs = [Job(call) for call in calls]
-    queue: SimpleQueue[Job | None] = SimpleQueue()
-    for job in (*jobs, None):
-        queue.put(job)
-    helpers = [
-        threading.Thread(target=Job.run_from, args=(queue,), name=name, daemon=True)
-        for _ in range(min(threads, len(jobs)) - 1)
-    ]
+    waiting = iter(jobs)  # shared by all threads
+
+    def work() -> None:
+        for job in waiting:
+            job.run()
+
     started = list[threading.Thread]()
     try:
         with contextlib.suppress(RuntimeError):
-            for helper in helpers:
+            for _ in range(min(threads, len(jobs)) - 1):
+                helper = threading.Thread(target=work, name=name, daemon=True)
                 helper.start()
                 started.append(helper)
-        Job.run_from(queue)
-        errors = [job.error for job in jobs if job.ends(None) and job.error is not None]
+        work()
     finally:  # even if this thread is interrupted: the caller may reuse the calls' data
-        queue.put(None)  # replaces a None that this thread may have taken
         for helper in started:
             helper.join()
+    errors = [job.error for job in jobs if job.error is not None]
     for error in sorted(errors, key=lambda error: isinstance(error, Stopped)):
         raise error
