@@ -6,10 +6,11 @@ from collections.abc import Iterable
 
 import torch
 
-from reprise.format.layout import Layout
+from reprise.format.dtype import StoredDtype
+from reprise.format.layout import PAGE_BYTES, Layout
 from reprise.tensors.dtypes import torch_dtype
 from reprise.tensors.live import LiveTensor
-from reprise.tensors.memory import map_like_file
+from reprise.tensors.memory import Arena
 
 
 def zeros_like_files(
@@ -31,30 +32,22 @@ def zeros_like_files(
     Returns:
         Tensors with the local memory's shape and the files' dtype, by stored name.
     """
-    files: dict[str, list[tuple[int, str, torch.Tensor]]] = {}
     pairs = list(parameters)
-    for prefix in prefixes:
-        for live, local in pairs:
-            name = prefix + live.spec.name
-            offset = _offset_in_file(live, name, layout)
-            if offset is not None and offset % alignment == 0 and local.device.type == "cpu" and local.is_contiguous():
-                files.setdefault(layout.places[name].file, []).append((offset, name, local))
+    found = list[tuple[str, int, str, torch.Tensor, StoredDtype]]()
+    for name, live, local in ((prefix + live.spec.name, live, local) for prefix in prefixes for live, local in pairs):
+        place = layout.places.get(name)
+        if place is None or live.is_copy or local.device.type != "cpu" or not local.is_contiguous():
+            continue
+        packed = place.spec.image(live.box)
+        if packed.is_contiguous and packed.total_bytes:
+            offset = place.offset + next(packed.spans(0, 1))[0]
+            if offset % alignment == 0:
+                found.append((place.file, offset, name, local, place.spec.dtype))
+    found.sort(key=lambda each: each[:2])
+    arena = Arena(sum(local.numel() * dtype.itemsize + PAGE_BYTES for *_, local, dtype in found), is_pinned=False)
     zeros: dict[str, torch.Tensor] = {}
-    for members in files.values():
-        members.sort(key=lambda member: member[0])
-        sizes = [(at, local.numel() * layout.places[name].spec.dtype.itemsize) for at, name, local in members]
-        for (_, name, local), memory in zip(members, map_like_file(sizes), strict=True):
-            dtype = torch_dtype(layout.places[name].spec.dtype)
-            zeros[name] = torch.from_numpy(memory).view(dtype).view(local.shape)
+    for _, offset, name, local, dtype in found:
+        memory = arena.take(local.numel() * dtype.itemsize, offset=offset)
+        assert memory is not None
+        zeros[name] = torch.from_numpy(memory).view(torch_dtype(dtype)).view(local.shape)
     return zeros
-
-
-def _offset_in_file(live: LiveTensor, name: str, layout: Layout) -> int | None:
-    """Return a box's offset in its file, or None if its bytes are not contiguous there."""
-    if live.is_copy or name not in layout.places:
-        return None
-    place = layout.places[name]
-    packed = place.spec.image(live.box)
-    if not (packed.is_contiguous and packed.total_bytes):
-        return None
-    return place.offset + next(packed.spans(0, 1))[0]

@@ -52,7 +52,10 @@ class Arena:
             pin(self._memory)
 
     def take(self, size: int, *, offset: int) -> Bytes | None:
-        """Return `size` bytes at an address congruent to a file's `offset` modulo a page; None if the arena is full."""
+        """Return `size` bytes at an address congruent to a file's `offset` modulo a page; None if the arena is full.
+
+        Extents adjacent in the file and taken in turn are adjacent in memory: a single O_DIRECT write covers them.
+        """
         start = self._used + (offset - self._used) % PAGE_BYTES
         if start + size > self.total_bytes:
             return None
@@ -101,19 +104,6 @@ def map_memory(total_bytes: int) -> Bytes:
     memory = np.frombuffer(mapping, dtype=np.uint8)
     start = -memory.ctypes.data % _HUGE_BYTES if pages else 0
     return memory[start : start + total_bytes]
-
-
-def map_like_file(extents: Sequence[tuple[int, int]]) -> list[Bytes]:
-    """Return zeros for file extents `(offset, size)`, at addresses congruent to the offsets modulo a page.
-
-    Extents adjacent in the file and in the list are adjacent in memory, so a single O_DIRECT write covers them.
-    """
-    starts, end = [], 0
-    for offset, size in extents:
-        starts.append(end + (offset - end) % PAGE_BYTES)
-        end = starts[-1] + size
-    memory = map_memory(end)
-    return [memory[start : start + size] for start, (_, size) in zip(starts, extents, strict=True)]
 
 
 def pin(memory: Bytes) -> None:

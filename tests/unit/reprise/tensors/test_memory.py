@@ -10,19 +10,18 @@ import numpy as np
 import numpy.ctypeslib
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from reprise.format.layout import PAGE_BYTES
-from reprise.tensors.memory import Arena, Bytes, Memory, map_like_file, map_memory
+from reprise.tensors.memory import Arena, Bytes, Memory, map_memory
 
 STRETCHES = st.lists(st.tuples(st.integers(0, 1 << 40), st.integers(1, 20_000)), max_size=12)
 
 
 @given(STRETCHES)
-def test_an_arena_gives_extents_memory_congruent_to_offsets(
-    extents: list[tuple[int, int]],
-) -> None:
+@example([(5000, 3), (5003, 9000), (14_003, 1)])
+def test_an_arena_s_memory_is_congruent_and_keeps_adjacency(extents: list[tuple[int, int]]) -> None:
     arena = Arena(sum(size + PAGE_BYTES for _, size in extents), is_pinned=False)
     arena.touch()
     taken = []
@@ -34,6 +33,10 @@ def test_an_arena_gives_extents_memory_congruent_to_offsets(
         memory[:] = number
         taken.append(memory)
     assert all((memory == number).all() for number, memory in enumerate(taken))
+    ends = zip(extents, taken, extents[1:], taken[1:], strict=False)
+    for (offset, size), memory, (next_offset, _), next_memory in ends:
+        if next_offset == offset + size:
+            assert next_memory.ctypes.data == memory.ctypes.data + size
 
 
 def test_touching_keeps_what_is_there() -> None:
@@ -47,20 +50,6 @@ def test_touching_keeps_what_is_there() -> None:
     arena.clear()
     assert arena.take(2_000, offset=0) is not None
     arena.close()
-
-
-@given(STRETCHES)
-def test_memory_like_a_file_is_congruent_and_keeps_adjacency(extents: list[tuple[int, int]]) -> None:
-    memories = map_like_file(extents)
-    for number, ((offset, size), memory) in enumerate(zip(extents, memories, strict=True)):
-        assert memory.nbytes == size
-        assert (memory.ctypes.data - offset) % PAGE_BYTES == 0
-        memory[:] = number
-    assert all((memory == number % 256).all() for number, memory in enumerate(memories))
-    ends = zip(extents, memories, extents[1:], memories[1:], strict=False)
-    for (offset, size), memory, (next_offset, _), next_memory in ends:
-        if next_offset == offset + size:
-            assert next_memory.ctypes.data == memory.ctypes.data + size
 
 
 def test_memory_is_private_and_aligned_for_huge_pages() -> None:
