@@ -36,9 +36,6 @@ class Holder:
     nonce: str
     started: float
 
-    def __post_init__(self) -> None:
-        time.localtime(self.started)  # raises if out of range
-
     @staticmethod
     def of(path: Path) -> Holder | None:
         """Return the holder in a file's record, or None if the record is empty or torn.
@@ -47,7 +44,9 @@ class Holder:
             OSError: The file cannot be read.
         """
         try:
-            return Holder(**json.loads(read_regular(path, limit_bytes=_MAX_BYTES)))
+            holder = Holder(**json.loads(read_regular(path, limit_bytes=_MAX_BYTES)))
+            time.localtime(holder.started)  # raises if out of range
+            return holder
         except (OverflowError, RecursionError, TypeError, ValueError):
             return None
 

@@ -78,9 +78,10 @@ class FolderLock:
         owner: object = None,
     ) -> None:
         self._files = files
-        self._file = _LockFile(folder.absolute() / name, nonce, kind, another, is_local=is_local)
-        self._file.owner = weakref.ref(self if owner is None else owner)
-        self._file.dropped = ending_with(self, self._file.calls)
+        self._file = file = _LockFile(folder.absolute() / name, nonce)
+        file.kind, file.another, file.is_local = kind, another, is_local
+        file.owner = weakref.ref(self if owner is None else owner)
+        file.dropped = ending_with(self, file.calls)
 
     def acquire(self) -> None:
         """Take the lock. Called once.
@@ -149,15 +150,15 @@ class _LockFile(Lease):
         owner: The object using the lock.
         dropped: Ends the lease once nothing refers to the lock. Kept here, since it must outlive the lock.
         synced: The job syncing the file for other hosts to read.
+        kind, another, is_local: See `FolderLock`.
     """
 
     owner: weakref.ref[object]
     dropped: weakref.ref[FolderLock]
     synced: Job
-
-    def __init__(self, path: Path, nonce: str, kind: str, another: str, *, is_local: bool) -> None:
-        super().__init__(path, nonce)
-        self._kind, self._another, self._is_local = kind, another, is_local
+    kind: str
+    another: str
+    is_local: bool
 
     def take(self) -> None:
         """Open the lock file, creating it if missing, and take the lock."""
@@ -171,12 +172,12 @@ class _LockFile(Lease):
             raise self.refusal() from None
         except OSError as error:
             raise LockError(
-                f"The lock of a {self._kind} cannot be taken: {error.strerror} (errno {error.errno})",
+                f"The lock of a {self.kind} cannot be taken: {error.strerror} (errno {error.errno})",
                 where=self.path,
-                fix=f"Mount the file system with flock(2) support, or name {self._another}.",
+                fix=f"Mount the file system with flock(2) support, or name {self.another}.",
             ) from error
         holder = self._holder()
-        if holder is not None and holder.host != self.me.host and not self._is_local:
+        if holder is not None and holder.host != self.me.host and not self.is_local:
             self._watch(holder)
         os.ftruncate(self.descriptor, 0)
         self.write_record()
@@ -237,16 +238,16 @@ class _LockFile(Lease):
     def refusal(self) -> LockError:
         """Return the error naming the lock's holder."""
         holder = self._holder()
-        what, name = f"Another job writes to this {self._kind}", "a holder that left no name"
-        fix = f"End that job, or give this one {self._another}."
+        what, name = f"Another job writes to this {self.kind}", "a holder that left no name"
+        fix = f"End that job, or give this one {self.another}."
         if holder is not None:
             started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(holder.started))
             name = f"host {holder.host}, pid {holder.pid}, started {started}"
             if any(other.path == self.path and other is not self for other in tuple(leases)):
-                what = f"This process writes to this {self._kind} already"
+                what = f"This process writes to this {self.kind} already"
                 fix = (
                     "Call `close` on the AsyncSaver using it, which lives as long as a variable or an error's "
-                    f"traceback refers to it. Or wait for another thread's call using it, or name {self._another}."
+                    f"traceback refers to it. Or wait for another thread's call using it, or name {self.another}."
                 )
         return LockError(what, where=self.path.parent, found=name, fix=fix)
 

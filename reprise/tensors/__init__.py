@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from reprise.tensors.dtypes import stored_dtype as stored_dtype
     from reprise.tensors.dtypes import torch_dtype as torch_dtype
     from reprise.tensors.file_aligned import zeros_like_files as zeros_like_files
+    from reprise.tensors.file_form import memory_of as memory_of
     from reprise.tensors.live import Contents as Contents
     from reprise.tensors.live import Grid as Grid
     from reprise.tensors.live import LiveTensor as LiveTensor
@@ -24,16 +25,16 @@ if TYPE_CHECKING:
     from reprise.tensors.live import placed_box as placed_box
     from reprise.tensors.live import with_memory as with_memory
     from reprise.tensors.memory import map_memory as map_memory
-    from reprise.tensors.memory import memory_of as memory_of
 
 _NAMES = {
     "tensors.dtypes": "stored_dtype torch_dtype",
     "tensors.file_aligned": "zeros_like_files",
+    "tensors.file_form": "memory_of",
     "tensors.live": (
         "Contents Grid LiveTensor Marks Stored canonical_name free_gathered_parameters is_dtensor "
         "is_fsdp_module live_tensors local_of memory_marks parameter_names placed_box with_memory"
     ),
-    "tensors.memory": "map_memory memory_of",
+    "tensors.memory": "map_memory",
 }
 
 if not TYPE_CHECKING:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import torch
 from torch.nn.parameter import is_lazy
 
@@ -75,10 +76,8 @@ def resolve(
             rank are not a box together.
     """
     local = memory_holder(tensor)
-    is_local = local is tensor
     is_plain = type(local) in _PLAIN  # the fast path: each save calls this for each tensor
-    is_async = not is_plain and is_a(local, "AsyncCollectiveTensor")
-    if is_async:
+    if not is_plain and is_a(local, "AsyncCollectiveTensor"):
         local = local.trigger_wait()  # type: ignore[attr-defined]
     if not is_plain and is_dtensor(tensor) and is_a(local, "LocalShardsWrapper"):
         shards, offsets = local.local_shards(), local.local_offsets()  # type: ignore[attr-defined]
@@ -109,8 +108,6 @@ def resolve(
     if local.is_neg() or local.is_conj() or _repeated(local):
         local = torch.empty(source.shape, dtype=source.dtype, device=source.device).copy_(source)
     stored = _stored(local)
-    if stored is source and not is_async:
-        return StorableTensor(source if is_local else tensor.detach())
     dtype = None if stored.dtype == source.dtype else str(source.dtype).removeprefix("torch.")
     copy_back = None if local is source else partial(_copy_back, local, source, where())
     shape = (*tensor.shape, *stored.shape[source.ndim :])
@@ -154,14 +151,13 @@ def _joined(
         where: The tensor's place, for errors.
 
     Raises:
-        CheckpointError: The shards leave gaps or overlap, or safetensors lacks their dtype.
+        CheckpointError: The shards leave gaps or overlap.
     """
     if not shards:
         return None
     boxes = [Box(tuple(at), tuple(shard.shape)) for at, shard in zip(offsets, shards, strict=True)]
-    ends = [[at + size for at, size in zip(box.offset, box.shape, strict=True)] for box in boxes]
-    start, end = tuple(map(min, *(box.offset for box in boxes), boxes[0].offset)), tuple(map(max, *ends, ends[0]))
-    box = Box(start, tuple(hi - lo for lo, hi in zip(start, end, strict=True)))
+    start, end = np.min([box.offset for box in boxes], 0), np.max([box.end for box in boxes], 0)
+    box = Box(tuple(start.tolist()), tuple((end - start).tolist()))
     overlaps = (intersect(a, b).numel for number, a in enumerate(boxes) for b in boxes[:number])
     if box.numel != sum(each.numel for each in boxes) or any(overlaps):
         raise CheckpointError(
@@ -170,8 +166,6 @@ def _joined(
             found=", ".join(map(str, boxes)),
             fix="Pass them as separate tensors.",
         )
-    if not is_storable(shards[0].dtype):
-        raise CheckpointError("Shards have a dtype that safetensors cannot hold", where=where, found=shards[0].dtype)
     parts = [shard.detach() for shard in shards]
     packed = parts[0]
     copy_back = None
@@ -213,3 +207,8 @@ def _repeated(local: torch.Tensor) -> list[int]:
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return a plain tensor's bytes in C order, as a 1-d uint8 tensor."""
     return _stored(tensor).contiguous().reshape(-1).view(torch.uint8)
+
+
+def memory_of(local: torch.Tensor) -> memoryview:
+    """Return a tensor's bytes in C order: its own memory if possible, otherwise a copy on the host."""
+    return memoryview(bytes_of(local.detach()).cpu().numpy())  # type: ignore[arg-type]

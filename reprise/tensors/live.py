@@ -139,7 +139,9 @@ def live_tensors(
     grid: Grid,
     stored: Mapping[str, Stored] | None = None,
 ) -> Iterator[LiveTensor]:
-    """Yield every tensor in the state: parameters, persistent buffers, then optimizer state by parameter name.
+    """Yield every tensor in the state: parameters, persistent buffers, then optimizer state.
+
+    Optimizer state comes moment by moment, each in model order, scalars last.
 
     Args:
         grid: The ranks holding this model.
@@ -156,8 +158,18 @@ def live_tensors(
         tensors.setdefault(id(tensor), (name, tensor))
     for name, tensor in tensors.values():
         yield from locate(TensorKind.MODEL, name, tensor.detach(), grid=grid, stored=stored.get(name))
-    if optimizer is not None:
-        yield from _optimizer_tensors(optimizer, parameter_names(model), grid=grid, stored=stored)
+    if optimizer is None:
+        return
+    names, state = parameter_names(model), optimizer.state
+    keys = {key: value.ndim for parameter in names for key, value in state.get(parameter, {}).items()}
+    for key in sorted(keys, key=lambda key: (keys[key] == 0, key)):
+        for parameter, name in names.items():
+            value = state.get(parameter, {}).get(key)
+            if value is not None:
+                form = stored.get(name) if value.shape == parameter.shape else None
+                owner = parameter if is_dtensor(parameter) else None
+                place = _grid_of(owner, grid)
+                yield from locate(TensorKind.OPTIMIZER, f"{key}.{name}", value, grid=place, stored=form)
 
 
 def parameter_names(model: nn.Module) -> dict[nn.Parameter, str]:
@@ -211,14 +223,12 @@ def with_memory(tensor: torch.Tensor, local: torch.Tensor, shape: tuple[int, ...
         return local
     from torch.distributed.tensor import DTensor
 
-    mesh, placements = tensor.device_mesh, tensor.placements  # type: ignore[attr-defined]
-    like = tensor if shape in (None, tensor.shape) else torch.empty(shape, device="meta")
-    if local.device.type != mesh.device_type:  # `from_local` would move it
-        from reprise.torch_private import DTensorSpec, TensorMeta
+    from reprise.torch_private import DTensorSpec, TensorMeta
 
-        meta = TensorMeta(like.shape, like.stride(), local.dtype)
-        return DTensor(local, DTensorSpec(mesh, placements, tensor_meta=meta), requires_grad=False)  # type: ignore[no-untyped-call]
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
+    like = tensor if shape in (None, tensor.shape) else torch.empty(shape, device="meta")
+    meta = TensorMeta(like.shape, like.stride(), local.dtype)
+    spec = DTensorSpec(tensor.device_mesh, tensor.placements, tensor_meta=meta)  # type: ignore[attr-defined]
+    return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 def memory_marks(model: nn.Module, optimizer: torch.optim.Optimizer) -> Marks:
@@ -227,11 +237,9 @@ def memory_marks(model: nn.Module, optimizer: torch.optim.Optimizer) -> Marks:
     Frees gathered FSDP2 parameters first, as enumerating the state does.
     """
     free_gathered_parameters(model)
-    state = (value for values in optimizer.state.values() for value in values.values())
     return tuple(
         (id(tensor), memory_holder(tensor).data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
-        for tensor in (*model.parameters(), *model.buffers(), *state)
-        if isinstance(tensor, torch.Tensor)
+        for tensor in (*model.parameters(), *model.buffers(), *_stepped_tensors(optimizer))
     )
 
 
@@ -241,15 +249,15 @@ def storages_of(optimizers: Iterable[torch.optim.Optimizer], constant: Iterable[
     Args:
         constant: Constant tensors, beside the optimizers' parameters and state.
     """
-    tensors = [
-        tensor
-        for optimizer in optimizers
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-        for tensor in (parameter, *optimizer.state.get(parameter, {}).values())
-        if isinstance(tensor, torch.Tensor)
-    ]
+    tensors = (tensor for optimizer in optimizers for tensor in _stepped_tensors(optimizer))
     return frozenset(local_of(tensor).untyped_storage().data_ptr() for tensor in (*tensors, *constant))
+
+
+def _stepped_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Return an optimizer's parameters and their state."""
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    values = (value for p in parameters for value in (p, *optimizer.state.get(p, {}).values()))
+    return [value for value in values if isinstance(value, torch.Tensor)]
 
 
 def is_dtensor(tensor: torch.Tensor) -> bool:
@@ -274,31 +282,6 @@ def is_fsdp_module(module: nn.Module) -> bool:
     return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
-def _optimizer_tensors(
-    optimizer: torch.optim.Optimizer,
-    names: Mapping[nn.Parameter, str],
-    *,
-    grid: Grid,
-    stored: Mapping[str, Stored],
-) -> Iterator[LiveTensor]:
-    """Yield the optimizer state moment by moment, each in model order, scalars last."""
-    keys = {key: value.ndim for p in names for key, value in optimizer.state.get(p, {}).items()}
-    for key in sorted(keys, key=lambda k: (keys[k] == 0, k)):
-        for parameter, name in names.items():
-            value = optimizer.state.get(parameter, {}).get(key)
-            if value is None:
-                continue
-            same = value.shape == parameter.shape
-            owner = parameter if is_dtensor(parameter) else None
-            yield from locate(
-                TensorKind.OPTIMIZER,
-                f"{key}.{name}",
-                value,
-                grid=_grid_of(owner, grid),
-                stored=stored.get(name) if same else None,
-            )
-
-
 def locate(
     kind: TensorKind, name: str, tensor: torch.Tensor, *, grid: Grid, stored: Stored | None = None
 ) -> Iterator[LiveTensor]:
@@ -313,10 +296,9 @@ def locate(
     """
     shape = tuple(tensor.shape)
     layout = stored or Stored(shape, shape)
-    coordinate = _own_coordinate(tensor)
-    if coordinate is None:
+    if is_dtensor(tensor) and tensor.device_mesh.get_coordinate() is None:  # type: ignore[attr-defined]
         return
-    box, replicas = placed_box(name, tensor, coordinate, grid)
+    box, replicas = placed_box(name, tensor, grid)
     local = local_of(tensor)
     if tuple(local.shape) != box.shape:
         raise CheckpointError(
@@ -332,12 +314,12 @@ def locate(
 
 
 def placed_box(
-    name: str, tensor: torch.Tensor, coordinate: Mapping[str, int], grid: Grid
+    name: str, tensor: torch.Tensor, grid: Grid, coordinate: Mapping[str, int] | None = None
 ) -> tuple[Box, tuple[int, ...]]:
     """Return a tensor's box at a coordinate, in closed form, and the ranks with the same box.
 
     Args:
-        coordinate: A coordinate on the tensor's mesh axes, this rank's or any other.
+        coordinate: A coordinate on the tensor's mesh axes. By default this rank's.
 
     Raises:
         CheckpointError: The placement is not a box.
@@ -351,6 +333,7 @@ def placed_box(
     splits: list[Split] = []
     fixed: dict[str, int] = {}
     mesh = tensor.device_mesh  # type: ignore[attr-defined]
+    coordinate = coordinate or dict(zip(_axes(mesh), mesh.get_coordinate(), strict=True))
     for axis, (axis_name, placement) in enumerate(zip(_axes(mesh), tensor.placements, strict=True)):  # type: ignore[attr-defined]
         if isinstance(placement, Replicate):
             continue
@@ -367,15 +350,6 @@ def placed_box(
     except ValueError as error:
         raise CheckpointError("A tensor's placement is not a box", where=name, found=error) from error
     return box, _grid_of(tensor, grid).holders(fixed)
-
-
-def _own_coordinate(tensor: torch.Tensor) -> dict[str, int] | None:
-    """Return this rank's coordinate on a tensor's mesh axes, or None if it is not on the mesh."""
-    if not is_dtensor(tensor):
-        return {}
-    mesh = tensor.device_mesh  # type: ignore[attr-defined]
-    coordinate = mesh.get_coordinate()
-    return None if coordinate is None else dict(zip(_axes(mesh), coordinate, strict=True))
 
 
 def _grid_of(owner: torch.Tensor | None, grid: Grid) -> Grid:

@@ -199,9 +199,3 @@ def _copy_stream(device: torch.device) -> torch.Stream:
     """Return the stream for all copies from a device. They end in order, also copies into the same memory."""
     stream: torch.Stream = torch.get_device_module(device).Stream(device)
     return stream
-
-
-def memory_of(local: torch.Tensor) -> memoryview:
-    """Return a tensor's packed image: its own memory if possible, otherwise a copy on the host."""
-    packed = local.detach().contiguous().cpu()
-    return memoryview(packed.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]

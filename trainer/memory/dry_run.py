@@ -151,7 +151,7 @@ def _load(config: Config, simulated: Simulated, topology: Topology, *, layout: L
 def boxes_at(part: Model, grid: Grid, *, dp: int, tp: int) -> Boxes:
     """Return each parameter's box in a part at a coordinate, and the ranks with the same box."""
     coordinate = {"dp": dp, "tp": tp}
-    return {name: placed_box(name, p, coordinate, grid) for p, name in stored_names(part).items()}
+    return {name: placed_box(name, p, grid, coordinate) for p, name in stored_names(part).items()}
 
 
 def holdings_of(config: Config, boxes_of_parts: Sequence[Boxes], layout: Layout, grid: Grid) -> list[Holding]:

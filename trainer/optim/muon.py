@@ -108,7 +108,5 @@ def _own_part(parameter: nn.Parameter, full: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a full tensor."""
     if not is_dtensor(parameter):
         return full
-    mesh: Any = parameter.device_mesh  # type: ignore[attr-defined]
-    coordinate = dict(zip(mesh.mesh_dim_names, mesh.get_coordinate(), strict=True))
-    box, _ = placed_box("", parameter, coordinate, Grid.flat(1))
+    box, _ = placed_box("", parameter, Grid.flat(1))
     return full[tuple(slice(lo, hi) for lo, hi in zip(box.offset, box.end, strict=True))]
