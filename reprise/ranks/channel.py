@@ -115,7 +115,7 @@ class StoreChannel:
             LaunchError: The store does not hold it.
         """
         value = _SMALL + data
-        try:
+        with self._reaching(key):
             if len(data) > SMALL_BYTES:
                 chunks = [data[at : at + MESSAGE_BYTES] for at in range(0, len(data), MESSAGE_BYTES)]
                 value = b"%d" % len(chunks)
@@ -123,8 +123,6 @@ class StoreChannel:
                     self._store.set(f"{key}/{index}", chunk)  # type: ignore[arg-type]
             # A reader may delete the message at once, so this call's answer is the proof, not a second look.
             echo = self._store.compare_set(key, "", value)  # type: ignore[arg-type]
-        except dist.DistError as error:
-            raise self._lost(key, error) from error
         if echo != value and (is_first or not echo):
             raise self._lost(key, None)
 
@@ -135,11 +133,9 @@ class StoreChannel:
             LaunchError: The store does not hold it.
         """
         value = _SMALL + data
-        try:
+        with self._reaching(key):
             self._store.set(key, value)  # type: ignore[arg-type]
             echo = self._store.compare_set(key, value, value)  # type: ignore[arg-type]
-        except dist.DistError as error:
-            raise self._lost(key, error) from error
         if echo != value:
             raise self._lost(key, None)
 
@@ -158,10 +154,8 @@ class StoreChannel:
             LaunchError: See `read`; or the store is gone before the message is deleted.
         """
         data, chunks = self._message(key, sender)
-        try:
+        with self._reaching(key):
             self._delete(key, chunks)
-        except dist.DistError as error:
-            raise self._lost(key, error) from error
         return data
 
     def read_all(self, senders: Mapping[str, str]) -> list[bytes]:
@@ -181,7 +175,10 @@ class StoreChannel:
                     raise dist.DistStoreError("nothing came")
                 values = [bytes(value) for value in self._store.multi_get(batch)]
             except dist.DistError as error:
-                raise self._silent(*self._first_missing(batch, senders), error) from error
+                silent = batch[0]
+                with contextlib.suppress(dist.DistError):  # the store may be gone
+                    silent = next((key for key in batch if not self._store.check([key])), silent)
+                raise self._silent(silent, senders[silent], error) from error
             data += [
                 value[len(_SMALL) :] if value.startswith(_SMALL) else self._message(key, senders[key])[0]
                 for key, value in zip(batch, values, strict=True)
@@ -218,11 +215,9 @@ class StoreChannel:
             LaunchError: The store is gone.
         """
         for key in keys:
-            try:
+            with self._reaching(key):
                 if self._store.check([key]):
                     self._delete(key, _chunk_count(self._store.get(key)))  # a FileStore reports every deletion as done
-            except dist.DistError as error:
-                raise self._lost(key, error) from error
 
     def settle(self, key: str, text: str) -> str:
         """Store `text` under `key` unless another rank was first. Return the stored text.
@@ -456,14 +451,6 @@ class StoreChannel:
             found=str(error).splitlines()[0],
             fix="Check that rank's log: it may have died or hung.",
         )
-
-    def _first_missing(self, keys: Sequence[str], senders: Mapping[str, str]) -> tuple[str, str]:
-        """Return the first key without a message, and its sender. If the store is gone, return the very first."""
-        with contextlib.suppress(dist.DistError):
-            for key in keys:
-                if not self._store.check([key]):
-                    return key, senders[key]
-        return keys[0], senders[keys[0]]
 
     def _message(self, key: str, sender: str) -> tuple[bytes, int]:
         """Wait for `key`, and return its data and chunk count."""

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from reprise.storage.json_file import Document as Document
     from reprise.storage.json_file import Json as Json
     from reprise.storage.json_file import dumps as dumps
-    from reprise.storage.json_file import finite as finite
     from reprise.storage.json_file import finite_number as finite_number
     from reprise.storage.json_file import integer as integer
     from reprise.storage.json_file import shown as shown
@@ -65,7 +64,7 @@ _NAMES = {
         "named_iteration shown_name"
     ),
     "storage.holds": "HOLD Hold file_system_time",
-    "storage.json_file": "Document Json MAX_INTEGER dumps finite finite_number integer shown step_count",
+    "storage.json_file": "Document Json MAX_INTEGER dumps finite_number integer shown step_count",
     "storage.lock": "FolderLock is_locked",
     "storage.paths": (
         "SMALL_BYTES exists is_dir is_file is_file_name is_symlink is_url lexists matching open_regular "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 from collections.abc import Callable, Iterator
@@ -189,16 +188,7 @@ def dumps(value: object) -> str:
     try:
         return _STRICT.encode(value)
     except ValueError:
-        return _STRICT.encode(finite(value))
-
-
-def finite(value: object) -> object:
-    """Return `value` with each NaN and infinity inside replaced by None."""
-    if isinstance(value, dict):
-        return {key: finite(member) for key, member in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(member) for member in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+        return _STRICT.encode(json.loads(json.dumps(value), parse_constant=lambda _: None))
 
 
 def sealed(body: Json) -> bytes:
@@ -206,13 +196,8 @@ def sealed(body: Json) -> bytes:
 
     The text is encoded in parts, since a manifest has tens of MB, and the encoder blocks all other threads.
     """
-    text = io.BytesIO()
-    for part in _parts_of(body):
-        text.write(part.encode())
-    with text.getbuffer() as data:
-        seal = _SEAL % _digest_of(data)
-    text.write(seal.encode())
-    return text.getvalue()
+    data = b"".join(part.encode() for part in _parts_of(body))
+    return data + (_SEAL % _digest_of(data)).encode()
 
 
 def _parts_of(body: Json) -> Iterator[str]:
@@ -231,7 +216,7 @@ def _parts_of(body: Json) -> Iterator[str]:
         yield "}"
 
 
-def _digest_of(data: bytes | memoryview) -> str:
+def _digest_of(data: bytes) -> str:
     import xxhash  # imported late: most commands read only unsealed JSON, and start sooner without it
 
     return xxhash.xxh3_64(data).hexdigest()  # unlike encoding, blocks no other thread

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from reprise.storage import finite
 from trainer.compare.curves import Comparison, Curve, meaning_of
 from trainer.compare.read import LLMC_LOG
 from trainer.metrics.json_lines import METRICS
@@ -51,11 +51,15 @@ def summarize(comparison: Comparison, name: str) -> Row:
         "largest_loss_difference": largest
         and {
             "iteration": largest.iteration,
-            "difference": finite(largest.size),
-            **{side: finite(getattr(largest, side)) for side in ("base", "test")},
+            "difference": _finite(largest.size),
+            **{side: _finite(getattr(largest, side)) for side in ("base", "test")},
             **{f"{side}_hex": getattr(largest, side).hex() for side in ("base", "test")},
         },
     }
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
 
 
 def summarize_all(comparisons: Mapping[str, Comparison], base: str) -> Row:
