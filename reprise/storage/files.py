@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from reprise.errors import CheckpointError
-from reprise.storage.paths import is_dir
+from reprise.storage.paths import is_dir, open_regular
 from reprise.storage.worker import run_together
 
 T = TypeVar("T")
@@ -119,7 +119,7 @@ class Files:
 
     def open_for_reading(self, path: Path) -> int:
         """Open a file for reading. Refuse a link, as `size` does."""
-        return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        return open_regular(path, follows_links=False)
 
     def reopen(self, descriptor: int, path: Path) -> None:
         """Reopen an open file under the same descriptor, since a stale handle stays stale."""
@@ -220,9 +220,9 @@ class Files:
         status = os.statvfs(path)
         return status.f_favail if status.f_files else None
 
-    def allocated_bytes(self, *paths: Path) -> int:
-        """Return the bytes allocated to all files below `paths`. Hard links to the same file count once."""
-        statuses = [status for path in paths if is_dir(path) for status in self.tree(path).values()]
+    def allocated_bytes(self, path: Path) -> int:
+        """Return the bytes allocated to all files below `path`. Hard links to the same file count once."""
+        statuses = self.tree(path).values() if is_dir(path) else ()
         return sum({(status.st_dev, status.st_ino): status.st_blocks * _BLOCK_BYTES for status in statuses}.values())
 
 

@@ -180,7 +180,12 @@ class CheckpointFolder:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
             aside = self.root / f".{target.name}.{attempt}{_OUTDATED if replaces else ''}.replaced"
-            self._replace(source, target, aside)
+            self.files.rename(target, aside)
+            try:
+                self.files.rename(source, target)
+            except OSError:
+                self.files.rename(aside, target)
+                raise
         is_durable = True
         try:
             self.files.sync_folder(self.root)
@@ -191,12 +196,8 @@ class CheckpointFolder:
             is_durable = False
         if aside is not None:
             with _errors_logged("the replaced %s waits as %s for the next start", target, aside):
-                if replaces and is_durable and not is_held(aside):
-                    leaving = self.root / f".{target.name}.{attempt}.deleting"
-                    self.files.rename(aside, leaving)
-                    self.files.remove_tree(leaving)
-                else:
-                    self.files.rename(aside, self._free_name(target))
+                if self._is_leftover(aside):
+                    self.files.remove_tree(aside)
         self._update_tracker()
         return is_durable
 
@@ -249,17 +250,7 @@ class CheckpointFolder:
         """
         if not is_dir(self.root):
             return []
-        leftovers = []
-        for path, match in self._temporaries():
-            target, is_replaced = self.root / match[1], match[5] == "replaced"
-            is_free = not lexists(target)
-            is_checkpoint = is_replaced and (is_free or not match[4].endswith(_OUTDATED))
-            if is_checkpoint or (match[5] != "partial" and is_held(path)):
-                self.files.rename(path, target if is_free else self._free_name(self.iteration(int(match[2]))))
-                continue
-            if is_replaced:  # first its successor's name is durable
-                self.files.sync_folder(self.root)
-            leftovers.append(path)
+        leftovers = [path for path, _ in self._temporaries() if self._is_leftover(path)]
         removed = [path for path in leftovers if self._remove(path)]
         if committed := self.committed():  # otherwise only the tracker shows that there was a run
             if (tracked := self.tracker() or 0) > committed[-1]:
@@ -272,14 +263,19 @@ class CheckpointFolder:
             self._update_tracker()
         return removed
 
-    def _replace(self, partial: Path, target: Path, aside: Path) -> None:
-        """Move an existing checkpoint aside and rename. `sweep` completes an interrupted replacement."""
-        self.files.rename(target, aside)
-        try:
-            self.files.rename(partial, target)
-        except OSError:
-            self.files.rename(aside, target)
-            raise
+    def _is_leftover(self, path: Path) -> bool:
+        """Return whether a temporary folder is to be removed. A checkpoint gets its name back, or a superseded one."""
+        match = _TEMPORARY.fullmatch(path.name)
+        assert match is not None
+        target, is_replaced = self.root / match[1], match[5] == "replaced"
+        is_free = not lexists(target)
+        is_checkpoint = is_replaced and (is_free or not match[4].endswith(_OUTDATED))
+        if is_checkpoint or (match[5] != "partial" and is_held(path)):
+            self.files.rename(path, target if is_free else self._free_name(self.iteration(int(match[2]))))
+            return False
+        if is_replaced:  # first its successor's name is durable
+            self.files.sync_folder(self.root)
+        return True
 
     def _undo_commit(self, partial: Path, target: Path, aside: Path | None) -> bool:
         """Undo a commit. Return whether it is undone."""

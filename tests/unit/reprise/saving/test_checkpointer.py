@@ -289,9 +289,8 @@ class Room(Files):
     def free_bytes(self, path: Path) -> int | None:
         return self.free_now
 
-    def allocated_bytes(self, *paths: Path) -> int:
-        is_partial = bool(paths) and paths[0].name.endswith(".partial")
-        return super().allocated_bytes(*paths) + self._taken_bytes * is_partial
+    def allocated_bytes(self, path: Path) -> int:
+        return super().allocated_bytes(path) + self._taken_bytes * path.name.endswith(".partial")
 
 
 def missing_bytes(text: str) -> tuple[int, int]:
