@@ -146,10 +146,10 @@ class StuckFiles(Files):
         self.released = threading.Event()
         self.reached = threading.Event()
 
-    def write(self, descriptor: int, buffers: Sequence[memoryview], *, offset: int) -> None:
+    def write(self, descriptor: int, data: memoryview, *, offset: int) -> None:
         self.reached.set()
         self.released.wait(JOIN_S)
-        super().write(descriptor, buffers, offset=offset)
+        super().write(descriptor, data, offset=offset)
 
 
 def open_when_awaited(monkeypatch: pytest.MonkeyPatch, gate: threading.Event) -> None:

@@ -87,7 +87,7 @@ class PieceWriter:
             return files.read(descriptor, buffer, offset=offset)
 
         def write(buffer: memoryview, offset: int) -> None:
-            files.write(descriptor, [buffer], offset=offset)
+            files.write(descriptor, buffer, offset=offset)
 
         self._gatherer.gather(read, block.packed, block.lo, data, offset=block.place.offset, write=write)
         return True

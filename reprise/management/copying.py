@@ -158,7 +158,7 @@ class _Copy:
                 part = memoryview(bytearray(min(_COPY_BYTES, size - offset)))
                 if source.read(reading, part, offset=offset) != part.nbytes:
                     raise CheckpointError("A file ended early", where=self._source / name, expected=f"{size} B")
-                FILE_SYSTEM.write(writing, [part], offset=offset)
+                FILE_SYSTEM.write(writing, part, offset=offset)
                 self._add(part.nbytes)
             FILE_SYSTEM.sync(writing)
         finally:

@@ -99,7 +99,7 @@ class Writer:
         """Reserve a new file's blocks and, on the leader, write its header."""
         self._prepare(descriptor, file.total_bytes)
         if self._leads:
-            self._files.write(descriptor, [memoryview(file.header)], offset=0)
+            self._files.write(descriptor, memoryview(file.header), offset=0)
 
     @contextlib.contextmanager
     def _stopping_others(self, path: Path) -> Iterator[None]:
@@ -248,7 +248,7 @@ class _Target:
         parts = [(0, data)]  # written through the page cache, with offsets in `data`
         if is_direct and lo < hi and direct is not None and _is_aligned(data[lo:hi]):
             try:
-                self._files.write(direct, [data[lo:hi]], offset=offset + lo)
+                self._files.write(direct, data[lo:hi], offset=offset + lo)
                 parts = [(0, data[:lo]), (hi, data[hi:])]
             except OSError as error:
                 if error.errno != errno.EINVAL:
@@ -256,7 +256,7 @@ class _Target:
                 self._direct = None  # not closed here: another thread may be writing to it
         for at, part in parts:
             if part.nbytes:
-                self._files.write(cached, [part], offset=offset + at)
+                self._files.write(cached, part, offset=offset + at)
         with self._lock:
             self.written_bytes += data.nbytes
 

@@ -28,7 +28,6 @@ _KEEP_SIZE = 1  # FALLOC_FL_KEEP_SIZE, fallocate(2)
 # A sync waits for the disk's journal, and concurrent syncs share a journal commit: on a busy ext4, five in turn took
 # 27 ms, five on three threads 4 ms, and more threads gained nothing.
 _SYNC_THREADS = 3
-_MAX_BUFFERS = 512  # POSIX promises only 16 (IOV_MAX), Linux has 1024
 # How many files a rank keeps open at once. Each takes two descriptors; the usual limit per process is 1024.
 MAX_OPEN_FILES = 64
 
@@ -39,18 +38,11 @@ class Files:
     # How many threads fill tensors from these files. None for a thread per core, up to a few.
     reading_threads: int | None = None
 
-    def write(self, descriptor: int, buffers: Sequence[memoryview], *, offset: int) -> None:
-        """Write all `buffers`, end to end, at `offset`."""
-        queue = [buffer for buffer in buffers if buffer.nbytes]
-        first = 0
-        while first < len(queue):
-            count = os.pwritev(descriptor, queue[first : first + _MAX_BUFFERS], offset)
-            offset += count
-            while first < len(queue) and count >= queue[first].nbytes:
-                count -= queue[first].nbytes
-                first += 1
-            if count:
-                queue[first] = queue[first][count:]
+    def write(self, descriptor: int, data: memoryview, *, offset: int) -> None:
+        """Write all bytes of `data` at `offset`."""
+        while data.nbytes:
+            count = os.pwritev(descriptor, [data], offset)
+            data, offset = data[count:], offset + count
 
     def sync(self, descriptor: int) -> None:
         """Make a file's data and size durable."""
@@ -69,7 +61,7 @@ class Files:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
         with contextlib.ExitStack() as on_error:
             on_error.callback(os.close, descriptor)
-            self.write(descriptor, [memoryview(data)], offset=0)
+            self.write(descriptor, memoryview(data), offset=0)
             on_error.pop_all()
         return descriptor
 
@@ -221,9 +213,8 @@ class Files:
         return status.f_favail if status.f_files else None
 
     def allocated_bytes(self, path: Path) -> int:
-        """Return the bytes allocated to all files below `path`. Hard links to the same file count once."""
-        statuses = self.tree(path).values() if is_dir(path) else ()
-        return sum({(status.st_dev, status.st_ino): status.st_blocks * _BLOCK_BYTES for status in statuses}.values())
+        """Return the bytes allocated to all files below `path`."""
+        return _BLOCK_BYTES * sum(status.st_blocks for status in self.tree(path).values()) if is_dir(path) else 0
 
 
 def _ignore_missing(_function: object, _path: str, error: tuple[type[BaseException], BaseException, object]) -> None:

@@ -104,7 +104,7 @@ class RangeCache:
         with self._lock:
             descriptor = self._file.fileno()
             place, self._file_bytes = self._file_bytes, self._file_bytes + body.nbytes
-        FILE_SYSTEM.write(descriptor, [body], offset=place)
+        FILE_SYSTEM.write(descriptor, body, offset=place)
         return place
 
     @functools.cached_property

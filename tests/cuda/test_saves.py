@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import struct
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -126,9 +126,9 @@ class SlowDisk(Files):
     def __init__(self) -> None:
         self.released = threading.Event()
 
-    def write(self, descriptor: int, buffers: Sequence[memoryview], *, offset: int) -> None:
+    def write(self, descriptor: int, data: memoryview, *, offset: int) -> None:
         assert self.released.wait(120.0)
-        super().write(descriptor, buffers, offset=offset)
+        super().write(descriptor, data, offset=offset)
 
 
 def differing(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[str]:

@@ -172,7 +172,7 @@ def _direct(files: Files, scratch: Path) -> tuple[str, str]:
         for name, descriptor in {"page cache": cached, "O_DIRECT": direct}.items():
             if descriptor is not None:
                 start = time.perf_counter()
-                files.write(descriptor, [data.data], offset=0)
+                files.write(descriptor, data.data, offset=0)
                 files.sync(cached)
                 seconds[name] = time.perf_counter() - start
     except OSError:

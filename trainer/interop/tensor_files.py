@@ -46,7 +46,7 @@ def _write_file(
     descriptor = files.open_for_writing(path)
     try:
         files.reserve(descriptor, file.total_bytes)
-        files.write(descriptor, [memoryview(file.header)], offset=0)
+        files.write(descriptor, memoryview(file.header), offset=0)
         for place in file.places:
             # A separate function: a block outliving the loop would keep its tensor in memory during the next read.
             digests = _write_tensor(files, descriptor, place, read, progress)
@@ -60,7 +60,7 @@ def _write_tensor(files: Files, descriptor: int, place: Place, read: Read, progr
     """Write a tensor at its offset in an open file. Return its concatenated block digests."""
     digests, offset, dtype = [], place.offset, torch_dtype(place.spec.dtype)
     for block in blocks_of(_checked(read(place.spec.name), place), dtype, where=place.spec.name):
-        files.write(descriptor, [block], offset=offset)
+        files.write(descriptor, block, offset=offset)
         digests.append(bytes.fromhex(digest_of(block)))
         offset += block.nbytes
         progress(block.nbytes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -46,9 +46,9 @@ class Exhausted(Files):
             self._kind = ""
             raise MemoryError("out of memory")
 
-    def write(self, descriptor: int, buffers: Sequence[memoryview], *, offset: int) -> None:
+    def write(self, descriptor: int, data: memoryview, *, offset: int) -> None:
         self._fail("write")
-        super().write(descriptor, buffers, offset=offset)
+        super().write(descriptor, data, offset=offset)
 
     def write_new(self, path: Path, data: bytes) -> int:
         self._fail("write_new")

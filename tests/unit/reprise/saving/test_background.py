@@ -7,7 +7,6 @@ import gc
 import os
 import threading
 import weakref
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -146,14 +145,14 @@ class Gate(Files):
     def open_direct(self, path: Path) -> int | None:
         return super().open_direct(path) if self._around_cache else None
 
-    def write(self, descriptor: int, buffers: Sequence[memoryview], *, offset: int) -> None:
+    def write(self, descriptor: int, data: memoryview, *, offset: int) -> None:
         with self._lock:
             self._left -= 1
             must_wait = self._left < 0
         if must_wait:
             self.is_shut.set()
             assert self.opened.wait(JOIN_S)
-        super().write(descriptor, buffers, offset=offset)
+        super().write(descriptor, data, offset=offset)
 
 
 @pytest.mark.parametrize("is_constant", [False, True])
@@ -337,8 +336,8 @@ class RefusesDirect(Files):
         self.direct.discard(descriptor)
         super().close(descriptor)
 
-    def write(self, descriptor: int, buffers: Sequence[memoryview], *, offset: int) -> None:
+    def write(self, descriptor: int, data: memoryview, *, offset: int) -> None:
         if descriptor in self.direct:
             self.refused += 1
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-        super().write(descriptor, buffers, offset=offset)
+        super().write(descriptor, data, offset=offset)

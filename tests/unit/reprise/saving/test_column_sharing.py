@@ -59,9 +59,9 @@ class CountingFiles(Files):
     def __init__(self) -> None:
         self.writes = Counter[int]()
 
-    def write(self, descriptor: int, buffers: Sequence[memoryview], *, offset: int) -> None:
+    def write(self, descriptor: int, data: memoryview, *, offset: int) -> None:
         self.writes[threading.get_ident()] += 1
-        super().write(descriptor, buffers, offset=offset)
+        super().write(descriptor, data, offset=offset)
 
 
 def contents(sharding: Sharding, rank: int, iteration: int) -> Contents:

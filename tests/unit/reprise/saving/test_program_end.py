@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -30,9 +29,9 @@ STATE = {"a": torch.arange(5.0)}
 class AtTheEnd(Files):
     """A disk that writes nothing before the program has come to its end."""
 
-    def write(self, descriptor: int, buffers: Sequence[memoryview], *, offset: int) -> None:
+    def write(self, descriptor: int, data: memoryview, *, offset: int) -> None:
         threading.main_thread().join(JOIN_S)
-        super().write(descriptor, buffers, offset=offset)
+        super().write(descriptor, data, offset=offset)
 
 
 def run(program: str, folder: Path) -> subprocess.CompletedProcess[str]:
@@ -158,10 +157,10 @@ class Interrupting(FailingFiles):
         super().__init__("write" if fails else "nothing")
         self.reached, self.interrupted = threading.Event(), threading.Event()
 
-    def write(self, descriptor: int, buffers: Sequence[memoryview], *, offset: int) -> None:
+    def write(self, descriptor: int, data: memoryview, *, offset: int) -> None:
         self.reached.set()
         assert self.interrupted.wait(JOIN_S)
-        super().write(descriptor, buffers, offset=offset)
+        super().write(descriptor, data, offset=offset)
 
 
 @pytest.mark.parametrize(("call", "fails"), [("close", False), ("wait", True)])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -18,9 +17,9 @@ class Recording(Files):
     def __init__(self) -> None:
         self.calls: list[tuple[str, str]] = []
 
-    def write(self, descriptor: int, buffers: Sequence[memoryview], *, offset: int) -> None:
+    def write(self, descriptor: int, data: memoryview, *, offset: int) -> None:
         self.calls.append(("write", ""))
-        super().write(descriptor, buffers, offset=offset)
+        super().write(descriptor, data, offset=offset)
 
     def sync(self, descriptor: int) -> None:
         self.calls.append(("sync", ""))
