@@ -22,7 +22,6 @@ import secrets
 import socket
 import tempfile
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 from reprise.storage.lease import Lease, is_alive
@@ -78,8 +77,7 @@ class Hold(Lease):
             OSError: The folder cannot be written.
         """
         nonce = secrets.token_hex(4)
-        hold, is_kept = Hold(folder / f"{HOLD}.{os.getpid()}.{nonce}", nonce), False
-        hold.me = replace(hold.me, host=machine())
+        hold, is_kept = Hold(folder / f"{HOLD}.{os.getpid()}.{nonce}", nonce, machine()), False
         try:
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):
                 if not is_symlink(folder):

@@ -81,15 +81,16 @@ class Lease:
     Args:
         path: The leased file.
         nonce: A random name for the owner.
+        host: This host, as its records name it. By default its name.
 
     Attributes:
         descriptor: The open file, opened within `begin` and closed at the lease's end. -1 without a lease.
         calls: Calls for the thread. None ends it.
     """
 
-    def __init__(self, path: Path, nonce: str) -> None:
+    def __init__(self, path: Path, nonce: str, host: str | None = None) -> None:
         self.path, self.descriptor = path, -1
-        self.me = Holder(socket.gethostname(), os.getpid(), nonce, time.time())
+        self.me = Holder(host or socket.gethostname(), os.getpid(), nonce, time.time())
         self.calls: SimpleQueue[Job | None] = SimpleQueue()
         self.is_over = threading.Event()
         self._thread = threading.Thread(target=self._run_thread, name="lease", daemon=True)
