@@ -248,7 +248,7 @@ class AsyncSaver:
         name = f"AsyncSaver.save(iteration={iteration})"
         with self._joint_call(name, iteration, make_tree, is_replicated=is_replicated) as contents:
             try:
-                self._checkpointer.save(iteration, contents, again=True)
+                self._checkpointer.save(iteration, contents)
             finally:  # after the save, since the program may be exiting already
                 program_end.finish_at_end(self, self._checkpointer.job)
 

@@ -157,7 +157,7 @@ def open_when_awaited(monkeypatch: pytest.MonkeyPatch, gate: threading.Event) ->
     wait_written, wait_job = Snapshot._await_written, Job.wait
 
     def step_waits(snapshot: Snapshot) -> None:
-        if snapshot._live_count:
+        if snapshot._live:
             gate.set()
         wait_written(snapshot)
 

@@ -6,6 +6,7 @@ import functools
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -134,7 +135,7 @@ def save_now(
         if not overwrite:
             check_vacant(path, iteration)
 
-    with checkpointer, checkpointer:  # twice: an interrupt may end the first exit
+    with closing(checkpointer), closing(checkpointer):  # twice: an interrupt may end the first
         contents = contents_of(
             call,
             path,

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from types import TracebackType
-from typing import Self
 
 import torch
 
 from reprise.commit.attempt import Attempt, Hosts
-from reprise.commit.commit_state import Outcome
 from reprise.commit.joint_plan import KnownPlans
 from reprise.commit.messages import DecisionMessage
 from reprise.commit.protocol import LocalSaves
@@ -42,6 +40,7 @@ _log = logging.getLogger(__name__)
 _PATIENCE = 0.8
 # torchrun sends SIGKILL 30 s after SIGTERM (torch/distributed/elastic/multiprocessing/api.py).
 LINGER_S = 20.0
+_NONE = -1, False
 
 
 class Checkpointer:
@@ -55,6 +54,7 @@ class Checkpointer:
 
     Attributes:
         attempts: How many saves were started, equal on all ranks while they make the same calls.
+        job: The save on the background thread until its outcome is recorded, or an aborted save's hung thread.
     """
 
     def __init__(
@@ -77,14 +77,13 @@ class Checkpointer:
         self._local_ranks = LocalRanks(self._worker_channel, local_ranks)
         self._staging = Staging(policy, channel.rank, self._worker)
         self._plans, self.attempts = KnownPlans(), 0
-        # The newest saved or loaded iteration, then attempts whose outcome this rank stopped waiting for. Each has
-        # whether it holds optimizer state, and an attempt in doubt.
-        self._saved = list[tuple[int, bool, Attempt | None]]()
-        self._outdated = -1, False
+        # The iteration saved or loaded last, and one whose checkpoint is to be replaced. Each has whether it holds
+        # optimizer state.
+        self._saved = self._outdated = _NONE
         self._verified = -1  # the loaded checkpoint, if all its digests were checked
-        self._left = list[str]()  # keys of this rank's messages on earlier attempts
+        self._left = list[str]()  # keys of this rank's messages
         self._started: SaveJob | None = None
-        self._stuck: Job | None = None  # an aborted save whose thread hung
+        self.job: Job | None = None
         self.results = SaveResults()
 
     def start(self) -> None:
@@ -95,8 +94,7 @@ class Checkpointer:
             CheckpointError: The folder cannot be written, or some rank does not see its leader's folder. Every rank
                 raises.
         """
-        with self._local_ranks.check_same_host(self._channel, f"hosts/{self._nonce}"):
-            self._owned.acquire()  # waits for all ranks, so they have read the messages before the block deletes them
+        self._owned.acquire()
 
     def take_folder(self) -> None:
         """Take the lock and sweep, on the coordinator alone, in place of `start` for a shared folder.
@@ -114,7 +112,7 @@ class Checkpointer:
         checkpoint = restored.checkpoint
         folder = self._owned.folder.iteration(checkpoint.iteration)
         if not is_symlink(folder) and checkpoint.path.resolve() == folder.resolve():
-            self.note_saved(checkpoint.iteration, has_optimizer=checkpoint.has_optimizer)
+            self._saved = checkpoint.iteration, checkpoint.has_optimizer
             if restored.is_verified and self._local is None:
                 self._verified = checkpoint.iteration
 
@@ -127,29 +125,22 @@ class Checkpointer:
         folder = self._owned.folder
 
         def find() -> bool | None:
-            try:
+            with contextlib.suppress(TrainerError):  # missing or damaged: the iteration is saved again
                 checkpoint = open_checkpoint(folder.iteration(iteration), folder.files)
-            except TrainerError:  # missing or damaged: the iteration is saved again
-                return None
-            return checkpoint.has_optimizer if is_same(checkpoint) else None
+                return checkpoint.has_optimizer if is_same(checkpoint) else None
+            return None
 
         has_optimizer = self._channel.from_first(f"saved/{self._nonce}", find)
         if has_optimizer is not None:
-            self.note_saved(iteration, has_optimizer=has_optimizer)
-
-    def note_saved(self, iteration: int, *, has_optimizer: bool) -> None:
-        """Note an iteration already in the folder, which need not be saved again."""
-        self._saved = [(iteration, has_optimizer, None)]
+            self._saved = iteration, has_optimizer
 
     def mark_outdated(self, iteration: int) -> None:
         """Mark the checkpoint at `iteration` as incomplete: the next save with this iteration replaces it.
 
-        Only the newest checkpoint saved or loaded by this process is marked. Others must not be deleted.
+        Only the checkpoint saved or loaded last by this process is marked. Others must not be deleted.
         """
-        for saved in self._saved[:1]:
-            if saved[0] == iteration and saved[2] is None:
-                self._outdated = saved[:2]
-                self._saved.remove(saved)
+        if self._saved[0] == iteration:
+            self._outdated, self._saved = self._saved, _NONE
 
     def rewind(self, iteration: int, given_up: Collection[int] = ()) -> None:
         """Move overtaken checkpoints (newer than `iteration`, or in `given_up`) aside, then apply retention.
@@ -157,7 +148,8 @@ class Checkpointer:
         Retention runs here because on a full disk no save would complete and make room for the next.
         """
         self.wait()
-        self._saved = [saved for saved in self._saved if saved[0] <= iteration]
+        if self._saved[0] > iteration:
+            self._saved = _NONE
         self._owned.rewind(iteration, given_up, self._policy.retention, verified=self._verified)
 
     def prepare(self, contents: Contents) -> None:
@@ -166,10 +158,13 @@ class Checkpointer:
         self._staging.plan(contents)
         self._staging.populate()
 
-    def save(self, iteration: int, contents: Contents, *, again: bool = False) -> SaveReport | None:
+    def save(self, iteration: int, contents: Contents) -> SaveReport | None:
         """Save `contents` as `iteration`, unless this process saved or loaded that iteration last.
 
-        An older iteration is saved again, and its present folder is renamed as superseded.
+        Under the policy `copies_at_call`, every call saves.
+
+        An older iteration, or one whose save did not end in time, is saved again, and its present folder is renamed as
+        superseded.
 
         A background save first waits for the previous save, then returns while the disk writes. The next step in
         `contents.optimizers` waits until the memory it changes is written or copied. Under the policy
@@ -177,32 +172,27 @@ class Checkpointer:
         raised: training continues and committed checkpoints are untouched. Only an unexpected error, neither a
         TrainerError nor out of device memory, is raised, on the failing rank; other ranks report it.
 
-        Args:
-            again: Save even if this process saved or loaded the iteration last.
-
         Returns:
             The inline save's report. None if nothing was to do, or if the save continues in the background.
         """
-        called, name = time.perf_counter(), f"{self._nonce}-{self.attempts + 1}"
+        called, blocked_s, name = time.perf_counter(), self.results.blocked_s, f"{self._nonce}-{self.attempts + 1}"
         attempt = Attempt(iteration, name, self._owned.folder, Layout((), {}), self._owned.hosts)
-        shared = SharedAttempt(attempt, self._channel.rank, self._channel.ranks)
+        shared = SharedAttempt(attempt, self._channel.rank, self._channel.ranks, self._left)
         try:
             self.attempts += 1  # before anything may fail, so that all ranks have the same count
             self.wait()
             start = time.perf_counter()
-            has_optimizer = contents.has_optimizer
-            if not again and self._is_saved(iteration, with_optimizer=has_optimizer):
+            newest, was_whole = self._saved
+            is_saved = newest == iteration and was_whole >= contents.has_optimizer
+            if is_saved and not self._policy.copies_at_call:  # else the tensors may have changed since
                 _log.info("iteration %d needs no new save", iteration)
                 if self._channel.coordinates:
                     shared.decide(self._channel, DecisionMessage(iteration=iteration, is_earlier=True))
                 return None
-            if self._stuck is not None and not self._stuck.is_done:  # the hung thread may still use the arena
+            if self.job is not None and not self.job.is_done:  # a hung thread may still use the arena
                 raise stalled_error(attempt.target)
-            self._stuck = None
             contents = self._staging.cast(contents)
-            # An outdated checkpoint is replaced only if the new save holds as much.
-            replaces = self._outdated[0] == iteration and has_optimizer >= self._outdated[1]
-            self._start(replace(attempt, replaces=replaces), contents, shared, called=called, start=start)
+            self._start(attempt, contents, shared, called=called, start=start)
             if not self._policy.async_save:
                 self.wait()
         except BaseException as error:
@@ -216,10 +206,7 @@ class Checkpointer:
             if not isinstance(error, TrainerError | torch.OutOfMemoryError):
                 raise
             self._add_report(SaveReport(iteration, attempt.target, 0, 0.0, error=problem))
-        finally:
-            if self._left is not shared.left:
-                self._left = [*self._left, *shared.left]
-        self.results.blocked_s += time.perf_counter() - called
+        self.results.blocked_s = blocked_s + time.perf_counter() - called
         return None if self._policy.async_save else self.results.reports.pop()
 
     def reports(self) -> list[SaveReport]:
@@ -238,22 +225,18 @@ class Checkpointer:
         if save_job is None:
             return
         attempt, snapshot, job = save_job.attempt, save_job.snapshot, save_job.job
-        has_optimizer = save_job.contents.has_optimizer
         error, goes_on = None, False
         try:
             if snapshot.is_aborted and not job.is_done:
                 raise stalled_error(attempt.target)
             job.wait(self._policy.commit_timeout_s, where=attempt.target)
-            # Rank 0 runs attempts in sequence, so all earlier ones are decided.
-            self.note_saved(attempt.iteration, has_optimizer=has_optimizer)
+            self._saved = attempt.iteration, save_job.contents.has_optimizer
         except TrainerError as failure:
             error = failure
             if not job.is_done and not snapshot.is_aborted:
                 snapshot.abort()
                 if not save_job.shared.abort(self._channel, failure):
                     error = in_doubt_error(attempt)
-            if save_job.shared.current.outcome is not Outcome.FAILED:
-                self._saved.append((attempt.iteration, has_optimizer, attempt))
         except BaseException as interrupt:
             goes_on = self._policy.async_save and interrupt is not job.error
             raise
@@ -264,41 +247,25 @@ class Checkpointer:
             save_job.blocked_s = time.perf_counter() - save_job.start
         self._add_report(save_job.report(error))
 
-    def _is_saved(self, iteration: int, *, with_optimizer: bool) -> bool:
-        """Return whether `iteration` is already saved, with optimizer state if required.
-
-        Only the newest iteration saved or loaded counts, since a run ends by saving it. An older iteration is saved
-        again, whether or not retention deleted it. An attempt in doubt counts if it turns out to be committed.
-        """
-        return any(
-            saved == iteration and is_full >= with_optimizer and (attempt is None or attempt.is_committed())
-            for saved, is_full, attempt in self._saved
-        )
-
     def _detach(self, save_job: SaveJob) -> None:
         """Stop waiting for a save: remove its step hooks, and abort its snapshot if its thread still runs."""
         self._started = None
-        if not save_job.job.is_done:  # it may still read live memory
+        if save_job.job.is_done:
+            self.job = None
+        else:  # it may still read live memory
             save_job.snapshot.abort()
-            self._stuck = save_job.job
         for hook in save_job.hooks:
             hook.remove()
 
     @property
-    def job(self) -> Job | None:
-        """Return the last save on the background thread, until its outcome is recorded."""
-        return None if self._started is None else self._started.job
-
-    @property
     def is_saving(self) -> bool:
         """Return whether a background save is under way."""
-        return self.job is not None and not self.job.is_done
+        return self._started is not None and not self._started.job.is_done
 
     def drain(self, timeout_s: float) -> None:
         """Wait at most `timeout_s` until the background thread is idle, even after an aborted save."""
-        job = self.job or self._stuck
-        if job is not None:
-            job.ends(timeout_s)
+        if self.job is not None:
+            self.job.ends(timeout_s)
 
     def abandon(self) -> None:
         """Wait briefly for the save under way, which may still commit, and release the lock before a failing exit."""
@@ -314,25 +281,14 @@ class Checkpointer:
             self._owned.release()
 
     def close(self) -> None:
-        """Wait for the save under way, end the background thread and release the lock."""
+        """Wait for the save under way, end the background thread and release the lock. May be called again."""
         self.wait()
-        is_stuck = self._stuck is not None and not self._stuck.is_done
-        self._worker.close(0.0 if is_stuck else self._policy.commit_timeout_s)
-        if not is_stuck:
+        if self.job is None or self.job.is_done:  # else a hung thread may still use what follows
+            self._worker.close(self._policy.commit_timeout_s)
             self._local_ranks.drop()
             self._staging.close()
             self._worker_channel.release()
         self.abandon()
-
-    def __enter__(self) -> Self:
-        """Return the checkpointer."""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Close the checkpointer. After an interrupt, call it again to finish closing."""
-        self.close()
 
     def _start(
         self, attempt: Attempt, contents: Contents, shared: SharedAttempt, *, called: float, start: float
@@ -340,11 +296,13 @@ class Checkpointer:
         """Hand a save to the background thread, and hook its optimizers' next steps to wait for its memory."""
         plan, interval = self._staging.plan(contents), self._policy.check_replicas
         compares = interval > 0 and self.attempts % interval == 0
+        # An outdated checkpoint is replaced only if the new save holds as much.
+        replaces = self._outdated[0] == attempt.iteration and contents.has_optimizer >= self._outdated[1]
         save_job = SaveJob(
-            attempt=replace(attempt, layout=plan.layout),
+            attempt=replace(attempt, layout=plan.layout, replaces=replaces),
             contents=contents,
             pieces=plan.pieces,
-            replicas=ReplicaDigests(plan.saved if compares else ()),
+            replicas=ReplicaDigests([tensor for tensor in contents.live if compares and not tensor.is_copy]),
             channel=self._worker_channel,
             shared=shared,
             plans=self._plans,
@@ -358,12 +316,11 @@ class Checkpointer:
             start=start,
             waited_s=start - called,
         )
-        shared.left += self._left
-        self._left = shared.left
         try:
             if self._policy.async_save:
-                save_job.hooks += [self._hold_back(optimizer, save_job) for optimizer in contents.optimizers]
-            save_job.job = self._worker.submit(save_job.run)
+                hooks = [optimizer.register_step_pre_hook for optimizer in contents.optimizers]
+                save_job.hooks += [register(lambda *_: self._release(save_job)) for register in hooks]
+            save_job.job = self.job = self._worker.submit(save_job.run)
             self._started = save_job
             save_job.blocked_s = time.perf_counter() - start
             self._staging.populate()
@@ -378,22 +335,12 @@ class Checkpointer:
         if report.error is not None and self._channel.coordinates:
             _log.error("iteration %d was not saved: %s", report.iteration, report.error)
 
-    def _hold_back(self, optimizer: torch.optim.Optimizer, save_job: SaveJob) -> torch.utils.hooks.RemovableHandle:
-        """Delay the optimizer's next step until live memory may change."""
-
-        def release(*_: object) -> None:
-            blocked_s = save_job.snapshot.blocked_s
-            self._release(save_job)
-            self.results.blocked_s += save_job.snapshot.blocked_s - blocked_s
-
-        return optimizer.register_step_pre_hook(release)
-
     def _release(self, save_job: SaveJob) -> None:
         """Copy the remaining live memory, which may then change. If the disk stalls meanwhile, abort the save.
 
         An exception such as KeyboardInterrupt aborts the save: the program may change memory not yet copied.
         """
-        snapshot, was_aborted = save_job.snapshot, save_job.snapshot.is_aborted
+        snapshot, was_aborted, start = save_job.snapshot, save_job.snapshot.is_aborted, time.perf_counter()
         try:
             snapshot.release()
         except BaseException:
@@ -401,3 +348,5 @@ class Checkpointer:
             raise
         if snapshot.is_aborted and not was_aborted:
             save_job.shared.abort(self._channel, stalled_error(save_job.attempt.target))
+        blocked_s = time.perf_counter() - start
+        save_job.blocked_s, self.results.blocked_s = save_job.blocked_s + blocked_s, self.results.blocked_s + blocked_s

@@ -16,12 +16,12 @@ from pathlib import Path
 from reprise.commit.attempt import Attempt, Hosts
 from reprise.errors import CheckpointError, LockError, TrainerError, UnreadableError
 from reprise.format.host_file import attempt_of, path_of
-from reprise.format.names import HOST, INTERIM, STATE
+from reprise.format.names import INTERIM, STATE
 from reprise.ranks.channel import StoreChannel
 from reprise.saving.policy import Retention
 from reprise.storage import json_file
-from reprise.storage.atomic import temporary_of
-from reprise.storage.folder import CheckpointFolder, Stamp, iteration_name
+from reprise.storage.files import describe_free_space
+from reprise.storage.folder import CheckpointFolder, Stamp
 from reprise.storage.lock import FolderLock
 from reprise.storage.shared_folder import require_lock
 
@@ -43,7 +43,7 @@ class OwnedFolder:
         self._channel, self._nonce = channel, nonce
         self._is_local = hosts is not None
         self._leads = channel.rank in self.hosts.leaders
-        self._key = f"{'local' if self._is_local else 'folder'}/{nonce}"
+        self._key = f"folder/{nonce}"
         self._agreements = 0
 
     def acquire(self) -> None:
@@ -87,9 +87,6 @@ class OwnedFolder:
                 if attempt in elsewhere and attempt_of(folder.partial(iteration, attempt)) == attempt:
                     folder.commit(iteration, attempt)
                     _log.warning("completed iteration %d on this host, since another host has committed it", iteration)
-            for iteration in folder.committed() if self._is_local else ():
-                # An interrupted copy leaves a temporary host.json in a committed folder.
-                folder.files.remove_file(temporary_of(folder.iteration(iteration) / HOST))
             for path in folder.sweep():
                 _log.info("swept %s, left by an interrupted save or deletion", path.name)
 
@@ -107,16 +104,13 @@ class OwnedFolder:
 
     def _committed_elsewhere(self) -> frozenset[str]:
         """Return all attempts committed on some host, whose prepared parts are valid on the others. All ranks."""
-        attempts: list[str] = []
+        attempts = list[str | None]()
         if self._leads:
             with contextlib.suppress(OSError):  # the sweep reports it
-                paths = [self.folder.iteration(iteration) for iteration in self.folder.committed()]
-                attempts = [attempt for path in paths if (attempt := attempt_of(path)) is not None]
+                attempts = [attempt_of(self.folder.iteration(iteration)) for iteration in self.folder.committed()]
         rows = self._channel.gather(f"{self._key}/attempts", json.dumps(attempts).encode())
-        attempts = self._channel.from_first(
-            f"{self._key}/attempts/all", lambda: sorted({name for data in rows for name in json.loads(data)})
-        )
-        return frozenset(attempts)
+        names = {name for data in rows for name in json.loads(data)} - {None}
+        return frozenset(self._channel.from_first(f"{self._key}/attempts/all", lambda: sorted(names)))
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
@@ -154,8 +148,8 @@ class OwnedFolder:
             overtaken = [number for number in names if number > iteration or number in given_up]
             for path in self.folder.supersede(overtaken):
                 _log.info("an overtaken checkpoint of this run is kept as %s", path.name)
-            expired, committed = decide_expired(self.folder, retention)
-            if not expired or committed[-1] != verified:
+            expired = decide_expired(self.folder, retention)
+            if not expired or self.folder.committed()[-1] != verified:
                 return
             rule = f"{self.folder.terms.keep}={retention.max_checkpoint_keep}"
             for number in delete(self.folder, expired, attempt=self._nonce, lock=self.lock):
@@ -167,10 +161,8 @@ class OwnedFolder:
             self.lock.release()
 
 
-def decide_expired(
-    folder: CheckpointFolder, retention: Retention, *, pinned: Collection[int] = ()
-) -> tuple[list[int], list[int]]:
-    """Return the iterations expired by retention, and all committed ones. Both are empty if listing fails.
+def decide_expired(folder: CheckpointFolder, retention: Retention, *, pinned: Collection[int] = ()) -> list[int]:
+    """Return the iterations expired by retention. Empty if listing fails.
 
     Args:
         pinned: Iterations to keep in addition to held ones.
@@ -183,12 +175,10 @@ def decide_expired(
         protected = {*folder.held(expired)}
     except OSError as error:
         _log.error("%s cannot be listed, nothing is deleted: %s", folder.root, error)
-        return [], []
-    expired = [iteration for iteration in expired if iteration not in protected]
+        return []
     if retention.mirror is not None and expired:
-        unmirrored = retention.mirror.unmirrored(folder.root, committed, expired)
-        expired = [iteration for iteration in expired if iteration not in unmirrored]
-    return expired, committed
+        protected |= {*retention.mirror.unmirrored(folder.root, committed, expired)}
+    return [iteration for iteration in expired if iteration not in protected]
 
 
 def delete(folder: CheckpointFolder, iterations: Sequence[int], *, attempt: str, lock: FolderLock | None) -> list[int]:
@@ -223,12 +213,12 @@ def _records(folder: CheckpointFolder, stamps: Mapping[int, Stamp]) -> tuple[dic
     """
     losses, interim, unknown = dict[int, float](), set[int](), set[int]()
     for iteration, stamp in stamps.items():
-        place = f"{folder.root}/{iteration_name(iteration)}"
+        path = folder.iteration(iteration)
         try:
-            loss, is_interim = _record_of(place, stamp)
+            loss, is_interim = _record_of(path, stamp)
         except TrainerError as error:
             unknown |= {iteration} if isinstance(error, UnreadableError) else set()
-            _log.error("the validation loss of %s cannot be read: %s", place, error)
+            _log.error("the validation loss of %s cannot be read: %s", path, error)
             continue
         if loss is not None:
             losses[iteration] = loss
@@ -238,7 +228,7 @@ def _records(folder: CheckpointFolder, stamps: Mapping[int, Stamp]) -> tuple[dic
 
 
 @functools.lru_cache(maxsize=1 << 16)
-def _record_of(place: str, stamp: Stamp) -> tuple[float | None, bool]:
+def _record_of(path: Path, stamp: Stamp) -> tuple[float | None, bool]:
     """Return a checkpoint's validation loss, and whether the checkpoint is interim.
 
     Results are cached, since a run reads all its checkpoints after every save and they do not change. A checkpoint
@@ -250,7 +240,7 @@ def _record_of(place: str, stamp: Stamp) -> tuple[float | None, bool]:
     Raises:
         TrainerError: The state cannot be read. Nothing is cached.
     """
-    state = json_file.read(path_of(Path(place), STATE))
+    state = json_file.read(path_of(path, STATE))
     loss = state.get("valid_loss")
     # Losses are written as floats; `json_file` rejects NaN.
     return (float(loss) if isinstance(loss, float) else None), state.get(INTERIM) is True
@@ -280,27 +270,26 @@ def require_room(
     json_bytes = (64 << 10) + 1024 * len(layout.places) + layout.total_bytes // (128 << 10)
     needed = (layout.total_bytes + json_bytes) // parts
     needed += sum(len(data) for data in documents.values() if isinstance(data, bytes))
-    try:
-        free = files.free_bytes(folder.root)
-        # Measured second: blocks that other ranks reserve meanwhile may count twice, but are never missed.
-        allocated = files.allocated_bytes(attempt.partial)
-    except OSError as error:
-        raise folder.cannot_write(error) from error
-    if free is None or free + allocated >= needed:
-        return
-    if retention.mirror is not None:
-        kept, _ = decide_expired(folder, retention)
-        retention = replace(retention, mirror=None)
-        expired, _ = decide_expired(folder, retention)
-        for iteration in delete(folder, sorted({*expired} - {*kept}), attempt=attempt.name, lock=lock):
+
+    def missing_bytes() -> int:
+        try:
+            free = files.free_bytes(folder.root)
+            # Measured second: blocks that other ranks reserve meanwhile may count twice, but are never missed.
+            return 0 if free is None else needed - free - files.allocated_bytes(attempt.partial)
+        except OSError as error:
+            raise folder.cannot_write(error) from error
+
+    if retention.mirror is not None and missing_bytes() > 0:
+        expired, rest = decide_expired(folder, replace(retention, mirror=None)), decide_expired(folder, retention)
+        unmirrored = [iteration for iteration in expired if iteration not in rest]
+        for iteration in delete(folder, unmirrored, attempt=attempt.name, lock=lock):
             _log.warning("the disk is full: deleted iteration %d, which the store does not have yet", iteration)
-        require_room(attempt, documents, retention, parts=parts)
-        return
-    raise CheckpointError(
-        "There is no room for a checkpoint",
-        where=folder.root,
-        expected=f"{needed} B free",
-        found=f"{free} B free",
-        fix=f"Free {needed - free - allocated} B more: delete abandoned branches (*.superseded-*), restart with "
-        f"{folder.terms.keep}=1, which deletes older checkpoints, or name {folder.terms.another}.",
-    )
+    if (missing := missing_bytes()) > 0:
+        raise CheckpointError(
+            "There is no room for a checkpoint",
+            where=folder.root,
+            expected=f"{needed} B free",
+            found=describe_free_space(files, folder.root),
+            fix=f"Free {missing} B more: delete abandoned branches (*.superseded-*), restart with "
+            f"{folder.terms.keep}=1, which deletes older checkpoints, or name {folder.terms.another}.",
+        )

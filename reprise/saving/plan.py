@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_right
-from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 
@@ -45,7 +45,6 @@ class Chunk:
             tensor; `offset` is the tensor's file offset, and `strided` is the image of the part's box.
     """
 
-    file: str
     offset: int
     size: int
     parts: list[ChunkPart]
@@ -58,45 +57,32 @@ def cut(pieces: Sequence[Piece], layout: Layout) -> dict[str, list[list[Chunk]]]
     Adjacent pieces share chunks. Chunks end at multiples of CHUNK_BYTES in the file, except where an extent or a
     contiguous run ends.
     """
-    starts = list[tuple[str, int, Piece, bool]]()
-    for piece in pieces:
-        place = layout.places[piece.name]
-        first, _, length = next(place.spec.image(piece.box).spans(piece.lo, piece.hi))
-        starts.append((place.file, place.offset + first, piece, length < piece.hi - piece.lo))
-    chunks, room = dict[str, list[list[Chunk]]](), 0
-    for file, start, piece, is_strided in sorted(starts, key=itemgetter(0, 1)):
+    starts, chunks, room = [(*_placed(piece, layout), piece) for piece in pieces], dict[str, list[list[Chunk]]](), 0
+    for file, start, packed, piece in sorted(starts, key=itemgetter(0, 1)):
         extents = chunks.setdefault(file, [])
         if not extents or room <= 0:
             extents.append([])
             room = EXTENT_BYTES
         room -= piece.hi - piece.lo
-        if is_strided:
-            place = layout.places[piece.name]
-            packed = place.spec.image(piece.box)
-            for part in _parts(piece, CHUNK_BYTES):
-                extents[-1].append(Chunk(file, place.offset, part.hi - part.lo, [part], packed))
-        else:
-            _add_run(extents[-1], file, start, piece)
+        extent, first = extents[-1], piece.lo + CHUNK_BYTES - (0 if packed else start % CHUNK_BYTES)
+        for lo, hi in itertools.pairwise([piece.lo, *range(first, piece.hi, CHUNK_BYTES), piece.hi]):
+            last, part = extent[-1] if extent and not packed else None, ChunkPart(piece, lo, hi)
+            if last and not last.strided and last.offset + last.size == start and start % CHUNK_BYTES:
+                last.parts.append(part)
+                last.size += hi - lo
+            else:
+                offset = layout.places[piece.name].offset if packed else start
+                extent.append(Chunk(offset, hi - lo, [part], packed))
+            start += hi - lo
     return chunks
 
 
-def _parts(piece: Piece, first_bytes: int) -> Iterator[ChunkPart]:
-    """Yield a piece's parts, at most CHUNK_BYTES each, and the first at most `first_bytes`."""
-    for lo, hi in itertools.pairwise([piece.lo, *range(piece.lo + first_bytes, piece.hi, CHUNK_BYTES), piece.hi]):
-        yield ChunkPart(piece, lo, hi)
-
-
-def _add_run(extent: list[Chunk], file: str, start: int, piece: Piece) -> None:
-    """Add a piece, contiguous from file offset `start`, to an extent: to its last chunk if they are adjacent."""
-    for part in _parts(piece, CHUNK_BYTES - start % CHUNK_BYTES):
-        size = part.hi - part.lo
-        last = extent[-1] if extent and extent[-1].strided is None else None
-        if last is not None and last.offset + last.size == start and start % CHUNK_BYTES:
-            last.parts.append(part)
-            last.size += size
-        else:
-            extent.append(Chunk(file, start, size, [part]))
-        start += size
+def _placed(piece: Piece, layout: Layout) -> tuple[str, int, Image | None]:
+    """Return a piece's file, its first byte's offset there, and the image of a box whose rows are not contiguous."""
+    place = layout.places[piece.name]
+    packed = place.spec.image(piece.box)
+    first, _, length = next(packed.spans(piece.lo, piece.hi))
+    return place.file, place.offset + first, packed if length < piece.hi - piece.lo else None
 
 
 # A smaller tensor goes whole to a single replica: splitting it would cost more than the imbalance.
@@ -136,19 +122,9 @@ class Plan:
         return is_same and self.contents.optimizers == contents.optimizers
 
     @property
-    def saved(self) -> tuple[LiveTensor, ...]:
-        """Return the live tensors, without copies whose originals other ranks save."""
-        return tuple(tensor for tensor in self.contents.live if not tensor.is_copy)
-
-    @property
     def order(self) -> list[Chunk]:
         """Return the chunks in approximate write order."""
         return [chunk for extents in self.chunks.values() for extent in extents for chunk in extent]
-
-    @property
-    def staging_bytes(self) -> int:
-        """Return how many bytes a copy of every chunk needs."""
-        return sum(chunk.size + PAGE_BYTES for chunk in self.order)
 
 
 def make_plan(contents: Contents, *, rank: int, file_bytes: int, steady: Collection[int] | None) -> Plan:
@@ -160,17 +136,15 @@ def make_plan(contents: Contents, *, rank: int, file_bytes: int, steady: Collect
     layout = build_layout(contents.specs, file_bytes=file_bytes)
     pieces = plan(contents.live, layout, rank)
     names = {piece.name for piece in pieces}
-    chunks = cut(pieces, layout)
-    turn = rank % max(1, len(chunks))
-    chunks = dict([*chunks.items()][turn:] + [*chunks.items()][:turn])
+    files = deque(cut(pieces, layout).items())
+    files.rotate(-rank)
     sources = Sources([t for t in contents.live if t.spec.name in names and not t.is_copy], steady)
-    return Plan(contents, layout, pieces, chunks, columns_of(chunks), sources)
+    return Plan(contents, layout, pieces, dict(files), columns_of(pieces, layout), sources)
 
 
-def columns_of(chunks: Mapping[str, Sequence[Sequence[Chunk]]]) -> list[Piece]:
+def columns_of(pieces: Sequence[Piece], layout: Layout) -> list[Piece]:
     """Return the pieces whose rows are not contiguous in their file."""
-    extents = itertools.chain(*chunks.values())
-    return list({chunk.parts[0].piece: None for chunk in itertools.chain(*extents) if chunk.strided is not None})
+    return [piece for piece in pieces if _placed(piece, layout)[2] is not None]
 
 
 def plan(live: Sequence[LiveTensor], layout: Layout, rank: int) -> list[Piece]:
@@ -198,13 +172,10 @@ def pieces_of(holdings: Sequence[Holding], rank: int) -> list[Piece]:
         starts = [0, *itertools.accumulate(holding.image.total_bytes for holding in members)]
         index, count = replicas.index(rank), len(replicas)
         first, last = (_boundary(members, starts, index=at, count=count) for at in (index, index + 1))
-        for holding, start in itertools.islice(
-            zip(members, starts, strict=False), bisect_right(starts, first) - 1, None
-        ):
+        for holding, start in zip(members, starts, strict=False):
             lo, hi = max(first - start, 0), min(last - start, holding.image.total_bytes)
-            if hi <= lo:
-                break
-            by_name[holding.name] = Piece(holding.name, holding.image.box, lo, hi)
+            if lo < hi:
+                by_name[holding.name] = Piece(holding.name, holding.image.box, lo, hi)
     return [by_name[holding.name] for holding in holdings if holding.name in by_name]
 
 

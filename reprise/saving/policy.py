@@ -55,19 +55,13 @@ class Retention:
         count = self.max_checkpoint_keep
         if count <= 0:
             return []
-        due = sorted(iteration for iteration in committed if iteration not in interim)
-        later = sorted(
-            iteration for iteration in committed if iteration in interim and iteration > max(due, default=-1)
-        )
-        scheduled = {*due}
-        losses_of_due = {iteration: loss for iteration, loss in (losses or {}).items() if iteration in scheduled}
-        best = sorted(losses_of_due, key=lambda iteration: (losses_of_due[iteration], -iteration))[: self.keep_best]
-        retained = [iteration for iteration in due if self._is_retained(iteration)]
-        return sorted(set(committed) - {*due[-count:], *later[-count:], *best, *retained, *pinned, *self.named})
-
-    def _is_retained(self, iteration: int) -> bool:
-        is_multiple = self.save_retain_interval > 0 and iteration % self.save_retain_interval == 0
-        return is_multiple or iteration in self.always
+        scheduled = {*committed} - {*interim}
+        due = sorted(scheduled)
+        later = sorted(n for n in {*committed} - scheduled if n > max(due, default=-1))
+        ranks = sorted((loss, -n) for n, loss in (losses or {}).items() if n in scheduled)
+        best, interval = {-n for _, n in ranks[: self.keep_best]}, self.save_retain_interval
+        retained = {n for n in due if n in best or n in self.always or (interval > 0 and n % interval == 0)}
+        return sorted({*committed} - {*due[-count:], *later[-count:], *pinned, *self.named} - retained)
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,7 +45,7 @@ class SaveJob(TwoPhaseCommit):
         hooks: Optimizer hooks, which delay the next steps.
         start: When the previous save had ended, by `time.perf_counter`.
         waited_s: Seconds the call waited for the previous save.
-        blocked_s: Seconds the call took afterwards, without later waits in the snapshot.
+        blocked_s: Seconds for which this save blocked training afterwards.
         committed_at: When the commit ended, by `time.perf_counter`. Set by `run`.
     """
 
@@ -77,7 +77,7 @@ class SaveJob(TwoPhaseCommit):
             self.attempt.target,
             written_bytes=self.written_bytes,
             seconds=(self.committed_at or time.perf_counter()) - self.start,
-            blocked_s=self.blocked_s + self.snapshot.blocked_s,
+            blocked_s=self.blocked_s,
             waited_s=self.waited_s,
             copied_bytes=self.snapshot.copied_bytes,
             error=error,
@@ -96,8 +96,6 @@ class SaveJob(TwoPhaseCommit):
             self.committed_at = time.perf_counter()
         except BaseException as error:
             self.local_ranks.drop()
-            if self.channel.coordinates or self.shared.current.outcome is Outcome.FAILED:
-                self._remove(attempt.partial)  # without a common folder, any rank may have written its own
             if isinstance(error, TrainerError) and self.lock is not None:
                 self.lock.refuse_if_taken()  # the successor swept our files: do not blame the disk
             raise
@@ -108,7 +106,7 @@ class SaveJob(TwoPhaseCommit):
             for note in self.contents.notes:
                 note()
             pinned = {attempt.iteration, *(() if local is None else local.copying.pinned)}
-            expired, _ = decide_expired(attempt.folder, self.retention, pinned=pinned)
+            expired = decide_expired(attempt.folder, self.retention, pinned=pinned)
             delete(attempt.folder, expired, attempt=attempt.name, lock=self.lock)
             # A host's memory or small disk holds only what a restart needs.
             for path in () if local is None else attempt.folder.superseded():
@@ -127,15 +125,16 @@ class SaveJob(TwoPhaseCommit):
         attempt, snapshot = self.attempt, self.snapshot
         try:
             may_share = self.may_share and not snapshot.is_aborted
-            sharing = self.local_ranks.join(self.shared, attempt.layout, self.plan.columns, may_share=may_share)
+            memory, stripes = self.local_ranks.join(self.shared, attempt.layout, self.plan.columns, may_share=may_share)
             writer = Writer(
-                attempt,
-                self.plan,
-                snapshot,
+                attempt=attempt,
+                plan=self.plan,
+                snapshot=snapshot,
                 progress=ProgressLine(f"saving iteration {attempt.iteration}", self.written_bytes).add,
                 leads=self.leads,
                 is_sparse=self.local is not None,
-                sharing=sharing,
+                memory=memory,
+                stripes=stripes,
             )
             leader = attempt.hosts.ranks_with(self.channel.rank)[0]
             same_folder = seen_throughout(attempt.partial, attempt.folder, leader=leader)
@@ -147,18 +146,20 @@ class SaveJob(TwoPhaseCommit):
         return report
 
     def _clean_up(self) -> None:
-        """Remove what this run's attempts left: partial folders on leaders, and this rank's messages after a commit.
+        """Remove what this run's attempts left: partial folders, and this rank's messages after a commit.
 
         A leader other than rank 0 removes folders only after a commit: a folder in doubt may be the newest checkpoint.
         """
-        attempt, is_committed = self.attempt, self.shared.current.made_checkpoint
+        attempt, state = self.attempt, self.shared.current
+        # Without a common folder, any rank may have written its own.
+        remains = [attempt.partial] if state.outcome is Outcome.FAILED else []
         try:
-            if self.leads and (self.channel.coordinates or is_committed):
+            if self.leads and (self.channel.coordinates or state.made_checkpoint):
                 launch = attempt.name.rpartition("-")[0]
-                for path in matching(attempt.folder.root, f".iter_*.{launch}-*.partial"):
-                    if path != attempt.partial:
-                        self._remove(path)
-            if is_committed:
+                remains = matching(attempt.folder.root, f".iter_*.{launch}-*.partial")
+            for path in remains:
+                self._remove(path)
+            if state.made_checkpoint:
                 self.shared.delete_read(self.channel)
         except (LaunchError, OSError) as error:
             _log.error("remains of earlier saves stay: %s", error)

@@ -6,10 +6,7 @@ import contextlib
 import ctypes
 import logging
 import threading
-import time
-from collections import deque
 from collections.abc import Mapping, Sequence
-from enum import Enum, auto
 from functools import partial
 
 import torch
@@ -28,19 +25,6 @@ _log = logging.getLogger(__name__)
 
 # O_DIRECT requires memory aligned to the device's logical block size, at most 512 bytes on common devices.
 DIRECT_BYTES = 512
-
-
-class _State(Enum):
-    """Where a writer finds a chunk's bytes."""
-
-    LIVE = auto()  # in live memory only
-    READ_IN_PLACE = auto()  # in live memory, being read by a writer
-    STAGING = auto()  # being copied to the arena
-    STAGED = auto()  # in the arena
-    READ = auto()  # copied by the writer, or written: live memory may change
-
-
-_NEEDS_LIVE = (_State.LIVE, _State.READ_IN_PLACE, _State.STAGING)
 
 
 class Snapshot:
@@ -62,6 +46,9 @@ class Snapshot:
         stall_timeout_s: Seconds `release` waits for the next chunk to be written.
         copies_first: Whether to copy as much as fits into the arena before any chunk is written.
         reads_in_place: Whether writers use live memory directly where alignment allows.
+
+    Attributes:
+        is_aborted: Whether live memory may change although the save still reads it.
     """
 
     def __init__(
@@ -76,16 +63,14 @@ class Snapshot:
     ) -> None:
         arena.clear()
         self._arena, self._stall_timeout_s = arena, stall_timeout_s
-        self._chunks = list(chunks)
-        self._memory, self._reads_in_place = memory, reads_in_place
+        self._memory, self._chunks, self._reads_in_place = memory, chunks, reads_in_place
         self.copied_bytes = sum(source.total_bytes for source in memory.values() if source.is_private)
-        self.blocked_s = 0.0
         self._changed = threading.Condition()
-        self._states = {id(chunk): _State.LIVE for chunk in chunks}
+        self._taken = set[int]()  # chunks that a writer, or a copy to the arena, was first to take
         self._staged: dict[int, tuple[Bytes, torch.Event | None]] = {}
-        self._is_released = self._is_closed = self._is_aborted = False
-        self._live_count = sum(not self._is_private(chunk) for chunk in chunks)  # chunks that need live memory
+        self._live = {id(chunk) for chunk in chunks if not self._is_private(chunk)}  # chunks that need live memory
         self._read_count = 0
+        self._is_released = self._is_closed = self.is_aborted = False
         self._stage_ahead(copies_first=copies_first)
 
     def take(self, chunk: Chunk, bounce: Bytes) -> memoryview:
@@ -98,12 +83,11 @@ class Snapshot:
             CheckpointError: The snapshot was aborted.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._is_aborted or self._states[id(chunk)] is not _State.STAGING)
+            is_copied = id(chunk) in self._taken
+            self._taken.add(id(chunk))
+            self._changed.wait_for(lambda: not is_copied or self.is_aborted or id(chunk) in self._staged)
             self.check()
-            is_staged = self._states[id(chunk)] is _State.STAGED
-            if not is_staged:
-                self._states[id(chunk)] = _State.READ_IN_PLACE
-        if is_staged:
+        if is_copied:
             memory, event = self._staged[id(chunk)]
         elif (in_place := self._in_place(chunk)) is not None:
             return in_place
@@ -113,13 +97,16 @@ class Snapshot:
             event = self._gather(chunk, memory)
         if event is not None:
             event.synchronize()
-        if not is_staged:
-            self._set(chunk, _State.READ)
+        if not is_copied:
+            self.done(chunk)
         return memoryview(memory)  # type: ignore[arg-type]
 
     def done(self, chunk: Chunk) -> None:
         """Mark a chunk as written, or as given up after an error. Its live memory may change."""
-        self._set(chunk, _State.READ)
+        with self._changed:
+            self._live.discard(id(chunk))
+            self._read_count += 1
+            self._changed.notify_all()
 
     def release(self) -> None:
         """Copy all chunks not yet written, after which live memory may change. Main thread.
@@ -130,14 +117,14 @@ class Snapshot:
         """
         if self._is_released:
             return
-        start = time.perf_counter()
         self._is_released = True
         for chunk in reversed(self._chunks):
             if not self._is_private(chunk) and not self._stage(chunk):
                 break
         self._await_written()
-        self._order_device()
-        self.blocked_s += time.perf_counter() - start
+        events = [event for _, event in self._staged.values() if event is not None]
+        for event in events[-1:]:  # the current stream waits for the copies; the host does not
+            event.wait()
 
     def close(self) -> None:
         """End the snapshot: optimizer steps no longer wait for it."""
@@ -147,16 +134,12 @@ class Snapshot:
 
     def abort(self) -> None:
         """Stop protecting live memory. A save still reading it must not be committed."""
-        self._is_aborted = True
+        self.is_aborted = True
         with contextlib.suppress(RuntimeError):  # raised once not held; an interrupt may have left it locked
             while True:
                 self._changed.release()
         with self._changed:
             self._changed.notify_all()
-
-    @property
-    def is_aborted(self) -> bool:
-        return self._is_aborted
 
     def check(self) -> None:
         """Fail if live memory may have changed while it was read.
@@ -164,67 +147,41 @@ class Snapshot:
         Raises:
             CheckpointError: The snapshot was aborted.
         """
-        if self._is_aborted:
+        if self.is_aborted:
             raise stalled_error()
 
     def _stage_ahead(self, *, copies_first: bool) -> None:
         """Copy what fits in the arena: device memory asynchronously, and host memory if `copies_first`."""
-        if not copies_first and not any(memory.is_on_device for memory in self._memory.values()):
-            return
         early = [c for c in self._chunks if self._is_on_device(c) or (copies_first and not self._is_private(c))]
         threads = torch.get_num_threads() if copies_first else 1  # torch's threads are free while the caller waits
-        run_together([partial(self._stage_all, deque(early))] * threads, name="checkpoint-copies", threads=threads)
-
-    def _stage_all(self, share: deque[Chunk]) -> None:
-        """Copy chunks to the arena until none are left or the arena is full. Any thread."""
-        try:
-            with contextlib.suppress(IndexError):
-                while self._stage(share.popleft()):
-                    pass
-        except BaseException:
-            self.abort()  # the other threads continue
-            raise
+        run_together([partial(self._stage, chunk) for chunk in early], name="checkpoint-copies", threads=threads)
 
     def _stage(self, chunk: Chunk) -> bool:
-        """Copy a chunk to the arena, unless a writer already has it. Return False if the arena is full."""
+        """Copy a chunk to the arena, unless a writer already has it. Return False if the arena is full.
+
+        After an error the snapshot must be aborted.
+        """
         with self._changed:
-            if self._is_closed or self._states[id(chunk)] is not _State.LIVE:
+            if self._is_closed or id(chunk) in self._taken:
                 return True
             room = self._arena.take(chunk.size, offset=chunk.offset)
             if room is None:
                 return False
-            self._states[id(chunk)] = _State.STAGING
-        try:
-            event = self._gather(chunk, room)
-        except BaseException:
-            self._set(chunk, _State.LIVE)
-            raise
+            self._taken.add(id(chunk))
+        event = self._gather(chunk, room)
         with self._changed:
             self.copied_bytes += chunk.size
             self._staged[id(chunk)] = room, event
-        self._set(chunk, _State.STAGED)
+            self._live.discard(id(chunk))
+            self._changed.notify_all()
         return True
 
     def _await_written(self) -> None:
         with self._changed:
-            while self._live_count and not (self._is_closed or self._is_aborted):
+            while self._live and not (self._is_closed or self.is_aborted):
                 count = self._read_count
                 if not self._changed.wait(self._stall_timeout_s) and count == self._read_count:
-                    self._is_aborted = True
-
-    def _order_device(self) -> None:
-        """Make the current stream wait for the copies, without blocking the host."""
-        events = [event for _, event in self._staged.values() if event is not None]
-        for event in events[-1:]:
-            event.wait()
-
-    def _set(self, chunk: Chunk, state: _State) -> None:
-        with self._changed:
-            needed, self._states[id(chunk)] = self._states[id(chunk)] in _NEEDS_LIVE, state
-            if not self._is_private(chunk):
-                self._live_count += (state in _NEEDS_LIVE) - needed
-            self._read_count += state is _State.READ
-            self._changed.notify_all()
+                    self.is_aborted = True
 
     def _is_private(self, chunk: Chunk) -> bool:
         return all(self._memory[part.piece.name].is_private for part in chunk.parts)
@@ -306,7 +263,8 @@ class Staging:
             steady = None if is_steady else storages_of(contents.optimizers, contents.constant)
             plan = make_plan(contents, rank=self._rank, file_bytes=policy.file_bytes, steady=steady)
             self._plan, limit = plan, policy.staging_bytes
-            total_bytes = plan.staging_bytes if limit is None else min(limit, plan.staging_bytes)
+            total_bytes = sum(chunk.size + PAGE_BYTES for chunk in plan.order)  # a copy of every chunk
+            total_bytes = total_bytes if limit is None else min(limit, total_bytes)
             if is_overtaken and total_bytes > self.arena.total_bytes:
                 try:
                     larger = Arena(total_bytes, is_pinned=plan.sources.can_pin)

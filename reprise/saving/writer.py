@@ -7,6 +7,7 @@ import errno
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from reprise.commit.messages import RankReport
 from reprise.format.box import Image
 from reprise.format.layout import PAGE_BYTES, FileLayout
 from reprise.format.manifest import BLOCK_BYTES, DIGEST_BYTES
-from reprise.saving.column_sharing import Sharing, cut_by_stripes
+from reprise.saving.column_sharing import SharedMemory, Stripes, cut_by_stripes
 from reprise.saving.plan import Chunk, ChunkPart, Plan
 from reprise.saving.snapshot import DIRECT_BYTES, Snapshot
 from reprise.storage.files import MAX_OPEN_FILES, Files
@@ -33,6 +34,7 @@ _THREADS = 2
 _THREAD = "checkpoint-writer"
 
 
+@dataclass(slots=True, kw_only=True)
 class Writer:
     """Writes a rank's chunks into an uncommitted folder, for a single save.
 
@@ -40,27 +42,21 @@ class Writer:
         progress: Called from any writer thread with the byte count just written.
         leads: Whether this rank creates every file, even those it writes no data to, and writes the headers.
         is_sparse: Whether files keep holes where other hosts write.
-        sharing: Assembles columns into whole rows. None writes columns row by row.
+        memory: Assembles columns into whole rows, in stripes.
+        stripes: By tensor, the stripes in that memory. Columns elsewhere are written row by row.
     """
 
-    def __init__(
-        self,
-        attempt: Attempt,
-        plan: Plan,
-        snapshot: Snapshot,
-        *,
-        progress: Callable[[int], None],
-        leads: bool,
-        is_sparse: bool,
-        sharing: Sharing | None,
-    ) -> None:
-        self._attempt, self._plan, self._snapshot = attempt, plan, snapshot
-        self._progress, self._leads, self._sharing = progress, leads, sharing
-        self._files = attempt.folder.files
-        self._prepare = self._files.extend if is_sparse else self._files.reserve
-        self._targets: dict[str, _Target] = {}
-        self._digests = {piece.name: bytearray() for piece in plan.pieces}
-        self._has_failed = threading.Event()
+    attempt: Attempt
+    plan: Plan
+    snapshot: Snapshot
+    progress: Callable[[int], None]
+    leads: bool
+    is_sparse: bool
+    memory: SharedMemory | None
+    stripes: Stripes
+    _targets: dict[str, _Target] = field(init=False, default_factory=dict)
+    _digests: dict[str, bytearray] = field(init=False, default_factory=dict)
+    _has_failed: threading.Event = field(init=False, default_factory=threading.Event)
 
     def write(self) -> RankReport:
         """Write this rank's chunks (and headers, on the leader), sync, and return the report with the pieces' digests.
@@ -70,50 +66,50 @@ class Writer:
         Raises:
             CheckpointError: The file system fails. The message shows path, errno and free space.
         """
-        files, chunks = {file.name: file for file in self._attempt.layout.files}, self._plan.chunks
-        names = list(dict.fromkeys([*chunks, *files]))  # in write order
-        shared = () if self._sharing is None else self._sharing.files
-        folder = self._attempt.partial
+        places, chunks = {file.name: file for file in self.attempt.layout.files}, self.plan.chunks
+        files, folder = self.attempt.folder.files, self.attempt.partial
+        shared = {self.attempt.layout.places[tensor].file for tensor in self.stripes}
+        self._digests = {piece.name: bytearray() for piece in self.plan.pieces}
         with ExitStack() as ending:
             calls = list[Callable[[], None]]()
-            for name in names:
-                if self._leads or name in chunks or name in shared:
-                    begin, stays_open = partial(self._begin, files[name]), len(names) <= MAX_OPEN_FILES
-                    target = self._targets[name] = _Target(folder / name, self._files, begin, stays_open=stays_open)
+            for name in dict.fromkeys([*chunks, *places]):  # in write order
+                if self.leads or name in chunks or name in shared:
+                    begin, stays_open = partial(self._begin, places[name]), len(places) <= MAX_OPEN_FILES
+                    target = self._targets[name] = _Target(folder / name, files, begin, stays_open)
                     ending.callback(target.close)
                     calls += [partial(self._write_extent, target, extent) for extent in chunks.get(name) or [[]]]
-            self._raise_if_failed()  # a thread that hung must not recreate an aborted attempt's folder
-            # Never the folder itself: if that is gone, the save must fail.
+            # Never the folder itself: if that is gone, the save must fail. Nor may a thread that hung make it again.
             for path in {target.path.parent for target in self._targets.values()} - {folder}:
                 with self._stopping_others(path):
-                    self._files.make_folder(path)
+                    files.make_folder(path)
             run_together(calls, name=_THREAD, threads=_THREADS)
-            if self._sharing is not None:
-                calls = [partial(self._write_stripes, self._sharing)] * _THREADS
-                run_together(calls, name=_THREAD, threads=_THREADS)
-            self._files.sync_together([partial(self._sync, target) for target in self._targets.values()])
+            if self.stripes:
+                run_together([self._write_stripes] * _THREADS, name=_THREAD, threads=_THREADS)
+            files.sync_together([partial(self._sync, target) for target in self._targets.values()])
         written_bytes = sum(target.written_bytes for target in self._targets.values())
         return RankReport(written_bytes=written_bytes, payload=b"".join(self._digests.values()))
 
     def _begin(self, file: FileLayout, descriptor: int) -> None:
         """Reserve a new file's blocks and, on the leader, write its header."""
-        self._prepare(descriptor, file.total_bytes)
-        if self._leads:
-            self._files.write(descriptor, memoryview(file.header), offset=0)
+        files = self.attempt.folder.files
+        (files.extend if self.is_sparse else files.reserve)(descriptor, file.total_bytes)
+        if self.leads:
+            files.write(descriptor, memoryview(file.header), offset=0)
 
     @contextlib.contextmanager
     def _stopping_others(self, path: Path) -> Iterator[None]:
-        """Stop the other threads if the block fails, and name the file in the error."""
+        """Stop the other threads if the block fails, and name the file in the error. After a failure, do not begin."""
+        self._raise_if_failed()
         try:
-            with finish.naming_failures(self._attempt, path):
+            with finish.naming_failures(self.attempt, path):
                 yield
         except BaseException:
             self._has_failed.set()
             raise
 
     def _raise_if_failed(self) -> None:
-        """Raise if the save has failed: a late write would recreate the folder during its removal."""
-        self._snapshot.check()
+        """Raise if the save has failed: a late write would recreate the folder during or after its removal."""
+        self.snapshot.check()
         if self._has_failed.is_set():
             raise Stopped
 
@@ -121,21 +117,20 @@ class Writer:
         with self._stopping_others(target.path):
             bounce = map_memory(max((chunk.size for chunk in chunks), default=0) + PAGE_BYTES)
             digest = xxhash.xxh3_64()  # the digest of the incomplete block
-            self._raise_if_failed()
             with target:
                 for chunk in chunks:
                     self._raise_if_failed()
                     self._write_chunk(target, chunk, bounce, digest)
 
-    def _write_stripes(self, sharing: Sharing) -> None:
+    def _write_stripes(self) -> None:
         """Write full stripes, whichever ranks on the host filled them."""
-        for tensor, stripe, data in sharing.full():
-            place = self._attempt.layout.places[tensor]
+        for tensor, stripes in self.stripes.items():
+            place = self.attempt.layout.places[tensor]
             target = self._targets[place.file]
-            with self._stopping_others(target.path):
-                self._raise_if_failed()
-                with target:
-                    target.write(data, offset=place.offset + stripe.lo)
+            for stripe in stripes:
+                if self.memory and (data := self.memory.claim(stripe)) is not None:
+                    with self._stopping_others(target.path), target:
+                        target.write(data, offset=place.offset + stripe.lo)
 
     def _sync(self, target: _Target) -> None:
         with self._stopping_others(target.path):
@@ -143,7 +138,7 @@ class Writer:
 
     def _write_chunk(self, target: _Target, chunk: Chunk, bounce: Bytes, digest: xxhash.xxh3_64) -> None:
         try:
-            data = self._snapshot.take(chunk, bounce)
+            data = self.snapshot.take(chunk, bounce)
             at = 0
             for part in chunk.parts:
                 self._digest(part, data[at : at + part.hi - part.lo], digest)
@@ -153,8 +148,8 @@ class Writer:
             else:
                 self._place_rows(target, chunk, chunk.strided, data)
         finally:
-            self._snapshot.done(chunk)
-        self._progress(chunk.size)
+            self.snapshot.done(chunk)
+        self.progress(chunk.size)
 
     def _digest(self, part: ChunkPart, data: memoryview, digest: xxhash.xxh3_64) -> None:
         """Digest a piece's next bytes. A single thread adds them in order."""
@@ -171,17 +166,17 @@ class Writer:
     def _place_rows(self, target: _Target, chunk: Chunk, packed: Image, data: memoryview) -> None:
         """Copy strided rows into the host's stripes. Write rows outside any stripe to the file, row by row."""
         (part,) = chunk.parts
-        stripes = () if self._sharing is None else self._sharing.stripes.get(part.piece.name, ())
-        for lo, hi, stripe in cut_by_stripes(packed, part.lo, part.hi, stripes):
+        for lo, hi, stripe in cut_by_stripes(packed, part.lo, part.hi, self.stripes.get(part.piece.name, ())):
             rows = data[lo - part.lo : hi - part.lo]
-            if stripe is not None and self._sharing is not None:
-                self._sharing.memory.put(stripe, packed, lo, rows)
+            if stripe and self.memory:
+                self.memory.put(stripe, packed, lo, rows)
                 continue
             for in_tensor, in_image, length in packed.spans(lo, hi):
                 row = rows[in_image - lo : in_image - lo + length]
                 target.write(row, offset=chunk.offset + in_tensor, is_direct=False)
 
 
+@dataclass(slots=True)
 class _Target:
     """A file written by several threads in extents. It is open while any thread is inside its `with` block.
 
@@ -194,40 +189,44 @@ class _Target:
             save has more files than a process may keep open.
     """
 
-    def __init__(self, path: Path, files: Files, begin: Callable[[int], None], *, stays_open: bool) -> None:
-        self.path, self._files, self._begin, self._stays_open = path, files, begin, stays_open
-        self._lock, self._users, self._is_begun = threading.Lock(), 0, False
-        self._cached: int | None = None
-        self._direct: int | None = None  # None if the file system does not allow direct writes
-        self._closing = ExitStack()
-        self.written_bytes = 0  # not counting the header
+    path: Path
+    files: Files
+    begin: Callable[[int], None]
+    stays_open: bool
+    written_bytes: int = 0  # not counting the header
+    _cached: int | None = None
+    _direct: int | None = None  # None if the file system does not allow direct writes
+    _users: int = 0
+    _is_begun: bool = False
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _closing: ExitStack = field(default_factory=ExitStack)
 
     def __enter__(self) -> None:
         """Open the file, unless it is already open."""
         with self._lock:
             self._users += 1
             if self._cached is None:
-                self._cached = cached = self._files.open_for_writing(self.path)
-                self._closing.callback(self._files.close, cached)
-                self._direct = direct = self._files.open_direct(self.path)
+                self._cached = cached = self.files.open_for_writing(self.path)
+                self._closing.callback(self.files.close, cached)
+                self._direct = direct = self.files.open_direct(self.path)
                 if direct is not None:
-                    self._closing.callback(self._files.close, direct)
+                    self._closing.callback(self.files.close, direct)
                 if not self._is_begun:
-                    self._begin(cached)
+                    self.begin(cached)
                     self._is_begun = True
 
     def __exit__(self, *_: object) -> None:
         """Close the file if no other thread uses it."""
         with self._lock:
             self._users -= 1
-            if self._users == 0 and not self._stays_open:
+            if self._users == 0 and not self.stays_open:
                 self.close()
 
     def sync(self) -> None:
         """Sync the file to the disk and close it."""
         with self:
             assert self._cached is not None
-            self._files.sync(self._cached)
+            self.files.sync(self._cached)
         self.close()
 
     def close(self) -> None:
@@ -246,9 +245,11 @@ class _Target:
         direct, cached = self._direct, self._cached
         assert cached is not None
         parts = [(0, data)]  # written through the page cache, with offsets in `data`
-        if is_direct and lo < hi and direct is not None and _is_aligned(data[lo:hi]):
+        pages = data[lo:hi]
+        is_aligned = lo < hi and np.frombuffer(pages, np.uint8).ctypes.data % DIRECT_BYTES == 0
+        if is_direct and is_aligned and direct is not None:
             try:
-                self._files.write(direct, data[lo:hi], offset=offset + lo)
+                self.files.write(direct, pages, offset=offset + lo)
                 parts = [(0, data[:lo]), (hi, data[hi:])]
             except OSError as error:
                 if error.errno != errno.EINVAL:
@@ -256,11 +257,6 @@ class _Target:
                 self._direct = None  # not closed here: another thread may be writing to it
         for at, part in parts:
             if part.nbytes:
-                self._files.write(cached, part, offset=offset + at)
+                self.files.write(cached, part, offset=offset + at)
         with self._lock:
             self.written_bytes += data.nbytes
-
-
-def _is_aligned(pages: memoryview) -> bool:
-    """Return whether O_DIRECT may write from this memory."""
-    return np.frombuffer(pages, np.uint8).ctypes.data % DIRECT_BYTES == 0

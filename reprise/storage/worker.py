@@ -19,7 +19,7 @@ T = TypeVar("T")
 class Job:
     """A call run by a worker. Its outcome is available once `wait` returns."""
 
-    def __init__(self, call: Callable[[], None]) -> None:
+    def __init__(self, call: Callable[[], object]) -> None:
         self._call = call
         self._done = threading.Event()
         self._error: BaseException | None = None
@@ -149,7 +149,7 @@ class Stopped(Exception):
     """Ends a call of `run_together` after another call has failed."""
 
 
-def run_together(calls: Sequence[Callable[[], None]], *, name: str, threads: int) -> None:
+def run_together(calls: Sequence[Callable[[], object]], *, name: str, threads: int) -> None:
     """Run calls on this thread and at most `threads - 1` others, wait for all, and raise the first error.
 
     A single call starts no thread. If the system refuses a thread, or Python 3.12.0 to 3.12.2 does because the main

@@ -6,7 +6,6 @@ import re
 import threading
 from collections import defaultdict
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,8 +17,11 @@ from torch.distributed.fsdp import fully_shard
 
 from reprise import AsyncSaver, load_state_dict, save_state_dict
 from reprise.ranks.group import CALL_TIMEOUT_S, COMMIT_TIMEOUT_S
+from reprise.saving import plan
 from reprise.saving.checkpointer import LINGER_S
+from reprise.saving.plan import Chunk
 from reprise.saving.snapshot import Snapshot
+from reprise.tensors.memory import Bytes
 from tests import ROOT
 
 PAGE = (ROOT / "docs" / "library.md").read_text(encoding="utf-8")
@@ -41,18 +43,20 @@ def test_a_dict_from_before_a_forward_pass_needs_the_model(tmp_path: Path, is_gi
 def test_as_many_threads_copy_as_torch_computes_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
 ) -> None:
-    stage_all, threads, barrier = Snapshot._stage_all, set(), threading.Barrier(count, timeout=60)
+    gather, threads, barrier = Snapshot._gather, set(), threading.Barrier(count, timeout=60)
 
-    def stage(snapshot: Snapshot, share: Any) -> None:
+    def gather_together(snapshot: Snapshot, chunk: Chunk, target: Bytes) -> torch.Event | None:
         barrier.wait()
         threads.add(threading.get_ident())
-        stage_all(snapshot, share)
+        return gather(snapshot, chunk, target)
 
     monkeypatch.setattr("torch.get_num_threads", lambda: count)
-    state = {"w": torch.ones(9)}
+    monkeypatch.setattr(plan, "CHUNK_BYTES", 1 << 12)
+    state = {"w": torch.ones(9 << 10)}  # nine chunks
     with AsyncSaver(tmp_path) as saver:
         saver.save_state_dict(1, state)
-        monkeypatch.setattr(Snapshot, "_stage_all", stage)
+        saver.wait()
+        monkeypatch.setattr(Snapshot, "_gather", gather_together)
         saver.save_state_dict(2, state)
     assert len(threads) == count
 

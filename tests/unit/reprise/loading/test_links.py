@@ -77,27 +77,26 @@ def test_a_path_that_somebody_names_is_followed(run: Path) -> None:
 def test_a_rewind_moves_a_link_and_leaves_its_target(run: Path) -> None:
     elsewhere = run.with_name("elsewhere30")
     before = all_files(elsewhere)
-    checkpointer = started(SavePolicy(run, retention=Retention(1)))
-    checkpointer.rewind(20)
-    saved(checkpointer, 30)
-    saved(checkpointer, 40)
-    checkpointer.close()
+    with started(SavePolicy(run, retention=Retention(1))) as checkpointer:
+        checkpointer.rewind(20)
+        saved(checkpointer, 30)
+        saved(checkpointer, 40)
     assert (run / "iter_0000030.superseded-1").is_symlink()
     assert folders_in(run) == ["iter_0000030.superseded-1", "iter_0000040"]
     assert all_files(elsewhere) == before
 
 
 def test_a_save_that_meets_a_link_names_it_and_blames_no_disk(run: Path) -> None:
-    checkpointer, elsewhere = started(SavePolicy(run)), run.with_name("elsewhere30")
+    elsewhere = run.with_name("elsewhere30")
     before = all_files(elsewhere)
-    report = checkpointer.save(30, contents(30))
-    assert report is not None
-    text = str(report.error)
-    assert all(
-        (word in text) == word.startswith("/") for word in (f"{run}/iter_0000030", f"{elsewhere}", "room", "disk")
-    )
-    assert all_files(elsewhere) == before
-    assert not list(run.glob(".*"))
-    (run / "iter_0000030").unlink()
-    saved(checkpointer, 30)
-    checkpointer.close()
+    with started(SavePolicy(run)) as checkpointer:
+        report = checkpointer.save(30, contents(30))
+        assert report is not None
+        text = str(report.error)
+        assert all(
+            (word in text) == word.startswith("/") for word in (f"{run}/iter_0000030", f"{elsewhere}", "room", "disk")
+        )
+        assert all_files(elsewhere) == before
+        assert not list(run.glob(".*"))
+        (run / "iter_0000030").unlink()
+        saved(checkpointer, 30)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
 import re
 import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,10 +33,11 @@ def contents(iteration: int, *, with_optimizer: bool = False) -> Contents:
     return lone_contents(values, {STATE: {"format": FORMAT, "iteration": iteration}}, optimizer=moments)
 
 
-def started(policy: SavePolicy, files: Files = FILE_SYSTEM, nonce: str = "n") -> Checkpointer:
-    checkpointer = Checkpointer(policy, single_rank_channel(), nonce=nonce, files=files)
-    checkpointer.start()
-    return checkpointer
+@contextlib.contextmanager
+def started(policy: SavePolicy, files: Files = FILE_SYSTEM, nonce: str = "n") -> Iterator[Checkpointer]:
+    with contextlib.closing(Checkpointer(policy, single_rank_channel(), nonce=nonce, files=files)) as checkpointer:
+        checkpointer.start()
+        yield checkpointer
 
 
 def saved(checkpointer: Checkpointer, iteration: int) -> SaveReport:
@@ -132,14 +135,14 @@ def test_a_rewind_renames_newer_checkpoints_and_saves_them_anew(tmp_path: Path) 
 
 
 def test_a_second_run_on_a_folder_is_refused_on_every_rank(tmp_path: Path) -> None:
-    first = started(SavePolicy(tmp_path))
-    (tmp_path / ".iter_0000001.n-1.partial").mkdir()
-    outcomes = run_ranks(2, lambda channel: Checkpointer(SavePolicy(tmp_path), channel, nonce="other").start())
+    with started(SavePolicy(tmp_path)):
+        (tmp_path / ".iter_0000001.n-1.partial").mkdir()
+        outcomes = run_ranks(2, lambda channel: Checkpointer(SavePolicy(tmp_path), channel, nonce="other").start())
     assert [type(outcome) for outcome in outcomes] == [LockError, LockError]
     assert all(f"pid {os.getpid()}" in str(outcome) for outcome in outcomes)
     assert (tmp_path / ".iter_0000001.n-1.partial").exists()
-    first.close()
-    started(SavePolicy(tmp_path)).close()
+    with started(SavePolicy(tmp_path)):
+        assert not (tmp_path / ".iter_0000001.n-1.partial").exists()
 
 
 def failure(checkpointer: Checkpointer, iteration: int) -> str:

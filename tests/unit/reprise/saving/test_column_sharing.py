@@ -30,8 +30,8 @@ from reprise.ranks.channel import StoreChannel
 from reprise.saving import column_sharing as sharing_module
 from reprise.saving import plan as planning
 from reprise.saving.checkpointer import Checkpointer
-from reprise.saving.column_sharing import STRIPES_AT, LocalRanks, SharedMemory, Sharing, Stripe
-from reprise.saving.plan import cut, plan
+from reprise.saving.column_sharing import STRIPES_AT, LocalRanks, SharedMemory, Stripe, Stripes
+from reprise.saving.plan import columns_of, plan
 from reprise.saving.policy import SavePolicy, SaveReport
 from reprise.storage.files import Files
 from reprise.storage.folder import CheckpointFolder
@@ -244,25 +244,17 @@ def joined(
     pieces: Sequence[Piece] = (),
     *,
     may_share: bool = True,
-) -> Sharing | None:
+) -> Stripes:
     attempt = Attempt(1, "n-1", CheckpointFolder(folder, Files()), build_layout(SPECS, file_bytes=1 << 20))
     shared = SharedAttempt(attempt, channel.rank, channel.ranks)
-    return local_ranks.join(shared, attempt.layout, pieces, may_share=may_share)
-
-
-def met(channel: StoreChannel, ranks: Sequence[int]) -> LocalRanks:
-    found = LocalRanks(channel, ranks)
-    with found.check_same_host(channel, "hosts"):
-        channel.agree("all have met", None)
-    return found
+    return local_ranks.join(shared, attempt.layout, pieces, may_share=may_share)[1]
 
 
 @pytest.mark.parametrize("silent", [0, 1])
 def test_a_rank_that_says_nothing_is_given_up_by_name(tmp_path: Path, silent: int) -> None:
     def run(channel: StoreChannel) -> None:
-        local_ranks = met(channel, [0, 1])
         if channel.rank != silent:
-            joined(local_ranks, channel, tmp_path)
+            joined(LocalRanks(channel, [0, 1]), channel, tmp_path)
 
     outcome = run_ranks(2, run, timeout_s=0.3)[1 - silent]
     assert isinstance(outcome, TrainerError)
@@ -293,32 +285,32 @@ def test_ranks_share_all_columns_or_none(
     """They share nothing if a rank has no memory for it, or they do not agree on who is on their host."""
 
     def run(channel: StoreChannel) -> int:
-        pieces = columns_of(COLUMNS, channel.rank) if channel.rank in with_columns else []
-        local_ranks = met(channel, claims[channel.rank])
-        sharing = joined(local_ranks, channel, tmp_path, pieces, may_share=channel.rank in may_share)
-        return 0 if sharing is None else len(sharing.stripes["embedding"])
+        pieces = columns_on(COLUMNS, channel.rank) if channel.rank in with_columns else []
+        local_ranks = LocalRanks(channel, claims[channel.rank])
+        stripes = joined(local_ranks, channel, tmp_path, pieces, may_share=channel.rank in may_share)
+        return len(stripes.get("embedding", ()))
 
     counts = all_ranks(3, run)
     assert counts == [counts[0]] * 3
     assert (counts[0] > 50) == shares
 
 
-def columns_of(sharding: Sharding, rank: int) -> list[Piece]:
+def columns_on(sharding: Sharding, rank: int) -> list[Piece]:
     """Return the pieces of a rank that have rows apart."""
     layout = build_layout(SPECS, file_bytes=1 << 20)
     if rank >= sharding.world_size:
         return []
-    return planning.columns_of(cut(plan(sharding.live(rank, SPECS, STATE_BYTES), layout, rank), layout))
+    return columns_of(plan(sharding.live(rank, SPECS, STATE_BYTES), layout, rank), layout)
 
 
 def test_memory_is_taken_by_address_only_while_unchanged() -> None:
     first = SharedMemory.make()
     assert SharedMemory.open(first.address) is not None
-    pid, number, name = first.address.split()
-    assert SharedMemory.open(" ".join([pid, number, "00" * 16])) is None
-    assert SharedMemory.open(" ".join(["999999999", number, name])) is None
+    path, _, name = first.address.partition(" ")
+    assert SharedMemory.open(f"{path} {name}x") is None
+    assert SharedMemory.open(f"/proc/999999999/fd/3 {name}") is None
     reader, writer = os.pipe()  # what another container's process has under that number
-    assert SharedMemory.open(" ".join([pid, str(reader), name])) is None
+    assert SharedMemory.open(f"/proc/self/fd/{reader} {name}") is None
     os.close(reader)
     os.close(writer)
     first.close()
@@ -346,4 +338,4 @@ def test_a_full_strip_goes_to_one_of_those_that_claim_it() -> None:
     for thread in threads:
         thread.join()
     assert len(claims) == 1
-    assert not memory.is_full(stripe)
+    assert memory.claim(stripe) is None

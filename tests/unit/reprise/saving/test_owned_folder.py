@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -36,7 +37,8 @@ class SmallDisk(Files):
 def save(root: Path, iterations: Sequence[int], rule: MirrorRule | None, files: Files | None = None) -> list[int]:
     """Save with `max_checkpoint_keep=1`; return the iterations that stay."""
     policy = SavePolicy(root, retention=Retention(1, mirror=rule))
-    with Checkpointer(policy, single_rank_channel(), nonce=f"n{iterations[0]}", files=files) as checkpointer:
+    saver = Checkpointer(policy, single_rank_channel(), nonce=f"n{iterations[0]}", files=files)
+    with closing(saver) as checkpointer:
         checkpointer.start()
         for iteration in iterations:
             document = {"format": FORMAT, "iteration": iteration}

@@ -69,7 +69,7 @@ class Memory:
 
 def chunks_of(names: list[str]) -> list[Chunk]:
     return [
-        Chunk("f", number * SIZE, SIZE, [ChunkPart(Piece(name, Box((0,), (SIZE,)), 0, SIZE), 0, SIZE)])
+        Chunk(number * SIZE, SIZE, [ChunkPart(Piece(name, Box((0,), (SIZE,)), 0, SIZE), 0, SIZE)])
         for number, name in enumerate(names)
     ]
 

@@ -148,7 +148,7 @@ def test_a_hold_wins_until_the_folder_is_renamed(tmp_path: Path, moment: str) ->
     folder = replace(folder_with(tmp_path, 1, 2, 3), files=Acting())
     if moment == "before the decision":
         holds.append(Hold.take(folder.iteration(1)))
-    expired, _ = decide_expired(folder, Retention(2))
+    expired = decide_expired(folder, Retention(2))
     assert expired == ([] if moment == "before the decision" else [1])
     if moment == "before the deletion":
         holds.append(Hold.take(folder.iteration(1)))
@@ -218,7 +218,7 @@ def test_retention_reads_a_checkpoint_once(tmp_path: Path, monkeypatch: pytest.M
     def expired(**losses: float) -> list[int]:
         for name, loss in losses.items():
             (tmp_path / name / STATE).write_text(json.dumps({"valid_loss": loss}))
-        return decide_expired(folder, Retention(1, keep_best=1))[0]
+        return decide_expired(folder, Retention(1, keep_best=1))
 
     monkeypatch.setattr(json_file, "read", listening)
     assert [expired(iter_0000001=1.0, iter_0000002=2.0, iter_0000003=3.0), expired()] == [[2], [2]]
