@@ -44,6 +44,7 @@ def list_run(options: argparse.Namespace) -> int:
     """List the checkpoints of runs, checking only each file's header and first block."""
     summaries = reprise.list(*options.runs, check=options.check)
     rows, marks = list[Row](), _kept_by_rule(summaries)
+    whole = "yes" if options.json else "headers, first blocks"  # a later byte may be damaged
     for summary in summaries:
         state = summary.state
         rows.append(
@@ -55,7 +56,7 @@ def list_run(options: argparse.Namespace) -> int:
                 "age": time.time() - summary.written_at,
                 "topology": "" if state is None else topology_text(state.get("topology", {})),
                 "valid_loss": None if state is None else state.get("valid_loss"),
-                "intact": _finding(summary, whole="yes", part=_PART, damaged=f"no: {summary.problem}"),
+                "intact": _finding(summary, whole=whole, part=_PART, damaged=f"no: {summary.problem}"),
                 "notes": ", ".join([*marks.get(summary.path, ()), *_notes(summary)]),
                 "held": str(summary.share or ""),
             }

@@ -55,6 +55,9 @@ def test_ls_says_what_there_is(tmp_path: Path, capsys: Printed) -> None:
     table = capsys.readouterr().out.splitlines()
     assert table[0].split() == ["checkpoint", "iteration", "size", "age", "topology", "valid_loss", "intact", "notes"]
     assert (table[1].split()[-1], table[4].split()[:2]) == ("no", ["iter_0000020", "20"])
+    flip_bit(folder / "iter_0000020" / "model.safetensors")  # the last byte, which `ls` does not read
+    assert main(["ls", str(tmp_path / "run")]) == BAD
+    assert "headers, first blocks  best" in capsys.readouterr().out.splitlines()[4]
     assert f"{folder}/iter_0000005: {rows[0]['intact'].removeprefix('no: ')}" in table[5:]
 
 
