@@ -62,9 +62,8 @@ class BlockReader:
         verify: bool = True,
         memory: Callable[[], Bytes] = host_memory,
     ) -> None:
-        self._checkpoint, self._reads, self._verify, self._memory = checkpoint, iter(reads), verify, memory
-        self._lock, self._is_closed = threading.Lock(), False
-        self._taken = itertools.count()
+        self._checkpoint, self._reads, self._verify, self._memory = checkpoint, enumerate(reads), verify, memory
+        self._lock = threading.Lock()
         self.read_bytes = self.done_bytes = 0
 
     def run(self, threads: int | None, progress: Progress) -> None:
@@ -94,7 +93,7 @@ class BlockReader:
 
     def close(self) -> None:
         """Stop threads from taking another block."""
-        self._is_closed = True
+        self._reads = enumerate(())
 
     def _work(self, numbers: list[int], thread: int) -> None:
         """Read blocks until none is left."""
@@ -117,8 +116,7 @@ class BlockReader:
     def _take(self, numbers: list[int], thread: int) -> Iterator[BlockRead]:
         while True:
             with self._lock:
-                numbers[thread] = next(self._taken)
-                read = None if self._is_closed else next(self._reads, None)
+                numbers[thread], read = next(self._reads, (numbers[thread], None))
             if read is None:
                 return
             yield read

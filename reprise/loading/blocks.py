@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
-import numpy as np
-
 from reprise.errors import CheckpointError
 from reprise.format.box import Image
 from reprise.format.host_file import PieceNumbers
 from reprise.format.layout import Place
 from reprise.format.manifest import BLOCK_BYTES, DIGEST_BYTES, WrittenPiece, block_ranges, digest_of
-from reprise.loading.reader import Bytes, Checkpoint, Gatherer, OpenFile, open_tensor_file
+from reprise.loading.reader import Bytes, Checkpoint, Gatherer, OpenFile
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,26 +77,6 @@ def blocks_in(
     for lo, hi in block_ranges(piece.lo, piece.hi, begin=begin, end=end):
         at = (lo - piece.lo) // BLOCK_BYTES * DIGEST_BYTES
         yield PieceBlock(place, number, packed, lo, hi, piece.digests[at : at + DIGEST_BYTES].hex())
-
-
-def check_first_blocks(checkpoint: Checkpoint, places: Mapping[str, Place]) -> None:
-    """Check each tensor file's first block: another iteration's file has the same size and header.
-
-    Raises:
-        CheckpointError: A block is damaged. Names the file, tensor and byte range.
-    """
-    first = dict[str, Place]()
-    for place in sorted(places.values(), key=lambda place: place.offset, reverse=True):
-        if place.spec.total_bytes and 0 in checkpoint.held(place.spec.name):
-            first[place.file] = place
-
-    def check(place: Place) -> None:
-        block = next(blocks_of(checkpoint, places, {place.spec.name: range(1)}))
-        with open_tensor_file(checkpoint.files, checkpoint.path / place.file) as file:
-            block.read(checkpoint, file, Gatherer(), np.empty(block.hi - block.lo, np.uint8))
-
-    for _ in checkpoint.files.map(check, first.values()):
-        pass
 
 
 def bytes_of(checkpoint: Checkpoint, places: Mapping[str, Place], pieces: PieceNumbers) -> int:

@@ -165,7 +165,15 @@ def check_state(state: Json, path: Path) -> None:
         raise CheckpointError(
             "A state file has no iteration", where=path / STATE, expected="a natural number", found=repr(iteration)
         )
-    _check_name(path, iteration)
+    number = named_iteration(path.name)
+    if number is not None and number != iteration:  # a run would continue counting from there
+        raise CheckpointError(
+            "The checkpoint folder's name does not match its iteration",
+            where=path,
+            expected=f"iteration {number} in {STATE}",
+            found=f"iteration {iteration}",
+            fix="Rename the folder to match its iteration, or to a name that does not start with iter_.",
+        )
 
 
 def _host_file(path: Path, files: Files, digest: str) -> HostFile | None:
@@ -189,19 +197,6 @@ def _host_file(path: Path, files: Files, digest: str) -> HostFile | None:
             found=host.manifest,
         )
     return host
-
-
-def _check_name(path: Path, iteration: int) -> None:
-    """Refuse a copy under another iteration's name: a run would continue counting from there."""
-    number = named_iteration(path.name)
-    if number is not None and number != iteration:
-        raise CheckpointError(
-            "The checkpoint folder's name does not match its iteration",
-            where=path,
-            expected=f"iteration {number} in {STATE}",
-            found=f"iteration {iteration}",
-            fix="Rename the folder to match its iteration, or to a name that does not start with iter_.",
-        )
 
 
 def read_content(path: Path, files: Files) -> bytes:
@@ -242,8 +237,10 @@ def _checked_file(root: Path, name: str, entry: manifest.FileEntry, files: Files
         _refuse_links(root, name, files)
         size = files.size(path)
         data = b"" if entry.is_tensor_file or size != entry.total_bytes else read_content(path, files)
+    except FileNotFoundError as error:
+        raise CheckpointError("A checkpoint file is missing", where=path) from error
     except OSError as error:
-        raise failed_read("A checkpoint file is missing", error, where=path) from error
+        raise failed_read("A checkpoint file cannot be read", error, where=path) from error
     if size != entry.total_bytes:
         raise CheckpointError(
             "A file has the wrong size", where=path, expected=f"{entry.total_bytes} B", found=f"{size} B"
@@ -332,12 +329,14 @@ def _as_written(checkpoint: Checkpoint, place: Place) -> Place:
     return place if spec.view == entry.view else replace(place, spec=replace(spec, view=entry.view))
 
 
+@dataclass(slots=True)
 class OpenFile:
     """A checkpoint file open for reading, which counts the bytes read. Each thread needs its own."""
 
-    def __init__(self, files: Files, path: Path, descriptor: int) -> None:
-        self._files, self._path, self._descriptor = files, path, descriptor
-        self.read_bytes = 0
+    files: Files
+    path: Path
+    descriptor: int
+    read_bytes: int = 0
 
     def read(self, buffer: memoryview, offset: int) -> None:
         """Fill `buffer` from `offset`.
@@ -345,11 +344,11 @@ class OpenFile:
         Raises:
             CheckpointError: The file ends before the buffer is full.
         """
-        count = self._files.read(self._descriptor, buffer, offset=offset)
+        count = self.files.read(self.descriptor, buffer, offset=offset)
         self.read_bytes += count
         if count != buffer.nbytes:
             expected, size = f"{buffer.nbytes} B at {offset}", f"{count} B"
-            raise CheckpointError("The file is shorter than expected", where=self._path, expected=expected, found=size)
+            raise CheckpointError("The file is shorter than expected", where=self.path, expected=expected, found=size)
 
 
 @contextlib.contextmanager

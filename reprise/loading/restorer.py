@@ -10,7 +10,6 @@ from pathlib import Path
 
 from reprise.commit import replicas
 from reprise.errors import LaunchError, MismatchError, PartialLoadError, TrainerError, UnreadableError
-from reprise.format.host_file import PieceNumbers
 from reprise.format.layout import TensorKind
 from reprise.loading.block_reader import Progress
 from reprise.loading.choose import Chooser, LoadSource, LocalFolders
@@ -144,18 +143,21 @@ class Restorer:
             pick = partial(_pick_next, chooser, damage, is_complete=bool(loaded_from))
             name, is_local, digest = self._channel.from_first(self._key("pick"), pick)
             problem = None
-            path = self._local.here(name) if self._local is not None and is_local else location(name)
+            path = self._local.here(name) if is_local and self._local else location(name)
             try:
                 if not digest:  # the hosts must complete a local checkpoint
                     damage, loaded_from = None, self._complete(path, check, live)
                     continue
                 try:
-                    checkpoint = self._open(chooser, path, digest)
+                    # Rank 0 has it open. Another rank opens it once it is visible there.
+                    checkpoint = chooser.checkpoint or open_same(
+                        path, digest, self._files, reader=self._channel.coordinator
+                    )
                     prepared = prepare(checkpoint)
                 except TrainerError as error:
                     problem = error
-                self._agree(problem)
-                return checkpoint, loaded_from if self._is_local(path) else "", prepared
+                self._channel.agree(self._key("agree"), problem)
+                return checkpoint, loaded_from if chooser.is_local(path) else "", prepared
             except TrainerError as error:
                 if digest and isinstance(error, LaunchError):  # a lost rank proves nothing about the checkpoint
                     raise
@@ -181,7 +183,7 @@ class Restorer:
                 _complete_change(change)
             except TrainerError as error:
                 problem = error
-            self._agree(problem)
+            self._channel.agree(self._key("agree"), problem)
             self.check_replicas(tensors)
         except TrainerError as error:
             raise PartialLoadError(
@@ -192,12 +194,6 @@ class Restorer:
             ) from error
         assert report is not None
         return report
-
-    def _open(self, chooser: Chooser, path: Path, digest: str) -> Checkpoint:
-        """Return the checkpoint opened by rank 0. Another rank opens it once it is visible there."""
-        if self._channel.coordinates and chooser.checkpoint is not None:
-            return chooser.checkpoint
-        return open_same(path, digest, self._files, reader=self._channel.coordinator)
 
     def check_replicas(self, live: Sequence[LiveTensor]) -> None:
         """Compare live tensors' bits between their ranks. Collective.
@@ -215,28 +211,21 @@ class Restorer:
     ) -> str:
         """Fetch to every host the local checkpoint's pieces for its ranks, and return where they came from."""
         assert self._local is not None
-
-        def wanted(checkpoint: Checkpoint) -> PieceNumbers:
-            return touched_pieces(checkpoint, read_places(checkpoint), live(checkpoint))
-
-        return self._local.complete(path, check, wanted)
-
-    def _is_local(self, path: Path) -> bool:
-        return self._local is not None and self._local.owns(path)
+        return self._local.complete(path, check, lambda found: touched_pieces(found, read_places(found), live(found)))
 
     def _heal(self, path: Path, error: TrainerError) -> bool:
         """Return whether hosts discarded damaged pieces of a local checkpoint, which others may have intact.
 
         Ranks may have different errors. Rank 0's decides, and all ranks make the same calls.
         """
-        if self._local is None or not self._is_local(path):
+        if self._local is None or not self._local.owns(path):
             return False
         may_heal = not isinstance(error, (LaunchError, MismatchError, UnreadableError))
         return self._channel.from_first(self._key("heal"), lambda: may_heal) and self._local.heal(path)
 
     def _verify(self, checkpoint: Checkpoint) -> None:
         rank, world_size = self._channel.ranks.index(self._channel.rank), self._channel.world_size
-        if checkpoint.host is not None and self._local is not None:
+        if checkpoint.host and self._local:
             rank, world_size = self._local.share
         places = read_places(checkpoint)
         share = sum(place.spec.total_bytes for place in places.values()) // world_size
@@ -263,9 +252,6 @@ class Restorer:
         """Return a progress callback for reading tensors, which logs a load at most every few seconds."""
         total_bytes = sum(tensor.local.nbytes for tensor in tensors)
         return ProgressLine(f"{what} iteration {checkpoint.iteration}", total_bytes).at
-
-    def _agree(self, problem: TrainerError | None) -> None:
-        self._channel.agree(self._key("agree"), problem)
 
     def _key(self, kind: str) -> str:
         """Return an unused key."""

@@ -1,4 +1,4 @@
-"""Checks the digest of every block in a checkpoint without filling tensors."""
+"""Checks the digests of blocks in a checkpoint without filling tensors."""
 
 from __future__ import annotations
 
@@ -33,3 +33,17 @@ def verify_share(
     reader = BlockReader(checkpoint, map(BlockRead, itertools.islice(blocks, rank, None, world_size)))
     reader.run(threads, progress)
     return reader.done_bytes
+
+
+def check_first_blocks(checkpoint: Checkpoint, places: Mapping[str, Place]) -> None:
+    """Check each tensor file's first block: another iteration's file has the same size and header.
+
+    Raises:
+        CheckpointError: A block is damaged. Names the file, tensor and byte range.
+    """
+    first = dict[str, str]()
+    for name, place in sorted(places.items(), key=lambda item: item[1].offset, reverse=True):
+        if place.spec.total_bytes and 0 in checkpoint.held(name):
+            first[place.file] = name
+    blocks = (next(blocks_of(checkpoint, places, {name: range(1)})) for name in first.values())
+    BlockReader(checkpoint, map(BlockRead, blocks)).run(checkpoint.files.reading_threads, lambda _: None)

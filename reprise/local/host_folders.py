@@ -19,9 +19,10 @@ from reprise.format import host_file
 from reprise.format.host_file import HostFile, PieceNumbers, union, without
 from reprise.format.lineage import Lineage, saved_lineage
 from reprise.format.names import HOST
-from reprise.loading.blocks import bytes_of, check_first_blocks
+from reprise.loading.blocks import bytes_of
 from reprise.loading.reader import Checkpoint, open_checkpoint, read_places
 from reprise.loading.same_checkpoint import open_same
+from reprise.loading.verify import check_first_blocks
 from reprise.local.link import Link
 from reprise.local.parts import Candidate, Parts, Transfer, assign, candidates
 from reprise.local.pieces import PieceWriter, damaged_pieces

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from reprise.errors import CheckpointError, TrainerError
 from reprise.format.names import ADAPTERS, HOST, MANIFEST, OPTIMIZER_DROPPED, STATE, is_lightened
-from reprise.loading.blocks import check_first_blocks
 from reprise.loading.reader import Checkpoint, check_state, open_checkpoint, read_content, read_places
+from reprise.loading.verify import check_first_blocks
 from reprise.management.host_share import share_of
 from reprise.management.paths import checkpoint_folder, checkpoints_in, refuse_link
 from reprise.management.summary import CheckpointStatus, CheckpointSummary

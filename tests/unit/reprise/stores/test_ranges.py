@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from reprise.loading.blocks import check_first_blocks
 from reprise.loading.loader import fill
 from reprise.loading.reader import open_checkpoint, read_places
+from reprise.loading.verify import check_first_blocks
 from reprise.stores.child import Server
 from reprise.stores.client import StoreClient
 from reprise.stores.files import StoreFiles
