@@ -86,55 +86,41 @@ def diff(a: str | Path, b: str | Path, *, progress: ProgressCallback = ignore_pr
         UnreadableError: A file cannot be read at the moment.
     """
     first, second = (open_newest(path) for path in (a, b))
-    total, tensors = len(first.manifest.tensors.keys() | second.manifest.tensors.keys()), list[TensorDifference]()
-    progress("", 0, total)
-    for difference in tensor_differences(first, second):
-        tensors.append(difference)
-        progress("", len(tensors), total)
-    state = (FieldDifference(*fields) for fields in state_differences(first.state, second.state))
-    return CheckpointDifference(tuple(tensors), tuple(state))
-
-
-def tensor_differences(a: Checkpoint, b: Checkpoint) -> Iterator[TensorDifference]:
-    """Compare all tensors in two checkpoints, sorted by name.
-
-    Raises:
-        CheckpointError: A header is damaged, a file is unreadable, or a piece lies on another host.
-    """
-    places_a, places_b = read_places(a), read_places(b)
-    for checkpoint in (a, b):
-        if checkpoint.host is not None:
-            for name, numbers in checkpoint.host.missing.items():
-                raise not_held(checkpoint, read_places(checkpoint)[name], numbers[0])
-    for name in sorted(places_a.keys() | places_b.keys()):
-        if name not in places_b or name not in places_a:
-            yield TensorDifference(name, "only in A" if name in places_a else "only in B")
+    for checkpoint in (first, second):
+        for name, numbers in {} if checkpoint.host is None else checkpoint.host.missing.items():
+            raise not_held(checkpoint, read_places(checkpoint)[name], numbers[0])
+    places_a, places_b, tensors = read_places(first), read_places(second), list[TensorDifference]()
+    names = sorted(places_a.keys() | places_b.keys())
+    progress("", 0, len(names))
+    for name in names:
+        if name in places_a and name in places_b:
+            tensors.append(_compare(first, places_a[name], second, places_b[name]))
         else:
-            yield _compare(a, places_a[name], b, places_b[name])
+            tensors.append(TensorDifference(name, "only in A" if name in places_a else "only in B"))
+        progress("", len(tensors), len(names))
+    return CheckpointDifference(tuple(tensors), tuple(_state_differences(first.state, second.state)))
 
 
 def _compare(a: Checkpoint, place_a: Place, b: Checkpoint, place_b: Place) -> TensorDifference:
-    name, total = place_a.spec.name, math.prod(place_a.spec.shape)
-    if place_a.spec.shape != place_b.spec.shape:
-        detail = f"{list(place_a.spec.shape)} and {list(place_b.spec.shape)}"
-        return TensorDifference(name, "shape", total=total, detail=detail)
-    is_same_dtype = place_a.spec.dtype == place_b.spec.dtype
+    spec, spec_b = place_a.spec, place_b.spec
+    total, is_same_dtype = math.prod(spec.shape), spec.dtype == spec_b.dtype
+    if spec.shape != spec_b.shape:
+        return TensorDifference(spec.name, "shape", total=total, detail=f"{list(spec.shape)} and {list(spec_b.shape)}")
     largest, differing = 0.0, 0
     for x, y in zip(_values(a, place_a), _values(b, place_b), strict=True):
         bits = x.view(torch.uint8), y.view(torch.uint8)
         if is_same_dtype and torch.equal(*bits):
             continue
         x, y = x.double(), y.double()
+        unlike = (x != y) & ~(x.isnan() & y.isnan())
         if is_same_dtype:
             unlike = torch.ne(*bits).reshape(x.numel(), -1).any(dim=1)
-        else:
-            unlike = (x != y) & ~(x.isnan() & y.isnan())
         distance = (x - y).abs().nan_to_num(nan=math.inf, posinf=math.inf)
         differing += int(unlike.sum())
         largest = max(largest, float(distance.where(unlike, 0.0).max()))
-    detail = "" if is_same_dtype else f"{place_a.spec.dtype.name} and {place_b.spec.dtype.name}"
+    detail = "" if is_same_dtype else f"{spec.dtype.name} and {spec_b.dtype.name}"
     result = "dtype" if detail else "values" if differing else "equal"
-    return TensorDifference(name, result, largest, differing, total, detail)
+    return TensorDifference(spec.name, result, largest, differing, total, detail)
 
 
 def _values(checkpoint: Checkpoint, place: Place) -> Iterator[torch.Tensor]:
@@ -149,12 +135,10 @@ def _values(checkpoint: Checkpoint, place: Place) -> Iterator[torch.Tensor]:
 _ABSENT = "(absent)"
 
 
-def state_differences(a: Json, b: Json, *, path: str = "") -> Iterator[tuple[str, object, object]]:
-    """Yield each different field's dotted name and both values."""
+def _state_differences(a: Json, b: Json, path: str = "") -> Iterator[FieldDifference]:
     for key in sorted(a.keys() | b.keys()):
         value_a, value_b = a.get(key, _ABSENT), b.get(key, _ABSENT)
-        name = f"{path}{key}"
         if isinstance(value_a, dict) and isinstance(value_b, dict):
-            yield from state_differences(value_a, value_b, path=f"{name}.")
+            yield from _state_differences(value_a, value_b, f"{path}{key}.")
         elif value_a != value_b:
-            yield name, value_a, value_b
+            yield FieldDifference(f"{path}{key}", value_a, value_b)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -62,108 +63,102 @@ def copy(
     from_path, to_path = location(source), location(target)
     results = []
     for path in all_checkpoints(from_path):
-        if path != from_path and iteration_of(path) is None:  # a superseded iteration
+        to = to_path / shown_name(path)
+        if path == from_path:
+            to = to_path if is_iteration_name(to_path.name) else to_path / path.name
+        elif iteration_of(path) is None:  # a superseded iteration
             continue
-        is_named = is_iteration_name(to_path.name) and path == from_path
-        to = to_path if is_named else to_path / shown_name(path) if path != from_path else to_path / path.name
-        results.append(_Copy(path, to, progress).run())
+        results.append(_copy(path, to, progress))
     return tuple(results)
 
 
-class _Copy:
-    """Copies one checkpoint."""
+def _copy(source: Path, target: Path, progress: ProgressCallback) -> CopiedCheckpoint:
+    """Copy one checkpoint's files missing at the target, and verify."""
+    checkpoint = open_checkpoint(source, files_of(source))
+    if not checkpoint.is_whole or checkpoint.host is not None:
+        raise CheckpointError(
+            "A folder holds the part of one host", where=source, found=HOST, fix="Join the hosts: `gather`."
+        )
+    content, copied = CheckpointFiles.at(source), [0]
 
-    def __init__(self, source: Path, target: Path, progress: ProgressCallback) -> None:
-        self._source, self._target, self._progress = source, target, progress
-        self._checkpoint = open_checkpoint(source, files_of(source))
-        if not self._checkpoint.is_whole or self._checkpoint.host is not None:
-            raise CheckpointError(
-                "A folder holds the part of one host", where=source, found=HOST, fix="Join the hosts: `gather`."
-            )
-        self._files = CheckpointFiles.at(source)
-        self._copied = 0
-        self._name = shown_name(source)
+    def count(size: int) -> None:
+        copied.append(copied[-1] + size)
+        progress(shown_name(source), copied[-1], content.total_bytes)
 
-    def run(self) -> CopiedCheckpoint:
-        """Copy the files missing at the target, and verify."""
-        total = self._files.total_bytes
-        self._progress(self._name, 0, total)
-        if not self._is_there():
-            if is_stored(self._target):
-                self._upload()
-            else:
-                self._download()
-        return CopiedCheckpoint(str(self._source), str(self._target), total, self._copied)
+    count(0)
+    if not _is_there(target, content):
+        (_upload if is_stored(target) else _download)(checkpoint, target, content, count)
+    return CopiedCheckpoint(str(source), str(target), content.total_bytes, copied[-1])
 
-    def _is_there(self) -> bool:
-        """Return whether the target has the checkpoint. Refuse another checkpoint with its name."""
-        if not exists(self._target / MANIFEST):
-            if not is_stored(self._target) and lexists(self._target):
-                raise CheckpointError("A folder has the name of the copy", where=self._target)
-            return False
-        is_lighter = exists(self._target / OPTIMIZER_DROPPED) and OPTIMIZER_DROPPED not in self._files.sizes
-        if is_lighter or read_content(self._target / MANIFEST, files_of(self._target)) != self._files.manifest:
-            raise CheckpointError(
-                "Another checkpoint has the name of the copy",
-                where=self._target,
-                found="one without optimizer state" if is_lighter else None,
-                fix="Delete it, or name another target.",
-            )
-        return True
 
-    def _add(self, count: int) -> None:
-        self._copied += count
-        self._progress(self._name, self._copied, self._files.total_bytes)
+def _is_there(target: Path, content: CheckpointFiles) -> bool:
+    """Return whether the target has the checkpoint. Refuse another checkpoint with its name."""
+    if not exists(target / MANIFEST):
+        if not is_stored(target) and lexists(target):
+            raise CheckpointError("A folder has the name of the copy", where=target)
+        return False
+    is_lighter = exists(target / OPTIMIZER_DROPPED) and OPTIMIZER_DROPPED not in content.sizes
+    if is_lighter or read_content(target / MANIFEST, files_of(target)) != content.manifest:
+        raise CheckpointError(
+            "Another checkpoint has the name of the copy",
+            where=target,
+            found="one without optimizer state" if is_lighter else None,
+            fix="Delete it, or name another target.",
+        )
+    return True
 
-    def _upload(self) -> None:
-        """Upload to a store through this host's child process."""
-        if not is_stored(self._source):
-            _verify(self._checkpoint)
-        upload = Upload(CHILD_CLIENT, url_of(self._target), self._source)
-        names = retried(upload.begin)
-        if names is not None:
-            for name in names:
-                retried(partial(upload.send, name))
-                self._add(self._files.sizes[name])
-            retried(upload.commit)
-        if is_stored(self._source):  # both sides are remote: read the copy back
-            _verify(open_checkpoint(self._target, files_of(self._target)))
 
-    def _download(self) -> None:
-        """Write to a hidden folder beside the target, verify it, and rename it."""
-        partial = self._target.with_name(f".{self._target.name}.{self._files.digest}.copy.partial")
-        files = FILE_SYSTEM
-        make_folders(files, partial)
-        for name, size in sorted(self._files.sizes.items()):
-            path = partial / name
-            make_folders(files, path.parent)
-            if not exists(path) or path.stat().st_size != size:
-                self._fetch(name, size, path)
-        files.write_whole(partial / MANIFEST, self._files.manifest)
-        try:
-            _verify(open_checkpoint(partial, files))
-        except CheckpointError:
-            files.remove_tree(partial)  # an interrupted copy may have left the damaged file: the next copy starts over
-            raise
-        sync_folders(files, partial)
-        files.rename(partial, self._target)
-        files.sync_folder(self._target.parent)
+def _upload(checkpoint: Checkpoint, target: Path, content: CheckpointFiles, count: Callable[[int], None]) -> None:
+    """Upload to a store through this host's child process."""
+    source = checkpoint.path
+    if not is_stored(source):
+        _verify(checkpoint)
+    upload = Upload(CHILD_CLIENT, url_of(target), source)
+    names = retried(upload.begin)
+    if names is not None:
+        for name in names:
+            retried(partial(upload.send, name))
+            count(content.sizes[name])
+        retried(upload.commit)
+    if is_stored(source):  # both sides are remote: read the copy back
+        _verify(open_checkpoint(target, files_of(target)))
 
-    def _fetch(self, name: str, size: int, path: Path) -> None:
-        """Copy a file. Until its end, it is shorter than `size`."""
-        source = files_of(self._source)
-        reading, writing = source.open_for_reading(self._source / name), FILE_SYSTEM.write_new(path, b"")
-        try:
-            for offset in range(0, size, _COPY_BYTES):
-                part = memoryview(bytearray(min(_COPY_BYTES, size - offset)))
-                if source.read(reading, part, offset=offset) != part.nbytes:
-                    raise CheckpointError("A file ended early", where=self._source / name, expected=f"{size} B")
-                FILE_SYSTEM.write(writing, part, offset=offset)
-                self._add(part.nbytes)
-            FILE_SYSTEM.sync(writing)
-        finally:
-            FILE_SYSTEM.close(writing)
-            source.close(reading)
+
+def _download(checkpoint: Checkpoint, target: Path, content: CheckpointFiles, count: Callable[[int], None]) -> None:
+    """Write to a hidden folder beside the target, verify it, and rename it."""
+    partial, files = target.with_name(f".{target.name}.{content.digest}.copy.partial"), FILE_SYSTEM
+    make_folders(files, partial)
+    for name, size in sorted(content.sizes.items()):
+        path = partial / name
+        make_folders(files, path.parent)
+        if not exists(path) or path.stat().st_size != size:
+            _fetch(checkpoint, name, size, path, count)
+    files.write_whole(partial / MANIFEST, content.manifest)
+    try:
+        _verify(open_checkpoint(partial, files))
+    except CheckpointError:
+        files.remove_tree(partial)  # an interrupted copy may have left the damaged file: the next copy starts over
+        raise
+    sync_folders(files, partial)
+    files.rename(partial, target)
+    files.sync_folder(target.parent)
+
+
+def _fetch(checkpoint: Checkpoint, name: str, size: int, path: Path, count: Callable[[int], None]) -> None:
+    """Copy a file. Until its end, it is shorter than `size`."""
+    source = checkpoint.files
+    reading, writing = source.open_for_reading(checkpoint.path / name), FILE_SYSTEM.write_new(path, b"")
+    try:
+        for offset in range(0, size, _COPY_BYTES):
+            part = memoryview(bytearray(min(_COPY_BYTES, size - offset)))
+            if source.read(reading, part, offset=offset) != part.nbytes:
+                raise CheckpointError("A file ended early", where=checkpoint.path / name, expected=f"{size} B")
+            FILE_SYSTEM.write(writing, part, offset=offset)
+            count(part.nbytes)
+        FILE_SYSTEM.sync(writing)
+    finally:
+        FILE_SYSTEM.close(writing)
+        source.close(reading)
 
 
 def _verify(checkpoint: Checkpoint) -> None:

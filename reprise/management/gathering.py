@@ -20,14 +20,13 @@ from reprise.local.parts import Parts, candidates
 from reprise.local.pieces import PieceWriter, piece_blocks, read_blocks
 from reprise.local.skeleton import skeleton_of, write_skeleton
 from reprise.management.progress import ProgressCallback, ignore_progress
-from reprise.storage.files import FILE_SYSTEM, cannot_write
+from reprise.storage.atomic import sync_folders
+from reprise.storage.files import FILE_SYSTEM
 from reprise.storage.folder import CheckpointFolder, is_iteration_name
 from reprise.storage.lock import FolderLock
 from reprise.storage.paths import exists, is_dir, lexists
 
 _log = logging.getLogger(__name__)
-
-_ATTEMPT = "gather-"  # prefix for these attempts' names
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +82,7 @@ def gather(
     _refuse_host_folder(folder)
     lock = FolderLock(folder.root, secrets.token_hex(4), files=folder.files)
     with lock, lock:
-        for number, attempt in folder.partials():  # left by a killed call
-            if attempt.startswith(_ATTEMPT):
-                folder.files.remove_tree(folder.partial(number, attempt))
+        folder.sweep()  # what a killed call has left
         return _join(parts, folder, progress)
 
 
@@ -144,7 +141,7 @@ def _newest_whole(parts: Sequence[Checkpoint], iteration: int | None) -> list[tu
 
 
 def _join(parts: Sequence[tuple[Checkpoint, Parts]], out: CheckpointFolder, progress: ProgressCallback) -> GatherReport:
-    first, attempt, damage = parts[0][0], f"{_ATTEMPT}{secrets.token_hex(4)}", list[str]()
+    first, attempt, damage = parts[0][0], f"gather-{secrets.token_hex(4)}", list[str]()
     target, partial = out.iteration(first.iteration), out.partial(first.iteration, attempt)
     if lexists(target):
         raise CheckpointError("There is something already", where=target, fix="Move it away, or name another folder.")
@@ -162,11 +159,10 @@ def _join(parts: Sequence[tuple[Checkpoint, Parts]], out: CheckpointFolder, prog
                 holders = [part for part, held in parts if number in held.whole]
                 damage += _copy(holders, piece_blocks(first, pieces), writer, count)
             writer.sync()
-        for name in {(partial / name).parent for name in first.manifest.files} | {partial}:
-            out.files.sync_folder(name)
+        sync_folders(out.files, partial)
         out.commit(first.iteration, attempt)
     except OSError as error:
-        raise cannot_write(partial, error, what="The output", files=out.files) from error
+        raise out.cannot_write(error, what="The output") from error
     finally:
         with contextlib.suppress(OSError):  # the original error matters more
             out.files.remove_tree(partial)

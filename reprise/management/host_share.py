@@ -64,16 +64,13 @@ def share_of(checkpoint: Checkpoint) -> HostShare | None:
     if host is None:
         return None
     places, written, present = read_places(checkpoint), host.by_host(), host.by_host(host.held)
-
-    def pieces_of(number: int) -> HostPieces:
-        held = present.get(number, {})
-        return HostPieces(
-            host.hosts[number], _count(written.get(number, {})), _count(held), bytes_of(checkpoint, places, held)
-        )
-
+    pieces = [(written.get(number, {}), present.get(number, {})) for number in range(len(host.hosts))]
     return HostShare(
         host=None if host.host is None else host.hosts[host.host],
-        hosts=tuple(map(pieces_of, range(len(host.hosts)))),
+        hosts=tuple(
+            HostPieces(name, _count(all_pieces), _count(held), bytes_of(checkpoint, places, held))
+            for name, (all_pieces, held) in zip(host.hosts, pieces, strict=True)
+        ),
         total_bytes=sum(place.spec.total_bytes for place in places.values()),
         missing=Parts.of(host).describe_missing(),
     )
@@ -111,8 +108,6 @@ def missing_everywhere(
         folders: The folders. The result is empty for a single folder.
         parts: Each checkpoint's iteration and `host.json`, which a whole checkpoint lacks.
     """
-    texts: dict[int | None, str] = {}
     local = [{iteration: Parts.of(host)} for iteration, host in parts if iteration is not None and host is not None]
-    for candidate in candidates(local) if len(folders) > 1 else ():
-        texts.setdefault(candidate.iteration, candidate.together.describe_missing())
-    return texts
+    entries = reversed(candidates(local) if len(folders) > 1 else [])  # an iteration's most complete one last
+    return {candidate.iteration: candidate.together.describe_missing() for candidate in entries}

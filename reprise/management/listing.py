@@ -10,10 +10,10 @@ from pathlib import Path
 
 from reprise.errors import CheckpointError, TrainerError
 from reprise.format.names import ADAPTERS, HOST, MANIFEST, OPTIMIZER_DROPPED, STATE, is_lightened
-from reprise.loading.reader import Checkpoint, check_state, open_checkpoint, read_content, read_places
+from reprise.loading.reader import Checkpoint, check_state, read_content, read_places
 from reprise.loading.verify import check_first_blocks
 from reprise.management.host_share import share_of
-from reprise.management.paths import checkpoint_folder, checkpoints_in, refuse_link
+from reprise.management.paths import checkpoint_folder, checkpoints_in, examined
 from reprise.management.summary import CheckpointStatus, CheckpointSummary
 from reprise.storage import json_file
 from reprise.storage.files import Files
@@ -47,10 +47,8 @@ def list_checkpoints(*folders: str | Path, check: int | None = CHECKED) -> tuple
         trees = trees_in(root, files_of(root))
         checked = {*_newest(trees, check)}
         for path, tree in trees.items():
-            summary = _listed(root, path, tree, files_of(path))
-            if path in checked or summary.problem is not None:
-                summary, _ = _checked(summary, files_of(path))
-            summaries.append(summary)
+            summary = _listed(root, path, tree)
+            summaries.append(_checked(summary) if path in checked or summary.problem is not None else summary)
     return tuple(summaries)
 
 
@@ -76,14 +74,12 @@ def _newest(paths: Iterable[Path], count: int | None) -> list[Path]:
     by_folder = defaultdict[Path, list[Path]](list)
     for path in paths:
         by_folder[path.parent].append(path)
-    return [path for kind in by_folder.values() for path in sorted(kind, key=_age_rank, reverse=True)[:count]]
+    for members in by_folder.values():
+        members.sort(key=lambda path: (iteration_of(path) is not None, named_iteration(path.name) or 0), reverse=True)
+    return [path for members in by_folder.values() for path in members[:count]]
 
 
-def _age_rank(path: Path) -> tuple[bool, int]:
-    return iteration_of(path) is not None, named_iteration(path.name) or 0
-
-
-def _listed(folder: Path, path: Path, tree: Tree | None, files: Files) -> CheckpointSummary:
+def _listed(folder: Path, path: Path, tree: Tree | None) -> CheckpointSummary:
     """Return an unchecked summary, with a problem if only a check can classify the checkpoint.
 
     Args:
@@ -91,6 +87,7 @@ def _listed(folder: Path, path: Path, tree: Tree | None, files: Files) -> Checkp
     """
     state: Json | None = None
     problem: TrainerError | None = None
+    files = files_of(path)
     try:
         if tree is None:
             tree = {} if is_symlink(path) else files.tree(path)
@@ -107,7 +104,7 @@ def _listed(folder: Path, path: Path, tree: Tree | None, files: Files) -> Checkp
         folder,
         path,
         named_iteration(path.name),
-        _size(path, tree, files),
+        size_of(path, tree),
         (tree.get(MANIFEST) or path.lstat()).st_mtime,  # not the folder's time, which a `hold` file changes
         CheckpointStatus.UNCHECKED,
         problem,
@@ -120,39 +117,39 @@ def _listed(folder: Path, path: Path, tree: Tree | None, files: Files) -> Checkp
     )
 
 
-def _checked(summary: CheckpointSummary, files: Files) -> tuple[CheckpointSummary, Checkpoint | None]:
-    """Return a checked summary, and the checkpoint unless it cannot be opened."""
-    checkpoint: Checkpoint | None = None
-    try:
-        refuse_link(summary.path)
-        checkpoint = open_checkpoint(summary.path, files)
-        check_first_blocks(checkpoint, read_places(checkpoint))
-        summary = replace(
-            summary,
-            iteration=checkpoint.iteration,
-            status=CheckpointStatus.WHOLE if checkpoint.is_whole else CheckpointStatus.PART,
-            problem=None,
-            state=checkpoint.state,
-            is_lightened=checkpoint.is_lightened,
-            share=share_of(checkpoint),
-        )
-    except TrainerError as error:
-        summary = replace(summary, status=CheckpointStatus.of(error), problem=error, state=None)
-    return summary, checkpoint
+def _checked(summary: CheckpointSummary) -> CheckpointSummary:
+    status, problem, checkpoint = examined(summary.path, _check)
+    if checkpoint is None or problem is not None:
+        return replace(summary, status=status, problem=problem, state=None)
+    return replace(
+        summary,
+        iteration=checkpoint.iteration,
+        status=status,
+        problem=None,
+        state=checkpoint.state,
+        is_lightened=checkpoint.is_lightened,
+        share=share_of(checkpoint),
+    )
 
 
-def whole_checkpoint(path: Path, files: Files) -> Checkpoint | None:
+def _check(checkpoint: Checkpoint) -> None:
+    check_first_blocks(checkpoint, read_places(checkpoint))
+
+
+def whole_checkpoint(path: Path) -> Checkpoint | None:
     """Return the checkpoint if it is whole, judged by its JSON files, headers and first blocks; else None."""
-    summary, checkpoint = _checked(_listed(path.parent, path, None, files), files)
-    return checkpoint if summary.status is CheckpointStatus.WHOLE else None
+    status, _, checkpoint = examined(path, _check)
+    return checkpoint if status is CheckpointStatus.WHOLE else None
 
 
-def size_of(path: Path, files: Files) -> int:
-    """Return the size of a checkpoint's files in bytes; in a host's folder, their size on disk."""
-    return _size(path, files.tree(path), files)
+def size_of(path: Path, tree: Tree | None = None) -> int:
+    """Return the size of a checkpoint's files in bytes; in a host's folder, their size on disk.
 
-
-def _size(path: Path, tree: Tree, files: Files) -> int:
+    Args:
+        tree: Its files. They are listed by default.
+    """
+    files = files_of(path)
+    tree = files.tree(path) if tree is None else tree
     if HOST in tree:  # its files may be mostly holes
         return files.allocated_bytes(path)
     return sum(status.st_size for status in tree.values())

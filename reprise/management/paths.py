@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
-from reprise.errors import CheckpointError
+from reprise.errors import CheckpointError, TrainerError, UnreadableError
 from reprise.loading.choose import LoadSource, committed_in, no_folder
 from reprise.loading.reader import Checkpoint, open_checkpoint
-from reprise.storage.files import Files
+from reprise.management.summary import CheckpointStatus
 from reprise.storage.folder import WEIGHTS, CheckpointFolder, is_iteration_name, kind_of
 from reprise.storage.paths import is_dir, is_symlink
 from reprise.stores.locations import files_of, location
@@ -45,40 +46,41 @@ def checkpoints_in(folder: Path) -> list[Path]:
     return checkpoints
 
 
-def newest_checkpoint(path: Path, files: Files) -> Path:
-    """Return `path` if it is a checkpoint, otherwise the newest checkpoint in the run there.
-
-    Raises:
-        CheckpointError: There is no checkpoint.
-    """
-    if is_iteration_name(path.name):
-        return path
-    folder = CheckpointFolder(checkpoint_folder(path), files)
-    committed = committed_in(folder)
-    if not committed:
-        raise _no_checkpoint(folder.root)
-    return folder.iteration(committed[-1])
-
-
 def open_newest(checkpoint: str | Path) -> Checkpoint:
     """Open a checkpoint, or a run's newest.
 
     Raises:
-        CheckpointError: See `newest_checkpoint` and `open_checkpoint`.
+        CheckpointError: There is no checkpoint, or see `open_checkpoint`.
     """
     path = location(checkpoint)
     files = files_of(path)
-    return open_checkpoint(newest_checkpoint(path, files), files)
+    if not is_iteration_name(path.name):
+        folder = CheckpointFolder(checkpoint_folder(path), files)
+        if not (committed := committed_in(folder)):
+            raise _no_checkpoint(folder.root)
+        path = folder.iteration(committed[-1])
+    return open_checkpoint(path, files)
 
 
-def refuse_link(path: Path) -> None:
-    """Refuse a link in a run's folder. A link named by the caller is followed.
+Examined = tuple[CheckpointStatus, TrainerError | None, Checkpoint | None]
 
-    Raises:
-        CheckpointError: `path` is a link.
+
+def examined(path: Path, check: Callable[[Checkpoint], object], *, is_named: bool = False) -> Examined:
+    """Open a checkpoint and check it. Return its status, its damage or failed read, and the checkpoint if it opens.
+
+    Args:
+        is_named: Whether the caller named the checkpoint itself, so that a link is followed.
     """
-    if is_symlink(path):
-        raise CheckpointError("An iteration's path is not a checkpoint folder", where=path, found=kind_of(path))
+    checkpoint: Checkpoint | None = None
+    try:
+        if is_symlink(path) and not is_named:
+            raise CheckpointError("An iteration's path is not a checkpoint folder", where=path, found=kind_of(path))
+        checkpoint = open_checkpoint(path, files_of(path))
+        check(checkpoint)
+    except TrainerError as error:
+        is_damage = not isinstance(error, UnreadableError)
+        return CheckpointStatus.DAMAGED if is_damage else CheckpointStatus.UNREADABLE, error, checkpoint
+    return CheckpointStatus.WHOLE if checkpoint.is_whole else CheckpointStatus.PART, None, checkpoint
 
 
 def _iterations(folder: Path) -> list[Path]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -97,39 +97,43 @@ def prune(
             expected="keep of at least 1, retain_interval of at least 0",
             found=f"keep={keep}, retain_interval={retain_interval}",
         )
-    place = location(folder)
+    place, retention = location(folder), Retention(keep, retain_interval)
     if is_stored(place):
-        return _prune_stored(place, Retention(keep, retain_interval), dry_run=dry_run)
+        paths = [path for path in trees_in(place, files_of(place)) if path.parent == place]
+        stored = {iteration: path for path in paths if (iteration := iteration_of(path)) is not None}
+        return _prune(stored, retention.expired(stored), None if dry_run else _remove)
     with _owned(place, dry_run=dry_run) as (checkpoints, lock):
-        committed = committed_in(checkpoints)
-        iterations = Retention(keep, retain_interval).expired(committed, pinned=checkpoints.held(committed))
-        if iterations:
-            _require_whole(checkpoints, set(committed) - set(iterations))
-        expired = list[ExpiredCheckpoint]()
-        for iteration in iterations:
-            checkpoint = ExpiredCheckpoint(
-                path := checkpoints.iteration(iteration), iteration, size_of(path, checkpoints.files)
-            )
-            if lock is not None:
-                lock.check()
-                if not checkpoints.delete(path, secrets.token_hex(4)):  # a reader has started on it
-                    continue
-            expired.append(checkpoint)
-    retained = set(committed) - {checkpoint.iteration for checkpoint in expired}
-    return PruneReport(tuple(expired), tuple(sorted(retained)), dry_run)
+        committed = {iteration: checkpoints.iteration(iteration) for iteration in committed_in(checkpoints)}
+        expired = retention.expired(committed, pinned=checkpoints.held(committed))
+        if expired:
+            _require_whole(checkpoints, committed.keys() - {*expired})
+
+        def delete(path: Path) -> bool:
+            assert lock is not None
+            lock.check()
+            return checkpoints.delete(path, secrets.token_hex(4))
+
+        return _prune(committed, expired, None if dry_run else delete)
 
 
-def _prune_stored(folder: Path, retention: Retention, *, dry_run: bool) -> PruneReport:
-    trees = trees_in(folder, files_of(folder))
-    paths = {n: path for path in trees if path.parent == folder and (n := iteration_of(path)) is not None}
-    expired = list[ExpiredCheckpoint]()
-    for iteration in retention.expired(paths):
-        sizes = (status.st_size for status in (trees[paths[iteration]] or {}).values())
-        expired.append(ExpiredCheckpoint(paths[iteration], iteration, sum(sizes)))
-        if not dry_run:
-            remove(CHILD_CLIENT, url_of(paths[iteration]))
-    retained = paths.keys() - {checkpoint.iteration for checkpoint in expired}
-    return PruneReport(tuple(expired), tuple(sorted(retained)), dry_run)
+def _prune(committed: Mapping[int, Path], expired: Iterable[int], delete: Callable[[Path], bool] | None) -> PruneReport:
+    """Delete checkpoints.
+
+    Args:
+        delete: Deletes one, and returns whether it is gone: a reader may have started on it. None deletes nothing.
+    """
+    deleted = list[ExpiredCheckpoint]()
+    for iteration in expired:
+        checkpoint = ExpiredCheckpoint(committed[iteration], iteration, size_of(committed[iteration]))
+        if delete is None or delete(checkpoint.path):
+            deleted.append(checkpoint)
+    retained = committed.keys() - {checkpoint.iteration for checkpoint in deleted}
+    return PruneReport(tuple(deleted), tuple(sorted(retained)), delete is None)
+
+
+def _remove(path: Path) -> bool:
+    remove(CHILD_CLIENT, url_of(path))
+    return True
 
 
 def drop_optimizer(folder: str | Path, *, before: int, dry_run: bool = False) -> tuple[LightenedCheckpoint, ...]:
@@ -248,7 +252,7 @@ def _require_whole(folder: CheckpointFolder, retained: Iterable[int], *, has_opt
     """Refuse to delete unless a remaining checkpoint is whole, with optimizer state if `has_optimizer`."""
     paths = [folder.iteration(iteration) for iteration in sorted(retained, reverse=True)]
     for path in paths:
-        checkpoint = whole_checkpoint(path, folder.files)
+        checkpoint = whole_checkpoint(path)
         if checkpoint is not None and (checkpoint.has_optimizer or not has_optimizer):
             return
     fix = "The folder of one host holds parts, which its run deletes."

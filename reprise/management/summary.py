@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from reprise.errors import TrainerError, UnreadableError
+from reprise.errors import TrainerError
 from reprise.management.host_share import HostShare
 from reprise.storage.json_file import Json
 
@@ -23,11 +23,6 @@ class CheckpointStatus(StrEnum):
     DAMAGED = "damaged"
     UNREADABLE = "unreadable"
     UNCHECKED = "unchecked"
-
-    @staticmethod
-    def of(error: TrainerError) -> CheckpointStatus:
-        """Return the status for a checkpoint that raised an error."""
-        return CheckpointStatus.UNREADABLE if isinstance(error, UnreadableError) else CheckpointStatus.DAMAGED
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,17 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from reprise.errors import CheckpointError, TrainerError
+from reprise.errors import TrainerError
 from reprise.format.host_file import HostFile
-from reprise.loading.reader import Checkpoint, open_checkpoint, read_places
+from reprise.loading.reader import Checkpoint, read_places
 from reprise.loading.verify import verify_share
 from reprise.management.host_share import HostShare, missing_everywhere, share_of, stored_bytes, without_damage
-from reprise.management.paths import all_checkpoints, refuse_link
+from reprise.management.paths import all_checkpoints, examined
 from reprise.management.progress import ProgressCallback, ignore_progress
 from reprise.management.summary import CheckpointStatus
-from reprise.storage.files import Files
 from reprise.storage.folder import named_iteration
-from reprise.stores.locations import files_of, location
+from reprise.stores.locations import location
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,44 +52,27 @@ def verify(*checkpoints: str | Path, progress: ProgressCallback = ignore_progres
         CheckpointError: A folder is missing or holds no checkpoint. A damaged checkpoint does not raise.
         OSError: A folder cannot be listed.
     """
-    results, parts = list[VerifiedCheckpoint](), list[tuple[int | None, HostFile | None]]()
+    results, hosts = list[VerifiedCheckpoint](), list[HostFile | None]()
     for argument in map(location, checkpoints):
         for path in all_checkpoints(argument):
-            result, host = _verify(path, path == argument, len(checkpoints) > 1, progress, files_of(path))
+            result, checkpoint = _verify(path, path == argument, progress)
             results.append(result)
-            parts.append((result.iteration, host))
-    missing = missing_everywhere(checkpoints, parts)
+            is_whole = checkpoint is None or result.problem is None or len(checkpoints) < 2
+            hosts.append(None if checkpoint is None else checkpoint.host if is_whole else without_damage(checkpoint))
+    missing = missing_everywhere(checkpoints, zip((result.iteration for result in results), hosts, strict=True))
     return tuple(replace(result, missing_everywhere=missing.get(result.iteration)) for result in results)
 
 
-def _verify(
-    path: Path, is_named: bool, has_others: bool, progress: ProgressCallback, files: Files
-) -> tuple[VerifiedCheckpoint, HostFile | None]:
-    """Return a checkpoint's result and, for a local checkpoint, its undamaged pieces.
+def _verify(path: Path, is_named: bool, progress: ProgressCallback) -> tuple[VerifiedCheckpoint, Checkpoint | None]:
+    name, result = path.name, VerifiedCheckpoint(path, named_iteration(path.name), CheckpointStatus.WHOLE, None)
 
-    Args:
-        is_named: Whether the caller named the checkpoint itself.
-        has_others: Whether other folders may have the damaged pieces.
-    """
-    result, host = VerifiedCheckpoint(path, named_iteration(path.name), CheckpointStatus.WHOLE, None), None
-    try:
-        if not is_named:
-            refuse_link(path)
-        checkpoint = open_checkpoint(path, files)
+    def check(checkpoint: Checkpoint) -> None:
+        nonlocal result
         result = replace(result, iteration=checkpoint.iteration, share=share_of(checkpoint))
-        host = checkpoint.host
-        try:
-            result = replace(result, checked_bytes=_read(checkpoint, progress))
-        except CheckpointError:
-            host = without_damage(checkpoint) if has_others else None
-            raise
-    except TrainerError as error:
-        return replace(result, status=CheckpointStatus.of(error), problem=error), host
-    return replace(result, status=CheckpointStatus.WHOLE if checkpoint.is_whole else CheckpointStatus.PART), host
+        places, total = read_places(checkpoint), stored_bytes(checkpoint)
+        progress(name, 0, total)
+        count = verify_share(checkpoint, places, rank=0, world_size=1, progress=lambda n: progress(name, n, total))
+        result = replace(result, checked_bytes=count)
 
-
-def _read(checkpoint: Checkpoint, progress: ProgressCallback) -> int:
-    name, total = checkpoint.path.name, stored_bytes(checkpoint)
-    progress(name, 0, total)
-    places = read_places(checkpoint)
-    return verify_share(checkpoint, places, rank=0, world_size=1, progress=lambda done: progress(name, done, total))
+    status, problem, checkpoint = examined(path, check, is_named=is_named)
+    return replace(result, status=status, problem=problem), checkpoint
