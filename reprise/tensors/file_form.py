@@ -72,8 +72,8 @@ def resolve(
         parameter: The parameter whose optimizer state this is. State with its local shape has its shards.
 
     Raises:
-        CheckpointError: Names a lazy tensor, one whose class keeps its memory elsewhere, or one whose shards on this
-            rank are not a box together.
+        CheckpointError: Names a lazy tensor, one whose class keeps its memory elsewhere, one whose description
+            contradicts itself, or one whose shards on this rank are not a box together.
     """
     local = memory_holder(tensor)
     is_plain = type(local) in _PLAIN  # the fast path: each save calls this for each tensor
@@ -99,9 +99,7 @@ def resolve(
         )
     place = local if is_described(local) else parameter
     if is_described(place) and place.shape == local.shape:
-        shape, offsets, starts, sizes = (getattr(place, name) for name in GLOBAL_PLACE)
-        boxes = [Box(tuple(start), tuple(size)) for start, size in zip(starts, sizes, strict=True)]
-        return _joined([local[box.slices] for box in boxes], offsets, tuple(shape), where())
+        return _described(local, place, where())
     local = source = local.detach()
     if local.is_nested or local.layout is not torch.strided or local.is_quantized:
         return StorableTensor(tensor.detach())  # `check_memory` refuses it by name
@@ -112,6 +110,30 @@ def resolve(
     copy_back = None if local is source else partial(_copy_back, local, source, where())
     shape = (*tensor.shape, *stored.shape[source.ndim :])
     return StorableTensor(with_memory(tensor, stored, shape), dtype, copy_back=copy_back)
+
+
+def _described(local: torch.Tensor, place: torch.Tensor, where: str) -> StorableTensor | None:
+    """Return the shards in a local tensor as a box; None without shards.
+
+    Args:
+        place: A tensor that describes them, such as the local tensor itself.
+        where: The tensor's place, for errors.
+
+    Raises:
+        CheckpointError: The description contradicts itself; or see `_joined`.
+    """
+    shape, offsets, starts, sizes = (getattr(place, name) for name in GLOBAL_PLACE)
+    dims = {len(each) for each in (shape, *offsets, *starts, *sizes)}
+    if dims != {local.ndim} or not len(offsets) == len(starts) == len(sizes):
+        raise CheckpointError(
+            "A tensor's description as shards of a global tensor contradicts itself",
+            where=where,
+            expected=f"an offset there, an offset here and a size for each shard, in {local.ndim} dimensions",
+            found=f"{len(offsets)}, {len(starts)} and {len(sizes)} of them, in {sorted(dims)}",
+            fix=f"Correct its {', '.join(GLOBAL_PLACE[1:])}.",
+        )
+    boxes = [Box(tuple(start), tuple(size)) for start, size in zip(starts, sizes, strict=True)]
+    return _joined([local[box.slices] for box in boxes], offsets, tuple(shape), where)
 
 
 def in_memory(stored: torch.Tensor, dtype: str | None) -> torch.Tensor:

@@ -134,7 +134,7 @@ def test_lazy_tensors_are_refused_by_name(tmp_path: Path, make: Callable[[], nn.
             call()
 
 
-def placed(local: torch.Tensor, offsets: list[tuple[int, int]], *parts: Box) -> torch.Tensor:
+def placed(local: torch.Tensor, offsets: list[tuple[int, ...]], *parts: Box) -> torch.Tensor:
     """Describe `parts` of a local tensor as shards of a tensor of [4, 6], as torch's CheckpointableTensor."""
     place = ((4, 6), offsets, [part.offset for part in parts], [part.shape for part in parts])
     for name, value in zip(("global_shape", "global_offsets", "local_offsets", "local_sizes"), place, strict=True):
@@ -204,6 +204,13 @@ def test_torch_carries_the_same_shards(tmp_path: Path) -> None:
     plain = {"x": torch.zeros(4, 6)}
     dcp.load(plain, checkpoint_id=tmp_path / "torch", no_dist=True)
     assert torch.equal(plain["x"], whole)
+
+
+@pytest.mark.parametrize("offsets", [[(0, 0), (2, 0)], [(0, 0, 0)]], ids=["shards", "dimensions"])
+def test_a_description_that_contradicts_itself_is_refused(tmp_path: Path, offsets: list[tuple[int, ...]]) -> None:
+    local = placed(torch.zeros(4, 6), offsets, Box((0, 0), (4, 6)))
+    with refused(CheckpointError, "(/x)", "global_offsets"):
+        save_state_dict(tmp_path, {"x": local}, iteration=1)
 
 
 @pytest.mark.parametrize("second", [(0, 3), (3, 0)], ids=["overlap", "gap"])
