@@ -103,7 +103,7 @@ def load(
     Args:
         path: An iteration folder, or a folder with checkpoints. It may be a store URL.
         state: What to fill: objects receive their state through `load_state_dict()`, tensors are filled, and values are
-            replaced in their dict. Saved `state` values missing here are returned.
+            replaced in their dict. Saved `state` values missing here are returned. An empty dict receives them too.
         per_rank: What to fill with this rank's own values. Load on as many ranks as saved them.
         rng: Whether to restore this rank's random state. True requires as many ranks as saved theirs. On a different
             rank count, `"if_same_ranks"` logs it and keeps the program's own seed. A log line lists unrequested state

@@ -11,8 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from reprise.format.manifest import digest_of
 from reprise.nested.documents import Section, join_sections
-from reprise.nested.table import JointTable, digest_of, join
+from reprise.nested.table import JointTable, join
 from reprise.ranks.joint_call import JointCall
 from reprise.storage import json_file
 

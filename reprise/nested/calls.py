@@ -193,6 +193,7 @@ def fill(
         requested = joint
         if tree.may_drop_random_state and len(saved := saving_ranks(checkpoint)) != channel.world_size:
             tree.declined = (*tree.declined, RNG)
+            tree.receivers.pop((PER_RANK, str(channel.rank), RNG), None)
             requested = replace(joint, entries=joint.entries - {PER_RANK})
             if channel.coordinates:
                 ranks = f"saved on {count_of(len(saved), 'rank')}, loaded on {channel.world_size}"

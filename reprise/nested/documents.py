@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +27,7 @@ _FURTHER = ("dtypes", "orders")
 #   values      by JSON Pointer
 #   groups      by an optimizer's JSON Pointer, each parameter group's `names` and `numbers`, and its `place` in its
 #               rank's list if it differs from the place here
-#   optimizer   the class name of `/optimizer`, under this pointer; None if only its state dict was passed
+#   optimizer   the classes of optimizer objects by JSON Pointer. The file has that of `/optimizer`
 #   dtypes      by stored name, a tensor's dtype in memory if it differs from the dtype in the files
 #   orders      by stored name, an optimizer tensor's dimensions from the outermost in memory, if their order differs
 #               from the order in the files, since matrix products then have other bits
@@ -36,7 +36,7 @@ Section = dict[str, Json]
 
 def document(section: Section, iteration: int) -> Json:
     """Return a checkpoint's state file as JSON."""
-    groups, name = dict(section["groups"]), section["optimizer"][_OPTIMIZER]
+    groups, name = dict(section["groups"]), section["optimizer"].get(_OPTIMIZER)
     optional = {member: section[member] for member in _FURTHER if section[member]}
     return {
         "format": FORMAT,
@@ -57,12 +57,12 @@ def join_sections(by_rank: Mapping[int, Section]) -> Section:
         CheckpointError: A value or a parameter group differs between ranks.
     """
     joined: Section = {}
-    ranks: dict[tuple[str, str], int] = {}
+    first: dict[tuple[str, str], tuple[int, object]] = {}
 
-    def join(into: Json, member: str, where: str, rank: int, value: object) -> None:
-        first_value, first_rank = into.setdefault(where, value), ranks.setdefault((member, where), rank)
-        if first_value is not value and member != "orders" and _text(first_value) != _text(value):
-            raise CheckpointError(  # `orders` differs only in the memory layout
+    def compare(member: str, where: str, rank: int, value: object) -> None:
+        first_rank, first_value = first.setdefault((member, where), (rank, value))
+        if first_value is not value and _text(first_value) != _text(value):
+            raise CheckpointError(
                 "The ranks pass different values",
                 where=where,
                 expected="the same on every rank, as one file holds it",
@@ -71,19 +71,20 @@ def join_sections(by_rank: Mapping[int, Section]) -> Section:
                 "for each rank, or gather them first.",
             )
 
-    numbers: Json = {}
     for rank, section in sorted(by_rank.items()):
         for member, contents in section.items():
             into = joined.setdefault(member, {})
             for where, value in contents.items():
                 if member != "groups":
-                    join(into, member, where, rank, value)
+                    into.setdefault(where, value)
+                    if member != "orders":  # ranks may have other memory layouts
+                        compare(member, where, rank, value)
                     continue
                 groups = into.setdefault(where, [])
                 texts = {_text({**group, "place": None}) for group in groups}
                 for place, group in enumerate(value):
                     for name in group["names"]:
-                        join(numbers, member, f"{where}/param_groups, {name}", rank, group["numbers"])
+                        compare(member, f"{where}/param_groups, {name}", rank, group["numbers"])
                     if _text({**group, "place": None}) not in texts:
                         groups.append(group if place == len(groups) else {**group, "place": place})
     return joined
@@ -105,22 +106,12 @@ class StoredState:
     dtypes: Mapping[str, str] = field(default_factory=dict)
     orders: Mapping[str, list[int]] = field(default_factory=dict)
 
-    def at(self, keys: Keys, default: object = None) -> Any:
-        """Return the value under keys, which may lead through a list."""
+    def members(self, *keys: str) -> dict[str, Any]:
+        """Return the dict under keys. Empty if there is no dict."""
         value: Any = self.root
         for key in keys:
-            if isinstance(value, (list, tuple)):
-                number = int(key) if key.isdecimal() else len(value)
-                value = {str(number): value[number]} if number < len(value) else {}
-            if not isinstance(value, dict) or key not in value:
-                return default
-            value = value[key]
-        return value
-
-    def members(self, *keys: str) -> Iterator[tuple[str, Any]]:
-        """Yield the members of the dict under keys, or nothing if there is no dict."""
-        value = self.at(keys)
-        return iter(tuple(value.items()) if isinstance(value, dict) else ())
+            value = value.get(key) if isinstance(value, dict) else None
+        return value if isinstance(value, dict) else {}
 
 
 def read_state(checkpoint: Checkpoint) -> StoredState:
@@ -176,7 +167,7 @@ def check_ranks(checkpoint: Checkpoint, world_size: int) -> None:
 
 def saving_ranks(checkpoint: Checkpoint) -> set[str]:
     """Return the ranks whose random state or other per-rank state a checkpoint holds, as text."""
-    return {rank for rank, _ in read_values(checkpoint).members(PER_RANK)}
+    return {*read_values(checkpoint).members(PER_RANK)}
 
 
 def _upgraded(state: Json) -> Section:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from reprise.storage import json_file
 from reprise.storage.holds import HOLD
 
 _RESERVED = {MANIFEST, STATE, INDEX, HOST, HOLD, *(kind.value for kind in TensorKind)}
+_NAME = re.compile(r"(?!.*\.safetensors$)[^./\0][^/\0]*", re.DOTALL)
 _MOST_NAME_BYTES = 255  # Linux's limit for a file name
 
 
@@ -27,7 +29,14 @@ def folder_files(files: Mapping[str, object] | None) -> dict[str, bytes]:
     """
     contents: dict[str, bytes] = {}
     for name, content in (files or {}).items():
-        _check_name(name)
+        is_name = isinstance(name, str) and _NAME.fullmatch(name) and name not in _RESERVED
+        if not is_name or len(name.encode(errors="replace")) > _MOST_NAME_BYTES:
+            raise CheckpointError(
+                "A file cannot have this name in a checkpoint",
+                where="`files`",
+                expected="a name without a folder, other than those of the checkpoint's own files",
+                found=repr(name),
+            )
         contents[name] = _content(name, content)
         if len(contents[name]) > json_file.MAX_BYTES:
             raise CheckpointError(
@@ -37,23 +46,6 @@ def folder_files(files: Mapping[str, object] | None) -> dict[str, bytes]:
                 found=f"{len(contents[name])} B",
             )
     return contents
-
-
-def _check_name(name: object) -> None:
-    is_name = isinstance(name, str) and "/" not in name and "\0" not in name and not name.startswith(".")
-    if (
-        not is_name
-        or not name
-        or name in _RESERVED
-        or str(name).endswith(".safetensors")
-        or len(str(name).encode(errors="replace")) > _MOST_NAME_BYTES
-    ):
-        raise CheckpointError(
-            "A file cannot have this name in a checkpoint",
-            where="`files`",
-            expected="a name without a folder, other than those of the checkpoint's own files",
-            found=repr(name),
-        )
 
 
 def _content(name: str, content: object) -> bytes:

@@ -11,7 +11,7 @@ import torch
 
 from reprise.errors import CheckpointError
 from reprise.format.layout import TensorKind, refuse_unstorable
-from reprise.nested.stored_names import ANY, MODEL, Keys, pointer, stored_name
+from reprise.nested.stored_names import MODEL, Keys, pointer, stored_name
 from reprise.nested.table import JointTable, require_whole, table_of
 from reprise.nested.tree import Tree
 from reprise.tensors.live import LiveTensor, check_byteorder, check_disjoint, check_memory, local_of, memory_holder
@@ -37,17 +37,17 @@ class HeldTensors:
         Raises:
             CheckpointError: See `local_tensors`.
         """
-        marks = (_marks(tree), tree.entries, [*tree.values], [*patterns], is_replicated)
+        marks = (_marks(tree), [*patterns], is_replicated)
         if marks != self._marks:
             self._live, aliases = local_tensors(tree)
             # A load creates all state saved for an optimizer's parameters.
-            optimizers = tree.optimizers.items() if tree.is_load else ()
-            states = [f"{at}/state{pointer((name,))}{ANY}" for at, each in optimizers for name in each.parameters]
+            states = [(*top, "state", name) for top, each in tree.optimizers.items() for name in each.parameters]
+            requested = [*map(pointer, (*tree.receivers, *states))] if tree.is_load else []
             self._table = table_of(
                 self._live.values(),
                 aliases=aliases,
-                entries=tree.entries,
-                values=(*tree.values, *tree.receivers, *states),
+                entries=sorted({keys[0] for keys in (*tree.tensors, *tree.receivers, *tree.optimizers, *tree.objects)}),
+                values=requested,
                 patterns=patterns,
                 is_replicated=is_replicated,
             )
@@ -121,8 +121,7 @@ def local_tensors(tree: Tree) -> tuple[dict[str, LiveTensor], dict[str, str]]:
 
 def _identity(tensor: torch.Tensor, local: torch.Tensor) -> object:
     """Return a value equal for two tensors exactly if they have the same memory and shape."""
-    storage, offset = local.untyped_storage()._cdata, local.storage_offset()
-    return storage, offset, local.data_ptr(), tensor.shape, local.shape, local.stride(), local.dtype
+    return local.untyped_storage()._cdata, local.data_ptr(), tensor.shape, local.shape, local.stride(), local.dtype
 
 
 def _marks(tree: Tree) -> object:
@@ -130,12 +129,10 @@ def _marks(tree: Tree) -> object:
     marks: list[object] = [*tree.tensors, *tree.form.stored_as.items()]
     try:
         for stored in tree.tensors.values():
-            tensor = stored.tensor
-            local = memory_holder(tensor)
+            tensor, local = stored.tensor, memory_holder(stored.tensor)
             if local is not tensor:
                 marks += (tensor.device_mesh, tensor.placements)  # type: ignore[attr-defined]
-            marks += (_identity(tensor, local), stored.box, stored.shape)
-            marks += (local.device, type(local), local.is_neg(), local.is_conj())
+            marks += (_identity(tensor, local), stored.box, stored.shape, local.device)
     except RuntimeError:  # a tensor without plain memory: `local_tensors` reports it
         return object()
     return marks

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,16 +30,23 @@ class LoadedState(dict[str, Any]):
     """
 
     def __init__(
-        self, values: Mapping[str, Any], missing_keys: Sequence[str] = (), unexpected_keys: Sequence[str] = ()
+        self, values: Mapping[str, Any], missing_keys: Iterable[str] = (), unexpected_keys: Iterable[str] = ()
     ) -> None:
         super().__init__(values)
         self.missing_keys, self.unexpected_keys = list(missing_keys), list(unexpected_keys)
 
 
-def log_names(path: Path, result: LoadedState, *, is_first: bool) -> None:
-    """Log the names missing on either side.
+def log_result(
+    path: Path, result: LoadedState, stored: StoredState, tree: Tree, entries: Collection[str], *, is_first: bool
+) -> None:
+    """Log the names missing on either side, and a checkpoint's unrequested state, unless the call declines it.
+
+    Weights and the optimizer under `"optimizer"` are never listed as unrequested, since the call shows whether they are
+    requested. A state dict load, which often requests only weights, lists them only if it includes an optimizer.
+    Returned values count as requested, except those from an object such as a scheduler.
 
     Args:
+        entries: The outermost keys passed by any rank.
         is_first: Whether this rank logs the lines common to all ranks.
     """
     missing, unexpected = result.missing_keys, result.unexpected_keys
@@ -49,31 +56,16 @@ def log_names(path: Path, result: LoadedState, *, is_first: bool) -> None:
     if missing:
         keep = "keeps its value" if len(missing) == 1 else "keep their values"
         _log.warning(f"not in {path}: {count_of(len(missing), 'name')}, which {keep}: {_first(missing)}")
-
-
-def log_unrequested(
-    path: Path, stored: StoredState, tree: Tree, entries: Collection[str], returned: Mapping[str, object]
-) -> None:
-    """Log a checkpoint's unrequested state, unless the call declines it.
-
-    Weights and the optimizer under `"optimizer"` are never listed, since the call shows whether they are requested. A
-    state dict load, which often requests only weights, is logged only if it includes an optimizer. Returned values
-    count as requested, except those from an object such as a scheduler.
-
-    Args:
-        entries: The outermost keys passed by any rank.
-        returned: The values in the result.
-    """
     objects = {keys_of_pointer(where)[0] for where, value in stored.values.items() if isinstance(value, dict) and value}
-    requested = {MODEL, OPTIMIZER[0], PER_RANK, *entries, *(returned.keys() - objects)}
-    keys = dict.fromkeys((*stored.root, *(keys_of_pointer(where)[0] for where in stored.groups if where)))
+    requested = {MODEL, OPTIMIZER[0], PER_RANK, *entries, *(result.keys() - objects)}
+    keys = [*stored.root, *(keys_of_pointer(where)[0] for where in stored.groups if where)]
     names = [] if "state" in tree.declined else [key for key in keys if key not in requested]
     if PER_RANK not in entries:
-        own_keys = (key for rank, _ in stored.members(PER_RANK) for key, _ in stored.members(PER_RANK, rank))
-        names += [key for key in dict.fromkeys(own_keys) if (RNG if key == RNG else PER_RANK) not in tree.declined]
-    if names and (tree.returns_unrequested or tree.optimizers):
-        hint = "; pass False or an empty dict to silence this" if tree.returns_unrequested else ""
-        _log.warning(f"{path} has state that this load did not request: {', '.join(names)}{hint}")
+        own_keys = [key for rank in stored.members(PER_RANK) for key in stored.members(PER_RANK, rank)]
+        names += [key for key in own_keys if (RNG if key == RNG else PER_RANK) not in tree.declined]
+    if names and is_first and (tree.returns or tree.optimizers):
+        hint = "; pass False or an empty dict to silence this" if tree.returns else ""
+        _log.warning(f"{path} has state that this load did not request: {', '.join(dict.fromkeys(names))}{hint}")
 
 
 def _first(names: Sequence[str]) -> str:

@@ -6,11 +6,10 @@ Only modules with an override or a hook are called: other modules' `state_dict()
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -21,6 +20,7 @@ from reprise.nested.typed_values import leaves, require_text_keys
 from reprise.tensors.file_form import bytes_of
 from reprise.tensors.live import canonical_name, local_of, memory_holder, named_tensors
 
+T = TypeVar("T")
 _EXTRA_STATE = "_extra_state"  # torch's state dict key for it
 
 
@@ -31,27 +31,32 @@ class Receiver:
     Args:
         template: Returns the current state, whose sharded tensors are filled in place.
         put: Receives the checkpoint's state.
-        is_value: Whether the state is a value without tensors, which cannot be a dict stored by leaf.
+        is_value: Whether the state is a value in a container. A load needs a template for tensors, so it reads no
+            sharded tensor for it.
+        owner: The parameter whose optimizer state this is, which a load creates.
+        on_host: Whether the state is a step counter on the host.
     """
 
     template: Callable[[], Any]
     put: Callable[[Any], object]
     is_value: bool = False
+    owner: nn.Parameter | None = None
+    on_host: bool = False
 
-    def load(self, where: str, value: object) -> None:
-        """Pass the checkpoint's state to the receiver.
-
-        Raises:
-            MismatchError: The object raised an error.
-        """
-        with _taking(where):
-            self.put(value)
+    @property
+    def is_open(self) -> bool:
+        """Return whether the current value is an empty dict, which takes whatever needs no template."""
+        return self.is_value and isinstance(current := self.template(), dict) and not current
 
 
-@contextmanager
-def _taking(where: str) -> Iterator[None]:
+def hand_over(where: str, receive: Callable[..., T], *state: object) -> T:
+    """Return what an object answers to its state from the checkpoint.
+
+    Raises:
+        MismatchError: The object raised an error.
+    """
     try:
-        yield
+        return receive(*state)
     except Exception as error:
         raise MismatchError(
             "An object rejected its state from the checkpoint",
@@ -91,26 +96,27 @@ class ModuleEntries:
         Raises:
             MismatchError: The module raised an error.
         """
-        if not self.received:
-            return []
-        with _taking(pointer((*self.keys, self.prefix.removesuffix(".")))):
-            state = self.module.state_dict()
-            keys = {canonical_name(key): key for key in state}
-            state.update({keys.get(name, name): value for name, value in self.received.items()})
-            state.update({keys[name]: tensor for name, tensor in named_tensors(self.module) if name in keys})
-            result = self.module.load_state_dict(state, strict=False)
-        unknown = {canonical_name(key) for key in getattr(result, "unexpected_keys", ())}
+        where = pointer((*self.keys, self.prefix.removesuffix(".")))
+        unknown = hand_over(where, self._fill_module) if self.received else set()
         return [pointer((*self.keys, self.prefix + name)) for name in self.received if name in unknown]
 
+    def _fill_module(self) -> set[str]:
+        state = self.module.state_dict()
+        keys = {canonical_name(key): key for key in state}
+        state.update({keys.get(name, name): value for name, value in self.received.items()})
+        state.update({keys[name]: tensor for name, tensor in named_tensors(self.module) if name in keys})
+        result = self.module.load_state_dict(state, strict=False)
+        return {canonical_name(key) for key in getattr(result, "unexpected_keys", ())}
 
-def entries_of(keys: Keys, model: nn.Module) -> tuple[dict[str, ModuleEntries], dict[str, Receiver]]:
-    """Return the submodules with their own `state_dict()`, by prefix, and the extra entries, by name.
+
+def entries_of(keys: Keys, model: nn.Module) -> tuple[list[ModuleEntries], dict[str, Receiver]]:
+    """Return the submodules with their own `state_dict()`, and the extra entries by name.
 
     Raises:
         CheckpointError: A key cannot be stored, or the module's `state_dict()` returns a parameter or buffer in another
             form, which leaves open which form counts.
     """
-    parts: dict[str, ModuleEntries] = {}
+    parts: list[ModuleEntries] = []
     receivers: dict[str, Receiver] = {}
     covered_modules: set[nn.Module] = set()
     for name, module in model.named_modules():
@@ -119,7 +125,8 @@ def entries_of(keys: Keys, model: nn.Module) -> tuple[dict[str, ModuleEntries], 
             continue
         if _has_own_state_dict(module):
             covered_modules.update(module.modules())
-            part = parts[prefix] = ModuleEntries(module, keys, prefix)
+            part = ModuleEntries(module, keys, prefix)
+            parts.append(part)
             extra = _extra_entries(part)
             receivers |= {prefix + key: part.receiver(prefix + key, partial(extra.get, key)) for key in extra}
         elif type(module).get_extra_state is not nn.Module.get_extra_state:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from torch import nn
 
 from reprise.errors import CheckpointError, MismatchError, count_of
 from reprise.loading.reader import Checkpoint
+from reprise.nested.modules import Receiver
 from reprise.nested.stored_names import OPTIMIZER, Keys, pointer
 from reprise.nested.typed_values import decode_number, encode_number, leaves, require_text_keys
 from reprise.storage.json_file import Json
@@ -22,7 +22,8 @@ _SAME_SHAPE = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sq
 _NOTHING = object()
 
 State = MutableMapping[Any, Any]
-Slot = tuple[Keys, State, str]  # a value's keys in a tree, its container, and its key there
+# A value's keys in a tree, its container, its key there, and the parameter whose state it is.
+Slot = tuple[Keys, State, str, nn.Parameter | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +82,16 @@ class OptimizerState:
             defaults: The optimizer's default hyperparameters.
 
         Raises:
-            CheckpointError: A group has an unstorable value.
+            CheckpointError: A group has an unstorable value, or a parameter with state is in no group or in two.
         """
+        strays, places = [key for key in state if key not in names], [p for group in groups for p in group["params"]]
+        if strays or len({names[p] for p in places}) < len(places):
+            raise CheckpointError(
+                "An optimizer has state of a parameter that is in no group, or a parameter that is in two",
+                where=pointer(keys) or "the state dict",
+                found=f"key {strays[0]!r:.80}" if strays else None,
+                fix="Store the state under a parameter, or save it in `state`.",
+            )
         parameter_groups = []
         for number, group in enumerate(groups):
             inner = (*keys, "param_groups", str(number))
@@ -103,17 +112,18 @@ class OptimizerState:
         return any(group.live.get("fused") or group.live.get("capturable") for group in self.groups)
 
     def slots(self, top: Keys) -> Iterator[Slot]:
-        """Yield the place of each value in groups and state, below the keys `top`."""
+        """Yield the places of the groups' tensors and of each value in the state, below the keys `top`."""
         names = {key: name for name, key in self.keys.items()}
         for number, group in enumerate(self.groups):
-            yield from (((*top, "param_groups", str(number), key), group.live, key) for key in group.live)
+            tensors = [key for key, value in group.live.items() if isinstance(value, torch.Tensor)]
+            yield from (((*top, "param_groups", str(number), key), group.live, key, None) for key in tensors)
         for parameter, values in self.state.items():
-            keys = (*top, "state", names[parameter])
+            keys, owner = (*top, "state", names[parameter]), self.parameters.get(names[parameter])
             require_text_keys(values, keys)
-            yield from (((*keys, key), values, key) for key in values)
+            yield from (((*keys, key), values, key, owner) for key in values)
 
-    def vacancy(self, kind: str, name: str, key: str) -> tuple[nn.Parameter, Callable[[Any], None]] | None:
-        """Return the parameter for state created by a load, and a setter for it. None if a load does not create it.
+    def vacancy(self, kind: str, name: str, key: str) -> Receiver | None:
+        """Return the receiver of state that a load creates. None if a load does not create it.
 
         Args:
             kind: Its outermost key below the optimizer's keys: `"state"` or `"param_groups"`.
@@ -121,16 +131,19 @@ class OptimizerState:
                 parameter.
             key: The innermost key.
         """
-        if kind == "state" and name in self.parameters:
-            return self.parameters[name], partial(self._put, name, key)
-        if kind == "param_groups" and name.isdecimal() and int(name) < len(self.groups):
-            group = self.groups[int(name)]
-            if key not in group.live and (first := self.parameters.get(next(iter(group.names), ""))) is not None:
-                return first, partial(group.live.__setitem__, key)
-        return None
+        owner = name if kind == "state" else ""
+        groups = self.groups[int(name) :][:1] if kind == "param_groups" and name.isdecimal() else []
+        for group in groups:
+            owner = "" if key in group.live else next(iter(group.names), "")
+        if owner not in self.parameters:
+            return None
 
-    def _put(self, name: str, key: str, value: object) -> None:
-        self.state.setdefault(self.keys[name], {})[key] = value
+        def put(value: object) -> None:
+            values = groups[0].live if groups else self.state.setdefault(self.keys[name], {})
+            values[key] = value
+
+        on_host = key == "step" and not self.steps_on_device
+        return Receiver(list, put, owner=self.parameters[owner], on_host=on_host)
 
 
 def of_optimizer(keys: Keys, modules: Mapping[Keys, nn.Module], optimizer: torch.optim.Optimizer) -> OptimizerState:
@@ -141,7 +154,7 @@ def of_optimizer(keys: Keys, modules: Mapping[Keys, nn.Module], optimizer: torch
 
     Raises:
         CheckpointError: A parameter is outside the modules, or the optimizer has state beyond its groups and
-            parameters.
+            parameters; or see `OptimizerState.of`.
     """
     _refuse_extra_state(optimizer)
     parameters = {parameter for group in optimizer.param_groups for parameter in group["params"]}
@@ -154,13 +167,6 @@ def of_optimizer(keys: Keys, modules: Mapping[Keys, nn.Module], optimizer: torch
             found=f"{foreign} of them",
             fix="Build the optimizer after the model is wrapped (fully_shard, parallelize_module, to), and pass the "
             "modules with all its parameters.",
-        )
-    unnamed: list[Any] = [key for key in optimizer.state if key not in parameters]
-    if unnamed:
-        raise CheckpointError(
-            "The optimizer has state that belongs to none of its parameters",
-            found=f"key {unnamed[0]!r:.80}",
-            fix="Store the state under a parameter, or save it in `state`.",
         )
     return OptimizerState.of(keys, names, optimizer.param_groups, optimizer.state, names, optimizer.defaults)
 
@@ -216,7 +222,7 @@ def of_state_dict(keys: Keys, state_dict: dict[str, Any], model: nn.Module | Non
         model: Names the parameters, which `optimizer.state_dict()` numbers.
 
     Raises:
-        CheckpointError: A number does not clearly identify a parameter, or a parameter is in no group or in two.
+        CheckpointError: A number does not clearly identify a parameter; or see `OptimizerState.of`.
     """
     where, groups, state = pointer(keys) or "the state dict", state_dict["param_groups"], state_dict["state"]
     keys_of_groups = [parameter for group in groups for parameter in group["params"]]
@@ -225,13 +231,6 @@ def of_state_dict(keys: Keys, state_dict: dict[str, Any], model: nn.Module | Non
     all_names = keys_of_groups if is_named else _names_of_numbers(groups, keys_of_groups, parameters, where)
     names = dict(zip(keys_of_groups, all_names, strict=True))
     _check_shapes(state, names, parameters, where)
-    foreign = [parameter for parameter in state if parameter not in names]
-    if foreign or len(set(names.values())) != len(keys_of_groups):
-        raise CheckpointError(
-            "An optimizer's state dict names a parameter that is in no group, or in two",
-            where=where,
-            found=foreign[:1] or None,
-        )
     return OptimizerState.of(keys, names, groups, state, parameters, {})
 
 
@@ -293,31 +292,3 @@ def check_optimizer(checkpoint: Checkpoint, optimizer: torch.optim.Optimizer) ->
             found=saved,
             fix=f"Pass an optimizer of class {saved}, or load the model alone.",
         )
-
-
-def saved_numbers(
-    where: str, group: ParameterGroup, saved: Mapping[str, tuple[int, Json]], place: int | None
-) -> Json | None:
-    """Return a group's saved hyperparameters. None if a parameter is missing there, or the parameters' values differed.
-
-    Args:
-        where: The group's JSON Pointer.
-        saved: By parameter name, its group's place and hyperparameters in the checkpoint.
-        place: The group's place if it has tensors, which are stored by place. None for a group without tensors.
-
-    Raises:
-        MismatchError: A group with tensors had another place.
-    """
-    sources = [saved[name] for name in group.names if name in saved]
-    if len(sources) < len(group.names) or any(numbers != sources[0][1] for _, numbers in sources):
-        return None
-    places = {at for at, _ in sources}
-    if place is not None and places != {place}:
-        raise MismatchError(
-            "A parameter group with tensors had another place in the checkpoint",
-            where=where,
-            expected=f"place {place} in the list of groups",
-            found=", ".join(map(str, sorted(places))),
-            fix="Pass the groups in their saved order.",
-        )
-    return sources[0][1]

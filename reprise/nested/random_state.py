@@ -10,7 +10,7 @@ import torch
 from numpy.random import get_state, set_state
 
 from reprise.errors import MismatchError
-from reprise.nested.typed_values import changed
+from reprise.nested.typed_values import rebuilt
 from reprise.tensors.modes import own_modes
 
 _HOST = ("python", "numpy", "cpu")
@@ -29,7 +29,7 @@ class RandomState:
         version, words, gauss = random.getstate()
         state: dict[str, Any] = {
             "python": [version, torch.tensor(words, device="cpu"), gauss],
-            "numpy": changed(get_state(legacy=False), _exchanged),
+            "numpy": rebuilt(get_state(legacy=False), _exchanged),
             "cpu": torch.get_rng_state(),
         }
         for name in (name for name in _devices() if _module(name).is_initialized()):  # else it drew no numbers there
@@ -52,7 +52,7 @@ class RandomState:
             )
         version, words, gauss = state["python"]
         random.setstate((version, tuple(words.tolist()), gauss))
-        set_state(changed(state["numpy"], _exchanged))
+        set_state(rebuilt(state["numpy"], _exchanged))
         torch.set_rng_state(state["cpu"])
         for name in devices:
             _module(name).set_rng_state(state[name], torch.device(name))

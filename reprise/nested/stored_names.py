@@ -17,7 +17,6 @@ MODEL = "model"
 OPTIMIZER = ("optimizer", "state")
 PER_RANK = "per_rank"  # each rank's own values are below it, by rank
 RNG = "rng"  # the random state's key below the rank
-ANY = "/~"  # in a request, after a parameter: any key of its state. No JSON Pointer ends so
 _DIGITS = re.compile("([0-9]+)")
 
 
@@ -29,11 +28,6 @@ def pointer(keys: Sequence[str]) -> str:
 def keys_of_pointer(text: str) -> Keys:
     """Return the keys in a JSON Pointer."""
     return tuple(part.replace("~1", "/").replace("~0", "~") for part in text.split("/")[1:])
-
-
-def is_random_state(keys: Keys) -> bool:
-    """Return whether keys lead to a rank's random state, or below it."""
-    return keys[0] == PER_RANK and keys[2:3] == (RNG,)
 
 
 def stored_name(keys: Keys) -> tuple[TensorKind, str]:

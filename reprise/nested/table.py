@@ -8,12 +8,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import xxhash
-
 from reprise.errors import CheckpointError
 from reprise.format.box import Box
 from reprise.format.dtype import StoredDtype
 from reprise.format.layout import TensorKind, TensorSpec
+from reprise.format.manifest import digest_of
 from reprise.nested.stored_names import PER_RANK, order_of
 from reprise.tensors.live import LiveTensor
 
@@ -81,11 +80,6 @@ class JointTable:
         }
         specs = tuple(_spec(*row) for *row, _ in rows)
         return JointTable(specs, holders, aliases, frozenset(entries), frozenset(values), digest_of(text.encode()))
-
-
-def digest_of(data: bytes) -> str:
-    """Return the digest (xxh3-128) with which ranks compare messages without sending them."""
-    return xxhash.xxh3_128_hexdigest(data)
 
 
 def join(tables: Mapping[int, bytes]) -> str:

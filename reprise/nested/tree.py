@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, Protocol, TypeGuard
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -24,11 +24,10 @@ from reprise.nested.stored_names import (
     PER_RANK,
     RNG,
     Keys,
-    keys_of_pointer,
     pointer,
     stored_name,
 )
-from reprise.nested.typed_values import DICTS, encode, has_text_keys, leaves, require_text_keys
+from reprise.nested.typed_values import DICTS, TensorReference, encode, has_text_keys, leaves, require_text_keys
 from reprise.storage.json_file import Json
 from reprise.tensors.file_form import StorableTensor, resolve
 from reprise.tensors.live import free_gathered_parameters, is_sharded, named_tensors, order_in_memory
@@ -40,18 +39,8 @@ _Container = dict[str, Any] | list[Any] | tuple[Any, ...]
 Place = tuple[_Container, str | int]
 
 
-class Stateful(Protocol):
-    """An object with its own state, such as a scheduler, a gradient scaler or a data loader."""
-
-    def state_dict(self) -> Any:
-        """Return the state."""
-
-    def load_state_dict(self, state_dict: Any, /) -> Any:
-        """Load the state."""
-
-
-def is_stateful(value: object) -> TypeGuard[Stateful]:
-    """Return whether a value is an object with `state_dict()` and `load_state_dict()`."""
+def is_stateful(value: object) -> bool:
+    """Return whether a value is an object with `state_dict()` and `load_state_dict()`, such as a scheduler."""
     if isinstance(value, (type, torch.Tensor, dict, list, tuple)):
         return False
     return all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict"))
@@ -62,37 +51,34 @@ class Tree:
     """A nested state dict split into leaves.
 
     Args:
-        entries: Its outermost keys.
         is_load: Whether the tree is for a load. Objects, and values with tensors, then receive their state at the end.
-        refers: Whether values contain references to their tensors, so that a load needs no template.
+        returns: Whether a load returns the `state` values under outermost keys missing from the call. The values of a
+            save then refer to their tensors.
         model: Names the parameters in `optimizer.state_dict()`, which numbers them.
         tensors: By keys, the tensors in storable form, in dict order.
         values: In a save, all other content as JSON by JSON Pointer. A list without tensors is a single value. So is a
             dict without tensors if it is a subclass instance or has non-string keys.
-        optimizers: The optimizers by JSON Pointer.
+        optimizers: The optimizers by their keys.
         objects: By keys, the objects with their own state.
-        receivers: By JSON Pointer, the receivers of a new value or state at the end of a load.
-        modules: By a module's keys and a submodule's prefix, the submodules with their own `state_dict()`.
+        receivers: By keys, the receivers of a new value or state at the end of a load.
+        modules: The submodules with their own `state_dict()`, outer ones before inner ones.
         files: Files for other programs, by name.
         form: The model in another library's form. The names of renamed tensors become aliases.
-        returns_unrequested: Whether a load returns `state` values under outermost keys missing from the call.
         declined: The `load` arguments explicitly passed as False or empty. A load leaves declined random state alone.
         may_drop_random_state: Whether a load skips random state saved by a different rank count.
     """
 
-    entries: tuple[str, ...]
-    is_load: bool = False
-    refers: bool = False
+    is_load: bool
+    returns: bool = False
     model: nn.Module | None = None
     tensors: dict[Keys, StorableTensor] = field(default_factory=dict)
     values: Json = field(default_factory=dict)
-    optimizers: dict[str, OptimizerState] = field(default_factory=dict)
-    objects: dict[Keys, Stateful] = field(default_factory=dict)
-    receivers: dict[str, Receiver] = field(default_factory=dict)
-    modules: dict[tuple[Keys, str], ModuleEntries] = field(default_factory=dict)
+    optimizers: dict[Keys, OptimizerState] = field(default_factory=dict)
+    objects: dict[Keys, Any] = field(default_factory=dict)
+    receivers: dict[Keys, Receiver] = field(default_factory=dict)
+    modules: list[ModuleEntries] = field(default_factory=list)
     files: dict[str, bytes] = field(default_factory=dict)
     form: PretrainedForm = field(default_factory=PretrainedForm)
-    returns_unrequested: bool = False
     declined: Collection[str] = ()
     may_drop_random_state: bool = False
 
@@ -112,7 +98,7 @@ class Tree:
                 self.add((*keys, key), value, (members, key))
 
     def add(self, keys: Keys, value: object, place: Place) -> None:
-        """Add a state dict member by leaf.
+        """Add a state dict member by leaf, or as a single value.
 
         Args:
             place: The member's container and its key there, for a load.
@@ -120,45 +106,41 @@ class Tree:
         Raises:
             CheckpointError: See `add_dict`.
         """
-        is_divided = any(isinstance(leaf, torch.Tensor) or is_stateful(leaf) for _, leaf in leaves(value, keys))
-        if is_stateful(value):
-            self.objects[keys] = value
-        elif isinstance(value, dict) and (is_divided or (has_text_keys(value) and self._is_by_leaf(value))):
-            if not value:
-                self._add_value(keys, {}, place)
+        refers, is_dict = self.returns and not self.is_load, isinstance(value, dict)
+        single = ("value", "tensor") if refers and not is_dict else ("value",)
+        is_single = all(_kind(leaf) in single for _, leaf in leaves(value, keys))
+        is_own_class = self.is_load or type(value) is dict or not (refers or type(value) in DICTS.values())
+        is_by_leaf = isinstance(value, dict) and has_text_keys(value) and is_own_class
+        if is_single and not (is_by_leaf and value):
+            self._add_value(keys, {} if is_by_leaf else value, place)
+        elif isinstance(value, dict):
             self.add_dict(keys, value)
-        elif not is_divided or (self.refers and _is_plain(value)):
-            self._add_value(keys, value, place)
-        elif isinstance(value, torch.Tensor):
-            self._add_tensor(keys, value)
         elif isinstance(value, (list, tuple)):
             for number, member in enumerate(value):
                 self.add((*keys, str(number)), member, (value, number))
+        elif isinstance(value, torch.Tensor):
+            self._add_tensor(keys, value)
+        elif is_stateful(value):
+            self.objects[keys] = value
 
-    def _is_by_leaf(self, value: dict[Any, Any]) -> bool:
-        """Return whether to store members of a dict without tensors separately.
+    def receiver(self, keys: Keys, value: object) -> Receiver | None:
+        """Return the receiver of a stored value, such as optimizer state that a load creates.
 
-        A save stores a dict subclass as a single value.
+        Args:
+            keys: The value's keys in the checkpoint.
         """
-        return type(value) is dict or self.is_load or not (self.refers or type(value) in DICTS.values())
+        for top, optimizer in self.optimizers.items():
+            inner = keys[len(top) :]
+            if keys[: len(top)] == top and len(inner) == 3 and (vacancy := optimizer.vacancy(*inner)) is not None:
+                return vacancy
+        if (own := self.receivers.get(keys)) is not None or (isinstance(value, TensorReference) and value.is_implied):
+            return own
+        for entries in self.modules:
+            if keys[:-1] == entries.keys and keys[-1].startswith(entries.prefix):
+                return entries.receiver(keys[-1])
+        return None
 
-    def add_object(self, keys: Keys, member: object) -> None:
-        """Add a model or an optimizer under its own key, before the other objects.
-
-        Raises:
-            CheckpointError: It is neither.
-        """
-        if not is_stateful(member):
-            raise CheckpointError(
-                "This is neither a model nor an optimizer",
-                where=pointer(keys),
-                found=type(member).__name__,
-                fix="Pass the module or the optimizer itself; `save_state_dict` and `load_state_dict` take dicts.",
-            )
-        self.entries += keys
-        self.objects[keys] = member
-
-    def add_objects(self, model: object, files: Mapping[str, object] | None) -> None:
+    def add_objects(self, files: Mapping[str, object] | None) -> None:
         """Add the objects: live tensors from modules and optimizers, and the state from all others.
 
         Frees gathered FSDP2 parameters first: only then does `named_parameters()` return the optimizers' parameters.
@@ -177,7 +159,7 @@ class Tree:
                 for name, tensor in named_tensors(member):
                     self._add_tensor((*keys, name), tensor)
                 parts, receivers = entries_of(keys, member)
-                self.modules |= {(keys, prefix): part for prefix, part in parts.items()}
+                self.modules += parts
                 for name, receiver in receivers.items():
                     self._add_receiver((*keys, name), receiver)
             elif isinstance(member, torch.optim.Optimizer):
@@ -188,6 +170,7 @@ class Tree:
                 self._add_receiver(keys, Receiver(member.state_dict, member.load_state_dict))
         if not self.is_load:
             weights = [keys for keys in self.tensors if len(keys) == 2 and keys[0] == MODEL]
+            model = self.objects.get((MODEL,), self.model)
             self.form = form_of(model, {keys[1]: self.tensors[keys].dtype is not None for keys in weights})
             self.files = {**self.form.files, **folder_files(files)}
 
@@ -197,21 +180,20 @@ class Tree:
 
     def section(self) -> Section:
         """Return the values and the tensor descriptions."""
-        tops = [(*keys_of_pointer(where), "state") for where in self.optimizers]
+        tops = [(*keys, "state") for keys in self.optimizers]
         orders = {
             stored_name(keys)[1]: order
             for keys, stored in self.tensors.items()
             if any(keys[: len(top)] == top for top in tops) and (order := order_in_memory(stored.tensor))
         }
-        optimizer = self.objects.get(OPTIMIZER[:1])
-        name = type(optimizer).__name__ if isinstance(optimizer, torch.optim.Optimizer) else None
+        optimizers = {keys: each for keys, each in self.objects.items() if isinstance(each, torch.optim.Optimizer)}
         return {
             "values": self.values,
             "groups": {
-                where: [{"names": group.names, "numbers": group.numbers} for group in optimizer.groups]
-                for where, optimizer in self.optimizers.items()
+                pointer(keys): [{"names": group.names, "numbers": group.numbers} for group in optimizer.groups]
+                for keys, optimizer in self.optimizers.items()
             },
-            "optimizer": {pointer(OPTIMIZER[:1]): name},
+            "optimizer": {pointer(keys): type(optimizer).__name__ for keys, optimizer in optimizers.items()},
             "dtypes": self.dtypes(),
             "orders": orders,
         }
@@ -246,7 +228,7 @@ class Tree:
             CheckpointError: A value cannot be stored.
         """
         if self.is_load:
-            self.receivers[pointer(keys)] = receiver
+            self.receivers[keys] = receiver
             return
         tensors: dict[Keys, torch.Tensor] = {}
         self.values[pointer(keys)] = encode(receiver.template(), keys, tensors)
@@ -255,13 +237,11 @@ class Tree:
 
     def _add_optimizer(self, keys: Keys, optimizer: OptimizerState) -> None:
         """Add an optimizer's tensors, and its other state as single values."""
-        self.optimizers[pointer(keys)] = optimizer
-        for inner, container, key in optimizer.slots(keys):
-            value = container[key]
-            if isinstance(value, torch.Tensor):
-                owner = optimizer.parameters.get(inner[-2]) if inner[len(keys)] == "state" else None
-                self._add_tensor(inner, value, owner)
-            elif inner[len(keys)] == "state":
+        self.optimizers[keys] = optimizer
+        for inner, container, key, owner in optimizer.slots(keys):
+            if isinstance(container[key], torch.Tensor):
+                self._add_tensor(inner, container[key], owner)
+            else:
                 self._add_receiver(inner, Receiver(partial(container.get, key), partial(container.__setitem__, key)))
 
 
@@ -275,11 +255,11 @@ def _replace(place: Place, value: object) -> None:
         container[key] = value  # type: ignore[index]
 
 
-def _is_plain(value: object) -> bool:
-    """Return whether a tensor, or a list with tensors, is complete on every rank."""
-    return not isinstance(value, dict) and not any(
-        is_stateful(leaf) or (isinstance(leaf, torch.Tensor) and is_sharded(leaf)) for _, leaf in leaves(value)
-    )
+def _kind(leaf: object) -> str:
+    """Return what a leaf is: a value, an object with its own state, or a tensor, of which ranks may have shards."""
+    if isinstance(leaf, torch.Tensor):
+        return "shard" if is_sharded(leaf) else "tensor"
+    return "object" if is_stateful(leaf) else "value"
 
 
 def tree_of(
@@ -310,33 +290,33 @@ def tree_of(
     """
     arguments = {"state": state, "per_rank": per_rank, RNG: rng}
     declined = [name for name, value in arguments.items() if value is not None and not value]
-    state = state if isinstance(state, dict) else dict(state or {})
-    tree = Tree(tuple(map(str, state)), is_load, not is_load, returns_unrequested=is_load, declined=declined)
-    _require_free(state, (MODEL, OPTIMIZER[0], PER_RANK), "state", "the model, the optimizer or a rank's own state")
-    tree.add_object((MODEL,), model)
-    if optimizer is not None:
-        tree.add_object(OPTIMIZER[:1], optimizer)
-    tree.add_dict((), state)
     is_valid = not isinstance(rng, str) or (is_load and rng == IF_SAME_RANKS)
     require("`rng`", is_valid, f'True, False or, for a load, "{IF_SAME_RANKS}"', rng)
-    tree.may_drop_random_state = rng == IF_SAME_RANKS
-    if per_rank or rng:
-        tree.entries += (PER_RANK,)
-        values, keys = per_rank if isinstance(per_rank, dict) else dict(per_rank or {}), (PER_RANK, str(rank))
-        _require_free(values, (RNG,) if rng else (), "per_rank", "the random state")
-        tree.add_dict(keys, values)
-        if rng:
-            tree.objects[*keys, RNG] = RandomState()
-    tree.add_objects(model, files)
+    tree = Tree(is_load, returns=True, declined=declined, may_drop_random_state=rng == IF_SAME_RANKS)
+    tree.objects[MODEL,] = model
+    if optimizer is not None:
+        tree.objects[OPTIMIZER[:1]] = optimizer
+    for keys, member in tree.objects.items():
+        if not is_stateful(member):
+            raise CheckpointError(
+                "This is neither a model nor an optimizer",
+                where=pointer(keys),
+                found=type(member).__name__,
+                fix="Pass the module or the optimizer itself; `save_state_dict` and `load_state_dict` take dicts.",
+            )
+    own = (PER_RANK, str(rank))
+    for argument, keys, members, taken in (
+        ("state", (), state, (MODEL, OPTIMIZER[0], PER_RANK)),
+        ("per_rank", own, per_rank, (RNG,) if rng else ()),
+    ):
+        members = members if isinstance(members, dict) else dict(members or {})
+        if reserved := [key for key in taken if key in members]:
+            raise CheckpointError(f"`{argument}` has a reserved key", found=", ".join(reserved), fix="Rename it.")
+        tree.add_dict(keys, members)
+    if rng:
+        tree.objects[*own, RNG] = RandomState()
+    tree.add_objects(files)
     return tree
-
-
-def _require_free(values: Mapping[str, object], reserved: Collection[str], argument: str, meaning: str) -> None:
-    keys = [key for key in reserved if key in values]
-    if keys:
-        raise CheckpointError(
-            f"`{argument}` has a key that stands for {meaning}", found=", ".join(keys), fix="Rename it."
-        )
 
 
 def tree_of_dict(
@@ -357,7 +337,7 @@ def tree_of_dict(
     """
     if not isinstance(state_dict, dict):
         raise CheckpointError("A state dict is a dict", found=type(state_dict).__name__)
-    tree = Tree(tuple(map(str, state_dict)), is_load=is_load, model=model)
+    tree = Tree(is_load, model=model)
     tree.add_dict((), state_dict)
-    tree.add_objects(tree.objects.get((MODEL,), model), files)
+    tree.add_objects(files)
     return tree

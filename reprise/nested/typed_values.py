@@ -9,7 +9,6 @@ import re
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,7 +25,6 @@ DICTS: dict[str, type[dict[Any, Any]]] = {"dict": dict, "OrderedDict": OrderedDi
 # The errors that malformed content raises.
 MALFORMED = (KeyError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError, IndexError)
 
-_FLOATS = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 _LARGEST_INT = 10**308
 _MAX_DEPTH = 100  # a deeper value contains itself
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -117,12 +115,9 @@ def encode_number(value: object, keys: Keys) -> Any:
     Raises:
         CheckpointError: See `encode`.
     """
-    encoded = encode(value, keys)
-    if type(value) is tuple and all(isinstance(member, (bool, int, float)) for member in encoded["value"]):
-        return encoded["value"]
-    if type(value) is list:
-        return _tagged("list", encoded)
-    return _tagged("dict", _pairs(value, keys, None)) if type(value) is dict and TAG not in encoded else encoded
+    encoded = encode(value, keys, is_tagged=True)
+    are_numbers = type(value) is tuple and all(isinstance(each, (bool, int, float)) for each in encoded["value"])
+    return encoded["value"] if are_numbers else encoded
 
 
 def decode_number(value: Any) -> Any:
@@ -144,42 +139,51 @@ def decode(value: Any) -> Any:
         return [decode(member) for member in value]
     if not isinstance(value, dict):
         return value
-    return _DECODERS[value[TAG]](value["value"]) if TAG in value else {key: decode(value[key]) for key in value}
+    if TAG in value:
+        return _DECODERS[value[TAG]](decode(value["value"]))
+    return {key: decode(member) for key, member in value.items()}
 
 
-def changed(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Return nested dicts, lists and tuples with each leaf changed."""
-    if isinstance(value, dict):
-        kind = dict if type(value) is ByLeaf else type(value)
-        return kind({key: changed(member, change) for key, member in value.items()})
-    return type(value)(changed(member, change) for member in value) if type(value) in (list, tuple) else change(value)
+def rebuilt(value: Any, change: Callable[[Any], Any], template: object = None) -> Any:
+    """Return nested dicts, lists and tuples with each leaf changed.
 
-
-def insert_tensors(value: object, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Return a decoded value with tensors, passed by stored name, instead of references."""
-    return changed(value, lambda leaf: tensors[leaf.name] if isinstance(leaf, TensorReference) else leaf)
-
-
-def shaped_like(template: object, value: Any) -> Any:
-    """Return a value with a template's lists, tuples and order of keys where it was stored by leaf."""
+    Args:
+        template: Its lists and tuples, and its order of keys, apply where a value was stored by leaf.
+    """
+    if type(value) in (list, tuple):
+        return type(value)(rebuilt(member, change) for member in value)
+    if not isinstance(value, dict):
+        return change(value)
     if type(value) is not ByLeaf:
-        return value
+        return type(value)({key: rebuilt(member, change) for key, member in value.items()})
     numbers = [str(number) for number in range(len(value))]
     if isinstance(template, (list, tuple)) and value.keys() == {*numbers}:
-        old = [*template, *[None] * len(value)]
-        members = [shaped_like(before, value[number]) for before, number in zip(old, numbers, strict=False)]
+        rows = zip(numbers, (*template, *numbers), strict=False)
+        members = [rebuilt(value[number], change, old) for number, old in rows]
         return tuple(members) if isinstance(template, tuple) else members
-    by_key = template if isinstance(template, Mapping) else {}
-    keys = (*(key for key in by_key if key in value), *value)
-    return ByLeaf({key: shaped_like(by_key.get(key), value[key]) for key in keys})
+    inner = template if isinstance(template, dict) else {}
+    order = dict.fromkeys((*(key for key in inner if key in value), *value))
+    return {key: rebuilt(value[key], change, inner.get(key)) for key in order}
 
 
-def encode(value: Any, keys: Keys, tensors: dict[Keys, torch.Tensor] | None = None) -> Any:
+def without_tensors(value: Any) -> Any:
+    """Return a value as far as a load needs no template for it, or an empty `ByLeaf`.
+
+    Sharded tensors, and tensors stored by leaf, need one. So does a single value with a sharded tensor.
+    """
+    if type(value) is not ByLeaf:
+        return ByLeaf() if any(each.is_sharded or each.is_implied for each in references(value)) else value
+    members = {key: without_tensors(member) for key, member in value.items()}
+    return ByLeaf({key: member for key, member in members.items() if type(member) is not ByLeaf or member})
+
+
+def encode(value: Any, keys: Keys, tensors: dict[Keys, torch.Tensor] | None = None, *, is_tagged: bool = False) -> Any:
     """Return a copy of a value as JSON, with references instead of tensors.
 
     Args:
         keys: The value's place, for messages.
         tensors: Receives the tensors by the keys under which they are stored. None refuses tensors.
+        is_tagged: Whether a list or dict has a tag too. Its members have none.
 
     Raises:
         CheckpointError: A value has another type, or contains itself.
@@ -193,27 +197,27 @@ def encode(value: Any, keys: Keys, tensors: dict[Keys, torch.Tensor] | None = No
         or (kind is str and is_unicode(value))
     ):
         return value
-    if kind in _CONTAINERS:
-        _require_depth(keys)
-    if kind is dict and TAG not in value and has_text_keys(value):
-        return {key: encode(member, (*keys, key), tensors) for key, member in value.items()}
     if kind in DICTS.values():
-        return _tagged(kind.__name__, _pairs(value, keys, tensors))
-    if kind in _MEMBERS:
-        inner = tensors if kind in (list, tuple) else None
-        members = [encode(member, (*keys, str(number)), inner) for number, member in enumerate(value)]
-        if kind in (set, frozenset):
-            members.sort(key=json.dumps)
-        return members if kind is list else _tagged(_MEMBERS[kind], members)
-    if isinstance(value, (np.generic, np.ndarray)):
-        return _encoded_numpy(value, keys)
+        _require_depth(keys)
+        places = {key: (*keys, key if type(key) is str and is_unicode(key) else repr(key)) for key in value}
+        members = {key: encode(value[key], place, tensors) for key, place in places.items()}
+        if kind is dict and not is_tagged and TAG not in value and has_text_keys(value):
+            return members
+        return {TAG: kind.__name__, "value": [[encode(key, places[key]), members[key]] for key in value]}
+    if kind is list and not is_tagged:
+        _require_depth(keys)
+        return [encode(member, (*keys, str(number)), tensors) for number, member in enumerate(value)]
     if isinstance(value, torch.Tensor) and tensors is not None:
         tensors[keys] = value
-        return _tagged("tensor.sharded" if is_sharded(value) else "tensor", stored_name(keys)[1])
-    if kind in _FORMS:
-        tag, content, _ = _FORMS[kind]
-        return _tagged(tag, content(value))
-    raise _refusal(value, keys)
+        return {TAG: "tensor.sharded" if is_sharded(value) else "tensor", "value": stored_name(keys)[1]}
+    if isinstance(value, (np.generic, np.ndarray)):
+        tag, content = _numpy_content(value, keys)
+    elif kind in _FORMS:
+        tag, content_of, _ = _FORMS[kind]
+        content = encode(content_of(value), keys, tensors if kind in (list, tuple) else None)
+    else:
+        raise _refusal(value, keys)
+    return {TAG: tag, "value": sorted(content, key=json.dumps) if kind in (set, frozenset) else content}
 
 
 def _refusal(value: object, keys: Keys) -> CheckpointError:
@@ -233,12 +237,7 @@ def _refusal(value: object, keys: Keys) -> CheckpointError:
     )
 
 
-def _pairs(value: Any, keys: Keys, tensors: dict[Keys, torch.Tensor] | None) -> list[Any]:
-    inner = [(key, (*keys, key if type(key) is str and is_unicode(key) else repr(key))) for key in value]
-    return [[encode(key, where, None), encode(value[key], where, tensors)] for key, where in inner]
-
-
-def _encoded_numpy(value: np.generic | np.ndarray[Any, Any], keys: Keys) -> Any:
+def _numpy_content(value: np.generic | np.ndarray[Any, Any], keys: Keys) -> tuple[str, list[Any]]:
     if not _NUMPY_DTYPE.fullmatch(value.dtype.str) or type(value) not in (np.ndarray, np.memmap, value.dtype.type):
         raise CheckpointError(
             "A NumPy value has a dtype or class that a checkpoint cannot store",
@@ -248,25 +247,15 @@ def _encoded_numpy(value: np.generic | np.ndarray[Any, Any], keys: Keys) -> Any:
             fix="Pass np.asarray(value), each field and a mask as an array of its own, and objects as value.tolist().",
         )
     array = np.asarray(value)  # an empty np.str_ has more bytes than its dtype
-    content = [array.dtype.str, list(array.shape), array.tobytes().hex()]
-    return _tagged("numpy.ndarray" if isinstance(value, np.ndarray) else "numpy.generic", content)
-
-
-def _tagged(kind: str, content: object) -> dict[str, object]:
-    return {TAG: kind, "value": content}
-
-
-def _decoded_dict(kind: type[dict[Any, Any]], content: Any) -> dict[Any, Any]:
-    return kind({decode(key): decode(member) for key, member in content})
-
-
-def _decoded_members(kind: Callable[[Any], Any], content: Any) -> Any:
-    return kind([decode(member) for member in _instance(list, content)])
+    tag = "numpy.ndarray" if isinstance(value, np.ndarray) else "numpy.generic"
+    return tag, [array.dtype.str, list(array.shape), array.tobytes().hex()]
 
 
 def _decoded_numpy(content: Any) -> np.ndarray[Any, Any]:
-    dtype, shape, data = content[0], content[1], bytes.fromhex(content[2])
-    array: np.ndarray[Any, Any] = np.ndarray(shape, dtype if _NUMPY_DTYPE.fullmatch(dtype) else "", data)
+    dtype, shape, data = content
+    if not _NUMPY_DTYPE.fullmatch(dtype):
+        raise ValueError(dtype)
+    array: np.ndarray[Any, Any] = np.ndarray(shape, dtype, bytes.fromhex(data))
     return array.copy()
 
 
@@ -282,20 +271,16 @@ def _instance(kind: type, value: Any) -> Any:
     return value
 
 
-# By exact type: the tag, the encoder to JSON, and the decoder.
+# By exact type: the tag, the function to an encodable content, and the way back.
 _FORMS: dict[type, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
     int: ("int", hex, lambda content: int(content, 16)),
-    float: ("float", str, _FLOATS.__getitem__),
+    float: ("float", str, {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}.__getitem__),
     str: (
         "str",
         lambda value: value.encode(errors="surrogatepass").hex(),
         lambda content: bytes.fromhex(content).decode(errors="surrogatepass"),
     ),
-    complex: (
-        "complex",
-        lambda value: [encode(value.real, ()), encode(value.imag, ())],
-        lambda content: complex(*map(decode, content)),
-    ),
+    complex: ("complex", lambda value: [value.real, value.imag], lambda content: complex(*content)),
     bytes: ("bytes", bytes.hex, bytes.fromhex),
     bytearray: ("bytearray", bytearray.hex, bytearray.fromhex),
     io.BytesIO: ("io.BytesIO", lambda value: [value.getvalue().hex(), value.tell()], _buffer),
@@ -306,16 +291,13 @@ _FORMS: dict[type, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
     ),
     torch.device: ("torch.device", str, torch.device),
     TorchVersion: ("torch.version", str, TorchVersion),
+    torch.Size: ("torch.Size", list, torch.Size),
+    **{kind: (kind.__name__, list, kind) for kind in (list, tuple, set, frozenset)},
 }
-_MEMBERS: dict[type, str] = {
-    torch.Size: "torch.Size",
-    **{kind: kind.__name__ for kind in (list, tuple, set, frozenset)},
-}
-_CONTAINERS = {*DICTS.values(), *_MEMBERS}
 _DECODERS: dict[str, Callable[[Any], Any]] = {
-    **{name: partial(_decoded_dict, kind) for name, kind in DICTS.items()},
-    **{name: partial(_decoded_members, kind) for kind, name in _MEMBERS.items()},
     **{tag: way_back for tag, _, way_back in _FORMS.values()},
+    **DICTS,
+    "Counter": lambda pairs: Counter(dict(pairs)),
     "tensor": lambda name: TensorReference(_instance(str, name)),
     "tensor.sharded": lambda name: TensorReference(_instance(str, name), is_sharded=True),
     "numpy.ndarray": _decoded_numpy,

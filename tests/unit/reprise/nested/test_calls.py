@@ -13,7 +13,6 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
-    get_model_state_dict,
     get_optimizer_state_dict,
 )
 
@@ -21,10 +20,6 @@ from reprise import load_state_dict, save_state_dict
 from reprise.errors import CheckpointError, ConfigError
 from tests.messages import refused
 from tests.states import Net, assert_same, assert_same_optimizer, trained
-
-
-def nested(net: Net, optimizer: torch.optim.Optimizer, **more: Any) -> dict[str, Any]:
-    return {"model": get_model_state_dict(net), "optimizer": get_optimizer_state_dict(net, optimizer), **more}
 
 
 def test_tied_tensors_are_found_by_memory_and_stored_once(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -85,27 +86,36 @@ def test_an_option_at_its_default_is_not_missing(tmp_path: Path) -> None:
         load(path, net, sgd(net, ("abc", {"nesterov": True, "momentum": 0.9})))
 
 
-@pytest.mark.parametrize("saved", [{"loss": [0.5], "best": {"at": 3}}, Counter("aab"), {1: 2}], ids=repr)
-def test_an_empty_dict_takes_what_was_saved(tmp_path: Path, saved: dict[Any, Any]) -> None:
-    save(tmp_path, nn.Module(), iteration=1, state={"metrics": saved})
-    state = {"metrics": type(saved)()}
-    result = load(tmp_path, nn.Module(), state=state)
-    assert (state["metrics"], result["metrics"]) == (saved, saved)
-    assert type(state["metrics"]) is type(saved)
+def metrics(**place: object) -> Any:
+    """Return an object with a tensor."""
+    state: dict[str, Any] = {"loss": torch.ones(1), "count": 3}
+    vars(state["loss"]).update(place)
+    return SimpleNamespace(state_dict=lambda: state, load_state_dict=state.update)
 
 
-def test_an_empty_dict_takes_no_tensor(tmp_path: Path) -> None:
-    save_state_dict(tmp_path, {"metrics": {"loss": torch.ones(1), "count": 3}}, iteration=1)
-    with refused(MismatchError, "/metrics/loss is unexpected"):
-        load_state_dict(tmp_path, {"metrics": {}})
-    loaded = load_state_dict(tmp_path, state := {"metrics": dict[str, Any]()}, strict="missing")
-    assert (state, loaded.unexpected_keys) == ({"metrics": {"count": 3}}, ["/metrics/loss"])
+PLAIN = metrics()
+SHARD = metrics(global_shape=(1,), global_offsets=[(0,)], local_offsets=[(0,)], local_sizes=[(1,)])
+# What was saved, and what an empty dict takes of it.
+TAKEN: dict[str, tuple[Any, dict[Any, Any]]] = {
+    "values": ({"loss": [0.5], "best": {"at": 3}},) * 2,
+    "Counter": (Counter("aab"),) * 2,
+    "by leaf": (PLAIN.state_dict(), {"count": 3}),
+    "shard": (SHARD, {}),
+    "object": (PLAIN, PLAIN.state_dict()),
+}
 
 
-def test_a_star_is_a_key_as_any_other(tmp_path: Path) -> None:
-    save_state_dict(tmp_path, {"rates": {"*": 1, "head.*": 2}}, iteration=1)
-    with refused(MismatchError, "/rates/head.* is unexpected"):
-        load_state_dict(tmp_path, {"rates": {"*": 0}})
+@pytest.mark.parametrize(("saved", "taken"), TAKEN.values(), ids=TAKEN)
+def test_an_empty_dict_takes_what_a_load_returns(tmp_path: Path, saved: Any, taken: dict[Any, Any]) -> None:
+    save_state_dict(tmp_path, {"model": {}, "metrics": saved}, iteration=1)
+    left_out = ["/metrics/loss"] if taken in ({"count": 3}, {}) else []
+    for given, problem in [({}, "/loss is unexpected"), (5, " is missing")] if left_out else []:
+        with refused(MismatchError, f"/metrics{problem}"):
+            load_state_dict(tmp_path, {"metrics": given})
+    loaded = load_state_dict(tmp_path, state := {"metrics": dict[Any, Any](), "new": {}}, strict="missing")
+    assert (state, loaded.unexpected_keys) == ({"metrics": taken, "new": {}}, left_out)
+    assert load(tmp_path, nn.Module(), strict="missing").get("metrics", {}) == taken
+    assert type(state["metrics"]) is type(taken)
 
 
 @pytest.mark.parametrize("strict", ["Missing", 1, None])

@@ -107,7 +107,7 @@ def path(tmp_path: Path) -> Path:
 GIVEN: list[tuple[dict[str, Any], list[str]]] = [
     ({"rng": False}, ["scheduler", "ema", "position"]),
     ({"state": {}, "per_rank": {}}, ["rng"]),
-    ({"state": {"epoch": 0}, "per_rank": {}, "rng": False}, ["scheduler", "ema"]),
+    ({"state": {"epoch": 0}, "per_rank": {"position": 0}, "rng": False}, ["scheduler", "ema"]),
     ({"state": loop()[2], "per_rank": {"position": 0}, "rng": True}, []),
     ({"state": {}, "per_rank": {}, "rng": False}, []),
 ]
