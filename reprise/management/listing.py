@@ -58,11 +58,15 @@ def trees_in(folder: Path, files: Files) -> dict[Path, Tree | None]:
     Raises:
         CheckpointError: There is no checkpoint.
     """
-    if not is_stored(folder):
-        return dict.fromkeys(checkpoints_in(folder))
+    stored = stored_trees(folder, files) if is_stored(folder) else {}
+    return stored or dict.fromkeys(checkpoints_in(folder))
+
+
+def stored_trees(folder: Path, files: Files) -> dict[Path, Tree | None]:
+    """Return the checkpoints in a store folder, in order, with their objects, from a single listing."""
     trees = by_checkpoint(files.tree(folder))
     names = sorted((name for name, tree in trees.items() if MANIFEST in tree), key=lambda n: (n.startswith(WEIGHTS), n))
-    return {folder / name: trees[name] for name in names} or dict.fromkeys(checkpoints_in(folder))
+    return {folder / name: trees[name] for name in names}
 
 
 def _newest(paths: Iterable[Path], count: int | None) -> list[Path]:

@@ -14,7 +14,7 @@ from reprise.format.mirror_record import MIRROR, from_bytes
 from reprise.format.names import HOST, OPTIMIZER_DROPPED, OPTIMIZER_FILES
 from reprise.loading.choose import committed_in
 from reprise.loading.reader import Checkpoint, open_checkpoint
-from reprise.management.listing import size_of, trees_in, whole_checkpoint
+from reprise.management.listing import size_of, stored_trees, whole_checkpoint
 from reprise.management.paths import checkpoint_folder
 from reprise.saving.policy import Retention
 from reprise.storage.files import FILE_SYSTEM
@@ -77,7 +77,7 @@ def prune(
     The folder is locked meanwhile, so a run saving to it is not disturbed.
 
     In a store, a checkpoint's manifest is deleted first: from then on there is no checkpoint. Holds do not protect
-    there.
+    there. A folder or store without checkpoints gives an empty report.
 
     Args:
         folder: A run's folder, its checkpoint folder, or its URL in a store.
@@ -99,7 +99,7 @@ def prune(
         )
     place, retention = location(folder), Retention(keep, retain_interval)
     if is_stored(place):
-        paths = [path for path in trees_in(place, files_of(place)) if path.parent == place]
+        paths = [path for path in stored_trees(place, files_of(place)) if path.parent == place]
         stored = {iteration: path for path in paths if (iteration := iteration_of(path)) is not None}
         return _prune(stored, retention.expired(stored), None if dry_run else _remove)
     with _owned(place, dry_run=dry_run) as (checkpoints, lock):

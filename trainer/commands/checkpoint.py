@@ -278,7 +278,9 @@ def prune(options: argparse.Namespace) -> int:
         for checkpoint in report.expired
     ]
     _print_rows(rows if options.json else _without_columns(rows, "deleted"), as_json=options.json)
-    if not options.json:
+    if not (rows or report.retained or options.json):
+        print(f"{options.run} has no checkpoints")
+    elif not options.json:
         verb = "would be" if report.is_dry_run else "was" if len(rows) == 1 else "were"
         print(f"{len(rows)} {verb} deleted, {len(report.retained)} {'stays' if len(report.retained) == 1 else 'stay'}")
     return FINE

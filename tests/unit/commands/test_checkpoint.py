@@ -186,6 +186,12 @@ def test_prune_keeps_what_it_says_and_says_what_it_deletes(tmp_path: Path, capsy
     assert not list(folder.glob(".*"))
 
 
+def test_prune_says_that_there_is_nothing(tmp_path: Path, capsys: Printed) -> None:
+    for run in (tmp_path, f"file://{tmp_path}/absent"):
+        assert main(["prune", str(run), "--keep", "1"]) == FINE
+        assert capsys.readouterr().out == f"{run} has no checkpoints\n"
+
+
 def test_prune_refuses_to_leave_no_whole_checkpoint(tmp_path: Path, capsys: Printed) -> None:
     folder = save(tmp_path / "run", [1, 2, 3])
     (folder / "iter_0000003" / STATE).unlink()
