@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from reprise.errors import CheckpointError
@@ -114,12 +113,7 @@ def _upload(checkpoint: Checkpoint, target: Path, content: CheckpointFiles, coun
     if not is_stored(source):
         _verify(checkpoint)
     upload = Upload(CHILD_CLIENT, url_of(target), source)
-    names = retried(upload.begin)
-    if names is not None:
-        for name in names:
-            retried(partial(upload.send, name))
-            count(content.sizes[name])
-        retried(upload.commit)
+    retried(lambda: upload.run(lambda name: count(content.sizes[name])))
     if is_stored(source):  # both sides are remote: read the copy back
         _verify(open_checkpoint(target, files_of(target)))
 

@@ -11,16 +11,16 @@ if TYPE_CHECKING:
     from reprise.stores.locations import files_of as files_of
     from reprise.stores.locations import is_stored as is_stored
     from reprise.stores.locations import location as location
-    from reprise.stores.mirror_process import MirrorProcess as MirrorProcess
-    from reprise.stores.mirror_process import mirror_rule as mirror_rule
-    from reprise.stores.mirror_process import mirror_run as mirror_run
+    from reprise.stores.mirror import MirrorProcess as MirrorProcess
+    from reprise.stores.mirror import mirror_rule as mirror_rule
+    from reprise.stores.mirror import mirror_run as mirror_run
     from reprise.stores.probe import probe_store as probe_store
     from reprise.stores.url import is_store_url as is_store_url
 
 _NAMES = {
     "stores.holds": "ManifestVersion manifest_version take_hold",
     "stores.locations": "files_of is_stored location",
-    "stores.mirror_process": "MirrorProcess mirror_rule mirror_run",
+    "stores.mirror": "MirrorProcess mirror_rule mirror_run",
     "stores.probe": "probe_store",
     "stores.url": "is_store_url",
 }

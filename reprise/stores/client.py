@@ -10,7 +10,6 @@ import errno
 import functools
 import importlib.util
 import itertools
-import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -94,7 +93,7 @@ class StoreClient:
     def read_text(self, url: StoreUrl) -> str:
         """Return a small object's content."""
         size, etag, _ = self.head(url)
-        return str(self.read(url, 0, size, etag if size > SLOT_BYTES else None), errors="replace")
+        return str(self.read(url, 0, size, etag), errors="replace")
 
     def objects(self, folder: StoreUrl) -> dict[str, tuple[int, float]]:
         """Return each object's size and modification time below a folder, by name in it."""
@@ -103,13 +102,10 @@ class StoreClient:
             metas = itertools.chain.from_iterable(obstore.list(_open_store(folder.root), prefix=folder.key or None))
             return {meta["path"][start:]: (meta["size"], meta["last_modified"].timestamp()) for meta in metas}
 
-    def names(self, folder: StoreUrl) -> tuple[list[str], list[str]]:
-        """Return the names of folders and objects directly below a folder."""
+    def has_objects(self, folder: StoreUrl) -> bool:
+        """Return whether any object lies below a folder."""
         with _translated(folder):
-            page = obstore.list_with_delimiter(_open_store(folder.root), prefix=folder.key or None)
-        paths = page["common_prefixes"], [entry["path"] for entry in page["objects"]]
-        folders, objects = ([str(path).rstrip("/").rpartition("/")[2] for path in group] for group in paths)
-        return sorted(folders), objects
+            return any(obstore.list(_open_store(folder.root), prefix=folder.key or None, chunk_size=1))
 
     def put(self, url: StoreUrl, source: str) -> None:
         """Write an object with a file's content, or another object's: `source` is a path or a URL.
@@ -120,10 +116,11 @@ class StoreClient:
         read: Callable[[int, int], bytes | memoryview]
         if is_store_url(source):
             origin = StoreUrl.parse(source)
-            size, read = self.head(origin)[0], partial(self.read, origin)
+            size, etag, _ = self.head(origin)
+            read = partial(self.read, origin, etag=etag)
         else:
             size, read = os.stat(source).st_size, partial(_read_file, source)
-        part = part_bytes(size)
+        part = max(PART_BYTES, -(-size // (MOST_PARTS << 20)) << 20)
         with _translated(url):
             store = _open_store(url.root)
             writer = obstore.open_writer(store, url.key, buffer_size=part, max_concurrency=PARTS_AT_ONCE)
@@ -159,12 +156,6 @@ class StoreClient:
                             os.rmdir(parent)
 
 
-def part_bytes(file_bytes: int) -> int:
-    """Return the part size for uploading a file, a multiple of 1 MiB."""
-    smallest = math.ceil(file_bytes / MOST_PARTS)
-    return max(PART_BYTES, (smallest + (1 << 20) - 1) >> 20 << 20)
-
-
 def _read_file(path: str, offset: int, size: int) -> bytes:
     with open(path, "rb", buffering=0) as file:
         file.seek(offset)
@@ -181,26 +172,21 @@ def _open_store(root: str) -> Any:
     if root.startswith("s3://"):
         endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
         options["allow_http"] = endpoint.startswith("http://")  # the user asked for it with the URL
-        settings["disable_bulk_delete"] = True  # not every store has the other call
-        if _needs_profile():
-            settings["credential_provider"] = _profile_credentials()
+        settings = {"disable_bulk_delete": True, **_profile()}  # not every store has the other call
     return stores.from_url(root, client_options=options, retry_config=retries, **settings)  # type: ignore[call-overload]
 
 
-def _needs_profile() -> bool:
-    """Return whether S3 credentials lie in a profile, which obstore does not read itself."""
+def _profile() -> dict[str, Any]:
+    """Return the setting for S3 credentials in a profile, which obstore does not read itself. Empty without one."""
     folder = Path.home() / ".aws"
     file = Path(os.environ.get("AWS_SHARED_CREDENTIALS_FILE", folder / "credentials"))
-    is_in_environment = "AWS_ACCESS_KEY_ID" in os.environ and "AWS_PROFILE" not in os.environ
-    return not is_in_environment and ("AWS_PROFILE" in os.environ or exists(file))
-
-
-def _profile_credentials() -> Any:
+    if "AWS_PROFILE" not in os.environ and ("AWS_ACCESS_KEY_ID" in os.environ or not exists(file)):
+        return {}
     if importlib.util.find_spec("boto3") is None:
         raise OSError(errno.EACCES, "the credentials are in a profile: pip install boto3, or set AWS_ACCESS_KEY_ID")
     from obstore.auth.boto3 import Boto3CredentialProvider
 
-    return Boto3CredentialProvider()
+    return {"credential_provider": Boto3CredentialProvider()}
 
 
 @contextlib.contextmanager

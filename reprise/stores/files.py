@@ -10,9 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from reprise.storage.files import Files, Result, T
-from reprise.stores.path import StorePath, url_of
+from reprise.stores.path import status_of, url_of
 from reprise.stores.ranges import SLOT_BYTES, WINDOW_BYTES, Span, requests_of
-from reprise.stores.store import CONNECTIONS, ask, child, end_child
+from reprise.stores.store import CHILD_CLIENT, CONNECTIONS, child, end_child
 
 _Object = tuple[Path, int, str | None]  # with its size and version when opened
 
@@ -39,8 +39,8 @@ class StoreFiles(Files):
 
     def tree(self, path: Path) -> dict[str, os.stat_result]:
         """Return each object's size and time below a folder, from a single store listing."""
-        assert isinstance(path, StorePath)
-        return path.objects()
+        objects = CHILD_CLIENT.objects(url_of(path))
+        return {name: status_of(size, None, modified_at) for name, (size, modified_at) in objects.items()}
 
     def is_folder(self, path: Path) -> bool:
         return True  # the prefix of an existing object
@@ -57,7 +57,7 @@ class StoreFiles(Files):
         while at < end:
             start, stop = self._request_at(path, at, end, size)
             into = part[at - offset : min(end, stop) - offset]
-            is_kept = store.name or into.nbytes < stop - start
+            is_kept = store.load or into.nbytes < stop - start
             request = (start, stop) if is_kept else None
             store.ask("fill", url_of(path), etag, at, into.nbytes, request, into=into)
             at += into.nbytes
@@ -99,6 +99,6 @@ class StoreFiles(Files):
         """Return an object's size in bytes and its version."""
         if path not in self._versions:
             child(self._load)
-            size, etag, _ = ask("head", url_of(path))
+            size, etag, _ = CHILD_CLIENT.head(url_of(path))
             self._versions[path] = size, etag
         return self._versions[path]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,12 +48,7 @@ def manifest_version(path: Path) -> ManifestVersion | None:
         OSError: A store fails.
     """
     try:
-        if is_stored(path):
-            from reprise.stores.path import url_of
-            from reprise.stores.store import ask
-
-            return tuple(ask("head", url_of(path / MANIFEST)))
-        status = os.stat(path / MANIFEST)
+        status = (path / MANIFEST).stat()
     except OSError as error:
         if is_stored(path) and not isinstance(error, FileNotFoundError):
             raise

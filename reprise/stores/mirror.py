@@ -1,35 +1,24 @@
-"""A run's mirror, a process that uploads the committed checkpoints in the run's folder.
-
-    python -m reprise.stores.mirror OPTIONS
-
-The standard input has the starting process's orders: `FINISH` tells the mirror to end once the store has all
-checkpoints, any other word wakes it, and the end of the input ends it at once.
-"""
+"""Mirrors a run: a thread uploads the committed checkpoints in its folder, by requests of a child process."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import logging
-import os
 import random
 import secrets
-import sys
 import threading
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 
 from reprise.errors import CheckpointError, TrainerError
 from reprise.format.mirror_record import MirrorRule
-from reprise.storage.lease import leases
+from reprise.storage.files import FILE_SYSTEM
+from reprise.storage.folder import WEIGHTS, CheckpointFolder
 from reprise.storage.lock import FolderLock
 from reprise.storage.paths import is_dir
-from reprise.stores.client import StoreClient
 from reprise.stores.mirror_pass import MirrorPass
-from reprise.stores.mirror_process import FINISH
-from reprise.stores.upload import retried
+from reprise.stores.store import Child, client_of
 from reprise.stores.url import StoreUrl
 
 _log = logging.getLogger(__name__)
@@ -37,126 +26,156 @@ _log = logging.getLogger(__name__)
 LOCK_FOLDER = ".mirror"  # below the checkpoint folder; holds host 0's lock
 POLL_S = 3.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
-_NICENESS, _OBSTORE_THREADS = 10, "2"
-FINE, _REFUSED, IMPOSSIBLE = 0, 1, 2
+_LAST_PAUSE_S = 4.0  # with `once`, a failure after a longer pause is final
+_END_S = 5.0
+_NICENESS = 10
+FINE, _REFUSED = 0, 1
 
 
-@dataclass(frozen=True, slots=True)
-class MirrorOptions:
-    """A mirror's settings.
+def mirror_rule(url: str, *, interval: int, keep: int) -> MirrorRule:
+    """Return a mirror's rule, with its URL as in `mirror.json`.
+
+    Raises:
+        ConfigError: The URL is malformed.
+    """
+    return MirrorRule(str(StoreUrl.parse(url)), interval, keep)
+
+
+def mirror_run(run: Path, url: str, *, keep: int, interval: int, once: bool) -> int:
+    """Mirror a run until nothing is left to do, or forever, and log each step.
 
     Args:
-        url: The run's URL in the store.
         run: The run's folder, or its checkpoint folder.
         keep: How many of the newest full checkpoints to keep in the store. 0 keeps all.
         interval: Upload full checkpoints only at multiples of this iteration, and the last. 0 uploads all.
         once: End once the store has everything now in the folder.
-        host: This host's number among `hosts`, which upload together.
-        attached: Serve a training process, with low priority, and retry requests that a store refuses.
-    """
-
-    url: str
-    run: str
-    keep: int = 0
-    interval: int = 0
-    once: bool = False
-    host: int = 0
-    hosts: int = 1
-    attached: bool = False
-
-
-@dataclass(slots=True)
-class Orders:
-    """Orders from the process that started the mirror."""
-
-    wake: threading.Event = field(default_factory=threading.Event)
-    is_finishing: bool = False
-
-    def listen(self) -> None:
-        """Take orders until their end, which ends this process."""
-        while words := os.read(sys.stdin.fileno(), 1024):
-            self.is_finishing |= FINISH in words
-            self.wake.set()
-        for lease in tuple(leases):  # else the next mirror on another host waits for this one's heartbeat
-            lease.release()
-        os._exit(FINE)
-
-
-def main(words: str) -> int:
-    """Mirror a run, log to stderr, and return the exit status; see `mirror`.
-
-    Args:
-        words: `MirrorOptions` as JSON.
-    """
-    logging.basicConfig(format="reprise mirror: %(message)s", stream=sys.stderr)
-    logging.getLogger("reprise").setLevel(logging.INFO)
-    options, orders = MirrorOptions(**json.loads(words)), Orders()
-    if options.attached:
-        os.nice(_NICENESS)
-        os.environ["TOKIO_WORKER_THREADS"] = _OBSTORE_THREADS
-    threading.Thread(target=orders.listen, daemon=True).start()
-    try:
-        return mirror(options, orders)
-    except (TrainerError, OSError) as error:
-        print(f"reprise mirror: {_line(error)}", file=sys.stderr)
-    return IMPOSSIBLE
-
-
-def mirror(options: MirrorOptions, orders: Orders) -> int:
-    """Follow a run's folder until nothing is left to do, or forever.
 
     Returns:
-        The exit status. With `once`, 1 if a checkpoint in the folder is not mirrored, which the log explains.
+        The exit status: 1 if a checkpoint in the folder is not mirrored, which the log explains.
 
     Raises:
         CheckpointError: The folder does not exist, or the URL belongs to another run.
-        ConfigError: The URL lies in the folder.
+        ConfigError: The URL is malformed or lies in the folder, or obstore is not installed.
         LockError: Another process mirrors the folder.
-        OSError: With `once`, the store fails; from a command, it refuses a request until a user fixes the cause.
-            Otherwise the mirror retries forever.
+        OSError: With `once`, the store fails; without, it refuses a request until a user fixes the cause.
     """
-    url, root = StoreUrl.parse(options.url), Path(options.run)
-    folder = root / "checkpoints" if is_dir(root / "checkpoints") else root
-    if not options.attached and not is_dir(folder):
-        raise CheckpointError("The folder does not exist", where=root)
-    url.require_outside(folder)
-    rule = MirrorRule(str(url), options.interval, options.keep)
-    passes = MirrorPass(StoreClient(), url, folder, rule, host=options.host, hosts=options.hosts)
-    problem, pause_s, is_locked = "", _FIRST_PAUSE_S, options.host > 0
-    with contextlib.ExitStack() as stack:
-        while True:
-            orders.wake.clear()
-            is_last = options.once or orders.is_finishing
-            try:
-                if not is_locked:
-                    nonce = secrets.token_hex(4)
-                    lock = FolderLock(folder / LOCK_FOLDER, nonce, kind="mirror of a run", another="another run")
-                    stack.enter_context(lock)
-                    is_locked = True
-                is_done = retried(partial(passes.run, at_end=True)) if options.once else passes.run(at_end=is_last)
-            except (OSError, CheckpointError) as error:
-                is_refused = isinstance(error, OSError) and error.errno == errno.EACCES
-                if options.once or (is_refused and not options.attached):
-                    raise
-                kind = str(error.errno) if isinstance(error, OSError) else type(error).__name__
-                if kind != problem:
-                    _log.warning("the mirror is waiting: %s; it will retry, and training continues", _line(error))
-                problem = kind
-                orders.wake.wait(pause_s * random.uniform(0.5, 1.5))
-                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-                continue
-            if problem:
-                _log.info("the mirror continues: %s", url)
-            problem, pause_s = "", _FIRST_PAUSE_S
-            if is_done and is_last:
-                return _REFUSED if options.once and passes.refused else FINE
-            if is_done or options.hosts > 1:
-                orders.wake.wait(POLL_S)
+    if not is_dir(run):
+        raise CheckpointError("The folder does not exist", where=run)
+    logging.getLogger(__package__).setLevel(logging.INFO)
+    folder = run / "checkpoints" if is_dir(run / "checkpoints") else run
+    mirror = MirrorProcess(folder, mirror_rule(url, interval=interval, keep=keep), attached=False)
+    try:
+        mirror.follow(once=once)
+        return _REFUSED if mirror.refused else FINE
+    except KeyboardInterrupt:
+        return FINE
+    finally:
+        mirror.end()
 
 
-def _line(error: Exception) -> str:
-    return f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
+class MirrorProcess:
+    """A run's mirror on this host. No method waits for the store, except `follow`, and none raises after the start.
 
+    Args:
+        folder: The run's checkpoint folder, which all hosts share.
+        host: This host's number among `hosts`, which upload together.
+        attached: Whether it serves a training process: a thread follows the folder, with low-priority requests, and
+            retries those that a store refuses.
 
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    Raises:
+        ConfigError: obstore is not installed, or the URL lies in the folder.
+    """
+
+    def __init__(self, folder: Path, rule: MirrorRule, *, host: int = 0, hosts: int = 1, attached: bool = True) -> None:
+        url, self._folder, self._rule, self._host, self._hosts = StoreUrl.parse(rule.url), folder, rule, host, hosts
+        url.require_outside(folder)
+        self._child = Child(niceness=_NICENESS if attached else 0)
+        self._passes = MirrorPass(client_of(lambda: self._child), url, folder.absolute(), rule, host=host, hosts=hosts)
+        self._attached, self._wake = attached, threading.Event()
+        self._is_finishing = self._is_complete = self._is_over = False
+        self._thread = threading.Thread(target=self.follow, name="mirror", daemon=True)
+        if attached:
+            self._thread.start()
+
+    @property
+    def refused(self) -> frozenset[str]:
+        """Return the checkpoints, by name, that the log has reported as not mirrored."""
+        return self._passes.refused
+
+    def follow(self, *, once: bool = False) -> None:
+        """Upload checkpoints until the end, or until nothing is left to do.
+
+        Args:
+            once: End once the store has everything now in the folder.
+
+        Raises:
+            TrainerError, OSError: See `mirror_run`. With `attached`, the mirror retries forever.
+        """
+        problem, pause_s, is_locked = "", _FIRST_PAUSE_S, self._host > 0
+        with contextlib.ExitStack() as stack:
+            while not self._is_over:
+                self._wake.clear()
+                is_last = once or self._is_finishing
+                try:
+                    if not is_locked:
+                        stack.enter_context(self._lock())
+                        is_locked = True
+                    is_done = self._passes.run(at_end=is_last)
+                except (OSError, TrainerError) as error:
+                    number = error.errno if isinstance(error, OSError) else None
+                    is_final = once and (number != errno.EIO or pause_s > _LAST_PAUSE_S)
+                    if not self._attached and (is_final or number == errno.EACCES):
+                        raise
+                    kind = f"{type(error).__name__} {number}"
+                    if kind != problem and not self._is_over:
+                        text = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else error
+                        _log.warning("the mirror is waiting: %s; it will retry, and training continues", text)
+                    problem = kind
+                    self._wake.wait(pause_s * random.uniform(0.5, 1.5))
+                    pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+                    continue
+                if problem:
+                    _log.info("the mirror continues: %s", self._rule.url)
+                problem, pause_s = "", _FIRST_PAUSE_S
+                if is_done and is_last:
+                    self._is_complete = True
+                    return
+                if is_done or self._hosts > 1:
+                    self._wake.wait(POLL_S)
+
+    def _lock(self) -> FolderLock:
+        nonce = secrets.token_hex(4)
+        return FolderLock(self._folder / LOCK_FOLDER, nonce, kind="mirror of a run", another="another run")
+
+    def wake(self) -> None:
+        """Notify the mirror about a committed checkpoint."""
+        self._wake.set()
+
+    def finish(self, wait_s: float) -> bool:
+        """Wait until the mirror has uploaded all missing checkpoints. Return whether it has.
+
+        Args:
+            wait_s: The longest wait, in seconds.
+        """
+        self._is_finishing = True
+        self._wake.set()
+        self._thread.join(wait_s)
+        self.end()
+        return self._is_complete
+
+    def missing(self) -> list[str]:
+        """Return the checkpoints missing in the store: iterations, with `weights/` before weights-only saves."""
+        names = []
+        for prefix, root in (("", self._folder), (f"{WEIGHTS}/", self._folder / WEIGHTS)):
+            committed = CheckpointFolder(root, FILE_SYSTEM).committed()
+            rule = replace(self._rule, prefix=prefix)
+            names += [f"{prefix}{number}" for number in rule.unmirrored(root, committed, committed, at_end=True)]
+        return names
+
+    def end(self) -> None:
+        """End the mirror at once. The next start reuses its partial uploads."""
+        self._is_over = True
+        self._wake.set()
+        self._child.end()
+        if self._attached:
+            self._thread.join(_END_S)  # which releases the lock

@@ -6,6 +6,7 @@ last. The newest n stay. Nothing is deleted before all uploads are done, except 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
@@ -59,18 +60,18 @@ class MirrorPass:
         self, client: StoreClient, url: StoreUrl, folder: Path, rule: MirrorRule, *, host: int = 0, hosts: int = 1
     ) -> None:
         self._client, self._url, self._root, self._rule = client, url, folder, rule
-        self._host, self._hosts, self._leads = host, hosts, host == 0
-        self._record: MirrorRecord | None = None  # once host 0 has surveyed the store
-        self._lineage = Lineage()  # the newest checkpoint's
-        # Names and digests: on host 0, of checkpoints reported as not mirrored; elsewhere, of those whose share is up.
-        self._ended = dict[str, str]()
-        self._leftovers = set[str]()  # folders in the store without a manifest
+        self._host, self._hosts = host, hosts
+        self._committed: Mapping[str, MirroredCheckpoint] | None = None  # in the store, once host 0 has surveyed it
+        self._run: str | None = None  # which claims the URL
+        # Digests by name: on host 0, of checkpoints reported as not mirrored; elsewhere, of those whose share is up.
+        self._settled = dict[str, str]()
+        self._unfinished = set[str]()  # folders in the store that may lack a manifest
         self._goes_on: bool | None = None  # as stored
 
     @property
     def refused(self) -> frozenset[str]:
-        """Return the checkpoints, by name, that the log has reported as not mirrored. Empty except on host 0."""
-        return frozenset(self._ended if self._leads else ())
+        """Return the checkpoints, by name, that host 0's log has reported as not mirrored."""
+        return frozenset(self._settled)
 
     def run(self, *, at_end: bool = False) -> bool:
         """Upload one checkpoint, or its missing files. Return whether this host has nothing left to do.
@@ -83,57 +84,59 @@ class MirrorPass:
             CheckpointError: The URL belongs to another run.
         """
         local = self._local()
-        self._ended = {name: digest for name, digest in self._ended.items() if name in local}
-        if self._leads:
+        self._settled = dict(self._settled.items() & local.items())
+        if self._host == 0:
             if not local:
                 return True  # nothing identifies the URL's run
             self._learn(local)
-        record = self._record or read_record(self._root, self._rule.url)
-        for name in self._rule.due(local, record.committed, at_end=at_end):
-            digest, entry = _digest(local[name]), record.committed.get(name)
-            if digest in (None, self._ended.get(name), entry and entry.digest):
+        stored = self._stored
+        for name in self._rule.due(local, stored, at_end=at_end):
+            if local[name] in (self._settled.get(name), name in stored and stored[name].digest):
                 continue
-            if self._leads:
+            if self._host == 0:
                 self._require_claim()
                 self._tell(goes_on=True)
-            self._upload(name, local[name], str(digest))
+            self._upload(name, local[name])
             return False
-        if self._leads:
+        if self._host == 0:
             self._prune()
             self._tell(goes_on=not at_end and is_locked(self._root))
         return True
 
-    def _local(self) -> dict[str, Path]:
-        """Return the folder's committed checkpoints and weights-only saves, by name."""
-        table = dict[str, Path]()
+    def _local(self) -> dict[str, str]:
+        """Return the manifest digests of the folder's committed checkpoints and weights-only saves, by name."""
+        digests = dict[str, str]()
         for prefix in _PREFIXES:
-            folder = CheckpointFolder(self._root / prefix, FILE_SYSTEM)
-            table |= {f"{prefix}{iteration_name(number)}": folder.iteration(number) for number in folder.committed()}
-        return table
+            for number in CheckpointFolder(self._root / prefix, FILE_SYSTEM).committed():
+                name = f"{prefix}{iteration_name(number)}"
+                with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # retention has deleted it
+                    digests[name] = _digest(self._root / name)
+        return digests
 
-    def _learn(self, local: Mapping[str, Path]) -> None:
+    def _learn(self, local: Mapping[str, str]) -> None:
         """Read the newest checkpoint's run and, once, the store's content. Delete given-up checkpoints."""
-        newest = local[max(local, key=lambda name: (not is_weights(name), iteration_in(name)))]
-        self._lineage = _lineage_at(newest, _digest(newest))
-        if self._record is None:
+        newest = max(local, key=lambda name: (not is_weights(name), iteration_in(name)))
+        lineage = _lineage_at(self._root / newest, local[newest])
+        self._run = lineage.run
+        if self._committed is None:
             self._write(self._surveyed())
-        for name, entry in self._committed.items():
-            if self._lineage.branches and not self._lineage.admits(entry.lineage, iteration_in(name)):
+        for name, entry in self._stored.items():
+            if lineage.branches and not lineage.admits(entry.lineage, iteration_in(name)):
                 self._remove(name)
                 _log.info("%s was deleted from %s: the run abandoned its branch", name, self._url)
 
     def _surveyed(self) -> dict[str, MirroredCheckpoint]:
         """Return this run's checkpoints actually in the store, from a single listing."""
-        recorded, is_foreign = read_record(self._root, self._rule.url).committed, False
+        recorded, is_foreign = self._stored, False
         committed = dict[str, MirroredCheckpoint]()
         for name, files in by_checkpoint(self._client.objects(self._url)).items():
-            marks = [file for file in files if file.startswith(MARK)]
             if iteration_of(Path(name)) is None or not {MANIFEST, STATE} <= files.keys():
-                self._leftovers |= {name} if marks else set()
+                self._unfinished.add(name)
                 continue
             entry = recorded.get(name) or _stored_checkpoint(self._client, self._url.child(name))
-            if entry.lineage.run == self._lineage.run:
+            if entry.lineage.run == self._run:
                 committed[name] = entry
+                marks = [file for file in files if file.startswith(MARK)]
                 self._client.delete(self._url.child(name), marks)  # its upload may have stopped before this
             else:
                 is_foreign = True
@@ -149,7 +152,7 @@ class MirrorPass:
         Raises:
             CheckpointError: The URL belongs to another run.
         """
-        run, place = self._lineage.run or "unnamed", self._url.child(CLAIM)
+        run, place = self._run or "unnamed", self._url.child(CLAIM)
         try:
             claim = self._client.read_text(place)
         except FileNotFoundError:
@@ -163,50 +166,45 @@ class MirrorPass:
                 fix="Use a separate URL for each run.",
             )
 
-    def _upload(self, name: str, path: Path, digest: str) -> None:
-        start = time.monotonic()
+    def _upload(self, name: str, digest: str) -> None:
+        start, path = time.monotonic(), self._root / name
+        self._unfinished.add(name)
         try:
             lineage = _lineage_at(path, digest)
             if exists(path / HOST):
                 raise CheckpointError(_OF_PARTS)
-            if self._leads and name in self._committed:
+            if self._host == 0 and name in self._stored:
                 self._remove(name)  # saved again since
             upload = Upload(self._client, self._url.child(name), path, host=self._host, hosts=self._hosts)
-            absent = upload.begin()
-            for file in absent or ():
-                upload.send(file)
-            is_through = upload.commit() if absent is not None else self._leads
+            is_up = upload.run()
         except (SourceChangedError, FileNotFoundError):
-            self._leftovers.add(name)
             _log.info("%s was replaced or deleted: its upload is canceled", name)
         except CheckpointError as error:
             _log.error("%s was not mirrored: %s", path, error)
-            self._leftovers.add(name)
-            if self._leads:  # other hosts retry: the first waits for their share
-                self._ended[name] = digest
+            if self._host == 0:  # other hosts retry: the first waits for their share
+                self._settled[name] = digest
         else:
-            if not self._leads and is_through:
-                self._ended[name] = digest
-            elif is_through:
-                self._write({**self._committed, name: MirroredCheckpoint(digest, lineage)})
-                self._ended.pop(name, None)
+            if is_up and self._host:
+                self._settled[name] = digest
+            elif is_up:
+                self._write({**self._stored, name: MirroredCheckpoint(digest, lineage)})
                 seconds, size = time.monotonic() - start, upload.files.total_bytes
                 _log.info("%s was uploaded to %s: %.1f MB in %.1f s", name, self._url, size / 1e6, seconds)
 
     def _prune(self) -> None:
         """Delete checkpoints beyond `keep`, and remains of abandoned uploads."""
-        full = sorted((name for name in self._committed if not is_weights(name)), key=iteration_in)
+        full = sorted((name for name in self._stored if not is_weights(name)), key=iteration_in)
         for name in full[: -self._rule.keep] if self._rule.keep else ():
             self._remove(name)
-        for name in sorted(self._leftovers - self._committed.keys()):
+        for name in sorted(self._unfinished - self._stored.keys()):
             objects = self._client.objects(self._url.child(name))
             if MANIFEST not in objects and any(other.startswith(MARK) for other in objects):
                 remove(self._client, self._url.child(name))
-        self._leftovers.clear()
+        self._unfinished.clear()
 
     def _remove(self, name: str) -> None:
         remove(self._client, self._url.child(name))
-        self._write({other: entry for other, entry in self._committed.items() if other != name})
+        self._write({other: entry for other, entry in self._stored.items() if other != name})
 
     def _tell(self, *, goes_on: bool) -> None:
         """Keep an object at the URL while more checkpoints may come: a follower waits for them."""
@@ -218,15 +216,14 @@ class MirrorPass:
             self._goes_on = goes_on
 
     @property
-    def _committed(self) -> dict[str, MirroredCheckpoint]:
-        """Return the run's known checkpoints in the store."""
-        return {} if self._record is None else dict(self._record.committed)
+    def _stored(self) -> Mapping[str, MirroredCheckpoint]:
+        """Return the run's checkpoints in the store, by its record elsewhere than on host 0."""
+        return read_record(self._root, self._rule.url).committed if self._committed is None else self._committed
 
     def _write(self, committed: Mapping[str, MirroredCheckpoint]) -> None:
-        record = MirrorRecord(self._rule, committed)
-        if record != self._record:
-            replace_file(FILE_SYSTEM, self._root / MIRROR, record.to_bytes())
-            self._record = record
+        if committed != self._committed:
+            replace_file(FILE_SYSTEM, self._root / MIRROR, MirrorRecord(self._rule, committed).to_bytes())
+            self._committed = committed
 
 
 def _stored_checkpoint(client: StoreClient, folder: StoreUrl) -> MirroredCheckpoint:
@@ -236,13 +233,10 @@ def _stored_checkpoint(client: StoreClient, folder: StoreUrl) -> MirroredCheckpo
     return MirroredCheckpoint(xxhash.xxh3_64_hexdigest(manifest), lineage)
 
 
-def _digest(path: Path) -> str | None:
-    """Return a checkpoint manifest's digest, or None if the checkpoint is gone."""
-    try:
-        status = os.stat(path / MANIFEST)
-        return _digest_of(path / MANIFEST, (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns))
-    except (FileNotFoundError, NotADirectoryError):
-        return None
+def _digest(path: Path) -> str:
+    """Return a checkpoint manifest's digest."""
+    status = os.stat(path / MANIFEST)
+    return _digest_of(path / MANIFEST, (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns))
 
 
 @functools.cache
@@ -251,5 +245,5 @@ def _digest_of(path: Path, _version: ManifestVersion) -> str:
 
 
 @functools.cache
-def _lineage_at(path: Path, _digest: str | None) -> Lineage:
+def _lineage_at(path: Path, _digest: str) -> Lineage:
     return saved_lineage(json_file.read(path / STATE), where=path / STATE)

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import stat
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PosixPath
 from typing import TypeVar
 
 from reprise.format.names import MANIFEST
 from reprise.storage.folder import WEIGHTS, is_iteration_name
-from reprise.storage.paths import exists
-from reprise.stores.store import CONNECTIONS, ask
+from reprise.stores.store import CHILD_CLIENT
 from reprise.stores.url import StoreUrl
 
 T = TypeVar("T")
@@ -57,18 +54,12 @@ class StorePath(PosixPath):
 
     def iterdir(self) -> Iterator[StorePath]:  # type: ignore[override]
         """Yield the folders and objects directly below, skipping iterations without a manifest."""
-        folders, objects = ask("names", self.url)
-        paths = [self / name for name in folders]
-        with ThreadPoolExecutor(CONNECTIONS) as threads:
-            is_there = list(threads.map(StorePath._has_manifest, paths))
-        for path in itertools.compress(paths, is_there):
-            path.is_listed_folder = True
-            yield path
-        yield from (self / name for name in objects)
-
-    def objects(self) -> dict[str, os.stat_result]:
-        """Return each object's status below this path by name, from a single store listing."""
-        return {name: _status(*values) for name, values in ask("objects", self.url).items()}
+        objects = CHILD_CLIENT.objects(self.url)
+        for name in sorted({name.partition("/")[0] for name in objects}):
+            path = self / name
+            path.is_listed_folder = name not in objects
+            if name in objects or not is_iteration_name(name) or f"{name}/{MANIFEST}" in objects:
+                yield path
 
     def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
         """Return the kind, size and time for an object, or for a folder with objects below this name.
@@ -80,24 +71,22 @@ class StorePath(PosixPath):
             return _FOLDER
         try:
             if not is_iteration_name(self.name):
-                return _status(*ask("head", self.url)[::2])
-            ask("head", (self / MANIFEST).url)
+                return status_of(*CHILD_CLIENT.head(self.url))
+            CHILD_CLIENT.head((self / MANIFEST).url)
         except FileNotFoundError:
-            if is_iteration_name(self.name) or not any(ask("names", self.url)):
+            if is_iteration_name(self.name) or not CHILD_CLIENT.has_objects(self.url):
                 raise
         return _FOLDER
 
     lstat = stat
 
-    def _has_manifest(self) -> bool:
-        return not is_iteration_name(self.name) or exists(self)
+
+def status_of(size: int, etag: str | None, modified_at: float, mode: int = stat.S_IFREG | 0o444) -> os.stat_result:
+    """Return a status whose inode number is, within this process, that of the version."""
+    return os.stat_result((mode, hash(etag), 0, 1, 0, 0, size, *(int(modified_at),) * 3))
 
 
-def _status(size: int, modified_at: float, mode: int = stat.S_IFREG | 0o444) -> os.stat_result:
-    return os.stat_result((mode, 0, 0, 1, 0, 0, size, *(int(modified_at),) * 3))
-
-
-_FOLDER = _status(0, 0.0, stat.S_IFDIR | 0o555)
+_FOLDER = status_of(0, None, 0.0, stat.S_IFDIR | 0o555)
 
 
 def by_checkpoint(objects: Mapping[str, T]) -> dict[str, dict[str, T]]:

@@ -1,14 +1,15 @@
 """This process's requests to object stores, which one child process per host makes.
 
 obstore's threads do not survive a fork, and a program may fork after loading a checkpoint, as a DataLoader does. So the
-program's child imports obstore, and the program never does. A load's ranks share a child, found by the load's name.
+program's child imports obstore, and the program never does. A load's ranks share a child, found by the load's name. It
+ends with the rank that started it: a load ends on all ranks together.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import json
+import importlib.util
 import logging
 import mmap
 import os
@@ -17,14 +18,14 @@ import socket
 import struct
 import subprocess
 import sys
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, cast
 
-from reprise.errors import CheckpointError
-from reprise.stores.extra import require_extra
-from reprise.stores.ranges import SLOT_BYTES
+from reprise.errors import CheckpointError, ConfigError
+from reprise.stores.ranges import KEPT_BYTES, SLOT_BYTES
 from reprise.stores.url import StoreUrl
 
 if TYPE_CHECKING:
@@ -33,21 +34,10 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 CONNECTIONS = 16
-_END_S = 5.0
 _ANSWER_S = 300.0  # after which a living child counts as hung
 _LONG_CALLS = ("put", "delete")  # of many requests: they take as long as they need
 MOST_TRIES = 4
-
-
-def start(module: str, *words: str, **settings: Any) -> subprocess.Popen[bytes]:
-    """Start a module as a process with this program's packages, which an interrupt at a terminal does not reach."""
-    return subprocess.Popen(
-        [sys.executable, "-P", "-m", f"reprise.stores.{module}", *words],
-        stdout=subprocess.DEVNULL,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        start_new_session=True,
-        **settings,
-    )
+_MODULE = "reprise.stores.child"
 
 
 class ChildLink:
@@ -55,46 +45,55 @@ class ChildLink:
 
     def __init__(self, connected: socket.socket) -> None:
         memory = os.memfd_create("reprise-store", os.MFD_CLOEXEC)
-        os.ftruncate(memory, SLOT_BYTES)
-        self.memory = mmap.mmap(memory, SLOT_BYTES)
         try:
+            os.ftruncate(memory, SLOT_BYTES)
+            self._memory = memoryview(mmap.mmap(memory, SLOT_BYTES))
             socket.send_fds(connected, [b"memory"], [memory])
         finally:
             os.close(memory)
         self.connection = Connection(connected.detach())
 
-    def send(self, *request: object) -> None:
-        """Send a request.
+    def ask(self, request: Sequence[object], wait_s: float | None, into: memoryview | None) -> Any:
+        """Return the answer to a request, whose bytes go into the buffer `into`.
 
         Raises:
-            OSError: The child is gone.
+            OSError, EOFError: The child is gone, or silent for too long (TimeoutError).
         """
-        self.connection.send_bytes(json.dumps(request).encode())
-
-    def answer(self, wait_s: float | None) -> Any:
-        """Return the answer, or None if the child is gone or silent for too long."""
-        with contextlib.suppress(OSError, EOFError):
-            if self.connection.poll(wait_s):
-                return json.loads(self.connection.recv_bytes())
-        return None
+        self.connection.send(request)
+        if not self.connection.poll(wait_s):
+            raise TimeoutError
+        answer = self.connection.recv()
+        if into is not None:
+            into[:] = self._memory[: into.nbytes]
+        return answer
 
 
 class Child:
     """A child process, started at its first use. A dead or hung one is replaced, up to `MOST_TRIES` times per request.
 
+    It has this program's packages, and an interrupt at a terminal does not reach it.
+
     Args:
-        name: The load whose ranks share it. Empty for this process alone.
+        load: The load whose ranks share it, found by this name. Empty for this process alone.
+        niceness: How much its priority is below this process's.
+
+    Raises:
+        ConfigError: obstore is not installed.
     """
 
-    def __init__(self, name: str = "") -> None:
-        self.name = name
-        self._address = f"\0reprise-store-{os.getuid()}-{name or secrets.token_hex(8)}"
+    def __init__(self, load: str = "", *, niceness: int = 0) -> None:
+        if importlib.util.find_spec("obstore") is None:
+            fix = "Install it with: pip install obstore"
+            raise ConfigError("A package for object stores is missing", expected="obstore", fix=fix)
+        self.load, self._niceness, self._is_ended = load, niceness, False
+        self._address = f"\0reprise-store-{os.getuid()}-{load or secrets.token_hex(8)}"
         self._idle: list[ChildLink] = []
         self.process: subprocess.Popen[bytes] | None = None
+        _children.add(self)
 
     def link(self) -> ChildLink:
         """Return a new connection."""
-        while True:
+        while not self._is_ended:
             with socket.socket(socket.AF_UNIX) as connected, contextlib.suppress(ConnectionError):
                 connected.connect(self._address)
                 if not is_of_this_user(connected):
@@ -107,91 +106,94 @@ class Child:
                     continue
                 listener.listen(4096)
                 if self.process is not None:
-                    self.end()
+                    self._stop()
                     _log.warning("the store reader process exited and is restarted")
-                words, inherited = (str(listener.fileno()), str(os.getpid())), [listener.fileno()]
-                self.process = start("child", *words, pass_fds=inherited, stdin=subprocess.DEVNULL)
+                number, most_bytes = listener.fileno(), sys.maxsize if self.load else KEPT_BYTES
+                self.process = subprocess.Popen(
+                    [sys.executable, "-P", "-m", _MODULE, *map(str, (number, most_bytes, self._niceness))],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.DEVNULL,
+                    env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                    start_new_session=True,
+                    pass_fds=[number],
+                )
+        raise OSError(errno.ECANCELED, "the request was canceled", "a store")
 
     def ask(self, call: str, url: StoreUrl, *details: object, into: memoryview | None = None) -> Any:
-        """Return a `StoreClient` call's result as a JSON value. An object's bytes go into the buffer `into`.
+        """Return a `StoreClient` call's result. An object's bytes go into the buffer `into`.
 
         Raises:
-            OSError: See the `StoreClient` method.
+            OSError: See the `StoreClient` method. After `end`, ECANCELED.
             CheckpointError: The child has a defect.
         """
         for _ in range(MOST_TRIES):
             link, answer = self._idle.pop() if self._idle else self.link(), None
             try:
-                link.send(call, url.root, url.key, *details)
-                answer = link.answer(None if call in _LONG_CALLS else _ANSWER_S)
-                if answer is not None and into is not None:
-                    into[:] = memoryview(link.memory)[: into.nbytes]
-            except ConnectionError:
+                answer = link.ask((call, url, *details), None if call in _LONG_CALLS else _ANSWER_S, into)
+            except TimeoutError:
+                if self.process is not None:
+                    self.process.kill()
+            except (OSError, EOFError):
                 pass
             finally:
                 if answer is None:  # a late answer would be mistaken for the next request's
                     link.connection.close()
                 else:
                     self._idle.append(link)
-            match answer:
-                case ["error", number, text, where]:
-                    raise OSError(number, text, where)
-                case ["defect", text]:
-                    raise CheckpointError("A store could not be read", where=url, found=text)
-                case [result]:
-                    return result
-                case _:
-                    if self.process is not None:
-                        self.process.kill()  # if it has not ended, it is hung
+            if isinstance(answer, OSError):
+                raise answer
+            if isinstance(answer, str):
+                raise CheckpointError("A store could not be read", where=url, found=answer)
+            if answer is not None:
+                return answer[0]
         raise OSError(errno.EIO, f"the store reader process exited {MOST_TRIES} times", str(url))
 
     def forget(self) -> None:
-        """Close this process's copies of the connections after a fork."""
+        """Close this process's ends of the connections, and of the child's input."""
         while self._idle:
             self._idle.pop().connection.close()
+        if self.process is not None and self.process.stdin is not None:
+            self.process.stdin.close()
 
     def end(self) -> None:
-        """Disconnect from the child, which ends once no rank uses it."""
+        """End the child, if this process has started it. Another rank still using it starts its own."""
+        self._is_ended = True
         self.forget()
+        self._stop()
+
+    def _stop(self) -> None:
         if self.process is not None:
-            try:
-                self.process.wait(_END_S)
-            except subprocess.TimeoutExpired:
-                if self.name:  # other ranks still use it
-                    return
-                self.process.kill()
-                self.process.wait()
+            self.process.kill()
+            self.process.wait()
 
 
 _child: Child | None = None
+_children = weakref.WeakSet[Child]()
 
 
 def child(load: str | None = None) -> Child:
     """Return this process's child or, given a load's name, the one that the load's ranks share."""
     global _child
-    if _child is None or (load is not None and _child.name != load):
+    if _child is None or (load is not None and _child.load != load):
         end_child()
         _child = Child(load or "")
     return _child
 
 
-def ask(call: str, url: StoreUrl, *details: object) -> Any:
-    """Return a call's result from this process's child; see `Child.ask`.
-
-    Raises:
-        ConfigError: obstore is not installed.
-    """
-    require_extra(url)
-    return child().ask(call, url, *details)
-
-
 class _ChildClient:
+    def __init__(self, child: Callable[[], Child]) -> None:
+        self._child = child
+
     def __getattr__(self, call: str) -> Callable[..., Any]:
-        return partial(ask, call)
+        return partial(self._child().ask, call)
 
 
-# A client whose calls this process's child makes.
-CHILD_CLIENT = cast("StoreClient", _ChildClient())
+def client_of(child: Callable[[], Child]) -> StoreClient:
+    """Return a client whose calls a child makes."""
+    return cast("StoreClient", _ChildClient(child))
+
+
+CHILD_CLIENT = client_of(child)  # this process's
 
 
 def end_child() -> None:
@@ -203,11 +205,11 @@ def end_child() -> None:
 
 
 def _forget_in_fork() -> None:
-    """Leave the child to the parent process: two processes would mix up their requests."""
+    """Leave all children to the parent process: two processes would mix up their requests."""
     global _child
-    if _child is not None:
-        _child.forget()
-        _child = None
+    for each in _children:
+        each.forget()
+    _child = None
 
 
 os.register_at_fork(after_in_child=_forget_in_fork)

@@ -52,12 +52,33 @@ class Upload:
         self.files = CheckpointFiles.at(source)
         self._mark, self._manifest = f"{MARK}{self.files.digest}", self.files.manifest.decode()
 
-    def begin(self) -> list[str] | None:
-        """Return this host's missing files, largest first. None if the first host has not begun, or has committed.
+    def run(self, sent: Callable[[str], None] = lambda _: None) -> bool:
+        """Upload this host's missing files, largest first. Then report to host 0 which, once all have, commits.
+
+        After an error, the next call continues.
+
+        Args:
+            sent: Called with the name of each uploaded file.
+
+        Returns:
+            Whether this host has nothing left to do. False before host 0 has begun, and on it before all have reported.
 
         Raises:
-            CheckpointError: The folder has another checkpoint, or objects not left by an upload.
+            SourceChangedError: The checkpoint is no longer there, or the folder has lost its mark.
+            CheckpointError: A file is missing or has the wrong size, or the folder has another checkpoint, or objects
+                not left by an upload.
+            OSError: The store or the source fails, or an uploaded file has disappeared.
         """
+        objects = self._begin()
+        if objects is None:
+            return not self._host
+        for name in self._absent(objects, share(self.files.sizes, self._host, self._hosts)):
+            self._send(name)
+            sent(name)
+        return self._commit()
+
+    def _begin(self) -> Objects | None:
+        """Return the objects below this upload's mark. None if the first host has not begun, or has committed."""
         objects = self._client.objects(self._folder)
         marks = [name for name in objects if name.startswith(MARK)]
         if self._host and (MANIFEST in objects or self._mark not in marks):
@@ -69,23 +90,16 @@ class Upload:
             return None
         if objects and not marks:
             raise self._refusal(f"{min(objects)}, which is not part of an upload")
-        if self._mark not in marks:
-            clear(self._client, self._folder, objects)
-            self._client.create(self._folder.child(self._mark), "")
-            objects = {}
-        return self._absent(objects, share(self.files.sizes, self._host, self._hosts))
+        if self._mark in marks:
+            return objects
+        clear(self._client, self._folder, objects)
+        self._client.create(self._folder.child(self._mark), "")
+        return {}
 
     def _absent(self, objects: Objects, sizes: dict[str, int]) -> list[str]:
-        absent = [name for name, size in sizes.items() if name not in objects or objects[name][0] != size]
-        return sorted(absent, key=lambda name: (-sizes[name], name))
+        return [name for name, size in sizes.items() if name not in objects or objects[name][0] != size]
 
-    def send(self, name: str) -> None:
-        """Upload a file.
-
-        Raises:
-            SourceChangedError: The checkpoint is no longer there, or the folder has lost its mark.
-            CheckpointError: The file is missing, or has the wrong size.
-        """
+    def _send(self, name: str) -> None:
         path, size, actual = self._source / name, self.files.sizes[name], None
         with contextlib.suppress(FileNotFoundError):
             actual = files_of(path).size(path)
@@ -108,14 +122,7 @@ class Upload:
         if not is_same:
             raise SourceChangedError("A checkpoint was replaced or deleted during its upload", where=self._source)
 
-    def commit(self) -> bool:
-        """Write the manifest once all hosts are done; on any host but the first, report to it. Return whether it is
-        written.
-
-        Raises:
-            SourceChangedError: See `send`.
-            OSError: An uploaded file has disappeared.
-        """
+    def _commit(self) -> bool:
         if self._host:
             return self._client.create(self._folder.child(f"{self._mark}.{self._host}"), "")
         objects = self._client.objects(self._folder)

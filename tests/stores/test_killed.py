@@ -147,9 +147,7 @@ def test_a_copy_into_a_store_may_end_at_any_call(tmp_path: Path, step: int) -> N
         with contextlib.suppress(KilledError):
             target = StoreUrl.parse(f"file://{store / iteration_name(5)}")
             upload = Upload(WatchedClient(killer.watch), target, folder / iteration_name(5))
-            for name in upload.begin() or ():
-                upload.send(name)
-            upload.commit()
+            upload.run()
         assert_whole(store, folder)
         copy(folder, f"file://{store}")
         assert assert_whole(store, folder) == [iteration_name(5)]
@@ -160,15 +158,19 @@ def test_a_copy_into_a_store_may_end_at_any_call(tmp_path: Path, step: int) -> N
 
 
 def test_an_upload_to_a_taken_folder_is_not_committed(tmp_path: Path) -> None:
-    target, uploads = StoreUrl.parse(f"file://{tmp_path / 'store'}"), list[Upload]()
+    target, uploads, left = StoreUrl.parse(f"file://{tmp_path / 'store'}"), list[Upload](), list[str]()
     for add in (0, 0.5):
         save(tmp_path / f"run{add}", [5], add=add)
-        uploads.append(upload := Upload(StoreClient(), target, tmp_path / f"run{add}" / iteration_name(5)))
-        for name in upload.begin() or ():
-            upload.send(name)
+        uploads.append(Upload(StoreClient(), target, tmp_path / f"run{add}" / iteration_name(5)))
+
+    def take(name: str) -> None:
+        left.append(name)
+        if len(left) == len(uploads[0].files.sizes):
+            assert uploads[1].run()
+
     with pytest.raises(SourceChangedError):
-        uploads[0].commit()
-    assert uploads[1].commit()
+        uploads[0].run(take)
+    assert content(tmp_path / "store") == content(tmp_path / "run0.5" / iteration_name(5))
 
 
 def test_a_copy_clears_only_what_an_upload_has_left(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import shutil
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ from reprise.format import HOST, MANIFEST
 from reprise.format.lineage import FRESH, Branch, Lineage, Parent
 from reprise.format.mirror_record import MIRROR, MirrorRule, read_record
 from reprise.storage import FolderLock, iteration_name
-from reprise.stores.mirror import LOCK_FOLDER, MirrorOptions, Orders, mirror
+from reprise.stores import mirror_run
+from reprise.stores.mirror import LOCK_FOLDER, MirrorProcess
 from reprise.stores.mirror_pass import CLAIM, MirrorPass
 from reprise.stores.upload import MARK
 from reprise.stores.url import StoreUrl
@@ -224,20 +226,20 @@ def test_what_is_not_of_the_run_is_neither_deleted_nor_replaced(site: Site, capl
 def test_a_damaged_checkpoint_is_named_and_the_others_go(site: Site, caplog: pytest.LogCaptureFixture) -> None:
     save(site.folder, [5, 10])
     (site.folder / iteration_name(10) / "model-00001-of-00003.safetensors").write_bytes(b"short")
-    passes, options = site.passes(), MirrorOptions(str(site.url), str(site.folder), once=True)
+    passes, once = site.passes(), {"keep": 0, "interval": 0, "once": True}
     finish(passes)
     assert passes.refused == {iteration_name(10)}
     assert committed(site.store) == names_of(5)
     assert not (site.store / iteration_name(10)).exists()
     assert "iter_0000010 was not mirrored: A file has the wrong size" in caplog.text
-    assert mirror(options, Orders()) == 1
+    assert mirror_run(site.folder.parent, str(site.url), **once) == 1
     shutil.rmtree(site.folder / iteration_name(10))
     save(site.folder, [10], nonce="another", add=0.5)
     finish(passes)
     assert passes.refused == frozenset()
     (site.folder / iteration_name(10) / HOST).touch()
     finish(site.passes())  # it is there already
-    assert mirror(options, Orders()) == 0
+    assert mirror_run(site.folder.parent, str(site.url), **once) == 0
     save(site.folder, [15])
     (site.folder / iteration_name(15) / HOST).touch()
     site.mirror()
@@ -282,10 +284,10 @@ def test_a_checkpoint_replaced_during_its_upload_is_not_mixed(site: Site) -> Non
 
 def test_an_attached_mirror_waits_for_the_lock_of_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It tries again after a refusal, as where the mirror of the run before is still ending."""
-    monkeypatch.setattr("reprise.stores.mirror._FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr("reprise.stores.mirror._FIRST_PAUSE_S", 0.001)
     folder, store, tries = tmp_path / "run", tmp_path / "store", list[int]()
     save(folder, [5])
-    other, orders = FolderLock(folder / LOCK_FOLDER, "other"), Orders(is_finishing=True)
+    other = FolderLock(folder / LOCK_FOLDER, "other")
     enter = FolderLock.__enter__
 
     def count_tries(lock: FolderLock) -> FolderLock:
@@ -296,6 +298,24 @@ def test_an_attached_mirror_waits_for_the_lock_of_another(tmp_path: Path, monkey
 
     with other:
         monkeypatch.setattr(FolderLock, "__enter__", count_tries)
-        assert mirror(MirrorOptions(f"file://{store}", str(folder), attached=True), orders) == 0
+        assert MirrorProcess(folder, MirrorRule(f"file://{store}")).finish(60)
     assert len(tries) == 3
     assert committed(store) == [iteration_name(5)]
+
+
+def test_an_ended_mirror_leaves_no_process_and_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the middle of a request to a store that does not answer."""
+    save(tmp_path, [5])
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+            monkeypatch.setenv(name, "x")
+        mirror = MirrorProcess(tmp_path, MirrorRule("s3://bucket/run"))
+        connected, _ = silent.accept()
+        with connected:
+            mirror.end()
+            process = mirror._child.process
+            assert process is not None
+            assert process.poll() is not None
+            with FolderLock(tmp_path / LOCK_FOLDER, "another"):
+                pass

@@ -16,7 +16,7 @@ import pytest
 from reprise.errors import ConfigError
 from reprise.format.mirror_record import MIRROR
 from reprise.storage import iteration_name
-from reprise.stores.mirror import MirrorOptions, Orders, mirror
+from reprise.stores import mirror_run
 from tests.crash.outcomes import saved
 from tests.harness import TINY, checkpoint, launch, run_ok, tensor_files
 from tests.messages import refused
@@ -42,7 +42,7 @@ def mirrors() -> list[int]:
             parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1]) if words else 0
         except OSError:
             continue
-        if b"reprise.stores.mirror" in words and parent == 1:
+        if b"reprise.stores.child" in words and parent == 1:
             found.append(int(entry.name))
     return found
 
@@ -100,7 +100,7 @@ def test_a_mirror_that_cannot_be_is_refused(tmp_path: Path, words: str, problem:
 
 def test_a_mirror_in_the_folder_of_the_run_is_refused(tmp_path: Path) -> None:
     with refused(ConfigError, str(tmp_path)):
-        mirror(MirrorOptions(f"file://{tmp_path / 'checkpoints' / 'weights'}", str(tmp_path), once=True), Orders())
+        mirror_run(tmp_path, f"file://{tmp_path / 'checkpoints' / 'weights'}", keep=0, interval=0, once=True)
 
 
 @pytest.mark.slow

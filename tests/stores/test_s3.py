@@ -7,24 +7,22 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import boto3
 import pytest
 
 from reprise.storage import iteration_name
-from tests.stores.moto_server import BUCKET, KEYS, environment, moto_server
 from tests.stores.proxy import Faults, faulty
 from tests.stores.saving import content, save
+from tests.stores.servers import BUCKET, KEYS, environment, s3_client, server
 
 TIMEOUT_S = 240.0
 URL = f"s3://{BUCKET}"
 
 
 @pytest.fixture(scope="module")
-def endpoint() -> Iterator[str]:
-    with moto_server() as port:
-        yield f"http://127.0.0.1:{port}"
+def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with server("moto", tmp_path_factory.mktemp("moto")) as running:
+        yield running.endpoint
 
 
 def python(*words: object, endpoint: str, is_ok: bool = True) -> str:
@@ -47,8 +45,7 @@ def checkpoint(*words: object, endpoint: str, is_ok: bool = True) -> str:
 
 def test_a_run_goes_into_a_bucket(endpoint: str, tmp_path: Path) -> None:
     save(tmp_path, [5, 10])
-    secret = {"aws_access_key_id": "test", "aws_secret_access_key": KEYS["AWS_SECRET_ACCESS_KEY"]}
-    client: Any = boto3.client("s3", endpoint_url=endpoint, region_name=KEYS["AWS_REGION"], **secret)
+    client = s3_client(endpoint)
     checkpoint("mirror", tmp_path, f"{URL}/there", "--once", endpoint=endpoint)
     names = map(iteration_name, (5, 10))
     expected = {f"there/{name}/{file}": data for name in names for file, data in content(tmp_path / name).items()}

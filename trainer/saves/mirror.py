@@ -1,4 +1,4 @@
-"""A run's mirror: a process per host that uploads the run's checkpoints into a store."""
+"""A run's mirror: on each host, a thread and its process upload the run's checkpoints into a store."""
 
 from __future__ import annotations
 

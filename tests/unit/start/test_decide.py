@@ -22,7 +22,7 @@ from trainer.interop.start import load_pretrained
 from trainer.launch.process_group import Cluster
 from trainer.launch.relaunch import Launch
 from trainer.saves.targets import build_saves
-from trainer.start.decide import StartCommand, Origin, Start, choose, decide
+from trainer.start.decide import Origin, Start, StartCommand, choose, decide
 from trainer.start.journal import note_saved
 from trainer.start.source import Checkpoints
 from trainer.training.loop import train

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import random
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from errno import ENOSPC
 from pathlib import Path
@@ -17,6 +16,7 @@ import torch
 from reprise.loading.loader import fill
 from reprise.loading.reader import open_checkpoint, read_places
 from reprise.loading.verify import check_first_blocks
+from reprise.storage.files import FILE_SYSTEM
 from reprise.stores.child import Server
 from reprise.stores.client import StoreClient
 from reprise.stores.files import StoreFiles
@@ -33,16 +33,13 @@ CONTENT = random.Random(0).randbytes(6 * WINDOW_BYTES + 17)
 
 
 class Fetched:
-    """An object that counts what is fetched of it, by so many threads together."""
+    """An object that counts what is fetched of it."""
 
-    def __init__(self, together: int = 1) -> None:
+    def __init__(self) -> None:
         self.spans: list[Span] = []
-        self._lock, self._ready = threading.Lock(), threading.Barrier(together)
 
     def __call__(self, offset: int, size: int) -> memoryview:
-        self._ready.wait()
-        with self._lock:
-            self.spans.append((offset, offset + size))
+        self.spans.append((offset, offset + size))
         return memoryview(CONTENT)[offset : offset + size]
 
 
@@ -72,13 +69,6 @@ def test_threads_fetch_each_byte_once(size: int) -> None:
     assert fetches[-1][1] == len(CONTENT)
 
 
-def test_threads_that_fetch_together_read_their_bytes() -> None:
-    fetched, ranges, spans = Fetched(8), RangeCache(), list(itertools.pairwise(range(0, 9000, 1000)))
-    with ThreadPoolExecutor(8) as threads:
-        bodies = list(threads.map(lambda span: read(ranges, fetched, span), spans))
-    assert bodies == [CONTENT[start:end] for start, end in spans]
-
-
 def test_neighbors_share_a_request_and_gaps_are_not_read() -> None:
     assert requests_of([(0, 10), (10, 4096), (8000, 9000)]) == [(0, 9000)]
     assert requests_of([(0, 10), (1 << 20, 2 << 20)]) == [(0, 10), (1 << 20, 2 << 20)]
@@ -105,9 +95,30 @@ def test_a_full_disk_keeps_nothing_and_a_cut_file_is_found(monkeypatch: pytest.M
     for _ in range(2):
         assert read(ranges, fetched, span) == CONTENT[slice(*span)]
     assert fetched.spans == [span, span]
-    os.ftruncate(ranges._file.fileno(), WINDOW_BYTES)
+    os.ftruncate(ranges._ring[0].fileno(), WINDOW_BYTES)
     with pytest.raises(OSError, match="ends early"):
         read(ranges, fetched, span)
+
+
+def test_the_newest_ranges_stay_and_the_oldest_are_fetched_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator, fetched, size, kept = random.Random(2), Fetched(), 7777, 5
+    monkeypatch.setattr(FILE_SYSTEM, "free_bytes", lambda _: 2 * kept * size + 100)
+    ranges, starts = RangeCache(), range(0, len(CONTENT) - size, size)
+    for start in starts:
+        assert read(ranges, fetched, (start, start + size)) == CONTENT[start : start + size]
+    assert [read(ranges, fetched, (start, start + 9)) for start in starts[-kept:]] == [
+        CONTENT[start : start + 9] for start in starts[-kept:]
+    ]
+    assert len(fetched.spans) == len(starts)
+    assert read(ranges, fetched, (starts[0], starts[0] + size)) == CONTENT[:size]
+    assert len(fetched.spans) == len(starts) + 1
+    cuts = sorted(generator.sample(range(len(CONTENT)), 600))
+    spans = [span for span in itertools.pairwise(cuts) for _ in range(3)]
+    generator.shuffle(spans)
+    with ThreadPoolExecutor(8) as threads:
+        for (start, end), body in threads.map(lambda span: (span, read(ranges, fetched, span)), spans):
+            assert body == CONTENT[start:end]
+    assert os.fstat(ranges._ring[0].fileno()).st_size <= kept * size + 50
 
 
 def test_a_failed_fetch_is_repeated_by_the_next_read() -> None:
@@ -142,9 +153,9 @@ def test_a_load_reads_little_more_than_it_needs(
         return read_object(self, url, offset, size, etag)
 
     def ask(_: Child, call: str, url: StoreUrl, *details: Any, into: memoryview | None = None) -> Any:
-        answer = server._answer(into or memoryview(b""), call, url.root, url.key, *details)
-        if answer[0] == "error":
-            raise OSError(*answer[1:])
+        answer = server.answer(into or memoryview(b""), call, url, *details)
+        if isinstance(answer, OSError):
+            raise answer
         return answer[0]
 
     read_object = StoreClient.read

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from reprise.stores import store as store_module
 from reprise.stores.files import StoreFiles
 from reprise.stores.locations import files_of, location
 from reprise.stores.ranges import WINDOW_BYTES
-from reprise.stores.store import CHILD_CLIENT, CONNECTIONS, MOST_TRIES, Child, ChildLink, ask, child, end_child
+from reprise.stores.store import CHILD_CLIENT, CONNECTIONS, MOST_TRIES, Child, ChildLink, child, end_child
 from reprise.stores.upload import remove
 from reprise.stores.url import StoreUrl
 from tests.unit.reprise.loading.test_choose import filled
@@ -77,9 +78,9 @@ def test_a_program_that_has_loaded_forks(run: Path) -> None:
 
 
 def test_a_fork_does_not_wait_for_a_thread_that_reads(run: Path) -> None:
-    ask("names", StoreUrl("file://", ""))
+    CHILD_CLIENT.has_objects(StoreUrl("file://", ""))
     os.kill(process_id(), signal.SIGSTOP)
-    thread = threading.Thread(target=ask, args=("names", StoreUrl("file://", "")))
+    thread = threading.Thread(target=CHILD_CLIENT.has_objects, args=(StoreUrl("file://", ""),))
     thread.start()
     while not _is_asleep(thread):
         os.sched_yield()
@@ -100,7 +101,7 @@ def test_a_fork_does_not_wait_for_a_thread_that_reads(run: Path) -> None:
 
 @pytest.mark.slow
 def test_a_hung_child_is_replaced(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ask("names", StoreUrl("file://", ""))
+    CHILD_CLIENT.has_objects(StoreUrl("file://", ""))
     hung = process_id()
     os.kill(hung, signal.SIGSTOP)
     monkeypatch.setattr(store_module, "_ANSWER_S", 5.0)  # its successor starts in less
@@ -115,43 +116,51 @@ def _is_asleep(thread: threading.Thread) -> bool:
     return stat.rpartition(")")[2].split()[0] == "S"
 
 
-def test_the_child_ends_with_the_last_of_its_programs() -> None:
+def test_a_child_ends_with_the_program_that_started_it() -> None:
+    """Though a fork of the program lives on. Another rank's program then starts its own."""
     program = (
-        "import os, signal, sys\n"
+        "import os, sys\n"
         "from reprise.stores.store import child\n"
         "from reprise.stores.url import StoreUrl\n"
-        "child('shared').ask('names', StoreUrl('file://', ''))\n"
-        "process = child().process\n"
-        "print(process and process.pid, flush=True)\n"
-        "sys.stdin.read()\n"
-        "os.kill(os.getpid(), signal.SIGKILL)\n"
+        "for line in sys.stdin:\n"
+        "    child('shared').ask('has_objects', StoreUrl('file://', ''))\n"
+        "    print(child().process and child().process.pid, flush=True)\n"
+        "    if line == 'fork\\n' and not os.fork():\n"
+        "        os._exit(sys.stdin.read() != '')\n"
     )
+
+    def asked(started: subprocess.Popen[bytes], line: bytes = b"\n") -> bytes:
+        assert started.stdin is not None
+        assert started.stdout is not None
+        started.stdin.write(line)
+        return started.stdout.readline()
+
+    command = [sys.executable, "-c", program]
     with contextlib.ExitStack() as stack:
-        programs, lines = [], []
-        for _ in range(2):
-            started = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-            programs.append(stack.enter_context(started))
-            assert started.stdout is not None
-            lines.append(started.stdout.readline())  # the second has started no child
-        descriptor = os.pidfd_open(int(lines[0]))
-        for started, has_ended in zip(programs, (False, True), strict=True):
-            started.communicate()
-            assert bool(select.select([descriptor], [], [], 30 if has_ended else 0)[0]) == has_ended
+        programs = [
+            stack.enter_context(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0))
+            for _ in range(2)
+        ]
+        descriptor = os.pidfd_open(int(asked(programs[0], b"fork\n")))
+        assert asked(programs[1]) == b"None\n"
+        programs[0].kill()
+        assert select.select([descriptor], [], [], 30)[0]
+        assert asked(programs[1]) != b"None\n"
         os.close(descriptor)
 
 
-def test_a_child_ends_with_its_client_in_the_middle_of_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_child_ends_in_the_middle_of_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
         monkeypatch.setenv("AWS_ACCESS_KEY_ID", "x")
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "x")
         asked = Child()
-        link = asked.link()
-        link.send("head", "s3://bucket", "key")
+        asked.link().connection.send(("head", StoreUrl("s3://bucket", "key")))
         connected, _ = silent.accept()
         with connected:
-            link.connection.close()
             assert asked.process is not None
+            assert asked.process.stdin is not None
+            asked.process.stdin.close()
             assert asked.process.wait(30) == 0
 
 
@@ -159,16 +168,16 @@ def test_a_killed_child_is_started_again_a_few_times(
     run: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     end_child()
-    send, kills = ChildLink.send, MOST_TRIES - 1
+    link_ask, kills = ChildLink.ask, MOST_TRIES - 1
 
-    def killed(link: ChildLink, *request: object) -> None:
+    def killed(link: ChildLink, *request: Any) -> Any:
         nonlocal kills
         kills -= 1
         if kills >= 0:
             os.kill(process_id(), signal.SIGKILL)
-        send(link, *request)
+        return link_ask(link, *request)
 
-    monkeypatch.setattr(ChildLink, "send", killed)
+    monkeypatch.setattr(ChildLink, "ask", killed)
     assert location(url_of(run) + "/iter_0000001").is_dir()
     assert caplog.text.count("exited and is restarted") == MOST_TRIES - 1
     kills = MOST_TRIES
@@ -190,20 +199,20 @@ def test_a_load_goes_on_after_its_child_is_killed(run: Path, monkeypatch: pytest
     assert bool((loaded.get_parameter("weight") == 2).all())
 
 
-def test_an_answer_never_taken_is_not_the_next_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_never_taken_is_not_the_next_one(tmp_path: Path) -> None:
     keys = [str(tmp_path / name)[1:] for name in ("long", "short")]
     for key, size in zip(keys, (9, 1), strict=True):
         Path(f"/{key}").write_bytes(bytes(size))
-    answer = ChildLink.answer
 
     def interrupted(*_: object) -> None:
-        monkeypatch.setattr(ChildLink, "answer", answer)
+        patch.undo()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(ChildLink, "answer", interrupted)
+    patch = pytest.MonkeyPatch()
+    patch.setattr(Connection, "poll", interrupted)
     with contextlib.suppress(KeyboardInterrupt):
-        ask("head", StoreUrl("file://", keys[0]))
-    assert {ask("head", StoreUrl("file://", keys[1]))[0] for _ in range(2 * CONNECTIONS)} == {1}
+        CHILD_CLIENT.head(StoreUrl("file://", keys[0]))
+    assert {CHILD_CLIENT.head(StoreUrl("file://", keys[1]))[0] for _ in range(2 * CONNECTIONS)} == {1}
     end_child()
 
 
@@ -225,7 +234,7 @@ def test_a_listing_of_old_checkpoints_is_a_single_request(run: Path, monkeypatch
 
     monkeypatch.setattr(Child, "ask", counted)
     held, light = reprise.list(url_of(run), check=0)
-    assert len([call for call, _ in requests if call == "objects"]) == 1
+    assert [key for call, key in requests if call == "objects"] == [str(run)[1:], f"{run}/iter_0000001"[1:]]  # its hold
     assert not [key for call, key in requests if call == "head" and "iter_" in key]
     assert (held.iteration, held.status, held.is_pinned, held.state) == (1, "unchecked", True, None)
     assert (light.path.parent.name, light.is_pinned) == ("weights", False)
@@ -258,6 +267,26 @@ def test_bytes_are_those_of_the_object_at_every_size(tmp_path: Path) -> None:
         buffer = bytearray(size)
         count = files.read(number, memoryview(buffer), offset=start)
         assert bytes(buffer[:count]) == content[start : start + size]
+    files.end()
+
+
+@pytest.mark.parametrize(("load", "most_bytes"), [(None, 1 << 20), ("a load of several ranks", None)])
+def test_what_a_load_keeps_is_bounded(
+    load: str | None, most_bytes: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_module, "KEPT_BYTES", 1 << 20)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    content = os.urandom(4 << 20)
+    (tmp_path / "x").write_bytes(content)
+    end_child()
+    path, files = location(url_of(tmp_path / "x")), StoreFiles(load)
+    number, body = files.open_for_reading(path), memoryview(bytearray(1000))
+    for start in range(0, len(content) - 1000, WINDOW_BYTES):
+        assert files.read(number, body, offset=start) == 1000
+        assert body == content[start : start + 1000]
+    opened = Path(f"/proc/{process_id()}/fd").iterdir()
+    kept = [os.stat(entry).st_size for entry in opened if os.readlink(entry).startswith(str(tmp_path))]
+    assert kept == [most_bytes or len(content)]
     files.end()
 
 
