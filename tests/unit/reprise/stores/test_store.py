@@ -6,7 +6,6 @@ import contextlib
 import os
 import select
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -149,21 +148,6 @@ def test_a_child_ends_with_the_program_that_started_it() -> None:
         os.close(descriptor)
 
 
-def test_a_child_ends_in_the_middle_of_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
-        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "x")
-        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "x")
-        asked = Child()
-        asked.link().connection.send(("head", StoreUrl("s3://bucket", "key")))
-        connected, _ = silent.accept()
-        with connected:
-            assert asked.process is not None
-            assert asked.process.stdin is not None
-            asked.process.stdin.close()
-            assert asked.process.wait(30) == 0
-
-
 def test_a_killed_child_is_started_again_a_few_times(
     run: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -248,7 +232,6 @@ def test_the_tools_take_urls(run: Path) -> None:
     url, counts = url_of(run), list[tuple[str, int, int]]()
     listed = reprise.list(url)
     assert [(summary.iteration, summary.status.value) for summary in listed] == [(1, "whole"), (2, "whole")]
-    assert [summary.total_bytes for summary in listed] == [summary.total_bytes for summary in reprise.list(run)]
     assert show(url).tensors == show(run).tensors
     assert [result.checked_bytes for result in verify(url)] == [result.checked_bytes for result in verify(run)]
     assert diff(url, run, progress=lambda *call: counts.append(call)).is_empty
