@@ -62,7 +62,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             command = read_command(sys.argv[1:] if arguments is None else arguments)
         if command is not None:
             _start_log(environment.rank, is_silent=is_silent)
-            run(resolve_command(command, FILE_SYSTEM), environment)
+            with importing():
+                resolved = resolve_command(command, FILE_SYSTEM)
+            run(resolved, environment)
     except SystemExit:  # argparse has printed the reason
         raise
     except BaseException as error:  # noqa: BLE001 - printed, and passed on as the exit status

@@ -10,18 +10,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import xxhash
 
 from reprise.errors import DataError
-from trainer.data.blocks import SplitOptions, split
-from trainer.data.encoding import encode_block
 from trainer.data.indexed_file import find_indexed
-from trainer.data.prepared import blocks_of, write_side
 from trainer.data.section import TOKEN_KINDS, DataKind, DataSection, valid_paths
 from trainer.data.sources import TextSource, find_files, stdlib_sources, text_sources
 from trainer.data.text import BYTES, Encoder, open_encoder
 from trainer.data.token_file import MAX_TOKENS, open_token_file, write_token_file
+
+if TYPE_CHECKING:
+    from trainer.data.blocks import SplitOptions
 
 # Part of every cache name: increase it when the same texts give different token files.
 _CACHE_VERSION = 3
@@ -91,6 +92,8 @@ def prepare(section: DataSection, *, cache: Path) -> Corpus:
     folder = cache / f"{section.kind.value}-{_key(sources, encoder, section.valid_fraction, takes_bytes=takes_bytes)}"
     train, valid = folder / "train.bin", folder / "valid.bin"
     if not (_is_complete(train) and _is_complete(valid)):
+        from trainer.data.blocks import SplitOptions
+
         options = SplitOptions(takes_bytes=takes_bytes, valid_fraction=section.valid_fraction)
         _write(folder, sources, options, encoder)
     return Corpus((train,), (valid,), vocab_size, encoder.end_of_text)
@@ -114,6 +117,10 @@ def _is_complete(path: Path) -> bool:
 
 
 def _write(folder: Path, sources: Sequence[TextSource], options: SplitOptions, encoder: Encoder) -> None:
+    from trainer.data.blocks import split
+    from trainer.data.encoding import encode_block
+    from trainer.data.prepared import blocks_of, write_side
+
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -37,7 +37,7 @@ class MetricSink(ABC):
     An exception never ends the run. If `start` raises, the sink is not called again; otherwise it is, because the
     output may recover.
 
-    Import the sink's library in `start`, so that only runs with this sink need it.
+    Import the sink's library in `start` or later, so that only runs with this sink need it.
     """
 
     def start(self, position: RunPosition) -> None:  # noqa: B027

@@ -19,10 +19,6 @@ from trainer.config.checks import batch_problems
 from trainer.config.derived import save_folder
 from trainer.config.overrides import text_value
 from trainer.config.schema import Config
-from trainer.interop.hf.config import is_folder
-from trainer.interop.hf.folder import no_folder, trainer_checkpoints
-from trainer.interop.llmc import WEIGHTS, foreign
-from trainer.interop.megatron.refuse import refuse_megatron
 from trainer.launch.process_group import Cluster
 from trainer.launch.relaunch import Launch
 from trainer.saves.targets import Saves
@@ -118,6 +114,11 @@ def named_source(path: Path, *, with_weights: bool = True) -> Json:
         CheckpointError: A run cannot start from the file.
         MismatchError: It is a Megatron checkpoint, PEFT adapters, or weights where these are not allowed.
     """
+    from trainer.interop.hf.config import is_folder
+    from trainer.interop.hf.folder import no_folder, trainer_checkpoints
+    from trainer.interop.llmc import WEIGHTS, foreign
+    from trainer.interop.megatron.refuse import refuse_megatron
+
     if is_stored(path):
         return {"kind": "checkpoint", "path": str(LoadSource.named(path).path)}
     refuse_megatron(path)

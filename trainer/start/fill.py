@@ -27,7 +27,6 @@ from trainer.record.resume_rules import Difference, allow_list, differences, in_
 from trainer.run.build import Run
 from trainer.schedules.lr import Schedule
 from trainer.schedules.progress import Progress
-from trainer.start.base import load_base
 from trainer.start.decide import Start, require_batches
 from trainer.start.identity import note_start
 from trainer.start.source import InitialValues, Part
@@ -45,6 +44,8 @@ def fill(run: Run, start: Start) -> None:
     """
     section, checkpoint = start.section, None
     if run.config.model.is_adapted:
+        from trainer.start.base import load_base
+
         run.description["base"] = load_base(run, start.source)
     part = Part("", run.config.model, run.state.shards, section, partial(_refuse, run, section))
     _, restored = start.source.fill(run, part)

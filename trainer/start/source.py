@@ -18,7 +18,6 @@ from reprise.storage import Json
 from reprise.tensors import LiveTensor
 from trainer.config.checkpoint import CheckpointSection, Verify
 from trainer.interop.source import has_averages
-from trainer.interop.start import load_pretrained
 from trainer.optim.table import AVERAGE
 from trainer.record.run_record import saved_frozen, saved_model, saved_moments
 from trainer.run.build import Run
@@ -80,6 +79,8 @@ class Weights:
         Raises:
             TrainerError: They do not fit the part. Every rank raises, before a tensor is read.
         """
+        from trainer.interop.start import load_pretrained
+
         seed, tensors = run.config.train.seed, part.weights()
         report, identity = load_pretrained(self.path, tensors, part.model, run.cluster, part.section, seed=seed)
         _log_load(run, report, part.name or "weights", self.path)
