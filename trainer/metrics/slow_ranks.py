@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 
-from trainer.launch.process_group import Cluster
-
 # The slowest rank gets a log line if its time is at least this multiple of the mean.
 _NOTABLE = 1.1
-_RANK_BITS = 24
-_LONGEST = (1 << (63 - _RANK_BITS)) - 1  # in microseconds, about six days
 
 
 class RankTime(NamedTuple):
@@ -80,24 +76,11 @@ class OwnTime:
             self._seconds += begin.elapsed_time(end) / 1e3 / load
 
 
-def ranked(own: RankTime, rank: int) -> int:
-    """Pack a rank's time and number into an int64 whose maximum over ranks identifies the slowest."""
-    return min(own.total, _LONGEST) << _RANK_BITS | rank
-
-
-def slowest_rank(own: RankTime, total: int, largest: int, cluster: Cluster) -> str | None:
-    """Describe the slowest rank for the log, or return None if its time is near the mean. A collective call.
-
-    Ranks exchange a second message only if the result is not None.
-
-    Args:
-        own: This rank's times.
-        total: The sum over ranks of their times.
-        largest: The maximum over ranks of `ranked`.
-    """
-    longest, rank = largest >> _RANK_BITS, largest & ((1 << _RANK_BITS) - 1)
-    if longest * cluster.world_size < _NOTABLE * total or cluster.world_size == 1 or not total:
+def slowest_rank(times: Sequence[RankTime]) -> str | None:
+    """Describe the slowest rank for the log, given all ranks' times. Return None if its time is near the mean."""
+    longest = max(times, key=lambda own: own.total)
+    mean = sum(own.total for own in times) / len(times)
+    if len(times) == 1 or not mean or longest.total < _NOTABLE * mean:
         return None
-    (data,) = cluster.counts([own.data if rank == cluster.rank else 0])
-    ratio = longest * cluster.world_size / total
-    return f"slowest rank {rank}: {ratio:.2f} x mean (data {data / 1e6:.1f} s)"
+    rank, ratio = times.index(longest), longest.total / mean
+    return f"slowest rank {rank}: {ratio:.2f} x mean (data {longest.data / 1e6:.1f} s)"

@@ -7,20 +7,24 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from models.adapters import saved_tensors
 from models.families import aliases
 from reprise.errors import NonFiniteError
 from reprise.tensors import local_of
+from trainer.data.loader import to_device
 from trainer.launch.process_group import Cluster
 from trainer.metrics.memory import MemoryPeaks, rank_memory
-from trainer.metrics.slow_ranks import OwnTime, RankTime, ranked, slowest_rank
+from trainer.metrics.slow_ranks import OwnTime, RankTime, slowest_rank
 from trainer.optim import exact_sum
 from trainer.optim.adamw import clip_gradients, row_squares, set_learning_rate, squared_norm, stored_names
 from trainer.parallel.context import ParallelContext
 from trainer.parallel.data import passes_of
 from trainer.run.state import TrainerState
+
+_ROW = 5  # a rank's numbers in a log line's message: its times and memory peaks
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,18 +108,16 @@ def reduce_figures(
 ) -> StepResult:
     """Return the mean loss, the gradient norm and all ranks' flags. A collective call.
 
-    Ranks reduce a fixed-size message on their devices; the host waits only for the result.
+    Ranks reduce a single message on their devices; the host waits only for the result. Its size is fixed. For a log
+    line it also has a row per rank.
 
     Args:
         times: This rank's times, for a log line. None without a log line.
     """
     if cluster.world_size == 1 and context.lanes is None:
         return _figures_alone(losses, flags, context, cluster, is_logged=times is not None)
-    row = cluster.total(_message(losses, flags, context, cluster, times))
-    if times is not None:
-        maxima = [ranked(times, cluster.rank), *rank_memory(cluster.device)]
-        row = torch.cat([row, cluster.largest(_filled(maxima, row.device))])
-    return _result(row.tolist(), context, cluster, times)
+    message = cluster.total(_message(losses, flags, context, cluster, times))
+    return _result(message.tolist(), context, len(flags))
 
 
 def _figures_alone(
@@ -147,8 +149,8 @@ def _message(
 ) -> torch.Tensor:
     """Return a rank's message, int64 on the device.
 
-    It has the limbs for the loss and the squared norm, whether the rank reports a loss, its flags, and the microseconds
-    spent on its own work.
+    It has the limbs for the loss and the squared norm, whether the rank reports a loss, and its flags. For a log line,
+    it ends with a row per rank, zero except this rank's times and memory peaks.
     """
     if not context.reports_loss:
         losses = ()
@@ -157,26 +159,26 @@ def _message(
     else:
         values = torch.stack(list(losses)) if losses else torch.zeros(0, dtype=torch.float64, device=cluster.device)
         limbs = exact_sum.sum_limbs([values, row_squares(context.grad_norm_shares, cluster.device)]).view(-1)
-    counts = [context.reports_loss, *flags, *([times.total] if times is not None else [])]
-    return torch.cat([limbs, _filled(counts, limbs.device)])
+    counts = list[int]([context.reports_loss, *flags])
+    if times is not None:
+        own = [*times, *rank_memory(cluster.device)]
+        before = cluster.rank * len(own)
+        counts += [*[0] * before, *own, *[0] * (cluster.world_size * len(own) - before - len(own))]
+    return torch.cat([limbs, to_device(np.array(counts, np.int64), limbs.device)])  # the host does not wait
 
 
-def _filled(numbers: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Return numbers as int64 [n], filled on the device: a copy to the device would block the host."""
-    return torch.cat([torch.full((1,), number, dtype=torch.int64, device=device) for number in numbers])
-
-
-def _result(row: Sequence[int], context: ParallelContext, cluster: Cluster, times: RankTime | None) -> StepResult:
-    """Return an iteration's figures from the summed messages, followed by maxima if there is a log line."""
+def _result(row: Sequence[int], context: ParallelContext, flags: int) -> StepResult:
+    """Return an iteration's figures from the summed messages with this many flags."""
     columns = exact_sum.COLUMNS
     loss, square = exact_sum.value(row[:columns]), exact_sum.value(row[columns : 2 * columns])
     divisor = row[2 * columns] if context.lanes is None else context.lanes.micro_batches
-    result = StepResult(loss / divisor, math.sqrt(square), tuple(row[2 * columns + 1 :]))
-    if times is None:
+    end = 2 * columns + 1 + flags
+    result = StepResult(loss / divisor, math.sqrt(square), tuple(row[2 * columns + 1 : end]))
+    if len(row) == end:
         return result
-    *counts, total, largest, host, peak, reserved = result.flags
-    slowest = slowest_rank(times, total, largest, cluster)
-    return replace(result, flags=tuple(counts), slowest=slowest, memory=MemoryPeaks(host, peak, reserved))
+    totals, data, *peaks = (row[end + number :: _ROW] for number in range(_ROW))
+    slowest = slowest_rank(list(map(RankTime, totals, data)))
+    return replace(result, slowest=slowest, memory=MemoryPeaks(*map(max, peaks)))
 
 
 def _poisoned(state: TrainerState, loss: float, grad_norm: float, cluster: Cluster) -> NonFiniteError:

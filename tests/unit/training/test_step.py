@@ -13,22 +13,22 @@ from reprise.ranks import single_rank_channel
 from trainer.data.documents import WindowForm
 from trainer.launch.process_group import Cluster
 from trainer.metrics.slow_ranks import RankTime
+from trainer.optim import exact_sum
 from trainer.optim.exact_sum import NormShare
 from trainer.parallel.context import ParallelContext
 from trainer.parallel.reduction import GradientReduction
 from trainer.training.step import StepResult, reduce_figures
 
 FLAGS = (False, True, False)
+FIGURES = 2 * exact_sum.COLUMNS + 1 + len(FLAGS)  # before the rows of ranks
 
 
 class EqualRanks(Cluster):
     """A rank among many with the same numbers."""
 
     def total(self, numbers: torch.Tensor) -> torch.Tensor:
-        return numbers * self.world_size
-
-    def largest(self, numbers: torch.Tensor) -> torch.Tensor:
-        return numbers
+        figures, rows = numbers[:FIGURES], numbers[FIGURES:]
+        return torch.cat([figures * self.world_size, rows[: len(rows) // self.world_size].repeat(self.world_size)])
 
 
 def one_rank(ranks: int, parameter: nn.Parameter) -> tuple[Cluster, ParallelContext]:
