@@ -197,7 +197,8 @@ def canonical_name(name: str) -> str:
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor's or DTensor's memory on this rank, detached."""
     # DTensor calls go through its dispatcher, which takes tens of microseconds.
-    return memory_holder(tensor).detach()
+    holder = memory_holder(tensor)
+    return holder.detach() if holder.requires_grad else holder
 
 
 def memory_holder(tensor: torch.Tensor) -> torch.Tensor:

@@ -100,9 +100,11 @@ class Samples:
         Raises:
             DataError: A file was truncated after it was opened, or cannot be read.
         """
-        numbers = np.searchsorted(self._bounds, ids, side="right") - 1
+        numbers = self._bounds.searchsorted(ids, side="right") - 1
         starts, stops = self._extents(numbers, ids - self._bounds[numbers])
-        out = np.full((ids.size, self.seq_length + 1), PADDED, dtype=np.int64)
+        out = np.empty((ids.size, self.seq_length + 1), dtype=np.int64)
+        if self._cuts_documents:
+            out.fill(PADDED)
         for row, number, start, stop in zip(out, numbers.tolist(), starts.tolist(), stops.tolist(), strict=True):
             row[: stop - start] = self._files[number].read(start, stop)
             if self._marks is not None:

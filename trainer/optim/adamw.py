@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -276,7 +275,7 @@ def row_squares(shares: Iterable[exact_sum.NormShare], device: torch.device) -> 
 
     Ranks with the same rows divide them among themselves: the exact sum does not depend on how.
     """
-    rows, small = list[torch.Tensor](), defaultdict[tuple[int, torch.dtype], list[torch.Tensor]](list)
+    rows, small = list[torch.Tensor](), list[torch.Tensor]()
     for share in shares:
         gradient = share.parameter.grad
         if gradient is None:
@@ -286,9 +285,8 @@ def row_squares(shares: Iterable[exact_sum.NormShare], device: torch.device) -> 
             if part.numel() > _SMALL:  # squared at once: reshaping a column part may copy it
                 rows.append(exact_sum.row_squares(part))
             elif part.numel():  # a call costs more than a copy
-                table = part.reshape(part.shape[0], -1)
-                small[table.shape[1], table.dtype].append(table)
-    rows += [exact_sum.row_squares(torch.cat(tables)) for tables in small.values()]
+                small.append(part.reshape(part.shape[0], -1))
+    rows += [exact_sum.joint_row_squares(small)] if small else []
     return torch.cat(rows) if rows else torch.zeros(0, device=device)
 
 

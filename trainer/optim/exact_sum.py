@@ -50,7 +50,8 @@ def limbs(numbers: torch.Tensor) -> torch.Tensor:
     Args:
         numbers: float64 [n], each a multiple of 2^-298 below 2^310, or not finite.
     """
-    return torch.cat([_digits(numbers.nan_to_num(0.0, 0.0, 0.0)), _kinds(numbers)], dim=1)
+    multiples = numbers.nan_to_num(0.0, 0.0, 0.0).unsqueeze(1) * _scales(numbers.device)
+    return torch.cat([_digits(multiples).long(), _kinds(numbers)], dim=1)
 
 
 def sum_limbs(vectors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -64,18 +65,22 @@ def sum_limbs(vectors: Sequence[torch.Tensor]) -> torch.Tensor:
     for number, part in enumerate(torch.split(bins, [vector.numel() for vector in vectors])):
         part += number * _BINS + _BIN_OF_0
     # Whole numbers below 2^24, so their sums by exponent are exact.
-    wholes = (significands * 2.0**_SIGNIFICAND_BITS).long()
-    sums = wholes.new_zeros(len(vectors) * _BINS).index_add_(0, bins, wholes).view(len(vectors), _BINS)
-    numbers = sums.double() * _bin_scales(sums.device)
-    kinds = _kinds(torch.stack([vector.double().sum() for vector in vectors]))
-    return torch.cat([_digits(numbers.view(-1)).view(*sums.shape, _LIMBS).sum(1), kinds], dim=1)
+    wholes = significands.mul_(2.0**_SIGNIFICAND_BITS).long()
+    sums = wholes.new_zeros(len(vectors) * _BINS).index_add_(0, bins, wholes).view(len(vectors), _BINS, 1)
+    digits = _digits(sums * _bin_scales(sums.device)).sum(1)  # below 2^41, exact
+    kinds = _kinds(torch.stack([vector.sum(dtype=torch.float64) for vector in vectors]))
+    return torch.cat([digits.long(), kinds], dim=1)
 
 
-def _digits(numbers: torch.Tensor) -> torch.Tensor:
-    """Return finite numbers' signed digits, int64 [n, _LIMBS]."""
+def _digits(multiples: torch.Tensor) -> torch.Tensor:
+    """Return finite numbers' signed digits, whole numbers in float64 [..., _LIMBS].
+
+    Args:
+        multiples: float64 [..., _LIMBS + 1], each number times the factors of `_scales`.
+    """
     # Powers of two scale without rounding. The difference is a whole number below 2^32, and exact like both terms.
-    multiples = (numbers.unsqueeze(1) * _scales(numbers.device)).trunc_()
-    return torch.sub(multiples[:, :-1], multiples[:, 1:], alpha=1 << _LIMB_BITS).long()
+    multiples.trunc_()
+    return torch.sub(multiples[..., :-1], multiples[..., 1:], alpha=1 << _LIMB_BITS)
 
 
 def _kinds(numbers: torch.Tensor) -> torch.Tensor:
@@ -111,9 +116,9 @@ def _infinities(device: torch.device) -> torch.Tensor:
 
 @functools.cache
 def _bin_scales(device: torch.device) -> torch.Tensor:
-    """Return each bin's unit, float64 [_BINS]."""
-    scales = [2.0 ** (number - _BIN_OF_0 - _SIGNIFICAND_BITS) for number in range(_BINS)]
-    return torch.tensor(scales, dtype=torch.float64, device=device)
+    """Return the factors of `_scales` times each bin's unit, float64 [_BINS, _LIMBS + 1]."""
+    units = [2.0 ** (number - _BIN_OF_0 - _SIGNIFICAND_BITS) for number in range(_BINS)]
+    return torch.tensor(units, dtype=torch.float64, device=device).unsqueeze(1) * _scales(device)
 
 
 def row_squares(gradient: torch.Tensor) -> torch.Tensor:
@@ -129,11 +134,31 @@ def row_squares(gradient: torch.Tensor) -> torch.Tensor:
     return torch.cat([_fold(table[at : at + at_once].square()) for at in range(0, len(table), at_once)])
 
 
+def joint_row_squares(tables: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return each row's sum of squares, as `row_squares` does, over small tables [rows, columns], in no given order.
+
+    Rows are folded together from the widest on: kernels are few, and a kernel's call costs more than its additions.
+    """
+    by_width: dict[int, list[torch.Tensor]] = {}
+    for table in tables:
+        by_width.setdefault(table.shape[1], []).append(table)
+    squares = {width: torch.cat(group).square_() for width, group in by_width.items()}
+    while (width := max(squares)) > 1:
+        folded = _halve(squares.pop(width))
+        half = folded.shape[1]
+        squares[half] = torch.cat([squares[half], folded]) if half in squares else folded
+    return squares[1][:, 0]
+
+
 def _fold(squares: torch.Tensor) -> torch.Tensor:
-    """Add the second half of the columns to the first until a single column is left."""
-    columns = squares.shape[1]
-    while columns > 1:
-        half = (columns + 1) // 2  # with an odd count, the middle column waits for the next round
-        squares.narrow(1, 0, columns - half).add_(squares.narrow(1, half, columns - half))
-        columns = half
+    """Halve the columns until a single column is left."""
+    while squares.shape[1] > 1:
+        squares = _halve(squares)
     return squares[:, 0]
+
+
+def _halve(squares: torch.Tensor) -> torch.Tensor:
+    """Add the second half of the columns to the first, and return it. A middle column waits for the next call."""
+    first, second = squares.chunk(2, dim=1)
+    first[:, : second.shape[1]].add_(second)
+    return first

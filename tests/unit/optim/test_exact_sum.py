@@ -76,6 +76,13 @@ def test_squares_of_a_row_ignore_the_other_rows(rows: int, columns: int, cut: in
     assert torch.allclose(whole, gradient.double().square().sum(1).float(), rtol=1e-6)
 
 
+@given(st.lists(st.tuples(st.integers(1, 6), st.integers(1, 70)), min_size=1, max_size=8))
+def test_tables_of_any_widths_are_squared_together(shapes: list[tuple[int, int]]) -> None:
+    tables = [torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))) for shape in shapes]
+    alone = torch.cat([exact_sum.row_squares(table) for table in tables])
+    assert torch.equal(exact_sum.joint_row_squares(tables).sort().values, alone.sort().values)
+
+
 def test_large_gradients_are_squared_in_blocks_of_rows() -> None:
     gradient = torch.randn(3000, 3, 333)  # more elements than are squared at a time
     assert torch.equal(exact_sum.row_squares(gradient)[-5:], exact_sum.row_squares(gradient[-5:]))
