@@ -24,7 +24,7 @@ from trainer.commands.arguments import any_path, local_path
 from trainer.commands.frame import FINE, framed
 from trainer.config.checkpoint import CheckpointSection
 from trainer.config.checks import validate, with_micro_batch
-from trainer.config.compose import compose_values
+from trainer.config.compose import compose
 from trainer.config.load_saved import find_saved
 from trainer.config.optimizer import OptimizerName
 from trainer.config.saved import RUN_CONFIG
@@ -113,7 +113,7 @@ def _config(path: Path, options: argparse.Namespace, world_size: int) -> Config:
         values = {key: value for key, value in values.items() if not key.startswith("parallel.")} | {
             key: values[key] for key in ("parallel.zero_stage", "parallel.invariant_ranks") if key in values
         }
-    config = compose_values({**values, **_FIXED, "parallel.replicate": 1}, options.overrides)
+    config = compose(options.overrides, {**values, **_FIXED, "parallel.replicate": 1})
     if config.data.kind in TOKEN_KINDS and config.data.valid is None:
         raise ConfigError(
             "The checkpoint's run has no validation data", where=saved.path, fix="Pass token files with --data."

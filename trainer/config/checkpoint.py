@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -263,23 +264,21 @@ class CheckpointSection(
         return self.load != "auto" or self.ckpt_step is not None or self.loads_weights_alone
 
 
-def checkpoint_problems(section: CheckpointSection) -> list[str]:
+def checkpoint_problems(section: CheckpointSection) -> Iterator[str]:
     """List keys in conflict with other keys."""
-    problems = []
     if section.mirror is not None and section.save is None:
-        problems.append(f"checkpoint.mirror={section.mirror}: needs checkpoint.save, the folder that is mirrored")
+        yield f"checkpoint.mirror={section.mirror}: needs checkpoint.save, the folder that is mirrored"
     if section.local.dir is not None and section.local.dir == section.save:
-        problems.append(f"checkpoint.local.dir={section.local.dir}: must be another folder than checkpoint.save")
+        yield f"checkpoint.local.dir={section.local.dir}: must be another folder than checkpoint.save"
     if section.use_checkpoint_scheduler and (section.override_scheduler or Allowed.lr in section.allow):
         name = "override_scheduler" if section.override_scheduler else "allow=lr"
-        problems.append(f"checkpoint.{name} and checkpoint.use_checkpoint_scheduler exclude each other")
+        yield f"checkpoint.{name} and checkpoint.use_checkpoint_scheduler exclude each other"
     if section.finetune and section.load in ("auto", "none"):
-        problems.append(f"checkpoint.finetune: needs checkpoint.load=PATH, found {section.load}")
+        yield f"checkpoint.finetune: needs checkpoint.load=PATH, found {section.load}"
     for name in ("resize", "partial"):
         if getattr(section, name) and not section.finetune:
-            problems.append(f"checkpoint.{name}={getattr(section, name)}: needs checkpoint.finetune=true")
+            yield f"checkpoint.{name}={getattr(section, name)}: needs checkpoint.finetune=true"
     if section.new_rows is not NewRows.initial and not section.resize:
-        problems.append(f"checkpoint.new_rows={section.new_rows.value}: needs checkpoint.resize=true")
+        yield f"checkpoint.new_rows={section.new_rows.value}: needs checkpoint.resize=true"
     if section.ckpt_step is not None and section.load == "none":
-        problems.append(f"checkpoint.ckpt_step={section.ckpt_step}: nothing is loaded with checkpoint.load=none")
-    return problems
+        yield f"checkpoint.ckpt_step={section.ckpt_step}: nothing is loaded with checkpoint.load=none"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from models.adapters import adapter_problems
@@ -50,7 +50,7 @@ def validate(config: Config, world_size: int, words: Sequence[str] | None = None
     problems = [*value_problems(config), *_size_type_problems(config.train)] or [  # comparisons with NaN are false
         *range_problems(config),
         *path_problems(config),
-        *(model_problems(config.model) or _size_problems(config.model) or _trained_problems(config)),
+        *(model_problems(config.model) or [*_size_problems(config.model)] or _trained_problems(config)),
         *data_problems(config.data),
         *train_problems(config.train),
         *_data_needs(config),
@@ -88,7 +88,7 @@ def with_micro_batch(config: Config, world_size: int) -> Config:
     most = min(train.max_micro_batch_size, train.global_batch_size, _MOST_TRIED)
     sizes = [size for size in range(1, most + 1) if train.global_batch_size % size == 0]
     first = _first_known_position(config)
-    possible = [size for size in sizes if not batch_problems(with_size(size), world_size, first)]
+    possible = [size for size in sizes if not any(batch_problems(with_size(size), world_size, first))]
     return with_size(min(possible, key=lambda size: (most_samples(size), -size), default=1))
 
 
@@ -116,141 +116,136 @@ def unpinned_thread_lines(config: Config) -> list[str]:
     ]
 
 
-def _size_type_problems(train: TrainSection) -> list[str]:
+def _size_type_problems(train: TrainSection) -> Iterator[str]:
     size: object = train.micro_batch_size
-    return [] if type(size) is int else [f"train.micro_batch_size={size}: must be an integer, or {AUTO}"]
+    if type(size) is not int:
+        yield f"train.micro_batch_size={size}: must be an integer, or {AUTO}"
 
 
-def _size_problems(model: ModelConfig) -> list[str]:
+def _size_problems(model: ModelConfig) -> Iterator[str]:
     """Explain why a valid model is too large for every machine, even in a dry run."""
     if model.n_layer > _MOST_LAYERS:
-        return [f"model.n_layer={model.n_layer}: must be at most {_MOST_LAYERS}"]
-    count = parameter_count(model)
-    return [f"model: {count:,} parameters, must be at most {_MOST_PARAMETERS:,}"] if count > _MOST_PARAMETERS else []
+        yield f"model.n_layer={model.n_layer}: must be at most {_MOST_LAYERS}"
+    elif (count := parameter_count(model)) > _MOST_PARAMETERS:
+        yield f"model: {count:,} parameters, must be at most {_MOST_PARAMETERS:,}"
 
 
-def _trained_problems(config: Config) -> list[str]:
+def _trained_problems(config: Config) -> Iterator[str]:
     """List problems with adapters and frozen parameters."""
     model, section = config.model, config.checkpoint
-    problems = adapter_problems(model) or freeze_problems(model, config.train.freeze)
+    if problems := adapter_problems(model) or [*freeze_problems(model, config.train.freeze)]:
+        yield from problems
     if problems or not model.is_adapted:
-        return problems
+        return
     if config.optimizer.name is not OptimizerName.adamw:
-        problems.append(f"optimizer.name={config.optimizer.name.value}: adapters need optimizer.name=adamw")
+        yield f"optimizer.name={config.optimizer.name.value}: adapters need optimizer.name=adamw"
     if section.resize or section.partial:
-        problems.append(
-            "checkpoint.resize and checkpoint.partial: need model.lora.rank=0, because a base is loaded in full"
-        )
+        yield ("checkpoint.resize and checkpoint.partial: need model.lora.rank=0, because a base is loaded in full")
     if model.lora.dropout and config.train.compile:
-        problems.append(
+        yield (
             f"model.lora.dropout={model.lora.dropout}: cannot be used with train.compile; set one of them to 0 or false"
         )
     if section.base is None and not section.finetune and not config.train.dry_run:
-        problems.append(
+        yield (
             f"model.lora.rank={model.lora.rank}: needs base weights: set checkpoint.base=PATH, or "
             "checkpoint.load=PATH checkpoint.finetune=true"
         )
-    return problems
 
 
-def _data_needs(config: Config) -> list[str]:
+def _data_needs(config: Config) -> Iterator[str]:
     """List `train` keys in conflict with the model or the data."""
-    train, problems = config.train, []
+    train = config.train
     if train.seq_length > config.model.max_position_embeddings:
         limit = config.model.max_position_embeddings
-        problems.append(f"train.seq_length={train.seq_length}: above model.max_position_embeddings={limit}")
+        yield f"train.seq_length={train.seq_length}: above model.max_position_embeddings={limit}"
     if train.eval_interval and config.data.kind in TOKEN_KINDS and config.data.valid is None:
-        problems.append(f"train.eval_interval={train.eval_interval}: needs data.valid, or set it to 0")
+        yield f"train.eval_interval={train.eval_interval}: needs data.valid, or set it to 0"
     if train.sample_interval and config.data.kind in TOKEN_KINDS and config.data.tokenizer is None:
-        problems.append(
+        yield (
             f"train.sample_interval={train.sample_interval}: needs data.tokenizer, the tokenizer.json that wrote the "
             "token files, or bytes; or set it to 0"
         )
-    return problems
 
 
-def _length_problems(config: Config) -> list[str]:
+def _length_problems(config: Config) -> Iterator[str]:
     """List problems with the run's length in samples or, if there are none, with its learning-rate schedule."""
     train = config.train
     if train.global_batch_size < 1:  # reported by `range_problems`; no length exists
-        return []
+        return
     try:
         sizes = batch_schedule_of(train)
     except ValueError as error:
-        return [f"train.batch_schedule={train.batch_schedule}: {error}"]
-    problems = []
+        yield f"train.batch_schedule={train.batch_schedule}: {error}"
+        return
     if sizes.last != train.global_batch_size:
-        problems.append(
+        yield (
             f"train.global_batch_size={train.global_batch_size}: must be {sizes.last}, the last size of "
             f"train.batch_schedule={train.batch_schedule}"
         )
     if len(sizes.sizes) > 1 and config.parallel.invariant_ranks:
-        problems.append(
+        yield (
             f"train.batch_schedule={train.batch_schedule}: cannot be used with parallel.invariant_ranks="
             f"{config.parallel.invariant_ranks}, which needs a constant batch size"
         )
     if train.train_samples is not None and train.train_samples < sizes.at(0):
-        problems.append(
+        yield (
             f"train.train_samples={train.train_samples}: must be at least the {sizes.at(0)} samples of one iteration"
         )
-    return problems or schedule_problems(config.schedule, length_of(train), config.optimizer.lr)
+    yield from schedule_problems(config.schedule, length_of(train), config.optimizer.lr)
 
 
-def _skip_problems(train: TrainSection) -> list[str]:
+def _skip_problems(train: TrainSection) -> Iterator[str]:
     try:
         parse_ranges(train.skip_samples)
     except ValueError as error:
-        return [f"train.skip_samples: {error}"]
-    return []
+        yield f"train.skip_samples: {error}"
 
 
-def _parallel_problems(config: Config, world_size: int) -> list[str]:
-    parallel, model, problems = config.parallel, config.model, list[str]()
+def _parallel_problems(config: Config, world_size: int) -> Iterator[str]:
+    parallel, model = config.parallel, config.model
     if not _are_positive(parallel):  # reported by `range_problems`
-        return []
+        return
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     vpp = parallel.num_virtual_stages_per_pipeline_rank
     if world_size % (tp * pp):
-        problems.append(
+        yield (
             f"{count_of(world_size, 'rank')}: must be a multiple of parallel.tensor_model_parallel_size={tp} times "
             f"parallel.pipeline_model_parallel_size={pp}, that is of {tp * pp}"
         )
     for name in ("n_head", "n_kv_head", "intermediate_size"):
         if getattr(model, name) % tp:
             size = getattr(model, name)
-            problems.append(f"parallel.tensor_model_parallel_size={tp}: must divide model.{name}={size}")
+            yield f"parallel.tensor_model_parallel_size={tp}: must divide model.{name}={size}"
     if parallel.sequence_parallel and (tp == 1 or config.train.seq_length % tp):
-        problems.append(
+        yield (
             f"parallel.sequence_parallel: needs a parallel.tensor_model_parallel_size above 1 that divides "
             f"train.seq_length={config.train.seq_length}, found {tp}"
         )
-    problems += _copies_problems(parallel.replicate, parallel.zero_stage, data_ranks=world_size // (tp * pp))
-    problems += _invariant_tensor_problems(config)
+    yield from _copies_problems(parallel.replicate, parallel.zero_stage, data_ranks=world_size // (tp * pp))
+    yield from _invariant_tensor_problems(config)
     if pp * vpp > max(1, model.n_layer):
-        problems.append(f"{pp} pipeline ranks of {vpp} stages: more than model.n_layer={model.n_layer}")
+        yield f"{pp} pipeline ranks of {vpp} stages: more than model.n_layer={model.n_layer}"
     if vpp > 1 and pp == 1:
-        problems.append(f"parallel.num_virtual_stages_per_pipeline_rank={vpp}: needs more than one pipeline rank")
-    return problems
+        yield f"parallel.num_virtual_stages_per_pipeline_rank={vpp}: needs more than one pipeline rank"
 
 
-def _copies_problems(copies: int, zero_stage: int, *, data_ranks: int) -> list[str]:
+def _copies_problems(copies: int, zero_stage: int, *, data_ranks: int) -> Iterator[str]:
     """List problems with `parallel.replicate`."""
     if copies == 1:
-        return []
+        return
     if zero_stage == 0:
-        return [f"parallel.replicate={copies}: needs parallel.zero_stage above 0; at stage 0 every rank has a copy"]
-    if data_ranks % copies or data_ranks == copies:
+        yield f"parallel.replicate={copies}: needs parallel.zero_stage above 0; at stage 0 every rank has a copy"
+    elif data_ranks % copies or data_ranks == copies:
         rule = "must divide the data-parallel ranks, with at least 2 per copy"
-        return [f"parallel.replicate={copies}: {rule}, and there are {data_ranks}"]
-    return []
+        yield f"parallel.replicate={copies}: {rule}, and there are {data_ranks}"
 
 
-def _invariant_tensor_problems(config: Config) -> list[str]:
+def _invariant_tensor_problems(config: Config) -> Iterator[str]:
     """List problems with `parallel.invariant_tensor_ranks`, with the valid numbers."""
     parallel, model, train = config.parallel, config.model, config.train
     count, tp = parallel.invariant_tensor_ranks, parallel.tensor_model_parallel_size
     if count == 0:
-        return []
+        return
     sizes = {
         "model.n_head": model.n_head,
         "model.n_kv_head": model.n_kv_head,
@@ -261,22 +256,21 @@ def _invariant_tensor_problems(config: Config) -> list[str]:
         sizes["train.seq_length"] = train.seq_length
     powers = [1 << power for power in range(model.n_head.bit_length())]
     counts = [power for power in powers if power % tp == 0 and not any(size % power for size in sizes.values())]
-    key, problems = f"parallel.invariant_tensor_ranks={count}", list[str]()
+    key = f"parallel.invariant_tensor_ranks={count}"
     if count not in counts:
         divided = ", ".join(f"{name}={size}" for name, size in sizes.items())
         is_unpadded = count in powers and model.padded_vocab_size % count != 0
         padding = f"; model.pad_vocab_multiple={count} pads the vocabulary" if is_unpadded else ""
-        problems.append(
+        yield (
             f"{key}: must be {listed([0, *counts])}: 0 is off, the others are powers of two that divide {divided} and "
             f"are multiples of parallel.tensor_model_parallel_size={tp}{padding}"
         )
     if parallel.invariant_ranks == 0:
-        problems.append(f"{key}: needs parallel.invariant_ranks, which fixes the sums over micro-batches and ranks")
+        yield f"{key}: needs parallel.invariant_ranks, which fixes the sums over micro-batches and ranks"
     if train.compile:
-        problems.append(f"{key}: cannot be used with train.compile, which fuses operations that must stay separate")
+        yield f"{key}: cannot be used with train.compile, which fuses operations that must stay separate"
     if model.is_adapted:
-        problems.append(f"{key}: cannot be used with model.lora.rank={model.lora.rank}")
-    return problems
+        yield f"{key}: cannot be used with model.lora.rank={model.lora.rank}"
 
 
 def _first_known_position(config: Config) -> int:
@@ -285,26 +279,24 @@ def _first_known_position(config: Config) -> int:
     return 0 if starts_fresh else sys.maxsize
 
 
-def batch_problems(config: Config, world_size: int, consumed_samples: int) -> list[str]:
+def batch_problems(config: Config, world_size: int, consumed_samples: int) -> Iterator[str]:
     """Explain why iterations from `consumed_samples` on cannot have their global batch sizes.
 
     Earlier sizes are not checked: the rank count may be too large for them.
     """
     train = config.train
     if train.micro_batch_size < 1 or not _has_shares(config, world_size):
-        return []
+        return
     topology = topology_of(config, world_size)
     if train.batch_schedule is None:
-        return _batch_size_problems(config, topology, train.global_batch_size, "train.global_batch_size={}")
+        yield from _batch_size_problems(config, topology, train.global_batch_size, "train.global_batch_size={}")
+        return
     try:
         steps = batch_schedule_of(train).steps_from(consumed_samples)
     except ValueError:  # reported by `_length_problems`
-        return []
-    return [
-        problem
-        for first, size in steps
-        for problem in _batch_size_problems(config, topology, size, f"train.batch_schedule={first}:{{}}")
-    ]
+        return
+    for first, size in steps:
+        yield from _batch_size_problems(config, topology, size, f"train.batch_schedule={first}:{{}}")
 
 
 def _has_shares(config: Config, world_size: int) -> bool:
@@ -318,20 +310,20 @@ def _are_positive(parallel: ParallelSection) -> bool:
     return all(getattr(parallel, name) >= 1 for name in PARALLEL_SIZES)
 
 
-def _batch_size_problems(config: Config, topology: Topology, size: int, key: str) -> list[str]:
+def _batch_size_problems(config: Config, topology: Topology, size: int, key: str) -> Iterator[str]:
     """List problems with a global batch size.
 
     Args:
         key: The key setting the size, with a placeholder for it.
     """
-    train, problems = config.train, list[str]()
+    train = config.train
     least = train.micro_batch_size * topology.dp
     if topology.pp > 1 and size % least:
-        problems.append(
+        yield (
             f"{key.format(size)}: must be a multiple of train.micro_batch_size={train.micro_batch_size} times the "
             f"{topology.dp} data-parallel ranks, that is of {least}: their shares are equal in a pipeline"
         )
-        return problems
+        return
     reason = ""
     if size % train.micro_batch_size:
         reason = f"a multiple of train.micro_batch_size={train.micro_batch_size}"
@@ -342,33 +334,32 @@ def _batch_size_problems(config: Config, topology: Topology, size: int, key: str
         )
     if reason:
         hint = f"; train.micro_batch_size={AUTO} chooses a size" if train.micro_batch_size > 1 else ""
-        return [f"{key.format(size)}: must be {reason}{hint}"]
+        yield f"{key.format(size)}: must be {reason}{hint}"
+        return
     count = size // least
     lanes = config.parallel.invariant_ranks
-    problems += invariant_ranks_problems(lanes, ranks=topology.dp, micro_batches=size // train.micro_batch_size)
+    yield from invariant_ranks_problems(lanes, ranks=topology.dp, micro_batches=size // train.micro_batch_size)
     name = key.format(size) if train.batch_schedule is not None else "train.global_batch_size"
     if topology.pp > 1 and count < topology.pp:
-        problems.append(
+        yield (
             f"{count} micro-batches per iteration: fewer than the {topology.pp} pipeline ranks; raise "
             f"{name} or lower train.micro_batch_size"
         )
     elif topology.vpp > 1 and count % (rounds := max(1, count // topology.pp)):
         # torch/distributed/pipelining/schedules.py, ScheduleInterleaved1F1B.
         where = "" if train.batch_schedule is None else f" ({name})"
-        problems.append(f"{count} micro-batches per iteration{where}: interleaved stages need a multiple of {rounds}")
-    return problems
+        yield f"{count} micro-batches per iteration{where}: interleaved stages need a multiple of {rounds}"
 
 
-def _save_needs(config: Config) -> list[str]:
+def _save_needs(config: Config) -> Iterator[str]:
     """List conflicts between `checkpoint` keys and other sections."""
-    section, problems = config.checkpoint, []
+    section = config.checkpoint
     if section.keep_best and not (config.train.eval_interval and section.max_checkpoint_keep):
-        problems.append(
+        yield (
             f"checkpoint.keep_best={section.keep_best}: needs train.eval_interval and checkpoint.max_checkpoint_keep"
         )
     has_folder = section.save is not None or section.local.dir is not None
     if config.train.on_spike is OnSpike.rewind and (not has_folder or section.no_save_optim):
-        problems.append("train.on_spike=rewind: needs a folder to save to, and checkpoint.no_save_optim=false")
+        yield "train.on_spike=rewind: needs a folder to save to, and checkpoint.no_save_optim=false"
     if section.base is not None and not config.model.is_adapted:
-        problems.append(f"checkpoint.base={section.base}: is used only with adapters, and model.lora.rank is 0")
-    return problems
+        yield f"checkpoint.base={section.base}: is used only with adapters, and model.lora.rank is 0"

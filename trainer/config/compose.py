@@ -170,32 +170,23 @@ class Resolved:
 def unlike(text: str, first: str, *, rank: int) -> ConfigError:
     """Return the error for a rank whose configuration differs from rank 0's, given both as YAML. It names the keys."""
     values, first_values = (flattened(yaml.safe_load(each)) for each in (text, first))
-    names = sorted(
-        key
-        for key in {*values, *first_values}
-        if key not in values or key not in first_values or values[key] != first_values[key]
-    )
+    names = sorted(key for key in {*values, *first_values} if values.get(key, ...) != first_values.get(key, ...))
     more = f" and {len(names) - _MOST_KEYS} more" if len(names) > _MOST_KEYS else ""
     keys = f"other values of {', '.join(names[:_MOST_KEYS])}{more}" if names else None
     fix = "Enter the same command, with the same environment variables, on every host."
     return ConfigError("The configuration differs from rank 0's", where=f"rank {rank}", found=keys, fix=fix)
 
 
-def compose(overrides: Sequence[str]) -> Config:
-    """Compose the configuration from overrides, without validation.
+def compose(overrides: Sequence[str] = (), values: Mapping[str, object] | None = None) -> Config:
+    """Compose the configuration from values by dotted key, which overrides replace, without validation.
 
     Raises:
         ConfigError: An override is malformed, a key is unknown, or a value cannot be resolved.
     """
-    return resolve(CommandLine(tuple(readable(overrides))).compose()).config
-
-
-def compose_values(values: Mapping[str, object], overrides: Sequence[str] = ()) -> Config:
-    """Compose the configuration from values by dotted key, which overrides replace. See `compose`."""
     command = CommandLine(tuple(readable(overrides)))
     raw = command.compose()
     with _reported():
-        _merge(raw, _unnamed(values, command))
+        _merge(raw, _unnamed(values or {}, command))
     return resolve(raw).config
 
 
@@ -237,7 +228,7 @@ def resolve_command(command: CommandLine, files: Files) -> Resolved:
     """
     raw = over_saved(command, files)
     resolved = replace(resolve(raw), words=command.words)
-    if resolved.config.data.kind in TOKEN_KINDS or path_problems(resolved.config):
+    if resolved.config.data.kind in TOKEN_KINDS or any(path_problems(resolved.config)):
         return resolved
     values: Mapping[str, object]
     if resolved.config.data.tokenizer is not None:
@@ -371,11 +362,6 @@ def keys_from_environment(text: str) -> frozenset[str]:
     marked = OmegaConf.create(text.replace("oc.env", "marked"))
     values = flattened(cast("dict[str, object]", OmegaConf.to_container(marked, resolve=True)))
     return frozenset(key for key, value in values.items() if _MARK in str(value))
-
-
-def sections_of(config: Config) -> dict[str, object]:
-    """Return a configuration's sections in the form that `read_resolved` reads from a file."""
-    return cast("dict[str, object]", OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True))
 
 
 def read_resolved(path: Path) -> tuple[dict[str, object], frozenset[str]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import assert_never
 
 from trainer.config.checkpoint import CheckpointSection, WeightsDtype
 from trainer.config.schema import Config
@@ -17,12 +16,7 @@ from trainer.schedules.lr import RunLength
 def rounded_itemsize(section: CheckpointSection) -> int:
     """Return the bytes per element if weights-only saves are rounded into host memory, else 0."""
     saves = section.save is not None and (section.save_weights_interval > 0 or bool(section.save_steps))
-    match section.weights_dtype:
-        case WeightsDtype.bfloat16:
-            return 2 if saves else 0
-        case WeightsDtype.float32:
-            return 0
-    assert_never(section.weights_dtype)
+    return 2 if saves and section.weights_dtype is WeightsDtype.bfloat16 else 0
 
 
 def save_folder(section: CheckpointSection) -> Path | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 
 from models.config import ModelConfig
@@ -19,20 +19,19 @@ def frozen_names(model: ModelConfig, patterns: Sequence[str]) -> frozenset[str]:
     return frozenset(name for name in stored_tensors(model) if is_base or any(fnmatchcase(name, p) for p in patterns))
 
 
-def freeze_problems(model: ModelConfig, patterns: Sequence[str]) -> list[str]:
+def freeze_problems(model: ModelConfig, patterns: Sequence[str]) -> Iterator[str]:
     """List problems with patterns: no match, or a match for every parameter."""
     if model.is_adapted:
         reason = f"model.lora.rank={model.lora.rank} freezes everything except the adapters; omit the key"
-        return [f"train.freeze={list(patterns)}: {reason}"] if patterns else []
+        yield from [f"train.freeze={list(patterns)}: {reason}"] * bool(patterns)
+        return
     stored, second = stored_tensors(model), aliases(model)
-    problems = []
     for pattern in patterns:
         if any(fnmatchcase(name, pattern) for name in stored):
             continue
         tied = next(
             (f"; {alias} is tied, use {name}" for alias, name in second.items() if fnmatchcase(alias, pattern)), ""
         )
-        problems.append(f"train.freeze: {pattern!r} matches no parameter; a valid name is {next(iter(stored))}{tied}")
+        yield f"train.freeze: {pattern!r} matches no parameter; a valid name is {next(iter(stored))}{tied}"
     if len(frozen_names(model, patterns)) == len(stored):
-        problems.append("train.freeze: matches every parameter, so nothing would be trained")
-    return problems
+        yield "train.freeze: matches every parameter, so nothing would be trained"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 # Metric sinks beside `metrics.jsonl`, by name: each value is the path of a `MetricSink` class.
@@ -39,13 +40,10 @@ def sink_names(section: LoggingSection) -> list[str]:
     return list(dict.fromkeys([*(["tensorboard"] if section.tensorboard else []), *section.sinks]))
 
 
-def logging_problems(section: LoggingSection) -> list[str]:
+def logging_problems(section: LoggingSection) -> Iterator[str]:
     """List unknown sinks and trackers."""
-    problems = [
-        f"logging.sinks={section.sinks}: {name} must be one of {', '.join(SINKS)}"
-        for name in section.sinks
-        if name not in SINKS
-    ]
+    for name in section.sinks:
+        if name not in SINKS:
+            yield f"logging.sinks={section.sinks}: {name} must be one of {', '.join(SINKS)}"
     if section.publish is not None and section.publish not in TRACKERS:
-        problems.append(f"logging.publish={section.publish}: must be one of {', '.join(TRACKERS)}")
-    return problems
+        yield f"logging.publish={section.publish}: must be one of {', '.join(TRACKERS)}"

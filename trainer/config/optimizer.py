@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 
@@ -54,13 +55,11 @@ class OptimizerSection:
     moments_dtype: MomentsDtype = MomentsDtype.float32
 
 
-def optimizer_problems(optimizer: OptimizerSection) -> list[str]:
+def optimizer_problems(optimizer: OptimizerSection) -> Iterator[str]:
     """List decay rates too near to 1 for moments in bfloat16."""
-    if optimizer.moments_dtype is MomentsDtype.float32:
-        return []
-    return [
-        f"optimizer.{name}={getattr(optimizer, name)}: must be at most {_MOST_BFLOAT16} with "
-        "optimizer.moments_dtype=bfloat16, which rounds smaller changes of a moment away"
-        for name in ("adam_beta1", "adam_beta2", "muon_momentum")
-        if _MOST_BFLOAT16 < getattr(optimizer, name) < 1
-    ]
+    for name in ("adam_beta1", "adam_beta2", "muon_momentum"):
+        if optimizer.moments_dtype is MomentsDtype.bfloat16 and _MOST_BFLOAT16 < getattr(optimizer, name) < 1:
+            yield (
+                f"optimizer.{name}={getattr(optimizer, name)}: must be at most {_MOST_BFLOAT16} with "
+                "optimizer.moments_dtype=bfloat16, which rounds smaller changes of a moment away"
+            )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, TypeAlias
@@ -132,13 +133,12 @@ class TrainSection:
     dry_run_ranks: int = 1
 
 
-def train_problems(train: TrainSection) -> list[str]:
+def train_problems(train: TrainSection) -> Iterator[str]:
     """List keys with unknown values, or in conflict with other keys."""
-    problems, steps = [], train.profile_steps
+    steps = train.profile_steps
     if train.ema_offload and not train.ema_decay:
-        problems.append("train.ema_offload=true: needs train.ema_decay above 0, or train.ema_offload=false")
+        yield "train.ema_offload=true: needs train.ema_decay above 0, or train.ema_offload=false"
     if train.device not in ("auto", "cpu", *ACCELERATORS):
-        problems.append(f"train.device={train.device}: must be auto, cpu, {' or '.join(ACCELERATORS)}")
+        yield f"train.device={train.device}: must be auto, cpu, {' or '.join(ACCELERATORS)}"
     if steps and not (len(steps) == 2 and 1 <= steps[0] <= steps[1]):
-        problems.append(f"train.profile_steps={steps}: must be empty, or a first and a last iteration as in [10,13]")
-    return problems
+        yield f"train.profile_steps={steps}: must be empty, or a first and a last iteration as in [10,13]"

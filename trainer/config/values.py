@@ -89,64 +89,57 @@ _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
 )
 
 
-def value_problems(config: object) -> list[str]:
+def value_problems(config: object) -> Iterator[str]:
     """List nonfinite numbers, integers beyond 64 signed bits, and sections and lists with another type's value.
 
     An interpolation may give a value of another type.
     """
-    problems = []
     for key, value, kinds in _leaves(config):
         members = [get_args(kind)[0] for kind in kinds if get_origin(kind) is list]
         if value is None and NoneType in kinds:
             continue
         if isinstance(value, float) and not math.isfinite(value):
-            problems.append(f"{key}={value}: must be a finite number")
+            yield f"{key}={value}: must be a finite number"
         elif isinstance(value, int) and not -_INT64 <= value < _INT64:
-            problems.append(f"{key}={value}: must fit into a signed 64-bit integer")
+            yield f"{key}={value}: must fit into a signed 64-bit integer"
         elif any(map(is_dataclass, kinds)) and not is_dataclass(value):
-            problems.append(f"{key}={value}: must be a section of keys")
+            yield f"{key}={value}: must be a section of keys"
         elif members and not (isinstance(value, list) and all(type(member) is members[0] for member in value)):
-            problems.append(f"{key}={value}: must be a list of {members[0].__name__}")
-    return problems
+            yield f"{key}={value}: must be a list of {members[0].__name__}"
 
 
-def range_problems(config: object) -> list[str]:
+def range_problems(config: object) -> Iterator[str]:
     """List numbers outside their range."""
-    problems = []
     for rule, holds, names in _RANGES:
         for key in names.split():
             value = attrgetter(key)(config)
             members = value if isinstance(value, list) else [value]
             if not all(holds(member) for member in members if member is not None):
-                problems.append(f"{key}={value}: must be {rule}")
-    return problems
+                yield f"{key}={value}: must be {rule}"
 
 
-def path_problems(config: object) -> list[str]:
+def path_problems(config: object) -> Iterator[str]:
     """List paths that are empty, a URL, or not valid UTF-8."""
-    problems = []
     for key, value, _ in _leaves(config):
         if not isinstance(value, str):
             continue
         if not _is_utf8(value):
-            problems.append(f"{key}={value.encode('utf-8', 'backslashreplace').decode()}: is not valid UTF-8")
+            yield f"{key}={value.encode('utf-8', 'backslashreplace').decode()}: is not valid UTF-8"
         elif key in _PATHS and not value.strip():
-            problems.append(f"{key}={value}: is empty; omit it to use the default")
+            yield f"{key}={value}: is empty; omit it to use the default"
         elif key in _MUST_BE_STORED and not is_store_url(value):
-            problems.append(f"{key}={value}: must be a store URL, such as s3://bucket/run")
+            yield f"{key}={value}: must be a store URL, such as s3://bucket/run"
         elif key in _MAY_BE_STORED and is_store_url(value):
-            problems += _store_problems(key, value)
+            yield from _store_problems(key, value)
         elif key in _PATHS and is_url(value):
-            problems.append(f"{key}={value}: {url_problem(value)}")
-    return problems
+            yield f"{key}={value}: {url_problem(value)}"
 
 
-def _store_problems(key: str, value: str) -> list[str]:
+def _store_problems(key: str, value: str) -> Iterator[str]:
     try:
         location(value)
     except ConfigError as error:
-        return [f"{key}: {error}"]  # the error shows the URL without possible secrets
-    return []
+        yield f"{key}: {error}"  # the error shows the URL without possible secrets
 
 
 def _leaves(section: Any, prefix: str = "") -> Iterator[tuple[str, object, tuple[Any, ...]]]:

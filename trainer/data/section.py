@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
 from fractions import Fraction
@@ -151,9 +152,8 @@ def weight_of(value: object) -> Fraction | None:
         return None
 
 
-def problems(section: DataSection) -> list[str]:
+def problems(section: DataSection) -> Iterator[str]:
     """Return the section's own problems, each as `key=value: reason`. Reads no files."""
-    messages = []
     allowed, needed = _KEYS_OF_KIND[section.kind], _NEEDED_KEY.get(section.kind)
     is_blend = needed is not None and isinstance(section.train, list)
     if is_blend:
@@ -161,66 +161,58 @@ def problems(section: DataSection) -> list[str]:
     for key in ("factory", "path", "tokenizer", "train", "valid"):
         value = getattr(section, key)
         if key == needed and not value:
-            messages.append(f"data.{key}={value or 'null'}: data.kind={section.kind.value} needs a file or a glob")
+            yield f"data.{key}={value or 'null'}: data.kind={section.kind.value} needs a file or a glob"
         elif key not in allowed and value is not None:
             users = ", ".join(kind.value for kind, keys in _KEYS_OF_KIND.items() if key in keys)
             reason = f"data.kind={section.kind.value} does not use it; it is for {users}"
-            messages.append(f"data.{key}={value}: {'data.train lists the sources' if is_blend else reason}")
+            yield f"data.{key}={value}: {'data.train lists the sources' if is_blend else reason}"
         elif key == "train" and is_blend:
-            messages += _blend_problems(value)
+            yield from _blend_problems(value)
         elif key in ("train", "valid") and value is not None:
-            messages += _path_problems(key, value)
+            yield from _path_problems(key, value)
     is_indexed, masks = section.kind in INDEXED_KINDS, section.document_mask
     knows_documents = is_indexed or section.end_of_text is not None or section.tokenizer is not None
     if section.kind is DataKind.module and not re.fullmatch(r"[\w.]+:\w+", section.factory or ""):
-        messages.append(f"data.factory={section.factory or 'null'}: data.kind=module needs package:function")
+        yield f"data.factory={section.factory or 'null'}: data.kind=module needs package:function"
     if section.samples is SampleCut.per_document and not is_indexed:
-        messages.append(
-            "data.samples=per_document: needs data.kind=megatron or datatrove, whose index lists the documents"
-        )
+        yield ("data.samples=per_document: needs data.kind=megatron or datatrove, whose index lists the documents")
     if section.end_of_text is not None and not masks:
-        messages.append(f"data.end_of_text={section.end_of_text}: needs data.document_mask=true")
+        yield f"data.end_of_text={section.end_of_text}: needs data.document_mask=true"
     if masks and section.kind is DataKind.module:
-        messages.append("data.document_mask: cannot be used with data.kind=module, whose samples have their own masks")
+        yield "data.document_mask: cannot be used with data.kind=module, whose samples have their own masks"
     elif masks and section.kind in TOKEN_KINDS and not knows_documents:
-        messages.append(
-            "data.document_mask: needs data.end_of_text, or data.tokenizer, whose end of text ends documents"
-        )
-    return messages
+        yield ("data.document_mask: needs data.end_of_text, or data.tokenizer, whose end of text ends documents")
 
 
-def _blend_problems(entries: list[object]) -> list[str]:
+def _blend_problems(entries: list[object]) -> Iterator[str]:
     """Return the problems in a source list."""
     if not 1 <= len(entries) <= MOST_SOURCES:
-        return [f"data.train={'[]' if not entries else 'a list'}: must have 1 to {MOST_SOURCES} sources"]
-    messages, seen = [], dict[str, int]()
+        yield f"data.train={'[]' if not entries else 'a list'}: must have 1 to {MOST_SOURCES} sources"
+        return
+    seen = dict[str, int]()
     for number, entry in enumerate(entries):
         name = f"data.train[{number}]"
         if not isinstance(entry, dict) or entry.keys() != {"path", "weight"}:
-            messages.append(f"{name}={entry}: must be {{path: PATH, weight: NUMBER}}")
+            yield f"{name}={entry}: must be {{path: PATH, weight: NUMBER}}"
             continue
         path = entry["path"]
-        messages += _path_problems(f"train[{number}].path", [path])
+        yield from _path_problems(f"train[{number}].path", [path])
         if weight_of(entry["weight"]) is None:
-            messages.append(f"{name}.weight={entry['weight']}: must be a number above 0, or a fraction such as 1/3")
+            yield f"{name}.weight={entry['weight']}: must be a number above 0, or a fraction such as 1/3"
         first = seen.setdefault(str(path), number)
         if first != number:
-            messages.append(
-                f"{name}.path={path}: is also the path of data.train[{first}]; list it once, with the summed weight"
-            )
-    return messages
+            yield (f"{name}.path={path}: is also the path of data.train[{first}]; list it once, with the summed weight")
 
 
-def _path_problems(key: str, value: object) -> list[str]:
+def _path_problems(key: str, value: object) -> Iterator[str]:
     """Return the problems in a path list. A single path is checked with all other configuration paths."""
     if isinstance(value, str):
-        return []
+        return
     if not isinstance(value, list) or not value:
-        return [f"data.{key}={value}: must be a path, or a list of paths"]
-    messages = []
+        yield f"data.{key}={value}: must be a path, or a list of paths"
+        return
     for path in value:
         if not isinstance(path, str) or not path.strip():
-            messages.append(f"data.{key}={path}: must be a path")
+            yield f"data.{key}={path}: must be a path"
         elif is_url(path):
-            messages.append(f"data.{key}={path}: {url_problem(path)}")
-    return messages
+            yield f"data.{key}={path}: {url_problem(path)}"

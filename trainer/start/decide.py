@@ -159,7 +159,7 @@ def require_batches(config: Config, world_size: int, consumed_samples: int) -> N
     Raises:
         MismatchError: There are such sizes. The message lists them, and every rank raises.
     """
-    problems = batch_problems(config, world_size, consumed_samples)
+    problems = [*batch_problems(config, world_size, consumed_samples)]
     if problems:
         lines = "\n".join(f"  {problem}" for problem in problems)
         raise MismatchError(f"The run cannot continue from sample {consumed_samples}:\n{lines}\nNothing was trained")

@@ -11,7 +11,7 @@ from reprise.errors import DataError, TrainerError, count_of
 from reprise.loading import open_checkpoint
 from reprise.storage import CheckpointFolder, Files, integer, is_dir
 from trainer.config.checks import validate
-from trainer.config.compose import compose_values, read_resolved
+from trainer.config.compose import compose, read_resolved
 from trainer.config.saved import FORMAT, flattened, saved_values
 from trainer.config.schema import Config
 from trainer.launch.environment import Environment
@@ -169,7 +169,7 @@ def _config(recorded: RecordedRun, first: int, out: Path) -> Config:
         "train.sample_interval": 0,
         "logging.tensorboard": False,
     }
-    return compose_values(values)
+    return compose(values=values)
 
 
 def variables_of(recorded: RecordedRun) -> dict[str, str]:

@@ -17,7 +17,7 @@ from models.config import RopeScaling
 from reprise.errors import ConfigError
 from tests.messages import refused
 from tests.profiles import examples
-from trainer.config.compose import compose, compose_values, read_command, read_resolved, resolve, sections_of
+from trainer.config.compose import compose, read_command, read_resolved, resolve
 from trainer.config.overrides import escape, readable, text_value
 
 # Without "???", which OmegaConf takes for a missing value, and the bytes that no argument of a process holds.
@@ -106,8 +106,8 @@ def test_a_mapping_that_is_null_takes_its_keys_alone(word: str) -> None:
     assert scaling("model=llama3_1b", word) == four
     assert scaling("model=llama3_tiny", word, "model.rope_scaling=null") is None
     assert scaling("model=llama3_1b", "model.rope_scaling=null", word) == four
-    assert compose_values({"model.rope_scaling": {"factor": 4.0}}).model.rope_scaling == four
-    assert compose_values({"model.rope_scaling": {"factor": 8.0}}, [word]).model.rope_scaling == four
+    assert compose(values={"model.rope_scaling": {"factor": 4.0}}).model.rope_scaling == four
+    assert compose([word], {"model.rope_scaling": {"factor": 8.0}}).model.rope_scaling == four
     with refused(ConfigError, "model.rope_scaling.factor"):
         compose(["model=llama3_tiny", word.replace("factor", "fator")])
 
@@ -154,9 +154,9 @@ def test_a_printed_configuration_is_the_one_that_is_read(
     assert (config.train.seed, config.train.clip_grad) == (1000, 1.5)
 
     (tmp_path / "config.yaml").write_text(resolved.text)
-    sections = sections_of(config)
+    sections = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
     assert read_resolved(tmp_path / "config.yaml")[0] == sections
-    assert compose_values({f"run.{key}": value for key, value in asdict(config.run).items()}).run == config.run
+    assert compose(values={f"run.{key}": value for key, value in asdict(config.run).items()}).run == config.run
 
     assert read_command([*words, "--cfg", "job"]) is None
     assert OmegaConf.to_container(OmegaConf.create(capsys.readouterr().out), resolve=True) == sections

@@ -55,6 +55,6 @@ def test_its_end_is_a_warning_once(tmp_path: Path, caplog: pytest.LogCaptureFixt
 
 
 def test_an_unknown_tracker_is_refused() -> None:
-    assert logging_problems(LoggingSection(publish="mlflow")) == []
+    assert not [*logging_problems(LoggingSection(publish="mlflow"))]
     (problem,) = logging_problems(LoggingSection(publish="mflow"))
     says(problem)
