@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from trainer.data.batches import Ints, OrderedSamples
+from trainer.data.batches import OrderedSamples
+from trainer.data.data_file import Ints
 
 
 def methods_with(change: Callable[[Ints, Ints], Ints]) -> Mapping[str, Callable[..., Any]]:

@@ -34,7 +34,8 @@ from reprise.storage import Files
 from tests.crash.hosts import run_trainer
 from tests.harness import Running, started
 from tests.positions import methods_with
-from trainer.data.batches import Ints, OrderedSamples
+from trainer.data.batches import OrderedSamples
+from trainer.data.data_file import Ints
 from trainer.data.loader import BatchLoader
 from trainer.launch.signals import SignalHandler
 from trainer.parallel.invariant import LocalLanes, ShardedLanes

@@ -31,7 +31,8 @@ from reprise.tensors import local_of, parameter_names
 from tests.crash.hosts import run_trainer
 from tests.harness import Ended, around_iterations, call_on_ranks
 from tests.positions import methods_with
-from trainer.data.batches import Ints, OrderedSamples
+from trainer.data.batches import OrderedSamples
+from trainer.data.data_file import Ints
 from trainer.launch.control import RunControl
 from trainer.run.build import Run
 from trainer.run.state import TrainerState

@@ -95,6 +95,6 @@ def test_a_killed_corpus_is_that_of_prepare_data(tmp_path: Path, texts: Path, pr
     borders, end = [np.zeros(1, np.int64)], 0
     for file in files:
         assert file.documents is not None
-        borders.append(file.documents.borders()[1:] + end)
+        borders.append(file.documents.borders(0, file.documents.count)[1:] + end)
         end += file.count
-    assert np.array_equal(np.concatenate(borders), expected.documents.borders())
+    assert np.array_equal(np.concatenate(borders), expected.documents.borders(0, expected.documents.count))

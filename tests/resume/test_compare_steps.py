@@ -17,7 +17,8 @@ from reprise.storage import FILE_SYSTEM
 from tests.harness import TINY, call_on_ranks
 from tests.positions import methods_with
 from trainer.config.compose import CommandLine, over_saved, resolve
-from trainer.data.batches import Ints, OrderedSamples
+from trainer.data.batches import OrderedSamples
+from trainer.data.data_file import Ints
 from trainer.launch.environment import Environment
 from trainer.steps.replay import RecordedRun, replay
 from trainer.steps.search import compare_steps

@@ -27,7 +27,6 @@ from reprise.errors import ConfigError, count_of
 from trainer.commands.arguments import local_path, positive
 from trainer.commands.frame import FINE, framed
 from trainer.config.overrides import text_value
-from trainer.data.arrays import DTYPES
 from trainer.data.blocks import TextForm
 from trainer.data.prepared import FILE_TOKENS, Prepared, PrepareOptions, Progress, Side, write_prepared
 from trainer.data.section import DataKind
@@ -36,6 +35,7 @@ from trainer.data.text import BYTES
 
 INTERRUPTED = 128 + signal.SIGINT  # the exit status that shells use
 KIND = DataKind.token_file.value
+_FORMS, _DTYPES = ("text", "jsonl"), ("uint16", "uint32")
 
 
 def prepare(options: argparse.Namespace) -> int:
@@ -109,12 +109,11 @@ def _prepare(options: argparse.Namespace, progress: Progress) -> Prepared:
         )
     inputs, held_out = (_sources(patterns, is_raw=bool(options.raw)) for patterns in (options.inputs, options.valid))
     prepare_options = PrepareOptions(
-        form=TextForm(options.form) if options.form else None,
+        form=TextForm(options.raw or options.form) if options.raw or options.form else None,
         key=options.key,
         tokenizer=tokenizer,
         train_vocab_size=train,
         valid_fraction=options.valid_fraction,
-        dtype=options.raw,
         held_out=held_out,
         file_tokens=options.file_tokens,
         kind=DataKind(options.format),
@@ -147,7 +146,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--form",
-        choices=[form.value for form in TextForm],
+        choices=_FORMS,
         help="the form of all inputs except Parquet; by default jsonl for a file named .jsonl or .ndjson, or "
         "starting with JSON objects, else text",
     )
@@ -159,7 +158,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--raw",
-        choices=DTYPES,
+        choices=_DTYPES,
         help="the inputs are token arrays in this dtype without a header, as nanoGPT's",
     )
     parser.add_argument("--valid", nargs="+", default=[], metavar="INPUT", help="validation arrays, with --raw")

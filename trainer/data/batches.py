@@ -7,20 +7,18 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
 from reprise.errors import DataError
 from trainer.data.blend import Blend
+from trainer.data.data_file import Ints
 from trainer.data.document_table import table_of
 from trainer.data.documents import PADDED, DocumentMarks, uses_index
 from trainer.data.order import sample_ids_at
 from trainer.data.position_map import PositionMap
 from trainer.data.token_file import TokenFile, listed
 
-Ints = npt.NDArray[np.int64]
 _log = logging.getLogger(__name__)
 _ALONE, _NO_GAPS = Blend([Fraction(1)]), PositionMap()
 
@@ -38,7 +36,6 @@ class Samples:
         marks: Marks document starts in the windows. None leaves the windows as they are.
         per_document: Cut documents, using each file's index; see `trainer.data.document_table`.
         seq_length: Inputs (and targets) per sample.
-        cache: Folder for prepared data. None makes every process read the complete index.
 
     Attributes:
         source_bounds: int64 [sources + 1]. Source i has samples bounds[i] to bounds[i + 1] - 1.
@@ -55,14 +52,11 @@ class Samples:
         seq_length: int,
         marks: DocumentMarks | None = None,
         per_document: bool = False,
-        cache: Path | None = None,
     ) -> None:
         self._files, self._marks = list(itertools.chain(*sources)), marks
         self.seq_length, self._cuts_documents = seq_length, per_document
         has_tables = uses_index(marks, per_document=per_document)
-        self._tables = [
-            table_of(file, seq_length=seq_length, cache=cache) if has_tables else None for file in self._files
-        ]
+        self._tables = [table_of(file, seq_length) if has_tables else None for file in self._files]
         sizes = [max(file.count - 1, 0) // seq_length for file in self._files]
         least = f"file of at least {seq_length + 1} tokens (seq_length + 1)"
         if per_document:

@@ -18,9 +18,8 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 import numpy as np
-import numpy.typing as npt
 
-Ints = npt.NDArray[np.int64]
+from trainer.data.data_file import Ints
 
 # A start schedules a period in Python, at about 0.5 us per position.
 MOST_PERIOD = 2**17

@@ -5,32 +5,46 @@ A block depends only on its file and the tokenizer, so its tokens do not depend 
 
 from __future__ import annotations
 
+import codecs
+import itertools
 import json
-from collections.abc import Iterator, Sequence
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import xxhash
 
-from reprise.errors import DataError
+from reprise.errors import DataError, count_of
 from trainer.data.cuts import ANYWHERE, LINES, Cuts
-from trainer.data.json_lines import is_json_lines
 from trainer.data.sources import TextSource
-from trainer.data.text_file import PARQUET, not_utf8, open_text, plain_name
+from trainer.data.text_file import PARQUET, not_utf8, packing, plain_name, read_plain, read_text
+from trainer.data.token_file import MAGICS
 
-BLOCK_BYTES = 256 << 10
 # Lines are parsed whole, and texts encoded whole up to a cut. A few compressed bytes may expand to gigabytes.
 MOST_BLOCK_BYTES = 256 << 20
+_MOST_FIRST_LINE = 64 << 20
 _HASHES = 2**64
+_JSON_LINES = (".jsonl", ".ndjson")
+_OBJECT = re.compile(rb"(\xef\xbb\xbf)?\s*\{")
 # RFC 3629: at most three such bytes continue a character.
 _CONTINUATION = bytes(range(0x80, 0xC0))
 
 
 class TextForm(Enum):
-    """A file's form: text, or a JSON object with a text per line or Parquet row."""
+    """A file's form: text, a JSON object with a text per line or Parquet row, or bare tokens, as in nanoGPT's files."""
 
     text = "text"
     jsonl = "jsonl"
+    uint16 = "uint16"
+    uint32 = "uint32"
+
+
+DTYPES: Mapping[TextForm | None, np.dtype[Any]] = {TextForm.uint16: np.dtype("<u2"), TextForm.uint32: np.dtype("<u4")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,18 +52,16 @@ class SplitOptions:
     """Options for reading and splitting texts.
 
     Args:
-        form: Form of all files except Parquet. None detects each file's form.
+        form: Form of all files. None detects each file's form. Parquet stays Parquet, unless files are token arrays.
         key: Key for the text in a JSON object, and Parquet column.
         takes_bytes: Accept files that are not text, as bytes.
         valid_fraction: Held-out share. 0 holds out nothing.
-        block_bytes: Approximate block size.
     """
 
     form: TextForm | None = None
     key: str = "text"
     takes_bytes: bool = False
     valid_fraction: float = 0.0
-    block_bytes: int = BLOCK_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +70,7 @@ class TextPart:
 
     Args:
         start: First byte in a text.
-        stop: End byte in a text. None means the text's end.
+        stop: End byte in a text.
         share: Only documents with a hash in `[lo, hi)` belong to the part.
     """
 
@@ -66,7 +78,7 @@ class TextPart:
     form: TextForm
     options: SplitOptions
     start: int = 0
-    stop: int | None = None
+    stop: int = sys.maxsize
     share: tuple[int, int] = (0, _HASHES)
 
 
@@ -92,7 +104,7 @@ def split(sources: Sequence[TextSource], options: SplitOptions) -> dict[str, lis
     Raises:
         DataError: A file cannot be read, or is not text.
     """
-    parts = [_part(source, options) for source in sources]
+    parts = [part_of(source, options) for source in sources]
     limit = int(options.valid_fraction * _HASHES)
     if not options.valid_fraction:
         return {"train": parts}
@@ -114,13 +126,56 @@ def split(sources: Sequence[TextSource], options: SplitOptions) -> dict[str, lis
     return {"train": train, "valid": valid}
 
 
-def _part(source: TextSource, options: SplitOptions) -> TextPart:
-    with open_text(source.path, takes_bytes=True) as text:
-        form = TextForm.jsonl if text.form == PARQUET else options.form
+def part_of(source: TextSource, options: SplitOptions) -> TextPart:
+    """Return a complete file.
+
+    Raises:
+        DataError: The file cannot be read, is not text, or is not a token array.
+    """
+    form = options.form
+    if form in DTYPES:
+        _check_array(source, DTYPES[form].itemsize)
+    elif packing(source.path) == PARQUET:
+        form = TextForm.jsonl
     if form is None:
         is_lines = is_json_lines(source.path, options.key, takes_bytes=options.takes_bytes)
         form = TextForm.jsonl if is_lines else TextForm.text
     return TextPart(source, form, options)
+
+
+def _check_array(source: TextSource, token_bytes: int) -> None:
+    """Refuse a file that cannot be a token array. Without a header, truncation goes unnoticed."""
+    has_header = next(read_plain(source.path), b"").startswith((b"\x93NUMPY", *MAGICS))
+    if has_header or not source.size_bytes or source.size_bytes % token_bytes:
+        raise DataError(
+            "The file is not a token array",
+            where=source.path,
+            expected=f"{token_bytes} bytes per token from the first byte, and at least one token",
+            found="the header of a NumPy file or a token file" if has_header else count_of(source.size_bytes, "byte"),
+            fix="Convert a NumPy file with numpy.load(PATH).tofile(OTHER). Train on a token file with data=token_file.",
+        )
+
+
+def is_json_lines(path: Path, key: str = "text", *, takes_bytes: bool = False) -> bool:
+    """Return whether a file has a document per line, by its name or its first line: an object with text under `key`.
+
+    Any other JSON, such as a `package.json` among sources, is a text.
+
+    Raises:
+        DataError: The file cannot be read, or is not text.
+    """
+    if plain_name(path.name).endswith(_JSON_LINES):
+        return True
+    head = bytearray()
+    for piece in read_text(path, takes_bytes=takes_bytes):
+        head += piece
+        if b"\n" in piece or not _OBJECT.match(head) or len(head) >= _MOST_FIRST_LINE:
+            break
+    try:
+        first = json.loads(head.partition(b"\n")[0])
+        return isinstance(first, dict) and isinstance(first.get(key), str)
+    except (ValueError, RecursionError):
+        return False
 
 
 def _rank(name: str) -> int:
@@ -130,20 +185,22 @@ def _rank(name: str) -> int:
 def _cut(part: TextPart) -> int:
     """Return where a single text's held-out end starts, between two characters. A compressed text is read twice."""
     options, path, size = part.options, part.source.path, part.source.size_bytes
-    with open_text(path, takes_bytes=options.takes_bytes) as text:
-        start = text.at
-        if text.form:
-            while text.read(options.block_bytes):
-                pass
-            size = text.at
-    cut = size - round((size - start) * options.valid_fraction)
-    with open_text(path, start=cut, takes_bytes=options.takes_bytes) as text:
-        following = text.read(3)
+    pieces = read_text(path, takes_bytes=options.takes_bytes)
+    first = next(pieces, b"")
+    if packing(path):
+        size = len(first) + sum(map(len, pieces))
+    cut = size - round((size - _mark_bytes(first, options)) * options.valid_fraction)
+    following = next(read_text(path, start=cut, stop=cut + 3, takes_bytes=options.takes_bytes), b"")
     return cut + len(following) - len(following.lstrip(_CONTINUATION))
 
 
-def read_blocks(part: TextPart, cuts: Cuts) -> Iterator[TextBlock]:
-    """Yield a part's blocks, about `block_bytes` each. A JSON line is never cut.
+def _mark_bytes(start: bytes, options: SplitOptions) -> int:
+    """Return the size of the byte-order mark at a text's start. Where any bytes are accepted, it is text."""
+    return 0 if options.takes_bytes or not start.startswith(codecs.BOM_UTF8) else len(codecs.BOM_UTF8)
+
+
+def read_blocks(parts: Iterable[TextPart], cuts: Cuts) -> Iterator[TextBlock]:
+    """Yield the parts' blocks, about `BLOCK_BYTES` each. A JSON line is never cut.
 
     Args:
         cuts: Where the tokenizer allows cuts in a text.
@@ -151,27 +208,30 @@ def read_blocks(part: TextPart, cuts: Cuts) -> Iterator[TextBlock]:
     Raises:
         DataError: The file cannot be read, is not text, or has changed; or a line, or an uncuttable text, is too long.
     """
-    options, path, waiting, line, ends = part.options, part.source.path, bytearray(), 1, False
-    if part.form is TextForm.jsonl:
+    for part in parts:
+        yield from _read_part(part, cuts)
+
+
+def _read_part(part: TextPart, cuts: Cuts) -> Iterator[TextBlock]:
+    options, path, waiting, line, offset = part.options, part.source.path, bytearray(), 1, part.start
+    pieces = read_text(path, start=offset, stop=part.stop, key=options.key, takes_bytes=options.takes_bytes)
+    if part.form in DTYPES:
+        cuts, pieces = ANYWHERE, read_plain(path)
+    elif part.form is TextForm.jsonl:
         cuts = LINES
     elif options.takes_bytes:
         cuts = ANYWHERE
-    with open_text(path, start=part.start, key=options.key, takes_bytes=options.takes_bytes) as text:
-        offset = text.at
-        while not ends:
-            most = options.block_bytes if part.stop is None else part.stop - text.at
-            data = text.read(min(options.block_bytes, most))
-            waiting += data
-            ends = text.at == part.stop or not text.has_more()
-            # New bytes may allow a cut behind the last byte read before.
-            cut = len(waiting) if ends else cuts.last(waiting, max(0, len(waiting) - len(data) - 1))
-            if cut or ends:
-                yield TextBlock(part, offset, line, bytes(waiting[:cut]), ends_text=ends)
-                offset += cut
-                line += waiting.count(b"\n", 0, cut)
-                del waiting[:cut]
-            elif len(waiting) > MOST_BLOCK_BYTES:
-                raise _too_long(part, line, cuts)
+    for piece, following in itertools.pairwise(itertools.chain([b""], pieces, [b""])):
+        searched = max(0, len(waiting) - 1)  # new bytes may allow a cut behind the last byte read before
+        waiting += piece
+        cut = cuts.last(waiting, searched) if following else len(waiting)
+        if cut or not following:
+            yield TextBlock(part, offset, line, bytes(waiting[:cut]), ends_text=not following)
+            offset += cut
+            line += waiting.count(b"\n", 0, cut)
+            del waiting[:cut]
+        elif len(waiting) > MOST_BLOCK_BYTES:
+            raise _too_long(part, line, cuts)
     part.source.check_unchanged()
 
 
@@ -184,13 +244,14 @@ def texts(block: TextBlock) -> list[str]:
         DataError: A byte is not UTF-8, or a line is not a JSON object with a text. The message names file and byte or
             line.
     """
-    part = block.part
+    part, mark = block.part, 0 if block.offset else _mark_bytes(block.data, block.part.options)
+    data = block.data[mark:]
     if part.form is TextForm.text:
         try:
-            return [block.data.decode(errors="surrogateescape" if part.options.takes_bytes else "strict")]
+            return [data.decode(errors="surrogateescape" if part.options.takes_bytes else "strict")]
         except UnicodeDecodeError as error:
-            raise not_utf8(part.source.path, block.offset, error) from error
-    lines = enumerate(block.data.split(b"\n"), start=block.line)
+            raise not_utf8(part.source.path, block.offset + mark, error) from error
+    lines = enumerate(data.split(b"\n"), start=block.line)
     documents = (_document(part, number, line) for number, line in lines if line.strip())
     lo, hi = part.share
     return [text for text, digest in documents if lo <= digest < hi]

@@ -8,7 +8,6 @@ import platform
 import sysconfig
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +18,7 @@ from trainer.data.indexed_file import find_indexed
 from trainer.data.section import TOKEN_KINDS, DataKind, DataSection, valid_paths
 from trainer.data.sources import TextSource, find_files, stdlib_sources, text_sources
 from trainer.data.text import BYTES, Encoder, open_encoder
-from trainer.data.token_file import MAX_TOKENS, open_token_file, write_token_file
+from trainer.data.token_file import open_token_file, write_token_file
 
 if TYPE_CHECKING:
     from trainer.data.blocks import SplitOptions
@@ -117,9 +116,8 @@ def _is_complete(path: Path) -> bool:
 
 
 def _write(folder: Path, sources: Sequence[TextSource], options: SplitOptions, encoder: Encoder) -> None:
-    from trainer.data.blocks import split
+    from trainer.data.blocks import read_blocks, split
     from trainer.data.encoding import encode_block
-    from trainer.data.prepared import blocks_of, write_side
 
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -132,6 +130,5 @@ def _write(folder: Path, sources: Sequence[TextSource], options: SplitOptions, e
         ) from error
     cuts = encoder.cuts()
     for name, parts in split(sources, options).items():
-        blocks = map(partial(encode_block, encoder=encoder), blocks_of(parts, cuts))
-        write = partial(write_token_file, dtype=encoder.dtype)
-        write_side(folder / f"{name}.bin", blocks, write=write, file_tokens=MAX_TOKENS + 1)
+        tokens = (encode_block(block, encoder).tokens for block in read_blocks(parts, cuts))
+        write_token_file(folder / f"{name}.bin", tokens, dtype=encoder.dtype)

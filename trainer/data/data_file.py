@@ -21,6 +21,7 @@ from reprise.errors import DataError
 from reprise.storage import FILE_SYSTEM, atomic_output, open_regular
 
 TokenArray: TypeAlias = npt.NDArray[np.integer[Any]]
+Ints: TypeAlias = npt.NDArray[np.int64]
 
 
 class DataFile:
@@ -74,6 +75,28 @@ def unreadable(path: Path, error: OSError) -> DataError:
         expected="a readable file",
         found=error.strerror or str(error),
         fix=fix if error.errno == errno.EMFILE else None,
+    )
+
+
+def wrong_size(path: Path, expected: object, size: int) -> DataError:
+    """Return the error for a token file whose size contradicts its header or index."""
+    return DataError(
+        "A token file has another size than its header or index states",
+        where=path,
+        expected=expected,
+        found=f"{size} bytes",
+        fix="It is truncated, still being written, or from another data set: write or copy it again, with its index.",
+    )
+
+
+def changed(path: Path, before: int, after: int) -> DataError:
+    """Return the error for a file that another program has changed, given both sizes in bytes."""
+    return DataError(
+        "A data file changed while it was being read",
+        where=path,
+        expected=f"{before} bytes",
+        found=f"{after} bytes, or a new modification time",
+        fix="Start again when no other program is writing to it.",
     )
 
 

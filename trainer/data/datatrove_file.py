@@ -11,12 +11,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
 from reprise.errors import DataError
 from reprise.storage import lexists
-from trainer.data.data_file import DataFile
-from trainer.data.document_index import DocumentIndex, damaged, other_size
+from trainer.data.data_file import DataFile, Ints, wrong_size
+from trainer.data.document_index import DocumentIndex, damaged
 from trainer.data.token_file import TokenFile
 
 _END_BYTES = 8
@@ -32,9 +31,9 @@ class DatatroveDocuments(DocumentIndex):
             raise damaged(path, f"{_END_BYTES} bytes for each document", f"{self.size} bytes")
         self.end = int(self._array(self.size - _END_BYTES, 1)[0]) if self.count else 0
 
-    def borders(self, first: int = 0, stop: int | None = None) -> npt.NDArray[np.int64]:
+    def borders(self, first: int, stop: int) -> Ints:
         """Return the documents' first positions and the last document's end, ascending, shape [stop - first + 1]."""
-        stop, start = self.count if stop is None else stop, max(0, first - 1)
+        start = max(0, first - 1)
         borders = self._array(start * _END_BYTES, stop - start)
         if not first:
             borders = np.append(np.zeros(1, np.int64), borders)
@@ -58,4 +57,4 @@ def open_datatrove_file(path: Path) -> TokenFile:
     for dtype in map(np.dtype, ("<u2", "<u4")):
         if index.end >= 0 and file.size == index.end * dtype.itemsize:
             return TokenFile(file, dtype, index.end, first_byte=0, documents=index)
-    raise other_size(path, place, f"{index.end} tokens of 2 or 4 bytes", file.size)
+    raise wrong_size(path, f"{index.end} tokens of 2 or 4 bytes", file.size)

@@ -6,10 +6,9 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
 from reprise.errors import DataError
-from trainer.data.data_file import DataFile
+from trainer.data.data_file import DataFile, Ints
 
 READ_DOCUMENTS = 1 << 18  # documents read at once in a pass over an index
 
@@ -20,8 +19,8 @@ class DocumentIndex(DataFile, ABC):
     count: int
 
     @abstractmethod
-    def borders(self, first: int = 0, stop: int | None = None) -> npt.NDArray[np.int64]:
-        """Return the first positions of documents `first` to `stop` - 1, by default all, and the last document's end.
+    def borders(self, first: int, stop: int) -> Ints:
+        """Return the first positions of documents `first` to `stop` - 1, and the last document's end.
 
         Returns:
             Ascending, shape [stop - first + 1].
@@ -30,14 +29,14 @@ class DocumentIndex(DataFile, ABC):
             DataError: The index cannot be read, or is damaged there.
         """
 
-    def _array(self, at: int, count: int, dtype: str = "<i8") -> npt.NDArray[np.int64]:
+    def _array(self, at: int, count: int, dtype: str = "<i8") -> Ints:
         """Return `count` numbers from a byte offset in the index on."""
         values = np.empty(count, dtype=dtype)
         if missing_bytes := self.fill(values, at):
             raise damaged(self.path, f"{values.nbytes} bytes", f"{missing_bytes} fewer")
         return values
 
-    def _checked(self, borders: npt.NDArray[np.int64], end: int) -> npt.NDArray[np.int64]:
+    def _checked(self, borders: Ints, end: int) -> Ints:
         """Return borders, or ends, after checking that they ascend from at least 0 to at most `end`."""
         if borders.size and (int(borders[0]) < 0 or int(borders[-1]) > end or (borders[1:] < borders[:-1]).any()):
             actual = f"{int(borders[0])} to {int(borders[-1])}, or not ascending"
@@ -53,15 +52,4 @@ def damaged(place: Path, expected: str, actual: str) -> DataError:
         expected=expected,
         found=actual,
         fix="Copy it again, or write both files again.",
-    )
-
-
-def other_size(path: Path, index: Path, expected: str, size: int) -> DataError:
-    """Return the error for a token file whose size contradicts its index."""
-    return DataError(
-        "The size of a token file does not match its index",
-        where=path,
-        expected=f"{expected}, by {index.name}",
-        found=f"{size} bytes",
-        fix="One of them is truncated, still being written, or from another data set: copy or write both again.",
     )

@@ -1,25 +1,20 @@
-"""Where documents and their samples start: a cached table with a count and a position per 512 documents.
+"""Where documents and their samples start: a table with a count and a position per 512 documents.
 
 To find a sample or document, a process searches the table and reads 513 borders from the open index. So it holds 16
-bytes per 512 documents. A process that finds no valid table makes one in a single pass over the index, in pieces of
-bounded size. Tables are cached like digests (`trainer.data.digest_file`).
+bytes per 512 documents. It makes the table in a single pass over the index, in pieces of bounded size.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import xxhash
 
 from reprise.errors import DataError
-from trainer.data.digest_file import cached_result, in_cache
+from trainer.data.data_file import Ints
 from trainer.data.document_index import READ_DOCUMENTS, DocumentIndex, damaged
 from trainer.data.token_file import TokenFile
-
-Ints = npt.NDArray[np.int64]
 
 STRIDE = 512  # documents; READ_DOCUMENTS is a multiple
 
@@ -94,40 +89,23 @@ class DocumentTable:
         )
 
 
-def table_of(file: TokenFile, *, seq_length: int, cache: Path | None, read_again: bool = False) -> DocumentTable:
-    """Return the table for a file's index: a valid cached one, or else made from the index and cached.
-
-    Args:
-        seq_length: Maximum inputs per sample. Samples overlap by a token.
-        cache: Folder for prepared data. None caches nothing.
-        read_again: Ignore the cache.
-
-    Raises:
-        DataError: The index cannot be read, is damaged, or was written to meanwhile.
-    """
-    documents = file.documents
-    assert documents is not None, "only files with an index are cut by document"
-    folder = cache and cache / "documents"
-    places = [in_cache(documents.path, documents.status(), folder, f".{seq_length}")] if folder else []
-    (digest, *_), content = cached_result(
-        documents,
-        places,
-        "reprise-documents 2",
-        f"{seq_length}",
-        lambda: _scan_index(documents, seq_length),
-        read_again=read_again,
-    )
-    return DocumentTable(documents, seq_length, digest, *np.frombuffer(content, "<i8").reshape(2, -1))
-
-
 def _sample_counts(borders: Ints, seq_length: int) -> Ints:
     """Count each document's samples [..., n] from the borders [..., n + 1]."""
     counts: Ints = (np.maximum(np.diff(borders) - 1, 0) + seq_length - 1) // seq_length
     return counts
 
 
-def _scan_index(documents: DocumentIndex, seq_length: int) -> tuple[str, bytes]:
-    """Read the index once, and return a table's digest, and its counts and positions."""
+def table_of(file: TokenFile, seq_length: int) -> DocumentTable:
+    """Read a file's index once, and return its table.
+
+    Args:
+        seq_length: Maximum inputs per sample. Samples overlap by a token.
+
+    Raises:
+        DataError: The index cannot be read, or is damaged.
+    """
+    documents = file.documents
+    assert documents is not None, "only files with an index are cut by document"
     hasher, total, count = xxhash.xxh3_64(), 0, documents.count
     counts, starts = [np.zeros(1, np.int64)], list[Ints]()
     for first in range(0, max(count, 1), READ_DOCUMENTS):
@@ -139,5 +117,5 @@ def _scan_index(documents: DocumentIndex, seq_length: int) -> tuple[str, bytes]:
             sums = np.add.reduceat(_sample_counts(borders, seq_length), np.arange(0, stop - first, STRIDE))
             counts.append(total + np.cumsum(sums))
             total = int(counts[-1][-1])
-    arrays = [*counts, *starts, borders[-1:]]
-    return hasher.hexdigest(), np.concatenate(arrays).astype("<i8").tobytes()
+    starts.append(borders[-1:])
+    return DocumentTable(documents, seq_length, hasher.hexdigest(), np.concatenate(counts), np.concatenate(starts))

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from trainer.data.data_file import Ints
 from trainer.data.document_table import DocumentTable
 from trainer.data.section import DataKind, DataSection, SampleCut
 
@@ -86,7 +86,7 @@ class DocumentMarks:
 
     end_of_text: int | None
 
-    def mark(self, window: npt.NDArray[np.int64], table: DocumentTable | None, start: int) -> None:
+    def mark(self, window: Ints, table: DocumentTable | None, start: int) -> None:
         """Mark document starts in a window [t + 1], read from a file's position `start`, in place.
 
         Args:

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from reprise.errors import DataError
-from trainer.data.blocks import TextBlock, TextForm, texts
+from trainer.data.blocks import DTYPES, TextBlock, TextForm, texts
 from trainer.data.data_file import TokenArray
 from trainer.data.text import Encoder, open_encoder
 from trainer.workers import spawned_pool
@@ -57,11 +57,13 @@ def encoding(encoder: Encoder, tokenizer: Path | None, *, workers: int) -> Itera
 
 
 def encode_block(block: TextBlock, encoder: Encoder) -> Encoded:
-    """Encode a block's texts, with an end-of-text token at each text's end.
+    """Encode a block's texts, with an end-of-text token at each text's end. Bare tokens stay as they are.
 
     Raises:
         DataError: A text is malformed. The message names the file and the line, or the byte.
     """
+    if block.part.form in DTYPES:
+        return Encoded(np.frombuffer(block.data, DTYPES[block.part.form]), 0, len(block.data))
     chunks: list[TokenArray] = [np.empty(0, np.uint16)]
     documents = 0
     for text in texts(block):

@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from reprise.errors import DataError
 from reprise.storage import is_file
-from trainer.data.data_file import DataFile, TokenArray, fitting_chunks, new_file
-from trainer.data.document_index import DocumentIndex, damaged, other_size
+from trainer.data.data_file import DataFile, Ints, TokenArray, fitting_chunks, new_file, wrong_size
+from trainer.data.document_index import DocumentIndex, damaged
 from trainer.data.sources import find_files
 from trainer.data.token_file import TokenFile
 
@@ -67,12 +66,11 @@ class IndexedDocuments(DocumentIndex):
                 actual = f"byte {first}, the last of {length} tokens at byte {last}, border {border}"
                 raise damaged(path, f"{self._sequences} sequences that start at byte 0", actual)
 
-    def borders(self, first: int = 0, stop: int | None = None) -> npt.NDArray[np.int64]:
+    def borders(self, first: int, stop: int) -> Ints:
         """Return the documents' first positions and the last document's end, ascending, shape [stop - first + 1]."""
-        last = self.count if stop is None else stop
-        sequences = np.arange(first, last + 1)
+        sequences = np.arange(first, stop + 1)
         if self._has_borders:
-            sequences = self._array(self._borders_at + first * _BORDER_BYTES, last - first + 1)
+            sequences = self._array(self._borders_at + first * _BORDER_BYTES, stop - first + 1)
             self._checked(sequences, self._sequences)
         low, high = int(sequences[0]), int(sequences[-1])
         starts = self._array(self._offsets_at + low * _OFFSET_BYTES, min(high + 1, self._sequences) - low)
@@ -112,10 +110,9 @@ def open_indexed_file(path: Path) -> TokenFile:
         DataError: A file cannot be read or has another format or dtype, or the two do not match.
     """
     index, file = IndexedDocuments(path.with_suffix(".idx")), DataFile(path)
-    count, odd_bytes = divmod(file.size, index.dtype.itemsize)
-    if odd_bytes or file.size != index.end:
-        raise other_size(path, index.path, f"{index.end} bytes", file.size)
-    return TokenFile(file, index.dtype, count, first_byte=0, documents=index)
+    if file.size != index.end or index.end % index.dtype.itemsize:
+        raise wrong_size(path, f"{index.end} bytes", file.size)
+    return TokenFile(file, index.dtype, index.end // index.dtype.itemsize, first_byte=0, documents=index)
 
 
 def write_indexed_file(path: Path, chunks: Iterable[TokenArray], *, dtype: np.dtype[Any], end_of_text: int) -> None:

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
-from trainer.data.batches import Ints, OrderedSamples
+from trainer.data.batches import OrderedSamples
+from trainer.data.data_file import Ints
 from trainer.data.position_map import PositionMap
 
 _SAMPLES = 1024  # per lookup, which takes as long for 1 sample; an iteration with more is looked up alone

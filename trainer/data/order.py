@@ -11,6 +11,8 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from trainer.data.data_file import Ints
+
 _Words: TypeAlias = npt.NDArray[np.uint64]
 
 # splitmix64: Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators"; the constants come
@@ -25,9 +27,7 @@ _ROUNDS = 8
 _BLOCK = 2**15
 
 
-def sample_ids_at(
-    positions: npt.NDArray[np.int64], *, epoch_sizes: npt.NDArray[np.int64], seed: int
-) -> npt.NDArray[np.int64]:
+def sample_ids_at(positions: Ints, *, epoch_sizes: Ints, seed: int) -> Ints:
     """Return the samples at global positions, each in an order for its own epoch size.
 
     Position p lies in epoch ``p // epoch_size``. Every epoch has its own permutation of range(epoch_size), so each
@@ -86,7 +86,7 @@ def _feistel(values: _Words, keys: _Words, a: _Words, b: _Words) -> _Words:
     return right * a + left
 
 
-def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+def _mix(values: _Words) -> _Words:
     """Apply splitmix64's finalizer to an array, in place."""
     values ^= values >> np.uint64(30)
     values *= _MIX_1
@@ -102,7 +102,7 @@ def _round_keys(keys: _Words) -> _Words:
     return _mix(np.add.outer(turns, keys))
 
 
-def _epoch_keys(seed: int, epochs: npt.NDArray[np.int64]) -> _Words:
+def _epoch_keys(seed: int, epochs: Ints) -> _Words:
     """Return splitmix64's output for each epoch [...], seeded with a scrambled ``seed``.
 
     Without scrambling, seeds differing by a multiple of the increment would share epochs.

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING
 from reprise.storage import integer
 
 if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
+    from trainer.data.data_file import Ints
 
 SKIPPED = "skipped"  # key in trainer_state.json
 _RANGE = re.compile(r"(\d{1,18})-(\d{1,18})")
@@ -62,13 +61,13 @@ class PositionMap:
         """Return the JSON form."""
         return [list(gap) for gap in self.gaps]
 
-    def positions(self, counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    def positions(self, counts: Ints) -> Ints:
         """Return the positions for samples counted from 0."""
         import numpy as np  # a configuration is checked without it
 
         totals = np.cumsum([0, *(end - first for first, end in self.gaps)])
         borders = np.array([first for first, _ in self.gaps], np.int64) - totals[:-1]
-        positions: npt.NDArray[np.int64] = counts + totals[np.searchsorted(borders, counts, side="right")]
+        positions: Ints = counts + totals[np.searchsorted(borders, counts, side="right")]
         return positions
 
     def end(self, count: int) -> int:

@@ -16,12 +16,13 @@ from functools import partial
 from operator import itemgetter
 from pathlib import Path
 
+import numpy as np
+
 from reprise.errors import DataError
 from reprise.storage import FILE_SYSTEM, atomic_output, is_dir, lexists
-from trainer.data.arrays import read_arrays
-from trainer.data.blocks import SplitOptions, TextBlock, TextPart, read_blocks, split, texts
+from trainer.data.blocks import DTYPES, SplitOptions, TextPart, part_of, read_blocks, split, texts
 from trainer.data.bpe import train_bpe
-from trainer.data.cuts import WORDS, Cuts
+from trainer.data.cuts import WORDS
 from trainer.data.data_file import TokenArray
 from trainer.data.encoding import Encoded, encoding
 from trainer.data.indexed_file import write_indexed_file
@@ -46,20 +47,18 @@ class PrepareOptions(SplitOptions):
     """Options for preparing a folder.
 
     Args:
-        tokenizer: A ``tokenizer.json``. None for bytes. Token arrays without it and without `takes_bytes` have unknown
-            origin: their largest token is taken as end of text, and ends the vocabulary.
+        tokenizer: A ``tokenizer.json``. None for bytes. Bare tokens without it and without `takes_bytes` have unknown
+            origin: the largest token is taken as end of text, and ends the vocabulary.
         train_vocab_size: Train a tokenizer with this vocabulary size on the training documents. 0 trains none.
         file_tokens: Maximum tokens per file.
         kind: File format, `token_file` or `megatron`.
-        dtype: The inputs are token arrays in this dtype, not texts.
-        held_out: Token arrays for validation.
+        held_out: Further inputs, for validation.
     """
 
     tokenizer: Path | None = None
     train_vocab_size: int = 0
     file_tokens: int = FILE_TOKENS
     kind: DataKind = DataKind.token_file
-    dtype: str | None = None
     held_out: Sequence[TextSource] = ()
 
 
@@ -115,25 +114,24 @@ def write_prepared(
     """
     _check(options)
     folder, tokenizer, sides = Path(os.path.realpath(folder)), options.tokenizer, list[Side]()
+    dtype = DTYPES.get(options.form)
     read = [*(source.path for source in (*inputs, *options.held_out)), *filter(None, [tokenizer])]
     with _new_folder(folder, read, replace=replace) as new:
-        parts = {} if options.dtype else split(inputs, options)
+        parts = split(inputs, options)
+        if options.held_out:
+            parts["valid"] = [part_of(source, options) for source in options.held_out]
         if options.train_vocab_size:
             tokenizer = new / TOKENIZER
             _train(parts["train"], options.train_vocab_size, tokenizer, progress)
         encoder = open_encoder(tokenizer)
-        write = partial(write_token_file, dtype=options.dtype or encoder.dtype)
+        write = partial(write_token_file, dtype=dtype or encoder.dtype)
         if options.kind is DataKind.megatron:
             write = partial(write_indexed_file, dtype=encoder.dtype, end_of_text=encoder.end_of_text)
         with encoding(encoder, tokenizer, workers=workers) as encode:
-            blocks = {name: encode(blocks_of(members, encoder.cuts())) for name, members in parts.items()}
-            if options.dtype:
-                arrays = {"train": inputs, "valid": options.held_out}
-                blocks = {name: read_arrays(files, options.dtype) for name, files in arrays.items() if files}
-            for name, of_side in blocks.items():
-                path, count = new / f"{name}_{{:06d}}.bin", progress(name)
-                side = write_side(path, of_side, write=write, file_tokens=options.file_tokens, count=count)
-                if not side.documents and not options.dtype:
+            for name, members in parts.items():
+                path, blocks = new / f"{name}_{{:06d}}.bin", encode(read_blocks(members, encoder.cuts()))
+                side = write_side(path, blocks, write=write, file_tokens=options.file_tokens, count=progress(name))
+                if not (side.documents or dtype):
                     raise DataError(
                         f"The {name} split has no document",
                         found=f"--valid-fraction {options.valid_fraction}",
@@ -141,7 +139,7 @@ def write_prepared(
                     )
                 sides.append(dataclasses.replace(side, files=[folder / path.name for path in side.files]))
         largest = max(side.largest for side in sides)
-        is_known = not options.dtype or tokenizer is not None or options.takes_bytes
+        is_known = not dtype or tokenizer is not None or options.takes_bytes
         if is_known and largest >= encoder.vocab_size:
             raise DataError(
                 "A token is outside the tokenizer's vocabulary",
@@ -209,7 +207,7 @@ def _train(parts: Sequence[TextPart], vocab_size: int, path: Path, progress: Pro
     count = progress("tokenizer")
 
     def training_texts() -> Iterator[str]:
-        for block in blocks_of(parts, WORDS):
+        for block in read_blocks(parts, WORDS):
             yield from texts(block)
             count(len(block.data))
 
@@ -237,7 +235,8 @@ def write_side(
     side = Side([])
 
     def pieces() -> Iterator[tuple[int, TokenArray]]:
-        """Yield pieces of the tokens, each within a single file, with the file's number."""
+        """Yield pieces of the tokens, each within a single file, with the file's number. Start with an empty piece."""
+        yield 0, np.empty(0, np.uint16)
         for block in blocks:
             side.documents += block.documents
             side.largest = max(side.largest, int(block.tokens.max(initial=0)))
@@ -251,13 +250,4 @@ def write_side(
     for number, members in itertools.groupby(pieces(), itemgetter(0)):
         side.files.append(path.with_name(path.name.format(number)))
         write(side.files[-1], map(itemgetter(1), members))
-    if not side.files:
-        side.files.append(path.with_name(path.name.format(0)))
-        write(side.files[0], ())
     return side
-
-
-def blocks_of(parts: Iterable[TextPart], cuts: Cuts) -> Iterator[TextBlock]:
-    """Yield the blocks from all parts on a side."""
-    for part in parts:
-        yield from read_blocks(part, cuts)

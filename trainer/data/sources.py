@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from reprise.errors import DataError, count_of
 from reprise.storage import is_dir, is_file
-from trainer.data.data_file import unreadable
+from trainer.data.data_file import changed, unreadable
 from trainer.data.token_file import listed
 
 _log = logging.getLogger(__name__)
@@ -42,13 +42,7 @@ class TextSource:
         """
         now = _source(self.path, self.name)
         if now != self:
-            raise DataError(
-                "A text file changed while it was being read",
-                where=self.path,
-                expected=f"{self.size_bytes} bytes",
-                found=f"{now.size_bytes} bytes, or a new modification time",
-                fix="Start again when no other program is writing to it.",
-            )
+            raise changed(self.path, self.size_bytes, now.size_bytes)
 
 
 def find_files(pattern: str) -> list[Path]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Collection, Sequence
+import operator
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -78,8 +79,8 @@ def open_encoder(name: str | Path | None) -> Encoder:
     if name is None or str(name) == BYTES:
         return bytes_encoder()
     path = tokenizer_path(name)
-    raw = read_tokenizer(path)
-    if raw == bytes_tokenizer():
+    file = open_tokenizer(path)
+    if file.raw == bytes_tokenizer():
         return bytes_encoder()
     try:
         import tokenizers
@@ -88,30 +89,22 @@ def open_encoder(name: str | Path | None) -> Encoder:
             "data.tokenizer needs the tokenizers package", where=path, fix="Install it: pip install tokenizers."
         ) from error
     try:
-        tokenizer = tokenizers.Tokenizer.from_buffer(raw)
+        tokenizer = tokenizers.Tokenizer.from_buffer(file.raw)
     except ValueError as error:
-        raise DataError(
-            "A tokenizer cannot be loaded",
-            where=path,
-            expected="a tokenizer.json written by the tokenizers package",
-            found=str(error),
-        ) from error
-    if changes := _switch_off_changes(tokenizer):
-        _report_once(f"{path}: texts are encoded without its {changes}")
+        raise _malformed(path, error) from error
+    if file.switched_off:
+        _report_once(f"{path}: texts are encoded without its {file.switched_off}")
     # A text that only mentions "<|endoftext|>" is ordinary text.
     tokenizer.encode_special_tokens = True
-    vocabulary: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
-    added = tokenizer.get_added_tokens_decoder().values()
-    end = end_of_text_name(path, vocabulary, {token.content for token in added if token.special})
-    if end is None:
+    if file.end is None:
         raise DataError(
             "A tokenizer has no end-of-text token",
             where=path,
             expected=f"one of {', '.join(END_OF_TEXT_NAMES)}, or the eos_token of a {TOKENIZER_CONFIG}",
-            found=f"none among {len(vocabulary)} tokens",
+            found=f"none among {len(file.ids)} tokens",
             fix="Add one of them to the tokenizer.",
         )
-    end_of_text = vocabulary[end]
+    end_of_text = file.ids[file.end]
 
     def encode(text: str) -> TokenArray:
         return np.array(tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.uint32)
@@ -119,20 +112,81 @@ def open_encoder(name: str | Path | None) -> Encoder:
     def decode(tokens: Sequence[int]) -> str:
         return str(tokenizer.decode(list(tokens), skip_special_tokens=False))
 
-    label = f"tokenizers {tokenizers.__version__} {xxhash.xxh3_64_hexdigest(raw)} {end_of_text} {changes}"
-    # Ids may have holes, so the largest id counts, not the number of ids.
-    return Encoder(label, max(vocabulary.values()) + 1, end_of_text, encode, decode, partial(cuts_of, tokenizer))
+    digest = xxhash.xxh3_64_hexdigest(file.raw)
+    label = f"tokenizers {tokenizers.__version__} {digest} {end_of_text} {file.switched_off}"
+    return Encoder(label, file.rows, end_of_text, encode, decode, partial(cuts_of, tokenizer))
 
 
-def _switch_off_changes(tokenizer: Any) -> str:
-    """Switch off all settings that drop, add or randomize tokens, and return their names."""
-    dropout = getattr(tokenizer.model, "dropout", None)
-    settings = {"truncation": tokenizer.truncation, "padding": tokenizer.padding, "dropout": dropout}
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    if dropout:
-        tokenizer.model.dropout = None
-    return ", ".join(name for name, setting in settings.items() if setting)
+@dataclass(frozen=True, slots=True)
+class TokenizerFile:
+    """A ``tokenizer.json`` as a run uses it: it does not add tokens to texts, truncate, pad or drop out.
+
+    Args:
+        raw: The file, byte for byte unless it does.
+        switched_off: Its settings that would drop, add or randomize tokens.
+        ids: Token ids by token.
+        special: The special tokens by id.
+        end: The end of text, see `_end_of_text`. None if there is none.
+    """
+
+    raw: bytes
+    switched_off: str
+    ids: dict[str, int]
+    special: dict[int, str]
+    end: str | None
+
+    @property
+    def rows(self) -> int:
+        """Return the rows that a model needs. Ids may have holes, so the largest counts, not their number."""
+        return max(self.ids.values(), default=0) + 1
+
+
+def open_tokenizer(path: Path | None) -> TokenizerFile:
+    """Return a tokenizer, by default for bytes, without the `tokenizers` package.
+
+    Raises:
+        DataError: A file cannot be read, is not a tokenizer, or its configuration names a token that it lacks.
+    """
+    raw = bytes_tokenizer() if path is None else read_tokenizer(path)
+    try:
+        table = json.loads(raw)
+        changes: dict[str, Any] = {name: None for name in ("truncation", "padding") if table.get(name) is not None}
+        if table["model"].get("dropout"):
+            changes["model"] = {**table["model"], "dropout": None}
+        switched_off = ", ".join(changes).replace("model", "dropout")
+        if _adds_tokens(table.get("post_processor")):
+            changes["post_processor"] = None
+        entries, vocabulary = table.get("added_tokens") or [], table["model"]["vocab"]
+        if not isinstance(vocabulary, Mapping):  # a list of (token, score), indexed by id
+            vocabulary = {name: number for number, (name, _) in enumerate(vocabulary)}
+        ids = {name: operator.index(number) for name, number in vocabulary.items()}
+        ids |= {str(entry["content"]): operator.index(entry["id"]) for entry in entries}
+        special = {entry["id"]: entry["content"] for entry in entries if entry["special"]}
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise _malformed(path, error) from error
+    end = END_OF_TEXT if path is None else _end_of_text(path, ids, special.values())
+    return TokenizerFile(json_bytes({**table, **changes}) if changes else raw, switched_off, ids, special, end)
+
+
+def _malformed(path: object, error: Exception) -> DataError:
+    return DataError(
+        "A tokenizer cannot be read",
+        where=path,
+        expected="a tokenizer.json written by the tokenizers package: a JSON object with a model and its vocab",
+        found=f"{error!r:.300}",
+        fix="Correct data.tokenizer.",
+    )
+
+
+def _adds_tokens(processor: Any) -> bool:
+    if processor is None or processor["type"] == "ByteLevel":
+        return False
+    return processor["type"] != "Sequence" or any(_adds_tokens(part) for part in processor["processors"])
+
+
+def json_bytes(table: Mapping[str, object]) -> bytes:
+    """Return a file of transformers."""
+    return (json.dumps(table, indent=2, ensure_ascii=False) + "\n").encode()
 
 
 @cache
@@ -140,7 +194,7 @@ def _report_once(line: str) -> None:
     _log.warning(line)
 
 
-def end_of_text_name(path: Path, names: Collection[str], special: Collection[str]) -> str | None:
+def _end_of_text(path: Path, names: Collection[str], special: Collection[str]) -> str | None:
     """Return the end-of-text token, or None.
 
     It is the ``eos_token`` in the ``tokenizer_config.json`` beside a ``tokenizer.json``, else the first of

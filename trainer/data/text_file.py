@@ -5,12 +5,12 @@ Each Parquet row becomes a JSON line. Other forms are refused, unless the caller
 
 from __future__ import annotations
 
-import codecs
 import gzip
+import itertools
 import json
 import re
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -19,11 +19,12 @@ from typing import BinaryIO
 from reprise.errors import DataError
 from trainer.data.data_file import unreadable
 
+# Bytes to read at a time, and bytes in a piece of text.
+BLOCK_BYTES = 256 << 10
 _HEAD_BYTES = 8 << 10
-_CHUNK_BYTES = 256 << 10
 # A Zstandard block takes at least 4 bytes and holds at most 128 KiB (RFC 8878, sections 3.1.1.2.2 and 3.1.1.2.4), so a
-# file piece never expands to more than 64 MiB.
-_ZSTD_PIECE_BYTES = 2 << 10
+# file piece never expands to more than 32 MiB.
+_ZSTD_PIECE_BYTES = 1 << 10
 # Rows Arrow holds at a time, and bytes it reads at a time.
 _BATCH_ROWS, _BUFFER_BYTES = 64, 1 << 20
 
@@ -44,70 +45,60 @@ def plain_name(name: str) -> str:
     return _COMPRESSED_SUFFIX.sub("", name)
 
 
-@contextmanager
-def open_text(path: Path, *, start: int = 0, key: str = "text", takes_bytes: bool = False) -> Iterator[TextReader]:
-    """Yield a reader for a file's text.
+def packing(path: Path) -> str:
+    """Return the form to unpack a file from, such as `PARQUET`. Empty if it is read as it is.
+
+    Raises:
+        DataError: The file cannot be read.
+    """
+    try:
+        with path.open("rb") as file:
+            form = _form_of(file.read(4))
+    except OSError as error:
+        raise unreadable(path, error) from error
+    return form if form in _READERS else ""
+
+
+def read_text(
+    path: Path, *, start: int = 0, stop: int = sys.maxsize, key: str = "text", takes_bytes: bool = False
+) -> Iterator[bytes]:
+    """Yield a file's text in pieces of `BLOCK_BYTES`, the last one shorter. Memory holds little more than a piece.
 
     Args:
         start: First text byte to read.
+        stop: End byte.
         key: Parquet column.
         takes_bytes: Accept any bytes. Compressed files are decompressed even so.
 
     Raises:
         DataError: The file cannot be read, is damaged, or is not text by its first bytes.
     """
-    try:
-        with path.open("rb") as file:
-            yield TextReader(path, file, _form_of(file.read(4)), start=start, key=key, takes_bytes=takes_bytes)
-    except OSError as error:
-        raise unreadable(path, error) from error
-
-
-class TextReader:
-    """Reads a file's text to its end, see `open_text`. Memory holds little more than what a call reads.
-
-    A byte-order mark is skipped, unless any bytes are accepted. ``at`` is the position in the file's text, in bytes.
-    """
-
-    def __init__(self, path: Path, file: BinaryIO, form: str, *, start: int, key: str, takes_bytes: bool) -> None:
-        self.form = form if form in _READERS else ""
-        self._chunks, self._waiting, self.at = _chunks(self.form, file, path, key), bytearray(), 0
-        if not takes_bytes:
-            head = self._peek(_HEAD_BYTES)
-            if name := _form_of(head):
-                raise DataError(
-                    "The file is not text",
-                    where=path,
-                    expected="text in UTF-8, plain, in gzip, Zstandard or Parquet",
-                    found=f"{name} in {form}" if self.form else name,
-                    fix="Decompress it, convert it (iconv -f UTF-16 -t UTF-8 FILE), or leave it out. For token "
-                    f"arrays, use `reprise prepare-data --raw`. {_AS_BYTES}",
-                )
-            self.read(len(codecs.BOM_UTF8) * head.startswith(codecs.BOM_UTF8))
-        if start > self.at and not self.form:
-            self._chunks, self._waiting, self.at = _chunks("", file, path, key, start), bytearray(), start
-        while self.at < start and self.read(min(_CHUNK_BYTES, start - self.at)):
-            pass
-
-    def has_more(self) -> bool:
-        """Return whether there is more to read."""
-        return bool(self._peek(1))
-
-    def read(self, size: int) -> bytes:
-        """Return the next `size` bytes, or fewer only at the end.
-
-        Raises:
-            DataError: The file cannot be decompressed.
-        """
-        data = self._peek(size)
-        del self._waiting[: len(data)]
-        self.at += len(data)
-        return data
-
-    def _peek(self, size: int) -> bytes:
-        while len(self._waiting) < size and (chunk := next(self._chunks, b"")):
-            self._waiting += chunk
-        return bytes(self._waiting[:size])
+    form, head, waiting = packing(path), b"", bytearray()
+    pieces = _unpacked(form, path, key) if form else read_plain(path, start)
+    while not (start or takes_bytes) and len(head) < _HEAD_BYTES and (piece := next(pieces, b"")):
+        head += piece
+    if name := _form_of(head[:_HEAD_BYTES]):
+        raise DataError(
+            "The file is not text",
+            where=path,
+            expected="text in UTF-8, plain, in gzip, Zstandard or Parquet",
+            found=f"{name} in {form}" if form else name,
+            fix="Decompress it, convert it (iconv -f UTF-16 -t UTF-8 FILE), or leave it out. For token "
+            f"arrays, use `reprise prepare-data --raw`. {_AS_BYTES}",
+        )
+    if not form:
+        start, stop = 0, stop - start
+    pieces, head = itertools.chain([head], pieces), b""
+    for piece in pieces:
+        waiting += piece[start:stop]
+        start, stop = max(0, start - len(piece)), max(0, stop - len(piece))
+        while len(waiting) >= BLOCK_BYTES:
+            yield bytes(waiting[:BLOCK_BYTES])
+            del waiting[:BLOCK_BYTES]
+        if not stop:
+            break
+    if waiting:
+        yield bytes(waiting)
 
 
 def not_utf8(path: Path, offset: int, error: UnicodeDecodeError) -> DataError:
@@ -131,19 +122,26 @@ def _form_of(head: bytes) -> str:
     return str(match.lastgroup).replace("_", "-") if match else ""
 
 
-def _chunks(form: str, file: BinaryIO, path: Path, key: str, start: int = 0) -> Iterator[bytes]:
-    """Yield an open file's text in pieces of any size.
+def read_plain(path: Path, start: int = 0) -> Iterator[bytes]:
+    """Yield a file as it is, from a byte on, in pieces of `BLOCK_BYTES`, the last one shorter.
 
-    Args:
-        start: First byte to read.
+    Raises:
+        DataError: The file cannot be read.
+    """
+    try:
+        with path.open("rb") as file:
+            file.seek(start)
+            yield from iter(partial(file.read, BLOCK_BYTES), b"")
+    except OSError as error:
+        raise unreadable(path, error) from error
+
+
+def _unpacked(form: str, path: Path, key: str) -> Iterator[bytes]:
+    """Yield a file's text, unpacked, in pieces of any size.
 
     Raises:
         DataError: A package is missing, the file is damaged, or a row has no text in the column `key`.
     """
-    file.seek(start)
-    if not form:
-        yield from iter(partial(file.read, _CHUNK_BYTES), b"")
-        return
     read, name, damage = _READERS[form]
     try:
         package = import_module(name)
@@ -155,7 +153,8 @@ def _chunks(form: str, file: BinaryIO, path: Path, key: str, start: int = 0) -> 
             fix=f"Install it: pip install {name}.",
         ) from error
     try:
-        yield from read(file, path, key)
+        with path.open("rb") as file:
+            yield from read(file, path, key)
     except (EOFError, OSError, UnicodeDecodeError, getattr(package, damage)) as error:
         raise DataError(
             "The compressed file is damaged or truncated",
@@ -168,7 +167,7 @@ def _chunks(form: str, file: BinaryIO, path: Path, key: str, start: int = 0) -> 
 
 def _gzip_chunks(file: BinaryIO, path: Path, key: str) -> Iterator[bytes]:
     with gzip.GzipFile(fileobj=file) as stream:
-        yield from iter(partial(stream.read, _CHUNK_BYTES), b"")
+        yield from iter(partial(stream.read, BLOCK_BYTES), b"")
 
 
 def _zstd_chunks(file: BinaryIO, path: Path, key: str) -> Iterator[bytes]:

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from reprise.errors import DataError, count_of
-from trainer.data.data_file import DataFile, TokenArray, fitting_chunks, new_file
+from reprise.errors import DataError
+from trainer.data.data_file import DataFile, TokenArray, fitting_chunks, new_file, wrong_size
 from trainer.data.document_index import DocumentIndex
 
 HEADER_BYTES = 256 * 4
@@ -72,13 +72,7 @@ class TokenFile:
             raise IndexError(f"expected tokens in range({self.count}), found {start} to {stop}")
         tokens = np.empty(stop - start, dtype=self.dtype)
         if self._file.fill(tokens, self._first_byte + start * self.dtype.itemsize):
-            raise DataError(
-                "A token file was truncated while in use",
-                where=self.path,
-                expected=f"{self._first_byte + self.nbytes} bytes",
-                found=f"{self._file.size} bytes",
-                fix="Write or copy it again, and start again when no other program is writing to it.",
-            )
+            raise wrong_size(self.path, f"{self._first_byte + self.nbytes} bytes", self._file.size)
         return tokens
 
 
@@ -108,15 +102,8 @@ def open_token_file(path: str | Path) -> TokenFile:
             fix="Write it again with this header of 256 int32 values. For token arrays without a header, use `reprise "
             "prepare-data --raw`; for datatrove files, data=datatrove; for Megatron files, data=megatron.",
         )
-    tokens, odd_bytes = divmod(file.size - HEADER_BYTES, dtype.itemsize)
-    if odd_bytes or tokens != count:
-        raise DataError(
-            "The size of a token file does not match its header",
-            where=path,
-            expected=f"{count_of(count, 'token')} of {dtype.itemsize} bytes",
-            found=count_of(tokens, "token") + (f" and {count_of(odd_bytes, 'odd byte')}" if odd_bytes else ""),
-            fix="The file is truncated or has extra bytes: write or copy it again.",
-        )
+    if file.size != HEADER_BYTES + count * dtype.itemsize:
+        raise wrong_size(file.path, f"{count} tokens of {dtype.itemsize} bytes", file.size)
     return TokenFile(file, dtype, count)
 
 

@@ -6,23 +6,19 @@ truncates, pads or drops out: a run trains without all this, and so does the cop
 
 from __future__ import annotations
 
-import json
 import logging
-import operator
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from reprise.errors import DataError
-from trainer.data.byte_level import END_OF_TEXT, bytes_tokenizer
 from trainer.data.section import TOKEN_KINDS, DataSection
 from trainer.data.text import (
     BYTES,
     END_OF_TEXT_NAMES,
     TOKENIZER,
     TOKENIZER_CONFIG,
-    end_of_text_name,
-    read_tokenizer,
+    TokenizerFile,
+    json_bytes,
+    open_tokenizer,
     tokenizer_path,
 )
 
@@ -46,17 +42,20 @@ def tokenizer_files(section: DataSection, *, rows: int, bos: int, eos: int, posi
     if section.kind in TOKEN_KINDS and section.tokenizer is None:
         return {}
     path = None if section.tokenizer in (None, BYTES) else tokenizer_path(str(section.tokenizer))
-    where = path or BYTES
-    raw, tokens, special = _as_trained(bytes_tokenizer() if path is None else read_tokenizer(path), where, rows)
-    end = END_OF_TEXT if path is None else end_of_text_name(path, tokens, special.values())
+    file, where = open_tokenizer(path), path or BYTES
+    _require_rows(file, where, rows)
     # transformers would turn any other token into a special token, and tokenize texts differently.
-    special |= {tokens[name]: name for name in (*END_OF_TEXT_NAMES, end or "") if name in tokens}
+    ends = {file.ids[name]: name for name in (*END_OF_TEXT_NAMES, file.end) if name in file.ids}
+    special = file.special | ends
     if eos not in special:
-        number = "ID" if end is None else tokens[end]
+        number, known = "ID", "not known"
+        if file.end is not None:
+            number = str(file.ids[file.end])
+            known = f"{number} ({file.end})"
         _log.warning(
             f"model.eos_token_id={eos} is not a special token in the tokenizer {where}, whose end of text is "
-            f"{'not known' if end is None else f'{number} ({end})'}; texts will not end there, and config.json names "
-            f"tokens that it does not have: set model.bos_token_id={number} model.eos_token_id={number}"
+            f"{known}; texts will not end there, and config.json names tokens that it does not have: set "
+            f"model.bos_token_id={number} model.eos_token_id={number}"
         )
     table: dict[str, object] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -68,7 +67,7 @@ def tokenizer_files(section: DataSection, *, rows: int, bos: int, eos: int, posi
         "clean_up_tokenization_spaces": False,
     }
     config = {name: value for name, value in table.items() if value is not None}
-    return {TOKENIZER: raw, TOKENIZER_CONFIG: _to_bytes(config)}
+    return {TOKENIZER: file.raw, TOKENIZER_CONFIG: json_bytes(config)}
 
 
 def require_rows(tokenizer: Path, rows: int) -> None:
@@ -77,51 +76,15 @@ def require_rows(tokenizer: Path, rows: int) -> None:
     Raises:
         DataError: The tokenizer has more tokens, or cannot be read.
     """
-    _as_trained(read_tokenizer(tokenizer), tokenizer, rows)
+    _require_rows(open_tokenizer(tokenizer), tokenizer, rows)
 
 
-def _as_trained(raw: bytes, where: object, rows: int) -> tuple[bytes, dict[str, int], dict[int, str]]:
-    """Return a ``tokenizer.json`` that makes a run's tokens, its ids by token, and its special tokens by id."""
-    try:
-        table = json.loads(raw)
-        changes: dict[str, Any] = {name: None for name in ("truncation", "padding") if table.get(name) is not None}
-        if _adds_tokens(table.get("post_processor")):
-            changes["post_processor"] = None
-        if table["model"].get("dropout"):
-            changes["model"] = {**table["model"], "dropout": None}
-        entries = table.get("added_tokens") or []
-        added = {str(entry["content"]): entry["id"] for entry in entries}
-        special = {added[entry["content"]]: entry["content"] for entry in entries if entry["special"]}
-        vocabulary = table["model"]["vocab"]
-        if not isinstance(vocabulary, Mapping):  # a list of (token, score), indexed by id
-            vocabulary = {name: number for number, (name, _) in enumerate(vocabulary)}
-        tokens = {**vocabulary, **added}
-        largest = max(map(operator.index, tokens.values()), default=0)
-        raw = _to_bytes({**table, **changes}) if changes else raw
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise DataError(
-            "A tokenizer cannot be saved beside the model",
-            where=where,
-            expected="a tokenizer.json: a JSON object with a model and its vocab",
-            found=repr(error),
-            fix="Correct data.tokenizer.",
-        ) from error
-    if largest >= rows:
+def _require_rows(file: TokenizerFile, where: object, rows: int) -> None:
+    if file.rows > rows:
         raise DataError(
             "A tokenizer has more tokens than the model's vocabulary",
             where=where,
-            expected=f"model.vocab_size of at least {largest + 1}",
+            expected=f"model.vocab_size of at least {file.rows}",
             found=rows,
             fix="Use the tokenizer that matches the model, or raise model.vocab_size.",
         )
-    return raw, tokens, special
-
-
-def _adds_tokens(processor: Any) -> bool:
-    if processor is None or processor["type"] == "ByteLevel":
-        return False
-    return processor["type"] != "Sequence" or any(_adds_tokens(part) for part in processor["processors"])
-
-
-def _to_bytes(table: Mapping[str, object]) -> bytes:
-    return (json.dumps(table, indent=2, ensure_ascii=False) + "\n").encode()

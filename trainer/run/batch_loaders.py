@@ -19,7 +19,7 @@ from trainer.data.section import SampleCut
 from trainer.data.token_file import TokenFile
 from trainer.launch.process_group import Cluster
 from trainer.parallel.topology import Topology
-from trainer.run.run_data import RunData, data_cache
+from trainer.run.run_data import RunData
 
 _log = logging.getLogger(__name__)
 
@@ -57,7 +57,6 @@ def build_loaders(config: Config, cluster: Cluster, topology: Topology, data: Ru
             seq_length=train.seq_length,
             marks=data.marks,
             per_document=per_document,
-            cache=data_cache(config),
         )
 
     def loader(source: OrderedSamples, size: int) -> BatchLoader:

@@ -234,8 +234,7 @@ def _report(sources: Sequence[Source], marks: DocumentMarks | None, config: Conf
                 fix="Set model.vocab_size to the vocabulary size of the tokenizer that wrote the file.",
             )
         if has_tables:
-            length = config.train.seq_length
-            documents = table_of(file, seq_length=length, cache=cache, read_again=read_again).digest
+            documents = table_of(file, config.train.seq_length).digest
         rows.append([key, str(file.path), asdict(digest), documents])
     return json.dumps([socket.gethostname(), rows]).encode()
 

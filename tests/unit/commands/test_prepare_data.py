@@ -11,9 +11,9 @@ import shutil
 import signal
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -25,7 +25,7 @@ from tests.messages import Printed
 from tests.profiles import examples
 from tests.unit.data.doors import WORDS, content, prepared, prose, refusal, tokens_of
 from trainer.commands.prepare_data import main
-from trainer.data import corpus
+from trainer.data import corpus, text_file
 from trainer.data.blocks import TextForm
 from trainer.data.bpe import train_bpe
 from trainer.data.digest_file import beside, digest_of
@@ -47,9 +47,11 @@ def test_the_files_do_not_depend_on_the_number_of_processes(tmp_path: Path, form
     for number, path in enumerate(paths):
         texts = [prose(40, seed=100 * number + part) for part in range(20)]
         path.write_text(lines(texts) if form is TextForm.jsonl else "".join(texts), newline="")
-    wanted = PrepareOptions(form, train_vocab_size=400, valid_fraction=0.4, file_tokens=2000, block_bytes=500)
+    wanted = PrepareOptions(form, train_vocab_size=400, valid_fraction=0.4, file_tokens=2000)
     for workers in (1, 3):
-        write_prepared(tmp_path / f"by{workers}", text_sources(f"{tmp_path}/*.{form.value}"), wanted, workers=workers)
+        with mock.patch.object(text_file, "BLOCK_BYTES", 500):
+            sources = text_sources(f"{tmp_path}/*.{form.value}")
+            write_prepared(tmp_path / f"by{workers}", sources, wanted, workers=workers)
     found = content(tmp_path / "by1")
     assert found == content(tmp_path / "by3")
     assert {"tokenizer.json", "train_000000.bin", "train_000001.bin", "valid_000000.bin"} <= set(found)
@@ -80,10 +82,10 @@ def test_every_text_has_the_tokens_of_the_whole(
     (folder / "text.txt").write_bytes("".join(texts).removeprefix("\ufeff").encode())
     for name, documents in (("lines.jsonl", texts), ("text.txt", ["".join(texts).removeprefix("\ufeff")])):
         for tokenizer in (None, path):
-            options = PrepareOptions(tokenizer=tokenizer, block_bytes=block_bytes)
-            if name == "text.txt":
-                options = replace(options, form=TextForm.text)
-            folders = write_prepared(folder / "out", text_sources(f"{folder}/{name}"), options, workers=1, replace=True)
+            options = PrepareOptions(TextForm.text if name == "text.txt" else None, tokenizer=tokenizer)
+            sources = text_sources(f"{folder}/{name}")
+            with mock.patch.object(text_file, "BLOCK_BYTES", block_bytes):
+                folders = write_prepared(folder / "out", sources, options, workers=1, replace=True)
             encoder = open_encoder(tokenizer)
             expected = [token for text in documents for token in [*encoder.encode(text), encoder.end_of_text]]
             assert tokens_of(folders.sides[0].files) == expected

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
@@ -30,7 +31,7 @@ from tests.messages import Printed, refused
 from tests.unit.data import doors
 from tests.unit.data.doors import tokens_of
 from trainer.commands.prepare_data import main
-from trainer.data import blocks
+from trainer.data import blocks, text_file
 from trainer.data.blocks import TextForm
 from trainer.data.cuts import cuts_of
 from trainer.data.prepared import PrepareOptions, write_prepared
@@ -179,10 +180,10 @@ def whole(content: str, text: str) -> list[int]:
 
 def prepared(folder: Path, path: Path, block_bytes: int) -> list[int]:
     """Return the tokens that `prepare-data` makes of `text.txt` in blocks."""
-    options = PrepareOptions(TextForm.text, tokenizer=path, block_bytes=block_bytes)
-    return tokens_of(
-        write_prepared(folder / "out", text_sources(f"{folder}/text.txt"), options, workers=1).sides[0].files
-    )
+    options = PrepareOptions(TextForm.text, tokenizer=path)
+    with mock.patch.object(text_file, "BLOCK_BYTES", block_bytes):
+        made = write_prepared(folder / "out", text_sources(f"{folder}/text.txt"), options, workers=1)
+    return tokens_of(made.sides[0].files)
 
 
 @pytest.mark.parametrize("name", COMPONENTS)

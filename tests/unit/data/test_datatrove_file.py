@@ -34,10 +34,10 @@ def test_tokens_and_documents_are_read(tmp_path: Path, token_bytes: int) -> None
     assert file.read().tolist() == TOKENS
     assert file.read(2, 4).tolist() == [9, 3]
     assert file.documents is not None
-    assert file.documents.borders().tolist() == [0, 3, 3, 5, 6]
+    assert file.documents.borders(0, 4).tolist() == [0, 3, 3, 5, 6]
     empty = open_datatrove_file(by_hand(tmp_path, []))
     assert empty.documents is not None
-    assert (empty.count, empty.documents.borders().tolist()) == (0, [0])
+    assert (empty.count, empty.documents.borders(0, 0).tolist()) == (0, [0])
 
 
 def ends_of(*ends: int) -> bytes:
@@ -79,4 +79,4 @@ def test_an_index_that_does_not_increase_is_refused(tmp_path: Path, ends: tuple[
     path = by_hand(tmp_path, DOCUMENTS)
     Path(f"{path}.index").write_bytes(ends_of(*ends))
     with refused(DataError, ".index"):
-        table_of(open_datatrove_file(path), seq_length=7, cache=None)
+        table_of(open_datatrove_file(path), 7)

@@ -19,7 +19,7 @@ from reprise.errors import DataError
 from reprise.ranks import single_rank_channel
 from tests.harness import TINY, compose
 from tests.messages import refused
-from trainer.data.digest_file import SUFFIX, beside, digest_of, in_cache
+from trainer.data.digest_file import beside, digest_of, in_cache
 from trainer.data.fingerprint import TokenDigest, scan
 from trainer.data.token_file import TokenFile, open_token_file, write_token_file
 from trainer.launch.process_group import Cluster
@@ -77,7 +77,7 @@ def test_a_file_that_cannot_have_one_beside_has_it_in_the_cache(path: Path, tmp_
     expected = scan(open_token_file(path))
     assert look(path, tmp_path) == (expected, True)
     assert look(path, tmp_path) == (expected, False)
-    kept = in_cache(path, path.stat(), tmp_path / "cache/digests", SUFFIX)
+    kept = in_cache(path, path.stat(), tmp_path / "cache")
     assert [found for found in (tmp_path / "cache").rglob("*") if found.is_file()] == [kept]
     shutil.rmtree(tmp_path / "cache")
     (tmp_path / "cache").write_text("no folder")

@@ -1,4 +1,4 @@
-"""The table of a file's documents: the samples of whole indexes, kept for the next process and never for another."""
+"""The table of a file's documents: the samples of whole indexes."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ import xxhash
 from reprise.errors import DataError
 from tests.messages import refused
 from tests.unit.data.test_indexed_file import by_hand
-from trainer.data import document_table
 from trainer.data.datatrove_file import open_datatrove_file
 from trainer.data.document_table import STRIDE, table_of
-from trainer.data.indexed_file import IndexedDocuments, open_indexed_file
+from trainer.data.indexed_file import open_indexed_file
 from trainer.data.token_file import TokenFile
 
 Ints = npt.NDArray[np.int64]
@@ -72,7 +71,7 @@ def test_every_sample_is_where_its_document_has_it(tmp_path: Path, form: str, co
         sentences = 1 + 2 * (form == "sentences")
         documents = megatron(tmp_path / "a.bin", lengths, sentences=sentences)
         lengths = lengths + sentences - 1
-    table = table_of(documents, seq_length=SEQ_LENGTH, cache=None)
+    table = table_of(documents, SEQ_LENGTH)
     starts, stops = expected_samples(lengths)
     assert table.samples == starts.size
     order = np.random.default_rng(0).permutation(table.samples)
@@ -92,43 +91,15 @@ def test_every_sample_is_where_its_document_has_it(tmp_path: Path, form: str, co
 
 def test_an_index_without_documents_has_the_digest_of_its_border(tmp_path: Path) -> None:
     for documents in (megatron(tmp_path / "a.bin", lengths_of(0)), datatrove(tmp_path / "a.ds", lengths_of(0))):
-        table = table_of(documents, seq_length=SEQ_LENGTH, cache=None)
+        table = table_of(documents, SEQ_LENGTH)
         assert table.samples == 0
         assert table.digest == xxhash.xxh3_64_hexdigest(bytes(8))
-
-
-def look(documents: TokenFile, cache: Path, *, longer: bool = False, read_again: bool = False) -> tuple[object, bool]:
-    """Return what a table has, and whether the complete index was read for it."""
-    with mock.patch.object(document_table, "_scan_index", wraps=document_table._scan_index) as passes:
-        table = table_of(documents, seq_length=SEQ_LENGTH + longer, cache=cache, read_again=read_again)
-    return (table.digest, table.counts.tolist(), table.starts.tolist()), bool(passes.call_count)
-
-
-def test_the_next_process_reads_a_table_of_this_very_index(tmp_path: Path) -> None:
-    lengths, cache = lengths_of(5 * STRIDE), tmp_path / "cache"
-    documents = megatron(tmp_path / "a.bin", lengths)
-    expected, is_read = look(documents, cache)
-    assert is_read
-    with mock.patch.object(IndexedDocuments, "borders", side_effect=AssertionError):
-        assert look(documents, cache) == (expected, False)
-    assert look(documents, cache, longer=True)[1], "samples of another length"
-    assert look(documents, cache, read_again=True)[1]
-    place = next(path for path in cache.rglob("*.7"))
-    good = place.read_bytes()
-    assert len(good) < 300 + 6 * 16
-    for data in (good[:-1], good[:-9] + b"\1" + good[-8:]):
-        place.write_bytes(data)
-        assert look(documents, cache) == (expected, True)
-        assert place.read_bytes() == good
-    other, is_read = look(megatron(tmp_path / "a.bin", lengths[::-1].copy()), cache)
-    assert is_read
-    assert other != expected
 
 
 def test_an_index_overwritten_in_use_is_refused(tmp_path: Path) -> None:
     lengths = np.full(STRIDE + 1, 10)
     documents = datatrove(tmp_path / "a.ds", lengths)
-    table = table_of(documents, seq_length=SEQ_LENGTH, cache=None)
+    table = table_of(documents, SEQ_LENGTH)
     with Path(f"{tmp_path}/a.ds.index").open("r+b") as file:
         file.write(np.arange(1, 6, dtype="<i8").tobytes())
     with refused(DataError, "a.ds.index"):

@@ -101,7 +101,7 @@ def test_an_offset_of_no_token_is_refused_where_it_is_read(tmp_path: Path, offse
     change(by_hand(tmp_path / "a.bin", [[1, 2], [3], [4]]).with_suffix(".idx"), 54, offset)
     file = open_indexed_file(tmp_path / "a.bin")
     with refused(DataError, "a.idx"):
-        table_of(file, seq_length=7, cache=None)
+        table_of(file, 7)
 
 
 def test_a_prefix_a_path_and_a_glob_name_files(tmp_path: Path) -> None:

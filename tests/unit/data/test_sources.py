@@ -12,9 +12,7 @@ import pytest
 from reprise.errors import DataError
 from tests.messages import refused
 from tests.unit.data.test_corpus import write_texts
-from trainer.data.blocks import SplitOptions, read_blocks, split
-from trainer.data.cuts import CHARACTERS
-from trainer.data.sources import TextSource, find_files, stdlib_sources
+from trainer.data.sources import find_files, stdlib_sources
 
 
 def test_a_match_that_gives_nothing_is_refused_by_name(tmp_path: Path) -> None:
@@ -53,15 +51,6 @@ def test_a_folder_that_cannot_be_listed_is_no_smaller_corpus(
     for find in (lambda: find_files(str(tmp_path / pattern)), lambda: stdlib_sources(tmp_path)):
         with refused(DataError, "a2", "the disk fails"):
             find()
-
-
-def test_a_text_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "a.txt"
-    path.write_bytes(b"abc")
-    for size_bytes, mtime_ns in ((4, path.stat().st_mtime_ns), (3, 1)):
-        (part,) = split([TextSource(path, "a.txt", size_bytes, mtime_ns)], SplitOptions())["train"]
-        with pytest.raises(DataError, match=r"a\.txt"):
-            list(read_blocks(part, CHARACTERS))
 
 
 def test_stdlib_leaves_out_packages_and_tests(tmp_path: Path) -> None:

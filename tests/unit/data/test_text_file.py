@@ -26,7 +26,7 @@ from tests.messages import refused
 from tests.unit.data.doors import content, of_texts, prepared, prose, trained
 from trainer.data.prepared import PrepareOptions, write_prepared
 from trainer.data.sources import text_sources
-from trainer.data.text_file import open_text
+from trainer.data.text_file import read_text
 
 SKIPPABLE = b"\x50\x2a\x4d\x18\x03\x00\x00\x00abc"  # a frame that pzstd writes first
 
@@ -152,8 +152,7 @@ def test_a_bomb_takes_the_memory_of_a_few_blocks(tmp_path: Path, pack: Callable[
     (tmp_path / "in").write_bytes(pack(b"bomb-" * (32 << 20)))
     tracemalloc.start()
     try:
-        with open_text(tmp_path / "in") as reader:
-            size = sum(len(reader.read(1 << 18)) for _ in iter(reader.has_more, False))
+        size = sum(map(len, read_text(tmp_path / "in")))
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

@@ -112,10 +112,10 @@ def test_a_file_is_closed_when_nobody_has_it(tmp_path: Path) -> None:
             (*header, 3, 6, "unknown header")
             for header in [(7, 1), (20240520, 7), (20240801, 1), (20240801, 8), (0, 0)]
         ),
-        (20240520, 1, 3, 0, "0 tokens"),
-        (20240520, 1, 3, 4, "2 tokens"),
-        (20240520, 1, 3, 5, "2 tokens and 1 odd byte"),
-        (20240520, 1, 3, 8, "4 tokens"),
+        (20240520, 1, 3, 0, "3 tokens of 2 bytes, found 1024 bytes"),
+        (20240520, 1, 3, 4, "found 1028 bytes"),
+        (20240520, 1, 3, 5, "found 1029 bytes"),
+        (20240520, 1, 3, 8, "found 1032 bytes"),
         (20240520, 1, -1, 6, "-1"),
         (20240520, 1, 2**31 - 1, 6, f"{2**31 - 1}"),
         (20240520, 1, 0, -1, "1023 bytes"),

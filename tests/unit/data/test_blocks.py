@@ -14,8 +14,10 @@ from tests.messages import refused
 from tests.unit.data.doors import of_texts, prepared, trained
 from tests.unit.data.test_text_file import gzipped, zstd
 from trainer.commands.prepare_data import main
-from trainer.data import json_lines
-from trainer.data.json_lines import is_json_lines
+from trainer.data import blocks
+from trainer.data.blocks import SplitOptions, is_json_lines, read_blocks, split
+from trainer.data.cuts import CHARACTERS
+from trainer.data.sources import TextSource
 
 DOCUMENTS = [f"document {number}, naïve and\nof two lines" for number in range(40)]
 TABLES = [{"id": number, "text": text} for number, text in enumerate(DOCUMENTS)]
@@ -80,7 +82,7 @@ def test_a_first_document_of_any_size_is_seen(tmp_path: Path, monkeypatch: pytes
         for text, expected in ((lines[1], True), ("\n".join(lines[::-1]), True), ("\n".join(lines), False)):
             path.write_text(text)
             assert is_json_lines(path) is expected
-    monkeypatch.setattr(json_lines, "_MOST_BYTES", 1 << 20)
+    monkeypatch.setattr(blocks, "_MOST_FIRST_LINE", 1 << 20)
     path.write_text(lines[1])
     assert not is_json_lines(path)
 
@@ -97,3 +99,12 @@ def test_a_byte_order_mark_is_no_token(tmp_path: Path, suffix: str, text: bytes)
     for fraction in (0.01, 0.25, 0.9):
         assert trained(tmp_path, marked, valid_fraction=fraction) == trained(tmp_path, plain, valid_fraction=fraction)
     assert main([str(marked), "--output", str(tmp_path / "out"), "--tokenizer", "bytes", "--force"]) == 0
+
+
+def test_a_text_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"abc")
+    for size_bytes, mtime_ns in ((4, path.stat().st_mtime_ns), (3, 1)):
+        parts = split([TextSource(path, "a.txt", size_bytes, mtime_ns)], SplitOptions())["train"]
+        with pytest.raises(DataError, match=r"a\.txt"):
+            list(read_blocks(parts, CHARACTERS))
