@@ -7,7 +7,7 @@ import io
 import itertools
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from datetime import datetime
 from typing import NamedTuple
 
@@ -181,7 +181,8 @@ def _entries_of_table(
     text: str, source: str, notes: list[str], quantities: Sequence[str]
 ) -> tuple[Meaning, Iterator[Entry]] | None:
     """Return the entries in JSON or CSV, or None if the text has another form."""
-    names, rows = _rows_of_json(text, source, notes)
+    rows: Iterable[Row] = _rows_of_json(text, source, notes)
+    names = list(dict.fromkeys(name for _, row in rows for name in row))
     if not names:
         header = text[:_HEAD].lstrip().partition("\n")[0]
         delimiter = max(",;\t", key=header.count)
@@ -190,15 +191,14 @@ def _entries_of_table(
     if form is None:
         return None
     meaning, columns = form
-    losses = columns["loss"]
-    if len(losses) > 1:
+    if len(losses := columns["loss"]) > 1:
         fix = "Export one run and one loss."
         raise DataError("Several columns hold a loss", where=source, expected="one", found=", ".join(losses), fix=fix)
     chosen = {name: matches[0] for name, matches in columns.items() if matches and name in ("iteration", *quantities)}
     return meaning, _read_rows(rows, chosen, meaning)
 
 
-def _read_rows(rows: Iterator[Row], columns: Mapping[str, str], meaning: Meaning) -> Iterator[Entry]:
+def _read_rows(rows: Iterable[Row], columns: Mapping[str, str], meaning: Meaning) -> Iterator[Entry]:
     for where, row in rows:
         cells = {quantity: str(row[name]).strip() for quantity, name in columns.items() if row.get(name) is not None}
         count = cells.pop("iteration", "")
@@ -211,22 +211,22 @@ def _read_rows(rows: Iterator[Row], columns: Mapping[str, str], meaning: Meaning
         yield where, _record(count, {quantity: cell for quantity, cell in cells.items() if cell}, meaning, where)
 
 
-def _rows_of_json(text: str, source: str, notes: list[str]) -> tuple[list[str], Iterator[Row]]:
-    """Return the names in a JSON document's objects, or in JSON lines, and the objects."""
-    rows = list[Row]()
-    if re.match(r"\s*[\[{]", text):
-        try:
-            document = json.loads(text)
-        except (ValueError, RecursionError):
-            document = None
-        if document is None and column_form_of([*(first_object(text) or ())]):
-            for first, objects in read_chunks(io.BytesIO(text.encode()), source, notes, is_log=False):
-                rows += [(f"{source}, line {number}", row) for number, row in enumerate(objects, first) if row]
-        entries = document.get("log_history", [document]) if isinstance(document, dict) else document
-        for number, entry in enumerate(entries if isinstance(entries, list) else [], start=1):
-            cells = dict(zip(_TENSORBOARD, entry, strict=False)) if isinstance(entry, list) else entry
-            rows += [(f"{source}, entry {number}", cells)] if isinstance(cells, dict) else []
-    return list(dict.fromkeys(name for _, row in rows for name in row)), iter(rows)
+def _rows_of_json(text: str, source: str, notes: list[str]) -> list[Row]:
+    """Return the objects in a JSON document or in JSON lines. Empty for another text."""
+    if not re.match(r"\s*[\[{]", text):
+        return []
+    try:
+        document = json.loads(text)
+    except (ValueError, RecursionError):
+        if not column_form_of([*(first_object(text) or ())]):
+            return []
+        chunks = read_chunks(io.BytesIO(text.encode()), source, notes, is_log=False)
+        numbered = (pair for first, objects in chunks for pair in enumerate(objects, first))
+        return [(f"{source}, line {number}", row) for number, row in numbered if row]
+    entries = document.get("log_history", [document]) if isinstance(document, dict) else document
+    entries = entries if isinstance(entries, list) else []
+    rows = [dict(zip(_TENSORBOARD, entry, strict=False)) if isinstance(entry, list) else entry for entry in entries]
+    return [(f"{source}, entry {number}", row) for number, row in enumerate(rows, 1) if isinstance(row, dict)]
 
 
 def _rows_of_csv(text: str, delimiter: str, source: str, notes: list[str]) -> Iterator[Row]:

@@ -92,28 +92,27 @@ def with_micro_batch(config: Config, world_size: int) -> Config:
     return with_size(min(possible, key=lambda size: (most_samples(size), -size), default=1))
 
 
-def share_lines(config: Config, world_size: int) -> list[str]:
-    """Return a line about micro-batch counts if they differ between ranks."""
+def share_lines(config: Config, world_size: int) -> Iterator[str]:
+    """Yield a line about micro-batch counts if they differ between ranks."""
     train = config.train
     share = share_of(config, world_size, train.global_batch_size)
-    if share == math.ceil(share):
-        return []
-    count, ranks = train.global_batch_size // train.micro_batch_size, topology_of(config, world_size).dp
-    return [
-        f"{ranks} data-parallel ranks share {count} micro-batches of train.micro_batch_size={train.micro_batch_size}: "
-        f"at most {math.ceil(share)} on a rank, {share:.2f} on average"
-    ]
+    if share != math.ceil(share):
+        count, ranks = train.global_batch_size // train.micro_batch_size, topology_of(config, world_size).dp
+        yield (
+            f"{ranks} data-parallel ranks share {count} micro-batches of "
+            f"train.micro_batch_size={train.micro_batch_size}: at most {math.ceil(share)} on a rank, {share:.2f} on "
+            "average"
+        )
 
 
-def unpinned_thread_lines(config: Config) -> list[str]:
-    """Return a line if `train.threads` is unset but decides the bits kept by `invariant_ranks`."""
+def unpinned_thread_lines(config: Config) -> Iterator[str]:
+    """Yield a line if `train.threads` is unset but decides the bits kept by `invariant_ranks`."""
     lanes, train = config.parallel.invariant_ranks, config.train
-    if lanes == 0 or train.threads > 0 or train.device in ACCELERATORS:
-        return []
-    return [
-        f"train.threads is 0, so each rank uses its share of the host's cores: parallel.invariant_ranks={lanes} keeps "
-        "the result bitwise equal only between launches with the same thread count"
-    ]
+    if lanes and train.threads == 0 and train.device not in ACCELERATORS:
+        yield (
+            f"train.threads is 0, so each rank uses its share of the host's cores: parallel.invariant_ranks={lanes} "
+            "keeps the result bitwise equal only between launches with the same thread count"
+        )
 
 
 def _size_type_problems(train: TrainSection) -> Iterator[str]:

@@ -98,14 +98,6 @@ class DataSection:
     vocab_size: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class WeightedSection:
-    """A section for a single training source, with the source's weight."""
-
-    section: DataSection
-    weight: Fraction
-
-
 # Kinds with a document index.
 INDEXED_KINDS = frozenset({DataKind.megatron, DataKind.datatrove})
 # Kinds with tokenized files: their tokenizer is known only if the configuration names it.
@@ -116,14 +108,14 @@ _KEYS_OF_KIND[DataKind.module].add("factory")
 _NEEDED_KEY = {DataKind.text: "path", **dict.fromkeys(TOKEN_KINDS, "train")}
 
 
-def sources_of(section: DataSection) -> list[WeightedSection]:
-    """Return a section for each training source. The first has all validation data for tokenized files.
+def sources_of(section: DataSection) -> list[tuple[DataSection, Fraction]]:
+    """Return a section and a weight for each training source. The first has all validation data for tokenized files.
 
     Args:
         section: A section without `problems`.
     """
     if not isinstance(section.train, list):
-        return [WeightedSection(section, Fraction(1))]
+        return [(section, Fraction(1))]
     sections = []
     for number, entry in enumerate(section.train):
         path, weight = str(entry["path"]), weight_of(entry["weight"])
@@ -132,7 +124,7 @@ def sources_of(section: DataSection) -> list[WeightedSection]:
             source = replace(section, train=path, valid=None if number else section.valid)
         else:
             source = replace(section, path=path, train=None)
-        sections.append(WeightedSection(source, weight))
+        sections.append((source, weight))
     return sections
 
 

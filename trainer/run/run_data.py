@@ -166,10 +166,10 @@ def _open(config: Config, *, is_evaluation: bool = False) -> tuple[list[Source],
     parts = list[tuple[str, Sequence[Path], Fraction]]()  # key, files and weight
     is_valid_alone = is_evaluation and config.data.kind in TOKEN_KINDS
     section = replace(config.data, train=None) if is_valid_alone else config.data
-    for number, source in enumerate(sources_of(section)):
-        corpora.append(corpus := prepare(source.section, cache=cache))
+    for number, (source, weight) in enumerate(sources_of(section)):
+        corpora.append(corpus := prepare(source, cache=cache))
         _check_vocabulary(corpus, config.model.vocab_size)
-        parts.append((f"data.train[{number}]", corpus.train, source.weight))
+        parts.append((f"data.train[{number}]", corpus.train, weight))
         valid += corpus.valid
     open_file = _OPENERS.get(config.data.kind, open_token_file)
     if section.kind is DataKind.module:

@@ -32,7 +32,7 @@ def config() -> Config:
 def test_shares_of_ranks_may_differ_except_in_a_pipeline() -> None:
     uneven = config()
     uneven.train.global_batch_size = 12
-    assert share_lines(uneven, 1) == []
+    assert not any(share_lines(uneven, 1))
     validate(uneven, 2)
     (line,) = share_lines(uneven, 2)
     assert line.endswith("micro_batch_size=4: at most 2 on a rank, 1.50 on average")
