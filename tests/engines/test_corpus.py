@@ -69,7 +69,7 @@ def kill_in_the_middle(command: list[str], tokens: Path, log: Path) -> None:
     for path in held.values():
         path.unlink()
     held[LARGE].write_bytes(read)  # what such a worker leaves in a file
-    with pytest.raises(DataError, match="has no index beside it"):
+    with pytest.raises(DataError, match=r"\.ds\.index"):
         open_datatrove_file(held[LARGE])
 
 

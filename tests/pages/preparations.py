@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -42,6 +42,7 @@ class Page:
         small: words of its commands and outputs beside those of `SMALL`, and their replacements.
         prepare: makes the inputs in a folder.
         names: a program whose names the Python blocks of the page use.
+        packages: packages without which its commands do not run.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Page:
     small: Mapping[str, str] = field(default_factory=dict)
     prepare: Callable[[Path], None] | None = None
     names: str = ""
+    packages: Sequence[str] = ()
 
 
 def bash(folder: Path, commands: str) -> None:
@@ -92,6 +94,11 @@ def token_files(folder: Path) -> None:
             folder,
             f"reprise prepare-data {ROOT}/docs/{document}.md --output {name}; mv {name}/train_*.bin data/{name}.bin",
         )
+
+
+def corpus(folder: Path) -> None:
+    texts(folder, "texts/a.jsonl", "texts/b.jsonl")
+    bash(folder, "reprise prepare-data 'texts/*' --output made --tokenizer train-bpe 257; mv made/tokenizer.json .")
 
 
 def megatron(folder: Path) -> None:
@@ -143,6 +150,16 @@ PAGES = [
         4,
         {"/data/": "$PWD/data/", "8000": "300"},
         token_files,
+    ),
+    Page(
+        "data_formats.md",
+        1,
+        {
+            "examples/": f"{ROOT}/examples/",
+            "data=datatrove": "train.train_iters=2 train.eval_interval=0 data=datatrove",
+        },
+        corpus,
+        packages=("datatrove", "orjson", "ray"),
     ),
     Page("recipes.md", 8, {"model=gpt2_124m": "model=gpt2_124m"}),
     Page("fsdp2.md", 2),
