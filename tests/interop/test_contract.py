@@ -99,6 +99,7 @@ LAYOUTS = {
     "buckets te vpp": dist("qwen3", Way(2, 2, 2, 2, names="te", dtype=BF16, bucket=2000), Form("buckets", "module.")),
     "buckets pp": dist("llama tied", Way(pp=4, dp=2), Form("buckets", is_stacked=False), is_slow=True),
     "hybrid": dist("llama", Way(tp=2), Form(is_hybrid=True, has_file=False)),
+    "hybrid flat": dist("gpt2", Way(tp=2, dp=2), Form("flat", is_hybrid=True)),
     "hybrid buckets": dist("gpt2", Way(pp=2, dp=2, names="te"), Form("buckets", "module.", is_hybrid=True)),
 }
 EVERY = [pytest.param(n, marks=pytest.mark.slow if layout.is_slow else ()) for n, layout in LAYOUTS.items()]

@@ -71,7 +71,8 @@ def read_torch_dist(folder: Path, options: ImportOptions) -> MegatronCheckpoint:
             found=few(prefixes or keys),
         )
     weights = _pieces(dcp, keys, prefixes[0])
-    optimizer = partial(_optimizer, dcp, prefixes[0], common)
+    shapes = {name: parts[0].shape for name, parts in weights.items()}
+    optimizer = partial(_optimizer, dcp, prefixes[0], common, shapes)
     return MegatronCheckpoint(folder, common, attributes_of(common.get("args")), weights, 1, optimizer)
 
 
@@ -141,12 +142,21 @@ def _is_optimizers(key: str) -> bool:
 
 
 def _optimizer(
-    dcp: DcpFolder, prefix: str, common: Mapping[str, Any], tensors: Sequence[MegatronTensor], weights: Joined
+    dcp: DcpFolder,
+    prefix: str,
+    common: Mapping[str, Any],
+    shapes: Mapping[str, Shape],
+    tensors: Sequence[MegatronTensor],
+    weights: Joined,
 ) -> SavedOptimizer | None:
-    """Return the optimizer's content, by name or from buckets."""
+    """Return the optimizer's content, by name or from buckets.
+
+    Args:
+        shapes: Each weight's shape under the folder's own names, whose layers a `HybridModel` numbers otherwise.
+    """
     groups: Groups = parameter_groups(common.get("optimizer"))
     if any(key.startswith(f"{_STATE}{MOMENTS[0]}.") for key in dcp.tensors):
-        shapes, by_kind = {name: weight.shape for name, weight in weights.items()}, dict[str, Pieces]()
+        by_kind = dict[str, Pieces]()
         for name in (*MOMENTS, *_COPIES):
             root = f"{_STATE}{name}.{prefix}"
             keys = [key for key in dcp.tensors if key.startswith(root)]
