@@ -83,8 +83,9 @@ def test_a_damaged_newest_is_skipped_for_the_next_older(run: Path, caplog: pytes
     path = checkpoint(run, 8) / file
     path = next(path.iterdir()) if path.is_dir() else path
     damage(path)
-    assert start(run, *REFERENCE).state.progress.iteration == 6
+    assert start(run, *REFERENCE, "model.initializer_range=0.03").state.progress.iteration == 6
     assert path.name in caplog.text.split("iter_0000008 is skipped")[1].splitlines()[0]
+    assert caplog.text.count("model.initializer_range") == 1  # a difference to the loaded checkpoint, not to each
 
 
 def test_a_damaged_checkpoint_is_kept_when_it_is_saved_again(run: Path, reference: Path) -> None:

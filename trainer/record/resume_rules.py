@@ -276,21 +276,26 @@ def in_samples_of(seq_length: int, saved: Json) -> Json:
     return {**saved, "batch": batch, "schedule": schedule}
 
 
-def with_same_bits(differing: Sequence[Difference], current: Json) -> list[Difference]:
+def with_same_bits(differing: Sequence[Difference], saved: Json, current: Json) -> list[Difference]:
     """Return the differences, with "same bits" as a topology change's effect if the loss curve keeps its bits.
 
-    It does if `invariant_ranks` is on and all other influences on an iteration are equal, on both sides and on all
-    ranks. Tests prove it on CPUs, so a run on another device does not get this message.
+    It does if `invariant_ranks` is on and all other influences on an iteration are known and equal, on both sides and
+    on all ranks. Tests prove it on CPUs, so a run on another device does not get this message.
 
     Args:
         differing: The differences between the `compared` states.
+        saved: The checkpoint's state.
         current: The run's own state.
     """
     topology, environment = current["topology"], flattened(current["environment"])
     bitwise = _BITWISE_FIELDS | (_BITWISE_TENSOR_FIELDS if topology.get("invariant_tensor_ranks") else frozenset())
     is_promised = topology.get("invariant_ranks") and environment["device"] == "cpu"
+    optional = tuple(rule.field for rule in RULES if rule.is_optional and rule.field not in _OUTSIDE_ITERATIONS)
+    is_unknown = any(field.startswith(optional) for field in flattened(current).keys() - flattened(saved).keys())
     if (
         not is_promised
+        or is_unknown
+        or assumed_in(saved)
         or any(isinstance(value, list) for value in environment.values())
         or any(d.field not in bitwise and d.rule.field not in _OUTSIDE_ITERATIONS for d in differing)
     ):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,8 +23,6 @@ from trainer.start.source import Checkpoints, Part, TensorSource, Weights, ident
 
 if TYPE_CHECKING:
     from reprise.local import HostFolders
-
-_log = logging.getLogger(__name__)
 
 
 def load_base(run: Run, adapters: TensorSource) -> Json:
@@ -89,8 +86,10 @@ def _chooser(run: Run, source: LoadSource, local: HostFolders | None = None) -> 
     return Chooser(source, files_of(source.path, run.saves.files), lambda _: None, local=local)
 
 
-def _refuse(run: Run, checkpoint: Checkpoint, saved: tuple[Path, Mapping[str, object]] | None) -> None:
-    """Refuse a base with another model, or not the adapters' own. Log the allowed differences. Opens no tensor file.
+def _refuse(run: Run, checkpoint: Checkpoint, saved: tuple[Path, Mapping[str, object]] | None) -> list[str]:
+    """Refuse a base with another model, or not the adapters' own. Return log lines on the allowed differences.
+
+    Opens no tensor file.
 
     Args:
         saved: A checkpoint with the adapters, and their base's identity. None for new adapters.
@@ -104,8 +103,7 @@ def _refuse(run: Run, checkpoint: Checkpoint, saved: tuple[Path, Mapping[str, ob
         problem="The base is another model",
         fix="Set the saved model values, or name another base.",
     )
-    for line in lines:
-        _log.warning(line)
     if saved is not None:
         changes = differences({"base": saved[1]}, {"base": identity_of(checkpoint)}, resume_rules.RULES)
         settle(changes, where=saved[0], problem="The adapters were trained on another base")
+    return lines

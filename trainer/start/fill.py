@@ -25,7 +25,7 @@ from trainer.record import resume_rules, run_record
 from trainer.record.data_origin import origin_after, reading_state, sources_in
 from trainer.record.resume_rules import Difference, allow_list, differences, in_samples_of, settle
 from trainer.run.build import Run
-from trainer.schedules.lr import Schedule
+from trainer.schedules.lr import DecayStyle, Schedule
 from trainer.schedules.progress import Progress
 from trainer.start.decide import Start, require_batches
 from trainer.start.identity import note_start
@@ -130,13 +130,13 @@ def _resume_schedule(run: Run, checkpoint: Checkpoint) -> None:
     run.saved_config["config"].update({name: values[name] for name in ("schedule", "optimizer")})
 
 
-def _refuse(run: Run, section: CheckpointSection, checkpoint: Checkpoint) -> None:
-    """Refuse another run's checkpoint, and log the allowed differences. Opens no tensor file."""
+def _refuse(run: Run, section: CheckpointSection, checkpoint: Checkpoint) -> list[str]:
+    """Refuse another run's checkpoint, and return log lines on the allowed differences. Opens no tensor file."""
     description = run.description
     states = resume_rules.compared(checkpoint.state, description, where=checkpoint.path)
     changes = differences(*states, resume_rules.rules_for(section))
     if not section.no_load_optim:
-        changes = resume_rules.with_same_bits(changes, description)
+        changes = resume_rules.with_same_bits(changes, checkpoint.state, description)
     otherwise = own_command(checkpoint, run.config.run) if changes else ""
     saved = _saved_settings(checkpoint) if changes else {}
     lines = settle(
@@ -148,8 +148,6 @@ def _refuse(run: Run, section: CheckpointSection, checkpoint: Checkpoint) -> Non
     )
     if Allowed.all in section.allow and (passed := allow_list({change.rule.verdict for change in changes})):
         lines.append(f"checkpoint.allow=all allowed the same differences as {passed}")
-    for line in lines:
-        _log.warning(line)
     if not (checkpoint.has_optimizer or section.loads_weights_alone):
         raise MismatchError(
             "The checkpoint has no optimizer state: it was saved without it, or `reprise checkpoint prune --optimizer` "
@@ -165,9 +163,11 @@ def _refuse(run: Run, section: CheckpointSection, checkpoint: Checkpoint) -> Non
         origin_after(checkpoint.state, description, progress, where=checkpoint.path)
         samples = progress.consumed_samples
         schedule = _saved_schedule(run, checkpoint)[0] if section.use_checkpoint_scheduler else run.schedule
-        _refuse_zero_rates(run, schedule, progress, checkpoint)
+        is_new = any(change.field.startswith("schedule.") for change in changes)
+        lines += _rates(run, schedule, progress, checkpoint, is_new=is_new)
     if run.config.train.batch_schedule is not None:  # a single size is checked before the ranks join
         require_batches(run.config, run.cluster.world_size, samples)
+    return lines
 
 
 def _saved_settings(checkpoint: Checkpoint) -> dict[str, object]:
@@ -190,11 +190,11 @@ def _with_key(change: Difference, run: Run, saved: Mapping[str, object]) -> Diff
     return change
 
 
-def _refuse_zero_rates(run: Run, schedule: Schedule, progress: Progress, checkpoint: Checkpoint) -> None:
-    """Refuse an extension beyond a schedule that ends at a learning rate of 0.
+def _rates(run: Run, schedule: Schedule, progress: Progress, checkpoint: Checkpoint, *, is_new: bool) -> list[str]:
+    """Return a line on the learning rates for remaining iterations if the schedule ends before them, or is new.
 
     Raises:
-        MismatchError: The learning rate is 0 in every remaining iteration.
+        MismatchError: The learning rate is 0 in every iteration of an extension.
     """
     first, last, train = progress.iteration + 1, run.last_iteration(progress), run.config.train
 
@@ -202,12 +202,13 @@ def _refuse_zero_rates(run: Run, schedule: Schedule, progress: Progress, checkpo
         return run.batch_schedule.consumed_after(iteration - progress.iteration, progress.consumed_samples)
 
     begin, length, beyond = (consumed(n) if schedule.is_in_samples else n for n in (first, last, last + 1))
-    is_past = first <= last and begin >= schedule.decay < length
-    if not is_past or schedule.lr == 0 or schedule.at(first, consumed(first)) > 0:
-        return
+    is_past = schedule.style is not DecayStyle.constant and length > schedule.decay
+    if first > last or not (is_new or is_past):
+        return []
     key = f"schedule.lr_decay_{'samples' if schedule.is_in_samples else 'iters'}"
-    saved = _saved_settings(checkpoint)
-    if any(saved.get(f"train.{name}") != getattr(train, name) for name in ("train_iters", "train_samples")):
+    rates, saved = [schedule.at(number, consumed(number)) for number in (first, last)], _saved_settings(checkpoint)
+    is_longer = any(saved.get(f"train.{name}") != getattr(train, name) for name in ("train_iters", "train_samples"))
+    if max(rates) == 0 < schedule.lr and begin >= schedule.decay and is_longer:
         raise MismatchError(
             "Every remaining iteration has a learning rate of 0",
             where=checkpoint.path,
@@ -216,6 +217,8 @@ def _refuse_zero_rates(run: Run, schedule: Schedule, progress: Progress, checkpo
             fix=f"Set {key}={beyond} checkpoint.override_scheduler=true: the schedule then ends after the last "
             "iteration.",
         )
+    stays = f", where the schedule ends ({key}={schedule.decay})" if is_past else ""
+    return [f"learning rate: {rates[0]:.4e} in iteration {first}, {rates[1]:.4e} in iteration {last}{stays}"]
 
 
 def _begin_averages(run: Run, checkpoint: Checkpoint | None, section: CheckpointSection) -> None:

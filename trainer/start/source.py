@@ -37,14 +37,15 @@ class Part:
         model: The tensors' model.
         live: Returns this rank's tensors, including optimizer state if there is any.
         section: Settings for the load.
-        refuse: Raises if a checkpoint does not fit the run, and logs differences. Opens no tensor file. Rank 0 only.
+        refuse: Raises if a checkpoint does not fit the run, and returns log lines on the allowed differences, if any.
+            Opens no tensor file. Rank 0 only.
     """
 
     name: str
     model: ModelConfig
     live: Callable[[], Iterable[LiveTensor]]
     section: CheckpointSection
-    refuse: Callable[[Checkpoint], None]
+    refuse: Callable[[Checkpoint], list[str] | None]
 
     def weights(self) -> list[LiveTensor]:
         """Return this rank's tensors without optimizer state."""
@@ -141,10 +142,11 @@ class _Load:
     def __init__(self, run: Run, part: Part) -> None:
         self._run, self._part, self._is_exact = run, part, not part.section.loads_weights_alone
         self._fitting: Fitting | None = None
+        self._lines = list[str]()
 
     def check(self, checkpoint: Checkpoint) -> None:
         """Refuse another run's checkpoint, or tensors that do not fit. Rank 0 only."""
-        self._part.refuse(checkpoint)
+        self._lines = self._part.refuse(checkpoint) or []
         fit, stored = self._forms(checkpoint)
         fit.unselected([spec.name for spec in checkpoint_specs(self._part.model, None)])
         places = read_places(checkpoint)
@@ -175,7 +177,7 @@ class _Load:
             self._fitting.finish(lambda tensor: fill(checkpoint, places, [tensor]))
             checkpoint.files.end()
         if self._run.cluster.rank == 0:
-            for line in self._fitting.notes(names, where=checkpoint.path):
+            for line in (*self._lines, *self._fitting.notes(names, where=checkpoint.path)):
                 _log.warning(line)
         return replace(restored.report, expected=self._fitting.count)
 

@@ -132,7 +132,7 @@ def description(*overrides: str, ranks: int = 1, environment: Json = CPU) -> Jso
 
 def effects(saved: Json, current: Json) -> dict[str, Difference]:
     table = differences(*compared(saved, current, where="x"), resume_rules.RULES)
-    return {d.field: d for d in resume_rules.with_same_bits(table, current)}
+    return {d.field: d for d in resume_rules.with_same_bits(table, saved, current)}
 
 
 LANES = "parallel.invariant_ranks=4"
@@ -215,11 +215,13 @@ def test_ranks_on_different_machines_are_promised_no_bits() -> None:
 
 
 @pytest.mark.parametrize("member", ["processor", "math", "precision", "micro_batch_size"])
-def test_a_member_that_an_older_record_lacks_is_no_difference(member: str) -> None:
-    saved: Any = copy.deepcopy(description())
+def test_a_record_that_does_not_say_all_is_promised_no_bits(member: str) -> None:
+    """Older checkpoints lack members; a resume at the same topology says nothing of them."""
+    saved: Any = copy.deepcopy(description(LANES))
     for table in (saved, saved["environment"], saved["batch"]):
         table.pop(member, None)
-    assert effects(saved, description()) == {}
+    assert effects(saved, description(LANES)) == {}
+    assert effects(saved, description(LANES, ranks=2))["topology.dp"].rule.says == ROUNDING
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,35 @@ def test_a_run_whose_own_command_ends_at_zero_resumes(tmp_path: Path) -> None:
     assert resumed(tmp_path / "run", *settings).state.progress.iteration == 2
 
 
+@pytest.mark.parametrize(
+    ("settings", "more", "line"),
+    [
+        pytest.param(
+            ["schedule.lr_decay_iters=2"],
+            [],
+            "1.0000e-04 in iteration 3, 1.0000e-04 in iteration 6, where the schedule",
+            marks=pytest.mark.slow,
+        ),
+        (["schedule.lr_decay_iters=4"], [], "3.2500e-04 in iteration 3, 1.0000e-04 in iteration 6, where the schedule"),
+        (
+            [*LINEAR],
+            ["schedule.lr_decay_iters=6", "checkpoint.override_scheduler=true"],
+            "6.0000e-04 in iteration 3, 0.0000e+00 in iteration 6",
+        ),
+    ],
+    ids=["cosine at its floor", "cosine before its floor", "stretched"],
+)
+def test_an_extension_says_its_learning_rates(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, settings: list[str], more: list[str], line: str
+) -> None:
+    trained(tmp_path / "run", *settings, "schedule.lr_warmup_iters=1")
+    caplog.clear()
+    run = resumed(tmp_path / "run", *settings, *more)
+    assert any(text.startswith(f"learning rate: {line}") for text in caplog.messages)
+    first, last = (float(word) for word in line.split() if "e-" in word or "e+" in word)
+    assert (run.schedule.at(3, 0), run.schedule.at(6, 0)) == pytest.approx((first, last), rel=1e-3)
+
+
 def test_a_checkpoint_s_schedule_is_saved_again(tmp_path: Path) -> None:
     trained(tmp_path / "run", "optimizer.adam_eps=1e-6", "schedule.lr_decay_iters=9")
     run = resumed(tmp_path / "run", "checkpoint.use_checkpoint_scheduler=true")
