@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import shutil
 import socket
 from collections.abc import Callable
@@ -312,10 +313,15 @@ def test_an_ended_mirror_leaves_no_process_and_no_lock(tmp_path: Path, monkeypat
             monkeypatch.setenv(name, "x")
         mirror = MirrorProcess(tmp_path, MirrorRule("s3://bucket/run"))
         connected, _ = silent.accept()
+        process = mirror._child.process
+        assert process is not None
+        assert process.stdin is not None
+        fork = os.fork()
+        if not fork:  # which keeps nothing that the process waits for
+            os._exit(not process.stdin.closed)
+        assert os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1]) == 0
         with connected:
             mirror.end()
-            process = mirror._child.process
-            assert process is not None
             assert process.poll() is not None
             with FolderLock(tmp_path / LOCK_FOLDER, "another"):
                 pass

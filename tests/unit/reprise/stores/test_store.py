@@ -50,8 +50,9 @@ def process_id() -> int:
 def test_a_replaced_object_is_found(run: Path) -> None:
     path = location(url_of(run / "iter_0000002" / STATE))
     files = files_of(path)
-    number = files.open_for_reading(path)
+    number, version = files.open_for_reading(path), path.stat().st_ino
     (run / "iter_0000002" / STATE).write_text("{}" * 100)
+    assert path.stat().st_ino != version
     with pytest.raises(OSError, match="replaced"):
         files.read(number, memoryview(bytearray(10)), offset=0)
     files.reopen(number, path)
@@ -225,6 +226,7 @@ def test_a_listing_of_old_checkpoints_is_a_single_request(run: Path, monkeypatch
     of_folder = reprise.list(run, check=0)
     assert [held.total_bytes, light.total_bytes] == [of_folder[0].total_bytes, of_folder[-1].total_bytes]
     assert held.written_at == int(of_folder[0].written_at)
+    assert "iter_0000002" not in [path.name for path in location(url_of(run)).iterdir()]
     end_child()
 
 
