@@ -18,10 +18,13 @@ from torch.nn.functional import pad
 
 from models.config import Family, ModelConfig
 from models.families import aliases, hf_config, stored_tensors
-from tests.harness import TINY, compose
+from reprise.ranks import single_rank_channel
+from tests.harness import TINY, built, compose, filled
 from trainer.interop.formats import ImportOptions
 from trainer.interop.source import StateSource
 from trainer.interop.table import FORMATS
+from trainer.launch.process_group import Cluster
+from trainer.run.build import Run
 
 SAVED = 3
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -83,16 +86,26 @@ def opened(kind: str, path: Path, overrides: list[str], **options: Any) -> State
 
 def assert_carried(found: StateSource, state: StateSource) -> None:
     """Compare every weight, moment and step bit for bit."""
-    for name in stored_tensors(state.model):
-        for prefix in (*KINDS, "step.") if found.has_optimizer else ("",):
-            assert torch.equal(found.read(prefix + name), state.read(prefix + name)), prefix + name
+    for name in names_in(replace(state, has_optimizer=found.has_optimizer)):
+        assert torch.equal(found.read(name), state.read(name)), name
     assert found.iteration == (SAVED if found.has_optimizer else 0)
 
 
+def names_in(source: StateSource) -> list[str]:
+    kinds = (*KINDS, "step.") if source.has_optimizer else ("",)
+    return [kind + name for name in stored_tensors(source.model) for kind in kinds]
+
+
 def read_all(source: StateSource) -> None:
-    for name in stored_tensors(source.model):
-        for prefix in (*KINDS, "step.") if source.has_optimizer else ("",):
-            source.read(prefix + name)
+    for name in names_in(source):
+        source.read(name)
+
+
+def begun(*overrides: str) -> Run:
+    """Return a run of one process after its start, with its saves ended."""
+    run = built(compose([*overrides]), Cluster(0, 1, torch.device("cpu"), 1, single_rank_channel(), "test"))
+    with run.saves:
+        return filled(run)
 
 
 def replace_file(path: Path, change: Callable[[Any], object]) -> None:

@@ -20,20 +20,18 @@ from transformers import AutoModelForCausalLM
 from reprise.errors import ConfigError, MismatchError
 from reprise.format import FORMAT, STATE, StoredDtype, TensorKind, TensorSpec
 from reprise.loading import open_checkpoint
-from reprise.ranks import StoreChannel, single_rank_channel
+from reprise.ranks import StoreChannel
 from reprise.saving import Checkpointer, SavePolicy
 from reprise.storage import FILE_SYSTEM
 from reprise.tensors import Contents, stored_dtype
 from tests.fakes import Axis, Sharding, all_ranks
-from tests.harness import all_files, built, compose, filled, tensor_files
-from tests.interop.states import overrides_of, state_of
+from tests.harness import all_files, compose, tensor_files
+from tests.interop.states import begun, overrides_of, state_of
 from tests.messages import refused
 from trainer.commands.checkpoint import FINE, IMPOSSIBLE, main
 from trainer.interop.average import factors_of, weighted_mean
 from trainer.interop.output import write_checkpoint
 from trainer.interop.tensor_files import blocks_of
-from trainer.launch.process_group import Cluster
-from trainer.run.build import Run
 
 DTYPES = {"wide": torch.float64, "weight": torch.float32, "half": torch.bfloat16, "small": torch.float16}
 SHAPE = (96, 40)
@@ -209,13 +207,8 @@ def test_merged_checkpoints_open_and_begin_another(tmp_path: Path) -> None:
     mean = ((states[0].read(name).double() + states[1].read(name).double()) / 2).float()
     assert torch.equal(model.state_dict()[name], mean)
 
-    def begun(*more: str) -> Run:
-        cluster = Cluster(0, 1, torch.device("cpu"), 1, single_rank_channel(), "test")
-        run = built(compose([*overrides, f"run.dir={tmp_path / 'new'}", f"checkpoint.load={out}", *more]), cluster)
-        with run.saves:
-            return filled(run)
-
+    new = [*overrides, f"run.dir={tmp_path / 'new'}", f"checkpoint.load={out}"]
     with refused(MismatchError, str(out)):
-        begun()
-    weights = dict(begun("checkpoint.finetune=true").state.parts[0].model.named_parameters())
+        begun(*new)
+    weights = dict(begun(*new, "checkpoint.finetune=true").state.parts[0].model.named_parameters())
     assert torch.equal(weights[name], mean)

@@ -94,12 +94,11 @@ LAYOUTS = {
     "fully, no file": dist("gpt2", Way(), Form(has_file=False), is_slow=True),
     "plain bf16, numbered": dist("gpt2", Way(tp=2, dtype=BF16), Form("plain", is_stacked=False)),
     "flat": dist("llama tied", Way(tp=2, dp=2, dtype=BF16), Form("flat", "module.")),
-    "flat, numbered": dist("gpt2", Way(tp=2, dp=3), Form("flat", is_stacked=False), is_slow=True),
     "buckets": dist("gpt2", Way(tp=2, pp=2, dp=3, bucket=3000), Form("buckets", has_file=False)),
     "buckets te vpp": dist("qwen3", Way(2, 2, 2, 2, names="te", dtype=BF16, bucket=2000), Form("buckets", "module.")),
     "buckets pp": dist("llama tied", Way(pp=4, dp=2), Form("buckets", is_stacked=False), is_slow=True),
     "hybrid": dist("llama", Way(tp=2), Form(is_hybrid=True, has_file=False)),
-    "hybrid flat": dist("gpt2", Way(tp=2, dp=2), Form("flat", is_hybrid=True)),
+    "hybrid flat": dist("gpt2", Way(tp=2, dp=3), Form("flat", is_hybrid=True)),
     "hybrid buckets": dist("gpt2", Way(pp=2, dp=2, names="te"), Form("buckets", "module.", is_hybrid=True)),
 }
 EVERY = [pytest.param(n, marks=pytest.mark.slow if layout.is_slow else ()) for n, layout in LAYOUTS.items()]

@@ -47,8 +47,9 @@ from tests.interop.states import assert_carried, opened, save_dcp, weights_of
 from tests.messages import refused
 from trainer.commands import convert
 from trainer.interop.dcp.folder import open_folder
+from trainer.interop.formats import ImportOptions
 from trainer.interop.output import write_checkpoint
-from trainer.interop.torch_file import open_torch_file
+from trainer.interop.torch_file import read_torch_file
 from trainer.launch.process_group import Cluster
 from trainer.record.resume_rules import RULES, compared, differences
 from trainer.run.build import describe_alone
@@ -250,7 +251,7 @@ class ByName(pickle.Pickler):
 def test_members_of_enumerations_come_by_their_names(tmp_path: Path) -> None:
     module = SimpleNamespace(__name__="by_name", Pickler=ByName)
     torch.save({"zone": Zone.EAST}, tmp_path / "state.pt", pickle_module=module)
-    zone = open_torch_file(tmp_path / "state.pt")["zone"]
+    zone = read_torch_file(tmp_path / "state.pt")["zone"]
     assert "EAST" in str(zone)
     folder = save_dcp(tmp_path / "in", {"model": weights_of(STATE)})
     metadata, named = dcp.FileSystemReader(folder).read_metadata(), io.BytesIO()
@@ -274,7 +275,7 @@ def test_metadata_of_every_torch_is_read(
 
 
 def assert_same_tensors(folder: Path, metadata: Metadata) -> None:
-    tensors = open_folder(folder, trust_pickle=True).tensors
+    tensors = open_folder(folder, ImportOptions(compose(OURS), trusts_pickle=True)).tensors
     for key, entry in metadata.state_dict_metadata.items():
         assert isinstance(entry, TensorStorageMetadata)
         chunks = {(chunk.offset, chunk.shape) for chunk in tensors[key].chunks}

@@ -27,8 +27,7 @@ from transformers import (
 )
 
 from reprise.errors import CheckpointError, MismatchError, TrainerError
-from reprise.ranks import single_rank_channel
-from tests.harness import TINY, built, compose, filled
+from tests.harness import TINY, compose
 from tests.interop import states
 from tests.messages import refused
 from trainer.commands import convert
@@ -36,7 +35,6 @@ from trainer.interop.hf import convert as hf
 from trainer.interop.hf.folder import open_folder
 from trainer.interop.open_model import open_model
 from trainer.interop.output import write_checkpoint
-from trainer.launch.process_group import Cluster
 from trainer.run.build import Run
 
 SIZES = {"vocab_size": 257, "bos_token_id": 256, "eos_token_id": 256, "initializer_range": 0.2}
@@ -110,12 +108,7 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 def run_in(folder: Path, overrides: list[str]) -> Run:
     """Return a run of one process that began with a folder, and has ended its saves."""
-    config = compose([*overrides, f"run.dir={folder}.run", f"checkpoint.load={folder}"])
-    run = built(config, Cluster(0, 1, torch.device("cpu"), 1, single_rank_channel(), "test"))
-    try:
-        return filled(run)
-    finally:
-        run.saves.close()
+    return states.begun(*overrides, f"run.dir={folder}.run", f"checkpoint.load={folder}")
 
 
 def begin(folder: Path, overrides: list[str]) -> dict[str, torch.Tensor]:

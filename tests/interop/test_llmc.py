@@ -13,11 +13,11 @@ from transformers import AutoModelForCausalLM
 from models.families import stored_tensors
 from reprise.errors import CheckpointError, TrainerError
 from reprise.format import Box, StoredDtype, TensorKind, TensorSpec
-from reprise.ranks import single_rank_channel
 from reprise.tensors import LiveTensor
-from tests.harness import built, compose, filled
+from tests.harness import compose
 from tests.interop.states import (
     ALONE,
+    begun,
     opened,
     overrides_of,
     random_state,
@@ -27,7 +27,6 @@ from tests.interop.states import (
 from tests.messages import refused
 from trainer.commands import convert
 from trainer.interop.start import open_weights
-from trainer.launch.process_group import Cluster
 
 BF16 = torch.bfloat16
 STILL = ["schedule.lr_warmup_iters=0", "train.train_iters=2", "checkpoint.finetune=true"]
@@ -83,12 +82,7 @@ def test_any_box_of_any_tensor_has_its_bits(tmp_path: Path, kind: str, family: s
 
 def begin(path: Path, *overrides: str, family: str = "gpt2") -> None:
     """Begin a run of one process with a file."""
-    config = compose([*OURS[family], f"run.dir={path}.run", f"checkpoint.load={path}", *overrides])
-    run = built(config, Cluster(0, 1, torch.device("cpu"), 1, single_rank_channel(), "test"))
-    try:
-        filled(run)
-    finally:
-        run.saves.close()
+    begun(*OURS[family], f"run.dir={path}.run", f"checkpoint.load={path}", *overrides)
 
 
 def test_another_model_is_refused_with_all_differences(tmp_path: Path) -> None:

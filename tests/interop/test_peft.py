@@ -15,13 +15,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from reprise.errors import MismatchError, TrainerError
-from reprise.ranks import single_rank_channel
-from tests.harness import TINY, built, compose, filled, run_ok
+from tests.harness import TINY, run_ok
+from tests.interop.states import begun
 from tests.messages import refused
 from trainer.commands import checkpoint as look
 from trainer.commands import convert, generate
-from trainer.launch.process_group import Cluster
-from trainer.run.build import Run
 
 SIZES = {"vocab_size": 257, "bos_token_id": 256, "eos_token_id": 256, "initializer_range": 0.2}
 GPT2 = GPT2Config(n_layer=2, n_head=2, n_embd=20, n_inner=44, n_positions=32, **SIZES)
@@ -68,17 +66,8 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return Trained(folder / "base", folder / "run", overrides)
 
 
-def restored(overrides: list[str]) -> Run:
-    """Return a run of one rank after its start, with its saves ended."""
-    run = built(compose(overrides), Cluster(0, 1, torch.device("cpu"), 1, single_rank_channel(), "test"))
-    try:
-        return filled(run)
-    finally:
-        run.saves.close()
-
-
 def test_peft_has_our_logits_and_the_bits_of_our_adapters(trained: Trained) -> None:
-    run = restored([*trained.overrides, f"run.dir={trained.run}"])
+    run = begun(*trained.overrides, f"run.dir={trained.run}")
     assert run.state.progress.iteration == 4
     tokens = torch.randint(0, 257, (3, 32), generator=torch.Generator().manual_seed(1))
     model = trained.peft()
@@ -123,16 +112,16 @@ def test_other_bases_and_bare_adapters_begin_no_run(
     GPT2LMHeadModel(GPT2).save_pretrained(other)
     shutil.copytree(trained.run, tmp_path / "run")
     with refused(MismatchError, "base.xxh3_64"):
-        restored([*trained.overrides, f"run.dir={tmp_path / 'run'}", f"checkpoint.load={other}"])
+        begun(*trained.overrides, f"run.dir={tmp_path / 'run'}", f"checkpoint.load={other}")
     assert "the base from" not in caplog.text
     assert convert.main(["export", "hf", str(trained.iteration), str(out)]) == 0
     new = [*trained.overrides, f"run.dir={tmp_path / 'new'}"]
     base = ["checkpoint.load=auto", "checkpoint.finetune=false", f"checkpoint.base={out}"]
     for keys in (base, [f"checkpoint.load={out}"]):  # in PEFT's form alone, without a manifest
         with refused(MismatchError, str(out)):
-            restored([*new, *keys])
+            begun(*new, *keys)
     with refused(TrainerError, str(trained.base)):  # no adapters to load beside a base
-        restored([*new, f"checkpoint.base={trained.base}"])
+        begun(*new, f"checkpoint.base={trained.base}")
 
 
 @pytest.mark.parametrize("trained", ["gpt2"], indirect=True)

@@ -60,8 +60,16 @@ def factors_of(rule: str, count: int) -> list[float]:
     Raises:
         ConfigError: The rule is unknown, the factor count is wrong, or the factors sum to 0.
     """
+    name, _, value = rule.partition(":")
     try:
-        factors = _factors(rule, count)
+        if rule == "mean":
+            factors = [1.0] * count
+        elif rule == "minus-sqrt":
+            factors = [math.sqrt((i + 1) / count) - math.sqrt(i / count) for i in range(count)]
+        elif name == "ema" and 0 < (decay := float(value)) < 1:
+            factors = [decay ** (count - 1), *((1 - decay) * decay ** (count - 1 - i) for i in range(1, count))]
+        else:
+            factors = [float(factor) for factor in rule.split(",")]
     except ValueError:
         raise ConfigError("The weighting rule is unknown", expected=_RULES, found=rule) from None
     if len(factors) != count:
@@ -69,20 +77,6 @@ def factors_of(rule: str, count: int) -> list[float]:
     if not math.isfinite(math.fsum(factors)) or math.fsum(factors) == 0:
         raise ConfigError("Merge factors must be finite, with a nonzero sum", found=rule)
     return factors
-
-
-def _factors(rule: str, count: int) -> list[float]:
-    name, _, value = rule.partition(":")
-    if rule == "mean":
-        return [1.0] * count
-    if rule == "minus-sqrt":
-        return [math.sqrt((i + 1) / count) - math.sqrt(i / count) for i in range(count)]
-    if name == "ema":
-        decay = float(value)
-        if not 0 < decay < 1:
-            raise ValueError
-        return [decay ** (count - 1), *((1 - decay) * decay ** (count - 1 - i) for i in range(1, count))]
-    return [float(factor) for factor in rule.split(",")]
 
 
 def merge(run: Path, out: Path, *, first: int, last: int, rule: str, files: Files) -> MergeReport:
@@ -167,36 +161,33 @@ def _parts(run: Path, out: Path, first: int, last: int, files: Files) -> list[Ch
 
 def _specs(parts: Sequence[Checkpoint]) -> list[TensorSpec]:
     """Return the tensors shared by the checkpoints, in the newest checkpoint's file order."""
-    places = [place for place in read_places(parts[-1]).values() if place.spec.kind is not TensorKind.OPTIMIZER]
-    specs = [place.spec for place in sorted(places, key=lambda place: (place.file, place.offset))]
-    if strange := [spec.name for spec in specs if spec.kind not in _KINDS]:
+    newest, expected = parts[-1], _saved(parts[-1])
+    if strange := [name for name, spec in expected.items() if spec.kind not in _KINDS]:
         raise CheckpointError(
             "A checkpoint holds state dict tensors, which cannot be averaged",
-            where=parts[-1].path,
+            where=newest.path,
             found=strange[0],
             fix="Merge checkpoints that hold weights, with or without an optimizer.",
         )
     for part in parts[:-1]:
-        _require_same(part, parts[-1], specs)
-    return specs
+        saved = _saved(part)
+        members = [name for name in ("model", "base") if part.state.get(name) != newest.state.get(name)]
+        names = [name for name in {**expected, **saved} if saved.get(name) != expected.get(name)]
+        if differences := [*(f"`{name}` in {STATE}" for name in members), *(f"tensor {name}" for name in names)]:
+            raise MismatchError(
+                "The checkpoints to merge hold different models",
+                where=part.path,
+                expected=f"the model in {newest.path.name}",
+                found=f"another {differences[0]}",
+                fix="Correct --from and --to.",
+            )
+    return list(expected.values())
 
 
-def _require_same(part: Checkpoint, newest: Checkpoint, specs: Sequence[TensorSpec]) -> None:
-    expected = {spec.name: spec for spec in specs}
-    saved = {place.spec.name: place.spec for place in read_places(part).values() if place.spec.kind in _KINDS}
-    members = (name for name in ("model", "base") if part.state.get(name) != newest.state.get(name))
-    differences = [f"`{name}` in {STATE}" for name in members]
-    differences += [
-        f"tensor {name}" for name in sorted(saved.keys() | expected.keys()) if saved.get(name) != expected.get(name)
-    ]
-    if differences:
-        raise MismatchError(
-            "The checkpoints to merge hold different models",
-            where=part.path,
-            expected=f"the model in {newest.path.name}",
-            found=f"another {differences[0]}",
-            fix="Correct --from and --to.",
-        )
+def _saved(part: Checkpoint) -> dict[str, TensorSpec]:
+    """Return a checkpoint's tensors without optimizer state, in file order."""
+    places = sorted(read_places(part).values(), key=lambda place: (place.file, place.offset))
+    return {place.spec.name: place.spec for place in places if place.spec.kind is not TensorKind.OPTIMIZER}
 
 
 def _documents(parts: Sequence[Checkpoint], shares: Sequence[float], rule: str) -> dict[str, Document]:

@@ -19,18 +19,17 @@ import torch
 from models.config import ModelConfig
 from models.families import aliases, stored_tensors
 from reprise.errors import CheckpointError, MismatchError, count_of
-from reprise.loading import no_folder
 from reprise.storage import integer, is_dir, is_file, is_file_name, matching, shown
 from trainer.interop.finite import require_finite
 from trainer.interop.formats import Format, ImportOptions, common_step, few, require_trust
 from trainer.interop.hf.folder import model_beside
-from trainer.interop.source import StateSource
-from trainer.interop.stored import require_none
-from trainer.interop.torch_file import is_plain, open_torch_file, read_torch_file
+from trainer.interop.source import MOMENTS, STEP, StateSource, by_kind
+from trainer.interop.stored import require_fit
+from trainer.interop.torch_file import is_plain, read_torch_file
 
 _log = logging.getLogger(__name__)
 
-_WEIGHTS, _MOMENTS, _STEP = "fp32", ("exp_avg", "exp_avg_sq"), "step"
+_WEIGHTS = "fp32"
 _ZERO, _OPTIMIZER = "zero", "optimizer_state.pt"
 _LATEST = ("latest_universal", "latest")
 _MODEL = "*mp_rank_00_model_states.pt"
@@ -42,41 +41,48 @@ class _Universal:
     """A universal checkpoint.
 
     Args:
-        names: DeepSpeed's name for each tensor, by our name.
+        folders: Each tensor's folder, by our name.
         trained: Our names for parameters with moments.
         module: The model's own weights in its dtype, by DeepSpeed's names. Empty at stage 3.
         step: Step count for parameters without a `step.pt`. None if no file has it.
     """
 
-    path: Path
     model: ModelConfig
-    names: Mapping[str, str]
+    folders: Mapping[str, Path]
     trained: frozenset[str]
     module: Mapping[str, torch.Tensor]
     step: float | None = None
 
-    def read(self, name: str) -> torch.Tensor:
-        """Return a tensor. A frozen parameter has zero moments and step 0."""
-        kind, _, parameter = name.partition(".")
-        if kind == _STEP:
-            return torch.tensor(self._steps(parameter))
-        if kind not in _MOMENTS:
-            return self._tensor(_WEIGHTS, name)
-        if parameter not in self.trained:
-            return torch.zeros(stored_tensors(self.model)[parameter].shape)
-        return self._tensor(kind, parameter)
+    def moment(self, kind: str, name: str) -> torch.Tensor:
+        """Return a moment. A frozen parameter has zero moments and step 0."""
+        if name not in self.trained:
+            return torch.zeros(stored_tensors(self.model)[name].shape)
+        return self._tensor(kind, name)
 
-    def _steps(self, parameter: str) -> float:
-        if parameter not in self.trained:
+    def steps(self, name: str) -> float | None:
+        """Return a parameter's step count."""
+        if name not in self.trained:
             return 0.0
-        file = self.path / _ZERO / self.names[parameter] / f"{_STEP}.pt"
-        step = common_step([read_torch_file(file)], where=file) if is_file(file) else self.step
-        if step is None:
-            raise CheckpointError("A parameter's step count is missing", where=file)
-        return step
+        file = self.folders[name] / f"{STEP}.pt"
+        has_own = self.step is None or is_file(file)
+        return common_step([read_torch_file(file) if has_own else self.step])
+
+    def weight(self, name: str) -> torch.Tensor:
+        """Return a parameter."""
+        values, folder = self._tensor(_WEIGHTS, name), self.folders[name]
+        weight = self.module.get(folder.name)
+        if weight is not None and not torch.equal(values.to(weight.dtype), weight):
+            require_finite(values, where=name)  # NaN is never equal to itself
+            raise CheckpointError(
+                "The optimizer's copy of a parameter differs from the model's",
+                where=folder,
+                fix="With round_robin_gradients, ds_to_universal.py mixes up parameters: load the checkpoint in "
+                "DeepSpeed without that option, and save it again. Otherwise the files come from different saves.",
+            )
+        return values
 
     def _tensor(self, kind: str, name: str) -> torch.Tensor:
-        file, shape = self.path / _ZERO / self.names[name] / f"{kind}.pt", stored_tensors(self.model)[name].shape
+        file, shape = self.folders[name] / f"{kind}.pt", stored_tensors(self.model)[name].shape
         content = read_torch_file(file)
         tensor = content.get("param") if isinstance(content, Mapping) else content
         if not is_plain(tensor) or tuple(tensor.shape) not in (shape, (prod(shape),)):
@@ -87,16 +93,7 @@ class _Universal:
                 found=list(tensor.shape) if isinstance(tensor, torch.Tensor) else shown(tensor),
                 fix=_FIX,
             )
-        values, weight = tensor.detach().reshape(shape), self.module.get(self.names[name])
-        if kind == _WEIGHTS and weight is not None and not torch.equal(values.to(weight.dtype), weight):
-            require_finite(values, where=name)  # NaN is never equal to itself
-            raise CheckpointError(
-                "The optimizer's copy of a parameter differs from the model's",
-                where=file,
-                fix="With round_robin_gradients, ds_to_universal.py mixes up parameters: load the checkpoint in "
-                "DeepSpeed without that option, and save it again. Otherwise the files come from different saves.",
-            )
-        return values
+        return tensor.detach().reshape(shape)
 
 
 _FIX = (
@@ -123,25 +120,26 @@ def read_source(path: Path, options: ImportOptions) -> StateSource:
     folder = _tag(path)
     saved = _model_file(folder)
     module = {name: w for name, w in (saved.get("module") or {}).items() if is_plain(w) and w.numel()}
-    kinds = {name: {file.stem for file in matching(folder / _ZERO / name, "*.pt")} for name in _parameters(folder)}
+    folders = {child.name: child for child in sorted((folder / _ZERO).iterdir()) if is_dir(child)}
+    kinds = {name: {file.stem for file in matching(child, "*.pt")} for name, child in folders.items()}
     model = model_beside(folder.parent, len(kinds), options.config.model)
     names = _names(kinds, model, where=folder)
-    trained = frozenset(name for name, origin in names.items() if kinds[origin] >= {*_MOMENTS})
-    frozen = names.keys() - trained
-    universal = _Universal(folder, model, names, trained, module)
+    trained = frozenset(name for name, origin in names.items() if kinds[origin] >= {*MOMENTS})
+    universal = _Universal(model, {name: folders[origin] for name, origin in names.items()}, trained, module)
     if options.weights_only:
-        return StateSource(model, 0, has_optimizer=False, read=universal.read)
+        return StateSource(model, 0, has_optimizer=False, read=universal.weight)
     if not trained:
         raise MismatchError(
             "A universal checkpoint has no Adam moments",
             where=folder / _ZERO,
-            expected=" and ".join(f"{kind}.pt" for kind in _MOMENTS),
+            expected=" and ".join(f"{kind}.pt" for kind in MOMENTS),
             fix="Import the weights alone with --weights-only.",
         )
-    iteration, step = integer(saved.get("global_steps")), _common_step(folder)
-    if frozen:
+    universal = replace(universal, step=_common_step(folder / _ZERO / _OPTIMIZER))
+    if frozen := names.keys() - trained:
         _log.warning(f"the moments of {count_of(len(frozen), 'frozen parameter')} start as zeros: {few(frozen)}")
-    read, samples = replace(universal, step=step).read, integer(saved["global_samples"])
+    read = by_kind(universal.weight, universal.moment, universal.steps)
+    iteration, samples = integer(saved.get("global_steps")), integer(saved["global_samples"])
     return StateSource(model, iteration, has_optimizer=True, read=read, consumed_samples=samples)
 
 
@@ -152,8 +150,6 @@ def _tag(path: Path) -> Path:
         CheckpointError: The folder does not exist.
         MismatchError: The folder is not a universal checkpoint.
     """
-    if not is_dir(path):
-        raise no_folder(path)
     folder = path
     if latest := next((path / name for name in _LATEST if is_file(path / name)), None):
         tag = latest.read_bytes()[:1000].decode("utf-8", "replace").strip()
@@ -173,16 +169,12 @@ def _tag(path: Path) -> Path:
     return folder
 
 
-def _model_file(folder: Path) -> Mapping[Any, Any]:
+def _model_file(folder: Path) -> Any:
     """Return the first model file's content, which includes the counts."""
     file = next(iter(sorted(matching(folder, _MODEL))), None)
     if file is None:
         raise CheckpointError("A universal checkpoint has no model file", where=folder, expected=_MODEL)
-    return open_torch_file(file)
-
-
-def _parameters(folder: Path) -> list[str]:
-    return sorted(child.name for child in (folder / _ZERO).iterdir() if is_dir(child))
+    return read_torch_file(file)
 
 
 def _names(kinds: Mapping[str, set[str]], model: ModelConfig, *, where: Path) -> dict[str, str]:
@@ -194,21 +186,20 @@ def _names(kinds: Mapping[str, set[str]], model: ModelConfig, *, where: Path) ->
     prefix = next((name.removesuffix(stored[0]) for name in kinds if name.endswith(stored[0])), "")
     names = {name: prefix + name for name in stored}
     problems = [f"missing: {name}/{_WEIGHTS}.pt" for name in names.values() if _WEIGHTS not in kinds.get(name, ())]
-    problems += [f"{name}: one of two moments" for name, files in kinds.items() if len(files & {*_MOMENTS}) == 1]
-    strangers = kinds.keys() - names.values() - {prefix + name for name in second}
-    strangers = {name for name in strangers if name.endswith(".weight") or kinds[name] & {*_MOMENTS}}
-    require_none([*problems, *(f"not of the model: {name}" for name in sorted(strangers))], where=where, fix=_FIX)
+    problems += [f"{name}: one of two moments" for name, files in kinds.items() if len(files & {*MOMENTS}) == 1]
+    for name in sorted(kinds.keys() - names.values() - {prefix + name for name in second}):
+        if name.endswith(".weight") or kinds[name] & {*MOMENTS}:
+            problems.append(f"not of the model: {name}")
+    require_fit({}, {}, where=where, fix=_FIX, differences=problems)
     return names
 
 
-def _common_step(folder: Path) -> float | None:
+def _common_step(file: Path) -> float | None:
     """Return the step count in the optimizer's unsharded state, shared by all parameters."""
-    file = folder / _ZERO / _OPTIMIZER
-    table = open_torch_file(file)
+    table = read_torch_file(file)
     state = (table.get("optimizer_state_dict") or {}).get("state") or {}
-    return common_step(
-        [entry.get(_STEP) for entry in (*(table.get("param_groups") or ()), *state.values())], where=file
-    )
+    entries = *(table.get("param_groups") or ()), *state.values()
+    return common_step(entry.get(STEP) for entry in entries)
 
 
 FORMAT = Format("DeepSpeed", "a DeepSpeed universal checkpoint, as written by ds_to_universal.py", read_source)

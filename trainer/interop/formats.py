@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from reprise.errors import CheckpointError, ConfigError, MismatchError, count_of
-from reprise.loading import Checkpoint
-from reprise.storage import FILE_SYSTEM, Files, shown, step_count
+from reprise.loading import Checkpoint, no_folder
+from reprise.storage import FILE_SYSTEM, Files, is_dir, is_file, shown, step_count
 from trainer.config.schema import Config
 from trainer.interop.source import StateSource
 
@@ -42,7 +42,7 @@ class ImportOptions:
 
 
 @contextmanager
-def _known_form(program: str, path: Path) -> Iterator[None]:
+def _known_form(program: str, where: object) -> Iterator[None]:
     """Refuse files whose content does not have the expected layout.
 
     Raises:
@@ -53,7 +53,7 @@ def _known_form(program: str, path: Path) -> Iterator[None]:
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"A checkpoint from {program} cannot be read",
-            where=path,
+            where=where,
             found=f"{type(error).__name__}: {str(error)[:200]}",
             fix=f"It is damaged, or its {program} version uses a different layout.",
         ) from error
@@ -84,21 +84,16 @@ def few(names: Iterable[str]) -> str:
     return ", ".join(sorted(names)[:_MOST_NAMED]) or "nothing"
 
 
-def common_step(values: Iterable[object], *, where: object) -> float | None:
+def common_step(values: Iterable[object]) -> float | None:
     """Return the step count shared by all `values`, ignoring None. Return None if there is no count.
 
     Raises:
-        CheckpointError: The counts differ, or a count is invalid.
+        ValueError: The counts differ, or a count is invalid.
     """
-    steps = set[float]()
-    for value in values:
-        try:
-            if value is not None:
-                steps.add(step_count(value.item() if isinstance(value, torch.Tensor) else value))
-        except (ValueError, RuntimeError) as error:
-            raise CheckpointError("A step count is invalid", where=where, found=shown(value)) from error
+    counts = (value.item() if isinstance(value, torch.Tensor) else value for value in values if value is not None)
+    steps = set(map(step_count, counts))
     if len(steps) > 1:
-        raise CheckpointError("An optimizer's step counts differ", where=where, found=sorted(steps))
+        raise ValueError(f"an optimizer's step counts differ: {sorted(steps)}")
     return steps.pop() if steps else None
 
 
@@ -170,6 +165,7 @@ class Format:
         summary: A short description.
         open: Opens a path for import. The source describes the model, so no override needs to.
         write: Writes our checkpoint to a new path. None if the format is import only.
+        takes_file: Whether a path may be a file.
         completes_model: Whether the configured model fills in whatever the files leave open. If so, a group
             `model=NAME` may differ from the stored model.
         merges: Whether adapters can be merged with their base: `ExportOptions.merge` applies.
@@ -181,6 +177,7 @@ class Format:
     summary: str
     open: Callable[[Path, ImportOptions], StateSource]
     write: Callable[[Checkpoint, Path, ExportOptions], None] | None = None
+    takes_file: bool = False
     completes_model: bool = False
     merges: bool = False
     has_averages: bool = False
@@ -194,5 +191,13 @@ class Format:
             CheckpointError: Files are missing or damaged, or have an unknown layout.
             MismatchError: The files hold another model, or a form that is not supported.
         """
+        if not is_dir(path) and not (self.takes_file and is_file(path)):
+            raise no_folder(path)
         with _known_form(self.program, path):
-            return self.open(path, options)
+            source = self.open(path, options)
+
+        def read(name: str) -> torch.Tensor:
+            with _known_form(self.program, f"{path}, {name}"):
+                return source.read(name)
+
+        return replace(source, read=read)

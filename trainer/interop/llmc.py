@@ -63,20 +63,15 @@ class WeightsFile:
     """A file with a valid header and size.
 
     Args:
-        data: The file's bytes, mapped.
-        parts: Each tensor's shape in the file and first byte, by stored name.
+        tensors: Each tensor as it lies in the mapped file, by stored name.
     """
 
-    path: Path
     model: ModelConfig
-    dtype: torch.dtype
-    data: torch.Tensor
-    parts: Mapping[str, tuple[tuple[int, ...], int]]
+    tensors: Mapping[str, torch.Tensor]
 
     def read(self, name: str) -> torch.Tensor:
         """Return a tensor in the stored layout, without padding rows. It is a view of the file unless its rows move."""
-        (shape, begin), spec = self.parts[name], spec_of(self.model)
-        tensor = self.data[begin : begin + prod(shape) * self.dtype.itemsize].view(self.dtype).view(shape)
+        tensor, spec = self.tensors[name], spec_of(self.model)
         if name.endswith(_ROTATED):
             return halves_from_pairs(tensor, self.model.head_width)
         if name in (spec.embedding, OUTPUT):
@@ -117,21 +112,33 @@ def open_file(path: Path) -> WeightsFile:
         data = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
     except OSError as error:
         raise CheckpointError("A weight file cannot be read", where=path, found=error.strerror) from error
-    header = list(_HEADER.unpack(data[: _HEADER.size].numpy().tobytes()))
+    header, content = list(_HEADER.unpack(data[: _HEADER.size].numpy().tobytes())), data[_HEADER.size :]
+    family, names = _FAMILIES[header[0]]
+    sizes = dict(zip(names, header[2:], strict=False))
+    most = {name: _MOST_LAYERS if name == "n_layer" else _MOST for name in names}
+    problems = [f"{name}={n}: must be 1 to {most[name]}" for name, n in sizes.items() if not 1 <= n <= most[name]]
     if header[1] not in _VERSIONS:
+        problems.append(f"version {header[1]}: must be {' or '.join(map(str, _VERSIONS))}")
+    rows = sizes.get("padded_vocab_size", sizes["vocab_size"])
+    if rows < sizes["vocab_size"]:
+        problems.append(f"padded_vocab_size={rows}: below vocab_size={sizes['vocab_size']}")
+    if not problems:
+        dtype = _VERSIONS[header[1]]
+        model = _model(family, sizes, header, len(content) // dtype.itemsize)
+        problems = model_problems(model)
+    if problems:
+        raise CheckpointError("A weight file describes no valid model", where=path, found="; ".join(problems))
+    tensors, at = dict[str, torch.Tensor](), 0
+    shapes = dict(_tensors(model, rows))
+    expected = dtype.itemsize * sum(map(prod, shapes.values()))
+    if expected != len(content):
         raise CheckpointError(
-            "A weight file has an unsupported version",
-            where=path,
-            expected=" or ".join(f"{number} ({dtype})" for number, dtype in _VERSIONS.items()),
-            found=header[1],
+            "A weight file has the wrong size", where=path, expected=expected, found=f"{len(content)} B of tensors"
         )
-    dtype = _VERSIONS[header[1]]
-    model, tensors = _described(path, header, size - _HEADER.size, dtype)
-    parts, at = dict[str, tuple[tuple[int, ...], int]](), _HEADER.size
-    for name, shape in tensors:
-        parts[name] = shape, at
-        at += prod(shape) * dtype.itemsize
-    return WeightsFile(path, model, dtype, data, parts)
+    for name, shape in shapes.items():
+        end = at + prod(shape) * dtype.itemsize
+        tensors[name], at = content[at:end].view(dtype).view(shape), end
+    return WeightsFile(model, tensors)
 
 
 def read_source(path: Path, options: ImportOptions) -> StateSource:
@@ -145,47 +152,17 @@ def read_source(path: Path, options: ImportOptions) -> StateSource:
     return StateSource(file.model, 0, has_optimizer=False, read=file.read)
 
 
-def _described(
-    path: Path, header: Sequence[int], tensor_bytes: int, dtype: torch.dtype
-) -> tuple[ModelConfig, list[tuple[str, tuple[int, ...]]]]:
-    """Return a file's model and tensors. Refuse a file whose size does not fit them."""
-    family, names = _FAMILIES[header[0]]
-    sizes = dict(zip(names, header[2:], strict=False))
-    most = {name: _MOST_LAYERS if name == "n_layer" else _MOST for name in names}
-    problems = [f"{name}={n}: must be 1 to {most[name]}" for name, n in sizes.items() if not 1 <= n <= most[name]]
-    rows = sizes.get("padded_vocab_size", sizes["vocab_size"])
-    if not problems and rows < sizes["vocab_size"]:
-        problems.append(f"padded_vocab_size={rows}: below vocab_size={sizes['vocab_size']}")
-    items, expected, model, tensors = tensor_bytes // dtype.itemsize, 0, None, list[tuple[str, tuple[int, ...]]]()
-    if not problems:
-        model = _model(family, sizes, header, items)
-        problems = [] if model is None else model_problems(model)
-    if problems:
-        raise CheckpointError("A weight file describes no valid model", where=path, found="; ".join(problems))
-    if model is not None:
-        tensors = list(_tensors(model, rows))
-        expected = sum(prod(shape) for _, shape in tensors) * dtype.itemsize
-    if model is None or expected != tensor_bytes:
-        raise CheckpointError(
-            "A weight file has the wrong size",
-            where=path,
-            expected=f"{_HEADER.size + expected} B" if expected else "a size that is a whole number of columns",
-            found=f"{_HEADER.size + tensor_bytes} B",
-        )
-    return model, tensors
-
-
-def _model(family: Family, sizes: Mapping[str, int], header: Sequence[int], items: int) -> ModelConfig | None:
-    """Return the model for a valid header, or None if no MLP width fits.
+def _model(family: Family, sizes: Mapping[str, int], header: Sequence[int], items: int) -> ModelConfig:
+    """Return the model for a valid header.
 
     A LLaMA header holds a multiplier for the MLP width, which llm.c truncates to an integer. So the element count in
     the file determines the width.
     """
-    vocab_size, n_layer, n_head, n_embd = (sizes[name] for name in ("vocab_size", "n_layer", "n_head", "n_embd"))
+    vocab_size, n_head, n_embd = (sizes[name] for name in ("vocab_size", "n_head", "n_embd"))
     begin, end = _ENDS.get(vocab_size, (vocab_size - 1, vocab_size - 1))
     common = ModelConfig(
         family=family,
-        n_layer=n_layer,
+        n_layer=sizes["n_layer"],
         n_head=n_head,
         n_kv_head=sizes.get("n_kv_head", n_head),
         n_embd=n_embd,
@@ -198,20 +175,18 @@ def _model(family: Family, sizes: Mapping[str, int], header: Sequence[int], item
     )
     if "n_kv_head" not in sizes:
         return common
-    kv_width = n_embd // n_head * common.n_kv_head
-    in_layers = items - 2 * vocab_size * n_embd - n_embd
-    in_mlp = in_layers - n_layer * (2 * n_embd + (2 * n_embd + 2 * kv_width) * n_embd)
-    width, remainder = divmod(in_mlp, 3 * n_layer * n_embd)
-    if remainder or width < 1 or (header[9] > 0 and width % header[9]):
-        return None
-    return replace(
+    llama = replace(
         common,
-        intermediate_size=width,
         tie_word_embeddings=False,
         norm_eps=_number(header[10]) or _NORM_EPS,
         rope_theta=_number(header[11]) or 500000.0,
         rope_scaling=_SCALED if header[12] else None,
     )
+    narrow, wide = (
+        sum(prod(shape) for _, shape in _tensors(replace(llama, intermediate_size=width), vocab_size))
+        for width in (1, 2)
+    )
+    return replace(llama, intermediate_size=1 + (items - narrow) // (wide - narrow))
 
 
 def _number(bits: int) -> float:
@@ -241,4 +216,4 @@ def _tensors(model: ModelConfig, rows: int) -> Iterator[tuple[str, tuple[int, ..
         yield OUTPUT, table
 
 
-FORMAT = Format("llm.c", "an llm.c weight file (GPT-2 or LLaMA-3)", read_source)
+FORMAT = Format("llm.c", "an llm.c weight file (GPT-2 or LLaMA-3)", read_source, takes_file=True)

@@ -21,7 +21,7 @@ from reprise.loading import Checkpoint, Chooser, LoadSource, LoadTerms, open_che
 from reprise.storage import Files, is_file
 from trainer.config.checkpoint import CheckpointSection
 from trainer.interop.hf.config import is_folder
-from trainer.interop.source import StateSource, adapters_of, holds_adapters, of_checkpoint
+from trainer.interop.source import StateSource, holds_adapters, of_checkpoint
 from trainer.interop.start import open_weights, weights_identity
 
 _log = logging.getLogger(__name__)
@@ -40,7 +40,8 @@ def merged(checkpoint: Checkpoint, base: Path, *, averages: bool = False) -> Sta
     """
     if not holds_adapters(checkpoint):
         raise MismatchError("A checkpoint has no adapters to merge", where=checkpoint.path, fix="Omit the base.")
-    adapters, expected = adapters_of(checkpoint, averages=averages), checkpoint.state.get("base")
+    adapters = of_checkpoint(checkpoint, averages=averages, takes_adapters=True)
+    expected = checkpoint.state.get("base")
     if not (isinstance(expected, Mapping) and adapters.model.is_adapted):
         raise CheckpointError(
             "The adapter checkpoint does not describe its adapters or its base", where=checkpoint.path / STATE
@@ -76,7 +77,7 @@ def check_adapters(checkpoint: Checkpoint) -> None:
     Raises:
         CheckpointError: The adapters are damaged.
     """
-    adapters = adapters_of(checkpoint)
+    adapters = of_checkpoint(checkpoint, takes_adapters=True)
     for name in adapter_tensors(adapters.model):
         adapters.read(name)
 
@@ -92,7 +93,8 @@ def _open_base(path: Path, model: ModelConfig, digest: object, files: Files) -> 
         weights = open_weights(path, plain, CheckpointSection())
         for note in weights.notes:
             _log.warning(note)
-        return StateSource(plain, 0, has_optimizer=False, read=weights.read), weights_identity(path, weights.files)
+        identity = weights_identity(path, weights.files.values())
+        return StateSource(plain, 0, has_optimizer=False, read=weights.read), identity
     chooser = Chooser(LoadSource.named(path, terms=LoadTerms("the base")), files, lambda _: None)
     same = (candidate for candidate in chooser.openable() if candidate.digest == digest)
     checkpoint = next(same, None) or open_checkpoint(chooser.pick(), files, may_lack=True)

@@ -11,6 +11,7 @@ import logging
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,11 +23,11 @@ from reprise.errors import CheckpointError, MismatchError
 from reprise.storage import finite_number, integer, is_dir, shown
 from reprise.tensors import canonical_name
 from trainer.config.frozen import frozen_names
-from trainer.interop.formats import Format, ImportOptions, common_step, few, log_settings, require_trust
-from trainer.interop.numbered import MOMENTS, STEP, Table, numbers_by_name
-from trainer.interop.source import StateSource
-from trainer.interop.stored import misfits, require_none
-from trainer.interop.torch_file import is_plain, open_torch_file
+from trainer.interop.formats import Format, ImportOptions, common_step, log_settings, require_trust
+from trainer.interop.numbered import Table, numbers_by_name
+from trainer.interop.source import MOMENTS, STEP, StateSource, by_kind
+from trainer.interop.stored import require_fit
+from trainer.interop.torch_file import is_plain, read_torch_file
 
 _log = logging.getLogger(__name__)
 
@@ -52,8 +53,8 @@ def read_source(path: Path, options: ImportOptions) -> StateSource:
     """
     require_trust(options, "nanoGPT", where=path)
     file = path / "ckpt.pt" if is_dir(path) else path
-    table = open_torch_file(file)
-    weights = _weights(table["model"], file)
+    table = read_torch_file(file)
+    weights = _weights(table["model"])
     model = _model(table["model_args"], weights, where=file)
     _check_model(weights, model, where=file)
     shapes = {name: weights[name].shape for name in stored_tensors(model) if name in weights}
@@ -64,44 +65,33 @@ def read_source(path: Path, options: ImportOptions) -> StateSource:
         decayed = sorted({*decayed} - {_EMBEDDING, _POSITIONS})
         vectors, model = sorted(shapes.keys() - decayed), replace(model, activation=Activation.gelu_tanh)
         _log.warning("that version decayed no embeddings; a run decays them, unless optimizer.weight_decay=0")
-    entries, iteration, step = dict[str, Table](), 0, 0.0
+    tables, iteration, step = {"": weights}, 0, 0.0
     if not options.weights_only:
         optimizer, iteration = table["optimizer"], integer(table["iter_num"])
         numbers = numbers_by_name(optimizer, [(decayed, vectors)], shapes, program="nanoGPT", where=file)
         entries = {name: optimizer["state"][number] for name, number in numbers.items()}
-        step = common_step([entry.get(STEP) for entry in entries.values()], where=file) or 0.0
+        tables |= {kind: {name: entry[kind] for name, entry in entries.items()} for kind in MOMENTS}
+        step = common_step(entry.get(STEP) for entry in entries.values()) or 0.0
         log_settings(optimizer["param_groups"])
         if step != iteration:
             _log.warning(f"AdamW made {step:.0f} steps in {iteration} iterations; both are kept")
     _log_choices(model, weights, options)
 
-    def read(name: str) -> torch.Tensor:
-        kind, _, parameter = name.partition(".")
-        if kind == STEP:
-            return torch.tensor(step if parameter in weights else 0.0)
-        stored = parameter if kind in MOMENTS else name
-        if stored not in weights:
-            return torch.zeros(stored_tensors(model)[stored].shape)
-        tensor = entries[stored][kind] if kind in MOMENTS else weights[stored]
-        return tensor.T if stored.endswith(_TRANSPOSED) else tensor
+    def read(kind: str, name: str) -> torch.Tensor:
+        if name not in weights:
+            return torch.zeros(stored_tensors(model)[name].shape)
+        tensor = tables[kind][name]
+        return tensor.T if name.endswith(_TRANSPOSED) else tensor
 
-    return StateSource(model, iteration, not options.weights_only, read)
+    steps = dict.fromkeys(weights, step)
+    source = by_kind(partial(read, ""), read, lambda name: steps.get(name, 0.0))
+    return StateSource(model, iteration, not options.weights_only, source)
 
 
-def _weights(module: Table, where: Path) -> dict[str, torch.Tensor]:
+def _weights(module: Table) -> dict[str, torch.Tensor]:
     """Return the weights by name, in file order, without compilation prefixes, masks and a tied output layer."""
-    weights = {canonical_name(str(name)): tensor for name, tensor in module.items()}
+    weights = {canonical_name(str(name)): tensor for name, tensor in module.items() if is_plain(tensor)}
     weights = {name: tensor for name, tensor in weights.items() if not _MASK.fullmatch(name)}
-    if malformed := [name for name, tensor in weights.items() if not is_plain(tensor)]:
-        raise CheckpointError("A weight is not a dense floating-point tensor", where=where, found=", ".join(malformed))
-    for name in (_EMBEDDING, _POSITIONS):
-        if name not in weights or weights[name].dim() != 2:
-            raise MismatchError(
-                "The file holds no nanoGPT model",
-                where=where,
-                expected=f"a matrix {name}",
-                found=few(weights),
-            )
     if OUTPUT in weights and torch.equal(weights[OUTPUT], weights[_EMBEDDING]):
         del weights[OUTPUT]
     return weights
@@ -160,7 +150,7 @@ def _check_model(weights: Mapping[str, torch.Tensor], model: ModelConfig, *, whe
         for name, tensor in stored_tensors(model).items()
         if has_bias or not name.endswith(".bias")
     }
-    require_none(misfits(weights, expected), where=f"{where}, with an MLP of 4 times the width")
+    require_fit(weights, expected, where=f"{where}, with an MLP of 4 times the width")
 
 
 def _log_choices(model: ModelConfig, weights: Mapping[str, torch.Tensor], options: ImportOptions) -> None:
@@ -175,4 +165,4 @@ def _log_choices(model: ModelConfig, weights: Mapping[str, torch.Tensor], option
     _log.info("not carried: best_val_loss, config; nanoGPT draws its batches at random, so there is no data position")
 
 
-FORMAT = Format("nanoGPT", "a nanoGPT ckpt.pt", read_source)
+FORMAT = Format("nanoGPT", "a nanoGPT ckpt.pt", read_source, takes_file=True)

@@ -8,12 +8,11 @@ from typing import Any, TypeVar
 
 from reprise.errors import MismatchError
 from trainer.interop.formats import listed
+from trainer.interop.source import MOMENTS
 from trainer.interop.torch_file import is_plain
 
 Table = Mapping[Any, Any]
 Key = TypeVar("Key", bound=Hashable)
-
-MOMENTS, STEP = ("exp_avg", "exp_avg_sq"), "step"
 
 
 def numbers_by_name(

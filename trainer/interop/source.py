@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -17,6 +18,8 @@ from reprise.tensors import LiveTensor, torch_dtype
 from trainer.data.tokenizer_beside import TOKENIZER_FILES
 from trainer.optim.table import AVERAGE
 from trainer.record.run_record import saved_model
+
+MOMENTS, STEP = ("exp_avg", "exp_avg_sq"), "step"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,28 @@ class StateSource:
     log: Sequence[Json] = ()
 
 
+def by_kind(
+    weight: Callable[[str], torch.Tensor],
+    moment: Callable[[str, str], torch.Tensor],
+    step: Callable[[str], Any],
+) -> Callable[[str], torch.Tensor]:
+    """Return a source's `read`.
+
+    Args:
+        weight: Returns a parameter by its stored name.
+        moment: Returns a moment by its kind and its parameter's name.
+        step: Returns a parameter's step count.
+    """
+
+    def read(name: str) -> torch.Tensor:
+        kind, _, parameter = name.partition(".")
+        if kind == STEP:
+            return torch.tensor(float(step(parameter)))
+        return moment(kind, parameter) if kind in MOMENTS else weight(name)
+
+    return read
+
+
 def refuse_adapters(checkpoint: Checkpoint, *, fix: str) -> None:
     """Refuse a checkpoint with adapters and no base weights.
 
@@ -57,24 +82,6 @@ def refuse_adapters(checkpoint: Checkpoint, *, fix: str) -> None:
 def holds_adapters(checkpoint: Checkpoint) -> bool:
     """Return whether a checkpoint has adapters and no base weights."""
     return ADAPTERS in checkpoint.manifest.files
-
-
-def of_checkpoint(checkpoint: Checkpoint, *, averages: bool = False) -> StateSource:
-    """Return our checkpoint as a source. Every block read is verified against its digest.
-
-    Args:
-        averages: See `adapters_of`.
-
-    Raises:
-        CheckpointError: The state file or a header is damaged.
-        MismatchError: The checkpoint holds adapters alone, or lacks the requested averages.
-    """
-    refuse_adapters(
-        checkpoint,
-        fix="Merge the two with `reprise convert export hf --merge BASE CHECKPOINT OUT`; `reprise generate` takes "
-        "--base BASE.",
-    )
-    return adapters_of(checkpoint, averages=averages)
 
 
 def tensor_reader(checkpoint: Checkpoint) -> Callable[[str], torch.Tensor]:
@@ -115,16 +122,23 @@ def require_averages(checkpoint: Checkpoint) -> None:
         )
 
 
-def adapters_of(checkpoint: Checkpoint, *, averages: bool = False) -> StateSource:
-    """Return our checkpoint, which may hold adapters alone, as a source.
+def of_checkpoint(checkpoint: Checkpoint, *, averages: bool = False, takes_adapters: bool = False) -> StateSource:
+    """Return our checkpoint as a source. Every block read is verified against its digest.
 
     Args:
         averages: Whether to read moving averages in place of parameters. Frozen parameters have none.
+        takes_adapters: Whether the checkpoint may hold adapters alone.
 
     Raises:
         CheckpointError: The state file or a header is damaged.
-        MismatchError: The checkpoint lacks the requested averages.
+        MismatchError: The checkpoint holds adapters alone, or lacks the requested averages.
     """
+    if not takes_adapters:
+        refuse_adapters(
+            checkpoint,
+            fix="Merge the two with `reprise convert export hf --merge BASE CHECKPOINT OUT`; `reprise generate` takes "
+            "--base BASE.",
+        )
     if averages:
         require_averages(checkpoint)
     read_stored = tensor_reader(checkpoint)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -24,11 +24,9 @@ from trainer.interop.finite import require_finite
 from trainer.interop.hf.config import CONFIG, differences
 from trainer.interop.hf.folder import (
     check_tied,
-    file_of,
     open_folder,
     other_files_notes,
     stored_tensors,
-    tensor_files,
     trainer_checkpoints,
 )
 from trainer.interop.samples import digest_of_samples
@@ -38,7 +36,7 @@ from trainer.run.fitting import Fit, Fitting, fill_unstored
 _log = logging.getLogger(__name__)
 
 
-def weights_identity(path: Path, files: Sequence[Path] | None = None) -> dict[str, str]:
+def weights_identity(path: Path, files: Iterable[Path] | None = None) -> dict[str, str]:
     """Return the format of another program's weights, and a digest that does not depend on the path.
 
     Args:
@@ -49,9 +47,9 @@ def weights_identity(path: Path, files: Sequence[Path] | None = None) -> dict[st
     """
     owner = "llm.c" if is_file(path) else "transformers"
     if files is None:
-        files = [path] if is_file(path) else tensor_files(open_folder(path))
+        files = [path] if is_file(path) else list(open_folder(path).files.values())
     try:
-        return {"format": owner, "xxh3_64": digest_of_samples(files).hex()}
+        return {"format": owner, "xxh3_64": digest_of_samples(sorted(set(files))).hex()}
     except OSError as error:
         raise unreadable(error, where=path) from error
 
@@ -63,16 +61,14 @@ class ForeignWeights:
     Args:
         fit: How they may differ from the model's tensors.
         notes: Log lines on allowed differences from the configuration.
-        files: The weight files, in the same order on every host.
+        files: Each tensor's file, by stored name.
         read: Returns a tensor by its stored name, as a view of a mapped file where possible.
-        file_of: Returns a tensor's file.
     """
 
     fit: Fit
     notes: Sequence[str]
-    files: Sequence[Path]
+    files: Mapping[str, Path]
     read: Callable[[str], torch.Tensor]
-    file_of: Callable[[str], Path]
 
     def fill(self, live: Sequence[LiveTensor], progress: Callable[[int], object] = lambda _: None) -> LoadReport:
         """Copy each box in `live` from its file, reading nothing else. `progress` receives the copied bytes.
@@ -85,7 +81,7 @@ class ForeignWeights:
             spec, values = tensor.spec, self.read(tensor.spec.name)
             part = values.reshape(spec.view)[tensor.box.slices]
             tensor.local.detach().copy_(part.reshape(tensor.local.shape))
-            require_finite(tensor.local, where=f"{self.file_of(spec.name)}, {spec.name}", part=(spec, tensor.box))
+            require_finite(tensor.local, where=f"{self.files[spec.name]}, {spec.name}", part=(spec, tensor.box))
             read_bytes += part.nbytes
             progress(tensor.local.nbytes)
         filled_bytes = sum(tensor.local.nbytes for tensor in live)
@@ -118,7 +114,7 @@ def load_pretrained(
     with channel.agreed("pretrained/open"):
         _require_finetune(path, section)
         weights = open_weights(path, model, section, is_first=cluster.rank == 0)
-        identity = weights_identity(path, weights.files)
+        identity = weights_identity(path, weights.files.values())
     digest = identity["xxh3_64"]
     channel.require_same("pretrained/digest", digest, lambda first: _other_weights(path, digest, first))
     fill_unstored(weights.fit, live, model, seed)
@@ -147,10 +143,6 @@ def open_weights(
     """
     if is_file(path):
         return _open_file(path, model, section)
-    return _open_folder(path, model, section, is_first=is_first)
-
-
-def _open_folder(path: Path, model: ModelConfig, section: CheckpointSection, *, is_first: bool) -> ForeignWeights:
     folder = open_folder(path)
     same = _with_stored_sizes(folder.model, model) if section.resize else model
     fit = replace(Fit.of(section, same, model), casts=False)  # every dtype is copied as float32
@@ -160,7 +152,7 @@ def _open_folder(path: Path, model: ModelConfig, section: CheckpointSection, *, 
     if is_first and not fit.patterns:
         check_tied(folder, model)
     notes += [*folder.lost, *other_files_notes(path)]
-    return ForeignWeights(fit, notes, tensor_files(folder), tensors.__getitem__, lambda name: file_of(folder, name))
+    return ForeignWeights(fit, notes, folder.files, tensors.__getitem__)
 
 
 def _with_stored_sizes(stored: ModelConfig, model: ModelConfig) -> ModelConfig:
@@ -180,7 +172,7 @@ def _open_file(path: Path, model: ModelConfig, section: CheckpointSection) -> Fo
             )
     file = llmc.open_file(path)
     notes = differences(file.model, model, where=path, kind="file")
-    return ForeignWeights(Fit(), notes, [path], file.read, lambda _: path)
+    return ForeignWeights(Fit(), notes, dict.fromkeys(file.tensors, path), file.read)
 
 
 def _other_weights(path: Path, digest: str, first: str) -> MismatchError:
@@ -195,12 +187,9 @@ def _other_weights(path: Path, digest: str, first: str) -> MismatchError:
 
 def _trainer_note(path: Path) -> str:
     """Describe the Trainer's files in a folder mistaken for a run."""
-    saved = trainer_checkpoints(path)
-    return (
-        f"; the {STATE} is that of transformers' Trainer, which `reprise convert import trainer` takes"
-        if exists(path / STATE)
-        else ""
-    ) + (f"; {saved[-1]} beside it has the Trainer's newest checkpoint" if saved else "")
+    taken = f"; the {STATE} is that of transformers' Trainer, which `reprise convert import trainer` takes"
+    saved = [f"; {name} beside it has the Trainer's newest checkpoint" for name in trainer_checkpoints(path)]
+    return "".join([taken] * exists(path / STATE) + saved[-1:])
 
 
 def _require_finetune(path: Path, section: CheckpointSection) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -45,13 +45,23 @@ class FileTensor:
         return cls(tuple(tensor.shape), tensor.dtype, lambda: tensor)
 
 
-def misfits(
-    stored: Mapping[str, Sized], expected: Mapping[str, Shape], is_allowed: Callable[[str], bool] = lambda _: False
-) -> list[str]:
-    """Return a line for each missing or unexpected tensor, and each with another shape or no floating-point numbers.
+def require_fit(
+    stored: Mapping[str, Sized],
+    expected: Mapping[str, Shape],
+    is_allowed: Callable[[str], bool] = lambda _: False,
+    *,
+    where: object,
+    fix: str | None = None,
+    differences: Iterable[str] = (),
+) -> None:
+    """Refuse missing and unexpected tensors, and tensors with another shape or no floating-point numbers.
 
     Args:
         is_allowed: Whether the model may lack a stored tensor, by name.
+        differences: Other differences from the model.
+
+    Raises:
+        MismatchError: There are differences. The error lists them.
     """
     problems = [f"missing: {name}" for name in expected if name not in stored]
     for name, tensor in stored.items():
@@ -61,15 +71,6 @@ def misfits(
             problems.append(f"{name}: shape {list(tensor.shape)}, expected {list(expected[name])}")
         elif tensor.dtype not in FLOATS:
             problems.append(f"{name}: {tensor.dtype}")
-    return problems
-
-
-def require_none(problems: Sequence[str], *, where: object, fix: str | None = None) -> None:
-    """Refuse files with differences from the model.
-
-    Raises:
-        MismatchError: There are differences. The error lists them.
-    """
-    if problems:
+    if problems := [*problems, *differences]:
         content = listed(problems, "difference")
         raise MismatchError("The files hold a different model", where=where, found=content, fix=fix)

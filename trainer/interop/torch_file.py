@@ -13,7 +13,8 @@ import pickle
 import re
 import struct
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -21,8 +22,9 @@ import torch
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from reprise.errors import CheckpointError
-from reprise.storage import failed_read, open_regular, shown
+from reprise.storage import failed_read, open_regular, read_regular, shown
 
+_MOST_METADATA_BYTES = 4 << 30  # 200 bytes per chunk: room for twenty million
 FLOATS = {torch.float32, torch.bfloat16, torch.float16, torch.float64}
 # Errors that Python's and torch's readers raise for damaged files.
 _DAMAGE = (
@@ -77,11 +79,11 @@ class PlainObject:
         return ", ".join(map(shown, self.values)) or "an object of a class that is not loaded"
 
 
-class FilePart(io.RawIOBase):
+class _FilePart(io.RawIOBase):
     """A byte range presented as a separate file."""
 
     def __init__(self, path: Path, offset: int, length: int) -> None:
-        self._descriptor, self._begin, self._length, self._at = open_regular(path), offset, length, 0
+        self._file, self._begin, self._length, self._at = os.fdopen(open_regular(path), "rb"), offset, length, 0
 
     def readable(self) -> bool:
         """Return True."""
@@ -93,54 +95,73 @@ class FilePart(io.RawIOBase):
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         """Move to an offset in the part."""
-        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
-        return self._at
-
-    def tell(self) -> int:
-        """Return the next byte's offset in the part."""
+        self._at = offset + (0, self._at, self._length)[whence]
         return self._at
 
     def readinto(self, buffer: Any) -> int:
         """Read the part's next bytes into memory, and return their count."""
         count = max(0, min(len(buffer), self._length - self._at))
-        count = os.preadv(self._descriptor, [memoryview(buffer)[:count]], self._begin + self._at)
+        count = os.preadv(self._file.fileno(), [memoryview(buffer)[:count]], self._begin + self._at)
         self._at += count
         return count
 
     def close(self) -> None:
         """Close the file."""
-        if not self.closed:
-            os.close(self._descriptor)
+        self._file.close()
         super().close()
 
 
-def open_torch_file(path: Path) -> Mapping[Any, Any]:
-    """Return a file's dictionary, with memory-mapped tensors.
-
-    Raises:
-        CheckpointError: The file is damaged, or does not hold a dictionary.
-        UnreadableError: The file cannot be read at the moment.
-    """
-    content = read_torch_file(path)
-    if not isinstance(content, Mapping):
-        raise _unreadable(path, f"an object of {type(content).__name__}")
-    return content
-
-
-def read_torch_file(path: Path) -> Any:
+def read_torch_file(path: Path, part: tuple[int, int] | None = None) -> Any:
     """Return a file's content, with memory-mapped tensors.
+
+    Args:
+        part: The offset and length of a `torch.save` file within the file. Its tensors are read.
 
     Raises:
         CheckpointError: The file is damaged.
         UnreadableError: The file cannot be read at the moment.
     """
+    with _reading(path), _FilePart(path, *part) if part else os.fdopen(open_regular(path), "rb") as file:
+        return load_plain(file, None if part else path)
+
+
+def read_records(path: Path) -> Any:
+    """Return the content of DCP's metadata. See `unpickle_records`.
+
+    Raises:
+        CheckpointError: The file is damaged, or names other programs' classes.
+        UnreadableError: The file cannot be read at the moment.
+    """
+    with _reading(path):
+        return unpickle_records(read_regular(path, limit_bytes=_MOST_METADATA_BYTES))
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
     try:
-        with os.fdopen(open_regular(path), "rb") as file:
-            return load_plain(file, path)
+        yield
     except OSError as error:
         raise failed_read("A torch file cannot be read", error, where=path) from error
     except PickleProblem as error:
-        raise _unreadable(path, str(error)) from error
+        raise CheckpointError(
+            "A torch file cannot be read",
+            where=path,
+            found=str(error),
+            fix="The file is truncated or damaged, or another program wrote it: copy it again, or import another "
+            "checkpoint or form, such as a Hugging Face folder.",
+        ) from error
+
+
+@contextmanager
+def _sound() -> Iterator[None]:
+    """Raise a `PickleProblem` for whatever a reader raises for damaged bytes."""
+    try:
+        yield
+    except PickleProblem:
+        raise
+    except _DAMAGE as error:
+        reason = _REASON.search(text := str(error))
+        raise PickleProblem(f"{type(error).__name__}: {(reason[1] if reason else text)[:200]}") from None
 
 
 def load_plain(file: Any, path: Path | None = None) -> Any:
@@ -153,7 +174,7 @@ def load_plain(file: Any, path: Path | None = None) -> Any:
     Raises:
         PickleProblem: The bytes are damaged.
     """
-    try:
+    with _sound():
         with zipfile.ZipFile(file) as archive:
             members = archive.infolist()
             if packed := [member.filename for member in members if member.compress_type]:
@@ -166,15 +187,6 @@ def load_plain(file: Any, path: Path | None = None) -> Any:
         file.seek(0)
         with safe_globals([(PlainObject, name) for name in names]):
             return torch.load(path or file, map_location="cpu", weights_only=True, mmap=path is not None)
-    except PickleProblem:
-        raise
-    except _DAMAGE as error:
-        reason = _REASON.search(text := str(error))
-        raise PickleProblem(f"{type(error).__name__}: {(reason[1] if reason else text)[:200]}") from None
-
-
-class ForeignClass(PickleProblem):
-    """A class not found in DCP metadata."""
 
 
 # Packages with classes in DCP metadata: torch, Megatron-Core, and pathlib. Python 3.11.0 to 3.11.3 pickles enumeration
@@ -194,22 +206,17 @@ class _Reader(pickle.Unpickler):
             return member
         if module.startswith(_RECORDS) or (module, name) == ("builtins", "getattr"):
             return PlainObject
-        raise ForeignClass(f"{module[:200]}.{name[:200]}, which is not part of DCP metadata")
+        raise PickleProblem(f"{module[:200]}.{name[:200]}, which is not part of DCP metadata")
 
 
 def unpickle_records(data: bytes) -> Any:
     """Return the value in DCP metadata, with plain objects in place of torch's classes.
 
     Raises:
-        ForeignClass: The pickle names another class.
-        PickleProblem: The pickle is damaged.
+        PickleProblem: The pickle is damaged, or names another class.
     """
-    try:
+    with _sound():
         return _Reader(io.BytesIO(data)).load()
-    except PickleProblem:
-        raise
-    except _DAMAGE as error:
-        raise PickleProblem(f"{type(error).__name__}: {str(error)[:200]}") from None
 
 
 def is_plain(value: object) -> TypeGuard[torch.Tensor]:
@@ -227,13 +234,3 @@ def attributes_of(value: object) -> dict[str, Any]:
     if isinstance(value, PlainObject):
         return dict(value.attributes)
     return dict(vars(value)) if isinstance(value, argparse.Namespace) else {}
-
-
-def _unreadable(path: Path, actual: str) -> CheckpointError:
-    return CheckpointError(
-        "A torch file cannot be read",
-        where=path,
-        expected="a complete dictionary written by torch.save",
-        found=actual,
-        fix="The file is missing, truncated or damaged: copy it again, or use another checkpoint.",
-    )

@@ -11,9 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
-from reprise.errors import CheckpointError
 from reprise.format import Box, Split, box_of_splits
 from reprise.storage import is_file, is_file_name, matching
 from reprise.tensors import canonical_name, local_of
@@ -21,14 +19,14 @@ from trainer.interop.dcp.folder import (
     METADATA,
     DcpFolder,
     DcpTensor,
-    StoredPart,
+    Part,
+    held,
     open_folder,
-    read_metadata,
     require_whole,
 )
 from trainer.interop.formats import ImportOptions, require_trust
-from trainer.interop.hf.folder import SHARDS
-from trainer.interop.torch_file import read_torch_file
+from trainer.interop.hf.folder import SHARDS, opened
+from trainer.interop.torch_file import read_records, read_torch_file
 
 TABLE = "metadata.pkl"
 _VERSION = "2.0"
@@ -41,18 +39,16 @@ def open_any(path: Path, options: ImportOptions) -> DcpFolder:
     transformers saves the optimizer with DCP, possibly in the same folder.
 
     Raises:
-        ConfigError: The folder is torch_checkpointing's, and pickles are not trusted.
-        CheckpointError: `path` is not such a folder, is damaged, or its DCP metadata is not trusted.
-        MismatchError: The DCP metadata names other programs' classes.
+        ConfigError: Pickles are not trusted.
+        CheckpointError: `path` is not such a folder, or is damaged.
     """
     if is_file(path / TABLE):
         require_trust(options, "torch_checkpointing", where=path)
         return require_whole(_read_torch_checkpointing(path))
     shards = matching(path, SHARDS)
-    if shards and not is_file(path / METADATA):
-        return require_whole(DcpFolder(path, _read_shards(shards), {}))
-    folder = open_folder(path, trust_pickle=options.trusts_pickle)
-    return require_whole(replace(folder, tensors={**folder.tensors, **_read_shards(shards)})) if shards else folder
+    is_dcp = is_file(path / METADATA) or not shards
+    folder = open_folder(path, options) if is_dcp else DcpFolder(path, {}, {})
+    return require_whole(replace(folder, tensors={**folder.tensors, **_read_shards(shards)}))
 
 
 def _read_torch_checkpointing(path: Path) -> DcpFolder:
@@ -60,7 +56,7 @@ def _read_torch_checkpointing(path: Path) -> DcpFolder:
 
     Source: `DistributedMetadata.to_dict`, torch_checkpointing 0.1.1. The table omits items without a resharder.
     """
-    table = read_metadata(path / TABLE)
+    table = read_records(path / TABLE)
     if table["version"] != _VERSION:
         raise ValueError(f"version {table['version']}, not {_VERSION}")
     tensors, values = dict[str, DcpTensor](), dict[str, Any]()
@@ -76,7 +72,7 @@ def _read_torch_checkpointing(path: Path) -> DcpFolder:
 
 
 def _tensor(
-    keys: tuple[str | int, ...], groups: Sequence[Any], leaves: Callable[[int], Mapping[Any, StoredPart]]
+    keys: tuple[str | int, ...], groups: Sequence[Any], leaves: Callable[[int], Mapping[Any, Part]]
 ) -> DcpTensor:
     """Return a tensor from the table.
 
@@ -85,7 +81,7 @@ def _tensor(
         groups: Placements, each with its ranks.
         leaves: Returns a rank's file content by keys.
     """
-    chunks = dict[Box, StoredPart]()
+    chunks = dict[Box, Part]()
     for group in groups:
         packed = group["sharding_metadata"]
         if packed["type"] != "DTensorShardingMetadata":
@@ -109,7 +105,7 @@ def _box(shape: tuple[int, ...], placed: Mapping[str, Any], rank: int) -> Box:
     return box_of_splits(shape, splits)
 
 
-def _leaves(path: Path, item: str, layouts: Mapping[int, Any], rank: int) -> dict[tuple[str | int, ...], StoredPart]:
+def _leaves(path: Path, item: str, layouts: Mapping[int, Any], rank: int) -> dict[tuple[str | int, ...], Part]:
     """Return a rank's file content by keys. A DTensor is represented by its local part."""
     import torch.distributed.tensor  # makes the weights-only reader accept DTensors
 
@@ -119,10 +115,10 @@ def _leaves(path: Path, item: str, layouts: Mapping[int, Any], rank: int) -> dic
     if not is_file_name(name) or not name.endswith(".pt"):
         raise ValueError(f"{name[:200]} for {item} of rank {rank}, which is not a torch file in the folder")
 
-    def walk(value: Any, keys: tuple[str | int, ...]) -> Iterator[tuple[tuple[str | int, ...], StoredPart]]:
+    def walk(value: Any, keys: tuple[str | int, ...]) -> Iterator[tuple[tuple[str | int, ...], Part]]:
         members = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else None
         if members is None:
-            yield keys, StoredPart.of(path / name, local_of(value) if isinstance(value, torch.Tensor) else value)
+            yield keys, held(local_of(value) if isinstance(value, torch.Tensor) else value)
         for key, member in members or ():
             yield from walk(member, (*keys, key))
 
@@ -138,18 +134,15 @@ def _read_shards(files: Sequence[Path]) -> dict[str, DcpTensor]:
 
     Source: torch's `HuggingFaceStorageWriter(save_distributed=True)`, which transformers 5.23 and 5.24 use.
     """
-    parts = dict[str, dict[Box, StoredPart]]()
+    parts = dict[str, dict[Box, Part]]()
     for file in files:
-        try:
-            with safe_open(file, "pt") as content:
-                for name, info in json.loads((content.metadata() or {})[_OFFSETS]).items():
-                    tensor = content.get_tensor(name)
-                    box = Box(tuple(map(int, info["saved_offsets"])), tuple(tensor.shape))
-                    parts.setdefault(name, {})[box] = StoredPart.of(file, tensor)
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError("A safetensors file cannot be read", where=file, found=str(error)) from error
+        with opened(file) as content:
+            for name, info in json.loads((content.metadata() or {})[_OFFSETS]).items():
+                tensor = content.get_tensor(name)
+                box = Box(tuple(map(int, info["saved_offsets"])), tuple(tensor.shape))
+                parts.setdefault(name, {})[box] = held(tensor)
     tensors = dict[str, DcpTensor]()
     for name, boxes in parts.items():
         shape = tuple(map(max, zip(*(box.end for box in boxes), strict=True)))
-        tensors[name] = DcpTensor(shape, next(iter(boxes.values())).read().dtype, boxes)
+        tensors[name] = DcpTensor(shape, next(iter(boxes.values()))().dtype, boxes)
     return tensors

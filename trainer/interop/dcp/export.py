@@ -9,19 +9,20 @@ from typing import Any
 
 import torch
 
+from models.adapters import model_documents
 from models.config import ModelConfig
-from models.families import aliases, generation_config, hf_config, stored_tensors
-from reprise.errors import CheckpointError, MismatchError
+from models.families import aliases, stored_tensors
+from reprise.errors import MismatchError
 from reprise.format import STATE
 from reprise.loading import Checkpoint
 from reprise.storage import finite_number, json_file
 from trainer.config.optimizer import OptimizerSection
-from trainer.interop.dcp.names import MOMENTS, STEP
 from trainer.interop.dcp.streaming import StreamingPlanner, sync_folder, write_folder
 from trainer.interop.formats import ExportOptions, require_float32
 from trainer.interop.new_output import new_output
-from trainer.interop.source import StateSource, of_checkpoint
+from trainer.interop.source import MOMENTS, STEP, of_checkpoint
 from trainer.optim.table import no_decay_names
+from trainer.record.data_origin import reading_state
 from trainer.record.run_record import saved_frozen, saved_schedule
 from trainer.schedules.progress import Progress
 
@@ -59,15 +60,13 @@ def write(checkpoint: Checkpoint, out: Path, options: ExportOptions) -> None:
     with new_output(out, files) as partial:
         files.make_folder(partial)
         state = _state(source.model, adam, counters)
-        planner = StreamingPlanner(lambda index: _read(source, state.names.get(index.fqn)))
+        planner = StreamingPlanner(
+            lambda index: source.read(state.names[index.fqn]).float() if index.fqn in state.names else None
+        )
         write_folder(partial, state.nested, planner, total_bytes=state.total_bytes)
-        for name, document in _documents(source.model).items():
+        for name, document in model_documents(source.model).items():
             files.write_whole(partial / name, json_file.to_bytes(document))
         sync_folder(files, partial)
-
-
-def _read(source: StateSource, name: str | None) -> torch.Tensor | None:
-    return None if name is None else source.read(name).to(torch.float32)
 
 
 def saved_counters(checkpoint: Checkpoint) -> dict[str, int]:
@@ -76,11 +75,8 @@ def saved_counters(checkpoint: Checkpoint) -> dict[str, int]:
     Raises:
         CheckpointError: The state file has no counts.
     """
-    try:
+    with reading_state("progress", checkpoint.path / STATE):
         progress = Progress.from_record(checkpoint.state)
-    except (LookupError, TypeError, ValueError) as error:
-        where = checkpoint.path / STATE
-        raise CheckpointError("A state file has no progress", where=where, found=repr(error)) from error
     return {name: getattr(progress, name) for name in ("iteration", "consumed_samples", "consumed_tokens")}
 
 
@@ -106,17 +102,11 @@ def saved_adam(checkpoint: Checkpoint, config: ModelConfig, *, to: str = "DCP") 
             fix="Save with checkpoint.no_save_optim=true, or export the weights to another format.",
         )
     _, adam = saved_schedule(checkpoint.state, OptimizerSection(), where=where)
-    try:
+    with reading_state("learning rate", where):
         lr = finite_number(checkpoint.state.get("lr"))
-    except ValueError as error:
-        raise CheckpointError("A state file has no learning rate", where=where, found=str(error)) from error
     betas = (adam.adam_beta1, adam.adam_beta2)
     frozen = saved_frozen(checkpoint.state, config)
     return SavedAdam(lr, betas, adam.adam_eps, adam.weight_decay, no_decay_names(config), frozen)
-
-
-def _documents(model: ModelConfig) -> dict[str, dict[str, object]]:
-    return {"config.json": hf_config(model), "generation_config.json": generation_config(model)}
 
 
 @dataclass(frozen=True, slots=True)

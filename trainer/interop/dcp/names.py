@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,10 +13,8 @@ from models.families import aliases, stored_tensors
 from reprise.errors import MismatchError, count_of
 from trainer.interop.formats import few
 from trainer.interop.projections import halves_from_pairs, split_groups
-from trainer.interop.stored import Shape, Sized, misfits, require_none
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
-STEP = "step"
+from trainer.interop.source import MOMENTS, STEP
+from trainer.interop.stored import Shape, Sized, require_fit
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,35 +66,48 @@ def locate(
             or optimizer state for only some parameters. The error lists all problems.
     """
     scheme, origins, prefix = _scheme(tensors, config, where=where)
-    keys, tied, expected = dict[str, tuple[str, KeyOrigin]](), dict[str, str](), dict[str, Shape]()
-    for name, candidates in origins.items():
-        present = [origin for origin in candidates if prefix + origin.name in tensors] or candidates[:1]
-        keys[name] = prefix + present[0].name, present[0]
-        expected |= {prefix + origin.name: origin.shape for origin in present}
-        if name in aliases(config).values() and len(present) > 1:
-            tied[name] = prefix + present[1].name
+    pairs_by_name = _present(tensors, origins, prefix)
+    keys = {name: pairs[0] for name, pairs in pairs_by_name.items()}
+    tied = {name: pairs_by_name[name][1][0] for name in aliases(config).values() if len(pairs_by_name[name]) > 1}
+    expected = {key: origin.shape for pairs in pairs_by_name.values() for key, origin in pairs}
     # Names of the model's own kind must be its tensors: extra layers, biases and adapters are not.
     roots = tuple(prefix + root for root in _ROOTS[scheme])
-    problems = misfits(tensors, expected, lambda key: not key.startswith(roots) or bool(_COMPUTED.search(key)))
-    fix = (
-        "Set model=NAME, its sizes with model.KEY=VALUE, and model.tie_word_embeddings=true for a missing output layer."
+    require_fit(
+        tensors,
+        expected,
+        lambda key: not key.startswith(roots) or bool(_COMPUTED.search(key)),
+        where=f"{where}, {config.family.value} under names of {scheme}",
+        fix="Set model=NAME, its sizes with model.KEY=VALUE, and model.tie_word_embeddings=true for a missing output "
+        "layer.",
     )
-    require_none(problems, where=f"{where}, {config.family.value} under names of {scheme}", fix=fix)
     ends = [f"state.{origin.name}.{kind}" for origin in next(iter(origins.values())) for kind in MOMENTS]
     root = _root(tensors, ends, ("optim.", "optimizer.", ""), "optimizers", where=where) if with_optimizer else None
     if root is not None:
-        expected, steps = {}, set[str]()
-        for name, candidates in origins.items():
-            keyed = [(f"{root}state.{origin.name}", origin) for origin in candidates]
-            state, origin = next(((key, o) for key, o in keyed if f"{key}.{MOMENTS[0]}" in tensors), keyed[0])
-            keys |= {f"{kind}.{name}": (f"{state}.{kind}", origin) for kind in (*MOMENTS, STEP)}
-            expected |= {f"{state}.{kind}": origin.shape for kind in MOMENTS}
-            steps.add(f"{state}.{STEP}")
-        problems = misfits(tensors, expected, lambda _: True)
-        problems += [f"missing: {key}" for key in sorted(steps - tensors.keys() - set(values))]
-        fix = "Save it from a run that trains all parameters, or import the weights alone with --weights-only."
-        require_none(problems, where=f"{where}, AdamW's state", fix=fix)
+        every = {*tensors, *values}
+        moments = {
+            f"{kind}.{name}": pairs[0]
+            for kind in (*MOMENTS, STEP)
+            for name, pairs in _present(every, origins, f"{root}state.", f".{kind}").items()
+        }
+        expected = {key: origin.shape for key, origin in moments.values() if not key.endswith(STEP)}
+        require_fit(
+            tensors,
+            expected,
+            lambda _: True,
+            where=f"{where}, AdamW's state",
+            fix="Save it from a run that trains all parameters, or import the weights alone with --weights-only.",
+            differences=[f"missing: {key}" for key, _ in moments.values() if key not in every | expected.keys()],
+        )
+        keys |= moments
     return LocatedKeys(scheme, keys, tied, root is not None)
+
+
+def _present(
+    tensors: Container[str], origins: Mapping[str, Sequence[KeyOrigin]], start: str, end: str = ""
+) -> dict[str, list[tuple[str, KeyOrigin]]]:
+    """Return the keys that a folder has for each of our tensors, or else its first."""
+    keyed = {name: [(start + o.name + end, o) for o in candidates] for name, candidates in origins.items()}
+    return {name: [pair for pair in pairs if pair[0] in tensors] or pairs[:1] for name, pairs in keyed.items()}
 
 
 def _scheme(
@@ -131,11 +142,6 @@ def _root(tensors: Iterable[str], ends: Sequence[str], usual: Sequence[str], nou
     if best is None and len(roots) > 1:
         raise MismatchError(f"A DCP folder holds several {noun}", where=where, found=few(roots))
     return best if best is not None else next(iter(roots), None)
-
-
-def is_numbered(keys: Iterable[str]) -> bool:
-    """Return whether optimizer state is stored by parameter number, as in `Optimizer.state_dict`."""
-    return any(re.search(rf"(^|\.)state\.\d+\.{MOMENTS[0]}$", key) for key in keys)
 
 
 def optimizer_keys(keys: Iterable[str]) -> list[str]:

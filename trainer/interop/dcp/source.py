@@ -14,11 +14,11 @@ from reprise.errors import CheckpointError, MismatchError, count_of
 from trainer.interop.dcp import export as dcp_export
 from trainer.interop.dcp.by_rank import open_any
 from trainer.interop.dcp.folder import DcpFolder
-from trainer.interop.dcp.names import STEP, LocatedKeys, is_numbered, locate, optimizer_keys
+from trainer.interop.dcp.names import LocatedKeys, locate, optimizer_keys
 from trainer.interop.finite import require_finite
 from trainer.interop.formats import Format, ImportOptions, common_step, log_settings, require_moments
 from trainer.interop.hf.folder import model_beside
-from trainer.interop.source import StateSource
+from trainer.interop.source import STEP, StateSource
 
 _log = logging.getLogger(__name__)
 
@@ -35,8 +35,8 @@ def read_source(path: Path, options: ImportOptions) -> StateSource:
     other content. At most two tensors are in memory at a time.
 
     Raises:
-        ConfigError: The folder is torch_checkpointing's, and pickles are not trusted.
-        CheckpointError: `path` is not such a folder, is damaged, or its DCP metadata is not trusted.
+        ConfigError: Pickles are not trusted.
+        CheckpointError: `path` is not such a folder, or is damaged.
         MismatchError: The folder holds another model.
     """
     return source_of(open_any(path, options), options)
@@ -47,11 +47,10 @@ def source_of(folder: DcpFolder, options: ImportOptions) -> StateSource:
     path = folder.path
     model = model_beside(path, len(folder.tensors), options.config.model)
     located = locate(folder.tensors, folder.values, model, where=path, with_optimizer=not options.weights_only)
-    if not located.has_optimizer:
-        signs = optimizer_keys(folder.tensors)
-        require_moments([f"{count_of(len(signs), 'tensor')} such as {signs[0]}"] if signs else [], options, where=path)
+    if not located.has_optimizer and (signs := optimizer_keys(folder.tensors)):
+        require_moments([f"{count_of(len(signs), 'tensor')} such as {signs[0]}"], options, where=path)
     steps = {
-        name: common_step([folder.read_value(key)], where=f"{path}, {key}") or 0.0
+        name: common_step([folder.read_value(key)]) or 0.0
         for name, (key, _) in located.keys.items()
         if name.startswith(f"{STEP}.")
     }
@@ -82,7 +81,7 @@ def _log_content(folder: DcpFolder, located: LocatedKeys) -> None:
     keys = {key for key in {*folder.tensors, *folder.values} - used if not _COUNT.search(key)}
     moments = "weights and moments" if located.has_optimizer else "weights alone"
     _log.info(f"{folder.path}: {moments} under names of {located.scheme}")
-    if not located.has_optimizer and is_numbered(keys):
+    if not located.has_optimizer and any(re.search(r"(^|\.)state\.\d+\.", key) for key in keys):
         _log.warning(
             "Optimizer state is stored by parameter number and is not carried over: get it by name from "
             "torch.distributed.checkpoint.state_dict.get_optimizer_state_dict"

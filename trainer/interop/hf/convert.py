@@ -24,7 +24,7 @@ from trainer.interop.hf.config import CONFIG
 from trainer.interop.hf.folder import folder_source, open_folder, other_files_notes
 from trainer.interop.merge import merged
 from trainer.interop.new_output import new_output
-from trainer.interop.source import StateSource, adapters_of
+from trainer.interop.source import StateSource, of_checkpoint
 from trainer.interop.tensor_files import write_tensor_files
 from trainer.run.state import checkpoint_specs
 
@@ -58,7 +58,10 @@ def write(checkpoint: Checkpoint, out: Path, options: ExportOptions) -> None:
             fails.
         MismatchError: The checkpoint has no adapters to merge, or they were trained on another base.
     """
-    source = _source(checkpoint, options)
+    if options.merge is None:
+        source = of_checkpoint(checkpoint, averages=options.averages, takes_adapters=True)
+    else:
+        source = merged(checkpoint, options.merge, averages=options.averages)
     with new_output(out, options.files) as partial:
         fill_folder(partial, source, options)
 
@@ -82,12 +85,6 @@ def fill_folder(folder: Path, source: StateSource, options: ExportOptions) -> No
         files.write_whole(folder / name, json_file.to_bytes(document))
     for name, path in tokenizer.items():
         files.write_whole(folder / name, read_tokenizer(path))
-
-
-def _source(checkpoint: Checkpoint, options: ExportOptions) -> StateSource:
-    if options.merge is None:
-        return adapters_of(checkpoint, averages=options.averages)
-    return merged(checkpoint, options.merge, averages=options.averages)
 
 
 def _tokenizer_files(path: Path) -> dict[str, Path]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -21,7 +23,7 @@ from trainer.interop.formats import few
 from trainer.interop.hf.config import CONFIG, is_folder, read_folder_model, require_layers
 from trainer.interop.pointers import refuse_pointers
 from trainer.interop.source import StateSource
-from trainer.interop.stored import misfits, require_none
+from trainer.interop.stored import require_fit
 
 _log = logging.getLogger(__name__)
 
@@ -108,7 +110,7 @@ def open_folder(path: Path) -> HfFolder:
     weight_map = _weight_map(index) if index.suffix == ".json" else {}
     tensors, files = dict[str, torch.Tensor](), dict[str, Path]()
     for file in sorted({path / name for name in weight_map.values()} or {index}):
-        for name, tensor in _mapped(file).items():
+        for name, tensor in mapped(file).items():
             if name in tensors:
                 raise CheckpointError("A tensor is stored in two files", where=file, found=name)
             tensors[name], files[name] = tensor, file
@@ -117,12 +119,11 @@ def open_folder(path: Path) -> HfFolder:
             expected = f"{name} in {file_name}"
             raise CheckpointError("A tensor is not in the file listed in the index", where=index, expected=expected)
     require_layers(model, len(tensors), where=path / CONFIG)
+    # A model without a head stores its tensors without the prefix that the head adds.
+    prefixed = {name.split(".", 1)[1]: name for name in families.stored_tensors(model) if name not in tensors}
+    for name in tensors.keys() & prefixed.keys():
+        tensors[prefixed[name]], files[prefixed[name]] = tensors.pop(name), files.pop(name)
     return HfFolder(path, model, lost, tensors, files)
-
-
-def tensor_files(folder: HfFolder) -> list[Path]:
-    """Return the tensors' files, sorted by name."""
-    return sorted(set(folder.files.values()))
 
 
 def other_files_notes(path: Path) -> list[str]:
@@ -147,8 +148,7 @@ def stored_tensors(
 ) -> dict[str, torch.Tensor]:
     """Return every selected stored tensor of `model`, by our name, as a view into its file.
 
-    Names may lack the prefix added by a model with a head. A tied output layer's stored copy, older versions' buffers,
-    and vocabulary padding rows are left out.
+    A tied output layer's stored copy, older versions' buffers, and vocabulary padding rows are left out.
 
     Args:
         selects: Whether a tensor is needed, by our name. If any is not needed, the folder may contain unexpected
@@ -160,8 +160,7 @@ def stored_tensors(
     stored, aliases = families.stored_tensors(model), families.aliases(model)
     prefix = next(iter(stored)).split(".")[0] + "."
     selected = {name: tensor.shape for name, tensor in stored.items() if selects(name)}
-    names = {_stored_name(folder, name): name for name in selected}
-    tensors = {names.get(name, name): tensor for name, tensor in folder.tensors.items()}
+    tensors = dict(folder.tensors)
     for name in selected.keys() & tensors.keys():
         rows, is_table = (*tensors[name].shape, 0)[0], selected[name] == (model.vocab_size, model.n_embd)
         if is_table and rows == model.padded_vocab_size == folder.model.vocab_size:
@@ -170,17 +169,8 @@ def stored_tensors(
     def is_allowed(name: str) -> bool:
         return len(selected) < len(stored) or name in aliases or bool(_BUFFERS.fullmatch(name.removeprefix(prefix)))
 
-    require_none(misfits(tensors, selected, is_allowed), where=folder.path)
+    require_fit(tensors, selected, is_allowed, where=folder.path)
     return {name: tensors[name] for name in selected}
-
-
-def file_of(folder: HfFolder, name: str) -> Path:
-    """Return the file containing a stored tensor, by our name."""
-    return folder.files[_stored_name(folder, name)]
-
-
-def _stored_name(folder: HfFolder, name: str) -> str:
-    return name if name in folder.tensors else name.split(".", 1)[1]
 
 
 def folder_source(folder: HfFolder) -> StateSource:
@@ -205,14 +195,13 @@ def check_tied(folder: HfFolder, model: ModelConfig) -> None:
     for alias, name in families.aliases(model).items():
         if alias not in folder.tensors:
             continue
-        origin = _stored_name(folder, name)
-        pair = folder.tensors[origin], folder.tensors[alias]
+        pair = folder.tensors[name], folder.tensors[alias]
         parts = zip(*(torch.split(tensor.reshape(-1), _ITEMS) for tensor in pair), strict=False)
         if pair[0].shape != pair[1].shape or not all(torch.equal(*map(_bits, halves)) for halves in parts):
             raise MismatchError(
                 "Tied parameters differ in the folder",
                 where=folder.path,
-                expected=f"{alias} and {origin} with identical values",
+                expected=f"{alias} and {name} with identical values",
                 fix="Set tie_word_embeddings to false in its config.json, and set model.tie_word_embeddings=false.",
             )
 
@@ -280,11 +269,23 @@ def _no_tensors(path: Path) -> CheckpointError:
     )
 
 
-def _mapped(file: Path) -> dict[str, torch.Tensor]:
+@contextmanager
+def opened(file: Path) -> Iterator[Any]:
+    """Yield a safetensors file.
+
+    Raises:
+        CheckpointError: The file is missing or damaged.
+    """
     if not is_file(file):
         raise CheckpointError("A file is missing", where=file)
     try:
-        with safe_open(file, "pt") as tensors:
-            return {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
+        with safe_open(file, "pt") as content:
+            yield content
     except (OSError, SafetensorError) as error:
         raise CheckpointError("A safetensors file cannot be read", where=file, found=str(error)) from error
+
+
+def mapped(file: Path) -> dict[str, torch.Tensor]:
+    """Return a safetensors file's tensors, as views of the mapped file. See `opened`."""
+    with opened(file) as content:
+        return {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118

@@ -11,8 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
 from models.families import stored_tensors
 from reprise.errors import MismatchError
 from reprise.format import STATE
@@ -27,9 +25,9 @@ from trainer.interop.hf import trainer_export
 from trainer.interop.hf.config import CONFIG
 from trainer.interop.hf.folder import SINGLE, folder_source, open_folder
 from trainer.interop.hf.trainer_settings import with_settings
-from trainer.interop.numbered import STEP, Table, moment_problems, numbers_by_name, require_moments_of
-from trainer.interop.source import StateSource
-from trainer.interop.torch_file import open_torch_file
+from trainer.interop.numbered import Table, moment_problems, numbers_by_name, require_moments_of
+from trainer.interop.source import STEP, StateSource, by_kind
+from trainer.interop.torch_file import read_torch_file
 
 _log = logging.getLogger(__name__)
 
@@ -82,7 +80,7 @@ def _open(path: Path, options: ImportOptions) -> tuple[StateSource, Sequence[Tab
     if is_dir(path / _SHARDS[0]):
         folder = dcp_folder.DcpFolder(path, {}, {})
         for name in filter(lambda name: is_dir(path / name), _SHARDS):
-            shard = dcp_folder.open_folder(path / name, trust_pickle=options.trusts_pickle)
+            shard = dcp_folder.open_folder(path / name, options)
             folder = dcp_folder.DcpFolder(path, {**folder.tensors, **shard.tensors}, {**folder.values, **shard.values})
         return dcp.source_of(folder, options), ()
     source = folder_source(open_folder(path))
@@ -90,18 +88,12 @@ def _open(path: Path, options: ImportOptions) -> tuple[StateSource, Sequence[Tab
     if options.weights_only or file is None:
         require_moments([STATE], options, where=path)
         return source, ()
-    optimizer = open_torch_file(file)
+    optimizer = read_torch_file(file)
     frozen = frozen_names(source.model, options.config.train.freeze)
     shapes = {name: stored.shape for name, stored in stored_tensors(source.model).items() if name not in frozen}
     entries = _entries(optimizer, shapes, where=file)
-    step = common_step([entry.get(STEP) for entry in entries.values()], where=file) or 0.0
-
-    def read(name: str) -> torch.Tensor:
-        kind, _, parameter = name.partition(".")
-        if parameter not in entries:
-            return source.read(name)
-        return torch.tensor(step) if kind == STEP else entries[parameter][kind]
-
+    step = common_step(entry.get(STEP) for entry in entries.values()) or 0.0
+    read = by_kind(source.read, lambda kind, name: entries[name][kind], lambda _: step)
     return replace(source, iteration=int(step), has_optimizer=True, read=read), optimizer["param_groups"]
 
 

@@ -20,8 +20,7 @@ from trainer.interop.dcp.streaming import sync_folder
 from trainer.interop.formats import ExportOptions
 from trainer.interop.hf.convert import fill_folder
 from trainer.interop.new_output import new_output
-from trainer.interop.numbered import MOMENTS, STEP
-from trainer.interop.source import StateSource, of_checkpoint
+from trainer.interop.source import MOMENTS, STEP, StateSource, of_checkpoint
 from trainer.record.run_record import saved_schedule
 from trainer.schedules.lr import DecayStyle, Schedule
 

@@ -14,7 +14,7 @@ from reprise.storage import Json, finite_number, integer, is_file, json_file, sh
 from trainer.interop.formats import few
 from trainer.interop.numbered import Table
 from trainer.interop.source import StateSource
-from trainer.interop.torch_file import attributes_of, open_torch_file, read_torch_file
+from trainer.interop.torch_file import attributes_of, read_torch_file
 from trainer.schedules.lr import DecayStyle, Schedule
 
 _log = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ def with_settings(source: StateSource, path: Path, groups: Sequence[Table]) -> S
     state = json_file.read(path / STATE, constant=lambda _: None) if is_file(path / STATE) else {}
     file = path / _ARGUMENTS
     arguments = attributes_of(read_torch_file(file)) if is_file(file) else {}
-    scheduler = next((open_torch_file(path / name) for name in _SCHEDULERS if is_file(path / name)), {})
+    scheduler: Table = next((read_torch_file(path / name) for name in _SCHEDULERS if is_file(path / name)), {})
     iteration = integer(state["global_step"]) if state else source.iteration
     settings = _optimizer(groups, arguments)
     settings |= _schedule(arguments, state, scheduler, settings.get("optimizer.lr"), iteration)

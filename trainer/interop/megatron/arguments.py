@@ -7,7 +7,7 @@ count, GELU variant, rotary base, vocabulary padding. Source: `megatron/training
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -32,47 +32,29 @@ _REQUIRED = {
     "tie_word_embeddings": "untie_embeddings_and_output_weights",
 }
 _OTHERS = {"initializer_range": "init_method_std", "vocab_size": "vocab_size"}
-_FRACTIONS = {
-    "norm_epsilon",
-    "init_method_std",
-    "rotary_base",
-    "rope_scaling_factor",
-    "hidden_dropout",
-    "attention_dropout",
-}
-_INTEGERS = ({*_REQUIRED.values(), *_OTHERS.values()} - _FRACTIONS - {_REQUIRED["tie_word_embeddings"]}) | {
-    "num_query_groups",
-    "kv_channels",
-    "consumed_train_samples",
-}
+_FRACTIONS = """
+    norm_epsilon init_method_std rotary_base rope_scaling_factor hidden_dropout attention_dropout
+""".split()  # noqa: SIM905
+_INTEGERS = """
+    num_layers num_attention_heads hidden_size ffn_hidden_size max_position_embeddings vocab_size num_query_groups
+    kv_channels consumed_train_samples
+""".split()  # noqa: SIM905
 # Fields whose overrides win over the arguments.
 _CHOSEN = ("vocab_size", "dropout", "bos_token_id", "eos_token_id")
 # Fields that no tensor shows: an assumed value is logged.
 _INVISIBLE = ("n_head", "norm_eps", "rope_theta", "activation", "bos_token_id", "eos_token_id")
 _ROTARY_BASE = 10000.0  # Megatron's default
 _ENDS = {128256: (128000, 128001)}  # by vocabulary size: the tokens that start and end a document
-_NONE = (None, 0, False)
 # Options unsupported by our models, with the values that turn them off.
+_ABSENT = """
+    num_experts multi_latent_attention apply_residual_connection_post_layernorm squared_relu quick_geglu mtp_num_layers
+    window_size qk_l2_norm is_hybrid_model heterogeneous_layers_config_path activation_func_clamp_value
+    glu_linear_offset attention_output_gate experimental_attention_variant no_rope_freq use_mup rotary_interleaved
+""".split()  # noqa: SIM905
 _LACKING: Mapping[str, tuple[object, ...]] = {
-    "num_experts": _NONE,
-    "multi_latent_attention": _NONE,
-    "apply_residual_connection_post_layernorm": _NONE,
-    "squared_relu": _NONE,
-    "quick_geglu": _NONE,
-    "mtp_num_layers": _NONE,
-    "window_size": _NONE,
+    **dict.fromkeys(_ABSENT, (None, 0, False)),
     "softmax_type": (None, "vanilla"),
-    "qk_l2_norm": _NONE,
-    "is_hybrid_model": _NONE,
     "hybrid_override_pattern": (None, ""),
-    "heterogeneous_layers_config_path": _NONE,
-    "activation_func_clamp_value": _NONE,
-    "glu_linear_offset": _NONE,
-    "attention_output_gate": _NONE,
-    "experimental_attention_variant": _NONE,
-    "no_rope_freq": _NONE,
-    "use_mup": _NONE,
-    "rotary_interleaved": _NONE,
     "rotary_percent": (None, 1, 1.0),
     "rotary_seq_len_interpolation_factor": (None, 1, 1.0),
 }
@@ -99,7 +81,7 @@ def describe(
     options: ImportOptions,
     *,
     where: object,
-    pattern: str | None = None,
+    is_hybrid: bool = False,
 ) -> DescribedModel:
     """Return the model described by `args`.
 
@@ -110,12 +92,12 @@ def describe(
         args: Attributes of `args`. Empty if the checkpoint has none.
         rows: Embedding rows in the checkpoint, with padding.
         layers: Layers with tensors in the checkpoint. A model with more layers is refused.
-        pattern: A `HybridModel`'s sub-blocks. None for a `GPTModel`.
+        is_hybrid: Whether the model is a `HybridModel`.
 
     Raises:
         MismatchError: Our models lack an option, or a field has no value. The error lists all such options and fields.
     """
-    args, problems = as_gpt(args, pattern)
+    args, problems = as_gpt(args, layers if is_hybrid else None)
     if args.get("use_rotary_position_embeddings"):  # older spelling
         args = {**args, POSITIONS: "rope"}
     configured = options.config.model
@@ -234,25 +216,21 @@ def _fit(args: Mapping[str, Any], table: Mapping[str, tuple[object, ...]]) -> tu
 
 def _out_of_range(args: Mapping[str, Any]) -> Iterator[str]:
     """Yield arguments outside the usable range."""
-    checks: dict[str, Callable[[object], object]] = {
-        **dict.fromkeys(_INTEGERS, integer),
-        **dict.fromkeys(_FRACTIONS, finite_number),
-    }
-    for name, check in checks.items():
-        if args.get(name) is not None:
+    for check, names in ((integer, _INTEGERS), (finite_number, _FRACTIONS)):
+        for name in names:
             try:
-                check(args[name])
+                if args.get(name) is not None:
+                    check(args[name])
             except ValueError as error:
                 yield f"{name}: {error}"
 
 
 def _unsupported(args: Mapping[str, Any], family: Family | None) -> Iterator[str]:
     names = None if family is None else FAMILIES[family].megatron
-    for name, allowed in {**_LACKING, **({} if names is None else names.arguments)}.items():
+    required = {} if names is None else names.arguments
+    for name, allowed in {**_LACKING, **required}.items():
         if name in args and args[name] not in allowed:
-            reason = "not supported"
-            if family is not None and name not in _LACKING:
-                reason = f"{family.value} requires {allowed[0]}"
+            reason = f"{family.value} requires {allowed[0]}" if family and name not in _LACKING else "not supported"
             yield f"{name}={shown(args[name])}: {reason}"
 
 

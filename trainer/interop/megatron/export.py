@@ -26,10 +26,9 @@ from trainer.interop.dcp.export import SavedAdam, adam_groups, saved_adam, saved
 from trainer.interop.dcp.streaming import StreamingPlanner, sync_folder, write_folder
 from trainer.interop.formats import ExportOptions, require_float32
 from trainer.interop.megatron.names import LAYERS, Correspondence, correspondences, names_of
-from trainer.interop.megatron.state import MOMENTS
 from trainer.interop.megatron.torch_dist import BACKEND, COMMON, METADATA, TORCH_DIST
 from trainer.interop.new_output import new_output
-from trainer.interop.source import StateSource, of_checkpoint
+from trainer.interop.source import MOMENTS, StateSource, of_checkpoint
 from trainer.record.run_record import saved_schedule
 from trainer.schedules.lr import DecayStyle, Schedule
 
@@ -177,11 +176,10 @@ def _steps(source: StateSource, adam: SavedAdam) -> float:
     """Return the optimizer's step count. Megatron keeps a single count, so this is the most common count."""
     trained = [name for name in stored_tensors(source.model) if name not in adam.frozen]
     counts = Counter(float(source.read(f"step.{name}")) for name in trained)
-    listed = sorted(counts, key=lambda steps: (counts[steps], steps), reverse=True)
-    if len(listed) > 1:
-        text = ", ".join(f"{steps:.0f} of {count_of(counts[steps], 'parameter')}" for steps in listed)
+    if len(counts) > 1:
+        text = ", ".join(f"{steps:.0f} of {count_of(number, 'parameter')}" for steps, number in counts.most_common())
         _log.warning(f"AdamW's step counts differ: {text}. Megatron keeps a single count, and the first is written")
-    return listed[0] if listed else 0.0
+    return max(counts, key=counts.__getitem__, default=0.0)
 
 
 def _common(

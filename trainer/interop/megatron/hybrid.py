@@ -14,46 +14,29 @@ from typing import Any
 
 from trainer.interop.megatron.shards import Pieces
 
-_BLOCK = re.compile(r"(?<=^decoder\.layers\.)(\d+)\.(.+)")
-_LETTERS = {
-    "self_attention.linear_qkv.": "*",
-    "mlp.linear_fc1.": "-",
-    "mixer.": "M",
-    "mlp.router.": "E",
-    "mlp.experts.": "E",
-}
-_OTHER = "?"
-_PAIR = "*-"
+_BLOCK = re.compile(r"(?<=^decoder\.layers\.)\d+")
+_NORM, _PAIR = "decoder.final_norm.", "*-"
 
 
-def pattern_of(names: Iterable[str]) -> str | None:
-    """Return the tensors' sub-blocks in Megatron's letters, or None for a `GPTModel`."""
-    blocks = dict[int, set[str]]()
-    for name in names:
-        if match := _BLOCK.search(name):
-            letters_of_name = (letter for start, letter in _LETTERS.items() if match[2].startswith(start))
-            blocks.setdefault(int(match[1]), set()).update(letters_of_name)
-    if not blocks or any(len(letters) > 1 for letters in blocks.values()):
-        return None
-    return "".join("".join(letters) or _OTHER for _, letters in sorted(blocks.items()))
+def is_hybrid(names: Iterable[str]) -> bool:
+    """Return whether the tensors are a `HybridModel`'s."""
+    return any(name.startswith(_NORM) for name in names)
 
 
-def as_gpt(args: Mapping[str, Any], pattern: str | None) -> tuple[Mapping[str, Any], list[str]]:
+def as_gpt(args: Mapping[str, Any], layers: int | None) -> tuple[Mapping[str, Any], list[str]]:
     """Return the equivalent `GPTModel`'s arguments, and problems if there is no equivalent.
 
     Args:
-        pattern: A `HybridModel`'s sub-blocks. None for a `GPTModel`.
+        layers: A `HybridModel`'s pairs of sub-blocks. None for a `GPTModel`.
     """
     argument = args.get("hybrid_layer_pattern") or args.get("hybrid_override_pattern")
-    if pattern is None and not argument:
+    if layers is None and not argument:
         return args, []
-    layers = len(pattern or "") // len(_PAIR)
-    patterns = (str(argument).replace("|", "") if argument else pattern, pattern)
+    expected = _PAIR * (layers or 0)
     problem = (
-        f"HybridModel with the pattern {str(argument or pattern)!r}: only alternating attention and MLP is supported, "
-        "as in '*-*-'"
+        f"HybridModel with the pattern {str(argument)!r}: only alternating attention and MLP is supported, as in '*-*-'"
     )
-    problems = [] if layers and patterns == (_PAIR * layers,) * 2 else [problem]
+    problems = [] if str(argument or expected).replace("|", "") == expected else [problem]
     # A HybridModel has no rotary scaling, whatever the argument says.
     changes = {"is_hybrid_model": None, "hybrid_override_pattern": None, "use_rope_scaling": False}
     return {**args, **changes, "num_layers": layers}, problems
@@ -61,9 +44,7 @@ def as_gpt(args: Mapping[str, Any], pattern: str | None) -> tuple[Mapping[str, A
 
 def in_layers(pieces: Pieces) -> Pieces:
     """Return tensors under a `GPTModel`'s names, also if they have an equivalent `HybridModel`'s."""
-    return pieces if pattern_of(pieces) is None else {_layer_name(name): parts for name, parts in pieces.items()}
-
-
-def _layer_name(name: str) -> str:
-    name = name.replace("decoder.final_norm.", "decoder.final_layernorm.")
-    return _BLOCK.sub(lambda match: f"{int(match[1]) // len(_PAIR)}.{match[2]}", name)
+    if not is_hybrid(pieces):
+        return pieces
+    layers = {name: _BLOCK.sub(lambda match: str(int(match[0]) // len(_PAIR)), name) for name in pieces}
+    return {layers[name].replace(_NORM, "decoder.final_layernorm."): parts for name, parts in pieces.items()}

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from reprise.errors import CheckpointError, MismatchError, count_of
-from reprise.storage import integer, is_dir, is_file, shown
-from trainer.interop.formats import ImportOptions, common_step, few
+from reprise.storage import integer, is_file, matching, shown
+from trainer.interop.formats import ImportOptions, few
 from trainer.interop.megatron.buckets import locate
 from trainer.interop.megatron.legacy_names import require_known_version, stage_of
 from trainer.interop.megatron.names import MegatronTensor
@@ -25,14 +25,14 @@ from trainer.interop.megatron.numbered import named_state
 from trainer.interop.megatron.shards import Pieces, Stage, by_global_name, stage_order
 from trainer.interop.megatron.state import (
     MASTERS,
-    MOMENTS,
     Joined,
     MegatronCheckpoint,
     SavedOptimizer,
     parameter_groups,
 )
+from trainer.interop.source import MOMENTS
 from trainer.interop.stored import FileTensor
-from trainer.interop.torch_file import attributes_of, is_plain, open_torch_file
+from trainer.interop.torch_file import attributes_of, is_plain, read_torch_file
 
 Table = Mapping[Any, Any]
 
@@ -40,7 +40,6 @@ _RANK = re.compile(r"mp_rank_(\d\d)(?:_(\d\d\d))?")
 _MODEL, _FLAT = "model_optim_rng.pt", "distrib_optim.pt"
 _CHUNK = re.compile(r"model(\d*)")
 _OWN = "language_model"  # in Megatron-LM's own models, which preceded Megatron-Core's
-_MASTER_KEY = "param"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +58,7 @@ class _Rank:
 
 def is_legacy(path: Path) -> bool:
     """Return whether a folder holds an iteration in the `torch` format."""
-    return is_dir(path) and any(_RANK.match(child.name) for child in path.iterdir())
+    return any(_RANK.match(child.name) for child in matching(path, "mp_rank_*"))
 
 
 def read_legacy(path: Path, options: ImportOptions) -> MegatronCheckpoint:
@@ -72,7 +71,7 @@ def read_legacy(path: Path, options: ImportOptions) -> MegatronCheckpoint:
     ranks = _ranks(path, options)
     first, stages = ranks[0][0].model, stage_order(len(ranks), len(ranks[0][0].chunks))
     require_known_version(first.get("checkpoint_version"), where=path)
-    weights = by_global_name([[rank.chunks[chunk] for rank in ranks[stage]] for stage, chunk in stages], where=path)
+    weights = by_global_name([[rank.chunks[chunk] for rank in ranks[stage]] for stage, chunk in stages])
 
     def optimizer(tensors: Sequence[MegatronTensor], joined: Joined) -> SavedOptimizer | None:
         del tensors, joined  # the files themselves tell which parameter has which state
@@ -82,8 +81,8 @@ def read_legacy(path: Path, options: ImportOptions) -> MegatronCheckpoint:
         pieces = dict[str, Pieces]()
         for key in states[0][0][0]:
             parts = [[state[chunk].get(key, {}) for state in states[stage]] for stage, chunk in stages]
-            pieces[key] = by_global_name(parts, where=f"{path}, {key}")
-        steps = [_step(rank) for rank in itertools.chain(*ranks)]
+            pieces[key] = by_global_name(parts)
+        steps = [step for rank in itertools.chain(*ranks) for step in _steps(rank)]
         return SavedOptimizer(pieces, parameter_groups(first.get("optimizer")), steps)
 
     return MegatronCheckpoint(path, first, _arguments(first), weights, len(ranks), optimizer)
@@ -94,47 +93,45 @@ def read_legacy(path: Path, options: ImportOptions) -> MegatronCheckpoint:
 
 def _ranks(path: Path, options: ImportOptions) -> list[list[_Rank]]:
     """Return each stage's ranks, by tensor-parallel rank."""
-    names = sorted(entry.name for entry in path.iterdir() if entry.name.startswith("mp_rank_"))
-    if beyond := [name for name in names if not _RANK.fullmatch(name)]:
+    places = {child: _RANK.fullmatch(child.name) for child in matching(path, "mp_rank_*")}
+    if beyond := [child for child, match in places.items() if match is None]:
         raise MismatchError(
             "A folder does not belong to a tensor- and pipeline-parallel rank",
-            where=path / beyond[0],
+            where=beyond[0],
             expected="mp_rank_TT or mp_rank_TT_PPP",
             fix="Expert-parallel ranks, which have a third number, are not supported.",
         )
-    names_of_places = {(int(m[1]), int(m[2] or 0)): name for name in names if (m := _RANK.fullmatch(name))}
-    opened_ranks = {
-        place: _open(path / name, with_optimizer=not options.weights_only) for place, name in names_of_places.items()
+    ranks_by_place = {
+        (int(match[1]), int(match[2] or 0)): _open(child, with_optimizer=not options.weights_only)
+        for child, match in places.items()
+        if match
     }
-    args = _arguments(opened_ranks[(0, 0)].model) if (0, 0) in opened_ranks else {}
-    sizes = [
-        max(
-            integer(args.get(f"{kind}_model_parallel_size") or 1),
-            1 + max((place[axis] for place in names_of_places), default=0),
-        )
+    args = _arguments(ranks_by_place[0, 0].model) if (0, 0) in ranks_by_place else {}
+    tp, pp = (
+        max(integer(args.get(f"{kind}_model_parallel_size") or 1), 1 + max(place[axis] for place in ranks_by_place))
         for axis, kind in enumerate(("tensor", "pipeline"))
-    ]
-    places = ((tp, pp) for pp in range(sizes[1]) for tp in range(sizes[0]) if (tp, pp) not in opened_ranks)
-    if lacking := list(itertools.islice(places, 10)):
+    )
+    needed = ((rank, stage) for stage in range(pp) for rank in range(tp))
+    if lacking := list(itertools.islice((place for place in needed if place not in ranks_by_place), 10)):
         raise CheckpointError(
             "Megatron checkpoint files are missing",
             where=path,
-            expected=f"files for {count_of(sizes[0], 'tensor-parallel rank')} in each of {count_of(sizes[1], 'stage')}",
-            found="no " + few(f"mp_rank_{tp:02d}" + (f"_{pp:03d}" if sizes[1] > 1 else "") for tp, pp in lacking),
+            expected=f"files for {count_of(tp, 'tensor-parallel rank')} in each of {count_of(pp, 'stage')}",
+            found="no " + few(f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if pp > 1 else "") for rank, stage in lacking),
             fix="Each node writes only its own ranks' files: copy the files of all nodes into this folder.",
         )
-    ranks = [[opened_ranks[(tp, pp)] for tp in range(sizes[0])] for pp in range(sizes[1])]
+    ranks = [[ranks_by_place[rank, stage] for rank in range(tp)] for stage in range(pp)]
     _check_one_save(ranks, path)
     return ranks
 
 
 def _open(folder: Path, *, with_optimizer: bool) -> _Rank:
     file = folder / _MODEL
-    table = open_torch_file(file)
+    table = read_torch_file(file)
     numbered = {match[1]: value for key, value in table.items() if (match := _CHUNK.fullmatch(str(key)))}
     ordered = sorted(numbered.items(), key=lambda item: int(item[0] or 0))
-    chunks = [stage_of(value, where=file) for _, value in ordered]
-    flat = open_torch_file(folder / _FLAT) if with_optimizer and is_file(folder / _FLAT) else None
+    chunks = [stage_of(value) for _, value in ordered]
+    flat = read_torch_file(folder / _FLAT) if with_optimizer and is_file(folder / _FLAT) else None
     return _Rank(folder, table, flat, chunks)
 
 
@@ -212,16 +209,14 @@ def _buffer_state(rank: _Rank) -> list[dict[str, dict[str, FileTensor]]]:
         )
     state = []
     for chunk, (buffer,) in zip(rank.chunks, (tuple(b.values()) for b in buffers), strict=True):
-        flats = {key: _buckets(buffer, key, where) for key in (_MASTER_KEY, *MOMENTS)}
-        masters = flats.pop(_MASTER_KEY)
-        if any([b.numel() for b in moments] != [b.numel() for b in masters] for moments in flats.values()):
-            raise CheckpointError("A moment buffer and the weight buffer have different lengths", where=where)
-        slots = locate(chunk, masters, is_padded="numel_unpadded" not in buffer, where=where)
-        buckets_by_key = {MASTERS: masters, **flats}
+        flats = {MASTERS: _buckets(buffer, "param", where), **{kind: _buckets(buffer, kind, where) for kind in MOMENTS}}
+        if len({tuple(map(len, buckets)) for buckets in flats.values()}) > 1:
+            raise ValueError(f"{where}: a moment's buffer has another length than the weights'")
+        slots = locate(chunk, flats[MASTERS], is_padded="numel_unpadded" not in buffer, where=where)
         state.append(
             {
                 key: {name: FileTensor.of(slots[name].take(buckets, piece.shape)) for name, piece in chunk.items()}
-                for key, buckets in buckets_by_key.items()
+                for key, buckets in flats.items()
             }
         )
     return state
@@ -243,7 +238,7 @@ def _buckets(buffer: Table, key: str, where: Path) -> list[torch.Tensor]:
     return tensors
 
 
-def _step(rank: _Rank) -> float | None:
+def _steps(rank: _Rank) -> list[object]:
     entry = _entry(rank.model, rank.path)
     state = entry.get("optimizer", entry).get("state") or {}
-    return common_step([table.get("step") for table in (*parameter_groups(entry), *state.values())], where=rank.path)
+    return [table.get("step") for table in (*parameter_groups(entry), *state.values())]

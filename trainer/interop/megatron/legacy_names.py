@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from reprise.errors import CheckpointError, MismatchError
+from reprise.errors import MismatchError
 from reprise.storage import shown
 from trainer.interop.stored import FileTensor
 from trainer.interop.torch_file import is_plain
@@ -23,9 +23,9 @@ _RENAMED = tuple(
     for pattern, name in (
         (r"^module\.", ""),
         (r"^language_model\.(?=embedding\.|output_layer\.)", ""),
+        (r"^language_model\.(encoder|transformer)\.final_(layer)?norm\.", "decoder.final_layernorm."),
         (r"^language_model\.(encoder|transformer)\.", "decoder."),
         (r"^word_embeddings_for_head\.", "output_layer."),
-        (r"^decoder\.final_(layer)?norm\.", "decoder.final_layernorm."),
         (r"\.(self_)?attention\.query_key_value\.", _QUERY_KEY_VALUE),
         (r"\.(self_)?attention\.dense\.", ".self_attention.linear_proj."),
         (r"\.mlp\.dense_h_to_4h\.", ".mlp.linear_fc1."),
@@ -44,23 +44,21 @@ def _core_name(name: str) -> str:
     return name
 
 
-def stage_of(model: Mapping[Any, Any], *, where: object) -> dict[str, FileTensor]:
+def stage_of(model: Mapping[Any, Any]) -> dict[str, FileTensor]:
     """Return the parameters in a rank's part of the model, in the rank's order, by Megatron-Core's names.
 
     Raises:
-        CheckpointError: An entry is not a dense floating-point tensor, or two entries name the same parameter.
+        ValueError: An entry is not a dense floating-point tensor, or two entries name the same parameter.
     """
     pieces = dict[str, FileTensor]()
     for name, tensor in _flat(model, ""):
         if _NOT_PARAMETERS.search(name):
             continue
         if not is_plain(tensor):
-            raise CheckpointError(
-                "A weight is not a dense floating-point tensor", where=f"{where}, {name}", found=type(tensor).__name__
-            )
+            raise ValueError(f"{name} is not a dense floating-point tensor: {shown(tensor)}")
         core = _core_name(name)
         if core in pieces:
-            raise CheckpointError("Two entries name the same parameter", where=f"{where}, {name}", found=core)
+            raise ValueError(f"two entries name the same parameter: {core}")
         pieces[core] = FileTensor.of(tensor.detach())
     return pieces
 

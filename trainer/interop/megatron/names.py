@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from operator import itemgetter
 from typing import assert_never
 
 import torch
@@ -24,6 +26,8 @@ from trainer.interop.projections import join_groups, split_groups
 from trainer.interop.stored import Shape
 
 LAYERS = "decoder.layers"
+Split = Callable[[torch.Tensor], Sequence[torch.Tensor]]
+Join = Callable[[Sequence[torch.Tensor]], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +72,8 @@ class Correspondence:
 
     tensor: MegatronTensor
     names: tuple[str, ...]
-    split: Callable[[torch.Tensor], Sequence[torch.Tensor]]
-    join: Callable[[Sequence[torch.Tensor]], torch.Tensor]
+    split: Split
+    join: Join
 
     def take(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Return our tensor `name` from Megatron's."""
@@ -108,14 +112,13 @@ def correspondences(config: ModelConfig, padded_vocab_size: int | None = None) -
     rows = config.vocab_size if padded_vocab_size is None else padded_vocab_size
     spec, names = spec_of(config), names_of(config.family, where="the model")
     stored, block = stored_tensors(config), spec.block(config)
-    tensors = [_correspondence(part, stored, config, rows) for part in names.first]
-    for layer in range(config.n_layer):
-        prefix = f"{spec.blocks}.{layer}."
-        tensors += [_correspondence(part, block, config, rows, layer, prefix) for part in names.block]
-    tensors += [_correspondence(part, stored, config, rows) for part in names.last]
+    builder, last = partial(_correspondence, config, rows), names.last
     if not config.tie_word_embeddings:
-        output = MegatronPart("output_layer.weight", (OUTPUT,), MegatronForm.vocabulary, cut=0)
-        tensors.append(_correspondence(output, stored, config, rows))
+        last = (*last, MegatronPart("output_layer.weight", (OUTPUT,), MegatronForm.vocabulary, cut=0))
+    layers = [(layer, f"{spec.blocks}.{layer}.") for layer in range(config.n_layer)]
+    tensors = [builder(stored, part) for part in names.first]
+    tensors += [builder(block, part, layer, prefix) for layer, prefix in layers for part in names.block]
+    tensors += [builder(stored, part) for part in last]
     assert {name for tensor in tensors for name in tensor.names} == set(stored)
     return tensors
 
@@ -126,68 +129,57 @@ def is_norm(tensor: MegatronTensor) -> bool:
 
 
 def _correspondence(
-    part: MegatronPart,
-    stored: Mapping[str, StoredTensor],
     config: ModelConfig,
     rows: int,
+    stored: Mapping[str, StoredTensor],
+    part: MegatronPart,
     layer: int | None = None,
     prefix: str = "",
 ) -> Correspondence:
     """Return the correspondence for a part of the whole model, or of a layer.
 
     Args:
-        stored: The model's tensors, or a block's.
         rows: Rows in Megatron's tables.
+        stored: The model's tensors, or a block's.
         prefix: Prefix of the layer's stored names.
     """
-    names = tuple(prefix + name for name in part.stored)
-    shapes = [stored[name].shape for name in part.stored]
+    shape, split, join = _form(part.form, stored[part.stored[0]].shape, config, rows)
+    tensor = MegatronTensor(part.name, layer, shape, part.cut, is_gated=part.form is MegatronForm.gated)
+    return Correspondence(tensor, tuple(prefix + name for name in part.stored), split, join)
 
-    def tensor(shape: Shape) -> MegatronTensor:
-        return MegatronTensor(part.name, layer, shape, part.cut, is_gated=part.form is MegatronForm.gated)
 
-    match part.form:
+def _form(form: MegatronForm, first: Shape, config: ModelConfig, rows: int) -> tuple[Shape, Split, Join]:
+    """Return a Megatron tensor's shape, given our first tensor's, with the functions for `Correspondence`."""
+    dims = first[1:]
+    match form:
         case MegatronForm.plain:
-            return Correspondence(tensor(shapes[0]), names, lambda theirs: (theirs,), lambda ours: ours[0])
+            return first, lambda tensor: (tensor,), itemgetter(0)
         case MegatronForm.transposed:
-            return Correspondence(tensor(shapes[0][::-1]), names, lambda theirs: (theirs.T,), lambda ours: ours[0].T)
+            return first[::-1], lambda tensor: (tensor.T,), lambda parts: parts[0].T
         case MegatronForm.vocabulary:
-            table = tensor((rows, *shapes[0][1:]))
-            return Correspondence(table, names, lambda theirs: (theirs[: config.vocab_size],), lambda ours: ours[0])
+            return (rows, *dims), lambda tensor: (tensor[: config.vocab_size],), itemgetter(0)
         case MegatronForm.query_groups:
-            fused = tensor((_fused_rows(config), *shapes[0][1:]))
-            return Correspondence(
-                fused, names, lambda theirs: split_groups(theirs, config), lambda ours: join_groups(ours, config)
-            )
+            fused = (config.n_head + 2 * config.n_kv_head) * config.head_width
+            return (fused, *dims), partial(split_groups, config=config), partial(join_groups, config=config)
         case MegatronForm.fused_query_groups:
-            return _fused(tensor(shapes[0][::-1]), names, config)
+            return first[::-1], partial(_split_fused, config=config), partial(_join_fused, config=config)
         case MegatronForm.gated:
-            inner = shapes[0][0]
-            return Correspondence(
-                tensor((2 * inner, *shapes[0][1:])),
-                names,
-                lambda theirs: (theirs[:inner], theirs[inner:]),
-                lambda ours: torch.cat(list(ours)),
-            )
-        case form:
+            return (2 * first[0], *dims), lambda tensor: tensor.chunk(2), lambda parts: torch.cat(list(parts))
+        case _:
             assert_never(form)
 
 
-def _fused(tensor: MegatronTensor, names: tuple[str, ...], config: ModelConfig) -> Correspondence:
-    """Return the correspondence for GPT-2's `c_attn`: all queries, keys and values, along the last dimension."""
+def _split_fused(fused: torch.Tensor, config: ModelConfig) -> Sequence[torch.Tensor]:
+    """Return GPT-2's `c_attn`: all queries, keys and values, along the last dimension.
 
-    def split(fused: torch.Tensor) -> Sequence[torch.Tensor]:
-        # GPT-2 has a group per head. The three are transposed in one copy, so two tensors are in memory.
-        heads = fused.reshape(config.n_head, 3, config.head_width, *fused.shape[1:])
-        joined = heads.transpose(0, 1).reshape(fused.shape)
-        return (joined.T if joined.dim() == 2 else joined,)
-
-    def join(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        rows_first = tensors[0].T if tensors[0].dim() == 2 else tensors[0]
-        return join_groups(rows_first.chunk(3), config)
-
-    return Correspondence(tensor, names, split, join)
+    GPT-2 has a group per head. The three are transposed in one copy, so two tensors are in memory.
+    """
+    heads = fused.reshape(config.n_head, 3, config.head_width, *fused.shape[1:])
+    joined = heads.transpose(0, 1).reshape(fused.shape)
+    return (joined.T if joined.dim() == 2 else joined,)
 
 
-def _fused_rows(config: ModelConfig) -> int:
-    return (config.n_head + 2 * config.n_kv_head) * config.head_width
+def _join_fused(parts: Sequence[torch.Tensor], config: ModelConfig) -> torch.Tensor:
+    """Undo `_split_fused`."""
+    rows_first = parts[0].T if parts[0].dim() == 2 else parts[0]
+    return join_groups(rows_first.chunk(3), config)

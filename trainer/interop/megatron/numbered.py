@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from reprise.errors import CheckpointError
 from trainer.interop.megatron.shards import Stage
-from trainer.interop.megatron.state import MASTERS, MOMENTS
+from trainer.interop.megatron.state import MASTERS
 from trainer.interop.numbered import Table, numbers_by_name
+from trainer.interop.source import MOMENTS
 from trainer.interop.stored import FileTensor
 from trainer.interop.torch_file import is_plain
 
@@ -26,7 +26,7 @@ def named_state(optimizer: Table, chunks: Sequence[Stage], *, where: object) -> 
         chunks: The rank's weights, a chunk per virtual stage.
 
     Raises:
-        CheckpointError: Weight copies are missing.
+        ValueError: Weight copies are missing.
         MismatchError: The shapes do not match the parameters', or the optimizer is not Adam.
     """
     adam = optimizer.get("optimizer", optimizer)
@@ -47,9 +47,7 @@ def named_state(optimizer: Table, chunks: Sequence[Stage], *, where: object) -> 
     copies = dict[object, FileTensor]()
     for group, tensors in zip(adam["param_groups"], masters, strict=True):
         if len(tensors) not in (0, len(group["params"])) or not all(map(is_plain, tensors)):
-            raise CheckpointError(
-                "Weight copies are missing", where=where, expected=len(group["params"]), found=len(tensors)
-            )
+            raise ValueError(f"{len(tensors)} weight copies of {len(group['params'])} parameters")
         copies |= dict(zip(group["params"], map(FileTensor.of, tensors), strict=False))
     for number, chunk_state in enumerate(state):
         # A float32 parameter has no copy.

@@ -13,19 +13,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from itertools import groupby, product
+from itertools import product
 from math import prod
 
 import torch
 
 from reprise.errors import MismatchError
+from reprise.format import Box
 from trainer.interop.dcp.folder import DcpFolder
 from trainer.interop.megatron.buckets import Slot
 from trainer.interop.megatron.names import MegatronTensor
 from trainer.interop.megatron.shards import Pieces, RankCopies, join, stage_order
-from trainer.interop.megatron.state import EMBEDDING, MASTERS, MOMENTS, OUTPUT, rounding_to
+from trainer.interop.megatron.state import EMBEDDING, MASTERS, OUTPUT, rounding_to
+from trainer.interop.source import MOMENTS
 from trainer.interop.stored import FileTensor, Shape
 
 _KEY = re.compile(r"optimizer\.distributed\.dp_group_idx_(\d+)\.gbuf_idx_(\d+)\.dtype_\(.+\)\.bucket_idx_(\d+)\.param")
@@ -33,12 +34,8 @@ _KINDS = {MASTERS: "param", **dict(zip(MOMENTS, MOMENTS, strict=True))}
 _ALIGNMENTS = (64, 1)  # elements; older versions do not align
 
 
-@dataclass(frozen=True, slots=True)
-class _Buffer:
-    """A buffer's buckets in order: each key without the kind, and each element count."""
-
-    keys: tuple[str, ...]
-    counts: tuple[int, ...]
+# A buffer's buckets in order: each element count, by the key without the kind.
+_Buffer = Mapping[str, int]
 
 
 def has_buckets(dcp: DcpFolder) -> bool:
@@ -71,10 +68,10 @@ def bucket_pieces(
             kind: {t.numbered: _pieces(dcp, name, *places[t.numbered], _shard(t, tp)) for t in tensors}
             for kind, name in _KINDS.items()
         }
-        misfits = [t.numbered for t in _samples(tensors) if not _has_weights(t, weights, pieces[MASTERS])]
-        if not misfits:
+        strange = next((t for t in _samples(tensors) if not _has_weights(t, weights, pieces[MASTERS])), None)
+        if strange is None:
             return pieces
-        tried.append(f"other values at {misfits[0]}")
+        tried.append(f"other values at {strange.numbered}")
     raise _unknown_layout(dcp, "; ".join(dict.fromkeys(tried)) or "bucket sizes that fit no division of the layers")
 
 
@@ -82,9 +79,9 @@ def _pieces(dcp: DcpFolder, name: str, buffers: Sequence[_Buffer], slot: Slot, s
     """Return a parameter's part in each rank's buffer."""
 
     def read(key: str) -> torch.Tensor:
-        return dcp.read_box(key, (slot.offset,), (prod(shape),)).view(shape)
+        return dcp.read_box(key, Box((slot.offset,), (prod(shape),))).view(shape)
 
-    keys = [f"{buffer.keys[slot.bucket]}.{name}" for buffer in buffers]
+    keys = [f"{list(buffer)[slot.bucket]}.{name}" for buffer in buffers]
     return [FileTensor(shape, dcp.tensors[key].dtype, partial(read, key)) for key in keys]
 
 
@@ -98,22 +95,14 @@ def _has_weights(tensor: MegatronTensor, weights: Mapping[str, FileTensor], mast
 
 def _buffers(dcp: DcpFolder) -> list[list[_Buffer]]:
     """Return each model-parallel rank's buffers, by virtual pipeline chunk."""
-    keys = dict[tuple[int, ...], str]()
-    for key in dcp.tensors:
-        if match := _KEY.fullmatch(key):
-            keys[tuple(map(int, match.groups()))] = key.removesuffix(f".{_KINDS[MASTERS]}")
-    return [
-        [_buffer(dcp, [keys[place] for place in buckets]) for _, buckets in groupby(group, lambda place: place[1])]
-        for _, group in groupby(sorted(keys), lambda place: place[0])
-    ]
-
-
-def _buffer(dcp: DcpFolder, keys: Sequence[str]) -> _Buffer:
-    counts = list[int]()
-    for key in keys:
-        ((count,),) = {dcp.tensors[f"{key}.{name}"].shape for name in _KINDS.values()}  # flat, and the same for each
-        counts.append(count)
-    return _Buffer(tuple(keys), tuple(counts))
+    roots = {
+        tuple(map(int, match.groups())): key.rpartition(".")[0] for key in dcp.tensors if (match := _KEY.fullmatch(key))
+    }
+    ranks = dict[int, dict[int, dict[str, int]]]()
+    for (rank, chunk, _), root in sorted(roots.items()):
+        ((count,),) = {dcp.tensors[f"{root}.{name}"].shape for name in _KINDS.values()}  # flat, and the same for each
+        ranks.setdefault(rank, {}).setdefault(chunk, {})[root] = count
+    return [list(chunks.values()) for chunks in ranks.values()]
 
 
 def _fused_order(tensors: Sequence[MegatronTensor]) -> list[MegatronTensor]:
@@ -135,48 +124,27 @@ def _places(
 ) -> dict[str, tuple[Sequence[_Buffer], Slot]] | None:
     """Return every parameter's buffer on each tensor-parallel rank, and its place there, the same on all of them.
 
+    A stage holds the parameters that follow the previous stage's. With several stages, the last also has a copy of a
+    tied embedding.
+
     Returns:
         The places by `MegatronTensor.numbered`, or None if the bucket sizes do not fit this order.
     """
-    first, places = 0, dict[str, tuple[Sequence[_Buffer], Slot]]()
-    last = max(_block(tensor) or 0 for tensor in tensors)
-    order = stage_order(len(buffers) // tp, len(buffers[0]))
-    for number, (stage, chunk) in enumerate(order):
+    names, counts = [tensor.numbered for tensor in tensors], [prod(_shard(tensor, tp)) for tensor in tensors]
+    if len(buffers) > tp and OUTPUT not in names:
+        names, counts = [*names, EMBEDDING], [*counts, counts[names.index(EMBEDDING)]]
+    begin, places = 0, dict[str, tuple[Sequence[_Buffer], Slot]]()
+    for stage, chunk in stage_order(len(buffers) // tp, len(buffers[0])):
         ranks = [buffers[stage * tp + rank][chunk] for rank in range(tp)]
-        if len({rank.counts for rank in ranks}) != 1:
+        (sizes, *_), ends = [list(rank.values()) for rank in ranks], range(len(names), begin - 1, -1)
+        fitting = ((end, slots) for end in ends if (slots := _slots(counts[begin:end], sizes, alignment)))
+        end, slots = next(fitting, (begin, None))
+        if slots is None or any(list(rank.values()) != sizes for rank in ranks):
             return None
-        ends = number == 0, number == len(order) - 1
-        for end in [last + 1] if ends[1] else range(last + 1, first - 1, -1):
-            members = _stage(tensors, range(first, end), ends, is_cut=len(buffers) > tp)
-            slots = _slots([prod(_shard(tensor, tp)) for tensor in members], ranks[0].counts, alignment)
-            if slots is not None:
-                break
-        else:
-            return None
-        for tensor, slot in zip(reversed(members), slots, strict=True):
-            places.setdefault(tensor.numbered, (ranks, slot))
-        first = end
-    return places
-
-
-def _block(tensor: MegatronTensor) -> int | None:
-    """Return the number of a tensor's attention or MLP: a `HybridModel`'s stage may end between the two of a layer."""
-    return None if tensor.layer is None else 2 * tensor.layer + tensor.name.startswith("mlp.")
-
-
-def _stage(
-    tensors: Sequence[MegatronTensor], blocks: range, ends: tuple[bool, bool], *, is_cut: bool
-) -> list[MegatronTensor]:
-    """Return a stage's parameters. With several stages, the last has a copy of a tied embedding as its output layer."""
-    members = list[MegatronTensor]()
-    for tensor in tensors:
-        block = _block(tensor)
-        is_end = ends[0] if tensor.name.startswith("embedding.") else ends[1]
-        if is_end if block is None else block in blocks:
-            members.append(tensor)
-    if is_cut and ends[1] and not any(tensor.name == OUTPUT for tensor in tensors):
-        members.append(next(tensor for tensor in tensors if tensor.name == EMBEDDING))
-    return members
+        for name, slot in zip(reversed(names[begin:end]), slots, strict=True):
+            places.setdefault(name, (ranks, slot))
+        begin = end
+    return places if begin == len(names) else None
 
 
 def _slots(counts: Sequence[int], buckets: Sequence[int], alignment: int) -> list[Slot] | None:

@@ -77,7 +77,7 @@ def stage_order(stages: int, chunks: int) -> list[tuple[int, int]]:
     return [(stage, chunk) for chunk in range(chunks) for stage in range(stages)]
 
 
-def by_global_name(stages: Sequence[Sequence[Stage]], *, where: object) -> dict[str, list[FileTensor]]:
+def by_global_name(stages: Sequence[Sequence[Stage]]) -> dict[str, list[FileTensor]]:
     """Return every tensor's pieces, by tensor-parallel rank, with layers numbered through the whole model.
 
     Args:
@@ -85,25 +85,20 @@ def by_global_name(stages: Sequence[Sequence[Stage]], *, where: object) -> dict[
             Megatron-Core's `GPTModel`, where layers are `decoder.layers.N`.
 
     Raises:
-        CheckpointError: A stage's ranks hold different tensors, or two stages hold the same tensor.
+        ValueError: A stage's ranks hold different tensors, or two stages hold the same tensor.
     """
     pieces, first = dict[str, list[FileTensor]](), 0
-    for number, ranks in enumerate(stages):
+    for ranks in stages:
         names = set(ranks[0])
         for rank, tensors in enumerate(ranks):
             if differences := names ^ set(tensors):
-                raise CheckpointError(
-                    "Two tensor-parallel ranks of a stage hold different tensors",
-                    where=f"{where}, stage {number}, ranks 0 and {rank}",
-                    found=few(differences),
-                    fix="The files come from different saves.",
-                )
+                raise ValueError(f"tensor-parallel ranks 0 and {rank} hold different tensors: {few(differences)}")
         layers = {match[1] for name in names if (match := _LAYER.fullmatch(name))}
         for name in ranks[0]:
             match = _LAYER.fullmatch(name)
             full = f"decoder.layers.{first + int(match[1])}.{match[2]}" if match else name
             if full in pieces:
-                raise CheckpointError("Two stages hold the same tensor", where=f"{where}, stage {number}", found=full)
+                raise ValueError(f"two stages hold the same tensor: {full}")
             pieces[full] = [rank[name] for rank in ranks]
         first += len(layers)
     return pieces
@@ -147,13 +142,11 @@ def join(
 
 def _concatenated(pieces: Sequence[FileTensor], cut: int, halves: int, *, where: object) -> torch.Tensor:
     """Return the parts' first halves, then their second halves. Only a single part is in memory beside the result."""
-    shape, joined = joined_shape(pieces, cut), None
-    begins = [half * (shape[cut] // halves) for half in range(halves)]
+    shape, at = joined_shape(pieces, cut), 0
+    joined = torch.empty(shape, dtype=pieces[0].dtype)
     for rank, piece in enumerate(pieces):
-        part = piece.read()
-        joined = torch.empty(shape, dtype=part.dtype) if joined is None else joined
-        for half, values in enumerate(part.chunk(halves, dim=cut)):
-            target = joined.narrow(cut, begins[half], values.shape[cut])
+        for half, values in enumerate(piece.read().chunk(halves, dim=cut)):
+            target = joined.narrow(cut, half * (shape[cut] // halves) + at, values.shape[cut])
             if (target.shape, target.dtype) != (values.shape, values.dtype):
                 raise CheckpointError(
                     "A tensor's parts on the tensor-parallel ranks do not fit together",
@@ -163,7 +156,6 @@ def _concatenated(pieces: Sequence[FileTensor], cut: int, halves: int, *, where:
                     fix="The files come from different saves.",
                 )
             target.copy_(values)
-            begins[half] += values.shape[cut]
-        del part, values  # free it before reading the next part
-    assert joined is not None
+        at += values.shape[cut]
+        del values  # free the part before reading the next
     return joined

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from reprise.errors import CheckpointError, MismatchError
-from reprise.loading import no_folder
 from reprise.storage import is_dir, is_file
 from trainer.interop.formats import Format, ImportOptions, few, require_trust
 from trainer.interop.megatron import export
@@ -38,11 +37,9 @@ def newest(path: Path) -> Path:
     """Return the folder for the tracker file's iteration, or `path` itself if it has no such file.
 
     Raises:
-        CheckpointError: The folder does not exist.
+        CheckpointError: That folder does not exist.
         MismatchError: `path` holds no Megatron checkpoint.
     """
-    if not is_dir(path):
-        raise no_folder(path)
     tracker = path / TRACKER
     if not is_file(tracker):
         if not is_file(path / METADATA) and not is_legacy(path):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,18 +17,17 @@ from reprise.storage import integer, shown
 from trainer.interop.finite import require_finite
 from trainer.interop.formats import ImportOptions, common_step, log_settings, require_moments
 from trainer.interop.megatron.arguments import describe
-from trainer.interop.megatron.hybrid import in_layers, pattern_of
+from trainer.interop.megatron.hybrid import in_layers, is_hybrid
 from trainer.interop.megatron.names import MegatronTensor, correspondences, is_norm
 from trainer.interop.megatron.shards import Pieces, RankCopies, join, joined_shape, layers_of
-from trainer.interop.source import StateSource
-from trainer.interop.stored import FileTensor, misfits, require_none
+from trainer.interop.source import MOMENTS, StateSource, by_kind
+from trainer.interop.stored import FileTensor, require_fit
 
 _log = logging.getLogger(__name__)
 
-WEIGHTS, MASTERS, MOMENTS = "weights", "masters", ("exp_avg", "exp_avg_sq")
+WEIGHTS, MASTERS = "weights", "masters"
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 RELEASE = "release"  # the folder of a released model, which has no run to continue
-_STEP = "step"
 _SCHEDULE = ("lr_decay_style", "max_lr", "min_lr", "lr_warmup_steps", "lr_decay_steps")
 
 Groups = Sequence[Mapping[str, Any]]
@@ -82,7 +81,7 @@ def as_source(saved: MegatronCheckpoint, options: ImportOptions) -> StateSource:
     """
     where, weights = saved.path, in_layers(saved.weights)
     rows = sum(piece.shape[0] for piece in weights[EMBEDDING])
-    described = describe(saved.args, rows, layers_of(weights), options, where=where, pattern=pattern_of(saved.weights))
+    described = describe(saved.args, rows, layers_of(weights), options, where=where, is_hybrid=is_hybrid(saved.weights))
     model, every = described.model, correspondences(described.model, rows)
     tensors = [correspondence.tensor for correspondence in every]
     joined_of = partial(
@@ -100,7 +99,7 @@ def as_source(saved: MegatronCheckpoint, options: ImportOptions) -> StateSource:
     iteration, step = integer(saved.table.get("iteration")) if optimizer else 0, None
     if optimizer is not None:
         joined |= {kind: joined_of(kind, in_layers(pieces)) for kind, pieces in optimizer.pieces.items()}
-        step = common_step(optimizer.steps, where=where)
+        step = common_step(optimizer.steps)
         if step is None:
             _log.warning(f"The optimizer has no step count: assumed to be the iteration, {iteration}")
     else:
@@ -108,17 +107,15 @@ def as_source(saved: MegatronCheckpoint, options: ImportOptions) -> StateSource:
         _log.warning("Only the weights are imported, as iteration 0")
     sources = {name: correspondence for correspondence in every for name in correspondence.names}
 
-    def read(name: str) -> torch.Tensor:
-        kind, _, parameter = name.partition(".")
-        if kind == _STEP:
-            return torch.tensor(float(iteration) if step is None else step)
-        if kind in MOMENTS:
-            tensor = sources[parameter].tensor
-            return sources[parameter].take(parameter, joined[kind][tensor.numbered].read())
-        tensor = sources[name].tensor
-        weight = sources[name].take(name, _weight(joined, tensor.numbered, where=where))
-        return weight.to(torch.float32) + 1 if described.adds_one and is_norm(tensor) else weight
+    def moment(kind: str, name: str) -> torch.Tensor:
+        return sources[name].take(name, joined[kind][sources[name].tensor.numbered].read())
 
+    def weight(name: str) -> torch.Tensor:
+        tensor = sources[name].tensor
+        values = sources[name].take(name, _weight(joined, tensor.numbered, where=where))
+        return values.to(torch.float32) + 1 if described.adds_one and is_norm(tensor) else values
+
+    read = by_kind(weight, moment, lambda _: iteration if step is None else step)
     samples = _consumed_samples(saved) if optimizer else None
     return StateSource(model, iteration, optimizer is not None, read, consumed_samples=samples)
 
@@ -126,36 +123,28 @@ def as_source(saved: MegatronCheckpoint, options: ImportOptions) -> StateSource:
 def _joined(
     tensors: Sequence[MegatronTensor], kind: str, pieces: Pieces, *, copies: RankCopies, has_copy: bool, where: Path
 ) -> Joined:
-    """Return a kind's tensors, joined when they are read. A tied embedding may have a copy."""
+    """Return a kind's tensors, joined when they are read. A tied embedding may have a copy, which must be equal."""
     expected, joined = {tensor.numbered: tensor for tensor in tensors}, dict[str, FileTensor]()
     for name, parts in pieces.items():
-        tensor, place = expected.get(name), f"{where}, {kind} of {name}"
+        tensor = expected.get(EMBEDDING if name == OUTPUT and has_copy else name)
         cut, is_gated = (None, False) if tensor is None else (tensor.cut, tensor.is_gated)
-        read = partial(join, parts, cut=cut, is_gated=is_gated, copies=copies, where=place)
-        if name == EMBEDDING and has_copy and kind not in MOMENTS:
-            read = partial(_with_copies, read, parts, pieces.get(OUTPUT, ()), copies, place)
+        read = partial(join, parts, cut=cut, is_gated=is_gated, copies=copies, where=f"{where}, {kind} of {name}")
         joined[name] = FileTensor(joined_shape(parts, cut), parts[0].dtype, read)
     shapes = {name: tensor.shape for name, tensor in expected.items()}
     fix = "If its arguments do not describe the model, set model.KEY=VALUE, such as model.tie_word_embeddings=false."
     if kind != WEIGHTS:
         fix = "Only one Adam for all parameters is supported. Import the weights alone with --weights-only."
-    problems = misfits(joined, shapes, lambda name: has_copy and name == OUTPUT)
-    require_none(problems, where=f"{where}, {kind}", fix=fix)
+    require_fit(joined, shapes, lambda name: has_copy and name == OUTPUT, where=f"{where}, {kind}", fix=fix)
+    if has_copy and OUTPUT in joined and kind not in MOMENTS:
+        first, last, place = joined[EMBEDDING], joined[OUTPUT], f"{where}, {kind} of {EMBEDDING}"
+
+        def read_same() -> torch.Tensor:
+            table = first.read()
+            copies.compare(table, last.read(), what="the first and the last stage", where=place)
+            return table
+
+        joined[EMBEDDING] = replace(first, read=read_same)
     return joined
-
-
-def _with_copies(
-    read: Callable[[], torch.Tensor],
-    first: Sequence[FileTensor],
-    last: Sequence[FileTensor],
-    copies: RankCopies,
-    where: str,
-) -> torch.Tensor:
-    """Return the embedding after comparing it with the last stage's copy, if there is one."""
-    for rank, pair in enumerate(zip(first, last, strict=False)):
-        place = f"{where} of tensor-parallel rank {rank}"
-        copies.compare(*(part.read() for part in pair), what="the first and the last stage", where=place)
-    return read()
 
 
 def _weight(joined: Mapping[str, Joined], name: str, *, where: object) -> torch.Tensor:

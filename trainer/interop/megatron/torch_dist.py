@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from reprise.errors import CheckpointError, MismatchError, count_of
+from reprise.format import Box
 from reprise.storage import is_file, json_file
 from trainer.interop.dcp.folder import DcpFolder, open_folder
 from trainer.interop.formats import ImportOptions, few
@@ -27,15 +28,15 @@ from trainer.interop.megatron.shards import Pieces
 from trainer.interop.megatron.state import (
     EMBEDDING,
     MASTERS,
-    MOMENTS,
     Groups,
     Joined,
     MegatronCheckpoint,
     SavedOptimizer,
     parameter_groups,
 )
+from trainer.interop.source import MOMENTS
 from trainer.interop.stored import FileTensor, Shape
-from trainer.interop.torch_file import attributes_of, open_torch_file
+from trainer.interop.torch_file import attributes_of, read_torch_file
 
 METADATA, COMMON, BACKEND, TORCH_DIST = "metadata.json", "common.pt", "sharded_backend", "torch_dist"
 _COMMON_OBJECT = "common_state/shard_0_1"
@@ -60,7 +61,7 @@ def read_torch_dist(folder: Path, options: ImportOptions) -> MegatronCheckpoint:
             found=backend,
             fix=f"Save it with --ckpt-format {TORCH_DIST}.",
         )
-    dcp = open_folder(folder, trust_pickle=options.trusts_pickle)
+    dcp = open_folder(folder, options)
     common, keys = _common(dcp), [key for key in dcp.tensors if not _is_optimizers(key)]
     prefixes = [key.removesuffix(EMBEDDING) for key in keys if key.endswith(EMBEDDING)]
     if len(prefixes) != 1:
@@ -71,15 +72,14 @@ def read_torch_dist(folder: Path, options: ImportOptions) -> MegatronCheckpoint:
             found=few(prefixes or keys),
         )
     weights = _pieces(dcp, keys, prefixes[0])
-    shapes = {name: parts[0].shape for name, parts in weights.items()}
-    optimizer = partial(_optimizer, dcp, prefixes[0], common, shapes)
+    optimizer = partial(_optimizer, dcp, prefixes[0], common, {name: parts[0].shape for name, parts in weights.items()})
     return MegatronCheckpoint(folder, common, attributes_of(common.get("args")), weights, 1, optimizer)
 
 
-def _common(dcp: DcpFolder) -> Mapping[str, Any]:
+def _common(dcp: DcpFolder) -> Any:
     """Return the unsharded state: the iteration, the arguments and the optimizer's settings."""
     if is_file(dcp.path / COMMON):
-        return open_torch_file(dcp.path / COMMON)
+        return read_torch_file(dcp.path / COMMON)
     if _COMMON_OBJECT not in dcp.values:
         raise CheckpointError(
             "A Megatron checkpoint has no iteration and no arguments",
@@ -87,15 +87,8 @@ def _common(dcp: DcpFolder) -> Mapping[str, Any]:
             expected=f"the object {_COMMON_OBJECT}, or a file {COMMON} from Megatron-Core before 0.19",
             fix=f"If that folder was copied, copy {COMMON} too; otherwise use another checkpoint.",
         )
-    state = dcp.read_value(_COMMON_OBJECT)
-    if not (isinstance(state, list) and len(state) == 1 and isinstance(state[0], Mapping)):
-        raise CheckpointError(
-            "The Megatron checkpoint's unsharded state cannot be read",
-            where=f"{dcp.path}, {_COMMON_OBJECT}",
-            expected="a list with one dictionary",
-            found=type(state).__name__,
-        )
-    return state[0]
+    (state,) = dcp.read_value(_COMMON_OBJECT)
+    return dict(state)
 
 
 def _pieces(dcp: DcpFolder, keys: Iterable[str], root: str, shapes: Mapping[str, Shape] | None = None) -> Pieces:
@@ -127,7 +120,8 @@ def _tensor(dcp: DcpFolder, key: str, first: Shape, shape: Shape) -> FileTensor:
     is_flat &= all(count and size % count == 0 for size, count in zip(shape, grid, strict=False))
 
     def read() -> torch.Tensor:
-        values = dcp.read_box(key, (*first, *(0 for _ in inner)), (*(1 for _ in first), *inner)).reshape(inner)
+        box = Box((*first, *(0 for _ in inner)), (*(1 for _ in first), *inner))
+        values = dcp.read_box(key, box).reshape(inner)
         if not is_flat:
             return values
         order = [axis for dim in range(len(shape)) for axis in (dim, len(shape) + dim)]
