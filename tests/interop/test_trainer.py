@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 import transformers
@@ -47,7 +48,7 @@ class InOrder(transformers.Trainer):
         return SequentialSampler(self.train_dataset)
 
 
-def theirs(config: Any, folder: Path, **arguments: Any) -> Any:
+def theirs(config: Any, folder: Path, model: Any = None, **arguments: Any) -> Any:
     """Return a Trainer over the first batches of a run of ours, which saves and logs every iteration."""
     settings: dict[str, Any] = {
         "max_steps": TOTAL,
@@ -66,7 +67,7 @@ def theirs(config: Any, folder: Path, **arguments: Any) -> Any:
     ignored = torch.tensor([-100])  # the first label, which the Trainer counts with GPT-2 although no token precedes it
     data = [{"input_ids": r, "labels": torch.cat([ignored, r[1:]])} for batch in batches(config) for r in batch]
     training = transformers.TrainingArguments(str(folder), **(settings | arguments))
-    return InOrder(make(config.model), training, train_dataset=data)
+    return InOrder(model or make(config.model), training, train_dataset=data)
 
 
 def losses_of(run: Path, figure: str = "loss") -> list[float]:
@@ -122,6 +123,20 @@ def test_a_finished_trainers_run_goes_on_with_three_keys(tmp_path: Path) -> None
     run_ok(run, [*words, *more])
     assert len(losses_of(run)) == count + 2
     assert min(losses_of(run, "lr")[-2:]) > 0
+
+
+@pytest.mark.parametrize("family", states.cases("gpt2", "llama tied"))
+def test_adapters_that_peft_trained_go_on_here(tmp_path: Path, family: str) -> None:
+    config = compose([*TRAINING, *MODELS[family]])
+    base, run = tmp_path / "base", tmp_path / "run"
+    make(config.model).save_pretrained(base)
+    lora = peft.LoraConfig(r=4, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
+    trainer = theirs(config, tmp_path / "theirs", peft.get_peft_model(make(config.model), lora))
+    trainer.train()
+    source, words = tmp_path / f"theirs/checkpoint-{SAVED}", [*OURS, f"checkpoint.base={base}"]
+    assert convert.main(["import", "trainer", str(source), str(run / "checkpoints"), "--trust-pickle", *words]) == 0
+    run_ok(run, [f"checkpoint.load={run}", f"checkpoint.base={base}", "logging.tensorboard=false"])
+    assert_same(losses_of(run), logged(trainer))
 
 
 # ---- what an import takes, tells and refuses
@@ -205,6 +220,14 @@ def only(name: str) -> Callable[[Path], object]:
     return change
 
 
+def adapters(**members: object) -> Callable[[Path], object]:
+    def change(folder: Path) -> None:
+        (folder / "config.json").unlink()
+        (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "gpt2", **members}))
+
+    return change
+
+
 def of_deepspeed(folder: Path) -> None:
     (folder / "global_step3").mkdir()
     (folder / "latest").write_text("global_step3")
@@ -214,7 +237,8 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "no moments": (lambda folder: (folder / "optimizer.pt").unlink(), "--weights-only"),
     "a frozen parameter": (edit("optimizer.pt", lambda t: t["param_groups"][1]["params"].pop()), "train.freeze"),
     "another optimizer": (edit("optimizer.pt", lambda t: t["state"][2].pop("exp_avg_sq")), "another optimizer"),
-    "adapters": (only("adapter_config.json"), "merge_and_unload"),
+    "adapters of another kind": (adapters(use_dora=True), "use_dora=True"),
+    "a base on the hub": (adapters(), "checkpoint.base"),
     "a loop of accelerate": (only("optimizer.bin"), "model.config.save_pretrained"),
     "whole weights of FSDP": (only("pytorch_model_fsdp.bin"), "model.save_pretrained"),
     "ranks of FSDP": (only("pytorch_model_fsdp_0_rank1.bin"), "SHARDED_STATE_DICT"),

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from models import families
+from models.adapters import model_documents
 from models.families import problems as model_problems
 from reprise import saving
 from reprise.errors import ConfigError, MismatchError, count_of
@@ -73,7 +74,7 @@ def write_checkpoint(
             found=f"optimizer.name={config.optimizer.name.value}",
             fix="Import the weights alone with --weights-only.",
         )
-    _check(config)
+    _check(config, source)
     config = replace(config, train=_trainable(config))
     documents = _documents(source, config, consumed_samples, stated)
     frozen = frozen_names(config.model, config.train.freeze)
@@ -89,7 +90,7 @@ def write_checkpoint(
         layout,
         write,
         documents=documents,
-        aliases=families.aliases(config.model),
+        aliases={} if config.model.is_adapted else families.aliases(config.model),
     )
 
 
@@ -106,7 +107,7 @@ def write_log(records: Sequence[Json], folder: Path, files: Files = FILE_SYSTEM)
     replace_file(files, path, "".join(f"{dumps(record)}\n" for record in records).encode())
 
 
-def _check(config: Config) -> None:
+def _check(config: Config, source: StateSource) -> None:
     """Refuse a configuration unfit for writing a checkpoint. The run validates training keys."""
     problems = model_problems(config.model)
     values = {
@@ -120,8 +121,8 @@ def _check(config: Config) -> None:
         batch_schedule_of(config.train)
     except ValueError as error:
         problems.append(f"train.batch_schedule={config.train.batch_schedule}: {error}")
-    if config.model.is_adapted:
-        problems.append(f"model.lora.rank={config.model.lora.rank}: an import writes whole models; set it to 0")
+    if config.model.is_adapted and source.base is None:
+        problems.append(f"model.lora.rank={config.model.lora.rank}: the source is a whole model; set it to 0")
     if problems:
         raise ConfigError("No checkpoint can be written with this configuration", found="; ".join(problems))
 
@@ -195,10 +196,10 @@ def _documents(
     lr = schedule.at(source.iteration, samples) if source.iteration else 0.0  # the first iteration is 1
     progress = Progress(source.iteration, samples, samples * train.seq_length)
     assumed = {} if stated is None else {ASSUMED: _assumed(description, stated)}
+    base = {} if source.base is None else {"base": source.base}
     return {
-        "config.json": families.hf_config(config.model),
-        "generation_config.json": families.generation_config(config.model),
-        STATE: progress.state_record(lr, {**description, "batch": batch, **assumed}),
+        **model_documents(config.model),
+        STATE: progress.state_record(lr, {**description, "batch": batch, **base, **assumed}),
         RUN_CONFIG: run_config(config, with_commit=True),
         **_tokenizer(source, config),
     }

@@ -35,6 +35,7 @@ class StateSource:
         consumed_samples: The other program's count of consumed samples, if available.
         settings: Overrides to continue the run as the other program would. The command's overrides win.
         log: The other program's log records, for `metrics.jsonl`.
+        base: The identity of the weights beneath adapters. None for a whole model.
     """
 
     model: ModelConfig
@@ -45,6 +46,7 @@ class StateSource:
     consumed_samples: int | None = None
     settings: Sequence[str] = ()
     log: Sequence[Json] = ()
+    base: Json | None = None
 
 
 def by_kind(

@@ -11,37 +11,42 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from models.families import stored_tensors
+from models.adapters import adapter_tensors, saved_tensors
+from models.config import LoraConfig
 from reprise.errors import MismatchError
 from reprise.format import STATE
-from reprise.storage import is_dir, is_file, matching
+from reprise.storage import finite_number, integer, is_dir, is_file, json_file, matching, shown
 from reprise.tensors import canonical_name
 from trainer.config.frozen import frozen_names
+from trainer.data.tokenizer_beside import tokenizer_files_in
 from trainer.interop import deepspeed
 from trainer.interop.dcp import folder as dcp_folder
 from trainer.interop.dcp import source as dcp
-from trainer.interop.formats import Format, ImportOptions, common_step, require_moments, require_trust
+from trainer.interop.formats import Format, ImportOptions, common_step, few, require_moments, require_trust
 from trainer.interop.hf import trainer_export
-from trainer.interop.hf.config import CONFIG
-from trainer.interop.hf.folder import SINGLE, folder_source, open_folder
+from trainer.interop.hf.config import CONFIG, is_folder
+from trainer.interop.hf.folder import SINGLE, folder_source, mapped, open_folder
 from trainer.interop.hf.trainer_settings import with_settings
 from trainer.interop.numbered import Table, moment_problems, numbers_by_name, require_moments_of
 from trainer.interop.source import STEP, StateSource, by_kind
+from trainer.interop.start import weights_identity
+from trainer.interop.stored import require_fit
 from trainer.interop.torch_file import read_torch_file
 
 _log = logging.getLogger(__name__)
 
 _SHARDS = ("pytorch_model_fsdp_0", "optimizer_0")  # FSDP's folders, each a DCP folder
 _OPTIMIZERS = ("optimizer.pt", "optimizer.bin")
+_ADAPTERS, _ADAPTER_TENSORS = "adapter_config.json", "adapter_model.safetensors"
+# PEFT's settings that `LoraConfig` has or that need not be equal, and values of others beside those that are falsy.
+_LORA = """
+    auto_mapping base_model_name_or_path fan_in_fan_out inference_mode lora_alpha lora_dropout megatron_core
+    peft_version qalora_group_size r revision target_modules task_type
+""".split()  # noqa: SIM905
+_PLAIN = [("peft_type", "LORA"), ("bias", "none"), ("init_lora_weights", True), ("init_lora_weights", "gaussian")]
 _AGAIN = "Resume there on the same number of ranks, and save with fsdp_state_dict_type SHARDED_STATE_DICT."
 # Unsupported forms: a file pattern, the file that can replace it, and the advice.
 _UNREAD = (
-    (
-        "adapter_config.json",
-        CONFIG,
-        "It holds adapters: merge them in PEFT, `model.merge_and_unload().save_pretrained(FOLDER)`, and import that as "
-        "`hf`.",
-    ),
     ("pytorch_model_fsdp_*rank*.bin", SINGLE, _AGAIN),
     ("rank*-of-*-optimizer.pt", _OPTIMIZERS[0], _AGAIN),
     (
@@ -54,9 +59,10 @@ _UNREAD = (
 
 
 def read_source(path: Path, options: ImportOptions) -> StateSource:
-    """Open a `checkpoint-N`: weights, AdamW's moments and steps, and its run's settings and log.
+    """Open a `checkpoint-N`: weights or PEFT's adapters, AdamW's moments and steps, and its run's settings and log.
 
-    FSDP folders are read as DCP, and DeepSpeed folders as universal checkpoints.
+    FSDP folders are read as DCP, and DeepSpeed folders as universal checkpoints. The base of adapters is a transformers
+    folder: `checkpoint.base`, or the one that PEFT loaded.
 
     Raises:
         ConfigError: Moments are requested, but pickles are not trusted. The files are pickles, although their code is
@@ -83,18 +89,51 @@ def _open(path: Path, options: ImportOptions) -> tuple[StateSource, Sequence[Tab
             shard = dcp_folder.open_folder(path / name, options)
             folder = dcp_folder.DcpFolder(path, {**folder.tensors, **shard.tensors}, {**folder.values, **shard.values})
         return dcp.source_of(folder, options), ()
-    source = folder_source(open_folder(path))
+    has_adapters = is_file(path / _ADAPTERS) and not is_file(path / CONFIG)
+    source = _adapters(path, options) if has_adapters else folder_source(open_folder(path))
     file = next((path / name for name in _OPTIMIZERS if is_file(path / name)), None)
     if options.weights_only or file is None:
         require_moments([STATE], options, where=path)
         return source, ()
     optimizer = read_torch_file(file)
     frozen = frozen_names(source.model, options.config.train.freeze)
-    shapes = {name: stored.shape for name, stored in stored_tensors(source.model).items() if name not in frozen}
+    shapes = {name: stored.shape for name, stored in saved_tensors(source.model).items() if name not in frozen}
     entries = _entries(optimizer, shapes, where=file)
     step = common_step(entry.get(STEP) for entry in entries.values()) or 0.0
     read = by_kind(source.read, lambda kind, name: entries[name][kind], lambda _: step)
     return replace(source, iteration=int(step), has_optimizer=True, read=read), optimizer["param_groups"]
+
+
+def _adapters(path: Path, options: ImportOptions) -> StateSource:
+    """Return PEFT's adapters as a source, which names their base.
+
+    Raises:
+        MismatchError: They have settings that ours lack, or their base is not there.
+    """
+    table = json_file.read(path / _ADAPTERS)
+    base = Path(options.config.checkpoint.base or table["base_model_name_or_path"] or "")
+    settings = [item for item in table.items() if item[1] and item[0] not in _LORA and item not in _PLAIN]
+    if settings:
+        raise MismatchError(
+            "The adapters have unsupported settings",
+            where=path / _ADAPTERS,
+            found=few(f"{name}={shown(value)}" for name, value in settings),
+            fix="Merge them in PEFT, `model.merge_and_unload().save_pretrained(FOLDER)`, and import that as `hf`.",
+        )
+    if not is_folder(base):
+        raise MismatchError(
+            "The base of the adapters is not a folder of transformers",
+            where=path / _ADAPTERS,
+            found=base,
+            fix="Set checkpoint.base to the folder that they were trained on.",
+        )
+    alpha, dropout = (finite_number(table[name]) for name in ("lora_alpha", "lora_dropout"))
+    lora = LoraConfig(integer(table["r"]), alpha, dropout, list(table["target_modules"]))
+    model, tensors = replace(open_folder(base).model, lora=lora), mapped(path / _ADAPTER_TENSORS)
+    shapes = {name: stored.shape for name, stored in adapter_tensors(model).items()}
+    require_fit(tensors, shapes, where=path / _ADAPTER_TENSORS)
+    tokenizer, identity = tokenizer_files_in(path), weights_identity(base)
+    return StateSource(model, 0, False, tensors.__getitem__, tokenizer, base=identity)
 
 
 def _entries(optimizer: Table, shapes: Mapping[str, Sequence[int]], *, where: Path) -> Mapping[str, Table]:
@@ -124,7 +163,7 @@ def _entries(optimizer: Table, shapes: Mapping[str, Sequence[int]], *, where: Pa
 
 FORMAT = Format(
     "transformers' Trainer",
-    "a checkpoint-N from transformers' Trainer, or a folder from accelerate's save_state",
+    "a checkpoint-N from transformers' Trainer, of a model or of PEFT's LoRA, or a folder from accelerate's save_state",
     read_source,
     trainer_export.write,
 )
