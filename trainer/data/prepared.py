@@ -16,8 +16,6 @@ from functools import partial
 from operator import itemgetter
 from pathlib import Path
 
-import numpy as np
-
 from reprise.errors import DataError
 from reprise.storage import FILE_SYSTEM, atomic_output, is_dir, lexists
 from trainer.data.blocks import DTYPES, SplitOptions, TextPart, part_of, read_blocks, split, texts
@@ -130,7 +128,7 @@ def write_prepared(
         with encoding(encoder, tokenizer, workers=workers) as encode:
             for name, members in parts.items():
                 path, blocks = new / f"{name}_{{:06d}}.bin", encode(read_blocks(members, encoder.cuts()))
-                side = write_side(path, blocks, write=write, file_tokens=options.file_tokens, count=progress(name))
+                side = _write_side(path, blocks, write=write, file_tokens=options.file_tokens, count=progress(name))
                 if not (side.documents or dtype):
                     raise DataError(
                         f"The {name} split has no document",
@@ -214,15 +212,15 @@ def _train(parts: Sequence[TextPart], vocab_size: int, path: Path, progress: Pro
     FILE_SYSTEM.write_whole(path, train_bpe(training_texts(), vocab_size))
 
 
-def write_side(
+def _write_side(
     path: Path,
     blocks: Iterable[Encoded],
     *,
     write: Callable[[Path, Iterable[TokenArray]], None],
     file_tokens: int,
-    count: Callable[[int], object] = lambda _count: None,
+    count: Callable[[int], object],
 ) -> Side:
-    """Write a side of the split as token files with at most `file_tokens` tokens. Without tokens, write an empty file.
+    """Write a side of the split as token files with at most `file_tokens` tokens.
 
     Args:
         path: The files' path. Its name is a format string for the file number.
@@ -235,8 +233,7 @@ def write_side(
     side = Side([])
 
     def pieces() -> Iterator[tuple[int, TokenArray]]:
-        """Yield pieces of the tokens, each within a single file, with the file's number. Start with an empty piece."""
-        yield 0, np.empty(0, np.uint16)
+        """Yield pieces of the tokens, each within a single file, with the file's number."""
         for block in blocks:
             side.documents += block.documents
             side.largest = max(side.largest, int(block.tokens.max(initial=0)))

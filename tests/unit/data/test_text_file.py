@@ -23,7 +23,8 @@ from pyarrow import parquet
 
 from reprise.errors import DataError
 from tests.messages import refused
-from tests.unit.data.doors import content, of_texts, prepared, prose, trained
+from tests.unit.data.doors import content, of_texts, prepared, prose, sides, trained
+from trainer.data import text_file
 from trainer.data.prepared import PrepareOptions, write_prepared
 from trainer.data.sources import text_sources
 from trainer.data.text_file import read_text
@@ -101,6 +102,15 @@ def test_bytes_of_any_file_train_where_they_are_asked_for(tmp_path: Path, data: 
         assert trained(tmp_path, path, tokenizer="bytes").count(256) == 2
         with refused(DataError, f"{path}"):  # though the cache holds its bytes
             trained(tmp_path, path)
+    path.write_bytes(b"\x80" * 100)
+    assert [*map(len, sides(tmp_path, path, tokenizer="bytes", valid_fraction=0.5))] == [54, 48]
+
+
+def test_a_nul_behind_the_first_piece_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text_file, "BLOCK_BYTES", 100)
+    (tmp_path / "in").write_bytes(b"word " * 1000 + b"\0")
+    with pytest.raises(DataError, match="found binary"):
+        next(read_text(tmp_path / "in"))
 
 
 LONG = prose(20_000).encode()
