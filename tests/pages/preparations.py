@@ -193,6 +193,7 @@ PAGES = [
         {LONG: f"experiment=demo {LONG}", "train_iters=2000": "train_iters=120", "0000500": "0000100"}
         | {"/disk/": "$PWD/disk/"},
     ),
+    Page("local_checkpoints.md", 1, {"experiment=demo": "experiment=demo train.train_iters=20"}),
     Page("topologies.md", 5, {"run.name=zero3": "run.name=zero3 train.train_iters=20"}),
     Page(
         "weights.md",

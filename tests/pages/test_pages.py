@@ -11,8 +11,8 @@ from tests import ROOT
 from tests.pages.page import PageRunner
 from tests.pages.preparations import PAGES, SMALL, Page
 
-# Two hosts; a server.
-NOT_RUN_AT_ALL = {"local_checkpoints.md", "trackers.md"}
+# It needs a server.
+NOT_RUN_AT_ALL = {"trackers.md"}
 
 
 @pytest.fixture
