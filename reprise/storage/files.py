@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import os
@@ -58,11 +59,10 @@ class Files:
     def write_new(self, path: Path, data: bytes) -> int:
         """Write a new file and return its open descriptor. Its content is durable after `sync`."""
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
-        try:
+        with contextlib.ExitStack() as on_error:
+            on_error.callback(os.close, descriptor)
             self.write(descriptor, memoryview(data), offset=0)
-        except BaseException:
-            os.close(descriptor)
-            raise
+            on_error.pop_all()
         return descriptor
 
     def write_whole(self, path: Path, data: bytes) -> None:

@@ -95,14 +95,13 @@ class LateNames(Files):
 @pytest.mark.parametrize("has_folder", [False, True])
 def test_no_rank_starts_where_one_has_another_folder(tmp_path: Path, has_folder: bool) -> None:
     folders = [tmp_path / "of0", tmp_path / "of1"]
-    folders[1].mkdir(exist_ok=has_folder)
-    if not has_folder:
-        folders[1].rmdir()
+    if has_folder:
+        folders[1].mkdir()
+        (folders[1] / "lock").write_text("{}")  # another job's
     for error in run_ranks(2, lambda channel: start(channel, folders[channel.rank])):
         assert isinstance(error, CheckpointError)
         assert f"{UNSEEN} (host {os.uname().nodename}, {folders[1]}/lock)" in str(error)
-    assert files_below(tmp_path) == ["of0/lock"]
-    assert folders[1].exists() == has_folder
+    assert files_below(tmp_path) == ["of0/lock", *["of1/lock"] * has_folder]
 
 
 @pytest.mark.parametrize("name", ["lock", ".partial"])
