@@ -185,18 +185,28 @@ class StoreChannel:
             ]
         return data
 
-    def await_any(self, keys: Sequence[str], *, sender: str) -> str:
+    def await_any(self, keys: Sequence[str], *, sender: str, check: Callable[[], None] = lambda: None) -> str:
         """Wait for a message under any of `keys`, and return its key.
+
+        Args:
+            check: Called repeatedly. Ends the wait by raising.
 
         Raises:
             LaunchError: There is none after `timeout_s`. Names the `sender`.
         """
+        arrived: list[str] = []
+
+        def is_there() -> bool:
+            check()
+            arrived[:] = [key for key in keys if self._store.check([key])]
+            return bool(arrived)
+
         try:
-            if self._poll(lambda: any(self._store.check([key]) for key in keys), self.timeout_s, watch=True):
-                return next(key for key in keys if self._store.check([key]))
-            raise dist.DistStoreError("nothing came")
+            if not self._poll(is_there, self.timeout_s, watch=True):
+                raise dist.DistStoreError("nothing came")
         except dist.DistError as error:
             raise self._silent(keys[0], sender, error) from error
+        return arrived[0]
 
     def delete(self, keys: Sequence[str]) -> None:
         """Delete the stored messages among these keys. No rank reads them any more.

@@ -76,8 +76,10 @@ def resolve(
             contradicts itself, or one whose shards on this rank are not a box together.
     """
     local = memory_holder(tensor)
+    is_local = local is tensor
     is_plain = type(local) in _PLAIN  # the fast path: each save calls this for each tensor
-    if not is_plain and is_a(local, "AsyncCollectiveTensor"):
+    is_async = not is_plain and is_a(local, "AsyncCollectiveTensor")
+    if is_async:
         local = local.trigger_wait()  # type: ignore[attr-defined]
     if not is_plain and is_dtensor(tensor) and is_a(local, "LocalShardsWrapper"):
         shards, offsets = local.local_shards(), local.local_offsets()  # type: ignore[attr-defined]
@@ -106,6 +108,8 @@ def resolve(
     if local.is_neg() or local.is_conj() or _repeated(local):
         local = torch.empty(source.shape, dtype=source.dtype, device=source.device).copy_(source)
     stored = _stored(local)
+    if stored is source and not is_async:  # its version, too, is the given tensor's
+        return StorableTensor(source if is_local else tensor.detach())
     dtype = None if stored.dtype == source.dtype else str(source.dtype).removeprefix("torch.")
     copy_back = None if local is source else partial(_copy_back, local, source, where())
     shape = (*tensor.shape, *stored.shape[source.ndim :])
