@@ -133,8 +133,9 @@ class Tree:
             inner = keys[len(top) :]
             if keys[: len(top)] == top and len(inner) == 3 and (vacancy := optimizer.vacancy(*inner)) is not None:
                 return vacancy
-        if (own := self.receivers.get(keys)) is not None or (isinstance(value, TensorReference) and value.is_implied):
-            return own
+        receiver = self.receivers.get(keys)
+        if receiver is not None or (isinstance(value, TensorReference) and value.is_implied):
+            return receiver
         for entries in self.modules:
             if keys[:-1] == entries.keys and keys[-1].startswith(entries.prefix):
                 return entries.receiver(keys[-1])
@@ -304,17 +305,17 @@ def tree_of(
                 found=type(member).__name__,
                 fix="Pass the module or the optimizer itself; `save_state_dict` and `load_state_dict` take dicts.",
             )
-    own = (PER_RANK, str(rank))
-    for argument, keys, members, taken in (
+    own_keys = (PER_RANK, str(rank))
+    for argument, keys, members, names in (
         ("state", (), state, (MODEL, OPTIMIZER[0], PER_RANK)),
-        ("per_rank", own, per_rank, (RNG,) if rng else ()),
+        ("per_rank", own_keys, per_rank, (RNG,) if rng else ()),
     ):
         members = members if isinstance(members, dict) else dict(members or {})
-        if reserved := [key for key in taken if key in members]:
+        if reserved := [key for key in names if key in members]:
             raise CheckpointError(f"`{argument}` has a reserved key", found=", ".join(reserved), fix="Rename it.")
         tree.add_dict(keys, members)
     if rng:
-        tree.objects[*own, RNG] = RandomState()
+        tree.objects[*own_keys, RNG] = RandomState()
     tree.add_objects(files)
     return tree
 

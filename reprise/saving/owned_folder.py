@@ -99,8 +99,11 @@ class OwnedFolder:
             files=self.folder.files,
             owner=self,
         )
-        lock.acquire()
-        self.lock = lock
+        with contextlib.ExitStack() as undoing:
+            undoing.callback(lock.release)  # an interrupt's traceback would keep the lock
+            lock.acquire()
+            self.lock = lock
+            undoing.pop_all()
 
     def _committed_elsewhere(self) -> frozenset[str]:
         """Return all attempts committed on some host, whose prepared parts are valid on the others. All ranks."""

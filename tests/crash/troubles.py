@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-import trainer.run.build
+import trainer.launch.control
 import trainer.training.loop
 import trainer.training.step
 from reprise.storage import Files, iteration_of
@@ -237,7 +237,7 @@ def new_files(names: dict[str, str]) -> None:
 
 
 def _set_clock(clock: Callable[[], float]) -> None:
-    trainer.run.build.RunControl = partial(RunControl, clock=clock)  # type: ignore[assignment, misc]
+    trainer.launch.control.RunControl = partial(RunControl, clock=clock)  # type: ignore[assignment, misc]
 
 
 _TROUBLES: dict[str, Callable[..., None]] = {

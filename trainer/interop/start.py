@@ -187,9 +187,9 @@ def _other_weights(path: Path, digest: str, first: str) -> MismatchError:
 
 def _trainer_note(path: Path) -> str:
     """Describe the Trainer's files in a folder mistaken for a run."""
-    taken = f"; the {STATE} is that of transformers' Trainer, which `reprise convert import trainer` takes"
+    note = f"; the {STATE} is that of transformers' Trainer, which `reprise convert import trainer` takes"
     saved = [f"; {name} beside it has the Trainer's newest checkpoint" for name in trainer_checkpoints(path)]
-    return "".join([taken] * exists(path / STATE) + saved[-1:])
+    return "".join([note] * exists(path / STATE) + saved[-1:])
 
 
 def _require_finetune(path: Path, section: CheckpointSection) -> None:

@@ -78,8 +78,8 @@ class OwnTime:
 
 def slowest_rank(times: Sequence[RankTime]) -> str | None:
     """Describe the slowest rank for the log, given all ranks' times. Return None if its time is near the mean."""
-    longest = max(times, key=lambda own: own.total)
-    mean = sum(own.total for own in times) / len(times)
+    longest = max(times, key=lambda time: time.total)
+    mean = sum(time.total for time in times) / len(times)
     if len(times) == 1 or not mean or longest.total < _NOTABLE * mean:
         return None
     rank, ratio = times.index(longest), longest.total / mean

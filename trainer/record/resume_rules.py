@@ -230,8 +230,8 @@ def compared(saved: Json, current: Json, *, where: object) -> tuple[Json, Json]:
         if "groups" in tables[0]:
             decays = [_decays(table["groups"]) for table in tables]
             common = decays[0].keys() & decays[1].keys()
-            for state, own in zip(states, decays, strict=True):
-                state["optimizer"]["weight_decay"] = {name: own[name] for name in common}
+            for state, decay in zip(states, decays, strict=True):
+                state["optimizer"]["weight_decay"] = {name: decay[name] for name in common}
                 if decays[0].keys() == decays[1].keys():
                     state.pop("freeze", None)
     return states[0], states[1]

@@ -15,6 +15,7 @@ from reprise.stores import files_of, location
 from trainer.config import terms
 from trainer.config.checkpoint import CheckpointSection
 from trainer.interop.source import refuse_adapters
+from trainer.interop.start import weights_identity
 from trainer.record import resume_rules, run_record
 from trainer.record.resume_rules import differences, settle
 from trainer.run.build import Run
@@ -49,7 +50,9 @@ def load_base(run: Run, adapters: TensorSource) -> Json:
         nonlocal saved
         choice = {**named_source(path), "step": step}
         saved = _saved_base(run, adapters) if isinstance(adapters, Checkpoints) else None
-        if saved is not None and choice["kind"] == "checkpoint":
+        if saved is not None and choice["kind"] != "checkpoint":
+            _require_base(saved, weights_identity(Path(choice["path"])))
+        elif saved is not None:
             for checkpoint in _chooser(run, LoadSource(location(choice["path"]), step, loading)).openable():
                 if identity_of(checkpoint) == saved[1]:
                     return {"kind": "checkpoint", "path": str(checkpoint.path), "step": None}
@@ -104,6 +107,15 @@ def _refuse(run: Run, checkpoint: Checkpoint, saved: tuple[Path, Mapping[str, ob
         fix="Set the saved model values, or name another base.",
     )
     if saved is not None:
-        changes = differences({"base": saved[1]}, {"base": identity_of(checkpoint)}, resume_rules.RULES)
-        settle(changes, where=saved[0], problem="The adapters were trained on another base")
+        _require_base(saved, identity_of(checkpoint))
     return lines
+
+
+def _require_base(saved: tuple[Path, Mapping[str, object]], identity: Json) -> None:
+    """Refuse weights that are not the adapters' own base.
+
+    Args:
+        saved: A checkpoint with the adapters, and their base's identity.
+    """
+    changes = differences({"base": saved[1]}, {"base": identity}, resume_rules.RULES)
+    settle(changes, where=saved[0], problem="The adapters were trained on another base")

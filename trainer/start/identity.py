@@ -96,8 +96,8 @@ def choose_lineage(shared: Lineage, hosts: Mapping[str, HostLineages], *, where:
         MismatchError: Hosts have local checkpoints from another run, or from another branch after as many rewinds. The
             message names them.
     """
-    first, *others = (run for run, _ in hosts.values())
-    lineages = [first, shared, *others]
+    first, *rest = (run for run, _ in hosts.values())
+    lineages = [first, shared, *rest]
     run = next((lineage.run for lineage in lineages if lineage.run is not None), None)
     saved = {name: lineage for name, (_, lineage) in hosts.items() if lineage is not None}
     runs = {lineage.run for lineage in saved.values()}
@@ -119,8 +119,8 @@ def choose_lineage(shared: Lineage, hosts: Mapping[str, HostLineages], *, where:
             f"hosts.{'' if run else adopt}",
         )
     current = newest_lineage(lineage for lineage in (*lineages, *saved.values()) if lineage.run == run)
-    for name, own in hosts.items():
-        for lineage in filter(None, own):
+    for name, pair in hosts.items():
+        for lineage in filter(None, pair):
             if lineage.run == run and len(lineage.branches) == len(current.branches) and lineage != current:
                 raise MismatchError(
                     "The hosts have continued on two branches of the run",
