@@ -228,12 +228,12 @@ class _LockFile(Lease):
 
     def await_dropped(self) -> None:
         """Wait for this process's locks whose owners were dropped, which a save under way may still hold."""
-        earlier = [lease for lease in tuple(leases) if isinstance(lease, _LockFile) and lease.path == self.path]
+        earlier = [file for file in tuple(leases) if isinstance(file, _LockFile) and file.path == self.path]
         if earlier:
             gc.collect()
-        for lease in earlier:
-            if lease.owner() is None:
-                lease.is_over.wait(_DROPPED_S)
+        for file in earlier:
+            if file.owner() is None:
+                file.is_over.wait(_DROPPED_S)
 
     def refusal(self) -> LockError:
         """Return the error naming the lock's holder."""
@@ -243,7 +243,7 @@ class _LockFile(Lease):
         if holder is not None:
             started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(holder.started))
             name = f"host {holder.host}, pid {holder.pid}, started {started}"
-            if any(lease.path == self.path and lease is not self for lease in tuple(leases)):
+            if any(file.path == self.path and file is not self for file in tuple(leases)):
                 what = f"This process writes to this {self.kind} already"
                 fix = (
                     "Call `close` on the AsyncSaver using it, which lives as long as a variable or an error's "
