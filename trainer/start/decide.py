@@ -177,8 +177,10 @@ def _find(config: Config, saves: Saves, journal: Journal, launch: Launch) -> Jso
         is_inside = folder is not None and folder.resolve() in (named.resolve(), *named.resolve().parents)
     command, source = StartCommand(config, is_inside, is_restarted), {}
     origin, line = choose(journal, _committed(section, saves, journal), command)
-    is_own = origin in (Origin.own, Origin.newest)
-    if not is_own and not journal.lineage.branches:
+    is_own, branches = origin in (Origin.own, Origin.newest), journal.lineage.branches
+    # A run with branches may have lost its records. Begun anew on command, it leaves earlier checkpoints in the mirror.
+    starts_over = section.load == "auto" and not (len(branches) > 1 and branches[-1].began_at == FRESH)
+    if not is_own and (starts_over or not branches):
         _refuse_mirror(section)
     if line:
         _log.log(logging.INFO if is_own else logging.WARNING, line)

@@ -191,6 +191,24 @@ def test_a_command_sets_where_a_run_begins_once_a_launch(tmp_path: Path) -> None
     assert not resumes(AGAIN)
 
 
+@pytest.mark.parametrize(
+    ("lineage", "command", "is_refused"),
+    [(Lineage(), ANEW, True), (RUN, "", True), (RUN, ANEW, False), (AFRESH, "", False)],
+    ids=["a new run", "nothing saved", "nothing saved, anew", "begun anew"],
+)
+def test_a_start_over_needs_an_empty_mirror(tmp_path: Path, lineage: Lineage, command: str, is_refused: bool) -> None:
+    """A host's record may be all that is left of a run whose folders are lost."""
+    store, run = trained(tmp_path / "other"), tmp_path / "run"
+    run.mkdir()
+    (run / "run.json").write_bytes(Journal(lineage, FRESH).to_bytes())
+    config = config_in(run, f"checkpoint.mirror=file://{store}", *command.split())
+    if is_refused:
+        with refused(CheckpointError, "iteration 2 in the mirror"):
+            started(config)
+    else:
+        assert not started(config).is_own
+
+
 @pytest.mark.parametrize("text", ["of version 0.2", "damaged", None])
 def test_a_journal_without_saves_is_completed_by_the_log(tmp_path: Path, text: str | None) -> None:
     run = tmp_path / "run"
