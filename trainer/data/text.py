@@ -80,7 +80,7 @@ def open_encoder(name: str | Path | None) -> Encoder:
         return bytes_encoder()
     path = tokenizer_path(name)
     file = open_tokenizer(path)
-    if file.raw == bytes_tokenizer():
+    if file.read == bytes_tokenizer():
         return bytes_encoder()
     try:
         import tokenizers
@@ -89,7 +89,8 @@ def open_encoder(name: str | Path | None) -> Encoder:
             "data.tokenizer needs the tokenizers package", where=path, fix="Install it: pip install tokenizers."
         ) from error
     try:
-        tokenizer = tokenizers.Tokenizer.from_buffer(file.raw)
+        # Texts are encoded without its additions, so only other changes need a new file, which takes long to write.
+        tokenizer = tokenizers.Tokenizer.from_buffer(file.raw if file.switched_off else file.read)
     except ValueError as error:
         raise _malformed(path, error) from error
     if file.switched_off:
@@ -112,7 +113,7 @@ def open_encoder(name: str | Path | None) -> Encoder:
     def decode(tokens: Sequence[int]) -> str:
         return str(tokenizer.decode(list(tokens), skip_special_tokens=False))
 
-    digest = xxhash.xxh3_64_hexdigest(file.raw)
+    digest = xxhash.xxh3_64_hexdigest(file.read)
     label = f"tokenizers {tokenizers.__version__} {digest} {end_of_text} {file.switched_off}"
     return Encoder(label, file.rows, end_of_text, encode, decode, partial(cuts_of, tokenizer))
 
@@ -122,18 +123,25 @@ class TokenizerFile:
     """A ``tokenizer.json`` as a run uses it: it does not add tokens to texts, truncate, pad or drop out.
 
     Args:
-        raw: The file, byte for byte unless it does.
+        read: The file's bytes.
+        changed: Its content without such settings. None if it has none.
         switched_off: Its settings that would drop, add or randomize tokens.
         ids: Token ids by token.
         special: The special tokens by id.
         end: The end of text, see `_end_of_text`. None if there is none.
     """
 
-    raw: bytes
+    read: bytes
+    changed: Mapping[str, object] | None
     switched_off: str
     ids: dict[str, int]
     special: dict[int, str]
     end: str | None
+
+    @property
+    def raw(self) -> bytes:
+        """Return the file for a run, byte for byte unless it changes."""
+        return self.read if self.changed is None else json_bytes(self.changed)
 
     @property
     def rows(self) -> int:
@@ -165,7 +173,7 @@ def open_tokenizer(path: Path | None) -> TokenizerFile:
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise _malformed(path, error) from error
     end = END_OF_TEXT if path is None else _end_of_text(path, ids, special.values())
-    return TokenizerFile(json_bytes({**table, **changes}) if changes else raw, switched_off, ids, special, end)
+    return TokenizerFile(raw, {**table, **changes} if changes else None, switched_off, ids, special, end)
 
 
 def _malformed(path: object, error: Exception) -> DataError:

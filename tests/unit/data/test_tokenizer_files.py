@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import tokenizers
+import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
@@ -90,6 +91,8 @@ def test_a_copy_gives_the_tokens_that_the_run_trains_on(tmp_path: Path, *, is_ne
     theirs.enable_padding(length=40)
     theirs.model.dropout = 0.9
     theirs.save(str(section.tokenizer))
+    digest = xxhash.xxh3_64_hexdigest(Path(str(section.tokenizer)).read_bytes())
+    assert digest in open_encoder(section.tokenizer).label, "the cache is named after the file"
     content = files(section, eos=0)["tokenizer.json"]
     copy = Tokenizer.from_buffer(content)
     assert [copy.encode("so it is, and so it is").ids for _ in range(9)] == [ids] * 9
