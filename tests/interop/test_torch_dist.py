@@ -61,6 +61,21 @@ def test_other_patterns_of_a_hybrid_model_are_refused(tmp_path: Path, args: Mapp
         opened(path)
 
 
+def test_tensors_of_a_hybrid_model_tell_its_pattern(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model with each MLP before its attention has tensors of the same shapes."""
+    of_hybrid = torch_dist_layout._of_hybrid
+
+    def swapped(name: str) -> str:
+        words = of_hybrid(name).split(".")
+        return ".".join([*words[:2], str(int(words[2]) ^ 1), *words[3:]] if words[1] == "layers" else words)
+
+    monkeypatch.setattr(torch_dist_layout, "_of_hybrid", swapped)
+    silent = dict.fromkeys(HYBRID, None)
+    path = write(tmp_path, state_of("llama"), Way(), Form("weights", is_hybrid=True), **{**silent, "num_layers": 8})
+    with refused(MismatchError, "missing: decoder.layers.0.self_attention"):
+        opened(path)
+
+
 # ---- weights and moments of two saves
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from trainer.interop.megatron.shards import Pieces
 
-_BLOCK = re.compile(r"(?<=^decoder\.layers\.)\d+")
+_BLOCK = re.compile(r"(?<=^decoder\.layers\.)(\d+)(?=\.(mlp|pre_mlp)?)")
 _NORM, _PAIR = "decoder.final_norm.", "*-"
 
 
@@ -46,5 +46,11 @@ def in_layers(pieces: Pieces) -> Pieces:
     """Return tensors under a `GPTModel`'s names, also if they have an equivalent `HybridModel`'s."""
     if not is_hybrid(pieces):
         return pieces
-    layers = {name: _BLOCK.sub(lambda match: str(int(match[0]) // len(_PAIR)), name) for name in pieces}
+    layers = {name: _BLOCK.sub(_layer_of, name) for name in pieces}
     return {layers[name].replace(_NORM, "decoder.final_layernorm."): parts for name, parts in pieces.items()}
+
+
+def _layer_of(block: re.Match[str]) -> str:
+    """Return a block's layer. A block out of the pattern keeps its number, which then fits no model."""
+    number = int(block[1])
+    return str(number // len(_PAIR)) if number % len(_PAIR) == bool(block[2]) else block[1]
