@@ -32,7 +32,8 @@ from trainer.training.loop import iterate
 _ROOM_BYTES = 256 << 20  # bytes of values stored per rank
 _CHUNK = 1 << 20  # elements digested at once
 _MASK = (1 << 64) - 1
-_STEP = 0x9E3779B97F4A7C15 - (1 << 64)  # an odd number, as int64
+# splitmix64's odd constants, as int64.
+_STEP, _FIRST, _SECOND = (number - (1 << 64) for number in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
 def record_steps(run: Run, folder: Path, header: Json, *, begin: int, last: int, values: Collection[str] = ()) -> None:
@@ -256,8 +257,6 @@ class _Recorded:
 def box_digest(local: torch.Tensor, offset: Sequence[int], tensor_shape: Sequence[int]) -> int:
     """Return a 64-bit digest of a tensor's box. The digests of all boxes add up, modulo 2^64, to the tensor's digest.
 
-    It is the sum of all values' bits, each times an odd number mixed from the value's index in the tensor.
-
     Args:
         local: The box.
         offset: Its corner in the tensor.
@@ -275,6 +274,9 @@ def box_digest(local: torch.Tensor, offset: Sequence[int], tensor_shape: Sequenc
             first = corner + (number * rows if dim == 0 else 0)
             places = torch.arange(first, first + size, device=local.device) * strides[dim]
             index = index + places.view(-1, *[1] * (block.ndim - dim - 1))
-        weights = (index + 1) * _STEP
-        total += int((bits * ((weights ^ (weights >> 29)) | 1)).sum())
+        mixed = bits + (index + 1) * _STEP
+        for shift, factor in ((30, _FIRST), (27, _SECOND)):
+            mixed = (mixed ^ ((mixed >> shift) & ((1 << (64 - shift)) - 1))) * factor
+        mixed = mixed ^ ((mixed >> 31) & ((1 << 33) - 1))
+        total += int(mixed.sum())
     return total & _MASK

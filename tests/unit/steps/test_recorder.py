@@ -30,4 +30,10 @@ def test_a_bit_or_an_exchange_changes_a_digest() -> None:
         assert box_digest(changed, (0, 0), tensor.shape) != whole
     highest = torch.tensor(torch.iinfo(torch.int64).min)  # the highest bit alone, which an even factor would lose
     assert box_digest(highest, (), ()) != box_digest(torch.tensor(0), (), ())
+    signs = torch.tensor([[1.0, 1.0], [-1.0, -1.0]], dtype=torch.float64)
+    assert len({box_digest(row, (0,), (2,)) for row in signs}) == 2
     assert box_digest(torch.empty(0, 3), (4, 0), (4, 3)) == 0
+
+
+def test_records_of_other_versions_can_be_compared() -> None:
+    assert box_digest(torch.arange(12.0).view(3, 4), (0, 0), (3, 4)) == 0xFA4549F2C8801B63
