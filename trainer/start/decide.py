@@ -22,7 +22,7 @@ from trainer.config.schema import Config
 from trainer.launch.process_group import Cluster
 from trainer.launch.relaunch import Launch
 from trainer.saves.targets import Saves
-from trainer.start.identity import find_journal, saved_lineages
+from trainer.start.identity import began_anew, find_journal, saved_lineages
 from trainer.start.source import Checkpoints, InitialValues, TensorSource, Weights
 
 _log = logging.getLogger(__name__)
@@ -177,10 +177,10 @@ def _find(config: Config, saves: Saves, journal: Journal, launch: Launch) -> Jso
         is_inside = folder is not None and folder.resolve() in (named.resolve(), *named.resolve().parents)
     command, source = StartCommand(config, is_inside, is_restarted), {}
     origin, line = choose(journal, _committed(section, saves, journal), command)
-    is_own, branches = origin in (Origin.own, Origin.newest), journal.lineage.branches
+    is_own = origin in (Origin.own, Origin.newest)
     # A run with branches may have lost its records. Begun anew on command, it leaves earlier checkpoints in the mirror.
-    starts_over = section.load == "auto" and not (len(branches) > 1 and branches[-1].began_at == FRESH)
-    if not is_own and (starts_over or not branches):
+    starts_over = section.load == "auto" and not began_anew(journal.lineage)
+    if not is_own and (starts_over or not journal.lineage.branches):
         _refuse_mirror(section)
     if line:
         _log.log(logging.INFO if is_own else logging.WARNING, line)

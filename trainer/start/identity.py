@@ -67,7 +67,7 @@ def find_journal(config: Config, cluster: Cluster, saves: Saves) -> Journal:
             local = config.checkpoint.local
             lineage = choose_lineage(newest, hosts, where=local.dir, adopts=local.adopt)
         saved = journal.saved
-        if saved is None:
+        if saved is None and not began_anew(lineage):  # else the log may have the saves that it gave up
             saved = last_saved_iteration(folder / METRICS)
         return {"lineage": _record(lineage), "launch": launch, "saved": FRESH if saved is None else saved}
 
@@ -201,6 +201,11 @@ def saved_lineages(folder: CheckpointFolder) -> Iterator[tuple[int, Lineage]]:
 
 def _newest_lineage(folder: CheckpointFolder) -> Lineage:
     return next((lineage for _, lineage in saved_lineages(folder)), Lineage())
+
+
+def began_anew(lineage: Lineage) -> bool:
+    """Return whether a run's newest branch starts it over, as `checkpoint.load=none` does."""
+    return len(lineage.branches) > 1 and lineage.branches[-1].began_at == FRESH
 
 
 def _record(lineage: Lineage) -> Json:

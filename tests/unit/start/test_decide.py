@@ -225,15 +225,17 @@ def test_a_journal_without_saves_is_completed_by_the_log(tmp_path: Path, text: s
     assert not started(config_in(run, ANEW)).is_own
 
 
+@pytest.mark.parametrize("saved", [FRESH, None], ids=["a note", "a note of version 0.2"])
 @pytest.mark.parametrize("is_killed", [True, False])
-def test_a_killed_fresh_start_is_made_again(tmp_path: Path, is_killed: bool) -> None:
-    """It has recorded its branch, and the checkpoints that it gives up are still there."""
+def test_a_killed_fresh_start_is_made_again(tmp_path: Path, is_killed: bool, saved: int | None) -> None:
+    """It has recorded its branch, and the checkpoints and the log that it gives up are still there."""
     run = tmp_path / "run"
     trained(run, "checkpoint.save_interval=1")
+    (run / "metrics.jsonl").write_text('{"iteration": 2, "event": "save"}\n')
     lineage = journal_in(run).lineage
     if is_killed:
         lineage = replace(lineage, branches=(*lineage.branches, AFRESH.branches[1]))
-    (run / "run.json").write_bytes(Journal(lineage, FRESH).to_bytes())
+    (run / "run.json").write_bytes(Journal(lineage, saved).to_bytes())
     assert started(config_in(run)).is_own == (not is_killed)
 
 
