@@ -76,6 +76,7 @@ REFUSED: dict[str, tuple[Change, str]] = {
         lambda t: t["model"].update({"transformer.h.1.ln_1.gain": torch.ones(8)}),
         "transformer.h.1.ln_1.gain",
     ),
+    "a quantized head": (lambda t: t["model"].update({"lm_head.weight": torch.zeros(3, dtype=torch.int8)}), "lm_head"),
     "one bias less": (lambda t: t["model"].pop(f"{MLP}.bias"), f"{MLP}.bias"),
     "no model of nanoGPT": (lambda t: t.update(model={"layers.0.weight": torch.zeros(3)}), "transformer.wte.weight"),
 }

@@ -23,7 +23,7 @@ from reprise.errors import CheckpointError, MismatchError
 from reprise.storage import finite_number, integer, is_dir, shown
 from reprise.tensors import canonical_name
 from trainer.config.frozen import frozen_names
-from trainer.interop.formats import Format, ImportOptions, common_step, log_settings, require_trust
+from trainer.interop.formats import Format, ImportOptions, common_step, few, log_settings, require_trust
 from trainer.interop.numbered import Table, numbers_by_name
 from trainer.interop.source import MOMENTS, STEP, StateSource, by_kind
 from trainer.interop.stored import require_fit
@@ -90,8 +90,10 @@ def read_source(path: Path, options: ImportOptions) -> StateSource:
 
 def _weights(module: Table) -> dict[str, torch.Tensor]:
     """Return the weights by name, in file order, without compilation prefixes, masks and a tied output layer."""
-    weights = {canonical_name(str(name)): tensor for name, tensor in module.items() if is_plain(tensor)}
+    weights = {canonical_name(str(name)): tensor for name, tensor in module.items()}
     weights = {name: tensor for name, tensor in weights.items() if not _MASK.fullmatch(name)}
+    if strange := [name for name, tensor in weights.items() if not is_plain(tensor)]:
+        raise ValueError(f"not dense floating-point tensors: {few(strange)}")
     if OUTPUT in weights and torch.equal(weights[OUTPUT], weights[_EMBEDDING]):
         del weights[OUTPUT]
     return weights
