@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch
 
 from reprise.commit.attempt import Attempt, Hosts
+from reprise.commit.commit_state import Outcome
 from reprise.commit.joint_plan import KnownPlans
 from reprise.commit.messages import DecisionMessage
 from reprise.commit.protocol import LocalSaves
@@ -78,8 +79,9 @@ class Checkpointer:
         self._staging = Staging(policy, channel.rank, self._worker)
         self._plans, self.attempts = KnownPlans(), 0
         # The iteration saved or loaded last, and one whose checkpoint is to be replaced. Each has whether it holds
-        # optimizer state.
+        # optimizer state, as has the last attempt whose outcome this rank stopped waiting for.
         self._saved = self._outdated = _NONE
+        self._in_doubt: tuple[Attempt, bool] | None = None
         self._verified = -1  # the loaded checkpoint, if all its digests were checked
         self._left = list[str]()  # keys of this rank's messages
         self._started: SaveJob | None = None
@@ -150,6 +152,8 @@ class Checkpointer:
         self.wait()
         if self._saved[0] > iteration:
             self._saved = _NONE
+        if self._in_doubt is not None and self._in_doubt[0].iteration > iteration:
+            self._in_doubt = None
         self._owned.rewind(iteration, given_up, self._policy.retention, verified=self._verified)
 
     def prepare(self, contents: Contents) -> None:
@@ -163,8 +167,8 @@ class Checkpointer:
 
         Under the policy `copies_at_call`, every call saves.
 
-        An older iteration, or one whose save did not end in time, is saved again, and its present folder is renamed as
-        superseded.
+        An older iteration is saved again, and its present folder is renamed as superseded. A save that did not end in
+        time counts if it turns out to be committed, as other ranks may know already.
 
         A background save first waits for the previous save, then returns while the disk writes. The next step in
         `contents.optimizers` waits until the memory it changes is written or copied. Under the policy
@@ -182,6 +186,8 @@ class Checkpointer:
             self.attempts += 1  # before anything may fail, so that all ranks have the same count
             self.wait()
             start = time.perf_counter()
+            if self._in_doubt is not None and self._in_doubt[0].is_committed():
+                self._note_saved(self._in_doubt[0].iteration, has_optimizer=self._in_doubt[1])
             newest, was_whole = self._saved
             is_saved = newest == iteration and was_whole >= contents.has_optimizer
             if is_saved and not self._policy.copies_at_call:  # else the tensors may have changed since
@@ -230,13 +236,15 @@ class Checkpointer:
             if snapshot.is_aborted and not job.is_done:
                 raise stalled_error(attempt.target)
             job.wait(self._policy.commit_timeout_s, where=attempt.target)
-            self._saved = attempt.iteration, save_job.contents.has_optimizer
+            self._note_saved(attempt.iteration, has_optimizer=save_job.contents.has_optimizer)
         except TrainerError as failure:
             error = failure
             if not job.is_done and not snapshot.is_aborted:
                 snapshot.abort()
                 if not save_job.shared.abort(self._channel, failure):
                     error = in_doubt_error(attempt)
+            if save_job.shared.current.outcome is not Outcome.FAILED:
+                self._in_doubt = attempt, save_job.contents.has_optimizer
         except BaseException as interrupt:
             goes_on = self._policy.async_save and interrupt is not job.error
             raise
@@ -246,6 +254,9 @@ class Checkpointer:
         if not self._policy.async_save:
             save_job.blocked_s = time.perf_counter() - save_job.start
         self._add_report(save_job.report(error))
+
+    def _note_saved(self, iteration: int, *, has_optimizer: bool) -> None:
+        self._saved, self._in_doubt = (iteration, has_optimizer), None
 
     def _detach(self, save_job: SaveJob) -> None:
         """Stop waiting for a save: remove its step hooks, and abort its snapshot if its thread still runs."""

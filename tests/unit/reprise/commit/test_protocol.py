@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -149,3 +151,43 @@ def test_all_ranks_save_again_any_iteration_but_the_newest(tmp_path: Path, kind:
         return [report is None for report in reports]
 
     assert all_ranks(2, call) == [[True, False, True, False, False, False, True]] * 2
+
+
+class Slow(Files):
+    """A file system that renames iteration 1 once it may."""
+
+    def __init__(self) -> None:
+        self.reached, self.opened = threading.Event(), threading.Event()
+
+    def rename(self, source: Path, target: Path) -> None:
+        if target.name == "iter_0000001":
+            self.reached.set()
+            assert self.opened.wait(JOIN_S)
+        super().rename(source, target)
+
+
+def test_ranks_agree_about_a_save_that_was_in_doubt_on_rank_0(tmp_path: Path) -> None:
+    """Rank 0 stops waiting before the rename, which then succeeds: the other rank knows that the iteration is saved."""
+    slow, patient = Slow(), SavePolicy(tmp_path, async_save=True, commit_timeout_s=JOIN_S)
+
+    def call(channel: StoreChannel) -> list[SaveReport]:
+        checkpointer = started(channel, patient, slow if channel.rank == 0 else Files())
+        checkpointer.save(1, contents(channel.rank, 1))
+        if channel.rank == 0:
+            assert slow.reached.wait(JOIN_S)
+            checkpointer._policy = replace(patient, commit_timeout_s=0.01)
+            checkpointer.wait()
+            checkpointer._policy = patient
+            assert "may still be committed" in str(checkpointer.reports()[0].error)
+            slow.opened.set()
+            checkpointer.drain(JOIN_S)
+        else:
+            checkpointer.wait()
+            assert checkpointer.reports()[0].error is None
+        checkpointer.save(1, contents(channel.rank, 1))
+        checkpointer.wait()
+        checkpointer.close()
+        return checkpointer.reports()
+
+    assert all_ranks(2, call) == [[], []]
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["iter_0000001"]

@@ -221,9 +221,8 @@ def test_a_save_in_doubt_does_not_keep_its_memory(tmp_path: Path) -> None:
     checkpointer._policy = SavePolicy(tmp_path, async_save=True)
     gc.collect()
     assert snapshot() is None
-    checkpointer.save(1, training.contents())
-    assert only_report(checkpointer).error is None
-    assert (tmp_path / "iter_0000001.superseded-1").is_dir()  # the save in doubt has ended well
+    checkpointer.save(1, training.contents())  # it is there
+    assert checkpointer.reports() == []
     checkpointer.close()
 
 
