@@ -24,14 +24,14 @@ class SharedAttempt:
 
     Args:
         ranks: All ranks, the coordinator first.
-        left: Keys of this rank's messages, on earlier attempts too, until `delete_read` deletes the messages.
 
     Attributes:
         key: The prefix for all keys.
+        left: Keys of this rank's messages, on earlier attempts too, until `delete_read` deletes the messages.
     """
 
-    def __init__(self, attempt: Attempt, rank: int, ranks: Sequence[int], left: list[str] | None = None) -> None:
-        self.key, self.left = f"save/{attempt.name}", [] if left is None else left
+    def __init__(self, attempt: Attempt, rank: int, ranks: Sequence[int]) -> None:
+        self.key, self.left = f"save/{attempt.name}", list[str]()
         self._state = CommitState.of(rank, ranks, attempt.hosts.leaders)
         self._lock = threading.Lock()
 

@@ -83,7 +83,7 @@ class Checkpointer:
         self._saved = self._outdated = _NONE
         self._in_doubt: tuple[Attempt, bool] | None = None
         self._verified = -1  # the loaded checkpoint, if all its digests were checked
-        self._left = list[str]()  # keys of this rank's messages
+        self._left = list[str]()  # keys of this rank's messages on earlier attempts, and on the one last started
         self._started: SaveJob | None = None
         self.job: Job | None = None
         self.results = SaveResults()
@@ -181,7 +181,7 @@ class Checkpointer:
         """
         called, blocked_s, name = time.perf_counter(), self.results.blocked_s, f"{self._nonce}-{self.attempts + 1}"
         attempt = Attempt(iteration, name, self._owned.folder, Layout((), {}), self._owned.hosts)
-        shared = SharedAttempt(attempt, self._channel.rank, self._channel.ranks, self._left)
+        shared = SharedAttempt(attempt, self._channel.rank, self._channel.ranks)
         try:
             self.attempts += 1  # before anything may fail, so that all ranks have the same count
             self.wait()
@@ -212,6 +212,9 @@ class Checkpointer:
             if not isinstance(error, TrainerError | torch.OutOfMemoryError):
                 raise
             self._add_report(SaveReport(iteration, attempt.target, 0, 0.0, error=problem))
+        finally:
+            if self._left is not shared.left:  # a hung thread deletes none of these messages if it commits now
+                self._left = [*self._left, *shared.left]
         self.results.blocked_s = blocked_s + time.perf_counter() - called
         return None if self._policy.async_save else self.results.reports.pop()
 
@@ -307,6 +310,8 @@ class Checkpointer:
         """Hand a save to the background thread, and hook its optimizers' next steps to wait for its memory."""
         plan, interval = self._staging.plan(contents), self._policy.check_replicas
         compares = interval > 0 and self.attempts % interval == 0
+        shared.left += self._left
+        self._left = shared.left
         # An outdated checkpoint is replaced only if the new save holds as much.
         replaces = self._outdated[0] == attempt.iteration and contents.has_optimizer >= self._outdated[1]
         save_job = SaveJob(

@@ -191,3 +191,27 @@ def test_ranks_agree_about_a_save_that_was_in_doubt_on_rank_0(tmp_path: Path) ->
 
     assert all_ranks(2, call) == [[], []]
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["iter_0000001"]
+
+
+def test_a_late_commit_leaves_the_messages_of_later_attempts(tmp_path: Path) -> None:
+    """While a rename hangs on rank 0, its main thread refuses the next save, which the other rank reads afterwards."""
+    slow, patient = Slow(), SavePolicy(tmp_path, async_save=True, commit_timeout_s=JOIN_S)
+
+    def call(channel: StoreChannel) -> str:
+        checkpointer = started(channel, patient, slow if channel.rank == 0 else Files())
+        checkpointer.save(1, contents(channel.rank, 1))
+        if channel.rank == 0:
+            assert slow.reached.wait(JOIN_S)
+            checkpointer._policy = replace(patient, commit_timeout_s=0.01)
+            checkpointer.save(2, contents(channel.rank, 2))
+            checkpointer._policy = patient
+            slow.opened.set()
+            checkpointer.drain(JOIN_S)
+        channel.agree("the late commit has ended", None)
+        if channel.rank == 1:
+            checkpointer.save(2, contents(channel.rank, 2))
+            checkpointer.wait()
+        checkpointer.close()
+        return str(checkpointer.reports()[-1].error)
+
+    assert all("the disk stalled" in error for error in all_ranks(2, call))
