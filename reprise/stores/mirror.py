@@ -113,8 +113,10 @@ class MirrorProcess:
         """
         problem, pause_s, is_locked = "", _FIRST_PAUSE_S, self._host > 0
         with contextlib.ExitStack() as stack:
-            while not self._is_over:
+            while True:
                 self._wake.clear()
+                if self._is_over:  # looked at after the clearing, so no end is slept over
+                    return
                 is_last = once or self._is_finishing
                 try:
                     if not is_locked:

@@ -117,6 +117,8 @@ class Child:
                     start_new_session=True,
                     pass_fds=[number],
                 )
+                if self._is_ended:  # meanwhile
+                    self._stop()
         raise OSError(errno.ECANCELED, "the request was canceled", "a store")
 
     def ask(self, call: str, url: StoreUrl, *details: object, into: memoryview | None = None) -> Any:

@@ -281,3 +281,19 @@ def test_a_removed_checkpoint_takes_no_folder_of_the_user(run: Path, tmp_path: P
     copy(run / "iter_0000002", str(target))
     remove(CHILD_CLIENT, target)
     assert [path.name for path in (tmp_path / "user").rglob("*")] == ["archive"]
+
+
+def test_a_process_started_during_the_end_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started = list[subprocess.Popen[bytes]]()
+
+    class Late(subprocess.Popen[bytes]):
+        def __init__(self, *arguments: Any, **settings: Any) -> None:
+            reader.end()  # finds no process yet
+            super().__init__(*arguments, **settings)
+            started.append(self)
+
+    monkeypatch.setattr(subprocess, "Popen", Late)
+    reader = Child()
+    with pytest.raises(OSError, match="canceled"):
+        reader.ask("objects", StoreUrl.parse(url_of(tmp_path)))
+    assert [process.poll() for process in started] == [-signal.SIGKILL]
