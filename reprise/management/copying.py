@@ -113,7 +113,13 @@ def _upload(checkpoint: Checkpoint, target: Path, content: CheckpointFiles, coun
     if not is_stored(source):
         _verify(checkpoint)
     upload = Upload(CHILD_CLIENT, url_of(target), source)
-    retried(lambda: upload.run(lambda name: count(content.sizes[name])))
+    sent = list[str]()
+
+    def send(name: str) -> None:
+        sent.append(name)
+        count(content.sizes[name])
+
+    retried(lambda: upload.run(send), lambda: len(sent))
     if is_stored(source):  # both sides are remote: read the copy back
         _verify(open_checkpoint(target, files_of(target)))
 

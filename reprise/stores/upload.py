@@ -158,17 +158,23 @@ def remove(client: StoreClient, folder: StoreUrl) -> None:
         clear(client, folder, [*objects, _REMOVAL])
 
 
-def retried(call: Callable[[], T]) -> T:
+def retried(call: Callable[[], T], progress: Callable[[], object] = lambda: None) -> T:
     """Return a repeatable call's result. A store may fail for seconds beyond obstore's own retries.
+
+    Args:
+        progress: Shows how far the call has come. Tries are counted from its last change.
 
     Raises:
         OSError: From the last try, or at once for refused credentials and missing objects.
     """
-    for pause_s in _PAUSES_S:
+    pauses, before = iter(_PAUSES_S), progress()
+    while True:
         try:
             return call()
         except OSError as error:
-            if error.errno != errno.EIO:
+            if progress() != before:
+                pauses, before = iter(_PAUSES_S), progress()
+            pause_s = next(pauses, None)
+            if error.errno != errno.EIO or pause_s is None:
                 raise
         time.sleep(pause_s * random.uniform(0.5, 1.5))
-    return call()
