@@ -93,9 +93,12 @@ class MirrorProcess:
         self._passes = MirrorPass(client_of(lambda: self._child), url, folder.absolute(), rule, host=host, hosts=hosts)
         self._attached, self._wake = attached, threading.Event()
         self._is_finishing = self._is_complete = self._is_over = False
-        self._thread = threading.Thread(target=self.follow, name="mirror", daemon=True)
         if attached:
-            self._thread.start()
+            self._start()
+
+    def _start(self) -> None:
+        self._thread = threading.Thread(target=self.follow, name="mirror", daemon=True)
+        self._thread.start()
 
     @property
     def refused(self) -> frozenset[str]:
@@ -150,8 +153,10 @@ class MirrorProcess:
         return FolderLock(self._folder / LOCK_FOLDER, nonce, kind="mirror of a run", another="another run")
 
     def wake(self) -> None:
-        """Notify the mirror about a committed checkpoint."""
+        """Notify the mirror about a committed checkpoint. Restart its thread if a defect has ended it."""
         self._wake.set()
+        if not self._thread.is_alive():
+            self._start()
 
     def finish(self, wait_s: float) -> bool:
         """Wait until the mirror has uploaded all missing checkpoints. Return whether it has.
@@ -160,7 +165,7 @@ class MirrorProcess:
             wait_s: The longest wait, in seconds.
         """
         self._is_finishing = True
-        self._wake.set()
+        self.wake()
         self._thread.join(wait_s)
         self.end()
         return self._is_complete

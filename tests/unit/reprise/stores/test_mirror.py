@@ -1,4 +1,4 @@
-"""The end of a mirror."""
+"""The ends of a mirror and of its thread."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import pytest
 
 from reprise.stores import mirror as mirror_module
 from reprise.stores.mirror import MirrorProcess, mirror_rule
+from reprise.stores.mirror_pass import MirrorPass
+from tests.fakes import JOIN_S
 
 
 def test_an_end_at_the_start_of_a_pass_is_not_slept_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -26,3 +28,23 @@ def test_an_end_at_the_start_of_a_pass_is_not_slept_over(tmp_path: Path, monkeyp
     mirror = MirrorProcess(folder, rule, attached=False)
     monkeypatch.undo()
     mirror.follow()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("words", [["wake", "finish"], ["finish"]])
+def test_a_mirror_goes_on_after_a_defect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]) -> None:
+    defects = [True]
+
+    def run(_passes: MirrorPass, *, at_end: bool = False) -> bool:
+        if defects:
+            defects.pop()
+            raise RuntimeError("can't start new thread")
+        return at_end
+
+    monkeypatch.setattr(MirrorPass, "run", run)
+    (tmp_path / "run").mkdir()
+    mirror = MirrorProcess(tmp_path / "run", mirror_rule(f"file://{tmp_path}/store", interval=0, keep=0))
+    mirror._thread.join(JOIN_S)
+    if "wake" in words:
+        mirror.wake()
+    assert mirror.finish(JOIN_S)
