@@ -28,6 +28,8 @@ from reprise.storage.paths import exists, is_dir, lexists
 
 _log = logging.getLogger(__name__)
 
+_ATTEMPT = "gather-"  # prefix for these attempts' names
+
 
 @dataclass(frozen=True, slots=True)
 class GatherSource:
@@ -82,7 +84,9 @@ def gather(
     _refuse_host_folder(folder)
     lock = FolderLock(folder.root, secrets.token_hex(4), files=folder.files)
     with lock, lock:
-        folder.sweep()  # what a killed call has left
+        for number, attempt in folder.partials():  # left by a killed call; others may be a copy under way
+            if attempt.startswith(_ATTEMPT):
+                folder.files.remove_tree(folder.partial(number, attempt))
         return _join(parts, folder, progress)
 
 
@@ -141,7 +145,7 @@ def _newest_whole(parts: Sequence[Checkpoint], iteration: int | None) -> list[tu
 
 
 def _join(parts: Sequence[tuple[Checkpoint, Parts]], out: CheckpointFolder, progress: ProgressCallback) -> GatherReport:
-    first, attempt, damage = parts[0][0], f"gather-{secrets.token_hex(4)}", list[str]()
+    first, attempt, damage = parts[0][0], f"{_ATTEMPT}{secrets.token_hex(4)}", list[str]()
     target, partial = out.iteration(first.iteration), out.partial(first.iteration, attempt)
     if lexists(target):
         raise CheckpointError("There is something already", where=target, fix="Move it away, or name another folder.")
