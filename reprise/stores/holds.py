@@ -53,4 +53,4 @@ def manifest_version(path: Path) -> ManifestVersion | None:
         if is_stored(path) and not isinstance(error, FileNotFoundError):
             raise
         return None
-    return status.st_ino, status.st_mtime_ns
+    return status.st_ino, status.st_size, status.st_mtime, status.st_mtime_ns  # a store may have no ETag
