@@ -18,6 +18,7 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -85,7 +86,7 @@ class Child:
         if importlib.util.find_spec("obstore") is None:
             fix = "Install it with: pip install obstore"
             raise ConfigError("A package for object stores is missing", expected="obstore", fix=fix)
-        self.load, self._niceness, self._is_ended = load, niceness, False
+        self.load, self._niceness, self._ended = load, niceness, threading.Event()
         self._address = f"\0reprise-store-{os.getuid()}-{load or secrets.token_hex(8)}"
         self._idle: list[ChildLink] = []
         self.process: subprocess.Popen[bytes] | None = None
@@ -93,7 +94,7 @@ class Child:
 
     def link(self) -> ChildLink:
         """Return a new connection."""
-        while not self._is_ended:
+        while not self._ended.is_set():
             with socket.socket(socket.AF_UNIX) as connected, contextlib.suppress(ConnectionError):
                 connected.connect(self._address)
                 if not is_of_this_user(connected):
@@ -117,7 +118,7 @@ class Child:
                     start_new_session=True,
                     pass_fds=[number],
                 )
-                if self._is_ended:  # meanwhile
+                if self._ended.is_set():  # meanwhile
                     self._stop()
         raise OSError(errno.ECANCELED, "the request was canceled", "a store")
 
@@ -159,7 +160,7 @@ class Child:
 
     def end(self) -> None:
         """End the child, if this process has started it. Another rank still using it starts its own."""
-        self._is_ended = True
+        self._ended.set()
         self.forget()
         self._stop()
 
