@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness import TINY, compose, curve, run_ok, tensor_files
+from tests.profiles import nightly, slow
 
 _TP, _SP = "parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true"
 _PP = "parallel.pipeline_model_parallel_size=2"
@@ -21,7 +22,7 @@ BASE = (
 )
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if "pp2" in n else ()) for n in AXES])
+@pytest.mark.parametrize("name", [nightly(n) if n == "tp2+sp pp2" else slow(n) if "pp2" in n else n for n in AXES])
 def test_a_resume_and_recomputation_keep_the_bits(tmp_path: Path, name: str) -> None:
     ranks, axes = AXES[name]
     run_ok(tmp_path / "plain", [*BASE, *axes], ranks=ranks)

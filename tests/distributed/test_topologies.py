@@ -81,7 +81,7 @@ ALL = {
     "gpt2 padded": ("dp3 zero3", "tp2"),
     "gpt2 frozen": ("dp2 zero2", "pp2 vpp2", "tp2 dp2 zero3"),
     "llama3": tuple(name for name, (ranks, _) in TOPOLOGIES.items() if ranks < 8),
-    "llama3 tied": ("tp2+sp pp2", "pp2 vpp2"),
+    "llama3 tied": ("pp2 vpp2",),
     "qwen3 and muon": ("dp4 zero3 in 2 copies", "tp2 dp2 zero3"),
 }
 

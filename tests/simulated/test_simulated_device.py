@@ -80,6 +80,7 @@ def test_a_run_moves_between_its_ranks_and_a_cpu(tmp_path: Path, variables: dict
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_offloaded_averages_have_the_bits_of_those_on_the_device(tmp_path: Path, variables: dict[str, str]) -> None:
     overrides = ["parallel.zero_stage=3", "train.device=simulated", "train.train_iters=3", "train.ema_decay=0.9"]
     overrides += ["train.eval_interval=2", "train.eval_iters=1"]
