@@ -22,6 +22,7 @@ from reprise.storage.worker import Job, ending_with
 
 _log = logging.getLogger(__name__)
 
+LOCK = "lock"  # the file's name in a checkpoint folder
 # A holder on another host counts as dead if its file stays untouched while watched for this long.
 STALE_S = 120.0
 _POLL_S = 1.0
@@ -30,7 +31,7 @@ _DROPPED_S = 120.0  # limits the wait for a dropped saver's save
 _dead_heartbeats: dict[str, int] = {}  # dead jobs' last heartbeats, by nonce: a run's two locks share a nonce
 
 
-def is_locked(folder: Path, name: str = "lock") -> bool:
+def is_locked(folder: Path, name: str = LOCK) -> bool:
     """Return whether a job holds a folder's lock, or died holding it. A job ending normally empties the file.
 
     True if the file cannot be read now.
@@ -74,7 +75,7 @@ class FolderLock:
         another: str = "another folder",
         is_local: bool = False,
         files: Files = FILE_SYSTEM,
-        name: str = "lock",
+        name: str = LOCK,
         owner: object = None,
     ) -> None:
         self._files = files

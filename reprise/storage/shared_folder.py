@@ -13,6 +13,7 @@ from pathlib import Path
 
 from reprise.errors import CheckpointError
 from reprise.storage.folder import CheckpointFolder
+from reprise.storage.lock import LOCK
 from reprise.storage.patience import Patience
 
 # How long a rank looks for what its leader made. A network file system may show it late.
@@ -35,7 +36,7 @@ def require_lock(folder: CheckpointFolder, nonce: str, *, leader: int) -> None:
         if f'"{nonce}"'.encode() not in folder.files.read_whole(path):
             raise OSError("another lock")
 
-    _require(folder, folder.root / "lock", look, leader)
+    _require(folder, folder.root / LOCK, look, leader)
 
 
 @contextlib.contextmanager

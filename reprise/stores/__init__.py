@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from reprise.stores.locations import files_of as files_of
     from reprise.stores.locations import is_stored as is_stored
     from reprise.stores.locations import location as location
-    from reprise.stores.mirror import MirrorProcess as MirrorProcess
+    from reprise.stores.mirror import Mirror as Mirror
     from reprise.stores.mirror import mirror_rule as mirror_rule
     from reprise.stores.mirror import mirror_run as mirror_run
     from reprise.stores.probe import probe_store as probe_store
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _NAMES = {
     "stores.holds": "ManifestVersion manifest_version take_hold",
     "stores.locations": "files_of is_stored location",
-    "stores.mirror": "MirrorProcess mirror_rule mirror_run",
+    "stores.mirror": "Mirror mirror_rule mirror_run",
     "stores.probe": "probe_store",
     "stores.url": "is_store_url",
 }

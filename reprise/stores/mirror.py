@@ -63,7 +63,7 @@ def mirror_run(run: Path, url: str, *, keep: int, interval: int, once: bool) -> 
         raise CheckpointError("The folder does not exist", where=run)
     logging.getLogger(__package__).setLevel(logging.INFO)
     folder = run / "checkpoints" if is_dir(run / "checkpoints") else run
-    mirror = MirrorProcess(folder, mirror_rule(url, interval=interval, keep=keep), attached=False)
+    mirror = Mirror(folder, mirror_rule(url, interval=interval, keep=keep), attached=False)
     try:
         mirror.follow(once=once)
         return _REFUSED if mirror.refused else FINE
@@ -73,7 +73,7 @@ def mirror_run(run: Path, url: str, *, keep: int, interval: int, once: bool) -> 
         mirror.end()
 
 
-class MirrorProcess:
+class Mirror:
     """A run's mirror on this host. No method waits for the store, except `follow`, and none raises after the start.
 
     Args:

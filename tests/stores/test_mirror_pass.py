@@ -18,7 +18,7 @@ from reprise.format.lineage import FRESH, Branch, Lineage, Parent
 from reprise.format.mirror_record import MIRROR, MirrorRule, read_record
 from reprise.storage import FolderLock, iteration_name
 from reprise.stores import mirror_run
-from reprise.stores.mirror import LOCK_FOLDER, MirrorProcess
+from reprise.stores.mirror import LOCK_FOLDER, Mirror
 from reprise.stores.mirror_pass import CLAIM, MirrorPass
 from reprise.stores.upload import MARK
 from reprise.stores.url import StoreUrl
@@ -299,7 +299,7 @@ def test_an_attached_mirror_waits_for_the_lock_of_another(tmp_path: Path, monkey
 
     with other:
         monkeypatch.setattr(FolderLock, "__enter__", count_tries)
-        assert MirrorProcess(folder, MirrorRule(f"file://{store}")).finish(60)
+        assert Mirror(folder, MirrorRule(f"file://{store}")).finish(60)
     assert len(tries) == 3
     assert committed(store) == [iteration_name(5)]
 
@@ -311,7 +311,7 @@ def test_an_ended_mirror_leaves_no_process_and_no_lock(tmp_path: Path, monkeypat
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
         for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
             monkeypatch.setenv(name, "x")
-        mirror = MirrorProcess(tmp_path, MirrorRule("s3://bucket/run"))
+        mirror = Mirror(tmp_path, MirrorRule("s3://bucket/run"))
         connected, _ = silent.accept()
         process = mirror._child.process
         assert process is not None

@@ -48,7 +48,7 @@ from trainer.schedules.lr import Schedule, resolve
 from trainer.schedules.progress import Progress
 
 if TYPE_CHECKING:
-    from reprise.stores import MirrorProcess
+    from reprise.stores import Mirror
 
 
 @dataclass(slots=True)
@@ -90,7 +90,7 @@ class Run:
     spikes: tuple[SpikeWatch, ...] = ()
     slowdown: Slowdown = field(default_factory=Slowdown)
     logs: tuple[RunLog, ...] = ()
-    mirrors: tuple[MirrorProcess, ...] = ()
+    mirrors: tuple[Mirror, ...] = ()
 
     @property
     def train_iters(self) -> int:

@@ -1,4 +1,4 @@
-"""A run's mirror: on each host, a thread and its process upload the run's checkpoints into a store."""
+"""A run's mirror: on each host, a thread and its child process upload the run's checkpoints into a store."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainer.launch.process_group import Cluster
 
 if TYPE_CHECKING:
     from reprise.format import MirrorRule
-    from reprise.stores import MirrorProcess
+    from reprise.stores import Mirror
 
 _log = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ def rule_of(section: CheckpointSection) -> MirrorRule | None:
 @contextmanager
 def mirrored(
     section: CheckpointSection, cluster: Cluster, *, is_stopped: Callable[[], bool]
-) -> Iterator[tuple[MirrorProcess, ...]]:
+) -> Iterator[tuple[Mirror, ...]]:
     """Yield this host's mirror on its first rank, and none on the others. With a mirror, all ranks call it.
 
     After the block, which has finished all saves, wait for the mirror. After an error, do not wait.
@@ -45,24 +45,24 @@ def mirrored(
     Raises:
         ConfigError: obstore is not installed. Every rank raises.
     """
-    from reprise.stores import MirrorProcess
+    from reprise.stores import Mirror
 
     folder, rule = save_folder(section), rule_of(section)
     assert folder is not None
     assert rule is not None
     hosts = find_hosts(cluster.channel, cluster.local_ranks, "mirror")
-    process: MirrorProcess | None = None
+    mirror: Mirror | None = None
     with cluster.channel.agreed("mirror/started"):
         if cluster.rank in hosts.leaders:
             number = hosts.number_of(cluster.rank)
-            process = MirrorProcess(folder, rule, host=number, hosts=len(hosts.leaders))
+            mirror = Mirror(folder, rule, host=number, hosts=len(hosts.leaders))
     with ExitStack() as stack:
-        if process is not None:
-            stack.callback(process.end)
-        yield () if process is None else (process,)
+        if mirror is not None:
+            stack.callback(mirror.end)
+        yield () if mirror is None else (mirror,)
         wait_s = section.mirror_wait_s * (_WAIT_SHARE_AFTER_SIGNAL if is_stopped() else 1.0)
-        has_ended = process is None or process.finish(wait_s)
-    names = [] if has_ended or process is None or cluster.rank else process.missing()
+        has_ended = mirror is None or mirror.finish(wait_s)
+    names = [] if has_ended or mirror is None or cluster.rank else mirror.missing()
     if names:
         by_hand = f"`reprise checkpoint mirror {folder} {rule.url} --once` uploads them, and so does the next start"
         _log.warning("not in %s yet: iteration %s. %s", rule.url, ", ".join(names), by_hand)

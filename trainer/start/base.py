@@ -38,7 +38,7 @@ def load_base(run: Run, adapters: TensorSource) -> Json:
 
     Raises:
         TrainerError: They are missing, belong to another model, or are not the adapters' base. Every rank raises,
-            before a checkpoint's tensor is read.
+            before a tensor is read.
     """
     section = run.config.checkpoint
     path, step, loading = location(section.load), section.ckpt_step, terms.LOAD

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from reprise.stores import mirror as mirror_module
-from reprise.stores.mirror import MirrorProcess, mirror_rule
+from reprise.stores.mirror import Mirror, mirror_rule
 from reprise.stores.mirror_pass import MirrorPass
 from tests.fakes import JOIN_S
 
@@ -25,7 +25,7 @@ def test_an_end_at_the_start_of_a_pass_is_not_slept_over(tmp_path: Path, monkeyp
     monkeypatch.setattr(mirror_module.threading, "Event", EndsFirst)
     folder, rule = tmp_path / "run", mirror_rule(f"file://{tmp_path}/store", interval=0, keep=0)
     folder.mkdir()
-    mirror = MirrorProcess(folder, rule, attached=False)
+    mirror = Mirror(folder, rule, attached=False)
     monkeypatch.undo()
     mirror.follow()
 
@@ -43,7 +43,7 @@ def test_a_mirror_goes_on_after_a_defect(tmp_path: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(MirrorPass, "run", run)
     (tmp_path / "run").mkdir()
-    mirror = MirrorProcess(tmp_path / "run", mirror_rule(f"file://{tmp_path}/store", interval=0, keep=0))
+    mirror = Mirror(tmp_path / "run", mirror_rule(f"file://{tmp_path}/store", interval=0, keep=0))
     mirror._thread.join(JOIN_S)
     if "wake" in words:
         mirror.wake()
