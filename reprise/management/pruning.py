@@ -14,7 +14,7 @@ from reprise.format.mirror_record import MIRROR, from_bytes
 from reprise.format.names import HOST, OPTIMIZER_DROPPED, OPTIMIZER_FILES
 from reprise.loading.choose import committed_in
 from reprise.loading.reader import Checkpoint, open_checkpoint
-from reprise.management.listing import size_of, stored_trees, whole_checkpoint
+from reprise.management.listing import Tree, size_of, stored_trees, whole_checkpoint
 from reprise.management.paths import checkpoint_folder
 from reprise.saving.policy import Retention
 from reprise.storage.files import FILE_SYSTEM
@@ -99,9 +99,10 @@ def prune(
         )
     place, retention = location(folder), Retention(keep, retain_interval)
     if is_stored(place):
-        paths = [path for path in stored_trees(place, files_of(place)) if path.parent == place]
+        trees = stored_trees(place, files_of(place))
+        paths = [path for path in trees if path.parent == place]
         stored = {iteration: path for path in paths if (iteration := iteration_of(path)) is not None}
-        return _prune(stored, retention.expired(stored), None if dry_run else _remove)
+        return _prune(stored, retention.expired(stored), None if dry_run else _remove, trees)
     with _owned(place, dry_run=dry_run) as (checkpoints, lock):
         committed = {iteration: checkpoints.iteration(iteration) for iteration in committed_in(checkpoints)}
         expired = retention.expired(committed, pinned=checkpoints.held(committed))
@@ -113,18 +114,25 @@ def prune(
             lock.check()
             return checkpoints.delete(path, secrets.token_hex(4))
 
-        return _prune(committed, expired, None if dry_run else delete)
+        return _prune(committed, expired, None if dry_run else delete, {})
 
 
-def _prune(committed: Mapping[int, Path], expired: Iterable[int], delete: Callable[[Path], bool] | None) -> PruneReport:
+def _prune(
+    committed: Mapping[int, Path],
+    expired: Iterable[int],
+    delete: Callable[[Path], bool] | None,
+    trees: Mapping[Path, Tree | None],
+) -> PruneReport:
     """Delete checkpoints.
 
     Args:
         delete: Deletes one, and returns whether it is gone: a reader may have started on it. None deletes nothing.
+        trees: The files of checkpoints already listed.
     """
     deleted = list[ExpiredCheckpoint]()
     for iteration in expired:
-        checkpoint = ExpiredCheckpoint(committed[iteration], iteration, size_of(committed[iteration]))
+        path = committed[iteration]
+        checkpoint = ExpiredCheckpoint(path, iteration, size_of(path, trees.get(path)))
         if delete is None or delete(checkpoint.path):
             deleted.append(checkpoint)
     retained = committed.keys() - {checkpoint.iteration for checkpoint in deleted}
