@@ -1,6 +1,7 @@
 """Keeps torch to one thread in this process, and every process from waiting for names; orders the tests."""
 
 import gc
+import logging
 import os
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -58,6 +59,21 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+@pytest.fixture(autouse=True)
+def log_levels() -> Iterator[None]:
+    """Restore the levels of loggers, which a command may set for the rest of its process."""
+    before = _levels()
+    yield
+    for logger, level in _levels().items():
+        if level != before.get(logger, logging.NOTSET):
+            logger.setLevel(before.get(logger, logging.NOTSET))
+
+
+def _levels() -> dict[logging.Logger, int]:
+    named = logging.root.manager.loggerDict.values()
+    return {logger: logger.level for logger in (logging.root, *named) if isinstance(logger, logging.Logger)}
 
 
 @pytest.fixture
