@@ -21,6 +21,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import NoReturn
 
+import numpy as np
 from tqdm import tqdm
 
 from reprise.errors import ConfigError, count_of
@@ -50,7 +51,7 @@ def prepare(options: argparse.Namespace) -> int:
         documents = f"{count_of(side.documents, 'document', form=',')}, " if side.documents else ""
         tokens = count_of(side.tokens, "token", form=",")
         print(f"{side.name}: {documents}{tokens}, {count_of(len(side.files), 'file')}")
-    if not prepared.has_text:
+    if prepared.tokenizer is None:
         print(f"no --tokenizer, so the largest token, {prepared.end_of_text}, is used as the end-of-text token")
     print(" ".join(map(shlex.quote, overrides(prepared))))
     return FINE
@@ -61,11 +62,11 @@ def overrides(prepared: Prepared) -> list[str]:
     end = prepared.end_of_text
     paths = [f"data.{side.name}={_pattern(side)}" for side in prepared.sides]
     tokens = [f"model.vocab_size={prepared.vocab_size}", f"model.bos_token_id={end}", f"model.eos_token_id={end}"]
-    tokenizer = "bytes" if prepared.tokenizer is None else text_value(str(prepared.tokenizer))
+    tokenizer = prepared.tokenizer
     return [
         f"data={prepared.kind.value}",
         *paths,
-        *([f"data.tokenizer={tokenizer}"] if prepared.has_text else []),
+        *([] if tokenizer is None else [f"data.tokenizer={text_value(str(tokenizer))}"]),
         *tokens,
     ]
 
@@ -86,14 +87,14 @@ def _start_bar(bars: ExitStack, title: str) -> Callable[[int], object]:
 
 
 def _prepare(options: argparse.Namespace, progress: Progress) -> Prepared:
-    takes_bytes, tokenizer, train = options.tokenizer == [BYTES], None, 0
+    tokenizer, train = None, 0
     match options.tokenizer:
-        case None | ["bytes"]:
+        case None:
             pass
         case ["train-bpe", number] if number.isdecimal():
             train = int(number)
-        case [path] if path != "train-bpe":
-            tokenizer = Path(path).expanduser()
+        case [name] if name != "train-bpe":
+            tokenizer = name if name == BYTES else Path(name).expanduser()
         case words:
             raise ConfigError(
                 "--tokenizer has an unknown form",
@@ -109,7 +110,7 @@ def _prepare(options: argparse.Namespace, progress: Progress) -> Prepared:
         )
     inputs, held_out = (_sources(patterns, is_raw=bool(options.raw)) for patterns in (options.inputs, options.valid))
     prepare_options = PrepareOptions(
-        form=TextForm(options.raw or options.form) if options.raw or options.form else None,
+        form=TextForm(options.form) if options.form else None,
         key=options.key,
         tokenizer=tokenizer,
         train_vocab_size=train,
@@ -117,10 +118,10 @@ def _prepare(options: argparse.Namespace, progress: Progress) -> Prepared:
         held_out=held_out,
         file_tokens=options.file_tokens,
         kind=DataKind(options.format),
-        takes_bytes=takes_bytes,
+        array=np.dtype(options.raw).newbyteorder("<") if options.raw else None,
     )
     # Passing bytes between processes takes longer than encoding them.
-    is_slow = not options.raw and (tokenizer is not None or train > 0)
+    is_slow = not options.raw and (isinstance(tokenizer, Path) or train > 0)
     workers = options.workers or (len(os.sched_getaffinity(0)) if is_slow else 1)
     return write_prepared(
         options.output, inputs, prepare_options, workers=workers, replace=options.force, progress=progress
@@ -141,14 +142,14 @@ def _parser() -> argparse.ArgumentParser:
         "--tokenizer",
         nargs="+",
         metavar="WORD",
-        help="bytes (the default; if given explicitly, also accepts non-text files), a tokenizer.json, or train-bpe N: "
+        help="bytes (the default), a tokenizer.json, or train-bpe N: "
         "train a tokenizer with N tokens on the training documents",
     )
     parser.add_argument(
         "--form",
         choices=_FORMS,
-        help="the form of all inputs except Parquet; by default jsonl for a file named .jsonl or .ndjson, or "
-        "starting with JSON objects, else text",
+        help="the form of all inputs except Parquet; by default jsonl for a file named .json, .jsonl or .ndjson, "
+        "else text",
     )
     parser.add_argument(
         "--format",

@@ -95,32 +95,20 @@ class Samples:
             DataError: A file was truncated after it was opened, or cannot be read.
         """
         numbers = self._bounds.searchsorted(ids, side="right") - 1
-        starts, stops = self._extents(numbers, ids - self._bounds[numbers])
+        samples = ids - self._bounds[numbers]
         out = np.empty((ids.size, self.seq_length + 1), dtype=np.int64)
         if self._cuts_documents:
             out.fill(PADDED)
-        for row, number, start, stop in zip(out, numbers.tolist(), starts.tolist(), stops.tolist(), strict=True):
+        for row, number, sample in zip(out, numbers.tolist(), samples.tolist(), strict=True):
+            start, table = sample * self.seq_length, self._tables[number]
+            stop = start + self.seq_length + 1
+            if self._cuts_documents and table:
+                start, end = table.locate(sample)
+                stop = min(start + self.seq_length + 1, end)
             row[: stop - start] = self._files[number].read(start, stop)
             if self._marks is not None:
-                self._marks.mark(row[: stop - start], self._tables[number], start)
+                self._marks.mark(row[: stop - start], table, start)
         return out
-
-    def _extents(self, numbers: Ints, samples: Ints) -> tuple[Ints, Ints]:
-        """Return each sample's first token and end, both int64 [n].
-
-        Args:
-            numbers: int64 [n], each sample's file number.
-            samples: int64 [n], each sample's number in its file.
-        """
-        starts = samples * self.seq_length
-        if not self._cuts_documents:
-            return starts, starts + self.seq_length + 1
-        ends = np.empty_like(starts)
-        for number in np.unique(numbers).tolist():
-            rows, table = numbers == number, self._tables[number]
-            assert table is not None
-            starts[rows], ends[rows] = table.locate(samples[rows])
-        return starts, np.minimum(starts + self.seq_length + 1, ends)
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,22 +24,16 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> bytes:
         DataError: The `tokenizers` package is missing, or the vocabulary is too small for all bytes.
     """
     try:
-        from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+        from tokenizers import ByteLevelBPETokenizer
     except ImportError as error:
         raise DataError("train-bpe needs the tokenizers package", fix="Install it: pip install tokenizers.") from error
     if vocab_size < LEAST_TOKENS:
         raise DataError(
             "The vocabulary is too small", expected=f"at least {LEAST_TOKENS}: bytes and end of text", found=vocab_size
         )
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT_NAMES[0]],
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
+    tokenizer = ByteLevelBPETokenizer()
+    tokenizer.train_from_iterator(
+        texts, vocab_size, min_frequency=0, show_progress=False, special_tokens=[END_OF_TEXT_NAMES[0]]
     )
-    tokenizer.train_from_iterator(texts, trainer)
     text: str = tokenizer.to_str(pretty=True)
     return text.encode()

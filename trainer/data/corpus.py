@@ -17,14 +17,14 @@ from reprise.errors import DataError
 from trainer.data.indexed_file import find_indexed
 from trainer.data.section import TOKEN_KINDS, DataKind, DataSection, valid_paths
 from trainer.data.sources import TextSource, find_files, stdlib_sources, text_sources
-from trainer.data.text import BYTES, Encoder, open_encoder
+from trainer.data.text import Encoder, open_encoder
 from trainer.data.token_file import open_token_file, write_token_file
 
 if TYPE_CHECKING:
     from trainer.data.blocks import SplitOptions
 
 # Part of every cache name: increase it when the same texts give different token files.
-_CACHE_VERSION = 3
+_CACHE_VERSION = 4
 # How to find files by pattern; all other kinds use globs.
 _FINDERS: Mapping[DataKind, Callable[[str], list[Path]]] = {
     DataKind.megatron: find_indexed,
@@ -73,11 +73,10 @@ def prepare(section: DataSection, *, cache: Path) -> Corpus:
             vocab_size=section.vocab_size,
             end_of_text=None,
         )
-    encoder, takes_bytes = open_encoder(section.tokenizer), section.tokenizer == BYTES
+    encoder = open_encoder(section.tokenizer)
     if section.kind is DataKind.text:
         sources = text_sources(section.path or "")
     else:
-        takes_bytes = True
         sources = stdlib_sources(Path(sysconfig.get_paths()["stdlib"]))
     vocab_size = section.vocab_size or encoder.vocab_size
     if vocab_size < encoder.vocab_size:
@@ -88,21 +87,20 @@ def prepare(section: DataSection, *, cache: Path) -> Corpus:
             found=vocab_size,
             fix="Set data.vocab_size=null.",
         )
-    folder = cache / f"{section.kind.value}-{_key(sources, encoder, section.valid_fraction, takes_bytes=takes_bytes)}"
+    folder = cache / f"{section.kind.value}-{_key(sources, encoder, section.valid_fraction)}"
     train, valid = folder / "train.bin", folder / "valid.bin"
     if not (_is_complete(train) and _is_complete(valid)):
         from trainer.data.blocks import SplitOptions
 
-        options = SplitOptions(takes_bytes=takes_bytes, valid_fraction=section.valid_fraction)
-        _write(folder, sources, options, encoder)
+        _write(folder, sources, SplitOptions(valid_fraction=section.valid_fraction), encoder)
     return Corpus((train,), (valid,), vocab_size, encoder.end_of_text)
 
 
-def _key(sources: Sequence[TextSource], encoder: Encoder, valid_fraction: float, *, takes_bytes: bool) -> str:
+def _key(sources: Sequence[TextSource], encoder: Encoder, valid_fraction: float) -> str:
     files = [[source.name, source.size_bytes, source.mtime_ns] for source in sources]
     # The folder counts too: two data sets may have the same file names, sizes and times.
     root = os.path.abspath(sources[0].path)
-    parts = [_CACHE_VERSION, platform.python_version(), encoder.label, valid_fraction, takes_bytes, root, files]
+    parts = [_CACHE_VERSION, platform.python_version(), encoder.label, valid_fraction, root, files]
     return xxhash.xxh3_64_hexdigest(json.dumps(parts, separators=(",", ":")).encode("ascii"))
 
 

@@ -38,7 +38,6 @@ class Cuts:
         return 0 if match is None else match.end()
 
 
-ANYWHERE = Cuts(re.compile(rb"(?s:.*)"))
 CHARACTERS = Cuts(re.compile(rb"(?s:.+)(?=[\x00-\x7f\xc0-\xff])"))  # UTF-8 characters
 LINES = Cuts(re.compile(rb"(?s:.*)\n"))
 WORDS = Cuts(re.compile(rb"(?s:.*)" + _SEAM.pattern.encode()))

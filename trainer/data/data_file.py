@@ -124,21 +124,18 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
 def fitting_chunks(
     path: Path, chunks: Iterable[TokenArray], dtype: np.dtype[Any], *, largest: int
 ) -> Iterator[TokenArray]:
-    """Yield the nonempty chunks, converted to a file's dtype.
+    """Yield the chunks, converted to a file's dtype.
 
     Raises:
         DataError: A token does not fit the file.
     """
     for chunk in chunks:
-        if not chunk.size:
-            continue
-        low, high = int(chunk.min()), int(chunk.max())
-        if low < 0 or high > largest:
+        if (wrong := chunk[(chunk < 0) | (chunk > largest)]).size:
             raise DataError(
                 "A token is out of range for the file's dtype",
                 where=path,
                 expected=f"0 to {largest} ({dtype.name})",
-                found=low if low < 0 else high,
+                found=wrong[0],
                 fix="Use uint32 for vocabularies above 65536.",
             )
         yield np.ascontiguousarray(chunk, dtype)

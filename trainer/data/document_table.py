@@ -42,26 +42,22 @@ class DocumentTable:
         """Return the sample count."""
         return int(self.counts[-1])
 
-    def locate(self, samples: Ints) -> tuple[Ints, Ints]:
-        """Return each sample's first token and its document's end, both int64 [n].
+    def locate(self, sample: int) -> tuple[int, int]:
+        """Return a sample's first token and its document's end.
 
         Args:
-            samples: int64 [n], each in range(self.samples).
+            sample: In range(self.samples).
 
         Raises:
             DataError: The index cannot be read, or has changed since the table was made.
         """
-        blocks = np.unique(np.searchsorted(self.counts, samples, side="right") - 1)
-        borders = np.array([self._borders(block) for block in blocks.tolist()]).reshape(-1, STRIDE + 1)
-        bounds = np.empty_like(borders)
-        bounds[:, 0] = self.counts[blocks]
-        bounds[:, 1:] = bounds[:, :1] + np.cumsum(_sample_counts(borders, self.seq_length), axis=1)
-        if (bounds[:, -1] != self.counts[blocks + 1]).any():
+        block = int(self.counts.searchsorted(sample, side="right")) - 1
+        borders = self._borders(block)
+        bounds = self.counts[block] + np.append(0, np.cumsum(_sample_counts(borders, self.seq_length)))
+        if bounds[-1] != self.counts[block + 1]:
             raise self._overwritten()
-        # Both ascend over all blocks, and no sample starts at a block's last border.
-        positions, before = borders.ravel(), bounds.ravel()
-        numbers = np.searchsorted(before, samples, side="right") - 1
-        return positions[numbers] + (samples - before[numbers]) * self.seq_length, positions[numbers + 1]
+        number = int(bounds.searchsorted(sample, side="right")) - 1
+        return int(borders[number] + (sample - bounds[number]) * self.seq_length), int(borders[number + 1])
 
     def starts_in(self, start: int, stop: int) -> Ints:
         """Return the positions in range(start, stop) at which a document starts, in ascending order.
@@ -76,12 +72,12 @@ class DocumentTable:
         return np.unique(borders[(start <= borders) & (borders < min(stop, self.starts[-1]))])
 
     def _borders(self, block: int) -> Ints:
-        """Return a block's document borders. Past the last document, its end is repeated."""
+        """Return a block's document borders."""
         first = block * STRIDE
         borders = self.documents.borders(first, min(first + STRIDE, self.documents.count))
         if (borders[0], borders[-1]) != (self.starts[block], self.starts[block + 1]):
             raise self._overwritten()
-        return np.append(borders, np.repeat(borders[-1:], STRIDE + 1 - borders.size))
+        return borders
 
     def _overwritten(self) -> DataError:
         return damaged(

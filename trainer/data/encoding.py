@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from reprise.errors import DataError
-from trainer.data.blocks import DTYPES, TextBlock, TextForm, texts
+from trainer.data.blocks import TextBlock, TextForm, texts
 from trainer.data.data_file import TokenArray
 from trainer.data.text import Encoder, open_encoder
 from trainer.workers import spawned_pool
@@ -36,7 +36,7 @@ Encode = Callable[[Iterable[TextBlock]], Iterator[Encoded]]
 
 
 @contextmanager
-def encoding(encoder: Encoder, tokenizer: Path | None, *, workers: int) -> Iterator[Encode]:
+def encoding(encoder: Encoder, tokenizer: str | Path, *, workers: int) -> Iterator[Encode]:
     """Yield a function that encodes blocks, in order, on `workers` processes; 1 means this process.
 
     If texts fail to encode, the function's error names the first in block order.
@@ -57,13 +57,11 @@ def encoding(encoder: Encoder, tokenizer: Path | None, *, workers: int) -> Itera
 
 
 def encode_block(block: TextBlock, encoder: Encoder) -> Encoded:
-    """Encode a block's texts, with an end-of-text token at each text's end. Bare tokens stay as they are.
+    """Encode a block's texts, with an end-of-text token at each text's end.
 
     Raises:
         DataError: A text is malformed. The message names the file and the line, or the byte.
     """
-    if block.part.form in DTYPES:
-        return Encoded(np.frombuffer(block.data, DTYPES[block.part.form]), 0, len(block.data))
     chunks: list[TokenArray] = [np.empty(0, np.uint16)]
     documents = 0
     for text in texts(block):
@@ -94,7 +92,7 @@ def in_order(jobs: Iterable[Future[Encoded]], *, most: int) -> Iterator[Encoded]
         ) from error
 
 
-def _encode(block: TextBlock, tokenizer: Path | None) -> Encoded:
+def _encode(block: TextBlock, tokenizer: str | Path) -> Encoded:
     return encode_block(block, _opened_once(tokenizer))
 
 

@@ -12,8 +12,6 @@ import xxhash
 
 from trainer.data.token_file import TokenFile
 
-_SCAN_TOKENS = 4 * 2**20
-
 
 @dataclass(frozen=True, slots=True)
 class TokenDigest:
@@ -39,8 +37,7 @@ def scan(file: TokenFile) -> TokenDigest:
         DataError: The file cannot be read to its end.
     """
     digest, largest = xxhash.xxh3_64(), -1
-    for start in range(0, file.count, _SCAN_TOKENS):
-        chunk = file.read(start, min(start + _SCAN_TOKENS, file.count))
+    for chunk in file.chunks():
         digest.update(chunk.data)
         largest = max(largest, int(chunk.max()))
     return TokenDigest(file.nbytes, file.dtype.name, digest.hexdigest(), largest)

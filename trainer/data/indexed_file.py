@@ -128,7 +128,7 @@ def write_indexed_file(path: Path, chunks: Iterable[TokenArray], *, dtype: np.dt
     code = {stored: code for code, stored in _DTYPES.items()}[dtype]
     ends, size = list[int](), 0  # sequence ends, in tokens
     with new_file(path) as file:
-        for chunk in fitting_chunks(path, chunks, dtype, largest=min(int(np.iinfo(dtype).max), _MOST_TOKEN)):
+        for chunk in fitting_chunks(path, chunks, dtype, largest=min(np.iinfo(dtype).max, _MOST_TOKEN)):
             file.write(chunk.data)
             ends += (np.flatnonzero(chunk == end_of_text) + size + 1).tolist()
             size += chunk.size

@@ -15,10 +15,13 @@ from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from reprise.errors import DataError
 from reprise.storage import FILE_SYSTEM, atomic_output, is_dir, lexists
-from trainer.data.blocks import DTYPES, SplitOptions, TextPart, part_of, read_blocks, split, texts
+from trainer.data.blocks import SplitOptions, TextPart, read_blocks, split, texts
 from trainer.data.bpe import train_bpe
 from trainer.data.cuts import WORDS
 from trainer.data.data_file import TokenArray
@@ -27,7 +30,7 @@ from trainer.data.indexed_file import write_indexed_file
 from trainer.data.section import DataKind
 from trainer.data.sources import TextSource
 from trainer.data.text import BYTES, TOKENIZER, open_encoder
-from trainer.data.token_file import MAX_TOKENS, write_token_file
+from trainer.data.token_file import MAX_TOKENS, open_token_array, write_token_file
 
 FILE_TOKENS = 1 << 30
 # A run that reads the folder stores token file digests in it, see `trainer.data.digest_file`.
@@ -45,18 +48,20 @@ class PrepareOptions(SplitOptions):
     """Options for preparing a folder.
 
     Args:
-        tokenizer: A ``tokenizer.json``. None for bytes. Bare tokens without it and without `takes_bytes` have unknown
-            origin: the largest token is taken as end of text, and ends the vocabulary.
+        tokenizer: A ``tokenizer.json``, or `BYTES`. None means bytes for texts, and an unknown tokenizer for token
+            arrays: the largest token is taken as end of text, and ends the vocabulary.
         train_vocab_size: Train a tokenizer with this vocabulary size on the training documents. 0 trains none.
         file_tokens: Maximum tokens per file.
         kind: File format, `token_file` or `megatron`.
-        held_out: Further inputs, for validation.
+        array: The inputs are token arrays with this dtype, not texts.
+        held_out: Further token arrays, for validation.
     """
 
-    tokenizer: Path | None = None
+    tokenizer: str | Path | None = None
     train_vocab_size: int = 0
     file_tokens: int = FILE_TOKENS
     kind: DataKind = DataKind.token_file
+    array: np.dtype[Any] | None = None
     held_out: Sequence[TextSource] = ()
 
 
@@ -80,15 +85,13 @@ class Prepared:
     """A complete folder, with the values a run needs to read it.
 
     Args:
-        tokenizer: A ``tokenizer.json``. None for bytes, and for tokens with unknown origin.
-        has_text: Whether tokens can be shown as text, by `tokenizer` or as bytes.
+        tokenizer: A ``tokenizer.json``, or `BYTES`. None if unknown.
     """
 
     sides: tuple[Side, ...]
-    tokenizer: Path | None
+    tokenizer: str | Path | None
     vocab_size: int
     end_of_text: int
-    has_text: bool = True
     kind: DataKind = DataKind.token_file
 
 
@@ -111,45 +114,53 @@ def write_prepared(
         DataError: An input cannot be read or encoded, or the folder cannot be created.
     """
     _check(options)
-    folder, tokenizer, sides = Path(os.path.realpath(folder)), options.tokenizer, list[Side]()
-    dtype = DTYPES.get(options.form)
-    read = [*(source.path for source in (*inputs, *options.held_out)), *filter(None, [tokenizer])]
+    folder, array, sides = Path(os.path.realpath(folder)), options.array, list[Side]()
+    tokenizer = options.tokenizer or (None if array else BYTES)
+    read = [source.path for source in (*inputs, *options.held_out)]
+    read += [tokenizer] if isinstance(tokenizer, Path) else []
     with _new_folder(folder, read, replace=replace) as new:
-        parts = split(inputs, options)
-        if options.held_out:
-            parts["valid"] = [part_of(source, options) for source in options.held_out]
+        parts = {} if array else split(inputs, options)
         if options.train_vocab_size:
             tokenizer = new / TOKENIZER
             _train(parts["train"], options.train_vocab_size, tokenizer, progress)
         encoder = open_encoder(tokenizer)
-        write = partial(write_token_file, dtype=dtype or encoder.dtype)
+        write = partial(write_token_file, dtype=array or encoder.dtype)
         if options.kind is DataKind.megatron:
             write = partial(write_indexed_file, dtype=encoder.dtype, end_of_text=encoder.end_of_text)
-        with encoding(encoder, tokenizer, workers=workers) as encode:
-            for name, members in parts.items():
-                path, blocks = new / f"{name}_{{:06d}}.bin", encode(read_blocks(members, encoder.cuts()))
-                side = _write_side(path, blocks, write=write, file_tokens=options.file_tokens, count=progress(name))
-                if not (side.documents or dtype):
-                    raise DataError(
-                        f"The {name} split has no document",
-                        found=f"--valid-fraction {options.valid_fraction}",
-                        fix="Add documents, or change --valid-fraction.",
-                    )
+        with encoding(encoder, tokenizer or BYTES, workers=workers) as encode:
+            blocks = {name: encode(read_blocks(members, encoder.cuts())) for name, members in parts.items()}
+            if array:
+                arrays = {"train": inputs, "valid": options.held_out}
+                blocks = {name: _read_arrays(files, array) for name, files in arrays.items() if files}
+            for name, members in blocks.items():
+                side = _write_side(new, name, members, write=write, options=options, count=progress(name))
                 sides.append(dataclasses.replace(side, files=[folder / path.name for path in side.files]))
         largest = max(side.largest for side in sides)
-        is_known = not dtype or tokenizer is not None or options.takes_bytes
-        if is_known and largest >= encoder.vocab_size:
+        if tokenizer is None:
+            return Prepared(tuple(sides), None, largest + 1, largest)
+        if largest >= encoder.vocab_size:
             raise DataError(
                 "A token is outside the tokenizer's vocabulary",
-                where=tokenizer or BYTES,
+                where=tokenizer,
                 expected=f"0 to {encoder.vocab_size - 1}",
                 found=largest,
                 fix="Pass the tokenizer that made the tokens, or the other dtype.",
             )
-    tokenizer = folder / TOKENIZER if options.train_vocab_size else tokenizer and tokenizer.absolute()
-    if not is_known:
-        return Prepared(tuple(sides), None, largest + 1, largest, has_text=False)
-    return Prepared(tuple(sides), tokenizer, encoder.vocab_size, encoder.end_of_text, kind=options.kind)
+    if isinstance(tokenizer, Path):
+        tokenizer = folder / TOKENIZER if options.train_vocab_size else tokenizer.absolute()
+    return Prepared(tuple(sides), tokenizer, encoder.vocab_size, encoder.end_of_text, options.kind)
+
+
+def _read_arrays(sources: Iterable[TextSource], dtype: np.dtype[Any]) -> Iterator[Encoded]:
+    """Yield the tokens in arrays, in order.
+
+    Raises:
+        DataError: A file cannot be read, is not an array with this dtype, or has changed.
+    """
+    for source in sources:
+        for tokens in open_token_array(source.path, dtype).chunks():
+            yield Encoded(tokens, 0, tokens.nbytes)
+        source.check_unchanged()
 
 
 def _check(options: PrepareOptions) -> None:
@@ -213,24 +224,24 @@ def _train(parts: Sequence[TextPart], vocab_size: int, path: Path, progress: Pro
 
 
 def _write_side(
-    path: Path,
+    folder: Path,
+    name: str,
     blocks: Iterable[Encoded],
     *,
     write: Callable[[Path, Iterable[TokenArray]], None],
-    file_tokens: int,
+    options: PrepareOptions,
     count: Callable[[int], object],
 ) -> Side:
-    """Write a side of the split as token files with at most `file_tokens` tokens.
+    """Write a side of the split as token files with at most `options.file_tokens` tokens.
 
     Args:
-        path: The files' path. Its name is a format string for the file number.
         write: Writes a token file.
         count: Called with the number of input bytes consumed since the last call.
 
     Raises:
-        DataError: A file cannot be written.
+        DataError: A file cannot be written, or there is no document.
     """
-    side = Side([])
+    side, file_tokens = Side([]), options.file_tokens
 
     def pieces() -> Iterator[tuple[int, TokenArray]]:
         """Yield pieces of the tokens, each within a single file, with the file's number."""
@@ -245,6 +256,12 @@ def _write_side(
             count(block.read_bytes)
 
     for number, members in itertools.groupby(pieces(), itemgetter(0)):
-        side.files.append(path.with_name(path.name.format(number)))
+        side.files.append(folder / f"{name}_{number:06d}.bin")
         write(side.files[-1], map(itemgetter(1), members))
+    if not (side.documents or options.array):
+        raise DataError(
+            f"The {name} split has no document",
+            found=f"--valid-fraction {options.valid_fraction}",
+            fix="Add documents, or change --valid-fraction.",
+        )
     return side

@@ -62,7 +62,7 @@ def bytes_encoder() -> Encoder:
         label=BYTES,
         vocab_size=END_OF_TEXT_ID + 1,
         end_of_text=END_OF_TEXT_ID,
-        encode=lambda text: np.frombuffer(text.encode(errors="surrogateescape"), np.uint8),
+        encode=lambda text: np.frombuffer(text.encode(), np.uint8),
         decode=decode,
         cuts=lambda: CHARACTERS,
     )

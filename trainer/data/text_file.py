@@ -1,12 +1,11 @@
-"""Detects a text file's form from its first bytes, and reads its text in pieces: plain, gzip, Zstandard or Parquet.
+"""Reads a text file in pieces: plain, or unpacked from gzip, Zstandard or Parquet, which its first bytes show.
 
-Each Parquet row becomes a JSON line. Other forms are refused, unless the caller asks for bytes.
+Each Parquet row becomes a JSON line.
 """
 
 from __future__ import annotations
 
 import gzip
-import itertools
 import json
 import re
 import sys
@@ -19,9 +18,7 @@ from typing import BinaryIO
 from reprise.errors import DataError
 from trainer.data.data_file import unreadable
 
-# Bytes to read at a time, and bytes in a piece of text.
-BLOCK_BYTES = 256 << 10
-_HEAD_BYTES = 8 << 10
+BLOCK_BYTES = 256 << 10  # bytes to read at a time, and in a block of text
 # A Zstandard block takes at least 4 bytes and holds at most 128 KiB (RFC 8878, sections 3.1.1.2.2 and 3.1.1.2.4), so a
 # file piece never expands to more than 32 MiB.
 _ZSTD_PIECE_BYTES = 1 << 10
@@ -30,14 +27,8 @@ _BATCH_ROWS, _BUFFER_BYTES = 64, 1 << 20
 
 PARQUET = "Parquet"
 _COMPRESSED_SUFFIX = re.compile(r"\.(gz|gzip|zst|zstd)\Z")
-# RFC 1952, section 2.3.1; RFC 8878, sections 3.1.1 and 3.1.2; Apache Parquet, "File Format". The other
-# forms are not text, by their first bytes or a NUL in them. Any further binary file fails to decode as UTF-8.
-_FORM = re.compile(
-    rb"(?P<gzip>\x1f\x8b)|(?P<Zstandard>\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18)|(?P<Parquet>PAR1)"
-    rb"|(?P<xz>\xfd7zXZ\0)|(?P<bzip2>BZh[1-9]1AY)|(?P<zip>PK\x03\x04)|(?P<PDF>%PDF-)|(?P<NumPy>\x93NUMPY)"
-    rb"|(?P<UTF_16>\xff\xfe|\xfe\xff)|(?P<binary>(?s:.*)\0)"
-)
-_AS_BYTES = "To train on its raw bytes, pass --tokenizer bytes to prepare-data, or set data.tokenizer=bytes for a run."
+# RFC 1952, section 2.3.1; RFC 8878, sections 3.1.1 and 3.1.2; Apache Parquet, "File Format".
+_FORM = re.compile(rb"(?P<gzip>\x1f\x8b)|(?P<Zstandard>\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18)|(?P<Parquet>PAR1)")
 
 
 def plain_name(name: str) -> str:
@@ -53,76 +44,34 @@ def packing(path: Path) -> str:
     """
     try:
         with path.open("rb") as file:
-            form = _form_of(file.read(4))
+            match = _FORM.match(file.read(4))
     except OSError as error:
         raise unreadable(path, error) from error
-    return form if form in _READERS else ""
+    return str(match.lastgroup) if match else ""
 
 
-def read_text(
-    path: Path, *, start: int = 0, stop: int = sys.maxsize, key: str = "text", takes_bytes: bool = False
-) -> Iterator[bytes]:
-    """Yield a file's text in pieces of `BLOCK_BYTES`, the last one shorter. Memory holds little more than a piece.
+def read_text(path: Path, *, start: int = 0, stop: int = sys.maxsize, key: str = "text") -> Iterator[bytes]:
+    """Yield a file's text in nonempty pieces.
 
     Args:
         start: First text byte to read.
         stop: End byte.
         key: Parquet column.
-        takes_bytes: Accept any bytes. Compressed files are decompressed even so.
 
     Raises:
-        DataError: The file cannot be read, is damaged, or is not text by its first bytes.
+        DataError: The file cannot be read, or is damaged.
     """
-    form, head, waiting = packing(path), b"", bytearray()
-    pieces = _unpacked(form, path, key) if form else read_plain(path, start)
-    while not (start or takes_bytes) and len(head) < _HEAD_BYTES and (piece := next(pieces, b"")):
-        head += piece
-    if name := _form_of(head[:_HEAD_BYTES]):
-        raise DataError(
-            "The file is not text",
-            where=path,
-            expected="text in UTF-8, plain, in gzip, Zstandard or Parquet",
-            found=f"{name} in {form}" if form else name,
-            fix="Decompress it, convert it (iconv -f UTF-16 -t UTF-8 FILE), or leave it out. For token "
-            f"arrays, use `reprise prepare-data --raw`. {_AS_BYTES}",
-        )
-    if not form:
-        start, stop = 0, stop - start
-    pieces, head = itertools.chain([head], pieces), b""
+    pieces = _unpacked(form, path, key) if (form := packing(path)) else _read_plain(path, start)
+    at = 0 if form else start
     for piece in pieces:
-        waiting += piece[start:stop]
-        start, stop = max(0, start - len(piece)), max(0, stop - len(piece))
-        while len(waiting) >= BLOCK_BYTES:
-            yield bytes(waiting[:BLOCK_BYTES])
-            del waiting[:BLOCK_BYTES]
-        if not stop:
+        if part := piece[max(0, start - at) : max(0, stop - at)]:
+            yield part
+        at += len(piece)
+        if at >= stop:
             break
-    if waiting:
-        yield bytes(waiting)
 
 
-def not_utf8(path: Path, offset: int, error: UnicodeDecodeError) -> DataError:
-    """Return the error for a text with bytes that are not UTF-8.
-
-    Args:
-        offset: Offset of the decoded bytes in the file's text.
-    """
-    return DataError(
-        "A text is not UTF-8",
-        where=f"{path}, byte {offset + error.start}",
-        expected="UTF-8",
-        found=f"byte 0x{error.object[error.start]:02x} ({error.reason})",
-        fix=f"Convert the file to UTF-8 with iconv, or leave it out. {_AS_BYTES}",
-    )
-
-
-def _form_of(head: bytes) -> str:
-    """Return a file's form by its first bytes. Empty for text."""
-    match = _FORM.match(head)
-    return str(match.lastgroup).replace("_", "-") if match else ""
-
-
-def read_plain(path: Path, start: int = 0) -> Iterator[bytes]:
+def _read_plain(path: Path, start: int) -> Iterator[bytes]:
     """Yield a file as it is, from a byte on, in pieces of `BLOCK_BYTES`, the last one shorter.
 
     Raises:

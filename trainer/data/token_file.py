@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from reprise.errors import DataError
+from reprise.errors import DataError, count_of
 from trainer.data.data_file import DataFile, TokenArray, fitting_chunks, new_file, wrong_size
 from trainer.data.document_index import DocumentIndex
 
@@ -23,12 +23,12 @@ HEADER_BYTES = 256 * 4
 # The header stores the count as int32.
 MAX_TOKENS = 2**31 - 1
 _MOST_LISTED = 20
+_CHUNK_TOKENS = 4 * 2**20
 _OTHER_DESCRIPTORS = 1024  # descriptors for a rank's other files
 
 
 # A token file's first two int32, and its dtype: llm.c, dev/data/data_common.py, HEADERS_INFO.
 _FORMATS: dict[tuple[int, int], np.dtype[Any]] = {(20240520, 1): np.dtype("<u2"), (20240801, 7): np.dtype("<u4")}
-MAGICS = tuple(np.array(magic, "<i4").tobytes() for magic in _FORMATS)
 
 
 class TokenFile:
@@ -75,6 +75,15 @@ class TokenFile:
             raise wrong_size(self.path, f"{self._first_byte + self.nbytes} bytes", self._file.size)
         return tokens
 
+    def chunks(self) -> Iterator[TokenArray]:
+        """Yield all tokens, in pieces of bounded size.
+
+        Raises:
+            DataError: The file was truncated after it was opened, or cannot be read.
+        """
+        for start in range(0, self.count, _CHUNK_TOKENS):
+            yield self.read(start, min(start + _CHUNK_TOKENS, self.count))
+
 
 def listed(paths: Sequence[Path]) -> str:
     """Return paths as text; for a long list, the first paths and the remaining count."""
@@ -107,6 +116,28 @@ def open_token_file(path: str | Path) -> TokenFile:
     return TokenFile(file, dtype, count)
 
 
+def open_token_array(path: Path, dtype: np.dtype[Any]) -> TokenFile:
+    """Open a token array without a header, as in nanoGPT's files.
+
+    Raises:
+        DataError: The file cannot be read, is empty, has a header, or its size is not a multiple of the token size.
+    """
+    file, head = DataFile(path), np.zeros(2, "<i4")
+    file.fill(head, 0)
+    count, odd_bytes = divmod(file.size, dtype.itemsize)
+    # Truncation in front of a token goes unnoticed.
+    has_header = tuple(head.tolist()) in _FORMATS or head.tobytes().startswith(b"\x93NUMPY")
+    if has_header or odd_bytes or not count:
+        raise DataError(
+            "The file is not a token array",
+            where=path,
+            expected=f"{dtype.itemsize} bytes per token from the first byte, and at least one token",
+            found="the header of a NumPy file or a token file" if has_header else count_of(file.size, "byte"),
+            fix="Convert a NumPy file with numpy.load(PATH).tofile(OTHER). Train on a token file with data=token_file.",
+        )
+    return TokenFile(file, dtype, count, first_byte=0)
+
+
 def open_token_files(
     paths: Sequence[Path], open_file: Callable[[Path], TokenFile] = open_token_file
 ) -> list[TokenFile]:
@@ -119,9 +150,8 @@ def open_token_files(
         DataError: See `open_file`; or the hard limit is too low.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed_descriptors = len(os.listdir("/proc/self/fd")) + 2 * len(paths) + _OTHER_DESCRIPTORS
-    if resource.RLIM_INFINITY not in (soft, hard) and soft < needed_descriptors:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (min(needed_descriptors, hard), hard))
+    if resource.RLIM_INFINITY != soft < 2 * len(paths) + _OTHER_DESCRIPTORS:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     return [open_file(path) for path in paths]
 
 
@@ -138,7 +168,7 @@ def write_token_file(path: str | Path, chunks: Iterable[TokenArray], *, dtype: n
     magic = {stored: magic for magic, stored in _FORMATS.items()}[dtype]
     with new_file(path) as file:
         file.write(bytes(HEADER_BYTES))
-        for chunk in fitting_chunks(path, chunks, dtype, largest=int(np.iinfo(dtype).max)):
+        for chunk in fitting_chunks(path, chunks, dtype, largest=np.iinfo(dtype).max):
             count += chunk.size
             if count > MAX_TOKENS:
                 raise DataError(

@@ -23,7 +23,7 @@ from reprise.storage import MAX_INTEGER, Json, open_regular
 METRICS = "metrics.jsonl"  # every run's metrics log
 ABSENT, DECIMAL, EXACT, UNREADABLE = range(4)  # how a record states a value; only EXACT preserves all bits
 LATEST = 2.0**37  # the largest accepted Unix time, in the year 6325
-LINES = re.compile(rb"[^\n]*\n|[^\n]+")
+_LINES = re.compile(rb"[^\n]*\n|[^\n]+")
 _CHUNK_LINES = 512  # lines per JSON parser call: halves the parsing time and fits in the CPU caches
 _BLOCK_BYTES = 1 << 16
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -131,6 +131,12 @@ def value_of(record: Json, quantity: str) -> tuple[float, int]:
     return math.nan, UNREADABLE
 
 
+def time_of(record: Json, key: str = "time") -> float | None:
+    """Return a record's Unix time, or None if it is absent or not plausible."""
+    time, kind = value_of(record, key)
+    return time if kind == DECIMAL and 0 < time <= LATEST else None
+
+
 def record_of(line: bytes) -> Json | None:
     """Return a line's record, or None if the line is damaged, has no iteration or lacks its newline."""
     return _object(line) if line.endswith(b"\n") else None
@@ -148,7 +154,7 @@ def tail(path: Path) -> Iterator[bytes]:
             size = min(at, _BLOCK_BYTES)
             at -= size
             file.seek(at)
-            first, *lines = LINES.findall(file.read(size) + partial)
+            first, *lines = _LINES.findall(file.read(size) + partial)
             yield from reversed(lines)
             partial = first
         if partial:

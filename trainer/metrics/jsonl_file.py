@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from reprise.storage import Files, Json, dumps, exists, open_regular, read_regular, replace_file, temporary_of
-from trainer.metrics.json_lines import LATEST, LINES, record_of, tail
+from reprise.storage import Files, Json, dumps, exists, temporary_of
+from trainer.metrics.json_lines import record_of, tail, time_of
 from trainer.metrics.sink import MetricSink
 
 _log = logging.getLogger(__name__)
 
-_TAIL_BYTES = 1 << 18  # how much more than the last cut a start reads, in search of an unfinished cut
-_COPIED_BYTES = 1 << 22  # how much to copy at a time
 _SAVES = ("save", "local_save")  # the events for saves that a run can resume from
 
 
@@ -80,8 +79,9 @@ def cut_after(path: Path, iteration: int, *, files: Files, owes_evaluation: bool
     """Move lines after `iteration`, and truncated lines, to `metrics.abandoned-k.jsonl`.
 
     Reads the file from its end, back to a training line that stays: no line before it belongs to a later iteration.
-    Lines are written to the side file before they are removed from `path`. If the process is killed in between, both
-    files hold them, and the next call rewrites the side file. Truncation replaces the file with a new one, so if an
+    Both new files are complete under temporary names before the shortened one replaces `path`, and only then is the
+    side file named. So if the process is killed, the shortened file's temporary name tells whether the cut was made,
+    and the next call discards both files or names the side file. Truncation replaces the file with a new one, so if an
     older, suspended process continues, it appends to the unlinked file.
 
     Args:
@@ -89,42 +89,36 @@ def cut_after(path: Path, iteration: int, *, files: Files, owes_evaluation: bool
     """
     if not exists(path):
         return
-    number = _last_number(path)
-    last_cut = LINES.findall(read_regular(_side_path(path, number))) if number else []
-    least_bytes = _TAIL_BYTES + sum(map(len, last_cut))
-    lines, retained, cut, size, stays = set[bytes](), list[bytes](), list[bytes](), 0, False
+    shortened, moved = temporary_of(path), path.with_name(f".{path.name}.moved")
+    if exists(moved) and not exists(shortened):
+        _name_side_file(path, moved, files)
+    for file in (moved, shortened):  # in this order: moved lines alone would mean that the cut was made
+        files.remove_file(file)
+    retained, cut, size = list[bytes](), list[bytes](), 0
     for line in tail(path):
         record = record_of(line) or {"iteration": iteration + 1}
         is_owed = owes_evaluation and record["iteration"] == iteration and record.get("event") == "evaluation"
         is_cut = is_owed or record["iteration"] > iteration
         (cut if is_cut else retained).append(line)
-        lines.add(line)
         size += len(line)
-        stays |= not is_cut and "event" not in record
-        if stays and size >= least_bytes:
+        if not is_cut and "event" not in record:
             break
-    is_unfinished = bool(last_cut) and lines.issuperset(last_cut)
-    side = _side_path(path, number if is_unfinished else number + 1)
     if cut:
-        replace_file(files, side, b"".join(reversed(cut)))
-        _replace_tail(path, path.stat().st_size - size, b"".join(reversed(retained)), files)
-    elif is_unfinished:
-        files.remove_file(side)
-    for temporary in (temporary_of(path), temporary_of(side)):
-        files.remove_file(temporary)
+        shutil.copyfile(path, shortened)
+        with shortened.open("r+b") as new:
+            new.truncate(new.seek(-size, os.SEEK_END))
+            new.writelines(reversed(retained))
+            new.flush()
+            files.sync(new.fileno())
+        files.write_whole(moved, b"".join(reversed(cut)))
+        files.sync_folder(path.parent)
+        files.rename(shortened, path)
+        files.sync_folder(path.parent)
+        _name_side_file(path, moved, files)
 
 
-def _replace_tail(path: Path, begin: int, tail: bytes, files: Files) -> None:
-    """Replace everything from byte `begin` on, by renaming a new file into place."""
-    temporary = temporary_of(path)
-    files.write_whole(temporary, b"")
-    with os.fdopen(open_regular(path), "rb") as old, temporary.open("ab") as new:
-        for at in range(0, begin, _COPIED_BYTES):
-            new.write(old.read(min(_COPIED_BYTES, begin - at)))
-        new.write(tail)
-        new.flush()
-        files.sync(new.fileno())
-    files.rename(temporary, path)
+def _name_side_file(path: Path, moved: Path, files: Files) -> None:
+    files.rename(moved, _side_path(path, _last_number(path) + 1))
     files.sync_folder(path.parent)
 
 
@@ -148,8 +142,7 @@ def _side_path(path: Path, number: int) -> Path:
 
 def last_recorded_time(path: Path) -> float:
     """Return the Unix time in the last complete line of `path`, or 0 if there is no line or no valid time."""
-    time = next((record.get("time") for record in map(record_of, tail(path)) if record), 0.0)
-    return float(time) if isinstance(time, int | float) and time is not True and 0 < time < LATEST else 0.0
+    return next((time_of(record) or 0.0 for record in map(record_of, tail(path)) if record), 0.0)
 
 
 def last_saved_iteration(path: Path) -> int | None:

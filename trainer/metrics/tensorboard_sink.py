@@ -37,6 +37,7 @@ class TensorboardSink(MetricSink):
         self._folder = Path(_EVENTS)
         self._file: EventFile | None = None
         self._purge_step = 1
+        self._is_broken = False
 
     def start(self, position: RunPosition) -> None:
         self._folder, self._purge_step = position.folder / _EVENTS, position.iteration + 1
@@ -44,10 +45,12 @@ class TensorboardSink(MetricSink):
     def write(self, record: Json) -> None:
         figures, texts = figures_of(record)
         points = {tag: value for name, value in figures.items() if (tag := _tag(name))}
-        if not points and "sample" not in texts:
+        if self._is_broken or not (points or "sample" in texts):
             return
+        self._is_broken = True  # unless the import, which takes as long each time, succeeds
         from trainer.metrics import event_file  # takes 0.07 s, for which the first iteration does not wait
 
+        self._is_broken = False
         try:
             if self._file is None:  # created with the first point, so that a run without points leaves no file
                 self._file = event_file.EventFile(self._folder, purge_step=self._purge_step)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy
 
 from trainer.compare.text_table import duration
+from trainer.metrics.json_lines import time_of
 from trainer.metrics.log_file import MetricsLog
 from trainer.report.history import (
     BLOCKED,
@@ -17,7 +18,6 @@ from trainer.report.history import (
     History,
     LaunchSpan,
     events_of,
-    sum_of,
     times_of,
 )
 
@@ -80,7 +80,7 @@ def _total(quantity: str, *logs: MetricsLog) -> float:
 def _evaluated(launches: Sequence[LaunchSpan], logs: Sequence[MetricsLog]) -> float:
     """Return the evaluation seconds. Each evaluation lasts from the previous line or its launch's startup."""
     times = numpy.sort(numpy.concatenate([times_of(logs), [*map(_ready, launches)]]))
-    moments = numpy.array([sum_of(event, "time") for event in events_of(logs, "evaluation")])
+    moments = numpy.array([time_of(event) or 0.0 for event in events_of(logs, "evaluation")])
     before = times[numpy.maximum(times.searchsorted(moments) - 1, 0)]
     return float(numpy.maximum(moments - before, 0.0).sum())
 

@@ -7,14 +7,13 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
 import numpy
 
 from reprise.errors import DataError, count_of
 from reprise.storage import Json, exists, is_dir, matching
 from trainer.compare.curves import QUANTITIES
-from trainer.metrics.json_lines import LATEST, METRICS, read_records
+from trainer.metrics.json_lines import DECIMAL, LATEST, METRICS, read_records, time_of, value_of
 from trainer.metrics.launch_log import LAUNCHES
 from trainer.metrics.log_file import Floats, Integers, MetricsLog, read_log
 
@@ -23,7 +22,6 @@ BLOCKED, DATA, TIME = "checkpoint_seconds", "data_seconds", "time"
 SAVES = ("save", "local_save", "weights_save")  # names of save events
 _SIZES = ("world_size", "dp", "replicate", "tp", "pp", "vpp", "zero_stage")  # integers in a topology
 _WIDEST = 60  # characters of an unknown topology
-_LARGEST = 1e300  # larger numbers are ignored, so that sums stay finite
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,23 +133,15 @@ def events_of(logs: Sequence[MetricsLog], *names: str) -> Iterator[Json]:
 def times_of(logs: Sequence[MetricsLog], *names: str) -> Floats:
     """Return the sorted times of the iterations, and of the events with the given names. No names mean all events."""
     events = (event for log in logs for _, event in log.events if not names or event["event"] in names)
-    moments = [event["time"] for event in events if _is_time(event.get("time"))]
+    moments = [time for event in events if (time := time_of(event))]
     times = numpy.concatenate([*(log.columns.column(TIME) for log in logs), moments])
     return numpy.sort(times[numpy.isfinite(times)])
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _LARGEST
-
-
-def _is_time(value: object) -> bool:
-    return _is_number(value) and cast(float, value) <= LATEST
-
-
 def _launches(records: Sequence[Json], logs: Sequence[MetricsLog]) -> tuple[LaunchSpan, ...]:
     """Return the launches. None begins before an earlier one's last line."""
-    records = [record for record in records if _is_time(record.get("time"))]
-    begins = [record for record in records if record.get("event") == "begin" and _is_time(record.get("began"))]
+    records = [record for record in records if time_of(record)]
+    begins = [record for record in records if record.get("event") == "begin" and time_of(record, "began")]
     ends = [record for record in records if record.get("event") == "end"]
     times = numpy.sort(numpy.concatenate([times_of(logs), [record["time"] for record in records]]))
     launches = list[LaunchSpan]()
@@ -171,4 +161,4 @@ def _of_launch(begin: Json, records: Iterable[Json]) -> Json | None:
 
 def sum_of(record: Json, *keys: str) -> float:
     """Return the sum over a record's numbers under the given keys."""
-    return float(sum(record[key] for key in keys if _is_number(record.get(key))))
+    return sum((value for value, kind in (value_of(record, key) for key in keys) if kind == DECIMAL), 0.0)

@@ -13,7 +13,7 @@ from reprise import CheckpointStatus
 from reprise.errors import TrainerError, count_of
 from reprise.storage import is_locked
 from trainer.compare.text_table import duration
-from trainer.metrics.json_lines import LATEST
+from trainer.metrics.json_lines import time_of
 from trainer.report.history import SAVES, TIME, History, events_of, sum_of
 
 _DAMAGED = (CheckpointStatus.DAMAGED, CheckpointStatus.UNREADABLE)
@@ -39,8 +39,8 @@ def life_of(history: History) -> list[LifeEvent]:
     for event in events_of(history.logs, "spike", "evaluation"):
         is_spike = event["event"] == "spike"
         text = f"{event.get('figure')} {event.get('value')}" if is_spike else f"valid loss {event.get('valid_loss')}"
-        events.append(LifeEvent(sum_of(event, "time"), event["event"], event["iteration"], text))
-    return sorted((event for event in events if 0 < event.time <= LATEST), key=lambda event: event.time)
+        events.append(LifeEvent(time_of(event) or 0.0, event["event"], event["iteration"], text))
+    return sorted((event for event in events if event.time), key=lambda event: event.time)
 
 
 def _saves(history: History) -> Iterator[LifeEvent]:
@@ -58,7 +58,7 @@ def _saves(history: History) -> Iterator[LifeEvent]:
             blocked = sum_of(event, "blocked_seconds", "waited_seconds")
             size, seconds = sum_of(event, "written_bytes") / 1e6, sum_of(event, "seconds")
             text = f"{size:,.1f} MB by rank 0, {seconds:.2f} s, blocked {blocked:.3f} s"
-            yield LifeEvent(sum_of(event, "time"), kind, event["iteration"], text)
+            yield LifeEvent(time_of(event) or 0.0, kind, event["iteration"], text)
 
 
 def _launch_events(history: History) -> Iterator[LifeEvent]:

@@ -1,4 +1,4 @@
-"""Documents in JSON are told by their content, whatever the name of their file; marks and empty files are no text."""
+"""Documents in JSON are told by the name of their file; marks and empty files are no text."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from tests.messages import refused
 from tests.unit.data.doors import of_texts, prepared, trained
 from tests.unit.data.test_text_file import gzipped, zstd
 from trainer.commands.prepare_data import main
-from trainer.data import blocks
-from trainer.data.blocks import SplitOptions, is_json_lines, read_blocks, split
+from trainer.data.blocks import SplitOptions, read_blocks, split
 from trainer.data.cuts import CHARACTERS
 from trainer.data.sources import TextSource
 
@@ -25,70 +24,28 @@ LINES = "".join(json.dumps(table) + "\n" for table in TABLES).encode()
 PACK: dict[str, Callable[[bytes], bytes]] = {"": bytes, ".gz": gzipped, ".zst": zstd}
 
 
-@pytest.mark.parametrize("name", ["in.json", "in.txt.gz", "in.zst", "in", "in.jsonl.gz", "in.ndjson.zst"])
-def test_lines_are_documents_whatever_their_name(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", ["in.json", "in.json.gz", "in.jsonl", "in.ndjson.zst"])
+def test_lines_are_documents_by_their_name(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
-    pack = PACK.get(path.suffix, bytes)
-    path.write_bytes(pack(LINES))
-    assert prepared(tmp_path / "out", path) == of_texts(*DOCUMENTS)
-    (tmp_path / "more").mkdir()
-    for number, data in enumerate([LINES, b"plain", b"plain text", b""]):
-        (tmp_path / f"more/{number}{path.suffix}").write_bytes(pack(data))
-    assert prepared(tmp_path / "out", tmp_path / "more/*") == of_texts(*DOCUMENTS, "plain", "plain text", "")
-
-
-def test_the_key_tells_documents_too(tmp_path: Path) -> None:
-    path = tmp_path / "in.json"
-    path.write_bytes(LINES.replace(b'"text"', b'"content"'))
+    path.write_bytes(PACK.get(path.suffix, bytes)(LINES.replace(b'"text"', b'"content"')))
     assert prepared(tmp_path / "out", path, "--key", "content") == of_texts(*DOCUMENTS)
-    assert prepared(tmp_path / "out", path) == of_texts(path.read_text())
     with refused(DataError, "'content'", "--key"):
-        trained(tmp_path, path.rename(tmp_path / "in.jsonl"))
+        trained(tmp_path, path)
+    path.write_bytes(b"")
+    (tmp_path / "in.txt").write_bytes(LINES)
+    assert prepared(tmp_path / "out", tmp_path / "in*") == of_texts(LINES.decode())
 
 
-ORDINARY = {
-    "package.json": json.dumps({"name": "x", "text": "y", "scripts": {}}, indent=2).encode(),
-    "small.json": b'{"name": "x", "version": 1}',
-    "table.json": b'[{"id": 1, "text": "x"}, {"id": 2}]',
-    "notebook.ipynb": b'{"cells": [{"source": ["text"]}], "text": 5}',
-    "deep.json": b"[" * 100_000 + b"]" * 100_000,
-    "deeper.json": b'{"a":' * 100_000,
-    "cut.json": b'{"text": "never ends',
-    "a.js": b'{\n  const a = {"text": "b"};\n}\n',
-    "b.py": b'{"text": "x"}["text"]\n',
-    "c.py": b"[{'text': 'x'}]\n",
-    "blank": b"\n \n",
-}
-
-
-def test_ordinary_json_among_sources_is_text(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    folder = tmp_path / "sources"
-    folder.mkdir()
-    for name, content in ORDINARY.items():
-        (folder / name).write_bytes(content)
-        assert not is_json_lines(folder / name)
-    expected = [ORDINARY[name] for name in sorted(ORDINARY)]
-    assert prepared(tmp_path / "out", f"{folder}/*") == of_texts(*expected)
-    assert not caplog.text
-    (folder / "empty").touch()
-    assert sorted(prepared(tmp_path / "out", f"{folder}/*")) == sorted(of_texts(*expected, ""))
-    assert f"{folder}/empty" in caplog.text
-
-
-def test_a_first_document_of_any_size_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "in"
-    for size in (9_000, 3_000_000):
-        lines = [json.dumps({"id": "a" * size}), json.dumps({"id": "b" * size, "text": "c"})]
-        for text, expected in ((lines[1], True), ("\n".join(lines[::-1]), True), ("\n".join(lines), False)):
-            path.write_text(text)
-            assert is_json_lines(path) is expected
-    monkeypatch.setattr(blocks, "_MOST_FIRST_LINE", 1 << 20)
-    path.write_text(lines[1])
-    assert not is_json_lines(path)
+def test_json_is_a_text_where_it_is_asked_for(tmp_path: Path) -> None:
+    path = tmp_path / "package.json"
+    path.write_text(json.dumps({"name": "x", "text": "y"}, indent=2))
+    with refused(DataError, "package.json, line 1", "--form text"):
+        trained(tmp_path, path)
+    assert prepared(tmp_path / "out", path, "--form", "text") == of_texts(path.read_text())
 
 
 @pytest.mark.parametrize("suffix", PACK)
-@pytest.mark.parametrize("text", [b"t", "text naïve".encode(), b"some text. " * 50, LINES])
+@pytest.mark.parametrize("text", [b"t", "text naïve".encode(), b"some text. " * 50])
 def test_a_byte_order_mark_is_no_token(tmp_path: Path, suffix: str, text: bytes) -> None:
     plain, marked = tmp_path / f"plain{suffix}", tmp_path / f"marked{suffix}"
     plain.write_bytes(PACK[suffix](text))

@@ -16,8 +16,11 @@ from tests.unit.data.doors import refusal, tokens_of
 from trainer.commands.prepare_data import main
 from trainer.data import corpus as corpus_module
 from trainer.data.bpe import train_bpe
+from trainer.data.data_file import TokenArray
+from trainer.data.prepared import PrepareOptions, write_prepared
+from trainer.data.sources import text_sources
 from trainer.data.text import open_encoder
-from trainer.data.token_file import open_token_file, write_token_file
+from trainer.data.token_file import TokenFile, open_token_file, write_token_file
 
 TOKENS = np.random.default_rng(2).integers(0, 60, 5000)
 HELD_OUT = TOKENS[4000:4900]
@@ -87,6 +90,19 @@ def test_files_that_are_no_arrays_are_refused_and_leave_nothing(arrays: Path, ca
         before = sorted(os.listdir(arrays))
         assert str(path) in refusal(capsys, *words(arrays, dtype=dtype))
         assert sorted(os.listdir(arrays)) == before
+
+
+def test_an_array_cut_off_while_it_is_read_is_named(arrays: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, read = arrays / "train.bin", TokenFile.read
+
+    def cut_off(file: TokenFile, start: int = 0, stop: int | None = None) -> TokenArray:
+        os.truncate(path, 2001)
+        return read(file, start, stop)
+
+    monkeypatch.setattr(TokenFile, "read", cut_off)
+    with refused(DataError, "train.bin", "2001 bytes"):
+        write_prepared(arrays / "out", text_sources(str(path)), PrepareOptions(array=np.dtype("<u2")), workers=1)
+    assert not (arrays / "out").exists()
 
 
 RAW = "--raw uint16"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bz2
-import codecs
 import gzip
 import io
 import json
@@ -23,7 +22,7 @@ from pyarrow import parquet
 
 from reprise.errors import DataError
 from tests.messages import refused
-from tests.unit.data.doors import content, of_texts, prepared, prose, sides, trained
+from tests.unit.data.doors import content, of_texts, prepared, prose, trained
 from trainer.data import text_file
 from trainer.data.prepared import PrepareOptions, write_prepared
 from trainer.data.sources import text_sources
@@ -54,28 +53,28 @@ def table(texts: list[str], key: str = "text", **options: object) -> bytes:
 
 def test_parquet_of_any_name_gives_the_files_of_plain_lines(tmp_path: Path) -> None:
     texts = [prose(60, seed) for seed in range(50)] + ["", "one\nline", 'a "quote" \\ and \x01']
-    (tmp_path / "plain").write_text("".join(json.dumps({"content": text}) + "\n" for text in texts))
+    (tmp_path / "plain.jsonl").write_text("".join(json.dumps({"content": text}) + "\n" for text in texts))
     (tmp_path / "table").write_bytes(table(texts, "content"))
     words = ("--key", "content")
-    for name in ("plain", "table"):
+    for name in ("plain.jsonl", "table"):
         assert prepared(tmp_path / "all", tmp_path / name, *words) == of_texts(*texts)
         prepared(tmp_path / f"of {name}", tmp_path / name, *words, "--valid-fraction", 0.3, "--file-tokens", 5000)
-    assert content(tmp_path / "of plain") == content(tmp_path / "of table")
+    assert content(tmp_path / "of plain.jsonl") == content(tmp_path / "of table")
 
 
 TEXT = b"A text that is long enough to be one. " * 20
 PNG = b"\x89PNG\r\n\x1a\n" + bytes(100)
 BINARY = {
-    "xz": (lzma.compress(TEXT), "found xz"),
-    "bzip2": (bz2.compress(TEXT), "found bzip2"),
-    "zip": (b"PK\3\4" + TEXT, "found zip"),
-    "tar": (tarfile.TarInfo("a.txt").tobuf() + TEXT, "found binary"),
-    "PNG": (PNG, "found binary"),
-    "PDF": (b"%PDF-1.7\n%\xe2\xe3\xcf\xd3\n", "found PDF"),
-    "pickle": (pickle.dumps([1, "a"]), "found binary"),
+    "xz": (lzma.compress(TEXT), "in.txt, byte"),
+    "bzip2": (bz2.compress(TEXT), "in.txt, byte"),
+    "zip": (b"PK\3\4\x14\0" + TEXT, "in.txt, byte 5"),
+    "tar": (tarfile.TarInfo("a.txt").tobuf() + TEXT, "a NUL byte"),
+    "PNG": (PNG, "a NUL byte"),
+    "PDF": (b"%PDF-1.7\n%\xe2\xe3\xcf\xd3\n", "in.txt, byte 10"),
+    "pickle": (pickle.dumps([1, "a"]), "a NUL byte"),
     "NumPy": (np.lib.format.magic(1, 0) + TEXT, "--raw"),
-    "UTF-16": ("Grüße".encode("utf-16"), "found UTF-16"),
-    "UTF-16 without a mark": ("Hello".encode("utf-16-le"), "found binary"),
+    "UTF-16": ("Grüße".encode("utf-16"), "iconv -f UTF-16"),
+    "UTF-16 without a mark": ("Hello".encode("utf-16-le"), "in.txt, byte 1"),
     "Latin-1": (TEXT * 900 + "Grüße".encode("latin-1"), "in.txt, byte 684002"),
     "a cut character": (TEXT + "ü".encode()[:1], "in.txt, byte 760"),
 }
@@ -87,30 +86,16 @@ def test_a_file_that_is_no_text_is_refused_with_advice(tmp_path: Path, name: str
     path = tmp_path / "in.txt"
     for packed in (data, gzip.compress(data), zstandard.compress(data)):
         path.write_bytes(packed)
-        with refused(DataError, "in.txt", word, "--tokenizer bytes", "data.tokenizer=bytes"):
+        with refused(DataError, "in.txt", word):
             write_prepared(tmp_path / "out", text_sources(str(path)), PrepareOptions(), workers=1)
         assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("data", [PNG, codecs.BOM_UTF8 + b"abc\xff"], ids=["PNG", "no UTF-8"])
-def test_bytes_of_any_file_train_where_they_are_asked_for(tmp_path: Path, data: bytes) -> None:
-    path = tmp_path / "in"
-    for packed in (data, gzip.compress(data)):
-        path.write_bytes(packed)
-        # What is in a compressed file is the text even so; a mark is no mark.
-        assert prepared(tmp_path / "out", path, "--tokenizer", "bytes") == [*data, 256]
-        assert trained(tmp_path, path, tokenizer="bytes").count(256) == 2
-        with refused(DataError, f"{path}"):  # though the cache holds its bytes
-            trained(tmp_path, path)
-    path.write_bytes(b"\x80" * 100)
-    assert [*map(len, sides(tmp_path, path, tokenizer="bytes", valid_fraction=0.5))] == [54, 48]
-
-
 def test_a_nul_behind_the_first_piece_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text_file, "BLOCK_BYTES", 100)
-    (tmp_path / "in").write_bytes(b"word " * 1000 + b"\0")
-    with pytest.raises(DataError, match="found binary"):
-        next(read_text(tmp_path / "in"))
+    (tmp_path / "in").write_bytes(b"word" * 1000 + b"\0")
+    with refused(DataError, "in, byte 4000"):
+        trained(tmp_path, tmp_path / "in")
 
 
 LONG = prose(20_000).encode()
@@ -132,7 +117,7 @@ def test_a_damaged_file_is_refused_by_name(tmp_path: Path, case: str) -> None:
     (tmp_path / "in.txt").write_bytes(DAMAGED[case])
     with refused(DataError, "in.txt"):
         sources = text_sources(f"{tmp_path}/in.txt")
-        write_prepared(tmp_path / "out", sources, PrepareOptions(takes_bytes=True), workers=1)
+        write_prepared(tmp_path / "out", sources, PrepareOptions(), workers=1)
     assert [path.name for path in tmp_path.iterdir()] == ["in.txt"]
 
 

@@ -9,10 +9,12 @@ import logging
 import math
 import os
 import re
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,9 +25,9 @@ from reprise.saving import SaveReport
 from reprise.storage import FILE_SYSTEM, Files
 from tests.fakes import iteration_record
 from tests.messages import refused
+from trainer import metrics
 from trainer.compare.read import read_curve
 from trainer.launch.start_times import StartTimes
-from trainer.metrics import jsonl_file
 from trainer.metrics.event_file import EventFile
 from trainer.metrics.jsonl_file import JsonlFile, cut_after, last_saved_iteration
 from trainer.metrics.launch_log import LaunchOutcome
@@ -85,16 +87,14 @@ class Killed(BaseException):
 
 @pytest.mark.parametrize("calls", range(14))
 @pytest.mark.parametrize("again", [0, 50, 52, 60])
-@pytest.mark.parametrize("tail", [40, 1 << 18])
 def test_a_cut_that_is_killed_anywhere_loses_and_doubles_nothing(
-    tmp_path: Path, calls: int, again: int, tail: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, calls: int, again: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A save that ends late has its line behind those of later iterations."""
     path, save = tmp_path / "metrics.jsonl", json.dumps({"iteration": 50, "event": "save"}) + "\n"
     path.write_text(lines(*range(1, 52)) + save + lines(52, 53) + '{"iteration": 54, "lo')
     whole, old = dict.fromkeys(path.read_text().splitlines(), 1), path.open()
     left = calls
-    monkeypatch.setattr(jsonl_file, "_TAIL_BYTES", tail)
 
     def dying(call: Callable[..., object]) -> Callable[..., object]:
         def wrapped(*arguments: object, **keywords: object) -> object:
@@ -107,7 +107,6 @@ def test_a_cut_that_is_killed_anywhere_loses_and_doubles_nothing(
         return wrapped
 
     with monkeypatch.context() as patch:
-        patch.setattr(jsonl_file, "_COPIED_BYTES", 30)
         for name in ("write_whole", "sync", "rename", "sync_folder", "remove_file"):
             patch.setattr(Files, name, dying(getattr(Files, name)))
         with contextlib.suppress(Killed):
@@ -167,6 +166,27 @@ def test_a_failing_disk_costs_tensorboard_points_not_the_run(
     points = EventAccumulator(str(tmp_path / "tensorboard"))
     points.Reload()
     assert [event.step for event in points.Scalars("loss/train")] == [3, 5]
+
+
+def test_a_broken_tensorboard_is_imported_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    log, tried = run_log(tmp_path, sinks=["tensorboard"]), list[str]()
+    log.open(0, "a: 1\n")
+
+    def find_spec(name: str, *_: object) -> None:
+        if name == "trainer.metrics.event_file":
+            tried.append(name)
+            raise ImportError(name)
+
+    monkeypatch.delitem(sys.modules, "trainer.metrics.event_file")
+    monkeypatch.delattr(metrics, "event_file")
+    monkeypatch.setattr(sys, "meta_path", [SimpleNamespace(find_spec=find_spec), *sys.meta_path])
+    for iteration in (1, 2, 3):
+        log.iteration(iteration_record(iteration))
+    log.close()
+    assert len(tried) == caplog.text.count("could not be written to tensorboard") == 1
+    assert iterations(tmp_path / "metrics.jsonl") == [1, 2, 3]
 
 
 def test_training_goes_on_while_a_save_syncs_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
