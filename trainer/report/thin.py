@@ -28,10 +28,8 @@ def thinned(values: Floats, most: int) -> NDArray[numpy.int64]:
 
 def smoothed(values: Floats, window: int) -> Floats:
     """Return the mean over the finite values among the last `window` points."""
-    finite = numpy.isfinite(values)
-    sums, counts = (numpy.concatenate([[0.0], numpy.where(finite, part, 0.0).cumsum()]) for part in (values, 1.0))
-    ends = numpy.arange(1, len(values) + 1)
-    begins = numpy.maximum(ends - window, 0)
+    finite, weights = numpy.isfinite(values), numpy.ones(window)
+    sums, counts = (numpy.convolve(part, weights)[: len(values)] for part in (numpy.where(finite, values, 0.0), finite))
     with numpy.errstate(invalid="ignore", divide="ignore"):
-        means: Floats = (sums[ends] - sums[begins]) / (counts[ends] - counts[begins])
+        means: Floats = sums / counts
     return means
