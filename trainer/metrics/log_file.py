@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy
 from numpy.typing import NDArray
 
 from reprise.errors import DataError
 from reprise.storage import Json
-from trainer.metrics.json_lines import ABSENT, UNREADABLE, open_log, read_chunks, value_of
+from trainer.metrics.json_lines import ABSENT, DECIMAL, EXACT, UNREADABLE, open_log, read_chunks, value_of
 
 Floats = NDArray[numpy.float64]
 Integers = NDArray[numpy.int64]
@@ -145,12 +145,29 @@ def read_lines(file: BinaryIO, source: str, quantities: Sequence[str], *, skips_
 
 def columns_of(numbered: Sequence[tuple[int, Json]], quantities: Sequence[str]) -> MetricColumns:
     """Return records as columns. Each comes with its line number."""
-    values, kinds = numpy.empty((2, len(quantities), len(numbered)))
+    rows, shape = [record for _, record in numbered], (len(quantities), len(numbered))
+    values, kinds = numpy.empty(shape), numpy.empty(shape, dtype=numpy.uint8)
     for number, quantity in enumerate(quantities):
-        pairs = [value_of(record, quantity) for _, record in numbered]
-        values[number], kinds[number] = numpy.array(pairs, dtype=float).reshape(-1, 2).T
+        values[number], kinds[number] = _column(rows, quantity)
     iterations, lines = (
         numpy.array(numbers, dtype=numpy.int64)
-        for numbers in ([record["iteration"] for _, record in numbered], [line for line, _ in numbered])
+        for numbers in ([row["iteration"] for row in rows], [line for line, _ in numbered])
     )
-    return MetricColumns(iterations, tuple(quantities), values, kinds.astype(numpy.uint8), lines)
+    return MetricColumns(iterations, tuple(quantities), values, kinds, lines)
+
+
+def _column(rows: Sequence[Json], quantity: str) -> tuple[Sequence[float] | Floats, int | Sequence[int] | Kinds]:
+    """Return a quantity's values and kinds. Values with a common kind, the usual case, are converted together."""
+    texts: list[Any] = [row.get(f"{quantity}_hex") for row in rows]
+    types = set(map(type, texts))
+    if types == {str}:
+        try:
+            return [*map(float.fromhex, texts)], EXACT
+        except (ValueError, OverflowError):
+            pass
+    decimals = [row.get(quantity) for row in rows]
+    if types == {type(None)} and set(map(type, decimals)) == {float}:
+        values = numpy.array(decimals, dtype=float)
+        return values, numpy.where(numpy.isfinite(values), DECIMAL, EXACT)
+    pairs = [value_of(row, quantity) for row in rows]
+    return [value for value, _ in pairs], [kind for _, kind in pairs]
