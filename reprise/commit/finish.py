@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import errno
-import resource
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 
 from reprise.commit.attempt import Attempt
-from reprise.errors import CheckpointError
 from reprise.format import manifest
 from reprise.format.layout import TensorKind, model_index
 from reprise.format.manifest import FileEntry, Manifest, TensorEntry
 from reprise.format.names import INDEX, MANIFEST
 from reprise.storage import json_file
-from reprise.storage.files import describe_free_space
 from reprise.storage.lock import FolderLock
 
 
@@ -87,24 +84,10 @@ def rename(attempt: Attempt) -> bool:
         return attempt.folder.commit(attempt.iteration, attempt.name, replaces=attempt.replaces)
 
 
-@contextlib.contextmanager
-def naming_failures(attempt: Attempt, path: Path | None = None) -> Iterator[None]:
-    """Turn a file system error into the error for an attempt that cannot be written.
+def naming_failures(attempt: Attempt, path: Path | None = None) -> AbstractContextManager[None]:
+    """Turn a file system error in the block into the error for an attempt that cannot be written.
 
     Args:
         path: The file being written, if the error does not name it. None for the partial folder.
     """
-    try:
-        yield
-    except OSError as error:
-        files, root = attempt.folder.files, attempt.folder.root
-        has_no_descriptor = error.errno in (errno.EMFILE, errno.ENFILE)
-        limit = f"a limit of {resource.getrlimit(resource.RLIMIT_NOFILE)[0]} open files in this process"
-        fix = "Raise the open file limit with `ulimit -n`." if has_no_descriptor else "Free space or repair the disk."
-        raise CheckpointError(
-            f"Writing a checkpoint failed: {error.strerror} (errno {error.errno})",
-            where=error.filename or path or attempt.partial,
-            expected="a free file descriptor" if has_no_descriptor else f"room for {attempt.layout.total_bytes} B",
-            found=limit if has_no_descriptor else describe_free_space(files, root),
-            fix=f"Committed checkpoints are untouched. {fix}",
-        ) from error
+    return attempt.folder.writing("A checkpoint", path or attempt.partial)

@@ -346,7 +346,8 @@ class HostFolders:
                 yield
             except OSError as error:
                 if path is None:
-                    raise self.folder.cannot_write(error, what="The folder of local checkpoints") from error
+                    with self.folder.writing("The folder of local checkpoints"):
+                        raise
                 raise UnreadableError(
                     "A local checkpoint cannot be completed on this host",
                     where=on_this_host(path),

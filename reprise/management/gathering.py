@@ -157,16 +157,15 @@ def _join(parts: Sequence[tuple[Checkpoint, Parts]], out: CheckpointFolder, prog
 
     count()
     try:
-        write_skeleton(partial, skeleton_of(first), out.files, is_whole=True)
-        with contextlib.closing(PieceWriter(replace(first, path=partial))) as writer:
-            for number, pieces in _host_of(first).by_host().items():
-                holders = [part for part, held in parts if number in held.whole]
-                damage += _copy(holders, piece_blocks(first, pieces), writer, count)
-            writer.sync()
-        sync_folders(out.files, partial)
-        out.commit(first.iteration, attempt)
-    except OSError as error:
-        raise out.cannot_write(error, what="The output") from error
+        with out.writing("The output"):
+            write_skeleton(partial, skeleton_of(first), out.files, is_whole=True)
+            with contextlib.closing(PieceWriter(replace(first, path=partial))) as writer:
+                for number, pieces in _host_of(first).by_host().items():
+                    holders = [part for part, held in parts if number in held.whole]
+                    damage += _copy(holders, piece_blocks(first, pieces), writer, count)
+                writer.sync()
+            sync_folders(out.files, partial)
+            out.commit(first.iteration, attempt)
     finally:
         with contextlib.suppress(OSError):  # the original error matters more
             out.files.remove_tree(partial)

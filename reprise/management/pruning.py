@@ -249,11 +249,8 @@ def _owned(place: Path, *, dry_run: bool) -> Iterator[tuple[CheckpointFolder, Fo
     folder = CheckpointFolder(checkpoint_folder(place), FILE_SYSTEM)
     lock = None if dry_run else FolderLock(folder.root, secrets.token_hex(4), files=folder.files)
     hold = contextlib.nullcontext() if lock is None else lock
-    try:
-        with hold, hold:
-            yield folder, lock
-    except OSError as error:
-        raise folder.cannot_write(error) from error
+    with folder.writing(), hold, hold:
+        yield folder, lock
 
 
 def _require_whole(folder: CheckpointFolder, retained: Iterable[int], *, has_optimizer: bool = False) -> None:

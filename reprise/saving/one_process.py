@@ -46,23 +46,20 @@ def write_checkpoint(
     """
     nonce, files, target = secrets.token_hex(4), folder.files, folder.iteration(iteration)
     attempt = Attempt(iteration, f"{nonce}-1", folder, layout)
-    try:
-        lock = FolderLock(folder.root, nonce, files=files)
-        with lock, lock:
-            folder.sweep()
-            if exists(target):
-                raise CheckpointError(
-                    "The iteration already exists", where=target, fix="Move it away, or name another folder."
-                )
-            require_room(attempt, documents, Retention())
-            try:
-                files.make_folder(attempt.partial)
-                tensors = tile(layout, write(attempt.partial))
-                json_files = finish.json_files(attempt, tensors, documents=documents, aliases=aliases)
-                finish.prepare(attempt, json_files, lock=lock)
-                finish.rename(attempt)
-            finally:
-                files.remove_tree(attempt.partial)  # no longer there after the rename
-    except OSError as error:
-        raise folder.cannot_write(error) from error
+    lock = FolderLock(folder.root, nonce, files=files)
+    with folder.writing(), lock, lock:
+        folder.sweep()
+        if exists(target):
+            raise CheckpointError(
+                "The iteration already exists", where=target, fix="Move it away, or name another folder."
+            )
+        require_room(attempt, documents, Retention())
+        try:
+            files.make_folder(attempt.partial)
+            tensors = tile(layout, write(attempt.partial))
+            json_files = finish.json_files(attempt, tensors, documents=documents, aliases=aliases)
+            finish.prepare(attempt, json_files, lock=lock)
+            finish.rename(attempt)
+        finally:
+            files.remove_tree(attempt.partial)  # no longer there after the rename
     return target

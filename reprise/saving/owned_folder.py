@@ -11,6 +11,7 @@ import json
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from reprise.commit.attempt import Attempt, Hosts
@@ -39,10 +40,10 @@ class OwnedFolder:
     def __init__(self, folder: CheckpointFolder, channel: StoreChannel, nonce: str, hosts: Hosts | None = None) -> None:
         self.folder = folder
         self.hosts = hosts or Hosts.of(channel.ranks)
-        self.lock: FolderLock | None = None
         self._channel, self._nonce = channel, nonce
         self._is_local = hosts is not None
-        self._leads = channel.rank in self.hosts.leaders
+        lock = partial(FolderLock, files=folder.files, another=folder.terms.another, is_local=self._is_local)
+        self.lock = lock(folder.root, nonce, owner=self) if channel.rank in self.hosts.leaders else None
         self._key = f"folder/{nonce}"
         self._agreements = 0
 
@@ -57,16 +58,16 @@ class OwnedFolder:
         elsewhere, ranks = frozenset[str](), self.hosts.ranks_with(self._channel.rank)
         if self._is_local:
             with self._leading() as leads:
-                if leads:
-                    self._take_lock()
+                if leads is not None:
+                    leads.acquire()
             elsewhere = self._committed_elsewhere()
         with self._leading() as leads:
-            if leads:
+            if leads is not None:
                 self.take(elsewhere)
-                if len(ranks) > 1 and self.lock is not None:
-                    self.lock.check()  # synced, so the others can read it
+                if len(ranks) > 1:
+                    leads.check()  # synced, so the others can read it
         with self._leading() as leads:
-            if not leads:
+            if leads is None:
                 require_lock(self.folder, self._nonce, leader=ranks[0])
 
     def take(self, elsewhere: Collection[str] = ()) -> None:
@@ -80,9 +81,9 @@ class OwnedFolder:
             CheckpointError: The folder cannot be written.
         """
         folder = self.folder
-        with self._writing():
-            if self.lock is None:
-                self._take_lock()
+        with folder.writing():
+            assert self.lock is not None
+            self.lock.acquire()
             for iteration, attempt in folder.partials():
                 if attempt in elsewhere and attempt_of(folder.partial(iteration, attempt)) == attempt:
                     folder.commit(iteration, attempt)
@@ -90,25 +91,10 @@ class OwnedFolder:
             for path in folder.sweep():
                 _log.info("swept %s, left by an interrupted save or deletion", path.name)
 
-    def _take_lock(self) -> None:
-        lock = FolderLock(
-            self.folder.root,
-            self._nonce,
-            another=self.folder.terms.another,
-            is_local=self._is_local,
-            files=self.folder.files,
-            owner=self,
-        )
-        with contextlib.ExitStack() as undoing:
-            undoing.callback(lock.release)  # an interrupt's traceback would keep the lock
-            lock.acquire()
-            self.lock = lock
-            undoing.pop_all()
-
     def _committed_elsewhere(self) -> frozenset[str]:
         """Return all attempts committed on some host, whose prepared parts are valid on the others. All ranks."""
         attempts = list[str | None]()
-        if self._leads:
+        if self.lock is not None:
             with contextlib.suppress(OSError):  # the sweep reports it
                 attempts = [attempt_of(self.folder.iteration(iteration)) for iteration in self.folder.committed()]
         rows = self._channel.gather(f"{self._key}/attempts", json.dumps(attempts).encode())
@@ -116,19 +102,11 @@ class OwnedFolder:
         return frozenset(self._channel.from_first(f"{self._key}/attempts/all", lambda: sorted(names)))
 
     @contextlib.contextmanager
-    def _writing(self) -> Iterator[None]:
-        """Turn a file system error into the error for an unwritable folder."""
-        try:
-            yield
-        except OSError as error:
-            raise self.folder.cannot_write(error) from error
-
-    @contextlib.contextmanager
-    def _leading(self) -> Iterator[bool]:
-        """Yield whether this rank leads a host. An exception in the block on any rank is raised on every rank."""
+    def _leading(self) -> Iterator[FolderLock | None]:
+        """Yield the lock if this rank leads a host. An exception in the block on any rank is raised on every rank."""
         self._agreements += 1
-        with self._channel.agreed(f"{self._key}/{self._agreements}"), self._writing():
-            yield self._leads
+        with self._channel.agreed(f"{self._key}/{self._agreements}"), self.folder.writing():
+            yield self.lock
 
     def rewind(
         self,
@@ -144,8 +122,8 @@ class OwnedFolder:
             verified: The iteration loaded with all digests checked, or -1. Checkpoints are deleted only if it is the
                 newest, so at least a good one stays.
         """
-        with self._leading() as leads:
-            if not leads:
+        with self._leading() as lock:
+            if lock is None:
                 return
             names = [*self.folder.committed(), *self.folder.non_folders()]
             overtaken = [number for number in names if number > iteration or number in given_up]
@@ -155,7 +133,7 @@ class OwnedFolder:
             if not expired or self.folder.committed()[-1] != verified:
                 return
             rule = f"{self.folder.terms.keep}={retention.max_checkpoint_keep}"
-            for number in delete(self.folder, expired, attempt=self._nonce, lock=self.lock):
+            for number in delete(self.folder, expired, attempt=self._nonce, lock=lock):
                 _log.info("deleted iteration %d, which %s does not keep", number, rule)
 
     def release(self) -> None:
@@ -170,17 +148,24 @@ def decide_expired(folder: CheckpointFolder, retention: Retention, *, pinned: Co
     Args:
         pinned: Iterations to keep in addition to held ones.
     """
+    losses, interim, kept = dict[int, float | None](), set[int](), {*pinned}
     try:
         stamps = folder.stamps()
-        committed = sorted(stamps)
-        losses, interim, unknown = _records(folder, stamps if retention.max_checkpoint_keep else {})
-        expired = retention.expired(committed, pinned={*pinned, *unknown}, losses=losses, interim=interim)
+        for iteration, stamp in stamps.items() if retention.max_checkpoint_keep else ():
+            path = folder.iteration(iteration)
+            try:
+                losses[iteration], is_interim = _record_of(path, stamp)
+                interim |= {iteration} if is_interim else set()
+            except TrainerError as error:
+                kept |= {iteration} if isinstance(error, UnreadableError) else set()  # it may be the best
+                _log.error("the validation loss of %s cannot be read: %s", path, error)
+        expired = retention.expired(stamps, pinned=kept, losses=losses, interim=interim)
         protected = {*folder.held(expired)}
     except OSError as error:
         _log.error("%s cannot be listed, nothing is deleted: %s", folder.root, error)
         return []
     if retention.mirror is not None and expired:
-        protected |= {*retention.mirror.unmirrored(folder.root, committed, expired)}
+        protected |= {*retention.mirror.unmirrored(folder.root, [*stamps], expired)}
     return [iteration for iteration in expired if iteration not in protected]
 
 
@@ -205,29 +190,6 @@ def delete(folder: CheckpointFolder, iterations: Sequence[int], *, attempt: str,
         except (OSError, LockError) as error:
             _log.error("iteration %d could not be deleted: %s", iteration, error)
     return deleted
-
-
-def _records(folder: CheckpointFolder, stamps: Mapping[int, Stamp]) -> tuple[dict[int, float], set[int], set[int]]:
-    """Read what retention needs from the iterations' state files; files read before are not read again.
-
-    Returns:
-        The validation losses by iteration, where evaluated; the interim iterations, saved where a run was interrupted;
-        and the iterations whose state cannot be read now, each of which may be the best.
-    """
-    losses, interim, unknown = dict[int, float](), set[int](), set[int]()
-    for iteration, stamp in stamps.items():
-        path = folder.iteration(iteration)
-        try:
-            loss, is_interim = _record_of(path, stamp)
-        except TrainerError as error:
-            unknown |= {iteration} if isinstance(error, UnreadableError) else set()
-            _log.error("the validation loss of %s cannot be read: %s", path, error)
-            continue
-        if loss is not None:
-            losses[iteration] = loss
-        if is_interim:
-            interim.add(iteration)
-    return losses, interim, unknown
 
 
 @functools.lru_cache(maxsize=1 << 16)
@@ -275,12 +237,10 @@ def require_room(
     needed += sum(len(data) for data in documents.values() if isinstance(data, bytes))
 
     def missing_bytes() -> int:
-        try:
+        with folder.writing():
             free = files.free_bytes(folder.root)
             # Measured second: blocks that other ranks reserve meanwhile may count twice, but are never missed.
             return 0 if free is None else needed - free - files.allocated_bytes(attempt.partial)
-        except OSError as error:
-            raise folder.cannot_write(error) from error
 
     if retention.mirror is not None and missing_bytes() > 0:
         expired, rest = decide_expired(folder, replace(retention, mirror=None)), decide_expired(folder, retention)

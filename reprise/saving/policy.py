@@ -41,7 +41,7 @@ class Retention:
         committed: Collection[int],
         *,
         pinned: Collection[int] = (),
-        losses: Mapping[int, float] | None = None,
+        losses: Mapping[int, float | None] | None = None,
         interim: Collection[int] = (),
     ) -> list[int]:
         """Return the iterations to delete, oldest first. The newest, `pinned` and `named` ones are never deleted.
@@ -49,7 +49,7 @@ class Retention:
         The newest `max_checkpoint_keep` scheduled iterations stay, whatever other rules keep besides.
 
         Args:
-            losses: Validation loss by iteration, where known. Among equal losses the newest iteration is best.
+            losses: Validation loss by iteration, None where unknown. Among equal losses the newest iteration is best.
             interim: The iterations with interim checkpoints. At most `max_checkpoint_keep` such checkpoints stay.
         """
         count = self.max_checkpoint_keep
@@ -58,7 +58,7 @@ class Retention:
         scheduled = {*committed} - {*interim}
         due = sorted(scheduled)
         later = sorted(n for n in {*committed} - scheduled if n > max(due, default=-1))
-        ranks = sorted((loss, -n) for n, loss in (losses or {}).items() if n in scheduled)
+        ranks = sorted((loss, -n) for n, loss in (losses or {}).items() if loss is not None and n in scheduled)
         best, interval = {-n for _, n in ranks[: self.keep_best]}, self.save_retain_interval
         retained = {n for n in due if n in best or n in self.always or (interval > 0 and n % interval == 0)}
         return sorted({*committed} - {*due[-count:], *later[-count:], *pinned, *self.named} - retained)

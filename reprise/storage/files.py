@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import errno
 import os
+import resource
 import shutil
 import stat
 from collections.abc import Callable, Iterable, Sequence
@@ -257,7 +258,6 @@ def cannot_write(
     error: OSError,
     *,
     what: str = "The checkpoint folder",
-    detail: str | None = None,
     files: Files = FILE_SYSTEM,
     another: str = "another folder",
 ) -> CheckpointError:
@@ -265,13 +265,15 @@ def cannot_write(
 
     Args:
         path: The path, if `error` does not name it.
-        detail: What was found. By default the free space, if the file system is full.
         another: What the user should name to write elsewhere.
     """
     where = Path(error.filename) if isinstance(error.filename, str) else path
-    fix = "Fix the file system"
+    fix, found = "Fix the file system", None
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        fix, detail = "Make room there", detail or describe_free_space(files, path.parent)
+        fix, found = "Make room there", describe_free_space(files, path.parent)
+    elif error.errno in (errno.EMFILE, errno.ENFILE):
+        fix = "Raise the open file limit with `ulimit -n`"
+        found = f"a limit of {resource.getrlimit(resource.RLIMIT_NOFILE)[0]} open files in this process"
     elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         fix = "Correct the permissions"
     elif error.errno == errno.ENOENT:  # for example in /proc, where users cannot create folders
@@ -279,7 +281,7 @@ def cannot_write(
     return CheckpointError(
         f"{what} cannot be written: {error.strerror} (errno {error.errno})",
         where=where,
-        found=detail,
+        found=found,
         fix=f"{fix}, or name {another}.",
     )
 

@@ -91,9 +91,18 @@ class CheckpointFolder:
         """Make the root absolute."""
         object.__setattr__(self, "root", self.root.absolute())
 
-    def cannot_write(self, error: OSError, *, what: str = "The checkpoint folder") -> CheckpointError:
-        """Return the error for this folder after a failed write."""
-        return cannot_write(self.root, error, what=what, files=self.files, another=self.terms.another)
+    @contextlib.contextmanager
+    def writing(self, what: str = "The checkpoint folder", path: Path | None = None) -> Iterator[None]:
+        """Turn a file system error in the block into the error for `what`, which cannot be written.
+
+        Args:
+            path: What is being written, if the error does not name it. By default the folder.
+        """
+        try:
+            yield
+        except OSError as error:
+            files, another = self.files, self.terms.another
+            raise cannot_write(path or self.root, error, what=what, files=files, another=another) from error
 
     def committed(self) -> list[int]:
         """Return the committed iterations in ascending order. Empty if the folder does not exist."""

@@ -85,7 +85,7 @@ class FolderLock:
         file.dropped = ending_with(self, file.calls)
 
     def acquire(self) -> None:
-        """Take the lock. Called once.
+        """Take the lock, unless already held. Not after `release`.
 
         A lock left by a job on another host is first watched for `STALE_S`. The file is synced in the background;
         `check`, called before every commit, waits for the sync.
@@ -94,14 +94,14 @@ class FolderLock:
             LockError: Another job holds it (the message names its host, pid and start time), or the file system refuses
                 flock.
         """
-        make_folders(self._files, self._file.path.parent)
-        self._file.await_dropped()
-        self._file.begin(self._file.take)
+        if self._file.descriptor < 0:
+            make_folders(self._files, self._file.path.parent)
+            self._file.await_dropped()
+            self._file.begin(self._file.take)
 
     def __enter__(self) -> FolderLock:
         """Take the lock, unless already held, and return it."""
-        if self._file.descriptor < 0:
-            self.acquire()
+        self.acquire()
         return self
 
     def __exit__(
@@ -113,19 +113,18 @@ class FolderLock:
     def check(self) -> None:
         """Raise if this job no longer holds the lock.
 
-        A missing lock file is created again: nobody took over, since a job taking over leaves a file.
+        A missing lock file proves nothing: a job taking over leaves a file.
 
         Raises:
             LockError: Another job took it over.
-            OSError: The folder does not exist, or the file cannot be synced.
+            OSError: The file cannot be synced, or looked for.
         """
         file = self._file
         if file.descriptor >= 0:
-            if not exists(file.path):
-                file.run(file.take)
             file.await_job(file.synced)
+        is_missing = not exists(file.path)
         with contextlib.suppress(OSError):
-            if file.descriptor >= 0 and file.is_mine():
+            if file.descriptor >= 0 and (is_missing or file.is_mine()):
                 return
         raise file.refusal()
 
@@ -163,10 +162,7 @@ class _LockFile(Lease):
 
     def take(self) -> None:
         """Open the lock file, creating it if missing, and take the lock."""
-        earlier = self.descriptor
         self.descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
-        if earlier >= 0:
-            os.close(earlier)
         try:
             fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

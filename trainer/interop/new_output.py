@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from reprise.errors import CheckpointError
-from reprise.storage import Files, atomic_output, cannot_write, describe_free_space, is_dir, lexists
+from reprise.storage import Files, atomic_output, cannot_write, is_dir, lexists
 
 
 @contextmanager
@@ -37,5 +37,4 @@ def _check_free(out: Path) -> None:
 
 def output_failed(path: Path, error: OSError, files: Files) -> CheckpointError:
     """Return the error to raise when writing an export fails."""
-    free_space = describe_free_space(files, path.parent)
-    return cannot_write(path, error, what="The output", detail=free_space, another="another path")
+    return cannot_write(path, error, what="The output", files=files, another="another path")
