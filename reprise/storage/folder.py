@@ -185,7 +185,13 @@ class CheckpointFolder:
             self.files.rename(source, target)
         except OSError as error:
             if error.errno == errno.ENOTDIR and lexists(target):
-                raise _name_is_taken(target) from error
+                raise CheckpointError(
+                    "A save cannot be renamed to its final name",
+                    where=target,
+                    expected="nothing, or a checkpoint",
+                    found=kind_of(target),
+                    fix="Remove it or move it away. Committed checkpoints are untouched.",
+                ) from error
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
             aside = self.root / f".{target.name}.{attempt}{_OUTDATED if replaces else ''}.replaced"
@@ -216,8 +222,6 @@ class CheckpointFolder:
         A link with such a name is itself renamed, not its target.
         """
         renamed = []
-        if iterations and not set(self.committed()) - set(iterations):  # no checkpoint is left for the tracker to name
-            self.files.remove_file(self.root / TRACKER)
         for iteration in iterations:
             source = self.iteration(iteration)
             if lexists(source):
@@ -259,17 +263,15 @@ class CheckpointFolder:
         """
         if not is_dir(self.root):
             return []
-        leftovers = [path for path, _ in self._temporaries() if self._is_leftover(path)]
-        removed = [path for path in leftovers if self._remove(path)]
-        if committed := self.committed():  # otherwise only the tracker shows that there was a run
-            if (tracked := self.tracker() or 0) > committed[-1]:
-                _log.warning(
-                    "%s names iteration %d, but the newest checkpoint is %s: newer ones were removed or are hidden",
-                    self.root / TRACKER,
-                    tracked,
-                    iteration_name(committed[-1]),
-                )
-            self._update_tracker()
+        removed = list[Path]()
+        for path in [path for path, _ in self._temporaries() if self._is_leftover(path)]:
+            with _errors_logged("%s could not be swept", path):
+                self.files.remove_tree(path)
+                removed.append(path)
+        if (tracked := self.tracker() or 0) > max(self.committed(), default=0):
+            tracker = self.root / TRACKER
+            _log.warning("%s names iteration %d: newer checkpoints were removed or are hidden", tracker, tracked)
+        self._update_tracker()
         return removed
 
     def _is_leftover(self, path: Path) -> bool:
@@ -296,14 +298,6 @@ class CheckpointFolder:
                 if aside is not None:
                     self.files.rename(aside, target)
         return is_undone
-
-    def _remove(self, path: Path) -> bool:
-        try:
-            self.files.remove_tree(path)
-        except OSError as error:
-            _log.error("%s could not be swept: %s", path, error)
-            return False
-        return True
 
     def _update_tracker(self) -> None:
         """Update the tracker to the newest checkpoint. It is only a hint, so it is not synced, and a failure is logged.
@@ -333,13 +327,3 @@ def _errors_logged(what: str, *paths: Path | None) -> Iterator[None]:
         yield
     except OSError as error:
         _log.error(f"{what}: %s", *paths, error)
-
-
-def _name_is_taken(target: Path) -> CheckpointError:
-    return CheckpointError(
-        "A save cannot be renamed to its final name",
-        where=target,
-        expected="nothing, or a checkpoint",
-        found=kind_of(target),
-        fix="Remove it or move it away. Committed checkpoints are untouched.",
-    )
