@@ -23,7 +23,6 @@ import threading
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -36,6 +35,7 @@ from reprise.format.layout import PAGE_BYTES, Layout
 from reprise.format.manifest import Piece
 from reprise.ranks.channel import StoreChannel
 from reprise.storage.files import allocate
+from reprise.storage.holds import machine
 from reprise.tensors.memory import populate
 
 _log = logging.getLogger(__name__)
@@ -211,7 +211,7 @@ class LocalRanks:
     def __init__(self, channel: StoreChannel, ranks: Sequence[int]) -> None:
         self._channel, self._rank = channel, channel.rank
         self._ranks = (channel.rank,) if len(ranks) == 1 else tuple(ranks)
-        self._host = f"{_host()} {self._ranks}"
+        self._host = f"{machine()} {self._ranks}"
         self._memory: SharedMemory | None = None
         self._stays_out = False
         self._table: tuple[Layout, _Rows, Stripes] | None = None
@@ -295,12 +295,3 @@ class LocalRanks:
             pieces = [Piece(name, Box(*map(tuple, box)), lo, hi) for name, box, lo, hi in rows]
             self._table = layout, rows, stripes_of(pieces, layout)
         return self._table[2]
-
-
-def _host() -> str:
-    """Identify this host: equal exactly for processes with the same user seeing each other in `/proc`."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    try:
-        return f"{boot.read_text().strip()} {Path('/proc/self/ns/pid').stat().st_ino} {os.getuid()}"
-    except OSError:
-        return secrets.token_hex(8)

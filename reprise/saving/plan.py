@@ -106,14 +106,12 @@ class Plan:
     Args:
         chunks: Chunks by file, in extents for concurrent writing. Each rank starts with another file, so ranks do not
             queue for the same file.
-        columns: The pieces whose rows are not contiguous in their file.
     """
 
     contents: Contents
     layout: Layout
     pieces: list[Piece]
     chunks: dict[str, list[list[Chunk]]]
-    columns: list[Piece]
     sources: Sources
 
     def suits(self, contents: Contents) -> bool:
@@ -125,6 +123,11 @@ class Plan:
     def order(self) -> list[Chunk]:
         """Return the chunks in approximate write order."""
         return [chunk for extents in self.chunks.values() for extent in extents for chunk in extent]
+
+    @property
+    def columns(self) -> list[Piece]:
+        """Return the pieces whose rows are not contiguous in their file."""
+        return [*dict.fromkeys(chunk.parts[0].piece for chunk in self.order if chunk.strided)]
 
 
 def make_plan(contents: Contents, *, rank: int, file_bytes: int, steady: Collection[int] | None) -> Plan:
@@ -139,12 +142,7 @@ def make_plan(contents: Contents, *, rank: int, file_bytes: int, steady: Collect
     files = deque(cut(pieces, layout).items())
     files.rotate(-rank)
     sources = Sources([t for t in contents.live if t.spec.name in names and not t.is_copy], steady)
-    return Plan(contents, layout, pieces, dict(files), columns_of(pieces, layout), sources)
-
-
-def columns_of(pieces: Sequence[Piece], layout: Layout) -> list[Piece]:
-    """Return the pieces whose rows are not contiguous in their file."""
-    return [piece for piece in pieces if _placed(piece, layout)[2] is not None]
+    return Plan(contents, layout, pieces, dict(files), sources)
 
 
 def plan(live: Sequence[LiveTensor], layout: Layout, rank: int) -> list[Piece]:

@@ -30,15 +30,18 @@ from reprise.storage.paths import is_symlink
 HOLD = "hold"
 EXPIRY_S = 600.0  # longer than a lock's expiry, which a start waits for
 _PROCESS_HOLD = re.compile(r"hold\.\d+(\.[0-9a-f]+)?")
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_BOOT_ID, _PROCESSES = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
 
 
 def machine() -> str:
-    """Return this host's name and boot id: hosts may share a name, and flock may not reach from one to the other."""
+    """Identify this host, as processes see it that share its `/proc`.
+
+    Hosts may share a name, and flock may not reach from one to the other.
+    """
     try:
-        return f"{socket.gethostname()} {_BOOT_ID.read_text().strip()}"
+        return f"{socket.gethostname()} {_BOOT_ID.read_text().strip()} {_PROCESSES.stat().st_ino}"
     except OSError:
-        return secrets.token_hex(8)  # equal to no record, so the heartbeat decides
+        return secrets.token_hex(8)  # equal to no other
 
 
 def file_system_time(folder: Path) -> float:

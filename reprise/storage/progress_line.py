@@ -13,7 +13,7 @@ EVERY_S = 5.0
 
 
 class ProgressLine:
-    """Logs a transfer's progress, at most every `EVERY_S` seconds. Thread-safe.
+    """Logs a transfer's progress, at most every `EVERY_S` seconds.
 
     Args:
         title: The operation, such as "saving iteration 10".
@@ -23,25 +23,20 @@ class ProgressLine:
     def __init__(self, title: str, total_bytes: int, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._title, self._total_bytes, self._clock = title, total_bytes, clock
         self._start = self._last_time = clock()
-        self._done_bytes = 0
+        self._added_bytes = 0
         self._lock = threading.Lock()
 
     def add(self, done_bytes: int) -> None:
-        """Count transferred bytes."""
+        """Count transferred bytes. Any thread."""
         with self._lock:
-            self._done_bytes += done_bytes
-            self._log_line()
+            self._added_bytes += done_bytes
+            self.at(self._added_bytes)
 
     def at(self, done_bytes: int) -> None:
-        """Set how many bytes have been transferred so far."""
-        with self._lock:
-            self._done_bytes = done_bytes
-            self._log_line()
-
-    def _log_line(self) -> None:
+        """Note how many bytes have been transferred so far. One thread only."""
         now = self._clock()
         if now - self._last_time < EVERY_S:
             return
         self._last_time = now
-        share, rate = self._done_bytes / max(1, self._total_bytes), self._done_bytes / (now - self._start)
+        share, rate = done_bytes / max(1, self._total_bytes), done_bytes / (now - self._start)
         _log.info(f"{self._title}: {share:.0%} of {self._total_bytes / 1e9:.2f} GB, {rate / 1e9:.2f} GB/s")

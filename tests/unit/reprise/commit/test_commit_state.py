@@ -350,7 +350,7 @@ class SimulatedJob(SaveJob):
             attempt=attempt,
             contents=Contents((), (), {}, {STATE: {"format": FORMAT, "iteration": 7}}),
             pieces=pieces,
-            plan=Plan(Contents((), ()), attempt.layout, pieces, {}, [], Sources([], None)),
+            plan=Plan(Contents((), ()), attempt.layout, pieces, {}, Sources([], None)),
             plans=KnownPlans(),
             snapshot=Snapshot({}, [], arena=Arena(0, is_pinned=False), stall_timeout_s=1.0),
             replicas=ReplicaDigests(()),

@@ -31,7 +31,7 @@ from reprise.saving import column_sharing as sharing_module
 from reprise.saving import plan as planning
 from reprise.saving.checkpointer import Checkpointer
 from reprise.saving.column_sharing import STRIPES_AT, LocalRanks, SharedMemory, Stripe, Stripes
-from reprise.saving.plan import columns_of, plan
+from reprise.saving.plan import make_plan
 from reprise.saving.policy import SavePolicy, SaveReport
 from reprise.storage.files import Files
 from reprise.storage.folder import CheckpointFolder
@@ -202,7 +202,7 @@ def losing_one() -> Callable[..., Any]:
         (SharedMemory, "open", staticmethod(lambda _: None), "the memory of rank 0"),
         (SharedMemory, "claim", losing_one(), "every byte once"),
         (os, "memfd_create", raising(errno.ENOSYS), None),
-        (sharing_module, "_host", lambda: str(threading.get_ident()), None),  # other hosts
+        (sharing_module, "machine", lambda: str(threading.get_ident()), None),  # other hosts
     ],
 )
 def test_without_shared_memory_nothing_is_lost_but_a_save(
@@ -297,10 +297,9 @@ def test_ranks_share_all_columns_or_none(
 
 def columns_on(sharding: Sharding, rank: int) -> list[Piece]:
     """Return the pieces of a rank that have rows apart."""
-    layout = build_layout(SPECS, file_bytes=1 << 20)
     if rank >= sharding.world_size:
         return []
-    return columns_of(plan(sharding.live(rank, SPECS, STATE_BYTES), layout, rank), layout)
+    return make_plan(contents(sharding, rank, 1), rank=rank, file_bytes=1 << 20, steady=None).columns
 
 
 def test_memory_is_taken_by_address_only_while_unchanged() -> None:
