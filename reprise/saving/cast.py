@@ -23,21 +23,18 @@ class Cast:
     def __init__(self, contents: Contents, dtype: torch.dtype, *, file_bytes: int) -> None:
         specs = {spec.name: replace(spec, dtype=stored_dtype(dtype, where=spec.name)) for spec in contents.specs}
         self.source, self._specs = contents.live, tuple(specs.values())
-        shards = [
-            replace(
-                tensor, spec=specs[tensor.spec.name], local=torch.empty(tensor.box.shape, dtype=dtype, device="cpu")
-            )
-            for tensor in contents.live
-            if not tensor.is_copy
-        ]
+        self._sources = [tensor for tensor in contents.live if not tensor.is_copy]
+        empty = [torch.empty(tensor.box.shape, dtype=dtype, device="cpu") for tensor in self._sources]
         layout = build_layout(self._specs, file_bytes=file_bytes)
-        aligned = zeros_like_files([(tensor, tensor.local) for tensor in shards], ("",), layout)
-        self._live = tuple(replace(tensor, local=aligned.get(tensor.spec.name, tensor.local)) for tensor in shards)
+        aligned = zeros_like_files(zip(self._sources, empty, strict=True), ("",), layout)
+        self._live = tuple(
+            replace(tensor, spec=specs[tensor.spec.name], local=aligned.get(tensor.spec.name, memory))
+            for tensor, memory in zip(self._sources, empty, strict=True)
+        )
 
     def filled(self, contents: Contents) -> Contents:
         """Cast the tensors' current values, and return these contents with the cast tensors."""
         with torch.no_grad():
-            sources = [tensor for tensor in self.source if not tensor.is_copy]
-            for source, target in zip(sources, self._live, strict=True):
+            for source, target in zip(self._sources, self._live, strict=True):
                 target.local.copy_(source.local)
         return replace(contents, specs=self._specs, live=self._live, optimizers=(), is_own=True)

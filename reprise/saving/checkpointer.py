@@ -26,7 +26,7 @@ from reprise.ranks.error_message import as_problem
 from reprise.saving.column_sharing import LocalRanks
 from reprise.saving.owned_folder import OwnedFolder
 from reprise.saving.policy import SavePolicy, SaveReport, SaveResults
-from reprise.saving.save_job import SaveJob, in_doubt_error, no_memory_error
+from reprise.saving.save_job import SaveJob, no_memory_error
 from reprise.saving.snapshot import Staging, stalled_error
 from reprise.storage.files import FILE_SYSTEM, Files
 from reprise.storage.folder import CheckpointFolder
@@ -220,7 +220,7 @@ class Checkpointer:
 
     def reports(self) -> list[SaveReport]:
         """Return reports on background saves ended since the last call, without waiting."""
-        if self._started is not None and self._started.is_over:
+        if self._started is not None and (self._started.job.is_done or self._started.snapshot.is_aborted):
             self.wait()
         reports, self.results.reports = self.results.reports, []
         return reports
@@ -244,8 +244,7 @@ class Checkpointer:
             error = failure
             if not job.is_done and not snapshot.is_aborted:
                 snapshot.abort()
-                if not save_job.shared.abort(self._channel, failure):
-                    error = in_doubt_error(attempt)
+                save_job.shared.abort(self._channel, failure)
             if save_job.shared.current.outcome is not Outcome.FAILED:
                 self._in_doubt = attempt, save_job.contents.has_optimizer
         except BaseException as interrupt:

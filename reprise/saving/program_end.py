@@ -31,9 +31,6 @@ def finish_at_end(saver: AbstractContextManager[object], job: Job | None) -> Non
     Args:
         job: The save to wait for if the saver has been dropped.
     """
-    for ref, save in list(_pending.items()):
-        if ref() is None and (save is None or (save.is_done and save.error is None)):
-            del _pending[ref]
     _pending[weakref.ref(saver)] = job
     if not _exit_threads or not _exit_threads[0].is_alive():
         _exit_threads[:] = [threading.Thread(target=_finish_all, name="checkpoint-end", daemon=False)]

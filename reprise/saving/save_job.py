@@ -62,11 +62,6 @@ class SaveJob(TwoPhaseCommit):
     committed_at: float | None = None
 
     @property
-    def is_over(self) -> bool:
-        """Return whether the save has ended or was aborted."""
-        return self.job.is_done or self.snapshot.is_aborted
-
-    @property
     def written_bytes(self) -> int:
         return sum(piece.hi - piece.lo for piece in self.pieces)
 
@@ -179,14 +174,4 @@ def no_memory_error(attempt: Attempt, error: torch.OutOfMemoryError) -> Checkpoi
         where=attempt.target,
         found=str(error).splitlines()[0],
         fix="Training continues and committed checkpoints are untouched. Use a smaller micro-batch to free memory.",
-    )
-
-
-def in_doubt_error(attempt: Attempt) -> CheckpointError:
-    """Return the error for a save in doubt: this rank stops waiting, but the save may still be committed."""
-    return CheckpointError(
-        "A save did not end in time and may still be committed",
-        where=attempt.target,
-        expected="an end within commit_timeout_s",
-        fix="The disk or another rank hangs. The next save checks whether this save was committed.",
     )

@@ -76,7 +76,7 @@ class Job:
                 "A save did not end in time",
                 where=where,
                 expected=f"an end within commit_timeout_s={timeout_s:.0f}",
-                fix="The disk or another rank hangs. Committed checkpoints are untouched.",
+                fix="The disk or another rank hangs. The next save checks whether this one was committed.",
             )
         if self._error is not None:
             try:

@@ -178,7 +178,7 @@ def test_ranks_agree_about_a_save_that_was_in_doubt_on_rank_0(tmp_path: Path) ->
             checkpointer._policy = replace(patient, commit_timeout_s=0.01)
             checkpointer.wait()
             checkpointer._policy = patient
-            assert "may still be committed" in str(checkpointer.reports()[0].error)
+            assert "checks whether this one was committed" in str(checkpointer.reports()[0].error)
             slow.opened.set()
             checkpointer.drain(JOIN_S)
         else:

@@ -215,7 +215,7 @@ def test_a_save_in_doubt_does_not_keep_its_memory(tmp_path: Path) -> None:
     assert checkpointer._started is not None
     snapshot = weakref.ref(checkpointer._started.snapshot)
     assert Slow.reached.wait(JOIN_S)
-    assert "may still be committed" in str(only_report(checkpointer).error)
+    assert "checks whether this one was committed" in str(only_report(checkpointer).error)
     Slow.opened.set()
     checkpointer.drain(JOIN_S)
     checkpointer._policy = SavePolicy(tmp_path, async_save=True)
