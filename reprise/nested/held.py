@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -84,7 +83,7 @@ def local_tensors(tree: Tree) -> tuple[dict[str, LiveTensor], dict[str, str]]:
     Raises:
         CheckpointError: A tensor cannot be stored, a part is not a box, or a tensor shares memory with another.
     """
-    check_byteorder(sys.byteorder)
+    check_byteorder()
     live: dict[str, LiveTensor] = {}
     aliases: dict[str, str] = {}
     names_by_identity: dict[object, str] = {}

@@ -84,17 +84,17 @@ class Patience:
         Raises:
             OSError: The error proves damage, or was the last when time ran out.
         """
-        waits: Iterator[bool] | None = None
+        waits, is_first = self.waits(), True
         while True:
             try:
                 return call()
             except OSError as error:
                 if is_damage(error):
                     raise
-                if waits is None:
-                    waits = self.waits()
+                if is_first:
                     text = f"{error.strerror} (errno {error.errno})"
                     _log.warning("%s cannot be read, retrying: %s", error.filename or where, text)
+                is_first = False
                 if not next(waits, False):
                     raise
 

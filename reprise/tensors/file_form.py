@@ -76,29 +76,28 @@ def resolve(
             contradicts itself, or one whose shards on this rank are not a box together.
     """
     local = memory_holder(tensor)
-    is_local = local is tensor
-    is_plain = type(local) in _PLAIN  # the fast path: each save calls this for each tensor
-    is_async = not is_plain and is_a(local, "AsyncCollectiveTensor")
-    if is_async:
-        local = local.trigger_wait()  # type: ignore[attr-defined]
-    if not is_plain and is_dtensor(tensor) and is_a(local, "LocalShardsWrapper"):
-        shards, offsets = local.local_shards(), local.local_offsets()  # type: ignore[attr-defined]
-        return _joined(shards, offsets, tuple(tensor.shape), where())
-    if not is_plain and is_lazy(local):
-        raise CheckpointError(
-            "A tensor of a lazy module has no shape yet",
-            where=where(),
-            found=type(local).__name__,
-            fix="Run the model on a sample before the call.",
-        )
-    if not is_plain and type(local).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-        raise CheckpointError(
-            "A tensor is of a class that keeps its memory elsewhere",
-            where=where(),
-            expected="a plain tensor or a DTensor",
-            found=type(local).__name__,
-            fix="Pass its parts as tensors of their own.",
-        )
+    is_local, is_async = local is tensor, False
+    if type(local) not in _PLAIN:  # plain ones take the fast path: each save calls this for each tensor
+        if is_async := is_a(local, "AsyncCollectiveTensor"):
+            local = local.trigger_wait()  # type: ignore[attr-defined]
+        if is_dtensor(tensor) and is_a(local, "LocalShardsWrapper"):
+            shards, offsets = local.local_shards(), local.local_offsets()  # type: ignore[attr-defined]
+            return _joined(shards, offsets, tuple(tensor.shape), where())
+        if is_lazy(local):
+            raise CheckpointError(
+                "A tensor of a lazy module has no shape yet",
+                where=where(),
+                found=type(local).__name__,
+                fix="Run the model on a sample before the call.",
+            )
+        if type(local).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+            raise CheckpointError(
+                "A tensor is of a class that keeps its memory elsewhere",
+                where=where(),
+                expected="a plain tensor or a DTensor",
+                found=type(local).__name__,
+                fix="Pass its parts as tensors of their own.",
+            )
     place = local if is_described(local) else parameter
     if is_described(place) and place.shape == local.shape:
         return _described(local, place, where())
@@ -111,7 +110,7 @@ def resolve(
     if stored is source and not is_async:  # its version, too, is the given tensor's
         return StorableTensor(source if is_local else tensor.detach())
     dtype = None if stored.dtype == source.dtype else str(source.dtype).removeprefix("torch.")
-    copy_back = None if local is source else partial(_copy_back, local, source, where())
+    copy_back = None if local is source else partial(_copy_back, [local], [source], where())
     shape = (*tensor.shape, *stored.shape[source.ndim :])
     return StorableTensor(with_memory(tensor, stored, shape), dtype, copy_back=copy_back)
 
@@ -200,26 +199,22 @@ def _joined(
         views = [packed[relative(each, box).slices] for each in boxes]
         for view, part in zip(views, parts, strict=True):
             view.copy_(part)
-        copy_back = partial(_copy_shards, views, parts)
+        copy_back = partial(_copy_back, views, parts, where)
     return StorableTensor(packed, box=box, shape=shape, copy_back=copy_back)
 
 
-def _copy_shards(views: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]) -> None:
-    for view, shard in zip(views, shards, strict=True):
-        overwrite(shard, view)
-
-
-def _copy_back(packed: torch.Tensor, target: torch.Tensor, where: str) -> None:
-    first = packed
-    for dim in _repeated(target):
-        first, target = first.narrow(dim, 0, 1), target.narrow(dim, 0, 1)
-    if not bytes_of(first.expand_as(packed)).equal(bytes_of(packed)):
-        raise MismatchError(
-            "The elements of an expanded tensor share memory, and a checkpoint has different ones for them",
-            where=where,
-            fix="Pass a tensor with memory for each element, such as tensor.clone().",
-        )
-    overwrite(target, first)
+def _copy_back(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], where: str) -> None:
+    for source, target in zip(sources, targets, strict=True):
+        first = source
+        for dim in _repeated(target):
+            first, target = first.narrow(dim, 0, 1), target.narrow(dim, 0, 1)
+        if first is not source and not bytes_of(first.expand_as(source)).equal(bytes_of(source)):
+            raise MismatchError(
+                "The elements of an expanded tensor share memory, and a checkpoint has different ones for them",
+                where=where,
+                fix="Pass a tensor with memory for each element, such as tensor.clone().",
+            )
+        overwrite(target, first)
 
 
 def _repeated(local: torch.Tensor) -> list[int]:

@@ -150,7 +150,7 @@ def live_tensors(
     Raises:
         CheckpointError: A tensor is not a box, its dtype cannot be stored, or the host is big-endian.
     """
-    check_byteorder(sys.byteorder)
+    check_byteorder()
     free_gathered_parameters(model)
     stored = stored or {}
     tensors = dict[int, tuple[str, torch.Tensor]]()
@@ -366,18 +366,18 @@ def _axes(mesh: Any) -> tuple[str, ...]:
     return tuple(mesh.mesh_dim_names or (f"axis {number}" for number in range(mesh.ndim)))
 
 
-def check_byteorder(byteorder: str) -> None:
-    """Refuse a host whose `sys.byteorder` differs from the files': memory is written unconverted.
+def check_byteorder() -> None:
+    """Refuse a host whose byte order differs from the files': memory is written unconverted.
 
     Raises:
         CheckpointError: The host is big-endian.
     """
-    if byteorder != "little":
+    if sys.byteorder != "little":
         raise CheckpointError(
             "Checkpoints are little-endian and are never converted",
             where="this host",
             expected="a little-endian host",
-            found=f"a {byteorder}-endian one",
+            found=f"a {sys.byteorder}-endian one",
         )
 
 
