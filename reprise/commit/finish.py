@@ -90,4 +90,4 @@ def naming_failures(attempt: Attempt, path: Path | None = None) -> AbstractConte
     Args:
         path: The file being written, if the error does not name it. None for the partial folder.
     """
-    return attempt.folder.writing("A checkpoint", path or attempt.partial)
+    return attempt.folder.writing("A checkpoint", path or attempt.partial, attempt.layout.total_bytes)

@@ -243,10 +243,9 @@ def require_room(
             return 0 if free is None else needed - free - files.allocated_bytes(attempt.partial)
 
     if retention.mirror is not None and missing_bytes() > 0:
-        expired, rest = decide_expired(folder, replace(retention, mirror=None)), decide_expired(folder, retention)
-        unmirrored = [iteration for iteration in expired if iteration not in rest]
-        for iteration in delete(folder, unmirrored, attempt=attempt.name, lock=lock):
-            _log.warning("the disk is full: deleted iteration %d, which the store does not have yet", iteration)
+        expired = decide_expired(folder, replace(retention, mirror=None))
+        for iteration in delete(folder, expired, attempt=attempt.name, lock=lock):
+            _log.warning("the disk is full: deleted iteration %d, which the store may not have yet", iteration)
     if (missing := missing_bytes()) > 0:
         raise CheckpointError(
             "There is no room for a checkpoint",

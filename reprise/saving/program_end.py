@@ -18,7 +18,7 @@ from reprise.storage.worker import Job
 
 # Saves under way, by a weak reference to their saver: a dropped saver must release its folder.
 _pending: dict[weakref.ref[AbstractContextManager[object]], Job | None] = {}
-_exit_threads: list[threading.Thread] = []
+_THREAD = "checkpoint-end"
 os.register_at_fork(after_in_child=_pending.clear)  # they are the parent's saves
 
 
@@ -32,9 +32,8 @@ def finish_at_end(saver: AbstractContextManager[object], job: Job | None) -> Non
         job: The save to wait for if the saver has been dropped.
     """
     _pending[weakref.ref(saver)] = job
-    if not _exit_threads or not _exit_threads[0].is_alive():
-        _exit_threads[:] = [threading.Thread(target=_finish_all, name="checkpoint-end", daemon=False)]
-        _exit_threads[0].start()
+    if all(thread.name != _THREAD for thread in threading.enumerate()):  # a forked child has none
+        threading.Thread(target=_finish_all, name=_THREAD, daemon=False).start()
 
 
 def forget(saver: AbstractContextManager[object]) -> None:

@@ -260,19 +260,21 @@ def cannot_write(
     what: str = "The checkpoint folder",
     files: Files = FILE_SYSTEM,
     another: str = "another folder",
+    room: int | None = None,
 ) -> CheckpointError:
     """Return the error for a folder or file, `what`, which could not be written or created.
 
     Args:
         path: The path, if `error` does not name it.
         another: What the user should name to write elsewhere.
+        room: How many bytes are being written. Then the free space is shown whatever the error.
     """
     where = Path(error.filename) if isinstance(error.filename, str) else path
-    fix, found = "Fix the file system", None
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        fix, found = "Make room there", describe_free_space(files, path.parent)
-    elif error.errno in (errno.EMFILE, errno.ENFILE):
-        fix = "Raise the open file limit with `ulimit -n`"
+    is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    fix = "Make room there" if is_full else "Fix the file system"
+    found = describe_free_space(files, path.parent) if is_full or room else None
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        fix, room = "Raise the open file limit with `ulimit -n`", None
         found = f"a limit of {resource.getrlimit(resource.RLIMIT_NOFILE)[0]} open files in this process"
     elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         fix = "Correct the permissions"
@@ -281,6 +283,7 @@ def cannot_write(
     return CheckpointError(
         f"{what} cannot be written: {error.strerror} (errno {error.errno})",
         where=where,
+        expected=f"room for {room} B" if room else None,
         found=found,
         fix=f"{fix}, or name {another}.",
     )

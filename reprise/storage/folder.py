@@ -92,17 +92,20 @@ class CheckpointFolder:
         object.__setattr__(self, "root", self.root.absolute())
 
     @contextlib.contextmanager
-    def writing(self, what: str = "The checkpoint folder", path: Path | None = None) -> Iterator[None]:
+    def writing(
+        self, what: str = "The checkpoint folder", path: Path | None = None, room: int | None = None
+    ) -> Iterator[None]:
         """Turn a file system error in the block into the error for `what`, which cannot be written.
 
         Args:
             path: What is being written, if the error does not name it. By default the folder.
+            room: How many bytes are being written, for the message.
         """
         try:
             yield
         except OSError as error:
-            files, another = self.files, self.terms.another
-            raise cannot_write(path or self.root, error, what=what, files=files, another=another) from error
+            path, another = path or self.root, self.terms.another
+            raise cannot_write(path, error, what=what, files=self.files, another=another, room=room) from error
 
     def committed(self) -> list[int]:
         """Return the committed iterations in ascending order. Empty if the folder does not exist."""

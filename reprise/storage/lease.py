@@ -85,7 +85,7 @@ class Lease:
 
     Attributes:
         descriptor: The open file, opened within `begin` and closed at the lease's end. -1 without a lease.
-        calls: Jobs for the thread. None ends it.
+        calls: Calls for the thread. None ends it.
     """
 
     def __init__(self, path: Path, nonce: str, host: str | None = None) -> None:
@@ -116,6 +116,12 @@ class Lease:
         except BaseException:
             self.release()
             raise
+
+    def run(self, call: Callable[[], None]) -> None:
+        """Run a call on the thread and raise its exception. After the lease's end, do nothing."""
+        job = Job(call)
+        self.calls.put(job)
+        self.await_job(job)
 
     def await_job(self, job: Job) -> None:
         """Wait for a queued job and raise its exception. Return early if the lease ends."""

@@ -113,18 +113,19 @@ class FolderLock:
     def check(self) -> None:
         """Raise if this job no longer holds the lock.
 
-        A missing lock file proves nothing: a job taking over leaves a file.
+        A missing lock file is created again: nobody took over, since a job taking over leaves a file.
 
         Raises:
             LockError: Another job took it over.
-            OSError: The file cannot be synced, or looked for.
+            OSError: The folder does not exist, or the file cannot be synced.
         """
         file = self._file
         if file.descriptor >= 0:
+            if not exists(file.path):
+                file.run(file.take)
             file.await_job(file.synced)
-        is_missing = not exists(file.path)
         with contextlib.suppress(OSError):
-            if file.descriptor >= 0 and (is_missing or file.is_mine()):
+            if file.descriptor >= 0 and file.is_mine():
                 return
         raise file.refusal()
 
@@ -162,7 +163,10 @@ class _LockFile(Lease):
 
     def take(self) -> None:
         """Open the lock file, creating it if missing, and take the lock."""
+        earlier = self.descriptor
         self.descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+        if earlier >= 0:
+            os.close(earlier)
         try:
             fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -206,11 +206,17 @@ def test_after_a_failure_only_a_readable_lock_names_a_holder(tmp_path: Path, loc
             lock.refuse_if_taken()
 
 
-def test_a_job_whose_lock_file_was_removed_goes_on(tmp_path: Path) -> None:
+def test_a_lock_file_that_was_removed_is_made_again(tmp_path: Path) -> None:
     lock = FolderLock(tmp_path / "folder", "mine")
     lock.acquire()
     shutil.rmtree(tmp_path / "folder")
+    with pytest.raises(FileNotFoundError):
+        lock.check()
+    (tmp_path / "folder").mkdir()
     lock.check()
+    lock.check()
+    with pytest.raises(LockError, match=f"pid {os.getpid()}"):
+        FolderLock(tmp_path / "folder", "theirs").acquire()
     lock.release()
     with pytest.raises(LockError):
         lock.check()
