@@ -5,10 +5,9 @@ from __future__ import annotations
 import operator
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -19,7 +18,7 @@ from reprise.format.layout import Place, TensorSpec
 from reprise.format.manifest import BLOCK_BYTES, WrittenPiece
 from reprise.loading.block_reader import BlockRead, BlockReader, Progress, host_memory
 from reprise.loading.blocks import blocks_in
-from reprise.loading.reader import Bytes, Checkpoint, Gatherer, not_held
+from reprise.loading.reader import Bytes, Checkpoint, not_held
 from reprise.tensors.live import LiveTensor
 from reprise.tensors.modes import overwrite, own_modes
 
@@ -159,12 +158,10 @@ def _pinned_memory() -> Bytes:
 
 
 def _targets_of(checkpoint: Checkpoint, places: Mapping[str, Place], live: Sequence[LiveTensor]) -> list[Target]:
-    """Return the memory to fill in file order, after telling the checkpoint's files what will be read."""
+    """Return the memory to fill in file order."""
     tensors = [tensor for tensor in live if tensor.box.numel]
     tensors.sort(key=lambda tensor: (places[tensor.spec.name].file, places[tensor.spec.name].offset))
-    targets = [Target(tensor, _written_box(checkpoint, places, tensor)) for tensor in tensors]
-    checkpoint.files.expect(_ranges(checkpoint, _reads_of(checkpoint, places, targets)))
-    return targets
+    return [Target(tensor, _written_box(checkpoint, places, tensor)) for tensor in tensors]
 
 
 def touched_pieces(
@@ -226,19 +223,6 @@ def _reads_of_piece(target: Target, place: Place, number: int, piece: WrittenPie
         is_direct = memory is not None and first <= block.lo and block.hi <= last
         into = memory[block.lo - first : block.hi - first] if memory is not None and is_direct else None
         yield BlockRead(block, into, partial(target.move, box, common, block.lo))
-
-
-def _ranges(checkpoint: Checkpoint, reads: Iterable[BlockRead]) -> Iterator[tuple[Path, int, int]]:
-    """Yield the byte ranges to read, computed by gathering blocks without a file."""
-    gatherer, buffer, spans = Gatherer(), np.empty(BLOCK_BYTES, np.uint8), list[tuple[int, int]]()
-
-    def note(part: memoryview, start: int) -> None:
-        spans.append((start, start + part.nbytes))
-
-    for block in (read.block for read in reads):
-        gatherer.gather(note, block.packed, block.lo, buffer[: block.hi - block.lo], offset=block.place.offset)
-        yield from ((checkpoint.path / block.place.file, start, end) for start, end in spans)
-        spans.clear()
 
 
 class Target:

@@ -162,9 +162,6 @@ class Files:
         finally:
             self.close(descriptor)
 
-    def expect(self, reads: Iterable[tuple[Path, int, int]]) -> None:
-        """Announce coming reads as (file, first byte, end). A local disk gains nothing from this."""
-
     def map(self, call: Callable[[T], Result], items: Iterable[T]) -> Iterable[Result]:
         """Return each item's result from a reading call, in order. A store makes several calls at once."""
         return map(call, items)

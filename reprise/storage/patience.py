@@ -114,7 +114,7 @@ class PatientFiles(Files):
     def __init__(self, files: Files, patience: Patience) -> None:
         self._files, self._patience = files, patience
         self.reading_threads = files.reading_threads
-        for name in ("expect", "map", "end", "close"):  # without retries
+        for name in ("map", "end", "close"):  # without retries
             setattr(self, name, getattr(files, name))
         for name in ("size", "is_folder"):
             setattr(self, name, partial(self._retry, getattr(files, name)))

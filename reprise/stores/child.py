@@ -1,4 +1,4 @@
-"""Makes store requests for other processes on this host: `python -m reprise.stores.child NUMBER MOST_BYTES NICENESS`.
+"""Makes store requests for other processes on this host: `python -m reprise.stores.child NUMBER MOST_BYTES`.
 
 It ends with the process that started it, which keeps its standard input open.
 """
@@ -11,7 +11,6 @@ import os
 import socket
 import sys
 import threading
-import traceback
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
@@ -20,8 +19,6 @@ from reprise.stores.client import StoreClient
 from reprise.stores.ranges import KEPT_BYTES, RangeCache
 from reprise.stores.store import is_of_this_user
 from reprise.stores.url import StoreUrl
-
-_NICE_THREADS = "2"  # of obstore
 
 
 class Server:
@@ -48,29 +45,21 @@ class Server:
             while True:
                 connection.send(self.answer(memory, *connection.recv()))
 
-    def answer(self, memory: memoryview, call: str, url: StoreUrl, *details: Any) -> list[Any] | OSError | str:
-        """Return a call's result in a list, its OSError, or another error's traceback."""
+    def answer(self, memory: memoryview, call: str, url: StoreUrl, *details: Any) -> list[Any] | Exception:
+        """Return a call's result in a list, or its error."""
         try:
             if call != "fill":
                 return [getattr(self._client, call)(url, *details)]
-            etag, offset, size, request = details
-            fetch = partial(self._client.read, url, etag=etag)
-            if request is None:
-                memory[:size] = fetch(offset, size)
-            else:
-                self._cache.fill((url, etag), memory[:size], offset, request, fetch)
+            etag, start, size, at, count = details
+            fetch = partial(self._client.read, url, start, size, etag)
+            self._cache.fill(memory[:count], (url, etag, start), at, fetch)
             return [None]
-        except OSError as error:
+        except Exception as error:  # noqa: BLE001 - the process that asked raises it
             return error
-        except Exception:  # noqa: BLE001 - the process that asked raises it
-            return traceback.format_exc()
 
 
-def main(number: int, most_bytes: int, niceness: int) -> None:
+def main(number: int, most_bytes: int) -> None:
     """Answer on a listening socket, by its number, until the standard input ends."""
-    if niceness:
-        os.nice(niceness)
-        os.environ["TOKIO_WORKER_THREADS"] = _NICE_THREADS
     listener = socket.socket(fileno=number)
     threading.Thread(target=Server(most_bytes).run, args=(listener,), daemon=True).start()
     sys.stdin.buffer.read()

@@ -23,14 +23,14 @@ from obstore import exceptions
 from obstore import store as stores
 
 from reprise.storage.paths import exists
-from reprise.stores.ranges import SLOT_BYTES
+from reprise.stores.ranges import CELL_BYTES
 from reprise.stores.url import StoreUrl, is_store_url
 
 # An upload's grid: 8 MiB parts, or larger ones if a file would have more than MOST_PARTS. S3 and R2 take 10,000 parts,
 # all equal except the last.
 PART_BYTES = 8 << 20
 MOST_PARTS = 9_000
-PARTS_AT_ONCE = 4
+PARTS_AT_ONCE = 16
 # obstore's timeout covers a whole request with its body: 8 MiB at 256 KiB/s, after 30 s.
 REQUEST_S = 62
 RETRY_S = 120
@@ -77,7 +77,7 @@ class StoreClient:
         """
         if size == 0:
             return memoryview(b"")
-        if size > SLOT_BYTES:  # more than a request may take
+        if size > CELL_BYTES:  # more than a request may take
             starts = range(offset, offset + size, PART_BYTES)
             parts = (self.read(url, at, min(PART_BYTES, offset + size - at), etag) for at in starts)
             return memoryview(b"".join(parts))
@@ -102,10 +102,12 @@ class StoreClient:
             metas = itertools.chain.from_iterable(obstore.list(_open_store(folder.root), prefix=folder.key or None))
             return {meta["path"][start:]: (meta["size"], meta["last_modified"].timestamp()) for meta in metas}
 
-    def has_objects(self, folder: StoreUrl) -> bool:
-        """Return whether any object lies below a folder."""
+    def names(self, folder: StoreUrl) -> dict[str, bool]:
+        """Return the names directly below a folder, and whether each is a folder."""
         with _translated(folder):
-            return any(obstore.list(_open_store(folder.root), prefix=folder.key or None, chunk_size=1))
+            listing = obstore.list_with_delimiter(_open_store(folder.root), folder.key or None)
+        paths = dict.fromkeys(listing["common_prefixes"], True) | {meta["path"]: False for meta in listing["objects"]}
+        return {path.rpartition("/")[2]: is_folder for path, is_folder in paths.items()}
 
     def put(self, url: StoreUrl, source: str) -> None:
         """Write an object with a file's content, or another object's: `source` is a path or a URL.

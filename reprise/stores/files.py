@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import itertools
 import os
 from collections.abc import Callable, Iterable
@@ -11,7 +10,7 @@ from pathlib import Path
 
 from reprise.storage.files import Files, Result, T
 from reprise.stores.path import status_of, url_of
-from reprise.stores.ranges import SLOT_BYTES, WINDOW_BYTES, Span, requests_of
+from reprise.stores.ranges import cell_at
 from reprise.stores.store import CHILD_CLIENT, CONNECTIONS, child, end_child
 
 _Object = tuple[Path, int, str | None]  # with its size and version when opened
@@ -29,7 +28,6 @@ class StoreFiles(Files):
 
     def __init__(self, load: str | None = None) -> None:
         self._load = load
-        self._planned: dict[Path, list[Span]] = {}  # planned requests, ascending and disjoint
         self._numbers = itertools.count()
         self._open: dict[int, _Object] = {}
         self._versions: dict[Path, tuple[int, str | None]] = {}  # the versions for all reads in a load
@@ -53,22 +51,13 @@ class StoreFiles(Files):
 
     def read(self, descriptor: int, buffer: memoryview, *, offset: int) -> int:
         path, size, etag = self._open[descriptor]
-        part, at, end, store = buffer.cast("B"), offset, min(size, offset + buffer.nbytes), child()
+        part, at, end = buffer.cast("B"), offset, min(size, offset + buffer.nbytes)
         while at < end:
-            start, stop = self._request_at(path, at, end, size)
+            start, stop = cell_at(at, size)
             into = part[at - offset : min(end, stop) - offset]
-            is_kept = store.load or into.nbytes < stop - start
-            request = (start, stop) if is_kept else None
-            store.ask("fill", url_of(path), etag, at, into.nbytes, request, into=into)
+            child().ask("fill", url_of(path), etag, start, stop - start, at - start, into.nbytes, into=into)
             at += into.nbytes
         return max(0, end - offset)
-
-    def _request_at(self, path: Path, at: int, end: int, size: int) -> Span:
-        planned = self._planned.get(path, ())
-        index = bisect.bisect_right(planned, at, key=lambda request: request[0])
-        if index and at < planned[index - 1][1]:
-            return planned[index - 1]
-        return at, min(size, at + SLOT_BYTES, max(end, at + WINDOW_BYTES))
 
     def close(self, descriptor: int) -> None:
         """Close an object opened by `open_for_reading`."""
@@ -78,13 +67,6 @@ class StoreFiles(Files):
         """Switch to an object's current version if it was replaced."""
         self._versions.pop(path, None)
         self._open[descriptor] = path, *self._version(path)
-
-    def expect(self, reads: Iterable[tuple[Path, int, int]]) -> None:
-        """Plan requests for reads. Neighboring reads share a request."""
-        spans: dict[Path, list[Span]] = {}
-        for path, start, end in reads:
-            spans.setdefault(path, []).append((start, end))
-        self._planned = {path: requests_of(of_file) for path, of_file in spans.items()}
 
     def map(self, call: Callable[[T], Result], items: Iterable[T]) -> Iterable[Result]:
         """Return the call's result for each item, with `CONNECTIONS` calls under way at a time."""

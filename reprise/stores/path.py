@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import stat
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PosixPath
 from typing import TypeVar
 
 from reprise.format.names import MANIFEST
 from reprise.storage.folder import WEIGHTS, is_iteration_name
-from reprise.stores.store import CHILD_CLIENT
+from reprise.stores.store import CHILD_CLIENT, CONNECTIONS
 from reprise.stores.url import StoreUrl
 
 T = TypeVar("T")
@@ -54,12 +56,13 @@ class StorePath(PosixPath):
 
     def iterdir(self) -> Iterator[StorePath]:  # type: ignore[override]
         """Yield the folders and objects directly below, skipping iterations without a manifest."""
-        objects = CHILD_CLIENT.objects(self.url)
-        for name in sorted({name.partition("/")[0] for name in objects}):
-            path = self / name
-            path.is_listed_folder = name not in objects
-            if name in objects or not is_iteration_name(name) or f"{name}/{MANIFEST}" in objects:
-                yield path
+        is_folder = CHILD_CLIENT.names(self.url)
+        paths = [self / name for name in sorted(is_folder)]
+        with ThreadPoolExecutor(CONNECTIONS) as threads:
+            is_there = [*threads.map(lambda path: not is_iteration_name(path.name) or path.exists(), paths)]
+        for path in itertools.compress(paths, is_there):
+            path.is_listed_folder = is_folder[path.name]
+            yield path
 
     def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
         """Return the kind, size and time for an object, or for a folder with objects below this name.
@@ -74,7 +77,7 @@ class StorePath(PosixPath):
                 return status_of(*CHILD_CLIENT.head(self.url))
             CHILD_CLIENT.head((self / MANIFEST).url)
         except FileNotFoundError:
-            if is_iteration_name(self.name) or not CHILD_CLIENT.has_objects(self.url):
+            if is_iteration_name(self.name) or not CHILD_CLIENT.names(self.url):
                 raise
         return _FOLDER
 

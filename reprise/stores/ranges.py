@@ -1,161 +1,113 @@
 """Objects' byte ranges, fetched once for all ranks on a host.
 
-A request takes a store tens of milliseconds, whatever its size. So adjacent blocks of small tensors share a request,
-and a range read by several ranks, or twice by a rank, is fetched once while it is kept.
+A request takes a store tens of milliseconds, whatever its size. So an object is fetched by cells of a grid: reads of
+neighboring tensors share a request, and a cell read by several ranks, or twice by a rank, is fetched once while it is
+kept.
 """
 
 from __future__ import annotations
 
-import bisect
-import contextlib
 import errno
 import functools
-import sys
 import tempfile
 import threading
-from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable
+from collections import deque
+from collections.abc import Callable, Hashable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
 from reprise.storage.files import FILE_SYSTEM
 
-Span = tuple[int, int]  # first byte and end
-Fetch = Callable[[int, int], memoryview]  # returns an object's bytes, given an offset and a count
-
-# The largest request: two checkpoint blocks. With moto's server, 8 MiB requests took two thirds of the time of 4 MiB
-# ones.
-SLOT_BYTES = (8 << 20) + (128 << 10)
-# An unplanned read takes at least this much: a header and the first small tensors, for instance.
-WINDOW_BYTES = 64 << 10
-# Planned spans at most this far apart share a request: tensors start on pages.
-GAP_BYTES = 8 << 10
-
-
-# How much a process that reads alone keeps: it rarely reads a range again.
+# With moto's server, 8 MiB requests took two thirds of the time of 4 MiB ones.
+CELL_BYTES = 8 << 20
+# The first cell: a file's header, and its first small tensors.
+FIRST_CELL_BYTES = 64 << 10
+# How much a process that reads alone keeps: it rarely reads a cell again.
 KEPT_BYTES = 512 << 20
 
+_NOT_KEPT = -1
 
-@dataclass(slots=True, eq=False)
-class _Range:
-    start: int
-    end: int
-    position: int = sys.maxsize  # in the ring, once it is there
-    body: Future[memoryview] = field(default_factory=Future)  # empty if the bytes are in the ring
+
+def cell_at(at: int, size: int) -> tuple[int, int]:
+    """Return the first byte and the end of the cell containing the byte `at`, in an object with `size` bytes."""
+    start = at - (at - FIRST_CELL_BYTES) % CELL_BYTES if at >= FIRST_CELL_BYTES else 0
+    return start, min(size, start + CELL_BYTES if start else FIRST_CELL_BYTES)
 
 
 class RangeCache:
-    """The newest fetched ranges of all objects, in an unnamed file used as a ring. All threads share a range.
+    """The newest fetched ranges of all objects, in an unnamed file used as a ring. Several threads may call it.
 
     Args:
         most_bytes: The file's largest size in bytes. It is at most half of the free space in its folder, too.
     """
 
     def __init__(self, most_bytes: int = KEPT_BYTES) -> None:
-        self._most_bytes = most_bytes
-        self._objects: dict[Hashable, list[_Range]] = defaultdict(list)  # ascending and disjoint
-        # Position p is at byte p % limit of the file. The bytes from the first to the end are there.
-        self._first = self._end = 0
-        self._lock, self._write_lock = threading.Lock(), threading.Lock()
+        self._most_bytes, self._lock = most_bytes, threading.Lock()
+        self._places: dict[Hashable, Future[int]] = {}  # where ranges begin in the file, by key
+        self._kept = deque[tuple[int, Hashable]]()  # where ranges in the ring begin, oldest first; never wraps
+        self._end = 0  # of the newest range in the ring
 
-    def fill(self, version: Hashable, buffer: memoryview, offset: int, request: Span, fetch: Fetch) -> None:
-        """Fill a buffer from an offset in an object.
+    def fill(self, buffer: memoryview, key: Hashable, at: int, fetch: Callable[[], memoryview]) -> None:
+        """Fill a buffer with a range's bytes from `at` on.
 
         Args:
-            version: Identifies the object and its version.
-            request: The range to fetch if it is absent, which covers the buffer.
+            fetch: Returns the whole range.
 
         Raises:
             OSError: See `fetch`. The next read fetches a failed range again.
         """
-        with self._lock:
-            ranges = self._objects[version]
-        at, end = offset, offset + buffer.nbytes
-        while at < end:
-            part, is_new = self._range_at(ranges, at, request)
-            body = self._fetched(ranges, part, fetch) if is_new else part.body.result()
-            stop = min(end, part.end)
-            target, start = buffer[at - offset : stop - offset], at - part.start
-            if body:
-                target[:] = body[start : start + target.nbytes]
-            else:
-                file, limit = self._ring
-                if FILE_SYSTEM.read(file.fileno(), target, offset=part.position % limit + start) != target.nbytes:
-                    raise OSError(errno.EIO, "a file of fetched bytes ends early", str(file.name))
-                if part.position < self._first:  # newer ranges may have taken its place meanwhile
-                    continue
-            at = stop
+        while True:
+            with self._lock:
+                place = self._places.get(key)
+                if is_new := place is None:
+                    place = self._places[key] = Future()
+            if is_new:
+                buffer[:] = self._fetched(key, place, fetch)[at : at + buffer.nbytes]
+                return
+            offset, (file, _) = place.result(), self._ring
+            if offset == _NOT_KEPT:
+                continue
+            if FILE_SYSTEM.read(file.fileno(), buffer, offset=offset + at) != buffer.nbytes:
+                raise OSError(errno.EIO, "a file of fetched bytes ends early", str(file.name))
+            with self._lock:
+                if self._places.get(key) is place:  # otherwise a newer range may have taken its place meanwhile
+                    return
 
-    def _range_at(self, ranges: list[_Range], at: int, request: Span) -> tuple[_Range, bool]:
-        """Return the range that contains the byte `at`, and whether it is new."""
-        with self._lock:
-            index = bisect.bisect_right(ranges, at, key=lambda part: part.start)
-            if index and at < ranges[index - 1].end:
-                part = ranges[index - 1]
-                if part.position >= self._first:
-                    return part, False
-                ranges[index - 1] = part = _Range(part.start, part.end)
-            else:
-                start = max([request[0], *(part.end for part in ranges[:index][-1:])])
-                part = _Range(start, min([request[1], *(part.start for part in ranges[index : index + 1])]))
-                ranges.insert(index, part)
-            return part, True
-
-    def _fetched(self, ranges: list[_Range], part: _Range, fetch: Fetch) -> memoryview:
-        """Fetch a new range for all who wait for it, and return its bytes."""
+    def _fetched(self, key: Hashable, place: Future[int], fetch: Callable[[], memoryview]) -> memoryview:
+        """Fetch a new range, keep it for all who wait for it, and return its bytes."""
         try:
-            body = fetch(part.start, part.end - part.start)
-            with contextlib.suppress(OSError):  # no room: who waits gets the bytes, the next read fetches them again
-                self._keep(part, body)
-            part.body.set_result(body if part.position == sys.maxsize else body[:0])
-            return body
+            body = fetch()
+            offset = self._keep(key, body)
         except Exception as error:
-            part.body.set_exception(error)
+            with self._lock:
+                del self._places[key]
+            place.set_exception(error)
             raise
-        finally:
-            if part.position == sys.maxsize:
-                with self._lock:
-                    ranges.remove(part)
+        place.set_result(offset)
+        return body
 
-    def _keep(self, part: _Range, body: memoryview) -> None:
-        """Write a range to the ring, over the oldest ones.
-
-        Raises:
-            OSError: There is no room.
-        """
-        with self._write_lock:  # a file takes one write at a time anyway
-            file, limit = self._ring
-            if body.nbytes > limit:
-                raise OSError(errno.ENOSPC, "no room for a range", str(file.name))
-            position = self._end
-            if position % limit + body.nbytes > limit:  # skip the rest, where it does not fit
-                position += -position % limit
-            self._end = position + body.nbytes
-            self._first = max(0, self._end - limit)
-            FILE_SYSTEM.write(file.fileno(), body, offset=position % limit)
-            part.position = position
+    def _keep(self, key: Hashable, body: memoryview) -> int:
+        """Write a range over the oldest ones, and return where it begins in the file. Without room, drop it."""
+        file, limit = self._ring
+        with self._lock:
+            start = self._end + (-self._end % limit if self._end % limit + body.nbytes > limit else 0)
+            while self._kept and self._kept[0][0] < start + body.nbytes - limit:
+                del self._places[self._kept.popleft()[1]]
+            try:
+                if body.nbytes > limit:
+                    raise OSError(errno.ENOSPC, "no room for a range", str(file.name))
+                FILE_SYSTEM.write(file.fileno(), body, offset=start % limit)
+            except OSError:
+                del self._places[key]
+                return _NOT_KEPT
+            self._kept.append((start, key))
+            self._end = start + body.nbytes
+            return start % limit
 
     @functools.cached_property
     def _ring(self) -> tuple[IO[bytes], int]:
         """Return the file, and the most bytes in it."""
         file = tempfile.TemporaryFile(prefix="reprise-store-")  # noqa: SIM115 - for this process
         free = FILE_SYSTEM.free_bytes(Path(tempfile.gettempdir()))
-        return file, min(self._most_bytes, KEPT_BYTES if free is None else free // 2)
-
-
-def requests_of(spans: Iterable[Span]) -> list[Span]:
-    """Return requests for an object's spans, ascending and disjoint.
-
-    Neighbors are joined up to `SLOT_BYTES`. A larger span is cut: its gaps contain other spans' bytes.
-    """
-    requests: list[Span] = []
-    for first, last in sorted(spans):
-        for low in range(max(first, requests[-1][1] if requests else 0), last, SLOT_BYTES):
-            high = min(low + SLOT_BYTES, last)
-            if requests and low - requests[-1][1] <= GAP_BYTES and high - requests[-1][0] <= SLOT_BYTES:
-                requests[-1] = requests[-1][0], high
-            else:
-                requests.append((low, high))
-    return requests
+        return file, max(1, min(self._most_bytes, KEPT_BYTES if free is None else free // 2))

@@ -18,15 +18,14 @@ import socket
 import struct
 import subprocess
 import sys
-import threading
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, cast
 
-from reprise.errors import CheckpointError, ConfigError
-from reprise.stores.ranges import KEPT_BYTES, SLOT_BYTES
+from reprise.errors import ConfigError
+from reprise.stores.ranges import CELL_BYTES, KEPT_BYTES
 from reprise.stores.url import StoreUrl
 
 if TYPE_CHECKING:
@@ -38,7 +37,6 @@ CONNECTIONS = 16
 _ANSWER_S = 300.0  # after which a living child counts as hung
 _LONG_CALLS = ("put", "delete")  # of many requests: they take as long as they need
 MOST_TRIES = 4
-_MODULE = "reprise.stores.child"
 
 
 class ChildLink:
@@ -47,8 +45,8 @@ class ChildLink:
     def __init__(self, connected: socket.socket) -> None:
         memory = os.memfd_create("reprise-store", os.MFD_CLOEXEC)
         try:
-            os.ftruncate(memory, SLOT_BYTES)
-            self._memory = memoryview(mmap.mmap(memory, SLOT_BYTES))
+            os.ftruncate(memory, CELL_BYTES)
+            self._memory = memoryview(mmap.mmap(memory, CELL_BYTES))
             socket.send_fds(connected, [b"memory"], [memory])
         finally:
             os.close(memory)
@@ -72,29 +70,22 @@ class ChildLink:
 class Child:
     """A child process, started at its first use. A dead or hung one is replaced, up to `MOST_TRIES` times per request.
 
-    It has this program's packages, and an interrupt at a terminal does not reach it.
-
     Args:
         load: The load whose ranks share it, found by this name. Empty for this process alone.
-        niceness: How much its priority is below this process's.
 
     Raises:
         ConfigError: obstore is not installed.
     """
 
-    def __init__(self, load: str = "", *, niceness: int = 0) -> None:
-        if importlib.util.find_spec("obstore") is None:
-            fix = "Install it with: pip install obstore"
-            raise ConfigError("A package for object stores is missing", expected="obstore", fix=fix)
-        self.load, self._niceness, self._ended = load, niceness, threading.Event()
-        self._address = f"\0reprise-store-{os.getuid()}-{load or secrets.token_hex(8)}"
+    def __init__(self, load: str = "") -> None:
+        require_obstore()
+        self.load, self._address = load, f"\0reprise-store-{os.getuid()}-{load or secrets.token_hex(8)}"
         self._idle: list[ChildLink] = []
         self.process: subprocess.Popen[bytes] | None = None
-        _children.add(self)
 
     def link(self) -> ChildLink:
         """Return a new connection."""
-        while not self._ended.is_set():
+        while True:
             with socket.socket(socket.AF_UNIX) as connected, contextlib.suppress(ConnectionError):
                 connected.connect(self._address)
                 if not is_of_this_user(connected):
@@ -107,71 +98,74 @@ class Child:
                     continue
                 listener.listen(4096)
                 if self.process is not None:
-                    self._stop()
+                    self.end()
                     _log.warning("the store reader process exited and is restarted")
                 number, most_bytes = listener.fileno(), sys.maxsize if self.load else KEPT_BYTES
-                self.process = subprocess.Popen(
-                    [sys.executable, "-P", "-m", _MODULE, *map(str, (number, most_bytes, self._niceness))],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.DEVNULL,
-                    env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-                    start_new_session=True,
-                    pass_fds=[number],
-                )
-                if self._ended.is_set():  # meanwhile
-                    self._stop()
-        raise OSError(errno.ECANCELED, "the request was canceled", "a store")
+                self.process = start_process("reprise.stores.child", number, most_bytes, pass_fds=[number])
 
     def ask(self, call: str, url: StoreUrl, *details: object, into: memoryview | None = None) -> Any:
         """Return a `StoreClient` call's result. An object's bytes go into the buffer `into`.
 
         Raises:
-            OSError: See the `StoreClient` method. After `end`, ECANCELED.
-            CheckpointError: The child has a defect.
+            Exception: See the `StoreClient` method.
+            OSError: The child exits again and again.
         """
         for _ in range(MOST_TRIES):
             link, answer = self._idle.pop() if self._idle else self.link(), None
             try:
                 answer = link.ask((call, url, *details), None if call in _LONG_CALLS else _ANSWER_S, into)
+                self._idle.append(link)
             except TimeoutError:
                 if self.process is not None:
                     self.process.kill()
             except (OSError, EOFError):
                 pass
-            finally:
-                if answer is None:  # a late answer would be mistaken for the next request's
-                    link.connection.close()
-                else:
-                    self._idle.append(link)
-            if isinstance(answer, OSError):
+            if isinstance(answer, Exception):
                 raise answer
-            if isinstance(answer, str):
-                raise CheckpointError("A store could not be read", where=url, found=answer)
             if answer is not None:
                 return answer[0]
         raise OSError(errno.EIO, f"the store reader process exited {MOST_TRIES} times", str(url))
 
     def forget(self) -> None:
-        """Close this process's ends of the connections, and of the child's input."""
+        """Close this process's ends of the connections."""
         while self._idle:
             self._idle.pop().connection.close()
-        if self.process is not None and self.process.stdin is not None:
-            self.process.stdin.close()
 
     def end(self) -> None:
         """End the child, if this process has started it. Another rank still using it starts its own."""
-        self._ended.set()
         self.forget()
-        self._stop()
-
-    def _stop(self) -> None:
         if self.process is not None:
             self.process.kill()
             self.process.wait()
 
 
+def require_obstore() -> None:
+    """Raise ConfigError unless obstore is installed."""
+    if importlib.util.find_spec("obstore") is None:
+        fix = "Install it with: pip install obstore"
+        raise ConfigError("A package for object stores is missing", expected="obstore", fix=fix)
+
+
+def start_process(module: str, *words: object, **settings: Any) -> subprocess.Popen[bytes]:
+    """Start a module as a child process, which ends once its input does: at the latest, with this process.
+
+    It has this program's packages, and an interrupt at a terminal does not reach it.
+    """
+    process: subprocess.Popen[bytes] = subprocess.Popen(
+        [sys.executable, "-P", "-m", module, *map(str, words)],
+        bufsize=0,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        start_new_session=True,
+        **settings,
+    )
+    _inputs.add(process.stdin)
+    return process
+
+
 _child: Child | None = None
-_children = weakref.WeakSet[Child]()
+_inputs = weakref.WeakSet[Any]()  # of child processes
 
 
 def child(load: str | None = None) -> Child:
@@ -184,19 +178,11 @@ def child(load: str | None = None) -> Child:
 
 
 class _ChildClient:
-    def __init__(self, child: Callable[[], Child]) -> None:
-        self._child = child
-
     def __getattr__(self, call: str) -> Callable[..., Any]:
-        return partial(self._child().ask, call)
+        return partial(child().ask, call)
 
 
-def client_of(child: Callable[[], Child]) -> StoreClient:
-    """Return a client whose calls a child makes."""
-    return cast("StoreClient", _ChildClient(child))
-
-
-CHILD_CLIENT = client_of(child)  # this process's
+CHILD_CLIENT = cast("StoreClient", _ChildClient())  # whose calls this process's child makes
 
 
 def end_child() -> None:
@@ -210,9 +196,11 @@ def end_child() -> None:
 def _forget_in_fork() -> None:
     """Leave all children to the parent process: two processes would mix up their requests."""
     global _child
-    for each in _children:
-        each.forget()
-    _child = None
+    for file in _inputs:
+        file.close()
+    if _child is not None:
+        _child.forget()
+        _child = None
 
 
 os.register_at_fork(after_in_child=_forget_in_fork)

@@ -55,7 +55,7 @@ def test_a_long_text_comes_in_requests_of_a_part(tmp_path: Path, monkeypatch: py
     url = StoreUrl.parse(f"file://{tmp_path}/file")
     monkeypatch.setattr(client.obstore, "get", note)
     assert client.StoreClient().read_text(url) == text
-    monkeypatch.setattr(client, "SLOT_BYTES", 10)
+    monkeypatch.setattr(client, "CELL_BYTES", 10)
     monkeypatch.setattr(client, "PART_BYTES", 8)
     assert client.StoreClient().read_text(url) == text
     assert ranges == [(0, 30), (0, 8), (8, 16), (16, 24), (24, 30)]

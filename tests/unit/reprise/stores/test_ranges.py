@@ -1,10 +1,11 @@
-"""What a load requests of a store: every byte once, in requests that neighbors share."""
+"""What a load requests of a store: every cell once, which neighbors share."""
 
 from __future__ import annotations
 
 import itertools
 import os
 import random
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from errno import ENOSPC
 from pathlib import Path
@@ -17,19 +18,21 @@ from reprise.loading.loader import fill
 from reprise.loading.reader import open_checkpoint, read_places
 from reprise.loading.verify import check_first_blocks
 from reprise.storage.files import FILE_SYSTEM
+from reprise.stores import ranges as ranges_module
 from reprise.stores.child import Server
 from reprise.stores.client import StoreClient
 from reprise.stores.files import StoreFiles
 from reprise.stores.locations import location
-from reprise.stores.ranges import SLOT_BYTES, WINDOW_BYTES, Fetch, RangeCache, Span, requests_of
+from reprise.stores.ranges import RangeCache, cell_at
 from reprise.stores.store import Child
 from reprise.stores.url import StoreUrl
 from reprise.tensors.dtypes import torch_dtype
 from tests.fakes import SHARDINGS, sample_specs, sample_state, save_sample
 from tests.profiles import slow
 
+Span = tuple[int, int]
 BY_NAME = {sharding.name: sharding for sharding in SHARDINGS}
-CONTENT = random.Random(0).randbytes(6 * WINDOW_BYTES + 17)
+CONTENT = random.Random(0).randbytes(400_017)
 
 
 class Fetched:
@@ -43,33 +46,33 @@ class Fetched:
         return memoryview(CONTENT)[offset : offset + size]
 
 
-def read(ranges: RangeCache, fetched: Fetch, span: Span, request: Span | None = None) -> bytes:
-    buffer = bytearray(span[1] - span[0])
-    ranges.fill("x", memoryview(buffer), span[0], request or span, fetched)
+def read(ranges: RangeCache, fetched: Callable[[int, int], memoryview], span: Span, cell: Span | None = None) -> bytes:
+    buffer, (start, end) = bytearray(span[1] - span[0]), cell or span
+    ranges.fill(memoryview(buffer), start, span[0] - start, lambda: fetched(start, end - start))
     return bytes(buffer)
 
 
-@pytest.mark.parametrize(("size", "room"), [(WINDOW_BYTES, 1 << 30), (7777, 1 << 30), (7777, 40_000)])
-def test_threads_fetch_each_byte_once_with_room(size: int, room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("room", [1 << 30, 40_000])
+def test_threads_fetch_each_byte_once_with_room(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FILE_SYSTEM, "free_bytes", lambda _: 2 * room)
+    monkeypatch.setattr(ranges_module, "CELL_BYTES", 7777)
+    monkeypatch.setattr(ranges_module, "FIRST_CELL_BYTES", 1000)
     generator, fetched, ranges = random.Random(1), Fetched(), RangeCache()
-    cuts = sorted(generator.sample(range(len(CONTENT)), 80))
-    reads = []
-    for start, end in itertools.pairwise([0, *cuts, len(CONTENT)]):
-        for low in range(start - start % size, end, size):
-            request = low, min(low + size, len(CONTENT))
-            reads += 3 * [((max(start, low), min(end, request[1])), request)]  # three replicas
-    assert read(ranges, fetched, (5, 90)) == CONTENT[5:90]  # a part that a check has read before
+    cuts, reads, size = sorted(generator.sample(range(len(CONTENT)), 80)), list[tuple[Span, Span]](), len(CONTENT)
+    for start, end in itertools.pairwise([0, *cuts, size]):
+        at = start
+        while at < end:
+            cell = cell_at(at, size)
+            reads += 3 * [((at, min(end, cell[1])), cell)]  # three replicas
+            at = cell[1]
     generator.shuffle(reads)
     with ThreadPoolExecutor(8) as threads:
         for (start, end), body in threads.map(lambda one: (one[0], read(ranges, fetched, *one)), reads):
             assert body == CONTENT[start:end]
     fetches = sorted(fetched.spans)
     assert os.fstat(ranges._ring[0].fileno()).st_size <= room
-    if room > len(CONTENT):
-        assert [start for start, _ in fetches] == [0, *(end for _, end in fetches[:-1])]
-        assert len(fetches) <= 2 + len(CONTENT) // size + 1
-        assert fetches[-1][1] == len(CONTENT)
+    if room > size:
+        assert fetches == [(0, 1000), *((at, min(size, at + 7777)) for at in range(1000, size, 7777))]
 
 
 def test_the_newest_ranges_stay_and_the_oldest_are_fetched_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,33 +83,37 @@ def test_the_newest_ranges_stay_and_the_oldest_are_fetched_again(monkeypatch: py
     assert fetched.spans == [*spans, spans[0]]
 
 
-def test_neighbors_share_a_request_and_gaps_are_not_read() -> None:
-    assert requests_of([(0, 10), (10, 4096), (8000, 9000)]) == [(0, 9000)]
-    assert requests_of([(0, 10), (1 << 20, 2 << 20)]) == [(0, 10), (1 << 20, 2 << 20)]
-    assert requests_of([(0, SLOT_BYTES), (SLOT_BYTES, SLOT_BYTES + 1)]) == [
-        (0, SLOT_BYTES),
-        (SLOT_BYTES, SLOT_BYTES + 1),
-    ]
-    columns = (0, 2 * SLOT_BYTES + 5)
-    assert requests_of([columns, columns]) == [
-        (0, SLOT_BYTES),
-        (SLOT_BYTES, 2 * SLOT_BYTES),
-        (2 * SLOT_BYTES, 2 * SLOT_BYTES + 5),
-    ]
+def test_a_range_overwritten_while_it_is_read_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FILE_SYSTEM, "free_bytes", lambda _: 200)
+    fetched, ranges, read_file = Fetched(), RangeCache(), FILE_SYSTEM.read
+    read(ranges, fetched, (0, 60))
+
+    def overwritten_first(*arguments: Any, **offset: Any) -> int:
+        patch.undo()
+        read(ranges, fetched, (100, 160))
+        return read_file(*arguments, **offset)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FILE_SYSTEM, "read", overwritten_first)
+        assert read(ranges, fetched, (0, 60)) == CONTENT[:60]
+    assert fetched.spans == [(0, 60), (100, 160), (0, 60)]
 
 
 def test_a_full_disk_keeps_nothing_and_a_cut_file_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> int:
         raise OSError(ENOSPC, "no room")
 
-    fetched, ranges, span = Fetched(), RangeCache(), (WINDOW_BYTES, 2 * WINDOW_BYTES)
+    fetched, ranges, span = Fetched(), RangeCache(), (65536, 131072)
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwritev", refuse)
-        assert read(ranges, fetched, span) == CONTENT[slice(*span)]
+        with ThreadPoolExecutor(3) as threads:
+            for body in threads.map(lambda _: read(ranges, fetched, span), range(3)):
+                assert body == CONTENT[slice(*span)]
+        fetched.spans.clear()
     for _ in range(2):
         assert read(ranges, fetched, span) == CONTENT[slice(*span)]
-    assert fetched.spans == [span, span]
-    os.ftruncate(ranges._ring[0].fileno(), WINDOW_BYTES)
+    assert fetched.spans == [span]
+    os.ftruncate(ranges._ring[0].fileno(), 1000)
     with pytest.raises(OSError, match="ends early"):
         read(ranges, fetched, span)
 

@@ -21,7 +21,7 @@ from reprise.format.names import MANIFEST, STATE
 from reprise.stores import store as store_module
 from reprise.stores.files import StoreFiles
 from reprise.stores.locations import files_of, location
-from reprise.stores.ranges import WINDOW_BYTES
+from reprise.stores.ranges import CELL_BYTES, FIRST_CELL_BYTES
 from reprise.stores.store import CHILD_CLIENT, CONNECTIONS, MOST_TRIES, Child, ChildLink, child, end_child
 from reprise.stores.upload import remove
 from reprise.stores.url import StoreUrl
@@ -78,9 +78,9 @@ def test_a_program_that_has_loaded_forks(run: Path) -> None:
 
 
 def test_a_fork_does_not_wait_for_a_thread_that_reads(run: Path) -> None:
-    CHILD_CLIENT.has_objects(StoreUrl("file://", ""))
+    CHILD_CLIENT.names(StoreUrl("file://", ""))
     os.kill(process_id(), signal.SIGSTOP)
-    thread = threading.Thread(target=CHILD_CLIENT.has_objects, args=(StoreUrl("file://", ""),))
+    thread = threading.Thread(target=CHILD_CLIENT.names, args=(StoreUrl("file://", ""),))
     thread.start()
     while not _is_asleep(thread):
         os.sched_yield()
@@ -101,7 +101,7 @@ def test_a_fork_does_not_wait_for_a_thread_that_reads(run: Path) -> None:
 
 @pytest.mark.slow
 def test_a_hung_child_is_replaced(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    CHILD_CLIENT.has_objects(StoreUrl("file://", ""))
+    CHILD_CLIENT.names(StoreUrl("file://", ""))
     hung = process_id()
     os.kill(hung, signal.SIGSTOP)
     monkeypatch.setattr(store_module, "_ANSWER_S", 5.0)  # its successor starts in less
@@ -123,7 +123,7 @@ def test_a_child_ends_with_the_program_that_started_it() -> None:
         "from reprise.stores.store import child\n"
         "from reprise.stores.url import StoreUrl\n"
         "for line in sys.stdin:\n"
-        "    child('shared').ask('has_objects', StoreUrl('file://', ''))\n"
+        "    child('shared').ask('names', StoreUrl('file://', ''))\n"
         "    print(child().process and child().process.pid, flush=True)\n"
         "    if line == 'fork\\n' and not os.fork():\n"
         "        os._exit(sys.stdin.read() != '')\n"
@@ -219,7 +219,8 @@ def test_a_listing_of_old_checkpoints_is_a_single_request(run: Path, monkeypatch
 
     monkeypatch.setattr(Child, "ask", counted)
     held, light = reprise.list(url_of(run), check=0)
-    assert [key for call, key in requests if call == "objects"] == [str(run)[1:], f"{run}/iter_0000001"[1:]]  # its hold
+    assert [key for call, key in requests if call == "objects"] == [str(run)[1:]]
+    assert ("names", f"{run}/iter_0000001"[1:]) in requests  # its hold
     assert not [key for call, key in requests if call == "head" and "iter_" in key]
     assert (held.iteration, held.status, held.is_pinned, held.state) == (1, "unchecked", True, None)
     assert (light.path.parent.name, light.is_pinned) == ("weights", False)
@@ -242,36 +243,45 @@ def test_the_tools_take_urls(run: Path) -> None:
 
 
 def test_bytes_are_those_of_the_object_at_every_size(tmp_path: Path) -> None:
-    content = os.urandom(3 * WINDOW_BYTES + 77)
+    content = os.urandom(CELL_BYTES + 3 * FIRST_CELL_BYTES + 77)
     (tmp_path / "x").write_bytes(content)
     path, files = location(url_of(tmp_path / "x")), StoreFiles()
     with pytest.raises(TypeError, match="is in a store"):
         os.stat(path)  # no system call takes such a path
     number = files.open_for_reading(path)
-    for start, size in [(0, 0), (0, 1), (WINDOW_BYTES - 1, 2), (5, WINDOW_BYTES), (77, 3 * WINDOW_BYTES), (0, 1 << 20)]:
+    first, second = FIRST_CELL_BYTES, FIRST_CELL_BYTES + CELL_BYTES
+    for start, size in [
+        (0, 0),
+        (0, 1),
+        (first - 1, 2),
+        (5, second),
+        (second - 1, 2),
+        (second + 9, 1 << 20),
+        (0, 9 << 20),
+    ]:
         buffer = bytearray(size)
         count = files.read(number, memoryview(buffer), offset=start)
         assert bytes(buffer[:count]) == content[start : start + size]
     files.end()
 
 
-@pytest.mark.parametrize(("load", "most_bytes"), [(None, 1 << 20), ("a load of several ranks", None)])
+@pytest.mark.parametrize(("load", "kept_cells"), [(None, 1), ("a load of several ranks", 2)])
 def test_what_a_load_keeps_is_bounded(
-    load: str | None, most_bytes: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    load: str | None, kept_cells: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store_module, "KEPT_BYTES", 1 << 20)
+    monkeypatch.setattr(store_module, "KEPT_BYTES", CELL_BYTES + (1 << 20))
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    content = os.urandom(4 << 20)
+    content = os.urandom(FIRST_CELL_BYTES + 2 * CELL_BYTES)
     (tmp_path / "x").write_bytes(content)
     end_child()
     path, files = location(url_of(tmp_path / "x")), StoreFiles(load)
     number, body = files.open_for_reading(path), memoryview(bytearray(1000))
-    for start in range(0, len(content) - 1000, WINDOW_BYTES):
+    for start in range(0, len(content) - 1000, 1 << 20):
         assert files.read(number, body, offset=start) == 1000
         assert body == content[start : start + 1000]
     opened = Path(f"/proc/{process_id()}/fd").iterdir()
     kept = [os.stat(entry).st_size for entry in opened if os.readlink(entry).startswith(str(tmp_path))]
-    assert kept == [most_bytes or len(content)]
+    assert kept == [FIRST_CELL_BYTES + kept_cells * CELL_BYTES]
     files.end()
 
 
@@ -281,19 +291,3 @@ def test_a_removed_checkpoint_takes_no_folder_of_the_user(run: Path, tmp_path: P
     copy(run / "iter_0000002", str(target))
     remove(CHILD_CLIENT, target)
     assert [path.name for path in (tmp_path / "user").rglob("*")] == ["archive"]
-
-
-def test_a_process_started_during_the_end_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    started = list[subprocess.Popen[bytes]]()
-
-    class Late(subprocess.Popen[bytes]):
-        def __init__(self, *arguments: Any, **settings: Any) -> None:
-            reader.end()  # finds no process yet
-            super().__init__(*arguments, **settings)
-            started.append(self)
-
-    monkeypatch.setattr(subprocess, "Popen", Late)
-    reader = Child()
-    with pytest.raises(OSError, match="canceled"):
-        reader.ask("objects", StoreUrl.parse(url_of(tmp_path)))
-    assert [process.poll() for process in started] == [-signal.SIGKILL]
