@@ -1,15 +1,24 @@
-"""Mirrors a run: a thread uploads the committed checkpoints in its folder, by requests of a child process."""
+"""Mirrors a run: a process uploads the committed checkpoints in its folder.
+
+A training run starts it as a child process: `python -m reprise.stores.mirror FOLDER URL INTERVAL KEEP LEVEL`. It
+ends with its standard input; a byte there says that no later checkpoint follows.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import logging
+import os
 import random
 import secrets
+import subprocess
+import sys
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from reprise.errors import CheckpointError, TrainerError
 from reprise.format.mirror_record import MirrorRule
@@ -17,18 +26,20 @@ from reprise.storage.files import FILE_SYSTEM
 from reprise.storage.folder import WEIGHTS, CheckpointFolder
 from reprise.storage.lock import FolderLock
 from reprise.storage.paths import is_dir
-from reprise.stores.mirror_pass import MirrorPass
-from reprise.stores.store import Child, client_of
+from reprise.stores.store import require_obstore, start_process
+from reprise.stores.upload import retried
 from reprise.stores.url import StoreUrl
+
+if TYPE_CHECKING:
+    from reprise.stores.mirror_pass import MirrorPass
 
 _log = logging.getLogger(__name__)
 
-LOCK_FOLDER = ".mirror"  # below the checkpoint folder; holds host 0's lock
+LOCK_FOLDER = ".mirror"  # below the checkpoint folder; holds the mirror's lock
 POLL_S = 3.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
-_LAST_PAUSE_S = 4.0  # with `once`, a failure after a longer pause is final
-_END_S = 5.0
 _NICENESS = 10
+_NICE_THREADS = "2"  # of obstore
 FINE, _REFUSED = 0, 1
 
 
@@ -42,7 +53,7 @@ def mirror_rule(url: str, *, interval: int, keep: int) -> MirrorRule:
 
 
 def mirror_run(run: Path, url: str, *, keep: int, interval: int, once: bool) -> int:
-    """Mirror a run until nothing is left to do, or forever, and log each step.
+    """Mirror a run until nothing is left to do, or forever, and log each step. This process may not fork afterwards.
 
     Args:
         run: The run's folder, or its checkpoint folder.
@@ -63,99 +74,96 @@ def mirror_run(run: Path, url: str, *, keep: int, interval: int, once: bool) -> 
         raise CheckpointError("The folder does not exist", where=run)
     logging.getLogger(__package__).setLevel(logging.INFO)
     folder = run / "checkpoints" if is_dir(run / "checkpoints") else run
-    mirror = Mirror(folder, mirror_rule(url, interval=interval, keep=keep), attached=False)
-    try:
-        mirror.follow(once=once)
-        return _REFUSED if mirror.refused else FINE
-    except KeyboardInterrupt:
-        return FINE
-    finally:
-        mirror.end()
+    passes = _passes(folder, mirror_rule(url, interval=interval, keep=keep))
+    with contextlib.suppress(KeyboardInterrupt):
+        if once:
+            with _lock(folder):
+                while not retried(lambda: passes.run(at_end=True)):
+                    pass
+        else:
+            follow(passes, folder, threading.Event())
+    return _REFUSED if passes.refused else FINE
+
+
+def _passes(folder: Path, rule: MirrorRule) -> MirrorPass:
+    require_obstore()
+    from reprise.stores.client import StoreClient
+    from reprise.stores.mirror_pass import MirrorPass
+
+    url = StoreUrl.parse(rule.url)
+    url.require_outside(folder)
+    return MirrorPass(StoreClient(), url, folder.absolute(), rule)
+
+
+def _lock(folder: Path) -> FolderLock:
+    return FolderLock(folder / LOCK_FOLDER, secrets.token_hex(4), kind="mirror of a run", another="another run")
+
+
+def follow(passes: MirrorPass, folder: Path, finishing: threading.Event, *, is_patient: bool = False) -> None:
+    """Upload checkpoints until nothing is left to do after `finishing` is set. Retry after failures.
+
+    Args:
+        is_patient: Whether to retry also where the store refuses a request until a user fixes the cause.
+
+    Raises:
+        OSError: The store refuses a request.
+    """
+    problem, pause_s, is_locked = "", _FIRST_PAUSE_S, False
+    with contextlib.ExitStack() as stack:
+        while True:
+            is_last = finishing.is_set()
+            wait = time.sleep if is_last else finishing.wait
+            try:
+                if not is_locked:
+                    stack.enter_context(_lock(folder))
+                    is_locked = True
+                is_done = passes.run(at_end=is_last)
+            except (OSError, TrainerError) as error:
+                number = error.errno if isinstance(error, OSError) else None
+                if number == errno.EACCES and not is_patient:
+                    raise
+                kind = f"{type(error).__name__} {number}"
+                if kind != problem:
+                    text = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else error
+                    _log.warning("the mirror is waiting: %s; it will retry, and training continues", text)
+                problem = kind
+                wait(pause_s * random.uniform(0.5, 1.5))
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+                continue
+            if problem:
+                _log.info("the mirror continues: %s", passes.url)
+            problem, pause_s = "", _FIRST_PAUSE_S
+            if is_done and is_last:
+                return
+            if is_done:
+                wait(POLL_S)
 
 
 class Mirror:
-    """A run's mirror on this host. No method waits for the store, except `follow`, and none raises after the start.
+    """A run's mirror: a child process, which retries forever. No method waits for the store, except `finish`.
 
     Args:
-        folder: The run's checkpoint folder, which all hosts share.
-        host: This host's number among `hosts`, which upload together.
-        attached: Whether it serves a training process: a thread follows the folder, with low-priority requests, and
-            retries those that a store refuses.
+        folder: The run's checkpoint folder.
 
     Raises:
         ConfigError: obstore is not installed, or the URL lies in the folder.
     """
 
-    def __init__(self, folder: Path, rule: MirrorRule, *, host: int = 0, hosts: int = 1, attached: bool = True) -> None:
-        url, self._folder, self._rule, self._host, self._hosts = StoreUrl.parse(rule.url), folder, rule, host, hosts
-        url.require_outside(folder)
-        self._child = Child(niceness=_NICENESS if attached else 0)
-        self._passes = MirrorPass(client_of(lambda: self._child), url, folder.absolute(), rule, host=host, hosts=hosts)
-        self._attached, self._wake = attached, threading.Event()
-        self._is_finishing = self._is_complete = self._is_over = False
-        if attached:
-            self._start()
+    def __init__(self, folder: Path, rule: MirrorRule) -> None:
+        require_obstore()
+        StoreUrl.parse(rule.url).require_outside(folder)
+        self._folder, self._rule = folder.absolute(), rule
+        self._start()
 
     def _start(self) -> None:
-        self._thread = threading.Thread(target=self.follow, name="mirror", daemon=True)
-        self._thread.start()
-
-    @property
-    def refused(self) -> frozenset[str]:
-        """Return the checkpoints, by name, that the log has reported as not mirrored."""
-        return self._passes.refused
-
-    def follow(self, *, once: bool = False) -> None:
-        """Upload checkpoints until the end, or until nothing is left to do.
-
-        Args:
-            once: End once the store has everything now in the folder.
-
-        Raises:
-            TrainerError, OSError: See `mirror_run`. With `attached`, the mirror retries forever.
-        """
-        problem, pause_s, is_locked = "", _FIRST_PAUSE_S, self._host > 0
-        with contextlib.ExitStack() as stack:
-            while True:
-                self._wake.clear()
-                if self._is_over:  # looked at after the clearing, so no end is slept over
-                    return
-                is_last = once or self._is_finishing
-                try:
-                    if not is_locked:
-                        stack.enter_context(self._lock())
-                        is_locked = True
-                    is_done = self._passes.run(at_end=is_last)
-                except (OSError, TrainerError) as error:
-                    number = error.errno if isinstance(error, OSError) else None
-                    is_final = once and (number != errno.EIO or pause_s > _LAST_PAUSE_S)
-                    if not self._attached and (is_final or number == errno.EACCES):
-                        raise
-                    kind = f"{type(error).__name__} {number}"
-                    if kind != problem and not self._is_over:
-                        text = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else error
-                        _log.warning("the mirror is waiting: %s; it will retry, and training continues", text)
-                    problem = kind
-                    self._wake.wait(pause_s * random.uniform(0.5, 1.5))
-                    pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-                    continue
-                if problem:
-                    _log.info("the mirror continues: %s", self._rule.url)
-                problem, pause_s = "", _FIRST_PAUSE_S
-                if is_done and is_last:
-                    self._is_complete = True
-                    return
-                if is_done or self._hosts > 1:
-                    self._wake.wait(POLL_S)
-
-    def _lock(self) -> FolderLock:
-        nonce = secrets.token_hex(4)
-        return FolderLock(self._folder / LOCK_FOLDER, nonce, kind="mirror of a run", another="another run")
+        rule, level = self._rule, _log.getEffectiveLevel()
+        self.process = start_process(__name__, self._folder, rule.url, rule.interval, rule.keep, level)
+        assert self.process.stdin is not None
+        self._orders = self.process.stdin
 
     def wake(self) -> None:
-        """Notify the mirror about a committed checkpoint. Restart its thread if a defect has ended it."""
-        self._wake.set()
-        if not self._thread.is_alive():
+        """Restart the process if it has ended."""
+        if self.process.poll() is not None:
             self._start()
 
     def finish(self, wait_s: float) -> bool:
@@ -164,11 +172,13 @@ class Mirror:
         Args:
             wait_s: The longest wait, in seconds.
         """
-        self._is_finishing = True
         self.wake()
-        self._thread.join(wait_s)
+        with contextlib.suppress(BrokenPipeError):
+            self._orders.write(b"\n")
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(wait_s)
         self.end()
-        return self._is_complete
+        return self.process.returncode == FINE
 
     def missing(self) -> list[str]:
         """Return the checkpoints missing in the store: iterations, with `weights/` before weights-only saves."""
@@ -181,8 +191,29 @@ class Mirror:
 
     def end(self) -> None:
         """End the mirror at once. The next start reuses its partial uploads."""
-        self._is_over = True
-        self._wake.set()
-        self._child.end()
-        if self._attached:
-            self._thread.join(_END_S)  # which releases the lock
+        self._orders.close()
+        self.process.kill()
+        self.process.wait()
+
+
+def _obey(finishing: threading.Event) -> None:
+    standard_input = 0
+    if os.read(standard_input, 1):
+        finishing.set()
+        os.read(standard_input, 1)
+    os._exit(_REFUSED)  # whatever request is under way
+
+
+def main(folder: str, url: str, *numbers: str) -> None:
+    """Mirror a folder for the process that has started this one."""
+    interval, keep, level = map(int, numbers)
+    os.nice(_NICENESS)
+    os.environ["TOKIO_WORKER_THREADS"] = _NICE_THREADS
+    logging.basicConfig(level=level, format="%(message)s")
+    finishing = threading.Event()
+    threading.Thread(target=_obey, args=(finishing,), daemon=True).start()
+    follow(_passes(Path(folder), MirrorRule(url, interval, keep)), Path(folder), finishing, is_patient=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -43,7 +43,6 @@ from reprise.stores.url import StoreUrl
 _log = logging.getLogger(__name__)
 
 CLAIM = ".run"  # an object at a run's URL with the id of the run
-_PREFIXES = "", f"{WEIGHTS}/"  # before the names of full checkpoints and weights-only saves
 _OF_PARTS = "it is the part of one host. `reprise checkpoint gather FOLDER... OUT` makes a whole one of all hosts'"
 
 
@@ -52,29 +51,22 @@ class MirrorPass:
 
     Args:
         url: The run's URL in the store.
-        folder: The run's checkpoint folder, which all hosts share.
-        host: This host's number among `hosts`. Host 0 claims, commits, deletes and writes `mirror.json`.
+        folder: The run's checkpoint folder.
+
+    Attributes:
+        refused: Digests of the checkpoints that the log has reported as not mirrored, by name.
     """
 
-    def __init__(
-        self, client: StoreClient, url: StoreUrl, folder: Path, rule: MirrorRule, *, host: int = 0, hosts: int = 1
-    ) -> None:
-        self._client, self._url, self._root, self._rule = client, url, folder, rule
-        self._host, self._hosts = host, hosts
-        self._committed: Mapping[str, MirroredCheckpoint] | None = None  # in the store, once host 0 has surveyed it
-        self._run: str | None = None  # which claims the URL
-        # Digests by name: on host 0, of checkpoints reported as not mirrored; elsewhere, of those whose share is up.
-        self._settled = dict[str, str]()
-        self._unfinished = set[str]()  # folders in the store that may lack a manifest
+    def __init__(self, client: StoreClient, url: StoreUrl, folder: Path, rule: MirrorRule) -> None:
+        self._client, self.url, self._root, self._rule = client, url, folder, rule
+        self._stored = dict[str, MirroredCheckpoint]()  # the run's checkpoints, once surveyed
+        self._is_surveyed = False
+        self._run = ""  # which claims the URL
+        self.refused = dict[str, str]()
         self._goes_on: bool | None = None  # as stored
 
-    @property
-    def refused(self) -> frozenset[str]:
-        """Return the checkpoints, by name, that host 0's log has reported as not mirrored."""
-        return frozenset(self._settled)
-
     def run(self, *, at_end: bool = False) -> bool:
-        """Upload one checkpoint, or its missing files. Return whether this host has nothing left to do.
+        """Upload one checkpoint, or its missing files. Return whether nothing is left to do.
 
         Args:
             at_end: Whether no later checkpoint follows.
@@ -84,146 +76,129 @@ class MirrorPass:
             CheckpointError: The URL belongs to another run.
         """
         local = self._local()
-        self._settled = dict(self._settled.items() & local.items())
-        if self._host == 0:
-            if not local:
-                return True  # nothing identifies the URL's run
-            self._learn(local)
-        stored = self._stored
-        for name in self._rule.due(local, stored, at_end=at_end):
-            if local[name] in (self._settled.get(name), name in stored and stored[name].digest):
-                continue
-            if self._host == 0:
+        self.refused = dict(self.refused.items() & local.items())
+        if not local:
+            return True  # nothing identifies the URL's run
+        self._survey(local)
+        for name in self._rule.due(local, self._stored, at_end=at_end):
+            stored = self._stored.get(name)
+            if local[name] not in (self.refused.get(name), stored and stored.digest):
                 self._require_claim()
                 self._tell(goes_on=True)
-            self._upload(name, local[name])
-            return False
-        if self._host == 0:
-            self._prune()
-            self._tell(goes_on=not at_end and is_locked(self._root))
+                self._upload(name, local[name])
+                return False
+        self._prune()
+        self._tell(goes_on=not at_end and is_locked(self._root))
         return True
 
     def _local(self) -> dict[str, str]:
         """Return the manifest digests of the folder's committed checkpoints and weights-only saves, by name."""
         digests = dict[str, str]()
-        for prefix in _PREFIXES:
+        for prefix in ("", f"{WEIGHTS}/"):
             for number in CheckpointFolder(self._root / prefix, FILE_SYSTEM).committed():
                 name = f"{prefix}{iteration_name(number)}"
                 with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # retention has deleted it
                     digests[name] = _digest(self._root / name)
         return digests
 
-    def _learn(self, local: Mapping[str, str]) -> None:
-        """Read the newest checkpoint's run and, once, the store's content. Delete given-up checkpoints."""
+    def _survey(self, local: Mapping[str, str]) -> None:
+        """List the store, at the first call. Delete checkpoints that the run has given up.
+
+        The newest local checkpoint names the run and its branches.
+        """
         newest = max(local, key=lambda name: (not is_weights(name), iteration_in(name)))
         lineage = _lineage_at(self._root / newest, local[newest])
-        self._run = lineage.run
-        if self._committed is None:
-            self._write(self._surveyed())
+        self._run = lineage.run or "unnamed"
+        if not self._is_surveyed:
+            listed = by_checkpoint(self._client.objects(self.url))
+            found, recorded = dict[str, MirroredCheckpoint](), read_record(self._root, self._rule.url).committed
+            for name, files in listed.items():
+                if iteration_of(Path(name)) is not None and {MANIFEST, STATE} <= files.keys():
+                    found[name] = recorded.get(name) or _stored_checkpoint(self._client, self.url.child(name))
+            own = {name: entry for name, entry in found.items() if entry.lineage.run == lineage.run}
+            self._require_claim(may_create=bool(own) or not found)
+            for name in own:  # an upload may have stopped before this
+                self._client.delete(self.url.child(name), [file for file in listed[name] if file.startswith(MARK)])
+            self._write(own)
+            for name in listed.keys() - found.keys() - {*self._rule.due(local, own)}:
+                self._clear(name)
+            self._is_surveyed = True
         for name, entry in self._stored.items():
             if lineage.branches and not lineage.admits(entry.lineage, iteration_in(name)):
                 self._remove(name)
-                _log.info("%s was deleted from %s: the run abandoned its branch", name, self._url)
+                _log.info("%s was deleted from %s: the run abandoned its branch", name, self.url)
 
-    def _surveyed(self) -> dict[str, MirroredCheckpoint]:
-        """Return this run's checkpoints actually in the store, from a single listing."""
-        recorded, is_foreign = self._stored, False
-        committed = dict[str, MirroredCheckpoint]()
-        for name, files in by_checkpoint(self._client.objects(self._url)).items():
-            if iteration_of(Path(name)) is None or not {MANIFEST, STATE} <= files.keys():
-                self._unfinished.add(name)
-                continue
-            entry = recorded.get(name) or _stored_checkpoint(self._client, self._url.child(name))
-            if entry.lineage.run == self._run:
-                committed[name] = entry
-                marks = [file for file in files if file.startswith(MARK)]
-                self._client.delete(self._url.child(name), marks)  # its upload may have stopped before this
-            else:
-                is_foreign = True
-        self._require_claim(is_foreign=is_foreign and not committed)
-        return committed
-
-    def _require_claim(self, *, is_foreign: bool = False) -> None:
+    def _require_claim(self, *, may_create: bool = True) -> None:
         """Claim the URL for the run, unless it is claimed.
-
-        Args:
-            is_foreign: Whether it has only other runs' checkpoints.
 
         Raises:
             CheckpointError: The URL belongs to another run.
         """
-        run, place = self._run or "unnamed", self._url.child(CLAIM)
+        place = self.url.child(CLAIM)
         try:
             claim = self._client.read_text(place)
         except FileNotFoundError:
-            claim = run if not is_foreign and self._client.create(place, run) else "checkpoints of another"
-        if claim != run:
+            claim = self._run if may_create and self._client.create(place, self._run) else "checkpoints of another"
+        if claim != self._run:
             raise CheckpointError(
                 "The URL already holds another run, which was not changed",
-                where=self._url,
-                expected=f"run {run}",
+                where=self.url,
+                expected=f"run {self._run}",
                 found=claim,
                 fix="Use a separate URL for each run.",
             )
 
     def _upload(self, name: str, digest: str) -> None:
         start, path = time.monotonic(), self._root / name
-        self._unfinished.add(name)
         try:
             lineage = _lineage_at(path, digest)
             if exists(path / HOST):
                 raise CheckpointError(_OF_PARTS)
-            if self._host == 0 and name in self._stored:
-                self._remove(name)  # saved again since
-            upload = Upload(self._client, self._url.child(name), path, host=self._host, hosts=self._hosts)
-            is_up = upload.run()
+            self._remove(name)  # saved again since
+            upload = Upload(self._client, self.url.child(name), path)
+            upload.run()
         except (SourceChangedError, FileNotFoundError):
             _log.info("%s was replaced or deleted: its upload is canceled", name)
+            self._clear(name)
         except CheckpointError as error:
             _log.error("%s was not mirrored: %s", path, error)
-            if self._host == 0:  # other hosts retry: the first waits for their share
-                self._settled[name] = digest
+            self.refused[name] = digest
+            self._clear(name)
         else:
-            if is_up and self._host:
-                self._settled[name] = digest
-            elif is_up:
-                self._write({**self._stored, name: MirroredCheckpoint(digest, lineage)})
-                seconds, size = time.monotonic() - start, upload.files.total_bytes
-                _log.info("%s was uploaded to %s: %.1f MB in %.1f s", name, self._url, size / 1e6, seconds)
+            self._write({**self._stored, name: MirroredCheckpoint(digest, lineage)})
+            seconds, size = time.monotonic() - start, upload.files.total_bytes
+            _log.info("%s was uploaded to %s: %.1f MB in %.1f s", name, self.url, size / 1e6, seconds)
 
     def _prune(self) -> None:
-        """Delete checkpoints beyond `keep`, and remains of abandoned uploads."""
+        """Delete checkpoints beyond `keep`."""
         full = sorted((name for name in self._stored if not is_weights(name)), key=iteration_in)
         for name in full[: -self._rule.keep] if self._rule.keep else ():
             self._remove(name)
-        for name in sorted(self._unfinished - self._stored.keys()):
-            objects = self._client.objects(self._url.child(name))
-            if MANIFEST not in objects and any(other.startswith(MARK) for other in objects):
-                remove(self._client, self._url.child(name))
-        self._unfinished.clear()
+
+    def _clear(self, name: str) -> None:
+        """Delete what an abandoned upload has left."""
+        objects = self._client.objects(self.url.child(name))
+        if MANIFEST not in objects and any(other.startswith(MARK) for other in objects):
+            remove(self._client, self.url.child(name))
 
     def _remove(self, name: str) -> None:
-        remove(self._client, self._url.child(name))
-        self._write({other: entry for other, entry in self._stored.items() if other != name})
+        """Delete one of the run's checkpoints, if it is in the store."""
+        if name in self._stored:
+            remove(self._client, self.url.child(name))
+            self._write({other: entry for other, entry in self._stored.items() if other != name})
 
     def _tell(self, *, goes_on: bool) -> None:
         """Keep an object at the URL while more checkpoints may come: a follower waits for them."""
         if goes_on is not self._goes_on:
             if goes_on:
-                self._client.create(self._url.child(STILL_MIRRORED), "")
+                self._client.create(self.url.child(STILL_MIRRORED), "")
             else:
-                self._client.delete(self._url, [STILL_MIRRORED])
+                self._client.delete(self.url, [STILL_MIRRORED])
             self._goes_on = goes_on
 
-    @property
-    def _stored(self) -> Mapping[str, MirroredCheckpoint]:
-        """Return the run's checkpoints in the store, by its record elsewhere than on host 0."""
-        return read_record(self._root, self._rule.url).committed if self._committed is None else self._committed
-
-    def _write(self, committed: Mapping[str, MirroredCheckpoint]) -> None:
-        if committed != self._committed:
-            replace_file(FILE_SYSTEM, self._root / MIRROR, MirrorRecord(self._rule, committed).to_bytes())
-            self._committed = committed
+    def _write(self, stored: dict[str, MirroredCheckpoint]) -> None:
+        replace_file(FILE_SYSTEM, self._root / MIRROR, MirrorRecord(self._rule, stored).to_bytes())
+        self._stored = stored
 
 
 def _stored_checkpoint(client: StoreClient, folder: StoreUrl) -> MirroredCheckpoint:

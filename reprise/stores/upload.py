@@ -11,13 +11,13 @@ import contextlib
 import errno
 import random
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from reprise.errors import CheckpointError
 from reprise.format.names import MANIFEST
-from reprise.stores.checkpoint_files import CheckpointFiles, share
+from reprise.stores.checkpoint_files import CheckpointFiles
 from reprise.stores.locations import files_of
 from reprise.stores.url import StoreUrl
 
@@ -28,7 +28,6 @@ MARK = ".upload-"
 _REMOVAL = f"{MARK}removed"
 _PAUSES_S = (0.25, 0.5, 1, 2, 4)
 T = TypeVar("T")
-Objects = dict[str, tuple[int, float]]
 
 
 class SourceChangedError(CheckpointError):
@@ -41,27 +40,21 @@ class Upload:
     Args:
         folder: The checkpoint's folder in the store.
         source: The checkpoint's folder, perhaps in a store too.
-        host: This host's number among `hosts`, which divide the files. Host 0 begins and commits.
 
     Raises:
         FileNotFoundError: The checkpoint is gone.
     """
 
-    def __init__(self, client: StoreClient, folder: StoreUrl, source: Path, *, host: int = 0, hosts: int = 1) -> None:
-        self._client, self._folder, self._source, self._host, self._hosts = client, folder, source, host, hosts
+    def __init__(self, client: StoreClient, folder: StoreUrl, source: Path) -> None:
+        self._client, self._folder, self._source = client, folder, source
         self.files = CheckpointFiles.at(source)
-        self._mark, self._manifest = f"{MARK}{self.files.digest}", self.files.manifest.decode()
+        self._mark = f"{MARK}{self.files.digest}"
 
-    def run(self, sent: Callable[[str], None] = lambda _: None) -> bool:
-        """Upload this host's missing files, largest first. Then report to host 0 which, once all have, commits.
-
-        After an error, the next call continues.
+    def run(self, sent: Callable[[str], None] = lambda _: None) -> None:
+        """Upload the missing files, largest first, then the manifest. After an error, the next call continues.
 
         Args:
             sent: Called with the name of each uploaded file.
-
-        Returns:
-            Whether this host has nothing left to do. False before host 0 has begun, and on it before all have reported.
 
         Raises:
             SourceChangedError: The checkpoint is no longer there, or the folder has lost its mark.
@@ -69,35 +62,28 @@ class Upload:
                 not left by an upload.
             OSError: The store or the source fails, or an uploaded file has disappeared.
         """
-        objects = self._begin()
-        if objects is None:
-            return not self._host
-        for name in self._absent(objects, share(self.files.sizes, self._host, self._hosts)):
-            self._send(name)
-            sent(name)
-        return self._commit()
-
-    def _begin(self) -> Objects | None:
-        """Return the objects below this upload's mark. None if the first host has not begun, or has committed."""
         objects = self._client.objects(self._folder)
-        marks = [name for name in objects if name.startswith(MARK)]
-        if self._host and (MANIFEST in objects or self._mark not in marks):
-            return None
+        marks = {name for name in objects if name.startswith(MARK)}
         if MANIFEST in objects:
-            if self._client.read_text(self._folder.child(MANIFEST)) != self._manifest:
+            if self._client.read_text(self._folder.child(MANIFEST)) != self.files.manifest.decode():
                 raise self._refusal("another checkpoint")
-            self._client.delete(self._folder, marks)
-            return None
-        if objects and not marks:
-            raise self._refusal(f"{min(objects)}, which is not part of an upload")
-        if self._mark in marks:
-            return objects
-        clear(self._client, self._folder, objects)
-        self._client.create(self._folder.child(self._mark), "")
-        return {}
+        else:
+            if objects and not marks:
+                raise self._refusal(f"{min(objects)}, which is not part of an upload")
+            if marks != {self._mark}:
+                clear(self._client, self._folder, objects)
+                self._client.create(self._folder.child(self._mark), "")
+                objects = {}
+            for name in self._absent(objects):
+                self._send(name)
+                sent(name)
+            self._commit()
+        self._client.delete(self._folder, {*marks, self._mark})
 
-    def _absent(self, objects: Objects, sizes: dict[str, int]) -> list[str]:
-        return [name for name, size in sizes.items() if name not in objects or objects[name][0] != size]
+    def _absent(self, objects: Mapping[str, tuple[int, float]]) -> list[str]:
+        sizes = self.files.sizes
+        absent = (name for name in sizes if name not in objects or objects[name][0] != sizes[name])
+        return sorted(absent, key=lambda name: (-sizes[name], name))
 
     def _send(self, name: str) -> None:
         path, size, actual = self._source / name, self.files.sizes[name], None
@@ -107,13 +93,9 @@ class Upload:
             self._require_same()
             raise CheckpointError("A file has the wrong size", where=path, expected=size, found=actual)
         self._client.put(self._folder.child(name), str(path))
-        try:
-            self._require_same()
-        except SourceChangedError:
-            self._client.delete(self._folder, [name])  # before this host lists the next mark
-            raise
 
     def _require_same(self) -> None:
+        """Raise unless the checkpoint is unchanged, and the folder has its mark."""
         try:
             is_same = files_of(self._source).read_whole(self._source / MANIFEST) == self.files.manifest
             self._client.head(self._folder.child(self._mark))
@@ -122,19 +104,12 @@ class Upload:
         if not is_same:
             raise SourceChangedError("A checkpoint was replaced or deleted during its upload", where=self._source)
 
-    def _commit(self) -> bool:
-        if self._host:
-            return self._client.create(self._folder.child(f"{self._mark}.{self._host}"), "")
-        objects = self._client.objects(self._folder)
-        if any(f"{self._mark}.{host}" not in objects for host in range(1, self._hosts)):
-            return False
+    def _commit(self) -> None:
         self._require_same()
-        for name in self._absent(objects, self.files.sizes):
+        for name in self._absent(self._client.objects(self._folder)):
             raise OSError(errno.EIO, "a file disappeared during the upload", str(self._folder.child(name)))
-        if not self._client.create(self._folder.child(MANIFEST), self._manifest):
+        if not self._client.create(self._folder.child(MANIFEST), self.files.manifest.decode()):
             raise self._refusal("another checkpoint")
-        self._client.delete(self._folder, [name for name in objects if name.startswith(MARK)])
-        return True
 
     def _refusal(self, found: str) -> CheckpointError:
         return CheckpointError(

@@ -6,6 +6,7 @@ import errno
 import os
 import shutil
 import socket
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from reprise.format.lineage import FRESH, Branch, Lineage, Parent
 from reprise.format.mirror_record import MIRROR, MirrorRule, read_record
 from reprise.storage import FolderLock, iteration_name
 from reprise.stores import mirror_run
-from reprise.stores.mirror import LOCK_FOLDER, Mirror
+from reprise.stores.mirror import LOCK_FOLDER, Mirror, follow
 from reprise.stores.mirror_pass import CLAIM, MirrorPass
 from reprise.stores.upload import MARK
 from reprise.stores.url import StoreUrl
@@ -40,12 +41,10 @@ class Site:
         self.url = StoreUrl.parse(f"file://{self.store}")
         self.puts, self.left = list[str](), 0
 
-    def passes(
-        self, *, keep: int = 0, interval: int = 0, host: int = 0, hosts: int = 1, fails_at: int = 0
-    ) -> MirrorPass:
+    def passes(self, *, keep: int = 0, interval: int = 0, fails_at: int = 0) -> MirrorPass:
         self.left = fails_at
         client, rule = WatchedClient(self._request), MirrorRule(str(self.url), interval, keep)
-        return MirrorPass(client, self.url, self.folder, rule, host=host, hosts=hosts)
+        return MirrorPass(client, self.url, self.folder, rule)
 
     def _request(self, call: Callable[..., Any], *arguments: Any) -> Any:
         self.left -= 1
@@ -69,13 +68,12 @@ class Site:
         return assert_whole(self.store, self.folder)
 
 
-def finish(*mirrors: MirrorPass, at_end: bool = False) -> None:
-    """Run mirrors by turns until nothing is left to do."""
+def finish(passes: MirrorPass, *, at_end: bool = False) -> None:
+    """Run passes until nothing is left to do."""
     for _ in range(50):
-        ends = [passes.run(at_end=at_end) for passes in mirrors]
-        if all(ends):
+        if passes.run(at_end=at_end):
             return
-    raise AssertionError("the mirrors do not come to their end")
+    raise AssertionError("the mirror does not come to its end")
 
 
 @pytest.fixture
@@ -116,7 +114,7 @@ def test_a_second_mirror_writes_only_what_is_lost(site: Site, lost: str) -> None
     passes = site.passes()
     if lost == "manifest":  # what lies there has no mark, as no upload leaves it
         finish(passes)
-        assert passes.refused == {iteration_name(5)}
+        assert [*passes.refused] == [iteration_name(5)]
         return
     finish(passes)
     assert site.puts == ([str(site.store / CLAIM)[1:]] if lost == "claim" else [])
@@ -229,7 +227,7 @@ def test_a_damaged_checkpoint_is_named_and_the_others_go(site: Site, caplog: pyt
     (site.folder / iteration_name(10) / "model-00001-of-00003.safetensors").write_bytes(b"short")
     passes, once = site.passes(), {"keep": 0, "interval": 0, "once": True}
     finish(passes)
-    assert passes.refused == {iteration_name(10)}
+    assert [*passes.refused] == [iteration_name(10)]
     assert committed(site.store) == names_of(5)
     assert not (site.store / iteration_name(10)).exists()
     assert "iter_0000010 was not mirrored: A file has the wrong size" in caplog.text
@@ -237,7 +235,7 @@ def test_a_damaged_checkpoint_is_named_and_the_others_go(site: Site, caplog: pyt
     shutil.rmtree(site.folder / iteration_name(10))
     save(site.folder, [10], nonce="another", add=0.5)
     finish(passes)
-    assert passes.refused == frozenset()
+    assert passes.refused == {}
     (site.folder / iteration_name(10) / HOST).touch()
     finish(site.passes())  # it is there already
     assert mirror_run(site.folder.parent, str(site.url), **once) == 0
@@ -248,47 +246,31 @@ def test_a_damaged_checkpoint_is_named_and_the_others_go(site: Site, caplog: pyt
     assert committed(site.store) == names_of(5, 10)
 
 
-def test_hosts_upload_together_and_the_first_commits(site: Site) -> None:
-    save(site.folder, [10], files=8)
-    hosts = [site.passes(host=host, hosts=3) for host in range(3)]
-    assert not hosts[1].run()  # the first has not begun
-    assert site.puts == []
-    assert not hosts[0].run()
-    assert len([name for name in site.puts if name.endswith(".safetensors")]) in (2, 3)
-    assert not hosts[0].run()
-    assert committed(site.store) == []  # the others have not
-    for host in (1, 2, 0):
-        hosts[host].run()
-    assert site.names() == names_of(10)
-    uploaded = [name for name in site.puts if name.endswith(".safetensors")]
-    assert len(uploaded) == len(set(uploaded)) == 8
-    finish(*hosts)
-
-
 def test_a_checkpoint_replaced_during_its_upload_is_not_mixed(site: Site) -> None:
     save(site.folder, [10], files=4)
-    first, second = (site.passes(host=host, hosts=2) for host in range(2))
-    first.run()
-    send = second._client.put
+    passes = site.passes()
+    send = passes._client.put
 
     def replace(url: StoreUrl, source: str) -> None:
-        second._client.put = send  # type: ignore[method-assign]
+        passes._client.put = send  # type: ignore[method-assign]
+        send(url, source)
         give_up(site.folder, 10)
         save(site.folder, [10], files=4, nonce="m", add=0.5)
-        first.run()
-        send(url, source.replace("iter_0000010", "iter_0000010.superseded-1"))
 
-    second._client.put = replace  # type: ignore[method-assign]
-    finish(first, second)
+    passes._client.put = replace  # type: ignore[method-assign]
+    finish(passes)
     assert content(site.store / iteration_name(10)) == content(site.folder / iteration_name(10))
 
 
-def test_an_attached_mirror_waits_for_the_lock_of_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It tries again after a refusal, as where the mirror of the run before is still ending."""
+def test_a_mirror_that_waits_for_the_lock_of_another_tries_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As where the mirror of the run before is still ending."""
     monkeypatch.setattr("reprise.stores.mirror._FIRST_PAUSE_S", 0.001)
-    folder, store, tries = tmp_path / "run", tmp_path / "store", list[int]()
-    save(folder, [5])
-    other = FolderLock(folder / LOCK_FOLDER, "other")
+    site, tries, finishing = Site(tmp_path), list[int](), threading.Event()
+    save(site.folder, [5])
+    finishing.set()
+    other = FolderLock(site.folder / LOCK_FOLDER, "other")
     enter = FolderLock.__enter__
 
     def count_tries(lock: FolderLock) -> FolderLock:
@@ -299,9 +281,10 @@ def test_an_attached_mirror_waits_for_the_lock_of_another(tmp_path: Path, monkey
 
     with other:
         monkeypatch.setattr(FolderLock, "__enter__", count_tries)
-        assert Mirror(folder, MirrorRule(f"file://{store}")).finish(60)
+        follow(site.passes(), site.folder, finishing, is_patient=True)
     assert len(tries) == 3
-    assert committed(store) == [iteration_name(5)]
+    assert site.names() == names_of(5)
+    assert caplog.text.count("the mirror is waiting") == 1
 
 
 def test_an_ended_mirror_leaves_no_process_and_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -313,15 +296,13 @@ def test_an_ended_mirror_leaves_no_process_and_no_lock(tmp_path: Path, monkeypat
             monkeypatch.setenv(name, "x")
         mirror = Mirror(tmp_path, MirrorRule("s3://bucket/run"))
         connected, _ = silent.accept()
-        process = mirror._child.process
-        assert process is not None
-        assert process.stdin is not None
         fork = os.fork()
         if not fork:  # which keeps nothing that the process waits for
-            os._exit(not process.stdin.closed)
+            assert mirror.process.stdin is not None
+            os._exit(not mirror.process.stdin.closed)
         assert os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1]) == 0
         with connected:
-            mirror.end()
-            assert process.poll() is not None
+            assert not mirror.finish(0.01)
+            assert mirror.process.poll() is not None
             with FolderLock(tmp_path / LOCK_FOLDER, "another"):
                 pass

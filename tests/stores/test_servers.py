@@ -79,7 +79,7 @@ def test_doctor_names_what_the_server_honors(store: Server, tmp_path: Path) -> N
     text = reprise(store, "doctor", f"{store.url}/probed", cwd=tmp_path)
     assert ("a second creation of an object is refused" in text) == store.creates_once
     assert ("not honored" in text) != store.creates_once
-    assert text.count("ok ") >= 3
+    assert "can be created, read and deleted" in text
 
 
 def test_racing_creates_have_one_winner_where_honored(store: Server, tmp_path: Path) -> None:

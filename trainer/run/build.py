@@ -65,7 +65,7 @@ class Run:
         spikes: The spike detector. Empty if the run does not look for spikes.
         slowdown: The iteration times with and without saves under way.
         logs: Rank 0's log once it is open.
-        mirrors: The process that uploads checkpoints, on each host's first rank with a mirror.
+        mirrors: The process that uploads checkpoints, on rank 0 with a mirror.
     """
 
     config: Config

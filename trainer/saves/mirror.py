@@ -1,4 +1,4 @@
-"""A run's mirror: on each host, a thread and its child process upload the run's checkpoints into a store."""
+"""A run's mirror: a child process of rank 0 uploads the run's checkpoints into a store."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
-from reprise.commit import find_hosts
 from trainer.config.checkpoint import CheckpointSection
 from trainer.config.derived import save_folder
 from trainer.launch.process_group import Cluster
@@ -35,7 +34,7 @@ def rule_of(section: CheckpointSection) -> MirrorRule | None:
 def mirrored(
     section: CheckpointSection, cluster: Cluster, *, is_stopped: Callable[[], bool]
 ) -> Iterator[tuple[Mirror, ...]]:
-    """Yield this host's mirror on its first rank, and none on the others. With a mirror, all ranks call it.
+    """Yield the run's mirror on rank 0, and none on the others. With a mirror, all ranks call it.
 
     After the block, which has finished all saves, wait for the mirror. After an error, do not wait.
 
@@ -50,19 +49,16 @@ def mirrored(
     folder, rule = save_folder(section), rule_of(section)
     assert folder is not None
     assert rule is not None
-    hosts = find_hosts(cluster.channel, cluster.local_ranks, "mirror")
-    mirror: Mirror | None = None
+    mirrors: tuple[Mirror, ...] = ()
     with cluster.channel.agreed("mirror/started"):
-        if cluster.rank in hosts.leaders:
-            number = hosts.number_of(cluster.rank)
-            mirror = Mirror(folder, rule, host=number, hosts=len(hosts.leaders))
+        if cluster.rank == 0:
+            mirrors = (Mirror(folder, rule),)
     with ExitStack() as stack:
-        if mirror is not None:
+        for mirror in mirrors:
             stack.callback(mirror.end)
-        yield () if mirror is None else (mirror,)
+        yield mirrors
         wait_s = section.mirror_wait_s * (_WAIT_SHARE_AFTER_SIGNAL if is_stopped() else 1.0)
-        has_ended = mirror is None or mirror.finish(wait_s)
-    names = [] if has_ended or mirror is None or cluster.rank else mirror.missing()
+        names = [name for mirror in mirrors if not mirror.finish(wait_s) for name in mirror.missing()]
     if names:
         by_hand = f"`reprise checkpoint mirror {folder} {rule.url} --once` uploads them, and so does the next start"
         _log.warning("not in %s yet: iteration %s. %s", rule.url, ", ".join(names), by_hand)

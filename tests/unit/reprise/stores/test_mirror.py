@@ -1,50 +1,38 @@
-"""The ends of a mirror and of its thread."""
+"""The process of a mirror, and what it is told."""
 
 from __future__ import annotations
 
-import threading
+import os
+import signal
 from pathlib import Path
 
 import pytest
 
-from reprise.stores import mirror as mirror_module
 from reprise.stores.mirror import Mirror, mirror_rule
-from reprise.stores.mirror_pass import MirrorPass
 from tests.fakes import JOIN_S
+from tests.stores.saving import committed, save
 
 
-def test_an_end_at_the_start_of_a_pass_is_not_slept_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class EndsFirst(threading.Event):
-        def clear(self) -> None:
-            mirror.end()
-            super().clear()
-
-        def wait(self, timeout: float | None = None) -> bool:
-            raise AssertionError(f"the mirror sleeps for {timeout} s")
-
-    monkeypatch.setattr(mirror_module.threading, "Event", EndsFirst)
-    folder, rule = tmp_path / "run", mirror_rule(f"file://{tmp_path}/store", interval=0, keep=0)
-    folder.mkdir()
-    mirror = Mirror(folder, rule, attached=False)
-    monkeypatch.undo()
-    mirror.follow()
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("words", [["wake", "finish"], ["finish"]])
-def test_a_mirror_goes_on_after_a_defect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]) -> None:
-    defects = [True]
-
-    def run(_passes: MirrorPass, *, at_end: bool = False) -> bool:
-        if defects:
-            defects.pop()
-            raise RuntimeError("can't start new thread")
-        return at_end
-
-    monkeypatch.setattr(MirrorPass, "run", run)
-    (tmp_path / "run").mkdir()
+def test_a_mirror_goes_on_after_its_process_is_killed(tmp_path: Path, words: list[str]) -> None:
+    save(tmp_path / "run", [5])
     mirror = Mirror(tmp_path / "run", mirror_rule(f"file://{tmp_path}/store", interval=0, keep=0))
-    mirror._thread.join(JOIN_S)
+    killed = mirror.process
+    os.kill(killed.pid, signal.SIGKILL)
+    killed.wait(JOIN_S)
     if "wake" in words:
         mirror.wake()
+        assert mirror.process is not killed
     assert mirror.finish(JOIN_S)
+    assert mirror.missing() == []
+    assert committed(tmp_path / "store") == ["iter_0000005"]
+
+
+def test_a_process_whose_program_is_gone_ends_at_once(tmp_path: Path) -> None:
+    save(tmp_path / "run", [5])
+    mirror = Mirror(tmp_path / "run", mirror_rule(f"file://{tmp_path}/store", interval=10, keep=0))
+    assert mirror.process.stdin is not None
+    mirror.process.stdin.close()
+    assert mirror.process.wait(JOIN_S) != 0
+    assert mirror.missing() == ["5"]
+    assert committed(tmp_path / "store") == []
