@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from reprise.management.contents import CheckpointContents, FileSummary, TensorSummary, show
     from reprise.management.copying import CopiedCheckpoint, copy
     from reprise.management.gathering import GatherReport, GatherSource, gather
-    from reprise.management.host_share import HostPieces, HostShare
+    from reprise.management.host_share import HostShare
     from reprise.management.listing import list_checkpoints
     from reprise.management.progress import ProgressCallback
     from reprise.management.pruning import ExpiredCheckpoint, LightenedCheckpoint, PruneReport, drop_optimizer, prune
@@ -66,7 +66,6 @@ __all__ = [
     "FileSummary",
     "GatherReport",
     "GatherSource",
-    "HostPieces",
     "HostShare",
     "LightenedCheckpoint",
     "LoadedState",
@@ -104,7 +103,7 @@ _NAMES = {
     "management.contents": "CheckpointContents FileSummary TensorSummary show",
     "management.copying": "CopiedCheckpoint copy",
     "management.gathering": "GatherReport GatherSource gather",
-    "management.host_share": "HostPieces HostShare",
+    "management.host_share": "HostShare",
     "management.listing": "list_checkpoints",
     "management.pruning": "ExpiredCheckpoint LightenedCheckpoint PruneReport drop_optimizer prune",
     "management.summary": "CheckpointStatus CheckpointSummary",

@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 
 from reprise.format.layout import Place
-from reprise.loading.reader import Checkpoint, not_held, open_tensor_file, read_places
-from reprise.management.paths import open_newest
+from reprise.loading.reader import Checkpoint, open_tensor_file, read_places
+from reprise.management.paths import open_newest, part_of_host
 from reprise.management.progress import ProgressCallback, ignore_progress
 from reprise.storage.json_file import Json
 from reprise.tensors.dtypes import torch_dtype
@@ -87,8 +87,8 @@ def diff(a: str | Path, b: str | Path, *, progress: ProgressCallback = ignore_pr
     """
     first, second = (open_newest(path) for path in (a, b))
     for checkpoint in (first, second):
-        for name, numbers in {} if checkpoint.host is None else checkpoint.host.missing.items():
-            raise not_held(checkpoint, read_places(checkpoint)[name], numbers[0])
+        if not checkpoint.is_whole:
+            raise part_of_host(checkpoint.path)
     places_a, places_b, tensors = read_places(first), read_places(second), list[TensorDifference]()
     names = sorted(places_a.keys() | places_b.keys())
     progress("", 0, len(names))

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from reprise.errors import CheckpointError
-from reprise.format.names import HOST, MANIFEST, OPTIMIZER_DROPPED
+from reprise.format.names import MANIFEST, OPTIMIZER_DROPPED
 from reprise.loading.reader import Checkpoint, open_checkpoint, read_content, read_places
 from reprise.loading.verify import verify_share
-from reprise.management.paths import all_checkpoints
+from reprise.management.paths import all_checkpoints, part_of_host
 from reprise.management.progress import ProgressCallback, ignore_progress
 from reprise.storage.atomic import make_folders, sync_folders
 from reprise.storage.files import FILE_SYSTEM
@@ -74,10 +74,8 @@ def copy(
 def _copy(source: Path, target: Path, progress: ProgressCallback) -> CopiedCheckpoint:
     """Copy one checkpoint's files missing at the target, and verify."""
     checkpoint = open_checkpoint(source, files_of(source))
-    if not checkpoint.is_whole or checkpoint.host is not None:
-        raise CheckpointError(
-            "A folder holds the part of one host", where=source, found=HOST, fix="Join the hosts: `gather`."
-        )
+    if checkpoint.host is not None:
+        raise part_of_host(source)
     content, copied = CheckpointFiles.at(source), [0]
 
     def count(size: int) -> None:

@@ -75,13 +75,12 @@ def gather(
         progress: Called with the checkpoint name, the bytes written, and the total.
 
     Raises:
-        CheckpointError: A folder is missing, `out` is a host's folder or already has the iteration, parts are missing
-            (named by host), or a block is damaged in every folder.
+        CheckpointError: A folder is missing, `out` already has the iteration, parts are missing (named by host), or a
+            block is damaged in every folder.
         LockError: A run is saving to `out`.
     """
     parts = _newest_whole([part for host in hosts for part in _parts_in(Path(host).absolute())], iteration)
     folder = CheckpointFolder(Path(out), FILE_SYSTEM)
-    _refuse_host_folder(folder)
     lock = FolderLock(folder.root, secrets.token_hex(4), files=folder.files)
     with lock, lock:
         for number, attempt in folder.partials():  # left by a killed call; others may be a copy under way
@@ -128,18 +127,18 @@ def _newest_whole(parts: Sequence[Checkpoint], iteration: int | None) -> list[tu
     Raises:
         CheckpointError: Names the hosts whose parts are missing.
     """
-    problems = list[str]()
+    lacking = list[str]()
     for candidate in candidates([{part.iteration: Parts.of(_host_of(part))} for part in parts]):
         if iteration in (None, candidate.iteration):
             if not candidate.together.missing:
-                for problem in problems:
+                for problem in lacking:
                     _log.warning("%s; an older one is whole", problem)
                 return [(parts[number], held) for number, held in sorted(candidate.folders.items())]
-            problems.append(f"iteration {candidate.iteration} lacks {candidate.together.describe_missing()}")
-    outcome = "No checkpoint is whole" if iteration is None else f"Iteration {iteration} is not whole"
+            lacking.append(f"iteration {candidate.iteration} lacks {candidate.together.describe_missing()}")
     raise CheckpointError(
-        f"{outcome} in these folders together",
-        found="; ".join(problems) or "no part of it",
+        "No checkpoint is whole in these folders together",
+        expected=None if iteration is None else f"iteration {iteration}",
+        found="; ".join(lacking) or "no part of it",
         fix="Name the folders of the other hosts too, or of hosts that have copies of these parts.",
     )
 
@@ -203,12 +202,3 @@ def _copy(
         found="; ".join(damage),
         fix="Name the folder of another host that has a copy, or an older checkpoint with --iteration.",
     )
-
-
-def _refuse_host_folder(out: CheckpointFolder) -> None:
-    """Refuse a folder for local checkpoints: a run would consider a whole checkpoint there damaged."""
-    for iteration in out.committed():
-        if exists(out.iteration(iteration) / HOST):
-            raise CheckpointError(
-                "The output is the folder of a host", where=out.iteration(iteration) / HOST, fix="Name another folder."
-            )

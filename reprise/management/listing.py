@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections import deque
+from collections.abc import Mapping
 from dataclasses import replace
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 
 from reprise.errors import CheckpointError, TrainerError
@@ -34,9 +36,8 @@ def list_checkpoints(*folders: str | Path, check: int | None = CHECKED) -> tuple
 
     Args:
         folders: Run folders, checkpoint folders of runs, or hosts' folders.
-        check: How many of the newest checkpoints to check per folder, superseded ones last, and how many weights-only
-            saves. None checks all. The others are `unchecked`, except checkpoints without a manifest or a readable
-            state.
+        check: How many of the newest checkpoints to check per folder, and how many weights-only saves. None checks all.
+            The others are `unchecked`, except checkpoints without a manifest or a readable state.
 
     Raises:
         CheckpointError: A folder is missing or holds no checkpoint. A damaged checkpoint does not raise.
@@ -45,7 +46,7 @@ def list_checkpoints(*folders: str | Path, check: int | None = CHECKED) -> tuple
     summaries = list[CheckpointSummary]()
     for root in [checkpoint_folder(folder) for folder in map(location, folders)]:
         trees = trees_in(root, files_of(root))
-        checked = {*_newest(trees, check)}
+        checked = {path for _, group in groupby(trees, attrgetter("parent")) for path in deque(group, maxlen=check)}
         for path, tree in trees.items():
             summary = _listed(root, path, tree)
             summaries.append(_checked(summary) if path in checked or summary.problem is not None else summary)
@@ -67,20 +68,6 @@ def stored_trees(folder: Path, files: Files) -> dict[Path, Tree | None]:
     trees = by_checkpoint(files.tree(folder))
     names = sorted((name for name, tree in trees.items() if MANIFEST in tree), key=lambda n: (n.startswith(WEIGHTS), n))
     return {folder / name: trees[name] for name in names}
-
-
-def _newest(paths: Iterable[Path], count: int | None) -> list[Path]:
-    """Return a run's newest checkpoints and its newest weights-only saves.
-
-    Args:
-        count: How many of each kind, superseded checkpoints last. None means all.
-    """
-    by_folder = defaultdict[Path, list[Path]](list)
-    for path in paths:
-        by_folder[path.parent].append(path)
-    for members in by_folder.values():
-        members.sort(key=lambda path: (iteration_of(path) is not None, named_iteration(path.name) or 0), reverse=True)
-    return [path for members in by_folder.values() for path in members[:count]]
 
 
 def _listed(folder: Path, path: Path, tree: Tree | None) -> CheckpointSummary:

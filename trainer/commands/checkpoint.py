@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 from tqdm import tqdm
 
 import reprise
-from reprise import CheckpointStatus, CheckpointSummary, HostPieces, ProgressCallback, VerifiedCheckpoint
+from reprise import CheckpointStatus, CheckpointSummary, ProgressCallback, VerifiedCheckpoint
 from reprise.errors import ConfigError, TrainerError, count_of
 from reprise.storage import FILE_SYSTEM, dumps, exists, is_url, json_file, shown_name
 from reprise.stores import files_of
@@ -31,7 +31,7 @@ from trainer.report.goodput import measure_goodput
 from trainer.report.history import read_history, run_folder, topology_text
 
 BAD = 1
-_PART, _TOGETHER = "a part", "whole together"  # for a checkpoint whose other pieces are on other hosts
+_PART = "a part"  # for a checkpoint whose other pieces are on other hosts
 _MOST_SHOWN = 10
 _WIDEST = 60  # characters per list in a table
 _LONG_LOG_BYTES = 32 << 20  # about 100,000 iterations, which take a second to read
@@ -127,30 +127,20 @@ def _finding(checkpoint: CheckpointSummary | VerifiedCheckpoint, *, whole: str, 
 def _report(
     options: argparse.Namespace, rows: list[Row], checkpoints: Sequence[CheckpointSummary | VerifiedCheckpoint]
 ) -> int:
-    """Print the rows, and whether several folders' parts are whole together. Return the exit status."""
-    together = {
-        checkpoint.iteration: f"missing {checkpoint.missing_everywhere}" if checkpoint.missing_everywhere else _TOGETHER
-        for checkpoint in checkpoints
-        if isinstance(checkpoint, VerifiedCheckpoint) and checkpoint.missing_everywhere is not None
-    }
+    """Print the rows, and return the exit status."""
     if not any(row["held"] for row in rows):
         rows = _without_columns(rows, "held")
-    if options.json and together:
-        pairs = zip(rows, checkpoints, strict=True)
-        rows = [{**row, "together": together.get(checkpoint.iteration)} for row, checkpoint in pairs]
     _print_rows(rows if options.json else [*map(_without_problem, rows)], as_json=options.json)
     damaged = (CheckpointStatus.DAMAGED, CheckpointStatus.UNREADABLE)
     for checkpoint in () if options.json else checkpoints:
         if checkpoint.status in damaged:
             print(f"{checkpoint.path}: {checkpoint.problem}")
-    for iteration, text in () if options.json else together.items():
-        print(f"iteration {iteration}: {text}")
     statuses = {checkpoint.status for checkpoint in checkpoints}
     if CheckpointStatus.DAMAGED in statuses:
         return BAD
     if CheckpointStatus.UNREADABLE in statuses:
         return IMPOSSIBLE
-    return BAD if together and _TOGETHER not in together.values() else FINE
+    return FINE
 
 
 def _without_problem(row: Row) -> Row:
@@ -174,17 +164,14 @@ def show(options: argparse.Namespace) -> int:
         for tensor in contents.tensors
     ]
     files = [{"file": file.name, "bytes": file.total_bytes} for file in contents.files]
-    hosts = [_row(pieces) for pieces in contents.share.hosts] if contents.share else []
     share = str(contents.share or "")
     if options.json:
         document = {"state": contents.state, "files": files, "tensors": tensors, "aliases": contents.aliases}
-        print(dumps({**document, "hosts": hosts, "held": share} if hosts else document))
+        print(dumps({**document, "held": share} if share else document))
         return FINE
     print(f"{contents.path}\n")
-    if hosts:
+    if share:
         print(f"A single host's folder, {share}\n")
-        _print_rows(hosts, as_json=False)
-        print()
     _print_rows([{"field": name, "value": value} for name, value in flattened(contents.state).items()], as_json=False)
     print()
     _print_rows(files, as_json=False)
@@ -193,12 +180,6 @@ def show(options: argparse.Namespace) -> int:
     for alias, stored in contents.aliases.items():
         print(f"{alias} is {stored}")
     return FINE
-
-
-def _row(pieces: HostPieces) -> Row:
-    missing = pieces.pieces - pieces.present
-    counts = {"pieces": pieces.pieces, "held": pieces.present, "missing": missing}
-    return {"host": pieces.host, **counts, "bytes": pieces.present_bytes}
 
 
 def diff(options: argparse.Namespace) -> int:
