@@ -30,7 +30,7 @@ from reprise.stores.url import StoreUrl, is_store_url
 # all equal except the last.
 PART_BYTES = 8 << 20
 MOST_PARTS = 9_000
-PARTS_AT_ONCE = 16
+PARTS_AT_ONCE = 8
 # obstore's timeout covers a whole request with its body: 8 MiB at 256 KiB/s, after 30 s.
 REQUEST_S = 62
 RETRY_S = 120
