@@ -65,9 +65,9 @@ class RangeCache:
             if is_new:
                 buffer[:] = self._fetched(key, place, fetch)[at : at + buffer.nbytes]
                 return
-            offset, (file, _) = place.result(), self._ring
-            if offset == _NOT_KEPT:
+            if (offset := place.result()) == _NOT_KEPT:
                 continue
+            file, _ = self._ring
             if FILE_SYSTEM.read(file.fileno(), buffer, offset=offset + at) != buffer.nbytes:
                 raise OSError(errno.EIO, "a file of fetched bytes ends early", str(file.name))
             with self._lock:
@@ -89,12 +89,12 @@ class RangeCache:
 
     def _keep(self, key: Hashable, body: memoryview) -> int:
         """Write a range over the oldest ones, and return where it begins in the file. Without room, drop it."""
-        file, limit = self._ring
         with self._lock:
-            start = self._end + (-self._end % limit if self._end % limit + body.nbytes > limit else 0)
-            while self._kept and self._kept[0][0] < start + body.nbytes - limit:
-                del self._places[self._kept.popleft()[1]]
             try:
+                file, limit = self._ring
+                start = self._end + (-self._end % limit if self._end % limit + body.nbytes > limit else 0)
+                while self._kept and self._kept[0][0] < start + body.nbytes - limit:
+                    del self._places[self._kept.popleft()[1]]
                 if body.nbytes > limit:
                     raise OSError(errno.ENOSPC, "no room for a range", str(file.name))
                 FILE_SYSTEM.write(file.fileno(), body, offset=start % limit)

@@ -118,6 +118,14 @@ def test_a_full_disk_keeps_nothing_and_a_cut_file_is_found(monkeypatch: pytest.M
         read(ranges, fetched, span)
 
 
+def test_without_a_folder_for_its_file_nothing_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(ranges_module.tempfile, "tempdir", str(tmp_path / "gone"))
+    fetched, ranges, span = Fetched(), RangeCache(), (0, 1000)
+    with ThreadPoolExecutor(3) as threads:
+        for body in threads.map(lambda _: read(ranges, fetched, span), range(3)):
+            assert body == CONTENT[slice(*span)]
+
+
 def test_a_failed_fetch_is_repeated_by_the_next_read() -> None:
     def failing(_offset: int, _size: int) -> memoryview:
         raise MemoryError
