@@ -76,7 +76,6 @@ def save(
             keep=max_checkpoint_keep,
             file_bytes=file_bytes,
             from_rank0=from_rank0,
-            is_replicated=True,
             overwrite=overwrite,
         )
 
@@ -108,8 +107,8 @@ def load(
         rng: Whether to restore this rank's random state. True requires as many ranks as saved theirs. On a different
             rank count, `"if_same_ranks"` logs it and keeps the program's own seed. A log line lists unrequested state
             in the checkpoint. Passing False, or an empty `state` or `per_rank`, silences it.
-        strict: True refuses names missing on either side, `"missing"` those missing in the checkpoint, `"model"` module
-            names on either side, False none. Allowed names are logged, and values missing in the checkpoint stay.
+        strict: True refuses names missing on either side, `"missing"` those missing in the checkpoint, False none.
+            Allowed names are logged, and values missing in the checkpoint stay.
         iteration: The iteration to load from a run's folder. None loads the newest valid checkpoint.
         missing_ok: Whether a missing folder or checkpoint fills nothing, and returns `state` with iteration 0.
         timeout_s: Seconds to wait for other ranks to make this call.

@@ -14,11 +14,10 @@ from torch import nn
 
 from reprise.errors import CheckpointError, TrainerError
 from reprise.format.layout import DEFAULT_FILE_BYTES
-from reprise.nested.agreement import KnownTables
 from reprise.nested.calls import MakeTree, contents_of
 from reprise.nested.held import HeldTensors
 from reprise.nested.save_arguments import check_options, check_vacant, target_folder
-from reprise.nested.tree import tree_of, tree_of_dict
+from reprise.nested.tree import Tree, tree_of, tree_of_dict
 from reprise.ranks.group import CALL_TIMEOUT_S, COMMIT_TIMEOUT_S, open_call
 from reprise.ranks.joint_call import JointCall, end_waits
 from reprise.saving import program_end
@@ -88,8 +87,8 @@ class AsyncSaver:
                 "AsyncSaver()", timeout_s=timeout_s, process_group=process_group, coordinator_rank=coordinator_rank
             ) as call:
                 self._channel, self._timeout_s = call.channel, timeout_s
-                self._known, self._calls, self._is_closed = KnownTables(), 0, False
-                self._last = HeldTensors()
+                self._calls, self._is_closed = 0, False
+                self._held = HeldTensors()
                 with call.agreed():
                     self._folder = target_folder(folder)
                     check_options(
@@ -136,7 +135,7 @@ class AsyncSaver:
         Raises:
             TrainerError: A tensor or value cannot be saved. Every rank raises.
         """
-        self._prepare(lambda: tree_of(model, optimizer, state), is_replicated=True)
+        self._prepare(lambda: tree_of(model, optimizer, state))
 
     def prepare_state_dict(self, state_dict: dict[str, Any], *, model: nn.Module | None = None) -> None:
         """Allocate the staging memory for a nested state dict; see `prepare`.
@@ -166,7 +165,6 @@ class AsyncSaver:
         self._save(
             iteration,
             lambda: tree_of(model, optimizer, state, rank=rank, per_rank=per_rank, rng=rng, files=files),
-            is_replicated=True,
         )
 
     def save_state_dict(
@@ -218,7 +216,7 @@ class AsyncSaver:
             self._abandon()
             raise
         program_end.forget(self)
-        self._last = HeldTensors()
+        self._held = HeldTensors()
         self.wait()
 
     def __enter__(self) -> AsyncSaver:
@@ -244,37 +242,37 @@ class AsyncSaver:
         program_end.forget(self)
         self._checkpointer.abandon()
 
-    def _save(self, iteration: int, make_tree: MakeTree, *, is_replicated: bool = False) -> None:
+    def _save(self, iteration: int, make_tree: MakeTree) -> None:
         name = f"AsyncSaver.save(iteration={iteration})"
-        with self._joint_call(name, iteration, make_tree, is_replicated=is_replicated) as contents:
+        with self._joint_call(name, iteration, make_tree) as contents:
             try:
                 self._checkpointer.save(iteration, contents)
             finally:  # after the save, since the program may be exiting already
                 program_end.finish_at_end(self, self._checkpointer.job)
 
-    def _prepare(self, make_tree: MakeTree, *, is_replicated: bool = False) -> None:
-        with self._joint_call("AsyncSaver.prepare()", None, make_tree, is_replicated=is_replicated) as contents:
+    def _prepare(self, make_tree: MakeTree) -> None:
+        with self._joint_call("AsyncSaver.prepare()", None, make_tree) as contents:
             self._checkpointer.prepare(contents)
 
     @contextlib.contextmanager
-    def _joint_call(
-        self, name: str, iteration: int | None, make_tree: MakeTree, *, is_replicated: bool
-    ) -> Iterator[Contents]:
+    def _joint_call(self, name: str, iteration: int | None, make_tree: MakeTree) -> Iterator[Contents]:
         """Agree on a call's contents. Without an iteration, nothing is saved yet."""
         attempts, call = self._checkpointer.attempts, None
+
+        def make() -> Tree:
+            self._require_open()
+            return make_tree()
+
         try:
             self._calls += 1
             call = JointCall(self._channel, f"contents/{self._calls}", name, timeout_s=self._timeout_s)
             yield contents_of(
                 call,
                 self._folder,
-                make_tree,
-                cache=self._known,
-                last=self._last,
+                make,
+                holdings=self._held,
                 iteration=iteration or 0,
                 from_rank0=self._from_rank0,
-                is_replicated=is_replicated,
-                check=self._require_open,
                 before_decision=lambda: self._require_vacant(iteration),
             )
         except BaseException as error:

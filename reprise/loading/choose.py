@@ -18,7 +18,7 @@ from reprise.loading.verify import check_first_blocks
 from reprise.storage.files import Files
 from reprise.storage.folder import CheckpointFolder, is_iteration_name, iteration_of, kind_of
 from reprise.storage.paths import exists, is_dir
-from reprise.storage.patience import Patience, unreadable
+from reprise.storage.patience import Patience
 
 _log = logging.getLogger(__name__)
 
@@ -192,10 +192,7 @@ class Chooser:
             CheckpointError: No valid candidate is left. Lists the skipped checkpoints with the reasons.
         """
         if self._candidates is None:
-            try:
-                self._candidates = self._patience.retry(self._find, where=self._source.path)
-            except OSError as error:
-                raise unreadable(error, where=self._source.path) from error
+            self._candidates = self._patience.look(self._find, where=self._source.path)
         while self._candidates:
             path = self._candidates[0]
             is_local = self.is_local(path)

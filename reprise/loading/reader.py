@@ -100,9 +100,8 @@ def open_checkpoint(path: Path, files: Files, *, may_lack: bool = False) -> Chec
         content = read_content(path / MANIFEST, files)
         listing = manifest.from_bytes(content, where=path / MANIFEST)
     except OSError as error:
-        raise failed_read(
-            "A folder is not a checkpoint", error, where=path, expected=MANIFEST, fix="Pass another folder."
-        ) from error
+        fix = "Pass another folder."
+        raise failed_read(f"A folder without {MANIFEST} is not a checkpoint", error, where=path, fix=fix) from error
 
     def checked(name: str) -> bytes | CheckpointError:
         try:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 from reprise.format.manifest import digest_of
 from reprise.nested.documents import Section, join_sections
@@ -27,15 +26,11 @@ class KnownTables:
 
     Args:
         joint: The table for all ranks.
-        sent: The digest of this rank's table in the last agreement.
-        tables: On the coordinator, the tables by digest.
-        digests: On the coordinator, the digest of each rank's table, in channel order.
+        sent: The digest of this rank's table in `joint`. Empty if this is open, as after an error.
     """
 
     joint: JointTable | None = None
     sent: str = ""
-    tables: dict[str, bytes] = field(default_factory=dict)
-    digests: Sequence[str] = ()
 
 
 def agree_on_state(
@@ -60,7 +55,8 @@ def agree_on_state(
         CheckpointError: A rank does not make the call, or the tables or values conflict. Every rank raises.
     """
     channel, joined, message = call.channel, None, ""
-    digests, known = (digest_of(table), digest_of(values)), cache.joint.digest if cache.joint else ""
+    digests = (digest_of(table), digest_of(values))
+    known = cache.joint.digest if cache.joint and cache.sent == digests[0] else ""
     documents = dict(zip(digests, (table, values), strict=True))
     new = [digest for digest in digests if digest != cache.sent]
     small = {digest: documents[digest].decode() for digest in new if len(documents[digest]) <= SMALL_BYTES}
@@ -68,19 +64,17 @@ def agree_on_state(
     tables, sections = (
         [(pair[place], rank) for (_, pair, _), rank in zip(offers, channel.ranks, strict=False)] for place in (0, 1)
     )
-    answer: list[Any] = []
+    requests, is_same = dict[str, int](), False
     if channel.coordinates:
         with call.preparing():
             documents |= {digest: text.encode() for *_, texts in offers for digest, text in texts.items()}
-            documents |= cache.tables
-            senders = dict(reversed([*tables, *sections]))  # the first rank with each document
+            is_same = {first for first, *_ in offers} == {known} != {""}
+            senders = dict(reversed([*(() if is_same else tables), *sections]))  # the first rank with each document
             requests = {digest: rank for digest, rank in senders.items() if digest not in documents}
-            is_same = {first for first, *_ in offers} == {known} and cache.digests == [digest for digest, _ in tables]
             if not requests:
                 message, joined = _join(tables, sections, documents, cache, is_same=is_same)
-            answer = [requests, is_same]
             before_decision()
-    requests, is_same = json.loads(call.decide(json.dumps(answer)))
+    requests, is_same = json.loads(call.decide(json.dumps([requests, is_same])))
     if requests:
         for digest in digests:
             if requests.get(digest) == channel.rank:
@@ -94,7 +88,7 @@ def agree_on_state(
         data = message.encode() if channel.coordinates else None
         joint = channel.broadcast(f"{call.key}/joint", data)
         if not channel.coordinates:
-            cache.joint = JointTable.from_text(joint.decode())
+            cache.sent, cache.joint = "", JointTable.from_text(joint.decode())
     cache.sent = digests[0]
     assert cache.joint is not None
     return cache.joint, joined
@@ -122,10 +116,9 @@ def _join(
     """
     message = ""
     if not is_same:
-        cache.joint, cache.digests = None, ()
-        cache.tables = {digest: documents[digest] for digest, _ in tables}
+        cache.sent = ""
         message = join({rank: documents[digest] for digest, rank in tables})
-        cache.joint, cache.digests = JointTable.from_text(message), [digest for digest, _ in tables]
+        cache.joint = JointTable.from_text(message)
     first_ranks = dict(reversed(sections))
     if len(first_ranks) < 2:
         return message, None

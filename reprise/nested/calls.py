@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from reprise.errors import count_of
@@ -31,13 +32,12 @@ from reprise.nested.save_arguments import (
 )
 from reprise.nested.stored_names import PER_RANK, RNG
 from reprise.nested.tree import Tree
-from reprise.ranks.channel import StoreChannel
 from reprise.ranks.joint_call import JointCall
 from reprise.saving.checkpointer import Checkpointer
 from reprise.saving.policy import Retention, SavePolicy
 from reprise.storage.files import FILE_SYSTEM
 from reprise.storage.json_file import to_bytes
-from reprise.storage.patience import Patience, unreadable
+from reprise.storage.patience import Patience
 from reprise.stores.locations import location
 from reprise.tensors.live import Contents, LiveTensor
 from reprise.tensors.modes import own_modes
@@ -46,8 +46,8 @@ _log = logging.getLogger(__name__)
 
 MakeTree = Callable[[], Tree]
 
-# By call kind and ranks, the tables from the last agreement.
-_known = defaultdict[tuple[str, tuple[int, ...]], KnownTables](KnownTables)
+# By ranks, the tables from the last save's agreement.
+_known = defaultdict[tuple[int, ...], KnownTables](KnownTables)
 
 
 def contents_of(
@@ -55,12 +55,9 @@ def contents_of(
     folder: Path,
     make_tree: MakeTree,
     *,
-    cache: KnownTables,
-    last: HeldTensors | None = None,
+    holdings: HeldTensors,
     iteration: int,
     from_rank0: Sequence[str] = (),
-    is_replicated: bool = False,
-    check: Callable[[], None] = lambda: None,
     before_decision: Callable[[], None] = lambda: None,
 ) -> Contents:
     """Return what to save. Collective.
@@ -68,28 +65,23 @@ def contents_of(
     Args:
         folder: The checkpoint folder, for messages.
         make_tree: Returns this rank's tree.
-        cache: The tables from the ranks' last agreement.
-        last: The previous save's tensors, if there was a save. This save's tensors replace them.
-        is_replicated: Whether every rank must hold a part of every tensor.
-        check: Called first. Raises if this rank cannot save.
+        holdings: The previous save's tensors, if there was a save. This save's tensors replace them.
         before_decision: Called on the coordinator once every rank can save. No rank saves if it raises.
 
     Raises:
         TrainerError: A rank cannot save, or the ranks' trees conflict. Every rank raises.
         BaseException: This rank's own error. Other ranks raise a TrainerError naming it.
     """
-    last = last or HeldTensors()
     with call.preparing(), own_modes():
-        check()
         check_iteration(iteration)
         tree = make_tree()
         section = tree.section()
-        table = last.table_of(tree, from_rank0, is_replicated=is_replicated)
+        table = holdings.table_of(tree, from_rank0)
         data = to_bytes(section)
-    joint, joined = agree_on_state(call, table, data, cache, before_decision=before_decision)
+    joint, joined = agree_on_state(call, table, data, holdings.known, before_decision=before_decision)
     if tree.form.obstacle and call.channel.coordinates:
         _log_once(f"{folder}: from_pretrained does not open these saves, as {tree.form.obstacle}")
-    live = last.with_replicas(joint, call.channel.rank, is_save=True)
+    live = holdings.with_replicas(joint, call.channel.rank)
     return Contents(joint.specs, live, joint.aliases, {STATE: document(joined or section, iteration), **tree.files})
 
 
@@ -108,7 +100,6 @@ def save_now(
     file_bytes: int,
     from_rank0: Sequence[str],
     overwrite: bool,
-    is_replicated: bool = False,
 ) -> Path:
     """Save as `folder/iter_<iteration>` while the caller waits, and return this path. Collective.
 
@@ -140,10 +131,9 @@ def save_now(
             call,
             path,
             make_tree,
-            cache=_known["save", call.channel.ranks],
+            holdings=HeldTensors(_known[call.channel.ranks]),
             iteration=iteration,
             from_rank0=from_rank0,
-            is_replicated=is_replicated,
             before_decision=take_folder,
         )
         report = checkpointer.save(iteration, contents)
@@ -180,23 +170,23 @@ def fill(
     with call.preparing(), own_modes():
         require_path(path)
         source = location(path)
-        is_valid = type(strict) is bool or strict in ("missing", "model")
-        require("`strict`", is_valid, 'True, False, "missing" or "model"', strict)
+        require("`strict`", type(strict) is bool or strict == "missing", 'True, False or "missing"', strict)
         tree, local = make_tree(), HeldTensors()
         table = local.table_of(tree)
-    joint, _ = agree_on_state(call, table, to_bytes({}), _known["load", channel.ranks])
-    if missing_ok and _has_no_checkpoint(channel, source):
+    joint, _ = agree_on_state(call, table, to_bytes({}), local.known)
+    look = partial(Patience().look, partial(has_no_checkpoint, source, FILE_SYSTEM), where=source)
+    if missing_ok and channel.from_first("missing", look):
         return LoadedState({"iteration": 0})
-    tensors, fillings = local.with_replicas(joint, channel.rank, is_save=False), list[Filling]()
+    tensors, fillings = local.with_replicas(joint, channel.rank), list[Filling]()
 
     def live(checkpoint: Checkpoint) -> Sequence[LiveTensor]:
         requested = joint
-        if tree.may_drop_random_state and len(saved := saving_ranks(checkpoint)) != channel.world_size:
+        if tree.may_drop_random_state and (saved := saving_ranks(checkpoint)) != channel.world_size:
             tree.declined = (*tree.declined, RNG)
             tree.receivers.pop((PER_RANK, str(channel.rank), RNG), None)
             requested = replace(joint, entries=joint.entries - {PER_RANK})
             if channel.coordinates:
-                ranks = f"saved on {count_of(len(saved), 'rank')}, loaded on {channel.world_size}"
+                ranks = f"saved on {count_of(saved, 'rank')}, loaded on {channel.world_size}"
                 _log.warning(f"random state not loaded from {checkpoint.path}: {ranks}")
         fillings.append(Filling(tree, tensors, requested, strict, checkpoint))
         return fillings[-1].live()
@@ -204,15 +194,3 @@ def fill(
     restorer = Restorer(channel, nonce=call.nonce)
     restorer.restore(LoadSource(source, iteration), check=check, live=live, finish=lambda: fillings[-1].finish())
     return fillings[-1].result(is_first=channel.coordinates)
-
-
-def _has_no_checkpoint(channel: StoreChannel, path: Path) -> bool:
-    """Return on every rank whether the coordinator finds no checkpoint under `path`."""
-
-    def look() -> bool:
-        try:
-            return Patience().retry(lambda: has_no_checkpoint(path, FILE_SYSTEM), where=path)
-        except OSError as error:
-            raise unreadable(error, where=path) from error
-
-    return bool(channel.from_first("missing", look))

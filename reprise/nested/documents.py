@@ -5,17 +5,23 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
-
-import torch
 
 from reprise.errors import CheckpointError, MismatchError, count_of
 from reprise.format.layout import TensorKind
 from reprise.format.names import FORMAT, STATE
 from reprise.loading.reader import Checkpoint, read_places
 from reprise.nested.stored_names import PER_RANK, Keys, keys_of, keys_of_pointer, pointer
-from reprise.nested.typed_values import DICTS, MALFORMED, ByLeaf, TensorReference, decode, references
+from reprise.nested.table import Differences, refuse
+from reprise.nested.typed_values import (
+    DICTS,
+    MALFORMED,
+    ByLeaf,
+    TensorReference,
+    decode,
+    references,
+)
 from reprise.storage.json_file import Json
 
 STATE_DICT = "state_dict"
@@ -57,20 +63,7 @@ def join_sections(by_rank: Mapping[int, Section]) -> Section:
         CheckpointError: A value or a parameter group differs between ranks.
     """
     joined: Section = {}
-    first: dict[tuple[str, str], tuple[int, object]] = {}
-
-    def compare(member: str, where: str, rank: int, value: object) -> None:
-        first_rank, first_value = first.setdefault((member, where), (rank, value))
-        if first_value is not value and _text(first_value) != _text(value):
-            raise CheckpointError(
-                "The ranks pass different values",
-                where=where,
-                expected="the same on every rank, as one file holds it",
-                found=f"{_shown(first_value)} on rank {first_rank} and {_shown(value)} on rank {rank}",
-                fix="Nothing was saved. Pass values that differ by rank in `per_rank` or, in a state dict, under a key "
-                "for each rank, or gather them first.",
-            )
-
+    differences = Differences(lambda text: f"{text:.{_MOST_SHOWN}}")
     for rank, section in sorted(by_rank.items()):
         for member, contents in section.items():
             into = joined.setdefault(member, {})
@@ -78,15 +71,21 @@ def join_sections(by_rank: Mapping[int, Section]) -> Section:
                 if member != "groups":
                     into.setdefault(where, value)
                     if member != "orders":  # ranks may have other memory layouts
-                        compare(member, where, rank, value)
+                        differences.add(where, rank, _text(value))
                     continue
                 groups = into.setdefault(where, [])
                 texts = {_text({**group, "place": None}) for group in groups}
                 for place, group in enumerate(value):
                     for name in group["names"]:
-                        compare(member, f"{where}/param_groups, {name}", rank, group["numbers"])
+                        differences.add(f"{where}/param_groups, {name}", rank, _text(group["numbers"]))
                     if _text({**group, "place": None}) not in texts:
                         groups.append(group if place == len(groups) else {**group, "place": place})
+    refuse(
+        differences.problems,
+        "The ranks pass different values",
+        "Pass values that differ by rank in `per_rank` or, in a state dict, under a key for each rank, or gather them "
+        "first.",
+    )
     return joined
 
 
@@ -100,11 +99,11 @@ class StoredState:
         groups: See `Section`, also for `dtypes` and `orders`.
     """
 
-    root: ByLeaf = field(default_factory=ByLeaf)
-    values: Json = field(default_factory=dict)
-    groups: Mapping[str, list[Json]] = field(default_factory=dict)
-    dtypes: Mapping[str, str] = field(default_factory=dict)
-    orders: Mapping[str, list[int]] = field(default_factory=dict)
+    root: ByLeaf
+    values: Json
+    groups: Mapping[str, list[Json]]
+    dtypes: Mapping[str, str]
+    orders: Mapping[str, list[int]]
 
     def members(self, *keys: str) -> dict[str, Any]:
         """Return the dict under keys. Empty if there is no dict."""
@@ -120,7 +119,15 @@ def read_state(checkpoint: Checkpoint) -> StoredState:
     Raises:
         CheckpointError: A state file or tensor header is malformed.
     """
-    state = read_values(checkpoint)
+    try:
+        state = _parsed(_upgraded(checkpoint.state))
+    except MALFORMED as error:
+        raise CheckpointError(
+            "A state file is malformed",
+            where=f"{checkpoint.path / STATE}, {STATE_DICT}",
+            expected="what `save` writes",
+            found=f"{type(error).__name__}: {error}",
+        ) from error
     names = {reference.name for reference in references(state.root)}
     kinds = dict.fromkeys(checkpoint.manifest.aliases, TensorKind.OPTIMIZER)
     kinds |= {name: place.spec.kind for name, place in read_places(checkpoint).items()}
@@ -131,23 +138,6 @@ def read_state(checkpoint: Checkpoint) -> StoredState:
     return state
 
 
-def read_values(checkpoint: Checkpoint) -> StoredState:
-    """Return a checkpoint's state without the tensors outside its values. Reads any version.
-
-    Raises:
-        CheckpointError: The state file is malformed.
-    """
-    try:
-        return _parsed(_upgraded(checkpoint.state))
-    except MALFORMED as error:
-        raise CheckpointError(
-            "A state file is malformed",
-            where=f"{checkpoint.path / STATE}, {STATE_DICT}",
-            expected="what `save` writes",
-            found=f"{type(error).__name__}: {error}",
-        ) from error
-
-
 def check_ranks(checkpoint: Checkpoint, world_size: int) -> None:
     """Refuse per-rank state if the load has a different rank count than the save.
 
@@ -155,19 +145,19 @@ def check_ranks(checkpoint: Checkpoint, world_size: int) -> None:
         MismatchError: The rank counts differ.
     """
     saved = saving_ranks(checkpoint)
-    if saved and len(saved) != world_size:
+    if saved not in (0, world_size):
         raise MismatchError(
             "The checkpoint has random state or other per-rank state for a different number of ranks",
             where=checkpoint.path,
             expected=f"{count_of(world_size, 'rank')}, as in this load",
-            found=f"{count_of(len(saved), 'rank')}, as in the save",
+            found=f"{count_of(saved, 'rank')}, as in the save",
             fix='Load on the same number of ranks, or with rng="if_same_ranks" and without per_rank.',
         )
 
 
-def saving_ranks(checkpoint: Checkpoint) -> set[str]:
-    """Return the ranks whose random state or other per-rank state a checkpoint holds, as text."""
-    return {*read_values(checkpoint).members(PER_RANK)}
+def saving_ranks(checkpoint: Checkpoint) -> int:
+    """Count the ranks whose random state or other per-rank state a checkpoint holds."""
+    return len(read_state(checkpoint).members(PER_RANK))
 
 
 def _upgraded(state: Json) -> Section:
@@ -185,18 +175,10 @@ def _parsed(section: Section) -> StoredState:
     root, values = ByLeaf(), {where: decode(value) for where, value in section["values"].items()}
     for where, value in values.items():
         _insert(root, keys_of_pointer(where), value)
-    for groups in section["groups"].values():
-        for group in groups:
-            is_group = isinstance(group["numbers"], dict) and all(isinstance(name, str) for name in group["names"])
-            _require(is_group, group)
     for where in sorted(section["classes"], reverse=True):  # inner dicts before outer dicts
         *parents, last = keys_of_pointer(where)
         container = _dict_at(root, parents)
         container[last] = DICTS[section["classes"][where]](container.get(last, ()))
-    for name in section["dtypes"].values():
-        _require(isinstance(getattr(torch, name), torch.dtype), name)
-    for order in section["orders"].values():
-        _require(sorted(order) == [*range(len(order))], order)
     groups = {where: members for where, members in section["groups"].items() if members}
     return StoredState(root, values, groups, section["dtypes"], section["orders"])
 
@@ -223,11 +205,6 @@ def _insert(root: ByLeaf, keys: Keys, value: object) -> None:
     container = _dict_at(root, parents)
     _require(last not in container, last)
     container[last] = value
-
-
-def _shown(value: object) -> str:
-    text = _text(value)
-    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]} ... ({len(text)} characters)"
 
 
 def _text(value: object) -> str:

@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
 from reprise.errors import CheckpointError, MismatchError
 from reprise.format.layout import TensorSpec
@@ -56,7 +55,8 @@ class Filling:
         self._other_names = {
             name: alias for alias, name in joint.aliases.items() if alias in names and name not in names
         }
-        self._missing, self._unexpected = dict[str, Keys](), dict[str, Keys]()
+        # The names that one side alone has, as keys, in the order in which they are listed.
+        self._missing, self._unexpected = dict[str, None](), dict[str, None]()
         # By keys, the new values with tensor references, their templates, and their receivers.
         self._taken = dict[Keys, tuple[Any, Any, Receiver]]()
         self._requested = set[str]()  # the requested tensors, by their names in the files
@@ -77,34 +77,37 @@ class Filling:
         """
         joint, places = self._joint, self._places
         values = [keys for keys, receiver in self._tree.receivers.items() if not receiver.is_open]
-        self._missing = {pointer(keys): keys for keys in (*self._take_groups(), *values)}
+        self._missing = dict.fromkeys(map(pointer, (*self._take_groups(), *values)))
         self._visit((), self._stored.root, is_requested=False)
         for key, value in without_tensors(self._stored.root).items() if self._tree.returns else ():
             if key not in {MODEL, OPTIMIZER[0], PER_RANK, *joint.entries}:
                 self._take((key,), value, Receiver(dict, partial(self._returned.__setitem__, key)))
-        tensors, lacking, problems = list[LiveTensor](), dict[str, Keys](), list[str]()
-        dtypes, saved_dtypes = self._tree.dtypes(), self._stored.dtypes
         replaced = {stored_name(keys)[1] for keys in self._taken}
-        for spec, tensor in ((each.spec, each) for each in self._own if each.spec.name not in replaced):
-            name = self._target(spec.name)
-            if name not in places:
-                lacking[name] = keys_of(spec.kind, name)
-                continue
-            tensors.append(replace(tensor, spec=replace(spec, name=name)))
-            if (dtype := dtypes.get(spec.name)) != (saved_dtype := saved_dtypes.get(name)):
-                label = saved_dtype or places[name].spec.dtype
-                problems.append(f"{name} has dtype {label}, the model has {dtype or spec.dtype}")
+        pairs = [(self._target(each.spec.name), each) for each in self._own if each.spec.name not in replaced]
+        self._missing = dict.fromkeys(name for name, _ in pairs if name not in places) | self._missing
+        tensors = [replace(each, spec=replace(each.spec, name=name)) for name, each in pairs if name in places]
+        saved_dtypes, dtypes = (
+            self._stored.dtypes,
+            {self._target(name): dtype for name, dtype in self._tree.dtypes().items()},
+        )
+        problems = [
+            f"{name} has dtype {saved_dtypes.get(name, places[name].spec.dtype)}, "
+            f"the model has {dtypes.get(name, spec.dtype)}"
+            for name, spec in ((each.spec.name, each.spec) for each in tensors)
+            if dtypes.get(name) != saved_dtypes.get(name)
+        ]
         tensors += self._new
-        self._missing = lacking | self._missing
         self._requested |= {self._target(spec.name) for spec in joint.specs}
-        left_out = {name: keys_of(place.spec.kind, name) for name, place in places.items()}
-        left_out = {name: keys for name, keys in left_out.items() if name not in self._requested}
-        left_out |= {where: self._unexpected[where] for where in sorted(self._unexpected)}
-        self._unexpected = {name: keys for name, keys in left_out.items() if keys[0] in joint.entries}
-        sides = [("missing", self._missing), ("unexpected", self._unexpected if self._strict != "missing" else {})]
-        problems += [f"{n} is {side}" for side, names in sides for n, keys in names.items() if self._is_refused(keys)]
-        specs, where = [tensor.spec for tensor in tensors], self._checkpoint.path
-        check_tensors(specs, places, where=where, is_partial=True, further=problems)
+        leftovers = [
+            name
+            for name, place in places.items()
+            if name not in self._requested and keys_of(place.spec.kind, name)[0] in joint.entries
+        ]
+        self._unexpected = dict.fromkeys((*leftovers, *sorted(self._unexpected)))
+        problems += [f"{name} is missing" for name in self._missing if self._strict]
+        problems += [f"{name} is unexpected" for name in self._unexpected if self._strict is True]
+        specs = [tensor.spec for tensor in tensors]
+        check_tensors(specs, places, where=self._checkpoint.path, is_partial=True, further=problems)
         return tensors
 
     def finish(self) -> None:
@@ -116,19 +119,21 @@ class Filling:
         tree = self._tree
         with own_modes():  # increases all version counters, for DTensors and tied tensors too
             torch.autograd.graph.increment_version([stored.tensor for stored in tree.tensors.values()])
-            for copy in self._copies:
-                if copy is not None:
-                    copy()
+            for copy in filter(None, self._copies):
+                copy()
         for keys, (value, template, receiver) in self._taken.items():  # outside `own_modes`: this is the caller's code
-            hand_over(pointer(keys), receiver.put, rebuilt(value, self._without_reference, template))
-        unknown = [name for entries in tree.modules for name in entries.load()]
-        if unknown and self._strict in (True, "model"):
+            state = rebuilt(
+                value, lambda leaf: self._tensors[leaf.name] if isinstance(leaf, TensorReference) else leaf, template
+            )
+            hand_over(pointer(keys), receiver.put, state)
+        unknown = [name for entries in tree.modules.values() for name in entries.load()]
+        if unknown and self._strict is True:
             raise MismatchError(
                 "A module does not know entries of the checkpoint's state dict",
                 found=", ".join(unknown),
                 fix='Build it as it was when the checkpoint was saved, or pass strict="missing".',
             )
-        self._unexpected |= dict.fromkeys(unknown, ())
+        self._unexpected |= dict.fromkeys(unknown)
 
     def result(self, *, is_first: bool) -> LoadedState:
         """Log the names missing on a side, and return the load's result.
@@ -141,12 +146,6 @@ class Filling:
         result = LoadedState(values, self._missing, self._unexpected)
         log_result(checkpoint.path, result, self._stored, self._tree, self._joint.entries, is_first=is_first)
         return result
-
-    def _is_refused(self, keys: Keys) -> bool:
-        """Return whether the load refuses a name missing on the other side."""
-        modules = [at for at, member in self._tree.objects.items() if isinstance(member, nn.Module)]
-        is_of_model = any(keys[: len(at)] == at for at in ((MODEL,), *modules))
-        return self._strict is not False and (self._strict != "model" or is_of_model)
 
     def _target(self, name: str) -> str:
         """Return the name under which the checkpoint stores a rank's tensor. A tied tensor's may be another."""
@@ -163,17 +162,16 @@ class Filling:
         """
         for top, optimizer in self._tree.optimizers.items():
             saved = {
-                name: {"place": place, **group}
+                name: (group["numbers"], group.get("place", place))
                 for place, group in enumerate(self._stored.groups.get(pointer(top), ()))
                 for name in group["names"]
             }
             for number, group in enumerate(optimizer.groups):
-                keys, sources = (*top, "param_groups", str(number)), [saved.get(name, {}) for name in group.names]
-                numbers = [each.get("numbers", {}) for each in sources]
-                places = {each.get("place", number) for each in sources}
-                if {} in sources or any(each != numbers[0] for each in numbers):
+                keys, origins = (*top, "param_groups", str(number)), [saved.get(name) for name in group.names]
+                sources = [each for each in origins if each is not None]
+                if len(sources) < len(origins) or any(numbers != sources[0][0] for numbers, _ in sources):
                     yield keys
-                elif places - {number} and self._stored.members(*keys):  # its tensors are there
+                elif (places := {place for _, place in sources} - {number}) and self._stored.members(*keys):
                     raise MismatchError(
                         "A parameter group with tensors had another place in the checkpoint",
                         where=pointer(keys),
@@ -181,10 +179,10 @@ class Filling:
                         found=", ".join(map(str, sorted(places))),
                         fix="Pass the groups in their saved order.",
                     )
-                elif numbers:
-                    self._take(keys, numbers[0], Receiver(dict, group.replace))
-                    lacking = group.numbers.keys() - numbers[0].keys() - group.defaults
-                    yield from ((*keys, key) for key in group.numbers if key in lacking)
+                elif sources:
+                    numbers, _ = sources[0]
+                    self._take(keys, numbers, Receiver(dict, group.replace))
+                    yield from ((*keys, key) for key in group.numbers if key not in {*numbers, *group.defaults})
 
     def _visit(self, keys: Keys, value: Any, *, is_requested: bool) -> None:
         """Take a stored value if the tree has a receiver for it, and otherwise visit its members.
@@ -198,7 +196,7 @@ class Filling:
         if isinstance(value, TensorReference) and value.name in self._live_names:
             return
         where = pointer(keys)
-        is_declined = RNG in self._tree.declined and keys[:1] == (PER_RANK,) and keys[2:3] == (RNG,)
+        is_declined = RNG in self._tree.declined and keys[::2] == (PER_RANK, RNG)  # between them is the rank
         is_requested = is_requested or is_declined or where in self._joint.values
         receiver = self._tree.receiver(keys, value)
         part = without_tensors(value) if receiver is not None and receiver.is_value else value
@@ -210,8 +208,8 @@ class Filling:
         elif isinstance(value, dict) or (isinstance(value, (list, tuple)) and any(references(value))):
             for key, member in value.items() if isinstance(value, dict) else enumerate(value):
                 self._visit((*keys, str(key)), member, is_requested=is_requested)
-        elif not is_requested:
-            self._unexpected[where] = keys
+        elif not is_requested and keys[0] in self._joint.entries:
+            self._unexpected[where] = None
 
     def _take(self, keys: Keys, value: Any, receiver: Receiver) -> None:
         """Take a value and create its tensors. Sharded tensors in the current value are filled in place."""
@@ -236,10 +234,8 @@ class Filling:
         if target not in self._places:
             where = f"{self._checkpoint.path / STATE}, {name}"
             raise CheckpointError("A value refers to a tensor that the checkpoint lacks", where=where)
-        spec, tensor = self._places[target].spec, current
-        is_new = tensor is None or not is_sharded(tensor)
-        if tensor is None or is_new:
-            tensor = self._new_tensor(spec, dtype, tensor, receiver)
+        spec, is_new = self._places[target].spec, current is None or not is_sharded(current)
+        tensor = self._new_tensor(spec, dtype, current, receiver) if current is None or is_new else current
         if (form := resolve(tensor, partial(str, name), owner)) is not None:
             self._copies.append(form.copy_back)
             if owner is not None:
@@ -247,9 +243,6 @@ class Filling:
             # Other ranks' copies are not compared.
             self._new += [replace(part, replicas=(), is_new=is_new) for part in form.parts(spec.kind, target)]
         return tensor.detach()
-
-    def _without_reference(self, leaf: object) -> object:
-        return self._tensors[leaf.name] if isinstance(leaf, TensorReference) else leaf
 
     def _new_tensor(
         self, spec: TensorSpec, dtype: str | None, current: torch.Tensor | None, receiver: Receiver
@@ -260,18 +253,15 @@ class Filling:
             spec: The tensor's spec in the files.
             dtype: Its dtype in memory. None for its dtype in the files.
         """
-        owner, kind, dims = receiver.owner, torch_dtype(spec.dtype), range(len(spec.shape))
-        like, order = current if owner is None else owner, self._stored.orders.get(spec.name, ())
-        if like is None or is_sharded(like) or len(order) != len(dims):
-            order = ()
+        owner, kind = receiver.owner, torch_dtype(spec.dtype)
+        like = current if owner is None else owner
+        order = None if like is None or is_sharded(like) else self._stored.orders.get(spec.name)
         on_host = receiver.on_host or like is None or like.is_meta
         if owner is not None and not order and not on_host:
             form = in_memory(torch.empty(spec.shape, dtype=kind, device="meta"), dtype)
             if tuple(form.shape) == tuple(getattr(owner, "global_shape", owner.shape)):
                 return torch.zeros_like(owner.detach(), dtype=form.dtype)
-        outermost_first, device = (
-            order or dims,
-            torch.device("cpu") if on_host or like is None else local_of(like).device,
+        device = torch.device("cpu") if on_host or like is None else local_of(like).device
+        return in_memory(
+            torch.empty_permuted(spec.shape, order or [*range(len(spec.shape))], dtype=kind, device=device), dtype
         )
-        memory = torch.empty([spec.shape[dim] for dim in outermost_first], dtype=kind, device=device)
-        return in_memory(memory.permute([outermost_first.index(dim) for dim in dims]), dtype)

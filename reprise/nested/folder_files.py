@@ -50,18 +50,15 @@ def folder_files(files: Mapping[str, object] | None) -> dict[str, bytes]:
 
 def _content(name: str, content: object) -> bytes:
     try:
-        if isinstance(content, (bytes, str, Path)):
-            text = content.read_bytes() if isinstance(content, Path) else content
-            return text.encode() if isinstance(text, str) else text
+        if isinstance(content, Path):
+            return content.read_bytes()
         if isinstance(content, (dict, list)):
-            return (json.dumps(content, indent=2, allow_nan=False) + "\n").encode()
+            content = json.dumps(content, indent=2, allow_nan=False) + "\n"
+        return content.encode() if isinstance(content, str) else bytes(memoryview(content))  # type: ignore[arg-type]
     except (OSError, TypeError, ValueError) as error:
         raise CheckpointError(
-            "The content of a file cannot be read, or written as UTF-8 or JSON", where=f"`files`, {name}", found=error
+            "The content of a file cannot be read, or written as UTF-8 or JSON",
+            where=f"`files`, {name}",
+            expected="bytes, text, a pathlib.Path, or a dict or list for JSON",
+            found=error,
         ) from error
-    raise CheckpointError(
-        "The content of a file has an unsupported type",
-        where=f"`files`, {name}",
-        expected="bytes, text, a pathlib.Path, or a dict or list for JSON",
-        found=type(content).__name__,
-    )

@@ -10,8 +10,9 @@ import torch
 
 from reprise.errors import CheckpointError
 from reprise.format.layout import TensorKind, refuse_unstorable
+from reprise.nested.agreement import KnownTables
 from reprise.nested.stored_names import MODEL, Keys, pointer, stored_name
-from reprise.nested.table import JointTable, require_whole, table_of
+from reprise.nested.table import JointTable, table_of
 from reprise.nested.tree import Tree
 from reprise.tensors.live import LiveTensor, check_byteorder, check_disjoint, check_memory, local_of, memory_holder
 
@@ -20,23 +21,27 @@ _ORDER = sorted(TensorKind, key=lambda kind: kind is not TensorKind.ADAPTER)
 
 
 class HeldTensors:
-    """This rank's tensors by stored name, and their table. Saving the same tensors again skips enumerating them."""
+    """This rank's tensors by stored name, and their table. Saving the same tensors again skips enumerating them.
 
-    def __init__(self) -> None:
+    Args:
+        known: The tables from the ranks' last agreement.
+    """
+
+    def __init__(self, known: KnownTables | None = None) -> None:
+        self.known = known or KnownTables()
         self._marks: object = None
         self._live: Mapping[str, LiveTensor] = {}
         self._table = b""
-        self._patterns: Sequence[str] = ()
         self._joint: JointTable | None = None  # the table `_located` was made for
         self._located: tuple[LiveTensor, ...] = ()
 
-    def table_of(self, tree: Tree, patterns: Sequence[str] = (), *, is_replicated: bool = False) -> bytes:
+    def table_of(self, tree: Tree, patterns: Sequence[str] = ()) -> bytes:
         """Return this rank's table; see `table.table_of` for the arguments.
 
         Raises:
             CheckpointError: See `local_tensors`.
         """
-        marks = (_marks(tree), [*patterns], is_replicated)
+        marks = (_marks(tree), [*patterns], tree.is_whole)
         if marks != self._marks:
             self._live, aliases = local_tensors(tree)
             # A load creates all state saved for an optimizer's parameters.
@@ -48,29 +53,24 @@ class HeldTensors:
                 entries=sorted({keys[0] for keys in (*tree.tensors, *tree.receivers, *tree.optimizers, *tree.objects)}),
                 values=requested,
                 patterns=patterns,
-                is_replicated=is_replicated,
+                is_replicated=tree.is_whole,
             )
-            self._marks, self._patterns, self._joint = marks, patterns, None
+            self._marks, self._joint = marks, None
         return self._table
 
-    def with_replicas(self, joint: JointTable, rank: int, *, is_save: bool) -> tuple[LiveTensor, ...]:
+    def with_replicas(self, joint: JointTable, rank: int) -> tuple[LiveTensor, ...]:
         """Return the tensors with all ranks holding the same boxes, in the joint table's order.
 
         For a tensor matching a pattern, only the first rank with each box saves. Return the same tuple if nothing has
         changed.
-
-        Raises:
-            CheckpointError: See `require_whole`, for a save.
         """
         if joint is self._joint:
             return self._located
-        if is_save:
-            require_whole(joint)
         tensors = []
         for spec in joint.specs:
             if (tensor := self._live.get(spec.name)) is not None:
                 holders = joint.holders[spec.name][tensor.box]
-                is_first = any(fnmatch.fnmatchcase(spec.name, pattern) for pattern in self._patterns)
+                is_first = any(fnmatch.fnmatchcase(spec.name, pattern) for pattern in joint.patterns)
                 replicas, is_copy = (holders[:1], rank != holders[0]) if is_first else (holders, False)
                 tensors.append(replace(tensor, replicas=replicas, is_copy=is_copy))
         self._located, self._joint = tuple(tensors), joint

@@ -14,9 +14,8 @@ from reprise.nested.tree import Tree
 
 _log = logging.getLogger(__name__)
 
-# Which names missing on a side are refused: True all, "missing" those the checkpoint lacks, "model" module names,
-# False none.
-Strictness = bool | Literal["missing", "model"]
+# Which names missing on a side are refused: True all, "missing" those the checkpoint lacks, False none.
+Strictness = bool | Literal["missing"]
 
 _MOST_NAMED = 5
 
@@ -54,15 +53,15 @@ def log_result(
         text = f"{count_of(len(unexpected), 'tensor')} not requested: {_first(unexpected)}"
         _log.warning(f"not loaded from {path}: {text}")
     if missing:
-        keep = "keeps its value" if len(missing) == 1 else "keep their values"
-        _log.warning(f"not in {path}: {count_of(len(missing), 'name')}, which {keep}: {_first(missing)}")
+        _log.warning(f"not in {path}, and kept: {count_of(len(missing), 'name')}: {_first(missing)}")
     objects = {keys_of_pointer(where)[0] for where, value in stored.values.items() if isinstance(value, dict) and value}
     requested = {MODEL, OPTIMIZER[0], PER_RANK, *entries, *(result.keys() - objects)}
-    keys = [*stored.root, *(keys_of_pointer(where)[0] for where in stored.groups if where)]
-    names = [] if "state" in tree.declined else [key for key in keys if key not in requested]
+    tops = [*stored.root, *(keys_of_pointer(where)[0] for where in stored.groups if where)]
+    unrequested = [("state", top) for top in tops if top not in requested]
     if PER_RANK not in entries:
-        own_keys = [key for rank in stored.members(PER_RANK) for key in stored.members(PER_RANK, rank)]
-        names += [key for key in own_keys if (RNG if key == RNG else PER_RANK) not in tree.declined]
+        own_keys = (key for rank in stored.members(PER_RANK) for key in stored.members(PER_RANK, rank))
+        unrequested += [(RNG if key == RNG else PER_RANK, key) for key in own_keys]
+    names = [name for argument, name in unrequested if argument not in tree.declined]
     if names and is_first and (tree.returns or tree.optimizers):
         hint = "; pass False or an empty dict to silence this" if tree.returns else ""
         _log.warning(f"{path} has state that this load did not request: {', '.join(dict.fromkeys(names))}{hint}")

@@ -1,15 +1,14 @@
 """A module's own `state_dict()` entries beyond its parameters and persistent buffers, and loading them back.
 
-Only modules with an override or a hook are called: other modules' `state_dict()` has nothing else.
+A module is called only if it or a submodule has an override or a hook: otherwise `state_dict()` has nothing else.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,7 +19,6 @@ from reprise.nested.typed_values import leaves, require_text_keys
 from reprise.tensors.file_form import bytes_of
 from reprise.tensors.live import canonical_name, local_of, memory_holder, named_tensors
 
-T = TypeVar("T")
 _EXTRA_STATE = "_extra_state"  # torch's state dict key for it
 
 
@@ -49,7 +47,7 @@ class Receiver:
         return self.is_value and isinstance(current := self.template(), dict) and not current
 
 
-def hand_over(where: str, receive: Callable[..., T], *state: object) -> T:
+def hand_over(where: str, receive: Callable[..., Any], *state: object) -> Any:
     """Return what an object answers to its state from the checkpoint.
 
     Raises:
@@ -68,27 +66,24 @@ def hand_over(where: str, receive: Callable[..., T], *state: object) -> T:
 
 @dataclass(frozen=True, slots=True)
 class ModuleEntries:
-    """The entries from a module's own `state_dict()`, in a load.
+    """The entries in a module's `state_dict()` beyond its parameters and persistent buffers.
 
     Args:
-        module: The outermost module with its own `state_dict()`.
-        keys: The keys of the saved module containing it.
-        prefix: Its name in the saved module, with a trailing dot. Empty for the saved module itself.
+        keys: The module's keys in the tree.
         received: The checkpoint's entries by name, filled at the end of a load.
     """
 
     module: nn.Module
     keys: Keys
-    prefix: str
     received: dict[str, Any] = field(default_factory=dict)
 
-    def receiver(self, name: str, template: Callable[[], Any] | None = None) -> Receiver:
-        """Return a receiver that collects an entry until `load`. The entry's name starts with the prefix."""
-        return Receiver(template or self._blank, partial(self.received.__setitem__, name.removeprefix(self.prefix)))
+    def receiver(self, name: str, value: object = None) -> Receiver:
+        """Return a receiver that collects an entry until `load`.
 
-    def _blank(self) -> torch.Tensor:
-        tensor = next(iter((*self.module.parameters(), *self.module.buffers())), None)
-        return torch.empty(0, device="cpu" if tensor is None else tensor.device)
+        Args:
+            value: The entry's current value. None if the module has no such entry.
+        """
+        return Receiver(lambda: value, partial(self.received.__setitem__, name))
 
     def load(self) -> list[str]:
         """Load the collected entries into the module, and return the names unknown to it.
@@ -96,9 +91,8 @@ class ModuleEntries:
         Raises:
             MismatchError: The module raised an error.
         """
-        where = pointer((*self.keys, self.prefix.removesuffix(".")))
-        unknown = hand_over(where, self._fill_module) if self.received else set()
-        return [pointer((*self.keys, self.prefix + name)) for name in self.received if name in unknown]
+        unknown = hand_over(pointer(self.keys), self._fill_module) if self.received else set()
+        return [pointer((*self.keys, name)) for name in self.received if name in unknown]
 
     def _fill_module(self) -> set[str]:
         state = self.module.state_dict()
@@ -108,30 +102,42 @@ class ModuleEntries:
         result = self.module.load_state_dict(state, strict=False)
         return {canonical_name(key) for key in getattr(result, "unexpected_keys", ())}
 
+    def current(self) -> dict[str, object]:
+        """Return the module's entries that are neither parameters nor buffers, nor views into them.
 
-def entries_of(keys: Keys, model: nn.Module) -> tuple[list[ModuleEntries], dict[str, Receiver]]:
-    """Return the submodules with their own `state_dict()`, and the extra entries by name.
-
-    Raises:
-        CheckpointError: A key cannot be stored, or the module's `state_dict()` returns a parameter or buffer in another
-            form, which leaves open which form counts.
-    """
-    parts: list[ModuleEntries] = []
-    receivers: dict[str, Receiver] = {}
-    covered_modules: set[nn.Module] = set()
-    for name, module in model.named_modules():
-        prefix = canonical_name(f"{name}." if name else "")
-        if module in covered_modules:
-            continue
-        if _has_own_state_dict(module):
-            covered_modules.update(module.modules())
-            part = ModuleEntries(module, keys, prefix)
-            parts.append(part)
-            extra = _extra_entries(part)
-            receivers |= {prefix + key: part.receiver(prefix + key, partial(extra.get, key)) for key in extra}
-        elif type(module).get_extra_state is not nn.Module.get_extra_state:
-            receivers[prefix + _EXTRA_STATE] = Receiver(module.get_extra_state, module.set_extra_state)
-    return parts, receivers
+        Raises:
+            CheckpointError: A key cannot be stored, or the module's `state_dict()` returns a parameter or buffer in
+                another form, which leaves open which form counts.
+        """
+        state, tensors = self.module.state_dict(), dict(named_tensors(self.module))
+        require_text_keys(state, self.keys)
+        values = {canonical_name(key): value for key, value in state.items()}
+        memory, memory_of_values = _memory_in(tensors), _memory_in(values)
+        extra_values = {
+            name: value
+            for name, value in values.items()
+            if name not in tensors and not (isinstance(value, torch.Tensor) and _memory(value) in memory)
+        }
+        # By module, tensors under other names may stand for the parameters that are left out.
+        substitutes = {
+            name.rpartition(".")[0]
+            for name, value in extra_values.items()
+            if _memory_in(value) and not name.endswith(_EXTRA_STATE)
+        }
+        for name, tensor in tensors.items():
+            is_left_out = (
+                name not in values
+                and _memory(tensor) not in memory_of_values
+                and any(map(name.startswith, substitutes))
+            )
+            if is_left_out or (name in values and not _is_same(values[name], tensor)):
+                raise CheckpointError(
+                    "A module's state_dict() returns a parameter or buffer in another form",
+                    where=pointer((*self.keys, name)),
+                    fix="Pass module.state_dict() to `save_state_dict`. To load, fill a state dict with "
+                    "`load_state_dict`, and pass it to module.load_state_dict().",
+                )
+        return extra_values
 
 
 def refuse_flat_shards(keys: Keys, model: nn.Module) -> None:
@@ -140,57 +146,21 @@ def refuse_flat_shards(keys: Keys, model: nn.Module) -> None:
     Raises:
         CheckpointError: Names the sharded module.
     """
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    for name, module in model.named_modules() if fsdp is not None else ():
-        if isinstance(module, fsdp.FullyShardedDataParallel) and (  # type: ignore[union-attr]
-            module.sharding_strategy != fsdp.ShardingStrategy.NO_SHARD  # type: ignore[union-attr]
-        ):
+    for name, module in model.named_modules():
+        if type(module).__name__ == "FullyShardedDataParallel" and module.sharding_strategy.name != "NO_SHARD":
             raise CheckpointError(
                 "A module is sharded by FSDP1, which stores its parameters as parts of a flat tensor",
                 where=pointer((*keys, name) if name else keys),
                 expected="a plain, DDP, FSDP2 or tensor-parallel module",
-                found=type(module).__name__,
                 fix="Wrap it with device_mesh=, pass the results of get_model_state_dict and get_optimizer_state_dict "
                 "from torch.distributed.checkpoint.state_dict, and call set_state_dict after a load.",
             )
 
 
-def _extra_entries(entries: ModuleEntries) -> dict[str, object]:
-    """Return the entries that are neither parameters nor buffers, nor views into them."""
-    state, tensors = entries.module.state_dict(), dict(named_tensors(entries.module))
-    require_text_keys(state, (*entries.keys, entries.prefix))
-    values = {canonical_name(key): value for key, value in state.items()}
-    other_forms = [name for name, tensor in tensors.items() if name in values and not _is_same(values[name], tensor)]
-    memory = {_memory(tensor) for tensor in tensors.values()}
-    extra_values = {
-        name: value
-        for name, value in values.items()
-        if name not in tensors and not (isinstance(value, torch.Tensor) and _memory(value) in memory)
-    }
-    if any(_has_tensor(value) and name.rpartition(".")[2] != _EXTRA_STATE for name, value in extra_values.items()):
-        shown_memory = {_memory(leaf) for _, leaf in leaves(values) if isinstance(leaf, torch.Tensor)}
-        other_forms += [
-            name for name, tensor in tensors.items() if name not in values and _memory(tensor) not in shown_memory
-        ]
-    if other_forms:
-        raise CheckpointError(
-            "A module's state_dict() returns a parameter or buffer in another form",
-            where=pointer((*entries.keys, entries.prefix + other_forms[0])),
-            found=type(entries.module).__name__,
-            fix="Pass module.state_dict() to `save_state_dict`. To load, fill a state dict with `load_state_dict`, and "
-            "pass it to module.load_state_dict().",
-        )
-    return extra_values
-
-
-def _has_tensor(value: object) -> bool:
-    return any(isinstance(leaf, torch.Tensor) for _, leaf in leaves(value))
-
-
-def _has_own_state_dict(module: nn.Module) -> bool:
-    """Return whether a module overrides `state_dict`, or has hooks for it from outside torch.distributed."""
-    for method, base in (("state_dict", nn.Module.state_dict), ("_save_to_state_dict", nn.Module._save_to_state_dict)):
-        if getattr(getattr(module, method), "__func__", None) is not base:
+def has_own_entries(module: nn.Module) -> bool:
+    """Return whether a module has extra state, overrides `state_dict`, or has hooks from outside torch.distributed."""
+    for method in ("state_dict", "_save_to_state_dict", "get_extra_state"):
+        if getattr(getattr(module, method), "__func__", None) is not getattr(nn.Module, method):
             return True
     hooks = (*module._state_dict_hooks.values(), *module._state_dict_pre_hooks.values())
     return any(not (getattr(hook, "__module__", "") or "").startswith("torch.distributed.") for hook in hooks)
@@ -206,8 +176,13 @@ def _is_same(value: object, tensor: torch.Tensor) -> bool:
     return memory.shape == live.shape and bytes_of(memory).to(live.device).equal(bytes_of(live.to(memory.dtype)))
 
 
-def _memory(tensor: torch.Tensor) -> int | None:
+def _memory_in(value: object) -> set[object]:
+    """Return the identities of the memory in a value's tensors."""
+    return {_memory(leaf) for _, leaf in leaves(value) if isinstance(leaf, torch.Tensor)}
+
+
+def _memory(tensor: torch.Tensor) -> object:
     try:
-        return int(memory_holder(tensor).untyped_storage()._cdata)
+        return memory_holder(tensor).untyped_storage()._cdata
     except RuntimeError:  # such as a sparse tensor, which a save reports
         return None

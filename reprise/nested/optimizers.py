@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +17,8 @@ from reprise.nested.typed_values import decode_number, encode_number, leaves, re
 from reprise.storage.json_file import Json
 from reprise.tensors.live import canonical_name, parameter_names
 
-# State with its parameter's shape, which reveals a wrong parameter order.
-_SAME_SHAPE = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "sum")
+# State with its parameter's shape, which reveals a wrong parameter order. Each optimizer in torch has one of these.
+_SAME_SHAPE = ("exp_avg", "momentum_buffer", "square_avg", "sum")
 _NOTHING = object()
 
 State = MutableMapping[Any, Any]
@@ -45,10 +45,8 @@ class ParameterGroup:
     def replace(self, numbers: Json) -> None:
         """Replace the hyperparameters, except tensors."""
         for key, value in numbers.items():
-            current = self.live.get(key)
-            if not isinstance(current, torch.Tensor):
-                is_list = isinstance(value, list) and isinstance(current, list)
-                self.live[key] = list(value) if is_list else decode_number(value)
+            if not isinstance(self.live.get(key), torch.Tensor):
+                self.live[key] = decode_number(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +57,14 @@ class OptimizerState:
         keys: By parameter name, the parameter's key in `state`: a name, a number, or the parameter itself.
         state: The parameters' state, to which a load adds missing state.
         parameters: By name, the parameters whose missing state a load creates.
+        kind: The optimizer's class. Empty for a state dict.
     """
 
     keys: Mapping[str, Any]
     groups: list[ParameterGroup]
     state: State
     parameters: Mapping[str, nn.Parameter]
+    kind: str = ""
 
     @staticmethod
     def of(
@@ -73,13 +73,13 @@ class OptimizerState:
         groups: Sequence[dict[str, Any]],
         state: State,
         parameters: Mapping[nn.Parameter, str],
-        defaults: Mapping[str, object],
+        optimizer: torch.optim.Optimizer | None = None,
     ) -> OptimizerState:
         """Return the state for the optimizer under `keys`.
 
         Args:
             names: Parameter names, by whatever identifies the parameter in groups and state.
-            defaults: The optimizer's default hyperparameters.
+            optimizer: The optimizer itself, if there is one.
 
         Raises:
             CheckpointError: A group has an unstorable value, or a parameter with state is in no group or in two.
@@ -92,7 +92,7 @@ class OptimizerState:
                 found=f"key {strays[0]!r:.80}" if strays else None,
                 fix="Store the state under a parameter, or save it in `state`.",
             )
-        parameter_groups = []
+        parameter_groups, defaults = [], {} if optimizer is None else optimizer.defaults
         for number, group in enumerate(groups):
             inner = (*keys, "param_groups", str(number))
             require_text_keys(group, inner)
@@ -104,12 +104,8 @@ class OptimizerState:
             usual = frozenset(key for key in numbers if repr(group[key]) == repr(defaults.get(key, _NOTHING)))
             parameter_groups.append(ParameterGroup([names[p] for p in group["params"]], numbers, group, usual))
         by_name = {name: parameter for parameter, name in parameters.items()}
-        return OptimizerState({name: key for key, name in names.items()}, parameter_groups, state, by_name)
-
-    @property
-    def steps_on_device(self) -> bool:
-        """Return whether step counters are on their parameters' device."""
-        return any(group.live.get("fused") or group.live.get("capturable") for group in self.groups)
+        kind = "" if optimizer is None else type(optimizer).__name__
+        return OptimizerState({name: key for key, name in names.items()}, parameter_groups, state, by_name, kind)
 
     def slots(self, top: Keys) -> Iterator[Slot]:
         """Yield the places of the groups' tensors and of each value in the state, below the keys `top`."""
@@ -142,8 +138,8 @@ class OptimizerState:
             values = groups[0].live if groups else self.state.setdefault(self.keys[name], {})
             values[key] = value
 
-        on_host = key == "step" and not self.steps_on_device
-        return Receiver(list, put, owner=self.parameters[owner], on_host=on_host)
+        on_device = any(group.live.get("fused") or group.live.get("capturable") for group in self.groups)
+        return Receiver(list, put, owner=self.parameters[owner], on_host=key == "step" and not on_device)
 
 
 def of_optimizer(keys: Keys, modules: Mapping[Keys, nn.Module], optimizer: torch.optim.Optimizer) -> OptimizerState:
@@ -156,8 +152,9 @@ def of_optimizer(keys: Keys, modules: Mapping[Keys, nn.Module], optimizer: torch
         CheckpointError: A parameter is outside the modules, or the optimizer has state beyond its groups and
             parameters; or see `OptimizerState.of`.
     """
-    _refuse_extra_state(optimizer)
-    parameters = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    parameters = dict.fromkeys(parameter for group in optimizer.param_groups for parameter in group["params"])
+    if type(optimizer).state_dict is not torch.optim.Optimizer.state_dict:
+        _refuse_extra_state(optimizer, parameters)
     names = _names_in(modules, parameters)
     foreign = sum(parameter not in names for parameter in parameters)
     if foreign:
@@ -168,7 +165,7 @@ def of_optimizer(keys: Keys, modules: Mapping[Keys, nn.Module], optimizer: torch
             fix="Build the optimizer after the model is wrapped (fully_shard, parallelize_module, to), and pass the "
             "modules with all its parameters.",
         )
-    return OptimizerState.of(keys, names, optimizer.param_groups, optimizer.state, names, optimizer.defaults)
+    return OptimizerState.of(keys, names, optimizer.param_groups, optimizer.state, names, optimizer)
 
 
 def _names_in(modules: Mapping[Keys, nn.Module], parameters: Collection[nn.Parameter]) -> dict[nn.Parameter, str]:
@@ -187,19 +184,16 @@ def _names_in(modules: Mapping[Keys, nn.Module], parameters: Collection[nn.Param
     return names
 
 
-def _refuse_extra_state(optimizer: torch.optim.Optimizer) -> None:
+def _refuse_extra_state(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> None:
     """Refuse an optimizer whose own `state_dict()` has content beyond its groups and its parameters' state.
 
     Raises:
         CheckpointError: Names the first such content.
     """
-    if type(optimizer).state_dict is torch.optim.Optimizer.state_dict:
-        return
-    state_dict, groups = optimizer.state_dict(), getattr(optimizer, "param_groups", ())
-    parameters = [parameter for group in groups for parameter in group["params"]]
     state = {number: optimizer.state.get(parameter) for number, parameter in enumerate(parameters)}
-    expected = {keys for keys, _ in leaves({"state": state, "param_groups": [*groups]}, OPTIMIZER[:1])}
-    if extra := [keys for keys, _ in leaves(dict(state_dict), OPTIMIZER[:1]) if keys not in expected]:
+    known = {"state": state, "param_groups": [*optimizer.param_groups]}
+    expected = {keys for keys, _ in leaves(known, OPTIMIZER[:1])}
+    if extra := [keys for keys, _ in leaves(dict(optimizer.state_dict()), OPTIMIZER[:1]) if keys not in expected]:
         raise CheckpointError(
             "An optimizer's own state_dict() has content beyond its groups and its parameters' state",
             where=pointer(extra[0]),
@@ -224,18 +218,28 @@ def of_state_dict(keys: Keys, state_dict: dict[str, Any], model: nn.Module | Non
     Raises:
         CheckpointError: A number does not clearly identify a parameter; or see `OptimizerState.of`.
     """
-    where, groups, state = pointer(keys) or "the state dict", state_dict["param_groups"], state_dict["state"]
-    keys_of_groups = [parameter for group in groups for parameter in group["params"]]
-    is_named = all(isinstance(parameter, str) for parameter in keys_of_groups)
+    groups, state = state_dict["param_groups"], state_dict["state"]
+    numbers = [parameter for group in groups for parameter in group["params"]]
+    is_named = all(isinstance(parameter, str) for parameter in numbers)
     parameters = {} if is_named or model is None else parameter_names(model)
-    all_names = keys_of_groups if is_named else _names_of_numbers(groups, keys_of_groups, parameters, where)
-    names = dict(zip(keys_of_groups, all_names, strict=True))
-    _check_shapes(state, names, parameters, where)
-    return OptimizerState.of(keys, names, groups, state, parameters, {})
+    all_names = numbers if is_named else _names_of_numbers(keys, groups, numbers, parameters)
+    names = dict(zip(numbers, all_names, strict=True))
+    optimizer = OptimizerState.of(keys, names, groups, state, parameters)
+    for place, values, key, owner in optimizer.slots(keys):
+        value = values[key]
+        if owner is not None and key in _SAME_SHAPE and isinstance(value, torch.Tensor) and value.shape != owner.shape:
+            raise CheckpointError(
+                "An optimizer's parameter order differs from the model's",
+                where=pointer(place),
+                expected=f"the parameter's shape, {list(owner.shape)}",
+                found=list(value.shape),
+                fix="Pass get_optimizer_state_dict(model, optimizer).",
+            )
+    return optimizer
 
 
 def _names_of_numbers(
-    groups: Sequence[Mapping[str, Any]], numbers: Sequence[object], parameters: Mapping[nn.Parameter, str], where: str
+    keys: Keys, groups: Sequence[Mapping[str, Any]], numbers: Sequence[object], parameters: Mapping[nn.Parameter, str]
 ) -> list[str]:
     """Return the names for numbered parameters, in group order."""
     if all(len(group.get("param_names") or ()) == len(group["params"]) for group in groups):
@@ -246,30 +250,12 @@ def _names_of_numbers(
             return names
     raise CheckpointError(
         "The numbers in an optimizer's state dict do not identify its parameters",
-        where=where,
+        where=pointer(keys) or "the state dict",
         expected="parameter names, or model= and a single group with all its parameters in model order",
         found=f"{count_of(len(groups), 'group')} of {count_of(len(numbers), 'parameter')}",
         fix="Create the optimizer from model.named_parameters(), which puts names in its state dict, or pass "
         "get_optimizer_state_dict(model, optimizer) from torch.distributed.checkpoint.state_dict.",
     )
-
-
-def _check_shapes(
-    state: Mapping[Any, Any], names: Mapping[Any, str], parameters: Mapping[nn.Parameter, str], where: str
-) -> None:
-    """Refuse state whose shape differs from its parameter's: the optimizer orders its parameters differently."""
-    shapes = {name: parameter.shape for parameter, name in parameters.items()}
-    for number, values in state.items():
-        for key in _SAME_SHAPE:
-            value, name = values.get(key), names.get(number, "")
-            if isinstance(value, torch.Tensor) and name in shapes and value.shape != shapes[name]:
-                raise CheckpointError(
-                    "An optimizer's parameter order differs from the model's",
-                    where=f"{where}, {key} of parameter {number}",
-                    expected=f"the shape of {name}, {list(shapes[name])}",
-                    found=list(value.shape),
-                    fix="Pass get_optimizer_state_dict(model, optimizer).",
-                )
 
 
 def check_optimizer(checkpoint: Checkpoint, optimizer: torch.optim.Optimizer) -> None:

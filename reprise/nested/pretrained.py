@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,47 +36,43 @@ class PretrainedForm:
     obstacle: str = ""
 
 
-def form_of(model: object, tensors: Mapping[str, bool]) -> PretrainedForm:
+def form_of(model: object, names: Sequence[str]) -> PretrainedForm:
     """Return a model in the form expected by transformers or PEFT.
 
     Args:
-        tensors: By name, whether a tensor has another dtype in the files than in memory.
+        names: The tensor names in the model.
     """
     prefix = ""
     peft: Any = sys.modules.get("peft")
     while isinstance(model, nn.Module):
         if isinstance(model, getattr(peft, "PeftModel", ())):
-            return _of_peft(peft, model, prefix, tensors)
+            return _of_peft(peft, model, prefix, names)
         if config := _text(model, "config"):
             if hasattr(model, "peft_config"):
                 return PretrainedForm(obstacle="PEFT's get_peft_model did not add the adapter")
-            return _renamed(_transformers_files(model, config), prefix, {}, tensors)
+            return _renamed(_transformers_files(model, config), prefix, {}, names)
         prefix += _WRAPPER if isinstance(model, nn.parallel.DistributedDataParallel) else ""
         model = getattr(model, "module", getattr(model, "_orig_mod", None))
     return PretrainedForm()
 
 
-def _renamed(
-    files: dict[str, bytes], prefix: str, adapter: Mapping[str, str], tensors: Mapping[str, bool]
-) -> PretrainedForm:
+def _renamed(files: dict[str, bytes], prefix: str, adapter: Mapping[str, str], names: Sequence[str]) -> PretrainedForm:
     """Return the form with each tensor's name.
 
     Args:
         prefix: The prefix in all tensor names, which the other library does not use.
         adapter: By name in the model without the prefix, the tensor name in PEFT's file. Tied tensors share a name.
     """
-    if not prefix and not adapter:
-        return PretrainedForm(files)
-    bare_names = {name: name.removeprefix(prefix) for name in tensors}
+    bare_names = {name: name.removeprefix(prefix) for name in names}
     places = {
         name: (TensorKind.ADAPTER, adapter[bare]) if bare in adapter else (TensorKind.MODEL, bare)
         for name, bare in bare_names.items()
     }
     stored, adapter_names = {name for _, name in places.values()}, {*adapter.values()}
-    mismatches = [*(adapter_names - stored), *(name for name, is_changed in tensors.items() if is_changed)]
-    if mismatches or len(stored) < len(places) - len(adapter) + len(adapter_names):
-        name = min(mismatches, default="a tensor")
-        return PretrainedForm(obstacle=f"{name} has another name or dtype in its files than in the model")
+    absentees = adapter_names - stored
+    if absentees or len(stored) < len(places) - len(adapter) + len(adapter_names):
+        name = min(absentees, default="a tensor")
+        return PretrainedForm(obstacle=f"{name} has another name in its files than in the model")
     renamed = {name: place for name, place in places.items() if place != (TensorKind.MODEL, name)}
     return PretrainedForm(files, renamed)
 
@@ -99,7 +95,7 @@ def _transformers_files(model: nn.Module, text: str) -> dict[str, bytes]:
     return files
 
 
-def _of_peft(peft: Any, model: Any, prefix: str, is_changed: Mapping[str, bool]) -> PretrainedForm:
+def _of_peft(peft: Any, model: Any, prefix: str, all_names: Sequence[str]) -> PretrainedForm:
     # For prompts, PEFT would run the prompt encoder, which changes CPT's prompts.
     if len(model.peft_config) != 1 or any(config.is_prompt_learning for config in model.peft_config.values()):
         return PretrainedForm(obstacle="PEFT computes prompts, and stores each of several adapters in its own folder")
@@ -109,7 +105,9 @@ def _of_peft(peft: Any, model: Any, prefix: str, is_changed: Mapping[str, bool])
     tensors = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
     stand_ins = {key: torch.empty(value.shape, dtype=value.dtype, device="meta") for key, value in tensors.items()}
     keys = {id(stand_in): key for key, stand_in in stand_ins.items()}
-    save_embedding_layers = _save_embedding_layers(config.base_model_name_or_path)
+    base = config.base_model_name_or_path
+    # Whether resized embeddings are stored too, if their original size is known without asking the hub.
+    save_embedding_layers = "auto" if not base or exists(Path(base, "config.json")) else False
     try:
         selected = peft.get_peft_model_state_dict(
             model, dict(stand_ins), adapter_name, save_embedding_layers=save_embedding_layers
@@ -120,15 +118,10 @@ def _of_peft(peft: Any, model: Any, prefix: str, is_changed: Mapping[str, bool])
     own_names = {name: keys[id(value)] for name, value in selected.items() if id(value) in keys}
     names = {id(tensors[own_name]): name for name, own_name in own_names.items()}
     is_in_file = {*names.values(), *(n for n, own_name in own_names.items() if ".modules_to_save." not in own_name)}
-    if lacking := selected.keys() - is_in_file:
-        return PretrainedForm(obstacle=f"PEFT computes {min(lacking)}, or looks for it beside a tied tensor")
+    if absentees := selected.keys() - is_in_file:
+        return PretrainedForm(obstacle=f"PEFT computes {min(absentees)}, or looks for it beside a tied tensor")
     adapter = {canonical_name(own_name): names[id(tensors[own_name])] for own_name in own_names.values()}
-    return _renamed({"adapter_config.json": _adapter_config(model, config)}, prefix, adapter, is_changed)
-
-
-def _save_embedding_layers(base: str | None) -> str | bool:
-    """Return PEFT's option for storing resized embeddings, if their original size is known without asking the hub."""
-    return "auto" if not base or exists(Path(base, "config.json")) else False
+    return _renamed({"adapter_config.json": _adapter_config(model, config)}, prefix, adapter, all_names)
 
 
 def _adapter_config(model: Any, config: Any) -> bytes:

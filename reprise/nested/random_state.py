@@ -43,11 +43,10 @@ class RandomState:
             MismatchError: A state belongs to a device missing here. Nothing is set then.
         """
         devices = [name for name in state if name not in _HOST]
-        absent = [name for name in devices if name not in _devices()]
-        if absent:
+        if absent := {*devices} - {*_devices()}:
             raise MismatchError(
                 "The checkpoint has random state for a device that this process lacks",
-                found=", ".join(absent),
+                found=", ".join(sorted(absent)),
                 fix="Resume on as many devices, or load without rng=True, which keeps the program's own seed.",
             )
         version, words, gauss = state["python"]

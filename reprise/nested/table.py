@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +35,8 @@ def table_of(
         aliases: Second tensor names, alias -> stored name.
         entries: The outermost keys.
         values: JSON Pointers to all other values.
-        patterns: Name patterns for tensors with different values on different ranks by design. Equal on all ranks.
+        patterns: Name patterns for tensors with different values on different ranks by design. Only the coordinator's
+            count.
         is_replicated: Whether every rank passes all tensors, with rows in model order. Otherwise each rank passes its
             own tensors, and the joint table is sorted by name alone.
     """
@@ -50,7 +50,32 @@ def table_of(
         ]
         for tensor in live
     }
-    return json.dumps([rows, aliases, entries, values, sorted(patterns), is_replicated]).encode()
+    return json.dumps([{**rows, **aliases}, entries, values, sorted(patterns), is_replicated]).encode()
+
+
+class Differences:
+    """Compares what the ranks pass under the same name.
+
+    Args:
+        words: Describes a rank's content.
+
+    Attributes:
+        first: By name, the first rank with the name, and its content.
+        problems: The differences.
+    """
+
+    def __init__(self, words: Callable[[Any], str]) -> None:
+        self._words = words
+        self.first: dict[str, tuple[int, Any]] = {}
+        self.problems: list[str] = []
+
+    def add(self, name: str, rank: int, content: object) -> None:
+        """Compare a rank's content with that of the first rank with this name."""
+        first_rank, first = self.first.setdefault(name, (rank, content))
+        if first != content:
+            self.problems.append(
+                f"{name} is {self._words(first)} on rank {first_rank} and {self._words(content)} on rank {rank}"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +85,7 @@ class JointTable:
     Args:
         specs: Every tensor, in the order of `order_of`.
         holders: By stored name, the ranks of each box, ascending.
+        patterns: The coordinator's name patterns.
         digest: The message digest.
     """
 
@@ -68,53 +94,47 @@ class JointTable:
     aliases: Mapping[str, str]
     entries: frozenset[str]
     values: frozenset[str]
+    patterns: tuple[str, ...]
     digest: str
 
     @staticmethod
     def from_text(text: str) -> JointTable:
         """Return the table in a message from `join`."""
-        rows, aliases, entries, values = json.loads(text)
+        rows, aliases, entries, values, patterns = json.loads(text)
         holders = {
             name: {Box(tuple(offset), tuple(shape)): tuple(ranks) for offset, shape, ranks in boxes}
             for name, *_, boxes in rows
         }
         specs = tuple(_spec(*row) for *row, _ in rows)
-        return JointTable(specs, holders, aliases, frozenset(entries), frozenset(values), digest_of(text.encode()))
+        names = (frozenset(entries), frozenset(values), tuple(patterns))
+        return JointTable(specs, holders, aliases, *names, digest_of(text.encode()))
 
 
 def join(tables: Mapping[int, bytes]) -> str:
     """Join the tables, passed by rank, and return the joint table as a message.
 
     Raises:
-        CheckpointError: A tensor or a pattern differs between ranks.
+        CheckpointError: A tensor differs between ranks.
     """
     parsed = {data: json.loads(data) for data in {*tables.values()}}
     by_rank = {rank: parsed[data] for rank, data in sorted(tables.items())}
-    coordinator = min(by_rank)
-    first: dict[str, tuple[int, Any]] = {}  # a tensor's kind, dtype and shape; an alias's stored name
+    *_, patterns, is_replicated = by_rank[min(by_rank)]
+    comparison = Differences(_words)  # each tensor's kind, dtype and shape, and each alias's stored name
+    first = comparison.first
     holders: dict[str, dict[Place, list[int]]] = {}
-    problems: list[str] = []
-
-    def compare(name: str, rank: int, entry: object) -> None:
-        first_rank, first_entry = first.setdefault(name, (rank, entry))
-        if first_entry != entry:
-            problems.append(f"{name} is {_words(first_entry)} on rank {first_rank} and {_words(entry)} on rank {rank}")
-
-    for rank, (rows, aliases, _, _, patterns, _) in by_rank.items():
-        if patterns != by_rank[coordinator][4]:
-            raise CheckpointError(
-                "The ranks pass different from_rank0",
-                expected="the same on every rank",
-                found=f"{by_rank[coordinator][4]} on rank {coordinator} and {patterns} on rank {rank}",
-            )
-        for name, (*tensor, offset, shape) in rows.items():
-            compare(name, rank, tensor)
+    for rank, (rows, *_) in by_rank.items():
+        for name, row in rows.items():
+            if isinstance(row, str):
+                comparison.add(name, rank, row)
+                continue
+            *tensor, offset, shape = row
+            comparison.add(name, rank, tensor)
             holders.setdefault(name, {}).setdefault((tuple(offset), tuple(shape)), []).append(rank)
-        for alias, name in aliases.items():
-            compare(alias, rank, name)
-    _refuse(problems, "The ranks pass different tensors under the same name", "Give each tensor its own name.")
+    refuse(
+        comparison.problems, "The ranks pass different tensors under the same name", "Give each tensor its own name."
+    )
     place_of, aliases = None, {name: entry for name, (_, entry) in sorted(first.items()) if name not in holders}
-    if by_rank[coordinator][5]:
+    if is_replicated:
         differences = [
             f"{name} is on rank {first[name][0]} and not on rank {rank}"
             for name in holders
@@ -122,7 +142,7 @@ def join(tables: Mapping[int, bytes]) -> str:
             if name not in rows and not name.startswith(f"/{PER_RANK}/")
         ]
         fix = "Pass the same on every rank. Use `save_state_dict` for different tensors, such as pipeline stages."
-        _refuse(differences, "The ranks pass different models or optimizers", fix)
+        refuse(differences, "The ranks pass different models or optimizers", fix)
         places = {name: (place,) for place, name in enumerate(first)}
         place_of = (places | {alias: places[name] for alias, name in aliases.items()}).__getitem__
     specs = [_spec(name, *first[name][1]) for name in holders]
@@ -130,31 +150,16 @@ def join(tables: Mapping[int, bytes]) -> str:
         [spec.name, *first[spec.name][1], [[*box, ranks] for box, ranks in sorted(holders[spec.name].items())]]
         for spec in sorted(specs, key=lambda spec: order_of(spec, place_of))
     ]
-    names = [sorted({name for table in by_rank.values() for name in table[place]}) for place in (2, 3)]
-    return json.dumps([rows, aliases, *names])
+    names = [sorted({name for table in by_rank.values() for name in table[place]}) for place in (1, 2)]
+    return json.dumps([rows, aliases, *names, patterns])
 
 
-def require_whole(joint: JointTable) -> None:
-    """Refuse to save a tensor if the ranks hold only a part of it, or overlapping parts.
+def refuse(problems: Sequence[str], what: str, fix: str) -> None:
+    """Refuse a call if there are problems.
 
     Raises:
-        CheckpointError: Lists such tensors.
+        CheckpointError: Lists the first ones.
     """
-    problems = []
-    for spec in joint.specs:
-        boxes = joint.holders[spec.name]
-        elements, size = sum(box.numel for box in boxes), math.prod(spec.shape)
-        if elements != size:
-            ranks = sorted({rank for ranks_of_box in boxes.values() for rank in ranks_of_box})
-            problems.append(f"{spec.name}: {elements} of {size} elements on ranks {', '.join(map(str, ranks))}")
-    _refuse(
-        problems,
-        "The ranks do not hold a tensor exactly once",
-        "All ranks in its device mesh must take part, and hold equal or disjoint parts.",
-    )
-
-
-def _refuse(problems: Sequence[str], what: str, fix: str) -> None:
     if problems:
         more = f"; and {len(problems) - _MOST_NAMED} more" if len(problems) > _MOST_NAMED else ""
         text = "; ".join(problems[:_MOST_NAMED]) + more

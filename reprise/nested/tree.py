@@ -13,7 +13,7 @@ from torch import nn
 from reprise.errors import CheckpointError
 from reprise.nested.documents import Section
 from reprise.nested.folder_files import folder_files
-from reprise.nested.modules import ModuleEntries, Receiver, entries_of, refuse_flat_shards
+from reprise.nested.modules import ModuleEntries, Receiver, has_own_entries, refuse_flat_shards
 from reprise.nested.optimizers import OptimizerState, is_optimizer_state, of_optimizer, of_state_dict
 from reprise.nested.pretrained import PretrainedForm, form_of
 from reprise.nested.random_state import RandomState
@@ -41,9 +41,8 @@ Place = tuple[_Container, str | int]
 
 def is_stateful(value: object) -> bool:
     """Return whether a value is an object with `state_dict()` and `load_state_dict()`, such as a scheduler."""
-    if isinstance(value, (type, torch.Tensor, dict, list, tuple)):
-        return False
-    return all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict"))
+    methods = (getattr(value, name, None) for name in ("state_dict", "load_state_dict"))
+    return not isinstance(value, type) and all(map(callable, methods))
 
 
 @dataclass(slots=True)
@@ -61,7 +60,7 @@ class Tree:
         optimizers: The optimizers by their keys.
         objects: By keys, the objects with their own state.
         receivers: By keys, the receivers of a new value or state at the end of a load.
-        modules: The submodules with their own `state_dict()`, outer ones before inner ones.
+        modules: By keys, the modules whose `state_dict()` may have further entries.
         files: Files for other programs, by name.
         form: The model in another library's form. The names of renamed tensors become aliases.
         declined: The `load` arguments explicitly passed as False or empty. A load leaves declined random state alone.
@@ -76,11 +75,16 @@ class Tree:
     optimizers: dict[Keys, OptimizerState] = field(default_factory=dict)
     objects: dict[Keys, Any] = field(default_factory=dict)
     receivers: dict[Keys, Receiver] = field(default_factory=dict)
-    modules: list[ModuleEntries] = field(default_factory=list)
+    modules: dict[Keys, ModuleEntries] = field(default_factory=dict)
     files: dict[str, bytes] = field(default_factory=dict)
     form: PretrainedForm = field(default_factory=PretrainedForm)
     declined: Collection[str] = ()
     may_drop_random_state: bool = False
+
+    @property
+    def is_whole(self) -> bool:
+        """Return whether every rank saves all of the model, and values refer to their tensors."""
+        return self.returns and not self.is_load
 
     def add_dict(self, keys: Keys, members: dict[Any, Any]) -> None:
         """Add a dict by leaf, and an optimizer's state dict by parameter. Copies nothing.
@@ -90,11 +94,11 @@ class Tree:
                 have numbers and no names.
         """
         require_text_keys(members, keys)
-        is_optimizer = is_optimizer_state(members)
-        if is_optimizer:
+        members_of_state = ("state", "param_groups") if is_optimizer_state(members) else ()
+        if members_of_state:
             self._add_optimizer(keys, of_state_dict(keys, members, self.model))
         for key, value in members.items():
-            if not is_optimizer or key not in ("state", "param_groups"):
+            if key not in members_of_state:
                 self.add((*keys, key), value, (members, key))
 
     def add(self, keys: Keys, value: object, place: Place) -> None:
@@ -106,13 +110,15 @@ class Tree:
         Raises:
             CheckpointError: See `add_dict`.
         """
-        refers, is_dict = self.returns and not self.is_load, isinstance(value, dict)
-        single = ("value", "tensor") if refers and not is_dict else ("value",)
-        is_single = all(_kind(leaf) in single for _, leaf in leaves(value, keys))
-        is_own_class = self.is_load or type(value) is dict or not (refers or type(value) in DICTS.values())
+        single = {"value", "tensor"} if self.is_whole and not isinstance(value, dict) else {"value"}
+        is_own_class = self.is_load or type(value) is dict or not (self.is_whole or type(value) in DICTS.values())
         is_by_leaf = isinstance(value, dict) and has_text_keys(value) and is_own_class
-        if is_single and not (is_by_leaf and value):
-            self._add_value(keys, {} if is_by_leaf else value, place)
+        if {_kind(leaf) for _, leaf in leaves(value, keys)} <= single and not (is_by_leaf and value):
+            if self.is_load and isinstance(place[0], tuple):
+                where = pointer(keys)
+                raise CheckpointError("A value in a tuple cannot be filled in place", where=where, fix="Pass a list.")
+            current = {} if is_by_leaf else value
+            self._add_receiver(keys, Receiver(lambda: current, partial(_replace, *place), True))
         elif isinstance(value, dict):
             self.add_dict(keys, value)
         elif isinstance(value, (list, tuple)):
@@ -136,10 +142,8 @@ class Tree:
         receiver = self.receivers.get(keys)
         if receiver is not None or (isinstance(value, TensorReference) and value.is_implied):
             return receiver
-        for entries in self.modules:
-            if keys[:-1] == entries.keys and keys[-1].startswith(entries.prefix):
-                return entries.receiver(keys[-1])
-        return None
+        entries = self.modules.get(keys[:-1])
+        return None if entries is None else entries.receiver(keys[-1])
 
     def add_objects(self, files: Mapping[str, object] | None) -> None:
         """Add the objects: live tensors from modules and optimizers, and the state from all others.
@@ -159,10 +163,10 @@ class Tree:
             if isinstance(member, nn.Module):
                 for name, tensor in named_tensors(member):
                     self._add_tensor((*keys, name), tensor)
-                parts, receivers = entries_of(keys, member)
-                self.modules += parts
-                for name, receiver in receivers.items():
-                    self._add_receiver((*keys, name), receiver)
+                if any(map(has_own_entries, member.modules())):
+                    entries = self.modules[keys] = ModuleEntries(getattr(member, "_orig_mod", member), keys)
+                    for name, value in entries.current().items():
+                        self._add_receiver((*keys, name), entries.receiver(name, value))
             elif isinstance(member, torch.optim.Optimizer):
                 self._add_optimizer(keys, of_optimizer(keys, modules, member))
         for keys in sorted(self.objects):  # in the same order on all ranks, since objects may communicate
@@ -170,9 +174,8 @@ class Tree:
             if not isinstance(member, (nn.Module, torch.optim.Optimizer)):
                 self._add_receiver(keys, Receiver(member.state_dict, member.load_state_dict))
         if not self.is_load:
-            weights = [keys for keys in self.tensors if len(keys) == 2 and keys[0] == MODEL]
-            model = self.objects.get((MODEL,), self.model)
-            self.form = form_of(model, {keys[1]: self.tensors[keys].dtype is not None for keys in weights})
+            names = [keys[1] for keys in self.tensors if len(keys) == 2 and keys[0] == MODEL]
+            self.form = form_of(self.objects.get((MODEL,), self.model), names)
             self.files = {**self.form.files, **folder_files(files)}
 
     def dtypes(self) -> dict[str, str]:
@@ -187,28 +190,16 @@ class Tree:
             for keys, stored in self.tensors.items()
             if any(keys[: len(top)] == top for top in tops) and (order := order_in_memory(stored.tensor))
         }
-        optimizers = {keys: each for keys, each in self.objects.items() if isinstance(each, torch.optim.Optimizer)}
         return {
             "values": self.values,
             "groups": {
                 pointer(keys): [{"names": group.names, "numbers": group.numbers} for group in optimizer.groups]
                 for keys, optimizer in self.optimizers.items()
             },
-            "optimizer": {pointer(keys): type(optimizer).__name__ for keys, optimizer in optimizers.items()},
+            "optimizer": {pointer(keys): each.kind for keys, each in self.optimizers.items() if each.kind},
             "dtypes": self.dtypes(),
             "orders": orders,
         }
-
-    def _add_value(self, keys: Keys, value: object, place: Place) -> None:
-        """Add a value, which a load replaces in its container.
-
-        Raises:
-            CheckpointError: A load would replace it in a tuple.
-        """
-        if self.is_load and isinstance(place[0], tuple):
-            where = pointer(keys)
-            raise CheckpointError("A value in a tuple cannot be filled in place", where=where, fix="Pass a list.")
-        self._add_receiver(keys, Receiver(lambda: value, partial(_replace, place), True))
 
     def _add_tensor(self, keys: Keys, tensor: torch.Tensor, parameter: torch.Tensor | None = None) -> None:
         """Add a tensor in storable form.
@@ -246,14 +237,13 @@ class Tree:
                 self._add_receiver(inner, Receiver(partial(container.get, key), partial(container.__setitem__, key)))
 
 
-def _replace(place: Place, value: object) -> None:
+def _replace(container: Any, key: str | int, value: object) -> None:
     """Replace a value in its container. An instance of a custom dict class is updated in place."""
-    container, key = place
-    current = container[key]  # type: ignore[index]
+    current = container[key]
     if isinstance(value, dict) and isinstance(current, dict) and type(current) not in DICTS.values():
         current.update(value)
     else:
-        container[key] = value  # type: ignore[index]
+        container[key] = value
 
 
 def _kind(leaf: object) -> str:

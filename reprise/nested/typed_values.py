@@ -9,6 +9,7 @@ import re
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -140,7 +141,8 @@ def decode(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     if TAG in value:
-        return _DECODERS[value[TAG]](decode(value["value"]))
+        content = decode(value["value"])
+        return _DECODERS[type(content)][value[TAG]](content)
     return {key: decode(member) for key, member in value.items()}
 
 
@@ -148,7 +150,7 @@ def rebuilt(value: Any, change: Callable[[Any], Any], template: object = None) -
     """Return nested dicts, lists and tuples with each leaf changed.
 
     Args:
-        template: Its lists and tuples, and its order of keys, apply where a value was stored by leaf.
+        template: Its lists and tuples apply where a value was stored by leaf.
     """
     if type(value) in (list, tuple):
         return type(value)(rebuilt(member, change) for member in value)
@@ -162,8 +164,7 @@ def rebuilt(value: Any, change: Callable[[Any], Any], template: object = None) -
         members = [rebuilt(value[number], change, old) for number, old in rows]
         return tuple(members) if isinstance(template, tuple) else members
     inner = template if isinstance(template, dict) else {}
-    order = dict.fromkeys((*(key for key in inner if key in value), *value))
-    return {key: rebuilt(value[key], change, inner.get(key)) for key in order}
+    return {key: rebuilt(member, change, inner.get(key)) for key, member in value.items()}
 
 
 def without_tensors(value: Any) -> Any:
@@ -210,10 +211,12 @@ def encode(value: Any, keys: Keys, tensors: dict[Keys, torch.Tensor] | None = No
     if isinstance(value, torch.Tensor) and tensors is not None:
         tensors[keys] = value
         return {TAG: "tensor.sharded" if is_sharded(value) else "tensor", "value": stored_name(keys)[1]}
-    if isinstance(value, (np.generic, np.ndarray)):
-        tag, content = _numpy_content(value, keys)
+    if isinstance(value, (np.generic, np.ndarray)) and _is_plain(value):
+        array = np.asarray(value)  # an empty np.str_ has more bytes than its dtype
+        tag = "numpy.ndarray" if isinstance(value, np.ndarray) else "numpy.generic"
+        content: Any = [array.dtype.str, list(array.shape), array.tobytes().hex()]
     elif kind in _FORMS:
-        tag, content_of, _ = _FORMS[kind]
+        tag, content_of = _FORMS[kind]
         content = encode(content_of(value), keys, tensors if kind in (list, tuple) else None)
     else:
         raise _refusal(value, keys)
@@ -227,28 +230,23 @@ def _refusal(value: object, keys: Keys) -> CheckpointError:
             where=pointer(keys),
             fix="Pass the tensor under a key of its own.",
         )
-    parts = "Pass its parts, each of one of these types, such as str(value), list(value) or an enum's .value."
+    parts = (
+        "Pass its parts, each of one of these types, such as str(value), list(value), an enum's .value, or an array's "
+        "fields and mask."
+    )
     return CheckpointError(
         "A value has a type that a checkpoint cannot store",
         where=pointer(keys),
         expected="a tensor, a number, text, bytes, a boolean, None, or a list, tuple, set or dict of them",
-        found=repr(value) if isinstance(value, str) else f"an object of {type(value).__name__}",
+        found=f"an object of {type(value).__name__} {getattr(value, 'dtype', '')}".rstrip(),
         fix="Pass its state_dict()." if hasattr(value, "state_dict") else parts,
     )
 
 
-def _numpy_content(value: np.generic | np.ndarray[Any, Any], keys: Keys) -> tuple[str, list[Any]]:
-    if not _NUMPY_DTYPE.fullmatch(value.dtype.str) or type(value) not in (np.ndarray, np.memmap, value.dtype.type):
-        raise CheckpointError(
-            "A NumPy value has a dtype or class that a checkpoint cannot store",
-            where=pointer(keys),
-            expected="a scalar or an array of numbers, booleans, text, bytes, datetime64 or timedelta64",
-            found=f"{type(value).__name__} of dtype {value.dtype}",
-            fix="Pass np.asarray(value), each field and a mask as an array of its own, and objects as value.tolist().",
-        )
-    array = np.asarray(value)  # an empty np.str_ has more bytes than its dtype
-    tag = "numpy.ndarray" if isinstance(value, np.ndarray) else "numpy.generic"
-    return tag, [array.dtype.str, list(array.shape), array.tobytes().hex()]
+def _is_plain(value: np.generic | np.ndarray[Any, Any]) -> bool:
+    """Return whether a NumPy value is a scalar or array of numbers, text or times, and of no other class."""
+    kinds = (np.ndarray, np.memmap, value.dtype.type)
+    return type(value) in kinds and _NUMPY_DTYPE.fullmatch(value.dtype.str) is not None
 
 
 def _decoded_numpy(content: Any) -> np.ndarray[Any, Any]:
@@ -265,41 +263,50 @@ def _buffer(content: Any) -> io.BytesIO:
     return buffer
 
 
-def _instance(kind: type, value: Any) -> Any:
-    if not isinstance(value, kind):
-        raise TypeError(f"{value!r} is not of type {kind.__name__}")
-    return value
+def _torch_dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name)
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{name!r} is not a dtype")
+    return dtype
 
 
-# By exact type: the tag, the function to an encodable content, and the way back.
-_FORMS: dict[type, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
-    int: ("int", hex, lambda content: int(content, 16)),
-    float: ("float", str, {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}.__getitem__),
-    str: (
-        "str",
-        lambda value: value.encode(errors="surrogatepass").hex(),
-        lambda content: bytes.fromhex(content).decode(errors="surrogatepass"),
-    ),
-    complex: ("complex", lambda value: [value.real, value.imag], lambda content: complex(*content)),
-    bytes: ("bytes", bytes.hex, bytes.fromhex),
-    bytearray: ("bytearray", bytearray.hex, bytearray.fromhex),
-    io.BytesIO: ("io.BytesIO", lambda value: [value.getvalue().hex(), value.tell()], _buffer),
-    torch.dtype: (
-        "torch.dtype",
-        lambda value: str(value).removeprefix("torch."),
-        lambda name: _instance(torch.dtype, getattr(torch, name)),
-    ),
-    torch.device: ("torch.device", str, torch.device),
-    TorchVersion: ("torch.version", str, TorchVersion),
-    torch.Size: ("torch.Size", list, torch.Size),
-    **{kind: (kind.__name__, list, kind) for kind in (list, tuple, set, frozenset)},
+# By exact type: the tag, and the function to an encodable content.
+_FORMS: dict[type, tuple[str, Callable[[Any], Any]]] = {
+    int: ("int", hex),
+    float: ("float", str),
+    str: ("str", lambda value: value.encode(errors="surrogatepass").hex()),
+    complex: ("complex", lambda value: [value.real, value.imag]),
+    bytes: ("bytes", bytes.hex),
+    bytearray: ("bytearray", bytearray.hex),
+    io.BytesIO: ("io.BytesIO", lambda value: [value.getvalue().hex(), value.tell()]),
+    torch.dtype: ("torch.dtype", lambda value: str(value).removeprefix("torch.")),
+    torch.device: ("torch.device", str),
+    TorchVersion: ("torch.version", str),
+    torch.Size: ("torch.Size", list),
+    **{kind: (kind.__name__, list) for kind in (list, tuple, set, frozenset)},
 }
-_DECODERS: dict[str, Callable[[Any], Any]] = {
-    **{tag: way_back for tag, _, way_back in _FORMS.values()},
-    **DICTS,
-    "Counter": lambda pairs: Counter(dict(pairs)),
-    "tensor": lambda name: TensorReference(_instance(str, name)),
-    "tensor.sharded": lambda name: TensorReference(_instance(str, name), is_sharded=True),
-    "numpy.ndarray": _decoded_numpy,
-    "numpy.generic": lambda content: _decoded_numpy(content)[()],
+# By the content's type and the tag: the way back.
+_DECODERS: dict[type, dict[str, Callable[[Any], Any]]] = {
+    str: {
+        "int": partial(int, base=16),
+        "float": {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}.__getitem__,
+        "str": lambda content: bytes.fromhex(content).decode(errors="surrogatepass"),
+        "bytes": bytes.fromhex,
+        "bytearray": bytearray.fromhex,
+        "torch.dtype": _torch_dtype,
+        "torch.device": torch.device,
+        "torch.version": TorchVersion,
+        "tensor": TensorReference,
+        "tensor.sharded": partial(TensorReference, is_sharded=True),
+    },
+    list: {
+        **{kind.__name__: kind for kind in (list, tuple, set, frozenset)},
+        **DICTS,
+        "Counter": lambda pairs: Counter(dict(pairs)),
+        "complex": lambda parts: complex(*parts),
+        "io.BytesIO": _buffer,
+        "torch.Size": torch.Size,
+        "numpy.ndarray": _decoded_numpy,
+        "numpy.generic": lambda content: _decoded_numpy(content)[()],
+    },
 }

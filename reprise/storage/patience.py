@@ -28,19 +28,16 @@ def is_damage(error: OSError) -> bool:
     return error.errno in _MISSING
 
 
-def failed_read(
-    what: str, error: OSError, *, where: object, expected: object = None, fix: str | None = None
-) -> CheckpointError:
+def failed_read(what: str, error: OSError, *, where: object, fix: str | None = None) -> CheckpointError:
     """Return the error to raise after a failed read: UnreadableError unless the error itself proves damage.
 
     Args:
         what: The problem, if the file is missing.
         where: The path. For an unreadable file, a path in the error takes precedence.
-        expected: The expected content.
         fix: The remedy, if the file is missing.
     """
     if is_damage(error):
-        return CheckpointError(what, where=where, expected=expected, found=error.strerror, fix=fix)
+        return CheckpointError(what, where=where, found=error.strerror, fix=fix)
     return unreadable(error, where=where)
 
 
@@ -97,6 +94,20 @@ class Patience:
                 is_first = False
                 if not next(waits, False):
                     raise
+
+    def look(self, call: Callable[[], T], *, where: object) -> T:
+        """Return the result of `call`, retrying while it fails.
+
+        Args:
+            where: The path, if the error does not name it.
+
+        Raises:
+            UnreadableError: The error proves damage, or was the last when time ran out.
+        """
+        try:
+            return self.retry(call, where=where)
+        except OSError as error:
+            raise unreadable(error, where=where) from error
 
     def waits(self) -> Iterator[bool]:
         """Pause, then yield True for another try, until time is up. It starts with the first pause."""

@@ -212,7 +212,7 @@ def _plain(_: random.Random) -> nn.Module:
     return nn.Linear(SIZE, SIZE)
 
 
-CARRIED = (_plain, SavesMore, SavesMoreLater, Overrides, Hooked, Extra, Renamed, Cast, Left)
+CARRIED = (_plain, SavesMore, SavesMoreLater, Hooked, Extra, Renamed, Cast, Left)
 MODULES: list[Callable[[random.Random], nn.Module]] = [*CARRIED * 6, Packed, Turned, Informs, Unstorable]
 # Those that a checkpoint refuses, and the key that it names.
 REFUSED = {Packed: "weight", Turned: "weight", Informs: "informs", Unstorable: "unstorable"}

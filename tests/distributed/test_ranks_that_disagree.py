@@ -69,21 +69,20 @@ def save_what_one_rank_cannot(folder: Path, rank: int) -> None:
     if rank:
         model.register_buffer("packed", torch.empty(3, dtype=torch.uint4))
     refused(lambda: save(folder, model, iteration=1))
-    for odd in ({"iteration": -1}, {"from_rank0": ["nothing"]}, {"state": {"loss": len}}):
+    for odd in ({"iteration": -1}, {"state": {"loss": len}}):
         given: dict[str, Any] = {"iteration": 1, **(odd if rank else {})}
         refused(lambda given=given: save(folder, Plain(1.0), **given))  # type: ignore[misc]
     save(folder, Plain(1.0), iteration=2)
 
 
 def save_other_documents(folder: Path, rank: int) -> None:
-    """Save with another state on rank 1, another learning rate, other patterns, and then the same of all."""
+    """Save with another state on rank 1, another learning rate, and then the same of all but for the patterns."""
     model = Plain(1.0)
     optimizers = [torch.optim.SGD(model.parameters(), lr=lr) for lr in (0.1, 0.2)]
     refused(lambda: save(folder, model, iteration=1, state={"seed": rank}))
     refused(lambda: save(folder, model, optimizers[rank], iteration=1))
-    refused(lambda: save(folder, model, iteration=1, from_rank0=["w"] * rank))
     state = {"a": 1, "b": 2} if rank else {"b": 2, "a": 1}
-    save(folder, model, optimizers[0], iteration=2, state=state)
+    save(folder, model, optimizers[0], iteration=2, state=state, from_rank0=["w"] * rank)
 
 
 def train_ddp(folder: Path, rank: int) -> None:
@@ -136,8 +135,8 @@ CASES: dict[str, tuple[list[str], list[str]]] = {
     "save_other_values": (["w; ranks 0, 2 against rank 1"], ["iter_0000002"]),
     "save_other_iterations": (["save(iteration=1) on rank 0; save(iteration=2) on rank 1"], []),
     "save_nans": (["w; rank 0 against rank 1"], ["iter_0000001"]),
-    "save_what_one_rank_cannot": (["uint4", "found [] on rank 0", "(/loss)"], ["iter_0000002"]),
-    "save_other_documents": (["(/seed)", "(/optimizer/param_groups, w)", "from_rank0"], ["iter_0000002"]),
+    "save_what_one_rank_cannot": (["uint4", "(/loss)"], ["iter_0000002"]),
+    "save_other_documents": (["/seed is ", "/optimizer/param_groups, w is "], ["iter_0000002"]),
     "train_ddp": (["1.running_mean; 1.running_var"], ["iter_0000002"]),
 }
 

@@ -74,7 +74,7 @@ def test_a_copy_that_fails_is_named_and_mended_by_the_next(tmp_path: Path, caplo
 
     outcomes = run_ranks(2, fail, store=tcp_store)
     assert outcomes == [[False, True, []], [False, True, []]]
-    assert "iteration 4 was not copied: A folder is not a checkpoint" in caplog.text
+    assert "iteration 4 was not copied: A folder without manifest.json is not a checkpoint" in caplog.text
     assert json.loads(copies().decide([json.dumps(found).encode() for found in outcomes]))[:2] == [True, 2]
 
 

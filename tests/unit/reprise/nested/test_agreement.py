@@ -39,9 +39,9 @@ def agreed(
     return joint, joined and joined["values"]
 
 
-# How many tables ranks 1 and 2 send in each agreement. A large one is asked for, unless a rank has sent one of that
-# digest; a small one is part of a rank's first message.
-SENT = {"large": ([1, 0, 1, 1, 0, 0, 0], [1] + [0] * 6), "small": ([1, 0, 1, 1, 1, 0, 1], [1, 0, 0, 0, 1, 0, 1])}
+# How many tables ranks 1 and 2 send in each agreement. If one is new, each that differs from rank 0's is asked for; a
+# small new one is part of a rank's first message.
+SENT = {"large": ([1, 0, 1, 1, 0, 0, 0],) * 2, "small": ([1, 0, 1, 1, 1, 0, 1],) * 2}
 
 
 @pytest.mark.parametrize("size", SENT)

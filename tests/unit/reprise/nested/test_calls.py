@@ -92,7 +92,7 @@ def test_numbers_without_certain_names_are_refused(tmp_path: Path) -> None:
     for given, model, words in (
         (optimizer, None, ["/optimizer", "get_optimizer_state_dict", "model="]),
         (optimizer, net, ["2 groups", "named_parameters"]),
-        (reverse, net, ["exp_avg of parameter 1"]),
+        (reverse, net, ["/optimizer/state/", "/exp_avg"]),
     ):
         with refused(CheckpointError, *words):
             save_state_dict(tmp_path, numbered(net, given), iteration=1, model=model)

@@ -14,7 +14,7 @@ from torch import nn
 
 from reprise import AsyncSaver, load, load_state_dict, save, save_state_dict
 from reprise.errors import CheckpointError, MismatchError, PartialLoadError
-from tests.distributed.odd_modules import CARRIED, REFUSED, SIZE, Informs, Packed, SavesMore, Turned
+from tests.distributed.odd_modules import CARRIED, REFUSED, SIZE, Informs, Overrides, Packed, SavesMore, Turned
 from tests.messages import refused
 
 
@@ -55,7 +55,7 @@ def test_a_module_of_any_form_comes_back_or_is_named(tmp_path: Path, way: str, k
     output(module)
     expected = output(copy.deepcopy(module))
     if kind in REFUSED:
-        with refused(CheckpointError, "weight", kind.__name__):
+        with refused(CheckpointError, "weight"):
             saving(tmp_path, wrap(module))
     else:
         saving(tmp_path, wrap(module))
@@ -89,8 +89,17 @@ def test_an_error_of_the_module_names_it(tmp_path: Path) -> None:
 
     net = nn.Sequential(Failing(random.Random(1)))
     save(tmp_path, net, iteration=1)
-    with refused(PartialLoadError, "/model/0", "KeyError"):
+    with refused(PartialLoadError, "/model", "KeyError"):
         load(tmp_path, net)
+
+
+def test_an_overridden_load_is_called_on_the_model_alone(tmp_path: Path) -> None:
+    module, other = Overrides(random.Random(1)), Overrides(random.Random(2))
+    load(save(tmp_path / "outer", module, iteration=1), other)
+    assert output(other) == output(module)
+    nested = nn.Sequential(module)
+    with refused(PartialLoadError, "/model/0.own"):  # as torch's load_state_dict does
+        load(save(tmp_path / "inner", nested, iteration=1), nested)
 
 
 class Extra(nn.Linear):
@@ -118,6 +127,11 @@ VALUES: dict[str, tuple[Any, Any]] = {
 values = pytest.mark.parametrize(("value", "other"), VALUES.values(), ids=VALUES)
 
 
+def shown(value: Any) -> str:
+    """Return a value as text. A dict that was stored by leaf may have another order."""
+    return repr(sorted(value.items()) if isinstance(value, dict) else value)
+
+
 @values
 @pytest.mark.parametrize("is_fresh", [False, True])
 def test_extra_state_of_modules_is_carried(tmp_path: Path, value: Any, other: Any, is_fresh: bool) -> None:
@@ -125,8 +139,8 @@ def test_extra_state_of_modules_is_carried(tmp_path: Path, value: Any, other: An
     by_module = save(tmp_path / "module", source, iteration=1)
     for path in (by_module, save_state_dict(tmp_path / "dict", {"model": source.state_dict()}, iteration=1)):
         load(path, target)
-        assert repr(target[0].scale) == repr(value)
+        assert shown(target[0].scale) == shown(value)
         if not is_fresh:
             state = {"model": nn.Sequential(Extra(other)).state_dict()}
             load_state_dict(path, state)
-            assert repr(state["model"]["0._extra_state"]) == repr(value)
+            assert shown(state["model"]["0._extra_state"]) == shown(value)

@@ -19,7 +19,7 @@ from reprise import load, load_state_dict, save, save_state_dict
 from reprise.errors import CheckpointError
 from reprise.format.manifest import Manifest
 from reprise.loading.reader import Checkpoint
-from reprise.nested.documents import join_sections, read_values
+from reprise.nested.documents import join_sections, read_state
 from reprise.nested.typed_values import MALFORMED, ByLeaf, decode, decode_number, encode, encode_number
 from reprise.storage.files import Files
 from tests.messages import refused
@@ -113,7 +113,7 @@ def stored(**section: Any) -> Checkpoint:
 def test_classes_of_earlier_versions_are_read() -> None:
     values = {"/a/b": 1, "/a/c/d": 2}
     for classes in ({"/a": "OrderedDict"}, {"/a": "OrderedDict", "/a/c": "Counter"}):
-        found = read_values(stored(values=values, classes=classes))
+        found = read_state(stored(values=values, classes=classes))
         kinds = [type(found.root["a"]), type(found.root["a"]["c"])]
         assert kinds == [OrderedDict, Counter if "/a/c" in classes else ByLeaf]
 
@@ -121,7 +121,7 @@ def test_classes_of_earlier_versions_are_read() -> None:
 @pytest.mark.parametrize("values", [{"epoch": 1}, {"": 1}, {"/a": 1, "/a/b": 2}, [1]], ids=repr)
 def test_a_state_file_that_contradicts_itself_is_refused(values: Any) -> None:
     with refused(CheckpointError, "trainer_state.json"):
-        read_values(stored(values=values))
+        read_state(stored(values=values))
 
 
 def test_plain_values_have_no_tag() -> None:
@@ -138,6 +138,8 @@ def test_plain_values_have_no_tag() -> None:
         {"$type": "set"},
         {"$type": "later", "value": 1},
         {"$type": "tuple", "value": 3},
+        {"$type": "list", "value": "ab"},
+        {"$type": "set", "value": {"a": 1}},
         {"$type": "torch.dtype", "value": "load"},
         {"$type": "numpy.ndarray", "value": ["|O", [1], "00"]},
         {"$type": "numpy.ndarray", "value": ["<f8", [2], "00"]},
