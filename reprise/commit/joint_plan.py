@@ -60,7 +60,7 @@ def _not_tiled(name: str) -> CheckpointError:
     return CheckpointError(
         "The pieces of all ranks do not cover a tensor exactly once",
         where=name,
-        fix="Nothing was committed. All ranks in its device mesh must take part, and hold equal or disjoint parts.",
+        fix="Nothing was committed; this is a defect of the program that enumerates the shards.",
     )
 
 

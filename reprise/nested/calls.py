@@ -81,7 +81,7 @@ def contents_of(
     joint, joined = agree_on_state(call, table, data, holdings.known, before_decision=before_decision)
     if tree.form.obstacle and call.channel.coordinates:
         _log_once(f"{folder}: from_pretrained does not open these saves, as {tree.form.obstacle}")
-    live = holdings.with_replicas(joint, call.channel.rank)
+    live = holdings.with_replicas(joint, call.channel.rank, is_save=True)
     return Contents(joint.specs, live, joint.aliases, {STATE: document(joined or section, iteration), **tree.files})
 
 
@@ -177,7 +177,7 @@ def fill(
     look = partial(Patience().look, partial(has_no_checkpoint, source, FILE_SYSTEM), where=source)
     if missing_ok and channel.from_first("missing", look):
         return LoadedState({"iteration": 0})
-    tensors, fillings = local.with_replicas(joint, channel.rank), list[Filling]()
+    tensors, fillings = local.with_replicas(joint, channel.rank, is_save=False), list[Filling]()
 
     def live(checkpoint: Checkpoint) -> Sequence[LiveTensor]:
         requested = joint
