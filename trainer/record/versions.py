@@ -45,13 +45,12 @@ def commit(root: Path) -> str | None:
 
     None if `root` is not a work tree's top folder, as in an installed package, or git does not answer.
     """
-    answer = _git(root, "rev-parse", "--show-toplevel", "HEAD")
-    if answer is None or len(answer) != 2 or Path(answer[0]) != root:
+    options = "--porcelain=v2", "--branch", "--no-ahead-behind", "--untracked-files=no"
+    head, *lines = _git(root, "status", *options) or [""]
+    name = head.removeprefix("# branch.oid ")
+    if name in (head, "(initial)"):  # no work tree, or no commit yet
         return None
-    changes = _git(root, "status", "--porcelain", "--untracked-files=no")
-    if changes is None:
-        return None
-    return f"{answer[1]}-dirty" if changes else answer[1]
+    return name if all(line.startswith("#") for line in lines) else f"{name}-dirty"
 
 
 def _git(root: Path, *arguments: str) -> list[str] | None:
@@ -59,6 +58,7 @@ def _git(root: Path, *arguments: str) -> list[str] | None:
     # Another repository's hook sets these, and git would look there.
     variables = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     variables["GIT_OPTIONAL_LOCKS"] = "0"  # looking at the source must not write to it
+    variables["GIT_CEILING_DIRECTORIES"] = str(root.parent)  # nor see a repository around it
     try:
         process = subprocess.run(
             ["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=_TIMEOUT_S, env=variables
