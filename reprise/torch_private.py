@@ -35,13 +35,14 @@ NAMES = {
 }
 
 MEMBERS = {
-    "torch": "_chunk_cat _foreach_add_ _foreach_copy_ _foreach_div_ _foreach_mul_ _foreach_norm",
+    "torch": "_chunk_cat _foreach_add_ _foreach_copy_ _foreach_div_ _foreach_mul_ _foreach_norm _fused_adamw_",
     "torch.UntypedStorage": "_cdata",
     "torch.distributed.tensor.DTensor": "_local_tensor",
     "torch.nn.Module": (
         "_apply _backward_hooks _backward_pre_hooks _forward_hooks _forward_pre_hooks _non_persistent_buffers_set "
         "_parameters _save_to_state_dict _state_dict_hooks _state_dict_pre_hooks"
     ),
+    "torch.optim.Optimizer": "_optimizer_step_post_hooks _optimizer_step_pre_hooks",
 }
 
 

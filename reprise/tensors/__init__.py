@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from reprise.tensors.live import is_fsdp_module as is_fsdp_module
     from reprise.tensors.live import live_tensors as live_tensors
     from reprise.tensors.live import local_of as local_of
+    from reprise.tensors.live import memory_holder as memory_holder
     from reprise.tensors.live import memory_marks as memory_marks
     from reprise.tensors.live import parameter_names as parameter_names
     from reprise.tensors.live import placed_box as placed_box
@@ -32,7 +33,7 @@ _NAMES = {
     "tensors.file_form": "memory_of",
     "tensors.live": (
         "Contents Grid LiveTensor Marks Stored canonical_name free_gathered_parameters is_dtensor "
-        "is_fsdp_module live_tensors local_of memory_marks parameter_names placed_box with_memory"
+        "is_fsdp_module live_tensors local_of memory_holder memory_marks parameter_names placed_box with_memory"
     ),
     "tensors.memory": "map_memory",
 }

@@ -7,15 +7,14 @@ from dataclasses import dataclass
 from importlib import import_module
 from inspect import unwrap
 from itertools import accumulate, groupby
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.optim.adamw import adamw as torch_adamw
 
 from models.adapters import stored_name
 from models.config import ModelConfig
-from reprise.tensors import is_dtensor, local_of, parameter_names, torch_dtype, with_memory
+from reprise.tensors import local_of, memory_holder, parameter_names, torch_dtype, with_memory
 from trainer.config.optimizer import OptimizerName, OptimizerSection
 from trainer.optim import exact_sum
 from trainer.optim.table import MOMENTS, OPTIMIZERS, group_options, no_decay_names
@@ -118,17 +117,16 @@ def build_adamw(
     """
     memory = memory or {}
     names = {p: name for p, name in stored_names(model).items() if p.requires_grad and name not in without}
-    groups: dict[tuple[bool, bool], list[tuple[str, nn.Parameter]]] = {}
+    groups: dict[bool, list[tuple[str, nn.Parameter]]] = {}
     for parameter, name in names.items():
-        # A fused step takes either plain tensors or DTensors.
-        groups.setdefault((name not in settings.no_decay, is_dtensor(parameter)), []).append((name, parameter))
-    groups = groups or {(True, False): []}  # for a frozen stage: torch refuses an optimizer without groups
+        groups.setdefault(name not in settings.no_decay, []).append((name, parameter))
+    groups = groups or {True: []}  # for a frozen stage: torch refuses an optimizer without groups
     kind = InvariantAdamW if is_invariant else EagerAdamW
     kind = kind if settings.moments_dtype is torch.float32 else RoundingAdamW
     optimizer = kind(
         [
             {"params": members, "weight_decay": settings.weight_decay if decays else 0.0}
-            for (decays, _), members in groups.items()
+            for decays, members in groups.items()
         ],
         lr=settings.lr,
         betas=(settings.beta1, settings.beta2),
@@ -152,11 +150,46 @@ class EagerOptimizer(torch.optim.Optimizer):
 
     add_param_group = unwrap(torch.optim.Optimizer.add_param_group)
 
+    @staticmethod
+    def profile_hook_step(func: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a step between its hooks. Unlike torch's, it opens no range for a profiler at every call."""
+
+        def step(self: EagerOptimizer) -> None:
+            for hook in self._optimizer_step_pre_hooks.values():
+                hook(self, (), {})
+            func(self)
+            for hook in self._optimizer_step_post_hooks.values():
+                hook(self, (), {})
+
+        return step
+
 
 class EagerAdamW(EagerOptimizer, torch.optim.AdamW):
-    """torch's AdamW outside compiled graphs."""
+    """torch's fused AdamW outside compiled graphs, on each rank's memory: DTensor's dispatcher takes longer."""
 
-    step = torch.no_grad()(unwrap(torch.optim.AdamW.step))
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Step all parameters with a gradient."""
+        for group in self.param_groups:
+            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            if parameters:
+                states = [self.state[parameter] for parameter in parameters]
+                weights = list(map(memory_holder, parameters))
+                gradients = [memory_holder(cast(torch.Tensor, parameter.grad)).contiguous() for parameter in parameters]
+                moments = ([memory_holder(state[key]) for state in states] for key in _MOMENTS)
+                steps = [state["step"] for state in states]
+                torch._foreach_add_(steps, 1)
+                self._update(group, weights, gradients, *moments, steps=steps)
+
+    def _update(self, group: Mapping[str, Any], *columns: list[torch.Tensor], steps: list[torch.Tensor]) -> None:
+        """Update tensors. The columns are weights, gradients, and each moment."""
+        weights, gradients, exp_avgs, exp_avg_sqs = columns
+        (beta1, beta2), numbers = group["betas"], {key: group[key] for key in ("lr", "weight_decay", "eps")}
+        # torch's own step calls this kernel, after it has sorted the tensors by device and dtype.
+        torch._fused_adamw_(
+            weights, gradients, exp_avgs, exp_avg_sqs, [], steps,
+            beta1=beta1, beta2=beta2, amsgrad=False, maximize=False, **numbers,
+        )  # fmt: skip
 
 
 class InvariantAdamW(EagerAdamW):
@@ -166,76 +199,63 @@ class InvariantAdamW(EagerAdamW):
     (ATen, `native/cpu/FusedAdamKernel.cpp`). Here the last elements are padded with zeros and updated as a vector too.
     """
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Step all parameters with a gradient."""
-        for group in self.param_groups:
-            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
-            if not parameters:
-                continue
-            states = [self.state[parameter] for parameter in parameters]
-            columns = [[local_of(parameter).view(-1) for parameter in parameters]]
-            columns += [[gradient.reshape(-1) for gradient in _gradients(parameters, with_empty=True)]]
-            columns += [[local_of(state[key]).view(-1) for state in states] for key in _MOMENTS]
-            tails = [_Tails(column) for column in columns]
-            steps = [state["step"] for state in states]
-            self._update(
-                group,
-                *([*map(_vectors_of, column), *tail.vectors] for column, tail in zip(columns, tails, strict=True)),
-                steps=[*steps, *(step.clone() for step in steps)],
-            )
-            for tail in tails:
-                tail.write_back()
-
     def _update(self, group: Mapping[str, Any], *columns: list[torch.Tensor], steps: list[torch.Tensor]) -> None:
-        """Step tensors made up of whole vectors. The columns are weights, gradients, and each moment."""
-        beta1, beta2 = group["betas"]
-        numbers = {key: group[key] for key in ("amsgrad", "lr", "weight_decay", "eps", "maximize")}
-        weights, gradients, exp_avgs, exp_avg_sqs = columns
-        torch_adamw(
-            weights, gradients, exp_avgs, exp_avg_sqs, [], steps, fused=True, beta1=beta1, beta2=beta2, **numbers
-        )
+        cut = [number for number, weight in enumerate(columns[0]) if weight.numel() % _VECTOR]
+        tails = [_Tails(column, cut) for column in columns] if cut else []
+        self._update_vectors(group, *columns, steps=[*steps, *(steps[number] for number in cut)])
+        for tail in tails:
+            tail.write_back()
+
+    def _update_vectors(
+        self, group: Mapping[str, Any], *columns: list[torch.Tensor], steps: list[torch.Tensor]
+    ) -> None:
+        """Update tensors made up of whole vectors."""
+        super()._update(group, *columns, steps=steps)
 
 
 class RoundingAdamW(InvariantAdamW):
     """An `InvariantAdamW` with bfloat16 moments: updated in float32, chunk by chunk, and rounded to nearest even."""
 
-    def _update(self, group: Mapping[str, Any], *columns: list[torch.Tensor], steps: list[torch.Tensor]) -> None:
+    def _update_vectors(
+        self, group: Mapping[str, Any], *columns: list[torch.Tensor], steps: list[torch.Tensor]
+    ) -> None:
         items = _ITEMS_CPU if steps[0].device.type == "cpu" else _ITEMS_DEVICE
         rows = [
-            (*parts, step.clone())
+            (*parts, step)
             for *tensors, step in zip(*columns, steps, strict=True)
-            for parts in zip(*(tensor.split(items) for tensor in tensors), strict=True)
+            for parts in zip(*(tensor.view(-1).split(items) for tensor in tensors), strict=True)
         ]
         ends = accumulate(row[0].numel() for row in rows)
         for _, members in groupby(zip(ends, rows, strict=True), lambda member: member[0] // items):
             weights, gradients, *moments, counts = map(list, zip(*(row for _, row in members), strict=True))
             exact = [[moment.float() for moment in column] for column in moments]
-            super()._update(group, weights, gradients, *exact, steps=counts)
+            super()._update_vectors(group, weights, gradients, *exact, steps=counts)
             for column, values in zip(moments, exact, strict=True):
                 torch._foreach_copy_(column, values)
-        torch._foreach_add_(steps, 1)
 
 
 # float32 elements in the widest vector, and in the fused kernel's unit of work.
 _VECTOR = 16
 
 
-def _vectors_of(flat: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's elements [n] up to the last whole vector's end."""
-    return flat[: flat.numel() // _VECTOR * _VECTOR]
-
-
 class _Tails:
-    """Each tensor's elements after the last whole vector, copied into a vector."""
+    """The elements after the last whole vector of a column's cut tensors, each copied into a vector.
 
-    def __init__(self, flats: Sequence[torch.Tensor]) -> None:
-        self.vectors = flats[0].new_zeros(len(flats), _VECTOR).unbind()
+    The column gets the cut tensors' whole vectors in place of them, and these vectors at its end.
+
+    Args:
+        cut: The numbers of the tensors that do not end with a whole vector.
+    """
+
+    def __init__(self, column: list[torch.Tensor], cut: Sequence[int]) -> None:
+        flats = [column[number].view(-1) for number in cut]
         self._originals = [flat[flat.numel() // _VECTOR * _VECTOR :] for flat in flats]
-        self._copies = [
-            vector[: original.numel()] for vector, original in zip(self.vectors, self._originals, strict=True)
-        ]
+        vectors = flats[0].new_zeros(len(flats), _VECTOR).unbind()
+        self._copies = [vector[: original.numel()] for vector, original in zip(vectors, self._originals, strict=True)]
         torch._foreach_copy_(self._copies, self._originals)
+        for number, flat, original in zip(cut, flats, self._originals, strict=True):
+            column[number] = flat[: flat.numel() - original.numel()]
+        column += vectors
 
     def write_back(self) -> None:
         """Copy the elements back."""
@@ -266,8 +286,9 @@ def squared_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
         rows.append(torch.linalg.vector_norm(flat[:end].view(-1, _CHUNK), dim=1))
         if end < flat.numel():
             remainders.append(flat[end:])
-    norms = [*rows, torch.stack(torch._foreach_norm(remainders))] if remainders else rows
-    return torch.cat(norms).double().square().sum() if norms else torch.zeros((), dtype=torch.float64)
+    rows += [torch.stack(torch._foreach_norm(remainders))] if remainders else []
+    norms = torch.cat(rows) if rows else torch.zeros(1)
+    return norms.double().square().sum()
 
 
 def row_squares(shares: Iterable[exact_sum.NormShare], device: torch.device) -> torch.Tensor:
@@ -303,6 +324,6 @@ def clip_gradients(parameters: Iterable[nn.Parameter], norm: float, clip_grad: f
             torch._foreach_mul_(gradients, torch.full((), clip_grad / norm, device=gradients[0].device))
 
 
-def _gradients(parameters: Iterable[nn.Parameter], *, with_empty: bool = False) -> list[torch.Tensor]:
+def _gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
     gradients = [local_of(gradient) for p in parameters if (gradient := p.grad) is not None]
-    return [gradient for gradient in gradients if with_empty or gradient.numel()]
+    return [gradient for gradient in gradients if gradient.numel()]

@@ -160,5 +160,5 @@ def _fold(squares: torch.Tensor) -> torch.Tensor:
 def _halve(squares: torch.Tensor) -> torch.Tensor:
     """Add the second half of the columns to the first, and return it. A middle column waits for the next call."""
     first, second = squares.chunk(2, dim=1)
-    first[:, : second.shape[1]].add_(second)
+    first.narrow(1, 0, second.shape[1]).add_(second)
     return first

@@ -6,6 +6,8 @@ import contextlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
+from operator import add
 
 import numpy as np
 import torch
@@ -129,15 +131,10 @@ def _figures_alone(
     is_logged: bool,
 ) -> StepResult:
     """Return a single rank's figures, with the same bits as from a reduced message."""
-    loss, square = _sums(losses, context, cluster.device).tolist()
+    square = squared_norm(context.grad_norm_parameters).to(cluster.device)
+    *values, square_sum = torch.stack([*losses, square]).tolist()
     memory = rank_memory(cluster.device) if is_logged else None
-    return StepResult(loss, math.sqrt(square), tuple(map(int, flags)), memory=memory)
-
-
-def _sums(losses: Sequence[torch.Tensor], context: ParallelContext, device: torch.device) -> torch.Tensor:
-    """Return this rank's loss sum and its part of the squared norm, float64 [2]."""
-    total = sum(losses, torch.zeros((), dtype=torch.float64, device=device))
-    return torch.stack([total, squared_norm(context.grad_norm_parameters).to(device)])
+    return StepResult(reduce(add, values, 0.0), math.sqrt(square_sum), tuple(map(int, flags)), memory=memory)
 
 
 def _message(
@@ -155,7 +152,9 @@ def _message(
     if not context.reports_loss:
         losses = ()
     if context.lanes is None:
-        limbs = exact_sum.limbs(_sums(losses, context, cluster.device)).view(-1)
+        total = sum(losses, torch.zeros((), dtype=torch.float64, device=cluster.device))
+        square = squared_norm(context.grad_norm_parameters).to(cluster.device)
+        limbs = exact_sum.limbs(torch.stack([total, square])).view(-1)
     else:
         values = torch.stack(list(losses)) if losses else torch.zeros(0, dtype=torch.float64, device=cluster.device)
         limbs = exact_sum.sum_limbs([values, row_squares(context.grad_norm_shares, cluster.device)]).view(-1)
