@@ -175,7 +175,7 @@ class EagerAdamW(EagerOptimizer, torch.optim.AdamW):
             if parameters:
                 states = [self.state[parameter] for parameter in parameters]
                 weights = list(map(memory_holder, parameters))
-                gradients = [memory_holder(cast(torch.Tensor, parameter.grad)).contiguous() for parameter in parameters]
+                gradients = [memory_holder(cast(torch.Tensor, parameter.grad)) for parameter in parameters]
                 moments = ([memory_holder(state[key]) for state in states] for key in _MOMENTS)
                 steps = [state["step"] for state in states]
                 torch._foreach_add_(steps, 1)
@@ -200,6 +200,7 @@ class InvariantAdamW(EagerAdamW):
     """
 
     def _update(self, group: Mapping[str, Any], *columns: list[torch.Tensor], steps: list[torch.Tensor]) -> None:
+        columns[1][:] = [gradient.contiguous() for gradient in columns[1]]
         cut = [number for number, weight in enumerate(columns[0]) if weight.numel() % _VECTOR]
         tails = [_Tails(column, cut) for column in columns] if cut else []
         self._update_vectors(group, *columns, steps=[*steps, *(steps[number] for number in cut)])
