@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,11 @@ from models.config import ModelConfig
 from models.families import aliases, stored_tensors
 from reprise.errors import CheckpointError, MismatchError, count_of
 from reprise.storage import integer, is_dir, is_file, is_file_name, matching, shown
-from trainer.interop.finite import require_finite
 from trainer.interop.formats import Format, ImportOptions, common_step, few, require_trust
 from trainer.interop.hf.folder import model_beside
+from trainer.interop.masters import checked_master
 from trainer.interop.source import MOMENTS, STEP, StateSource, by_kind
-from trainer.interop.stored import require_fit
+from trainer.interop.stored import Shape, require_fit
 from trainer.interop.torch_file import is_plain, read_torch_file
 
 _log = logging.getLogger(__name__)
@@ -33,67 +33,11 @@ _WEIGHTS = "fp32"
 _ZERO, _OPTIMIZER = "zero", "optimizer_state.pt"
 _LATEST = ("latest_universal", "latest")
 _MODEL = "*mp_rank_00_model_states.pt"
+_MIXED = (
+    "With round_robin_gradients, ds_to_universal.py mixes up parameters: load the checkpoint in DeepSpeed without that "
+    "option, and save it again. Otherwise the files come from different saves."
+)
 _COMMAND = "python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state"
-
-
-@dataclass(frozen=True, slots=True)
-class _Universal:
-    """A universal checkpoint.
-
-    Args:
-        folders: Each tensor's folder, by our name.
-        trained: Our names for parameters with moments.
-        module: The model's own weights in its dtype, by DeepSpeed's names. Empty at stage 3.
-        step: Step count for parameters without a `step.pt`. None if no file has it.
-    """
-
-    model: ModelConfig
-    folders: Mapping[str, Path]
-    trained: frozenset[str]
-    module: Mapping[str, torch.Tensor]
-    step: float | None = None
-
-    def moment(self, kind: str, name: str) -> torch.Tensor:
-        """Return a moment. A frozen parameter has zero moments and step 0."""
-        if name not in self.trained:
-            return torch.zeros(stored_tensors(self.model)[name].shape)
-        return self._tensor(kind, name)
-
-    def steps(self, name: str) -> float | None:
-        """Return a parameter's step count."""
-        if name not in self.trained:
-            return 0.0
-        file = self.folders[name] / f"{STEP}.pt"
-        has_own = self.step is None or is_file(file)
-        return common_step([read_torch_file(file) if has_own else self.step])
-
-    def weight(self, name: str) -> torch.Tensor:
-        """Return a parameter."""
-        values, folder = self._tensor(_WEIGHTS, name), self.folders[name]
-        weight = self.module.get(folder.name)
-        if weight is not None and not torch.equal(values.to(weight.dtype), weight):
-            require_finite(values, where=name)  # NaN is never equal to itself
-            raise CheckpointError(
-                "The optimizer's copy of a parameter differs from the model's",
-                where=folder,
-                fix="With round_robin_gradients, ds_to_universal.py mixes up parameters: load the checkpoint in "
-                "DeepSpeed without that option, and save it again. Otherwise the files come from different saves.",
-            )
-        return values
-
-    def _tensor(self, kind: str, name: str) -> torch.Tensor:
-        file, shape = self.folders[name] / f"{kind}.pt", stored_tensors(self.model)[name].shape
-        content = read_torch_file(file)
-        tensor = content.get("param") if isinstance(content, Mapping) else content
-        if not is_plain(tensor) or tuple(tensor.shape) not in (shape, (prod(shape),)):
-            raise MismatchError(
-                "The universal checkpoint holds a different model",
-                where=file,
-                expected=list(shape),
-                found=list(tensor.shape) if isinstance(tensor, torch.Tensor) else shown(tensor),
-                fix=_FIX,
-            )
-        return tensor.detach().reshape(shape)
 
 
 _FIX = (
@@ -118,29 +62,59 @@ def read_source(path: Path, options: ImportOptions) -> StateSource:
     """
     require_trust(options, "DeepSpeed", where=path)
     folder = _tag(path)
-    saved = _model_file(folder)
-    module = {name: w for name, w in (saved.get("module") or {}).items() if is_plain(w) and w.numel()}
-    folders = {child.name: child for child in sorted((folder / _ZERO).iterdir()) if is_dir(child)}
-    kinds = {name: {file.stem for file in matching(child, "*.pt")} for name, child in folders.items()}
+    saved, zero = _model_file(folder), folder / _ZERO
+    kinds = {child.name: {f.stem for f in matching(child, "*.pt")} for child in sorted(zero.iterdir()) if is_dir(child)}
     model = model_beside(folder.parent, len(kinds), options.config.model)
-    names = _names(kinds, model, where=folder)
-    trained = frozenset(name for name, origin in names.items() if kinds[origin] >= {*MOMENTS})
-    universal = _Universal(model, {name: folders[origin] for name, origin in names.items()}, trained, module)
+    names, stored = _names(kinds, model, where=folder), stored_tensors(model)
+    trained = {name for name, origin in names.items() if kinds[origin] >= {*MOMENTS}}
+    # The model's own weights in its dtype. There are none at stage 3.
+    module = {name: w for name, w in (saved.get("module") or {}).items() if is_plain(w) and w.numel()}
+
+    def weight(name: str) -> torch.Tensor:
+        place, parameter = zero / names[name], module.get(names[name])
+        read = partial(_tensor, place, _WEIGHTS, stored[name].shape)
+        return read() if parameter is None else checked_master(lambda: parameter, read, where=place, fix=_MIXED)
+
     if options.weights_only:
-        return StateSource(model, 0, has_optimizer=False, read=universal.weight)
+        return StateSource(model, 0, has_optimizer=False, read=weight)
     if not trained:
         raise MismatchError(
             "A universal checkpoint has no Adam moments",
-            where=folder / _ZERO,
+            where=zero,
             expected=" and ".join(f"{kind}.pt" for kind in MOMENTS),
             fix="Import the weights alone with --weights-only.",
         )
-    universal = replace(universal, step=_common_step(folder / _ZERO / _OPTIMIZER))
+    common = _common_step(zero / _OPTIMIZER)
     if frozen := names.keys() - trained:
         _log.warning(f"the moments of {count_of(len(frozen), 'frozen parameter')} start as zeros: {few(frozen)}")
-    read = by_kind(universal.weight, universal.moment, universal.steps)
+
+    def moment(kind: str, name: str) -> torch.Tensor:
+        shape = stored[name].shape
+        return _tensor(zero / names[name], kind, shape) if name in trained else torch.zeros(shape)
+
+    def steps(name: str) -> float | None:
+        file = zero / names[name] / f"{STEP}.pt"
+        has_own = common is None or is_file(file)
+        return common_step([read_torch_file(file) if has_own else common]) if name in trained else 0.0
+
     iteration, samples = integer(saved.get("global_steps")), integer(saved["global_samples"])
+    read = by_kind(weight, moment, steps)
     return StateSource(model, iteration, has_optimizer=True, read=read, consumed_samples=samples)
+
+
+def _tensor(folder: Path, kind: str, shape: Shape) -> torch.Tensor:
+    """Return one of a parameter's tensors, which may be flat."""
+    content = read_torch_file(folder / f"{kind}.pt")
+    tensor = content.get("param") if isinstance(content, Mapping) else content
+    if not is_plain(tensor) or tuple(tensor.shape) not in (shape, (prod(shape),)):
+        raise MismatchError(
+            "The universal checkpoint holds a different model",
+            where=folder / f"{kind}.pt",
+            expected=list(shape),
+            found=list(tensor.shape) if isinstance(tensor, torch.Tensor) else shown(tensor),
+            fix=_FIX,
+        )
+    return tensor.detach().reshape(shape)
 
 
 def _tag(path: Path) -> Path:

@@ -14,15 +14,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
+from typing import Protocol
 
 import torch
 
 from reprise.errors import CheckpointError, MismatchError
 from trainer.interop.finite import require_finite
+from trainer.interop.masters import rounding_to
 from trainer.interop.stored import FileTensor
 
 _ALIGNMENT = 64  # elements
+
+
+class Bucket(Protocol):
+    """A float32 tensor of one dimension, or one that is read when it is sliced."""
+
+    def __len__(self) -> int:
+        """Return the element count."""
+
+    def __getitem__(self, part: slice, /) -> torch.Tensor:
+        """Return elements."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +45,7 @@ class Slot:
     bucket: int
     offset: int
 
-    def take(self, buckets: Sequence[torch.Tensor], shape: Sequence[int]) -> torch.Tensor:
+    def take(self, buckets: Sequence[Bucket], shape: Sequence[int]) -> torch.Tensor:
         """Return a view of the parameter in the buckets."""
         return buckets[self.bucket][self.offset : self.offset + prod(shape)].view(*shape)
 
@@ -45,7 +58,7 @@ class _End:
     offset: int
     base: int
 
-    def next(self, buckets: Sequence[torch.Tensor]) -> list[_End]:
+    def next(self, buckets: Sequence[Bucket]) -> list[_End]:
         """Return the places where the next parameter may start."""
         aligned = self.offset + (self.base - self.offset) % _ALIGNMENT
         starts = [_End(self.bucket, aligned, self.base)]
@@ -57,13 +70,13 @@ class _End:
 
 
 def locate(
-    parameters: Mapping[str, FileTensor], buckets: Sequence[torch.Tensor], *, is_padded: bool, where: object
+    parameters: Mapping[str, FileTensor], buckets: Sequence[Bucket], *, is_padded: bool, where: object
 ) -> dict[str, Slot]:
     """Return every parameter's place in the master weight buckets.
 
     Args:
         parameters: A stage's parameters on one rank, in `model.parameters()` order.
-        buckets: One buffer's float32 master weights as 1-d tensors, in order.
+        buckets: One buffer's float32 master weights, in order.
         is_padded: Whether padding may follow the last parameter.
 
     Raises:
@@ -73,24 +86,23 @@ def locate(
     backwards = list(parameters.items())[::-1]
     reached: dict[_End, tuple[Slot, ...]] = {_End(0, 0, 0): ()}
     for name, piece in backwards:
-        weights = piece.read().reshape(-1)
         candidates = dict[_End, list[tuple[Slot, ...]]]()
         for end, slots in reached.items():
             for start in end.next(buckets):
                 candidates.setdefault(start, []).append((*slots, Slot(start.bucket, start.offset)))
-        fitting = {start: slots for start, slots in candidates.items() if _holds(buckets, start, weights)}
+        fitting = {start: slots for start, slots in candidates.items() if _holds(buckets, start, piece)}
+        count = prod(piece.shape)
         if not fitting:
-            require_finite(weights, where=name)  # NaN is never equal to itself
+            require_finite(piece.read(), where=name)  # NaN is never equal to itself
             raise CheckpointError(
                 "The optimizer's buffer does not hold a parameter's weights at any expected position",
                 where=f"{where}, {name}",
-                expected=f"{weights.numel()} numbers that round to the model's weights, at {_listed(candidates)}",
-                fix="The files come from different saves, or a version with another buffer layout. Import the weights "
-                "alone with --weights-only.",
+                expected=f"{count} numbers that round to the model's weights, at {_listed(candidates)}",
+                fix="The files come from different saves, or a version with another buffer layout. Save it with "
+                "--dist-ckpt-optim-fully-reshardable, or import the weights alone with --weights-only.",
             )
         if any(len(slots) > 1 for slots in fitting.values()):
             raise _not_certain(where, name)
-        count = weights.numel()
         reached = {_End(s.bucket, s.offset + count, s.base): slots[0] for s, slots in fitting.items()}
     ends = [slots for end, slots in reached.items() if is_padded or _is_end(buckets, end)]
     if not ends:
@@ -98,7 +110,7 @@ def locate(
             "The optimizer's buffer is longer than its parameters",
             where=where,
             expected=f"{sum(prod(piece.shape) for piece in parameters.values())} numbers and the gaps between them",
-            found=sum(bucket.numel() for bucket in buckets),
+            found=sum(map(len, buckets)),
             fix="The files come from different saves. Import the weights alone with --weights-only.",
         )
     if len(ends) > 1:
@@ -106,13 +118,14 @@ def locate(
     return {name: slot for (name, _), slot in zip(backwards, ends[0], strict=True)}
 
 
-def _holds(buckets: Sequence[torch.Tensor], start: _End, weights: torch.Tensor) -> bool:
-    stored = buckets[start.bucket][start.offset : start.offset + weights.numel()]
-    return stored.numel() == weights.numel() and torch.equal(stored.to(weights.dtype), weights)
+def _holds(buckets: Sequence[Bucket], start: _End, piece: FileTensor) -> bool:
+    is_inside = start.offset + prod(piece.shape) <= len(buckets[start.bucket])
+    read = partial(Slot(start.bucket, start.offset).take, buckets, piece.shape)
+    return is_inside and rounding_to(piece.read, read) is not None
 
 
-def _is_end(buckets: Sequence[torch.Tensor], end: _End) -> bool:
-    return end.bucket == len(buckets) - 1 and end.offset == buckets[end.bucket].numel()
+def _is_end(buckets: Sequence[Bucket], end: _End) -> bool:
+    return end.bucket == len(buckets) - 1 and end.offset == len(buckets[end.bucket])
 
 
 def _listed(starts: Mapping[_End, object]) -> str:

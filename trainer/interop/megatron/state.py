@@ -10,12 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
 
-from reprise.errors import CheckpointError
 from reprise.storage import integer, shown
-from trainer.interop.finite import require_finite
 from trainer.interop.formats import ImportOptions, common_step, log_settings, require_moments
+from trainer.interop.masters import checked_master
 from trainer.interop.megatron.arguments import describe
 from trainer.interop.megatron.hybrid import in_layers, is_hybrid
 from trainer.interop.megatron.names import MegatronTensor, correspondences, is_norm
@@ -28,6 +26,7 @@ _log = logging.getLogger(__name__)
 WEIGHTS, MASTERS = "weights", "masters"
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 RELEASE = "release"  # the folder of a released model, which has no run to continue
+_OTHER_SAVE = "The files come from different saves, or the optimizer's state has another layout."
 _SCHEDULE = ("lr_decay_style", "max_lr", "min_lr", "lr_warmup_steps", "lr_decay_steps")
 
 Groups = Sequence[Mapping[str, Any]]
@@ -112,7 +111,10 @@ def as_source(saved: MegatronCheckpoint, options: ImportOptions) -> StateSource:
 
     def weight(name: str) -> torch.Tensor:
         tensor = sources[name].tensor
-        values = sources[name].take(name, _weight(joined, tensor.numbered, where=where))
+        read, place = joined[WEIGHTS][tensor.numbered].read, f"{where}, {tensor.numbered}"
+        if MASTERS in joined:
+            read = partial(checked_master, read, joined[MASTERS][tensor.numbered].read, where=place, fix=_OTHER_SAVE)
+        values = sources[name].take(name, read())
         return values.to(torch.float32) + 1 if described.adds_one and is_norm(tensor) else values
 
     read = by_kind(weight, moment, lambda _: iteration if step is None else step)
@@ -145,49 +147,6 @@ def _joined(
 
         joined[EMBEDDING] = replace(first, read=read_same)
     return joined
-
-
-def _weight(joined: Mapping[str, Joined], name: str, *, where: object) -> torch.Tensor:
-    """Return a weight or, if it exists, the optimizer's copy, which must round to the model's own."""
-    read = joined[WEIGHTS][name].read
-    if MASTERS not in joined:
-        return read()
-    read_master = joined[MASTERS][name].read
-    rounded = rounding_to(read, read_master)
-    if rounded is not None:
-        return rounded
-    weight, master, place = read(), read_master(), f"{where}, {name}"
-    require_finite(master, where=place)  # NaN is never equal to itself
-    require_finite(weight, where=place)
-    raise CheckpointError(
-        "The optimizer's copy of a weight differs from the model's",
-        where=place,
-        expected=f"the same numbers, rounded to {weight.dtype}",
-        found=f"{int((master.to(weight.dtype) != weight).count_nonzero())} of {weight.numel()} differ",
-        fix="The files come from different saves, or the optimizer's state has another layout.",
-    )
-
-
-def rounding_to(weights: Callable[[], torch.Tensor], masters: Callable[[], torch.Tensor]) -> torch.Tensor | None:
-    """Return the optimizer's copy of a weight, or None if it does not round to the model's own.
-
-    Digests are compared first. If they agree, only a single tensor is in memory at a time.
-
-    Args:
-        weights: Reads the weight in the model's dtype.
-        masters: Reads the optimizer's copy.
-    """
-    weight = weights()
-    digest, dtype = _digest(weight), weight.dtype
-    del weight
-    master = masters()
-    # Zeros may differ in sign.
-    return master if _digest(master.to(dtype)) == digest or torch.equal(master.to(dtype), weights()) else None
-
-
-def _digest(tensor: torch.Tensor) -> bytes:
-    data: memoryview = tensor.reshape(-1).contiguous().view(torch.uint8).numpy()  # type: ignore[assignment]
-    return xxhash.xxh3_128(data).digest()
 
 
 def _consumed_samples(saved: MegatronCheckpoint) -> int | None:
