@@ -32,16 +32,7 @@ class SavesWithReprise:
     a path to resume from another folder or a single iteration.
     """
 
-    args: Any
-    state: Any
-    model: Any
-    optimizer: Any
-    lr_scheduler: Any
-    accelerator: Any
-    control: Any
-    callback_handler: Any
-
-    def train(self, resume_from_checkpoint: str | Path | bool | None = None, *arguments: Any, **options: Any) -> Any:
+    def train(self: Any, resume_from_checkpoint: str | Path | bool | None = None, *args: Any, **options: Any) -> Any:
         """Train from the newest checkpoint, or from scratch if there is none; see `Trainer.train`.
 
         Args:
@@ -58,7 +49,7 @@ class SavesWithReprise:
                 fix="Remove it, and load the best iteration by number.",
             )
         path = resume_from_checkpoint if isinstance(resume_from_checkpoint, str | Path) else None
-        self._source: Any = location(self.args.output_dir if path is None else path)
+        self._source = location(self.args.output_dir if path is None else path)
         saved: dict[str, Any] = {"trainer": {}}
         iteration = 0
         if resume_from_checkpoint:
@@ -67,13 +58,13 @@ class SavesWithReprise:
         with TemporaryDirectory() as folder, AsyncSaver(self.args.output_dir, max_checkpoint_keep=keep) as self._saver:
             if iteration:  # the Trainer reads its step and data position from here
                 type(self.state)(**saved["trainer"]).save_to_json(str(Path(folder, "trainer_state.json")))
-            return super().train(folder if iteration else None, *arguments, **options)  # type: ignore[misc]
+            return super().train(folder if iteration else None, *args, **options)  # type: ignore[misc]
 
-    def _objects(self) -> dict[str, Any]:
+    def _objects(self: Any) -> dict[str, Any]:
         scaler = getattr(self.accelerator, "scaler", None)
         return {"schedule": self.lr_scheduler, **({} if scaler is None else {"scaler": scaler})}
 
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+    def _save_checkpoint(self: Any, model: Any, trial: Any) -> None:
         for callback in [*self.callback_handler.callbacks, self.control]:
             if hasattr(callback, "state") and callable(callback.state):
                 name, value = type(callback).__name__, callback.state()
@@ -90,7 +81,7 @@ class SavesWithReprise:
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Do nothing: the weights are loaded together with the optimizer."""
 
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+    def _load_optimizer_and_scheduler(self: Any, checkpoint: str | None) -> None:
         if checkpoint is not None:
             step = self.state.global_step
             iteration = None if self._source.name == iteration_name(step) else step
@@ -104,6 +95,6 @@ class SavesWithReprise:
             )
             self._random_state = RandomState().state_dict()
 
-    def _load_rng_state(self, checkpoint: str | None) -> None:
+    def _load_rng_state(self: Any, checkpoint: str | None) -> None:
         if checkpoint is not None:  # after the Trainer has skipped the used batches
             RandomState().load_state_dict(self._random_state)

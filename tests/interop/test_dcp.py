@@ -170,7 +170,6 @@ def test_bfloat16_prefixes_and_plain_steps_are_read(tmp_path: Path, caplog: pyte
     folder = save_dcp(tmp_path / "in", {"app": {"net": weights, "adam": optim}, "sampler": {"position": 7}})
     with caplog.at_level(logging.INFO):
         source = opened("dcp", folder, OURS)
-    assert "lr 0.5, betas (0.8, 0.9)" in caplog.text
     assert "sampler (1)" in caplog.text
     assert_carried(source, replace(STATE, read=lambda n: STATE.read(n).bfloat16() if n in names else STATE.read(n)))
 

@@ -109,9 +109,9 @@ def test_files_beside_the_weights_are_named_as_not_imported(
     else:
         assert bring_in("hf", source, tmp_path / "run") == 0
         text = caplog.text
-    (line, other) = (line for line in text.splitlines() if f"not carried from {source}: " in line)
+    (line,) = (line for line in text.splitlines() if f"not carried from {source}: " in line)
     assert all(name in line for name in TRAINER_FILES[:4])
-    assert "global_step3" in other
+    assert "global_step3" in line
 
 
 def write_megatron(folder: Path) -> Path:

@@ -21,7 +21,7 @@ from trainer.commands.frame import FINE, reporting
 from trainer.config.compose import compose
 from trainer.config.overrides import text_value
 from trainer.data.tokenizer_beside import with_tokenizer
-from trainer.interop.formats import ExportOptions, ImportOptions
+from trainer.interop.formats import ExportOptions, Format, ImportOptions
 from trainer.interop.megatron.refuse import refuse_megatron
 from trainer.interop.output import write_checkpoint, write_log
 from trainer.interop.pointers import refuse_pointers
@@ -118,64 +118,46 @@ def _newest(path: Path) -> Checkpoint:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="reprise convert", description=(__doc__ or "").split("\n\n")[0])
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    _add_imports(
-        commands.add_parser(
-            "import", help=(import_checkpoint.__doc__ or "").rstrip("."), description=import_checkpoint.__doc__
-        )
-    )
-    _add_exports(
-        commands.add_parser(
-            "export", help=(export_checkpoint.__doc__ or "").rstrip("."), description=export_checkpoint.__doc__
-        )
-    )
+    for command, call, add_arguments in (
+        ("import", import_checkpoint, _add_import_arguments),
+        ("export", export_checkpoint, _add_export_arguments),
+    ):
+        subparser = commands.add_parser(command, help=(call.__doc__ or "").rstrip("."), description=call.__doc__)
+        formats = subparser.add_subparsers(required=True, metavar="FORMAT", dest="format")
+        for name, form in FORMATS.items():
+            if command == "import" or form.write is not None:
+                format_parser = formats.add_parser(name, help=form.summary, description=form.summary)
+                format_parser.set_defaults(call=call, from_rank0=False, dtype="float32", tokenizer=None)
+                format_parser.set_defaults(merge=None, ema=False)
+                add_arguments(format_parser, form)
     return parser
 
 
-def _add_imports(parser: argparse.ArgumentParser) -> None:
-    formats = parser.add_subparsers(required=True, metavar="FORMAT", dest="format")
-    for name, form in FORMATS.items():
-        subparser = formats.add_parser(name, help=form.summary, description=form.summary)
-        subparser.add_argument(
-            "source", type=local_path, metavar="SOURCE", help="checkpoint written by the other program"
+def _add_import_arguments(parser: argparse.ArgumentParser, form: Format) -> None:
+    parser.add_argument("source", type=local_path, metavar="SOURCE", help="checkpoint written by the other program")
+    parser.add_argument("folder", type=local_path, metavar="FOLDER", help="the new run's checkpoint folder")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="KEY=VALUE", help="the new run's configuration")
+    parser.add_argument("--consumed-samples", type=int, metavar="N", help="samples already trained on")
+    parser.add_argument(
+        "--trust-pickle", action="store_true", help="read pickles, without importing their classes or running code"
+    )
+    parser.add_argument("--weights-only", action="store_true", help="leave out the optimizer state: iteration 0")
+    if form.has_copies:
+        parser.add_argument(
+            "--from-rank0", action="store_true", help="take a tensor's first copy where the ranks' copies differ"
         )
-        subparser.add_argument("folder", type=local_path, metavar="FOLDER", help="the new run's checkpoint folder")
-        subparser.add_argument(
-            "overrides", nargs="*", default=[], metavar="KEY=VALUE", help="the new run's configuration"
-        )
-        subparser.add_argument("--consumed-samples", type=int, metavar="N", help="samples already trained on")
-        subparser.add_argument(
-            "--trust-pickle", action="store_true", help="read pickles, without importing their classes or running code"
-        )
-        subparser.add_argument("--weights-only", action="store_true", help="leave out the optimizer state: iteration 0")
-        subparser.set_defaults(from_rank0=False)
-        if form.has_copies:
-            subparser.add_argument(
-                "--from-rank0", action="store_true", help="take a tensor's first copy where the ranks' copies differ"
-            )
-        subparser.set_defaults(call=import_checkpoint)
 
 
-def _add_exports(parser: argparse.ArgumentParser) -> None:
-    formats = parser.add_subparsers(required=True, metavar="FORMAT", dest="format")
-    for name, form in FORMATS.items():
-        if form.write is None:
-            continue
-        subparser = formats.add_parser(name, help=form.summary, description=form.summary)
-        subparser.add_argument(
-            "checkpoint", type=any_path, metavar="CHECKPOINT", help="an iter_ folder, or a run for its newest; or a URL"
+def _add_export_arguments(parser: argparse.ArgumentParser, form: Format) -> None:
+    parser.add_argument(
+        "checkpoint", type=any_path, metavar="CHECKPOINT", help="an iter_ folder, or a run for its newest; or a URL"
+    )
+    parser.add_argument("out", type=local_path, metavar="OUT", help="path to write to, which must not exist yet")
+    if form.has_dtypes:
+        parser.add_argument("--dtype", choices=DTYPES, help="the dtype of the written tensors (%(default)s)")
+        parser.add_argument("--tokenizer", type=Path, metavar="PATH", help="a file or folder of tokenizer files to add")
+    if form.merges:
+        parser.add_argument("--ema", action="store_true", help="export the moving averages instead of the weights")
+        parser.add_argument(
+            "--merge", type=local_path, metavar="BASE", help="add the checkpoint's adapters to these weights"
         )
-        subparser.add_argument("out", type=local_path, metavar="OUT", help="path to write to, which must not exist yet")
-        subparser.add_argument("--dtype", choices=DTYPES, default="float32", help="the dtype of the written tensors")
-        subparser.add_argument(
-            "--tokenizer", type=Path, metavar="PATH", help="a file or a folder of tokenizer files to add"
-        )
-        subparser.set_defaults(merge=None, ema=False)
-        if form.has_averages:
-            subparser.add_argument(
-                "--ema", action="store_true", help="export the moving averages instead of the weights"
-            )
-        if form.merges:
-            subparser.add_argument(
-                "--merge", type=local_path, metavar="BASE", help="add the checkpoint's adapters to these weights"
-            )
-        subparser.set_defaults(call=export_checkpoint)

@@ -125,7 +125,7 @@ def require_moments(signs: Sequence[str], options: ImportOptions, *, where: obje
 
 @dataclass(frozen=True, slots=True)
 class ExportOptions:
-    """Command-line options for an export.
+    """Command-line options for an export. A format has the options that its `Format` names.
 
     Args:
         dtype: The exported tensors' dtype.
@@ -142,20 +142,6 @@ class ExportOptions:
     files: Files = FILE_SYSTEM
 
 
-def require_float32(options: ExportOptions, program: str, *, where: Path) -> None:
-    """Refuse another dtype than float32, and a tokenizer, for a format that supports neither.
-
-    Raises:
-        ConfigError: The options request either. The error names what to leave out.
-    """
-    if options.dtype is not torch.float32 or options.tokenizer is not None:
-        raise ConfigError(
-            f"A {program} folder is written in float32 and without a tokenizer",
-            where=where,
-            fix=f"Omit --dtype and --tokenizer: {program} casts to the dtype of the tensors that it fills.",
-        )
-
-
 @dataclass(frozen=True, slots=True)
 class Format:
     """Another program's format.
@@ -168,8 +154,8 @@ class Format:
         takes_file: Whether a path may be a file.
         completes_model: Whether the configured model fills in whatever the files leave open. If so, a group
             `model=NAME` may differ from the stored model.
-        merges: Whether adapters can be merged with their base: `ExportOptions.merge` applies.
-        has_averages: Whether an export can write moving averages: `ExportOptions.averages` applies.
+        has_dtypes: Whether an export may have another dtype than float32, and a tokenizer.
+        merges: Whether an export can merge adapters with their base, or write moving averages.
         has_copies: Whether several ranks may keep copies of a tensor: `ImportOptions.from_rank0` applies.
     """
 
@@ -179,8 +165,8 @@ class Format:
     write: Callable[[Checkpoint, Path, ExportOptions], None] | None = None
     takes_file: bool = False
     completes_model: bool = False
+    has_dtypes: bool = False
     merges: bool = False
-    has_averages: bool = False
     has_copies: bool = False
 
     def read(self, path: Path, options: ImportOptions) -> StateSource:

@@ -24,7 +24,7 @@ from reprise.storage import finite_number, integer, is_dir, shown
 from reprise.tensors import canonical_name
 from trainer.config.frozen import frozen_names
 from trainer.interop.formats import Format, ImportOptions, common_step, few, log_settings, require_trust
-from trainer.interop.numbered import Table, numbers_by_name
+from trainer.interop.numbered import Table, entries_by_name
 from trainer.interop.source import MOMENTS, STEP, StateSource, by_kind
 from trainer.interop.stored import require_fit
 from trainer.interop.torch_file import is_plain, read_torch_file
@@ -68,8 +68,7 @@ def read_source(path: Path, options: ImportOptions) -> StateSource:
     tables, iteration, step = {"": weights}, 0, 0.0
     if not options.weights_only:
         optimizer, iteration = table["optimizer"], integer(table["iter_num"])
-        numbers = numbers_by_name(optimizer, [(decayed, vectors)], shapes, program="nanoGPT", where=file)
-        entries = {name: optimizer["state"][number] for name, number in numbers.items()}
+        entries = entries_by_name(optimizer, [(decayed, vectors)], shapes, program="nanoGPT", where=file)
         tables |= {kind: {name: entry[kind] for name, entry in entries.items()} for kind in MOMENTS}
         step = common_step(entry.get(STEP) for entry in entries.values()) or 0.0
         log_settings(optimizer["param_groups"])

@@ -5,26 +5,22 @@ from __future__ import annotations
 import logging
 import re
 from collections import Counter
-from contextlib import suppress
 from pathlib import Path
 
 import torch
 
-from reprise.errors import CheckpointError, MismatchError, count_of
+from reprise.errors import MismatchError, count_of
 from trainer.interop.dcp import export as dcp_export
 from trainer.interop.dcp.by_rank import open_any
 from trainer.interop.dcp.folder import DcpFolder
 from trainer.interop.dcp.names import LocatedKeys, locate, optimizer_keys
 from trainer.interop.finite import require_finite
-from trainer.interop.formats import Format, ImportOptions, common_step, log_settings, require_moments
+from trainer.interop.formats import Format, ImportOptions, common_step, require_moments
 from trainer.interop.hf.folder import model_beside
 from trainer.interop.source import STEP, StateSource
 
 _log = logging.getLogger(__name__)
 
-# A setting in the optimizer's parameter groups, whether their key is a number or a parameter name.
-_SETTING = re.compile(r"(?:^|\.)param_groups\.(.*)\.(lr|betas|eps|weight_decay)$")
-_MOST_SETTINGS_READ = 4096
 _COUNT = re.compile(r"(?:^|\.)(iteration|iter|iter_num|step|global_step)$")
 
 
@@ -76,7 +72,7 @@ def _read(folder: DcpFolder, located: LocatedKeys, name: str) -> torch.Tensor:
 
 
 def _log_content(folder: DcpFolder, located: LocatedKeys) -> None:
-    """Log the naming scheme, the optimizer's settings, and content not carried over. An iteration is carried over."""
+    """Log the naming scheme, and content not carried over. An iteration is carried over."""
     used = {key for key, _ in located.keys.values()} | set(located.tied.values())
     keys = {key for key in {*folder.tensors, *folder.values} - used if not _COUNT.search(key)}
     moments = "weights and moments" if located.has_optimizer else "weights alone"
@@ -86,20 +82,9 @@ def _log_content(folder: DcpFolder, located: LocatedKeys) -> None:
             "Optimizer state is stored by parameter number and is not carried over: get it by name from "
             "torch.distributed.checkpoint.state_dict.get_optimizer_state_dict"
         )
-    log_settings(_settings(folder).values())
     groups = Counter("param_groups" if ".param_groups." in f".{key}" else key.split(".")[0] for key in keys)
     if groups:
         _log.info("not carried: " + ", ".join(f"{top} ({count})" for top, count in sorted(groups.items())))
-
-
-def _settings(folder: DcpFolder) -> dict[str, dict[str, object]]:
-    """Return the settings for each parameter group, or each parameter, to restore on resume."""
-    groups = dict[str, dict[str, object]]()
-    matches = [match for key in sorted(folder.values) if (match := _SETTING.search(key))]
-    for match in matches[:_MOST_SETTINGS_READ]:
-        with suppress(CheckpointError):  # it would only have been logged
-            groups.setdefault(match[1], {})[match[2]] = folder.read_value(match.string)
-    return groups
 
 
 FORMAT = Format(

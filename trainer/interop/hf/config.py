@@ -27,27 +27,28 @@ def is_folder(path: Path) -> bool:
 def read_folder_model(path: Path) -> tuple[ModelConfig, list[str]]:
     """Return the model described by a folder's JSON files, and a log line per file with settings not carried over.
 
+    A missing token id is replaced by an id in the vocabulary.
+
     Raises:
-        MismatchError: The model is not supported.
+        MismatchError: The model is not supported. The error lists unsupported fields and invalid values.
         CheckpointError: A file is malformed.
     """
     table, beside = json_file.read(path / CONFIG), path / _GENERATION
     generation = json_file.read(beside) if is_file(beside) else None
-    model = read_model(table, generation, where=path / CONFIG)
-    return model, lost_members(table, generation, model, where=path)
+    model = _model(table, generation, where=path / CONFIG)
+    spec, document = families.spec_of(model), families.hf_config(model)
+    lost = {CONFIG: spec.hf.lost(table, generation, model)}
+    if generation is not None:
+        lost[_GENERATION] = lost_generation(generation, model)
+    return model, [
+        f"not carried from {path / name}: "
+        + ", ".join(_lost(member, value, document) for member, value in members.items())
+        for name, members in lost.items()
+        if members
+    ]
 
 
-def read_model(table: Json, generation: Json | None, *, where: object) -> ModelConfig:
-    """Return the model described by a `config.json`.
-
-    A missing token id is replaced by an id in the vocabulary.
-
-    Args:
-        generation: The content of `generation_config.json` beside it. None if there is no such file.
-
-    Raises:
-        MismatchError: Fields are unsupported or have invalid values. The error lists them.
-    """
+def _model(table: Json, generation: Json | None, *, where: object) -> ModelConfig:
     family = families.family_of_type(table.get("model_type"))
     if family is None:
         supported = [spec.hf.model_type for spec in families.FAMILIES.values()]
@@ -71,25 +72,6 @@ def read_model(table: Json, generation: Json | None, *, where: object) -> ModelC
         where=where,
         found="these unsupported settings:\n" + "\n".join(f"  {problem}" for problem in problems),
     )
-
-
-def lost_members(table: Json, generation: Json | None, model: ModelConfig, *, where: Path) -> list[str]:
-    """Return a log line for each of the two files with settings missing from the model.
-
-    Args:
-        model: The result of `read_model` for both files.
-        where: The folder.
-    """
-    spec, document = families.spec_of(model), families.hf_config(model)
-    lost = {"config.json": spec.hf.lost(table, generation, model)}
-    if generation is not None:
-        lost["generation_config.json"] = lost_generation(generation, model)
-    return [
-        f"not carried from {where / name}: "
-        + ", ".join(_lost(member, value, document) for member, value in members.items())
-        for name, members in lost.items()
-        if members
-    ]
 
 
 def _lost(name: str, value: object, document: Json) -> str:

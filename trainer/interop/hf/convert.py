@@ -100,5 +100,5 @@ def _tokenizer_files(path: Path) -> dict[str, Path]:
 
 
 FORMAT = Format(
-    "transformers", "a transformers model folder (safetensors)", read_source, write, merges=True, has_averages=True
+    "transformers", "a transformers model folder (safetensors)", read_source, write, has_dtypes=True, merges=True
 )

@@ -17,7 +17,7 @@ from models import families
 from models.config import ModelConfig
 from reprise.errors import CheckpointError, MismatchError
 from reprise.format import INDEX
-from reprise.storage import Json, exists, is_dir, is_file, json_file, matching, shown
+from reprise.storage import Json, exists, is_file, json_file, matching, shown
 from trainer.data.tokenizer_beside import tokenizer_files_in
 from trainer.interop.formats import few
 from trainer.interop.hf.config import CONFIG, is_folder, read_folder_model, require_layers
@@ -33,12 +33,11 @@ _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 # Buffers stored by older transformers versions, which the sizes determine: GPT-2's masks, LLaMA's frequencies.
 _BUFFERS = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)|layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 _ITEMS = 1 << 20  # elements compared at once
-# Files that transformers' Trainer and accelerate write beside a model.
+# Files that transformers' Trainer, accelerate and DeepSpeed write beside a model.
 _BESIDE = """
     optimizer.pt optimizer.bin optimizer optimizer_[0-9]* scheduler.pt scheduler.bin trainer_state.json rng_state*.pth
-    random_states_*.pkl training_args.bin scaler.pt sampler*.bin dl_state_dict.bin
+    random_states_*.pkl training_args.bin scaler.pt sampler*.bin dl_state_dict.bin global_step[0-9]*
 """.split()  # noqa: SIM905
-_DEEPSPEED = "global_step[0-9]*"
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,18 +128,11 @@ def open_folder(path: Path) -> HfFolder:
 def other_files_notes(path: Path) -> list[str]:
     """Return log lines on a trainer's other files in the folder, which are ignored when loading weights."""
     names = [child.name for pattern in _BESIDE for child in matching(path, pattern)]
-    lines = []
-    if names:
-        lines.append(
-            f"not carried from {path}: {few(names)}; the run starts with only the weights, at iteration 0 with zero "
-            "moments; `reprise convert import trainer` imports the rest"
-        )
-    if steps := [child.name for child in matching(path, _DEEPSPEED) if is_dir(child)]:
-        lines.append(
-            f"not carried from {path}: {', '.join(steps)} (DeepSpeed's checkpoint); `reprise convert import deepspeed` "
-            "imports its moments, once ds_to_universal.py has joined them"
-        )
-    return lines
+    note = (
+        f"not carried from {path}: {few(names)}; the run starts with only the weights, at iteration 0 with zero "
+        "moments; `reprise convert import trainer` imports the rest"
+    )
+    return [note] if names else []
 
 
 def stored_tensors(

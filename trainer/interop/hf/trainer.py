@@ -16,7 +16,6 @@ from models.config import LoraConfig
 from reprise.errors import MismatchError
 from reprise.format import STATE
 from reprise.storage import finite_number, integer, is_dir, is_file, json_file, matching, shown
-from reprise.tensors import canonical_name
 from trainer.config.frozen import frozen_names
 from trainer.data.tokenizer_beside import tokenizer_files_in
 from trainer.interop import deepspeed
@@ -27,7 +26,7 @@ from trainer.interop.hf import trainer_export
 from trainer.interop.hf.config import CONFIG, is_folder
 from trainer.interop.hf.folder import SINGLE, folder_source, mapped, open_folder
 from trainer.interop.hf.trainer_settings import with_settings
-from trainer.interop.numbered import Table, moment_problems, numbers_by_name, require_moments_of
+from trainer.interop.numbered import Table, entries_by_name
 from trainer.interop.source import STEP, StateSource, by_kind
 from trainer.interop.start import weights_identity
 from trainer.interop.stored import require_fit
@@ -44,11 +43,13 @@ _LORA = """
     peft_version qalora_group_size r revision target_modules task_type
 """.split()  # noqa: SIM905
 _PLAIN = [("peft_type", "LORA"), ("bias", "none"), ("init_lora_weights", True), ("init_lora_weights", "gaussian")]
-_AGAIN = "Resume there on the same number of ranks, and save with fsdp_state_dict_type SHARDED_STATE_DICT."
 # Unsupported forms: a file pattern, the file that can replace it, and the advice.
 _UNREAD = (
-    ("pytorch_model_fsdp_*rank*.bin", SINGLE, _AGAIN),
-    ("rank*-of-*-optimizer.pt", _OPTIMIZERS[0], _AGAIN),
+    (
+        "pytorch_model_fsdp_*rank*.bin",
+        SINGLE,
+        "Resume there on the same number of ranks, and save with fsdp_state_dict_type SHARDED_STATE_DICT.",
+    ),
     (
         "pytorch_model_fsdp.bin",
         SINGLE,
@@ -84,11 +85,10 @@ def _open(path: Path, options: ImportOptions) -> tuple[StateSource, Sequence[Tab
     if any(is_dir(child) for child in matching(path, "global_step[0-9]*")):
         return deepspeed.read_source(path, options), ()
     if is_dir(path / _SHARDS[0]):
-        folder = dcp_folder.DcpFolder(path, {}, {})
-        for name in filter(lambda name: is_dir(path / name), _SHARDS):
-            shard = dcp_folder.open_folder(path / name, options)
-            folder = dcp_folder.DcpFolder(path, {**folder.tensors, **shard.tensors}, {**folder.values, **shard.values})
-        return dcp.source_of(folder, options), ()
+        shards = [dcp_folder.open_folder(path / name, options) for name in _SHARDS if is_dir(path / name)]
+        tensors = {key: tensor for shard in shards for key, tensor in shard.tensors.items()}
+        values = {key: value for shard in shards for key, value in shard.values.items()}
+        return dcp.source_of(dcp_folder.DcpFolder(path, tensors, values), options), ()
     has_adapters = is_file(path / _ADAPTERS) and not is_file(path / CONFIG)
     source = _adapters(path, options) if has_adapters else folder_source(open_folder(path))
     file = next((path / name for name in _OPTIMIZERS if is_file(path / name)), None)
@@ -137,16 +137,11 @@ def _adapters(path: Path, options: ImportOptions) -> StateSource:
 
 
 def _entries(optimizer: Table, shapes: Mapping[str, Sequence[int]], *, where: Path) -> Mapping[str, Table]:
-    """Return each parameter's optimizer state. FSDP stores it by name.
+    """Return each parameter's optimizer state.
 
     In a numbered optimizer, parameters without weight decay come last: in the Trainer all but the matrices, in
     accelerate loops the biases or none.
     """
-    groups, state = optimizer["param_groups"], optimizer["state"]
-    if any(isinstance(key, str) for key in state):
-        entries = {canonical_name(key): entry for key, entry in state.items()}
-        require_moments_of(moment_problems(entries, shapes), where=where)
-        return entries
     orders = [
         [[name for name in shapes if name not in last], last]
         for last in (
@@ -155,10 +150,10 @@ def _entries(optimizer: Table, shapes: Mapping[str, Sequence[int]], *, where: Pa
             [],
         )
     ]
-    numbers = numbers_by_name(optimizer, orders, shapes, program="the Trainer", where=where)
-    if sum(len(group["params"]) for group in groups if group["weight_decay"]) > len(orders[0][0]):
+    entries = entries_by_name(optimizer, orders, shapes, program="the Trainer", where=where)
+    if sum(len(group["params"]) for group in optimizer["param_groups"] if group["weight_decay"]) > len(orders[0][0]):
         _log.warning("the optimizer there decays more parameters; here only the matrices are decayed")
-    return {name: state[number] for name, number in numbers.items()}
+    return entries
 
 
 FORMAT = Format(
@@ -166,4 +161,5 @@ FORMAT = Format(
     "a checkpoint-N from transformers' Trainer, of a model or of PEFT's LoRA, or a folder from accelerate's save_state",
     read_source,
     trainer_export.write,
+    has_dtypes=True,
 )

@@ -8,21 +8,18 @@ from typing import Any
 
 import torch
 
-from models.families import stored_tensors
 from reprise.errors import MismatchError
 from reprise.format import STATE
 from reprise.loading import Checkpoint
 from reprise.storage import json_file
 from trainer.config.load_saved import config_document
-from trainer.config.optimizer import OptimizerSection
-from trainer.interop.dcp.export import SavedAdam, adam_groups, saved_adam
 from trainer.interop.dcp.streaming import sync_folder
 from trainer.interop.formats import ExportOptions
 from trainer.interop.hf.convert import fill_folder
 from trainer.interop.new_output import new_output
-from trainer.interop.source import MOMENTS, STEP, StateSource, of_checkpoint
-from trainer.record.run_record import saved_schedule
-from trainer.schedules.lr import DecayStyle, Schedule
+from trainer.interop.saved_run import SavedRun, saved_run
+from trainer.interop.source import MOMENTS, STEP
+from trainer.schedules.lr import DecayStyle
 
 _log = logging.getLogger(__name__)
 
@@ -43,16 +40,14 @@ def write(checkpoint: Checkpoint, out: Path, options: ExportOptions) -> None:
             fails.
         MismatchError: The checkpoint has no AdamW state, or its schedule counts samples.
     """
-    source = of_checkpoint(checkpoint)
+    run, where = saved_run(checkpoint, to="the Trainer"), checkpoint.path / STATE
+    source, schedule = run.source, run.schedule
     if not source.has_optimizer:
         raise MismatchError(
             "A weights-only checkpoint cannot be resumed",
             where=checkpoint.path,
             fix="Export it as `hf`, and start a Trainer with these weights.",
         )
-    adam = saved_adam(checkpoint, source.model, to="the Trainer")
-    where = checkpoint.path / STATE
-    schedule, _ = saved_schedule(checkpoint.state, OptimizerSection(), where=where)
     if schedule.is_in_samples:
         raise MismatchError("The Trainer has no schedule over samples", where=where, fix="Export it as `dcp` or `hf`.")
     step, config = source.iteration, config_document(checkpoint).get("config", {})
@@ -75,42 +70,44 @@ def write(checkpoint: Checkpoint, out: Path, options: ExportOptions) -> None:
     files = options.files
     with new_output(out, files) as partial:
         fill_folder(partial, source, options)
-        for name, value in (("optimizer.pt", _optimizer(source, adam, schedule.lr, rate)), ("scheduler.pt", scheduler)):
+        for name, value in (("optimizer.pt", _optimizer(run, rate)), ("scheduler.pt", scheduler)):
             with (partial / name).open("wb") as file:  # whose errors are the file system's
                 torch.save(value, file)
         files.write_whole(partial / STATE, json_file.to_bytes(state))
         sync_folder(files, partial)
-    clipped = {"max_grad_norm": checkpoint.state.get("clip_grad") or 0.0}
     is_bfloat16 = checkpoint.state.get("precision", {}).get("dtype") == "bfloat16"
-    arguments = _arguments(adam, schedule) | clipped | ({"bf16": True} if is_bfloat16 else {})
+    arguments = {
+        **_arguments(run),
+        "max_grad_norm": checkpoint.state.get("clip_grad") or 0.0,
+        "bf16": is_bfloat16 or None,
+    }
     arguments = {name: value for name, value in arguments.items() if value is not None}
     _log.info(f"go on with {batch} samples a step and TrainingArguments(OUTPUT_DIR, **{arguments})")
 
 
-def _optimizer(source: StateSource, adam: SavedAdam, peak: float, rate: float) -> dict[str, Any]:
+def _optimizer(run: SavedRun, rate: float) -> dict[str, Any]:
     """Return the `state_dict` of the Trainer's AdamW: two groups, with parameters by number."""
-    names = [name for name in stored_tensors(source.model) if name not in adam.frozen]
-    groups, entries = adam_groups(names, adam), list[dict[str, torch.Tensor]]()
-    for group in groups:
-        members = group["params"]
-        group |= {"lr": rate, "initial_lr": peak, "fused": True}
-        group["params"] = list(range(len(entries), len(entries) + len(members)))
-        entries += [{kind: source.read(f"{kind}.{name}").float() for kind in (STEP, *MOMENTS)} for name in members]
+    read, groups, entries = run.source.read, list[dict[str, Any]](), list[dict[str, torch.Tensor]]()
+    for group in run.groups:
+        numbers = list(range(len(entries), len(entries) + len(group["params"])))
+        groups.append({**group, "lr": rate, "initial_lr": run.schedule.lr, "fused": True, "params": numbers})
+        entries += [{kind: read(f"{kind}.{name}").float() for kind in (STEP, *MOMENTS)} for name in group["params"]]
     return {"state": dict(enumerate(entries)), "param_groups": groups}
 
 
-def _arguments(adam: SavedAdam, schedule: Schedule) -> dict[str, object]:
+def _arguments(run: SavedRun) -> dict[str, object]:
     """Return the Trainer's arguments for this optimizer and schedule. The Trainer numbers its learning rates from 0."""
-    style, lowest, betas = schedule.style, schedule.min_lr, adam.betas
+    schedule, group = run.schedule, run.groups[0]
+    style, lowest = schedule.style, schedule.min_lr
     kind = None if style is DecayStyle.linear and lowest else _TYPES.get(style)
     if kind is None:
         _log.warning(f"the Trainer has no schedule like {schedule.record()}: pass it your own scheduler")
     return {
         "learning_rate": schedule.lr,
-        "weight_decay": adam.weight_decay,
-        "adam_beta1": betas[0],
-        "adam_beta2": betas[1],
-        "adam_epsilon": adam.eps,
+        "weight_decay": group["weight_decay"],
+        "adam_beta1": group["betas"][0],
+        "adam_beta2": group["betas"][1],
+        "adam_epsilon": group["eps"],
         "lr_scheduler_type": kind,
         "lr_scheduler_kwargs": {"min_lr": lowest} if style is DecayStyle.cosine else None,
         "warmup_steps": max(0, schedule.warmup - 1),

@@ -27,6 +27,7 @@ _STYLES = {
     "constant": DecayStyle.constant,
     "constant_with_warmup": DecayStyle.constant,
 }
+# The keys here, and the Trainer's arguments.
 _ADAM = {
     "lr": "learning_rate",
     "weight_decay": "weight_decay",
@@ -34,8 +35,8 @@ _ADAM = {
     "adam_beta2": "adam_beta2",
     "adam_eps": "adam_epsilon",
 }
-# Settings that change the losses and have no counterpart here.
-_LOST = ("fp16", "label_smoothing_factor", "neftune_noise_alpha", "amsgrad", "maximize")
+# Arguments that change the losses and have no counterpart here.
+_LOST = ("fp16", "label_smoothing_factor", "neftune_noise_alpha")
 
 
 def with_settings(source: StateSource, path: Path, groups: Sequence[Table]) -> StateSource:
@@ -53,8 +54,7 @@ def with_settings(source: StateSource, path: Path, groups: Sequence[Table]) -> S
     settings = _optimizer(groups, arguments)
     settings |= _schedule(arguments, state, scheduler, settings.get("optimizer.lr"), iteration)
     settings |= _training(arguments, state)
-    lost = {f"{name}={shown(table[name])}" for table in (arguments, *groups) for name in _LOST if table.get(name)}
-    if lost:
+    if lost := [f"{name}={shown(arguments[name])}" for name in _LOST if arguments.get(name)]:
         _log.warning(f"not carried from {path}, and the losses differ: {few(lost)}")
     words = [f"{key}={value}" for key, value in settings.items()]
     _log.info(
@@ -72,10 +72,7 @@ def _optimizer(groups: Sequence[Table], arguments: Json) -> dict[str, Any]:
     if groups:
         group = max(groups, key=lambda group: finite_number(group["weight_decay"]))
         values = [group.get("initial_lr", group["lr"]), group["weight_decay"], *group["betas"], group["eps"]]
-    used = [group for group in groups if group["params"]]
-    if any(group.get("decoupled_weight_decay") is False and group["weight_decay"] for group in used):
-        _log.warning("the weight decay is Adam's L2 penalty there, and AdamW's here")
-    if len({(group["lr"], *group["betas"], group["eps"]) for group in used}) > 1:
+    if len({(group["lr"], *group["betas"], group["eps"]) for group in groups if group["params"]}) > 1:
         _log.warning("the parameter groups there have different settings; here one group's settings are used")
     return {
         f"optimizer.{key}": finite_number(value) for key, value in zip(_ADAM, values, strict=True) if value is not None

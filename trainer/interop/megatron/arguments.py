@@ -21,8 +21,8 @@ from trainer.interop.formats import ImportOptions, listed
 from trainer.interop.megatron.hybrid import as_gpt
 from trainer.interop.megatron.names import names_of
 
-# Our fields and the equivalent arguments.
-_REQUIRED = {
+# Our fields and the equivalent arguments, which an export writes too.
+REQUIRED = {
     "n_layer": "num_layers",
     "n_head": "num_attention_heads",
     "n_embd": "hidden_size",
@@ -31,7 +31,7 @@ _REQUIRED = {
     "norm_eps": "norm_epsilon",
     "tie_word_embeddings": "untie_embeddings_and_output_weights",
 }
-_OTHERS = {"initializer_range": "init_method_std", "vocab_size": "vocab_size"}
+OTHERS = {"initializer_range": "init_method_std", "vocab_size": "vocab_size"}
 _FRACTIONS = """
     norm_epsilon init_method_std rotary_base rope_scaling_factor hidden_dropout attention_dropout
 """.split()  # noqa: SIM905
@@ -105,7 +105,7 @@ def describe(
     settable = {field.name for field in fields(ModelConfig)} if "model" in overridden else overridden
     family, family_problems = _family(args, configured.family if "family" in settable else None, where=where)
     problems += [*family_problems, *_out_of_range(args), *_unsupported(args, family)]
-    lacking = {key: name for key, name in _REQUIRED.items() if args.get(name) is None and key not in settable}
+    lacking = {key: name for key, name in REQUIRED.items() if args.get(name) is None and key not in settable}
     problems += [f"args have no {name}: set model.{key}" for key, name in lacking.items()]
     if problems or family is None:
         raise _model_mismatch(problems, where=where)
@@ -133,7 +133,7 @@ def describe(
 
 def _stated(args: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """Return the fields stated by `args`."""
-    stated = {key: args[name] for key, name in {**_REQUIRED, **_OTHERS}.items() if args.get(name) is not None}
+    stated = {key: args[name] for key, name in {**REQUIRED, **OTHERS}.items() if args.get(name) is not None}
     if "tie_word_embeddings" in stated:
         stated["tie_word_embeddings"] = not stated["tie_word_embeddings"]
     if heads := stated.get("n_head"):

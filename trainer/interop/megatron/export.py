@@ -6,7 +6,7 @@ import argparse
 import io
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -16,21 +16,20 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from models.config import Activation, ModelConfig
-from models.families import has_field, stored_tensors
+from models.families import has_field
 from reprise.errors import MismatchError, count_of
 from reprise.format import STATE
 from reprise.loading import Checkpoint
 from reprise.storage import json_file
-from trainer.config.optimizer import OptimizerSection
-from trainer.interop.dcp.export import SavedAdam, adam_groups, saved_adam, saved_counters
 from trainer.interop.dcp.streaming import StreamingPlanner, sync_folder, write_folder
-from trainer.interop.formats import ExportOptions, require_float32
+from trainer.interop.formats import ExportOptions
+from trainer.interop.megatron.arguments import OTHERS, REQUIRED
 from trainer.interop.megatron.names import LAYERS, Correspondence, correspondences, names_of
 from trainer.interop.megatron.torch_dist import BACKEND, COMMON, METADATA, TORCH_DIST
 from trainer.interop.new_output import new_output
-from trainer.interop.source import MOMENTS, StateSource, of_checkpoint
-from trainer.record.run_record import saved_schedule
-from trainer.schedules.lr import DecayStyle, Schedule
+from trainer.interop.saved_run import SavedRun, saved_run
+from trainer.interop.source import MOMENTS
+from trainer.schedules.lr import DecayStyle
 
 _log = logging.getLogger(__name__)
 
@@ -56,30 +55,23 @@ def write(checkpoint: Checkpoint, out: Path, options: ExportOptions) -> None:
     its first row. The optimizer has the fully reshardable form used with `--use-distributed-optimizer`.
 
     Raises:
-        ConfigError: The options request another dtype than float32, or a tokenizer.
         MismatchError: Megatron lacks such a model or schedule, or the optimizer is not AdamW.
         CheckpointError: `out` exists, the checkpoint is damaged, or the file system fails.
     """
-    require_float32(options, "Megatron", where=out)
-    files, source = options.files, of_checkpoint(checkpoint)
-    names_of(source.model.family, where=checkpoint.path)
-    _refuse_scaling(source.model, where=checkpoint.path)
-    adam = saved_adam(checkpoint, source.model, to="Megatron") if source.has_optimizer else None
-    where = checkpoint.path / STATE
-    schedule, _ = saved_schedule(checkpoint.state, OptimizerSection(), where=where)
-    if schedule.style not in _DECAY_STYLES:
+    files, run = options.files, saved_run(checkpoint, to="Megatron")
+    model, style, where = run.source.model, run.schedule.style, checkpoint.path / STATE
+    names_of(model.family, where=checkpoint.path)
+    _refuse_scaling(model, where=checkpoint.path)
+    if style not in _DECAY_STYLES:
         raise MismatchError(
             "Megatron does not support this learning-rate schedule",
             where=where,
             expected=f"schedule.lr_decay_style={' or '.join(style.value for style in _DECAY_STYLES)}",
-            found=f"schedule.lr_decay_style={schedule.style.value}",
+            found=f"schedule.lr_decay_style={style.value}",
         )
-    counters = saved_counters(checkpoint)
-    steps = _steps(source, adam) if adam is not None else 0.0
-    common = _common(source.model, adam, schedule, counters, steps)
-    planner = _Planner(source, adam)
+    common, planner, iteration = _common(run), _Planner(run), run.counters["iteration"]
     with new_output(out, files) as partial:
-        folder = partial / f"iter_{counters['iteration']:07d}"
+        folder = partial / f"iter_{iteration:07d}"
         files.make_folder(partial)
         files.make_folder(folder)
         write_folder(folder, {}, planner, total_bytes=planner.total_bytes)
@@ -87,7 +79,7 @@ def write(checkpoint: Checkpoint, out: Path, options: ExportOptions) -> None:
         torch.save(common, buffer)
         files.write_whole(folder / COMMON, buffer.getvalue())
         files.write_whole(folder / METADATA, json_file.to_bytes(_METADATA))
-        files.write_whole(partial / TRACKER, str(counters["iteration"]).encode())
+        files.write_whole(partial / TRACKER, str(iteration).encode())
         sync_folder(files, folder)
 
 
@@ -118,12 +110,11 @@ def _refuse_scaling(model: ModelConfig, *, where: object) -> None:
 class _Planner(StreamingPlanner):
     """Plans a chunk for every layer in every tensor, and reads each chunk when it is written."""
 
-    def __init__(self, source: StateSource, adam: SavedAdam | None) -> None:
+    def __init__(self, run: SavedRun) -> None:
         super().__init__(self._value, flatten_state_dict=False)
-        self._source = source
-        self._frozen = adam.frozen if adam is not None else frozenset()
+        self._source, self._frozen = run.source, run.frozen
         self._places = dict[_Place, tuple[str, Correspondence]]()
-        self._items = list(self._planned(source.model, (_MASTERS, *MOMENTS) if adam is not None else ()))
+        self._items = list(self._planned(run.source.model, (_MASTERS, *MOMENTS) if run.source.has_optimizer else ()))
         chunks = [item.tensor_data.chunk for item in self._items if item.tensor_data is not None]
         self.total_bytes = sum(4 * prod(chunk.sizes) for chunk in chunks)
         if self._frozen:
@@ -172,36 +163,30 @@ def _item(key: str, offset: tuple[int, ...], sizes: tuple[int, ...], full: tuple
     return WriteItem(MetadataIndex(key, torch.Size(offset)), WriteItemType.SHARD, tensor_data=data)
 
 
-def _steps(source: StateSource, adam: SavedAdam) -> float:
+def _steps(run: SavedRun) -> float:
     """Return the optimizer's step count. Megatron keeps a single count, so this is the most common count."""
-    trained = [name for name in stored_tensors(source.model) if name not in adam.frozen]
-    counts = Counter(float(source.read(f"step.{name}")) for name in trained)
+    counts = Counter(float(run.source.read(f"step.{name}")) for name in run.trained)
     if len(counts) > 1:
         text = ", ".join(f"{steps:.0f} of {count_of(number, 'parameter')}" for steps, number in counts.most_common())
         _log.warning(f"AdamW's step counts differ: {text}. Megatron keeps a single count, and the first is written")
     return max(counts, key=counts.__getitem__, default=0.0)
 
 
-def _common(
-    model: ModelConfig, adam: SavedAdam | None, schedule: Schedule, counters: Mapping[str, int], steps: float
-) -> dict[str, Any]:
-    """Return the content for `common.pt`.
-
-    Args:
-        steps: The optimizer's step count, which may differ from the iteration.
-    """
-    iteration, samples = counters["iteration"], counters["consumed_samples"]
+def _common(run: SavedRun) -> dict[str, Any]:
+    """Return the content for `common.pt`."""
+    model, schedule, decay = run.source.model, run.schedule, run.groups[0]["weight_decay"]
+    iteration, samples = run.counters["iteration"], run.counters["consumed_samples"]
     content: dict[str, Any] = {
         "args": argparse.Namespace(**arguments_of(model), iteration=iteration, consumed_train_samples=samples),
         "checkpoint_version": 3.0,
         "iteration": iteration,
         "content_metadata": {"singleton_local_shards": False, "chained_optim_avoid_prefix": True},
     }
-    if adam is None:
+    if not run.source.has_optimizer:
         return content
     content["content_metadata"]["distrib_optim_sharding_type"] = _SHARDING
     content["optimizer"] = {
-        "optimizer": {"param_groups": _groups(adam, schedule, steps)},
+        "optimizer": {"param_groups": _groups(run)},
         "param_state_sharding_type": _SHARDING,
     }
     in_samples = 1.0 if schedule.is_in_samples or not iteration else samples / iteration
@@ -212,29 +197,33 @@ def _common(
         "lr_decay_steps": round(schedule.decay * in_samples),
         "lr_decay_style": _DECAY_STYLES[schedule.style],
         "num_steps": samples,
-        "start_wd": adam.weight_decay,
-        "end_wd": adam.weight_decay,
+        "start_wd": decay,
+        "end_wd": decay,
         "wd_incr_steps": 0,
         "wd_incr_style": "constant",
     }
     return content
 
 
-def _groups(adam: SavedAdam, schedule: Schedule, steps: float) -> list[dict[str, Any]]:
-    """Return the parameter groups with torch AdamW's settings and Megatron's own, with and without weight decay."""
-    groups = adam_groups([], adam)
-    for group, multiple in zip(groups, (1.0, 0.0), strict=True):
-        del group["params"], group["initial_lr"]
+def _groups(run: SavedRun) -> list[dict[str, Any]]:
+    """Return the parameter groups with torch AdamW's settings and Megatron's own, with and without weight decay.
+
+    Their step count may differ from the iteration.
+    """
+    steps, groups = _steps(run), list[dict[str, Any]]()
+    for saved, multiple in zip(run.groups, (1.0, 0.0), strict=True):
+        group = {name: value for name, value in saved.items() if name not in ("params", "initial_lr")}
         group |= {
             "wd_mult": multiple,
             "lr_mult": 1.0,
             "is_expert_parallel": False,
             "is_decoupled_lr": False,
             "default_config": True,
-            "max_lr": schedule.lr,
-            "min_lr": schedule.min_lr,
+            "max_lr": run.schedule.lr,
+            "min_lr": run.schedule.min_lr,
             "step": steps,
         }
+        groups.append(group)
     return groups
 
 
@@ -243,28 +232,21 @@ def arguments_of(model: ModelConfig) -> dict[str, Any]:
     names, scaling = names_of(model.family, where="the model"), model.rope_scaling
     fuses_gelu = has_field(model.family, "activation") and model.activation is Activation.gelu_tanh
     return {
-        "num_layers": model.n_layer,
-        "hidden_size": model.n_embd,
-        "ffn_hidden_size": model.intermediate_size,
-        "num_attention_heads": model.n_head,
+        **{name: getattr(model, key) for key, name in {**REQUIRED, **OTHERS}.items()},
         "group_query_attention": model.n_kv_head != model.n_head,
         "num_query_groups": model.n_kv_head,
         "kv_channels": model.head_width,
-        "max_position_embeddings": model.max_position_embeddings,
         "add_position_embedding": True,
         "rotary_base": int(model.rope_theta) if model.rope_theta.is_integer() else model.rope_theta,
         "rotary_percent": 1.0,
         "rotary_interleaved": False,
         "rope_scaling_factor": 8.0 if scaling is None else scaling.factor,
-        "norm_epsilon": model.norm_eps,
         "apply_layernorm_1p": False,
         "bias_gelu_fusion": fuses_gelu,
         "untie_embeddings_and_output_weights": not model.tie_word_embeddings,
-        "vocab_size": model.vocab_size,
         "padded_vocab_size": model.vocab_size,
         "hidden_dropout": model.dropout,
         "attention_dropout": model.dropout,
-        "init_method_std": model.initializer_range,
         "tensor_model_parallel_size": 1,
         "pipeline_model_parallel_size": 1,
         "use_distributed_optimizer": True,

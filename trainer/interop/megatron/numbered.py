@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from trainer.interop.megatron.shards import Stage
 from trainer.interop.megatron.state import MASTERS
-from trainer.interop.numbered import Table, numbers_by_name
+from trainer.interop.numbered import Table, entries_by_name
 from trainer.interop.source import MOMENTS
 from trainer.interop.stored import FileTensor
 from trainer.interop.torch_file import is_plain
@@ -33,25 +33,20 @@ def named_state(optimizer: Table, chunks: Sequence[Stage], *, where: object) -> 
     weights = {(number, name): piece for number, chunk in enumerate(chunks) for name, piece in chunk.items()}
     decayed = [key for key, piece in weights.items() if len(piece.shape) > 1 and not key[1].endswith("bias")]
     vectors = [key for key in weights if key not in set(decayed)]
+    masters = next((optimizer[key] for key in _MASTERS if key in optimizer), None)
+    table = {number: dict(entry) for number, entry in adam["state"].items()}
+    for group, tensors in zip(adam["param_groups"], masters or (), strict=masters is not None):
+        if len(tensors) not in (0, len(group["params"])) or not all(map(is_plain, tensors)):
+            raise ValueError(f"{len(tensors)} weight copies of {len(group['params'])} parameters")
+        for number, tensor in zip(group["params"], tensors, strict=False):
+            table.setdefault(number, {})[MASTERS] = tensor
     shapes = {key: piece.shape for key, piece in weights.items()}
     # Both group orders occur. A matrix and a vector never have the same shape.
     orders = [decayed, vectors], [vectors, decayed], [list(weights)]
-    numbers = numbers_by_name(adam, orders, shapes, program="Megatron", where=where)
-    state: list[dict[str, dict[str, FileTensor]]] = [{key: {} for key in MOMENTS} for _ in chunks]
-    for (chunk, name), number in numbers.items():
-        for key in MOMENTS:
-            state[chunk][key][name] = FileTensor.of(adam["state"][number][key])
-    masters = next((optimizer[key] for key in _MASTERS if key in optimizer), None)
-    if masters is None:
-        return state
-    copies = dict[object, FileTensor]()
-    for group, tensors in zip(adam["param_groups"], masters, strict=True):
-        if len(tensors) not in (0, len(group["params"])) or not all(map(is_plain, tensors)):
-            raise ValueError(f"{len(tensors)} weight copies of {len(group['params'])} parameters")
-        copies |= dict(zip(group["params"], map(FileTensor.of, tensors), strict=False))
-    for number, chunk_state in enumerate(state):
-        # A float32 parameter has no copy.
-        chunk_state[MASTERS] = {
-            name: copies.get(numbers[number, name], piece) for name, piece in chunks[number].items()
-        }
+    entries = entries_by_name({**adam, "state": table}, orders, shapes, program="Megatron", where=where)
+    kinds = MOMENTS if masters is None else (*MOMENTS, MASTERS)
+    state: list[dict[str, dict[str, FileTensor]]] = [{kind: {} for kind in kinds} for _ in chunks]
+    for (chunk, name), entry in entries.items():
+        for kind in kinds:  # a float32 parameter has no copy
+            state[chunk][kind][name] = FileTensor.of(entry[kind]) if kind in entry else chunks[chunk][name]
     return state
