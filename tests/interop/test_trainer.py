@@ -18,15 +18,18 @@ import transformers
 from torch.utils.data import SequentialSampler
 from transformers.trainer_utils import SchedulerType
 
+from models.adapters import adapted_modules
 from models.families import hf_config, stored_tensors
 from reprise.errors import ConfigError, TrainerError
+from reprise.loading import open_checkpoint
+from reprise.storage import Files
 from tests.harness import call_on_ranks, compose, run_ok
 from tests.interop import states
 from tests.interop.dcp_producers import LLAMA, SAVED, TOTAL, TRAINING, batches, make, make_adamw, sharded, step
 from tests.interop.states import assert_carried, opened
 from tests.messages import refused
 from trainer.commands import convert
-from trainer.interop.source import StateSource
+from trainer.interop.source import StateSource, of_checkpoint
 
 accelerate = pytest.importorskip("accelerate", reason="the Trainer of transformers needs it")
 fsdp_utils = pytest.importorskip("accelerate.utils.fsdp_utils")
@@ -137,6 +140,20 @@ def test_adapters_that_peft_trained_go_on_here(tmp_path: Path, family: str) -> N
     assert convert.main(["import", "trainer", str(source), str(run / "checkpoints"), "--trust-pickle", *words]) == 0
     run_ok(run, [f"checkpoint.load={run}", f"checkpoint.base={base}", "logging.tensorboard=false"])
     assert_same(losses_of(run), logged(trainer))
+
+
+def test_a_regular_expression_of_peft_names_modules(tmp_path: Path) -> None:
+    config, base, saved = compose([*TRAINING, *MODELS["gpt2"]]), tmp_path / "base", tmp_path / "adapters"
+    make(config.model).save_pretrained(base)
+    modules = "transformer.h.1.attn.c_attn", "transformer.h.1.mlp.c_fc"
+    lora = peft.LoraConfig(r=4, target_modules=r".*\.h\.1\.(attn\.c_attn|mlp\.c_fc)", task_type="CAUSAL_LM")
+    peft.get_peft_model(make(config.model), lora).save_pretrained(saved)
+    words = [*OURS, f"checkpoint.base={base}"]
+    assert adapted_modules(opened("trainer", saved, words, weights_only=True).model) == modules
+    command = ["import", "trainer", str(saved), str(tmp_path / "checkpoints"), "--weights-only", *words]
+    assert convert.main(command) == 0
+    found = of_checkpoint(open_checkpoint(tmp_path / "checkpoints/iter_0000000", Files()), takes_adapters=True)
+    assert adapted_modules(found.model) == modules
 
 
 # ---- what an import takes, tells and refuses
@@ -254,6 +271,16 @@ def test_what_cannot_be_read_is_named(saved: Path, tmp_path: Path, case: str) ->
     copy = rewritten(saved, tmp_path)
     change(copy)
     with refused(TrainerError, named):
+        opened("trainer", copy, OURS)
+
+
+def test_adapters_without_the_name_of_a_base_take_no_folder(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = rewritten(saved, tmp_path)
+    adapters(base_model_name_or_path="")(copy)
+    monkeypatch.chdir(saved)  # a model folder
+    with refused(TrainerError, "checkpoint.base"):
         opened("trainer", copy, OURS)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from models.adapters import adapter_tensors, saved_tensors
+from models.adapters import PREFIX, A, adapter_tensors, saved_tensors
 from models.config import LoraConfig
 from reprise.errors import MismatchError
 from reprise.format import STATE
@@ -111,7 +111,7 @@ def _adapters(path: Path, options: ImportOptions) -> StateSource:
         MismatchError: They have settings that ours lack, or their base is not there.
     """
     table = json_file.read(path / _ADAPTERS)
-    base = Path(options.config.checkpoint.base or table["base_model_name_or_path"] or "")
+    base = options.config.checkpoint.base or table.get("base_model_name_or_path")
     settings = [item for item in table.items() if item[1] and item[0] not in _LORA and item not in _PLAIN]
     if settings:
         raise MismatchError(
@@ -120,19 +120,22 @@ def _adapters(path: Path, options: ImportOptions) -> StateSource:
             found=few(f"{name}={shown(value)}" for name, value in settings),
             fix="Merge them in PEFT, `model.merge_and_unload().save_pretrained(FOLDER)`, and import that as `hf`.",
         )
-    if not is_folder(base):
+    if not base or not is_folder(Path(base)):
         raise MismatchError(
             "The base of the adapters is not a folder of transformers",
             where=path / _ADAPTERS,
-            found=base,
+            found=shown(base),
             fix="Set checkpoint.base to the folder that they were trained on.",
         )
     alpha, dropout = (finite_number(table[name]) for name in ("lora_alpha", "lora_dropout"))
-    lora = LoraConfig(integer(table["r"]), alpha, dropout, list(table["target_modules"]))
-    model, tensors = replace(open_folder(base).model, lora=lora), mapped(path / _ADAPTER_TENSORS)
+    tensors, targets = mapped(path / _ADAPTER_TENSORS), table["target_modules"]
+    if isinstance(targets, str):  # a regular expression, whose modules the tensors tell
+        targets = [name.removeprefix(PREFIX).removesuffix(A) for name in tensors if name.endswith(A)]
+    lora = LoraConfig(integer(table["r"]), alpha, dropout, list(targets))
+    model = replace(open_folder(Path(base)).model, lora=lora)
     shapes = {name: stored.shape for name, stored in adapter_tensors(model).items()}
     require_fit(tensors, shapes, where=path / _ADAPTER_TENSORS)
-    tokenizer, identity = tokenizer_files_in(path), weights_identity(base)
+    tokenizer, identity = tokenizer_files_in(path), weights_identity(Path(base))
     return StateSource(model, 0, False, tensors.__getitem__, tokenizer, base=identity)
 
 
