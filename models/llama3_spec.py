@@ -127,5 +127,4 @@ SPEC = FamilySpec(
     lora_targets=("q_proj", "v_proj"),
     unused={"dropout": "llama3 does not have it; set it to 0", "activation": "llama3 always uses SwiGLU; omit the key"},
     megatron=MEGATRON,
-    scaled_preset="llama3_1b",
 )

@@ -84,5 +84,4 @@ SPEC = replace(
     },
     needs=("head_dim",),
     megatron=_MEGATRON,
-    scaled_preset=None,
 )

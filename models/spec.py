@@ -57,7 +57,6 @@ class FamilySpec:
         needs: The optional `ModelConfig` fields required by this family.
         fan_in_fan_out: Whether projection weights are stored as [in, out] (PEFT's term).
         megatron: Megatron-LM's tensors and arguments. None if conversion refuses the family.
-        scaled_preset: A `model` preset with scaled RoPE. None if the family has none.
     """
 
     network: tuple[str, str]
@@ -76,4 +75,3 @@ class FamilySpec:
     needs: tuple[str, ...] = ()
     fan_in_fan_out: bool = False
     megatron: MegatronNames | None = None
-    scaled_preset: str | None = None

@@ -18,11 +18,11 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -312,14 +312,15 @@ def _train_until_killed(arguments: list[str], *, after: int, awaits_save: bool) 
     _train(arguments)
 
 
-def compose(overrides: Sequence[str]) -> Config:
-    """Return the configuration of these overrides, which Hydra composes once in a test process."""
-    return deepcopy(_composed(tuple(overrides)))
+def compose(overrides: Sequence[str], values: Mapping[str, object] | None = None) -> Config:
+    """Return the configuration of these overrides over values, which Hydra composes once in a test process."""
+    key = (*overrides, repr(values))
+    if key not in _COMPOSED:
+        _COMPOSED[key] = trainer.config.compose.compose(overrides, values)
+    return deepcopy(_COMPOSED[key])
 
 
-@cache
-def _composed(overrides: tuple[str, ...]) -> Config:
-    return trainer.config.compose.compose(overrides)
+_COMPOSED: dict[tuple[str, ...], Config] = {}
 
 
 def built(config: Config, cluster: Cluster) -> Run:

@@ -24,12 +24,14 @@ from tests.messages import refused
 from tests.unit.model_samples import LLAMA3
 from trainer.commands import convert
 from trainer.config.compose import compose
+from trainer.config.saved import model_values
 from trainer.interop.formats import ExportOptions
 from trainer.interop.output import write_checkpoint
 from trainer.interop.table import FORMATS
 from trainer.schedules.lr import DecayStyle, RunLength, ScheduleSection, resolve
 
 NAME = "geglu"
+PRESET = compose(["model=llama3_tiny"]).model
 LLAMA = replace(LLAMA3, rope_scaling=None, head_dim=None)
 CALLED_GEGLU = f"model.family={NAME}"
 
@@ -50,15 +52,14 @@ def family(monkeypatch: pytest.MonkeyPatch) -> Family:
     family = add_member(monkeypatch, Family, NAME)
     hf = replace(llama3_spec.SPEC.hf, architecture="GegluForCausalLM", model_type=NAME)
     unused = dict.fromkeys(llama3_spec.SPEC.unused, f"{NAME} has none")
-    spec = replace(llama3_spec.SPEC, hf=hf, unused=unused, megatron=None, scaled_preset=None)
+    spec = replace(llama3_spec.SPEC, hf=hf, unused=unused, megatron=None)
     monkeypatch.setitem(families.FAMILIES, family, spec)
     return family
 
 
 def saved(folder: Path, model: Any) -> Path:
     """Write a checkpoint of ours and return its folder."""
-    like = [*convert.model_overrides(replace(model, family=Family.llama3)), f"model.family={model.family.value}"]
-    return write_checkpoint(random_state(model), folder, compose([*like, *ALONE]))
+    return write_checkpoint(random_state(model), folder, compose(ALONE, model_values(model)))
 
 
 @pytest.mark.parametrize("program", [name for name, program in FORMATS.items() if program.write is not None])
@@ -75,7 +76,8 @@ def test_an_export_names_a_new_family(
     if program == "hf":
         assert json.loads((out / "config.json").read_text())["model_type"] == NAME
         return
-    like = [*convert.model_overrides(LLAMA), CALLED_GEGLU, *ALONE]
+    sizes = {key: value for key, value in model_values(LLAMA).items() if value != getattr(PRESET, key[6:])}
+    like = ["model=llama3_tiny", *(f"{key}={value}" for key, value in sizes.items()), CALLED_GEGLU, *ALONE]
     assert convert.main(["import", program, str(out), str(tmp_path / "ours"), "--trust-pickle", *like]) == 0
     assert json.loads((tmp_path / "ours/iter_0000003/trainer_state.json").read_text())["model"]["family"] == NAME
 

@@ -7,26 +7,24 @@ from __future__ import annotations
 
 import argparse
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
-from models.config import ModelConfig
-from models.families import spec_of
 from reprise.loading import Checkpoint, Chooser, LoadSource, open_checkpoint
 from reprise.stores import files_of
 from trainer.commands.arguments import any_path, local_path
 from trainer.commands.frame import FINE, reporting
 from trainer.config.compose import compose
-from trainer.config.overrides import text_value
+from trainer.config.saved import model_values
 from trainer.data.tokenizer_beside import with_tokenizer
 from trainer.interop.formats import ExportOptions, Format, ImportOptions
 from trainer.interop.megatron.refuse import refuse_megatron
 from trainer.interop.output import write_checkpoint, write_log
 from trainer.interop.pointers import refuse_pointers
 from trainer.interop.table import FORMATS
-from trainer.record.run_record import model_record
 
 MEGATRON = "megatron"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -53,9 +51,11 @@ def import_checkpoint(options: argparse.Namespace) -> int:
     refuse_pointers(options.source)
     source = form.read(options.source, _import_options(options))
     overrides = [word for word in options.overrides if not (form.completes_model and word.startswith("model="))]
-    groups = {word.partition("=")[0] for word in overrides}
-    settings = [word for word in source.settings if groups.isdisjoint((word.partition(".")[0], "experiment"))]
-    config = compose([*model_overrides(source.model, overrides), *settings, *overrides])
+    has_experiment = any(word.startswith("experiment=") for word in overrides)
+    settings = {} if has_experiment else source.settings
+    adapters = asdict(source.model.lora) if source.model.is_adapted else {}
+    values = {**model_values(source.model), **{f"model.lora.{key}": value for key, value in adapters.items()}}
+    config = compose(overrides, {**values, **settings})
     config.data.tokenizer = with_tokenizer(config.data, source.tokenizer)
     stated = [*settings, *options.overrides]
     path = write_checkpoint(source, options.folder, config, consumed_samples=options.consumed_samples, stated=stated)
@@ -63,27 +63,6 @@ def import_checkpoint(options: argparse.Namespace) -> int:
         write_log(source.log, options.folder)
     print(f"{path}: iteration {source.iteration}, {'weights and moments' if source.has_optimizer else 'weights'}")
     return FINE
-
-
-def model_overrides(model: ModelConfig, overrides: Sequence[str] = ()) -> list[str]:
-    """Return overrides configuring `model`, to precede `overrides`. Return none if those already choose a model."""
-    if any(override.startswith("model=") for override in overrides):
-        return []
-    fields = {name: value for name, value in model_record(model).items() if name != "family"}
-    # Every field is overridden, but an override cannot add rope_scaling to a group without it.
-    group = f"{model.family.value}_tiny" if model.rope_scaling is None else spec_of(model).scaled_preset
-    return [f"model={group}", *(f"model.{name}={_override_text(value)}" for name, value in fields.items())]
-
-
-def _override_text(value: object) -> str:
-    """Format a value in Hydra's override grammar (https://hydra.cc/docs/advanced/override_grammar/basic/)."""
-    if value is None:
-        return "null"
-    if isinstance(value, Mapping):
-        return "{" + ",".join(f"{name}:{_override_text(member)}" for name, member in value.items()) + "}"
-    if isinstance(value, str):
-        return text_value(value)
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _import_options(options: argparse.Namespace) -> ImportOptions:

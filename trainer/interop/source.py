@@ -33,7 +33,7 @@ class StateSource:
             `step.<name>`. Called once per tensor, in our file order.
         tokenizer: The tokenizer files beside the model, by name.
         consumed_samples: The other program's count of consumed samples, if available.
-        settings: Overrides to continue the run as the other program would. The command's overrides win.
+        settings: Values by dotted key to continue the run as the other program would. The command's overrides win.
         log: The other program's log records, for `metrics.jsonl`.
         base: The identity of the weights beneath adapters. None for a whole model.
     """
@@ -44,7 +44,7 @@ class StateSource:
     read: Callable[[str], torch.Tensor]
     tokenizer: Mapping[str, Path] = field(default_factory=dict)
     consumed_samples: int | None = None
-    settings: Sequence[str] = ()
+    settings: Mapping[str, object] = field(default_factory=dict)
     log: Sequence[Json] = ()
     base: Json | None = None
 

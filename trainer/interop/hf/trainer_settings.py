@@ -56,14 +56,12 @@ def with_settings(source: StateSource, path: Path, groups: Sequence[Table]) -> S
     settings |= _training(arguments, state)
     if lost := [f"{name}={shown(arguments[name])}" for name in _LOST if arguments.get(name)]:
         _log.warning(f"not carried from {path}, and the losses differ: {few(lost)}")
-    words = [f"{key}={value}" for key, value in settings.items()]
-    _log.info(
-        f"epoch {state.get('epoch')} there, with {' '.join(words)}; not carried over: random generators, sample order"
-    )
+    words = " ".join(f"{key}={value}" for key, value in settings.items())
+    _log.info(f"epoch {state.get('epoch')} there, with {words}; not carried over: random generators, sample order")
     batch = settings.get("train.global_batch_size")
     samples = None if batch is None else iteration * batch
     log = list(_lines(state.get("log_history", ())))
-    return replace(source, iteration=iteration, consumed_samples=samples, settings=words, log=log)
+    return replace(source, iteration=iteration, consumed_samples=samples, settings=settings, log=log)
 
 
 def _optimizer(groups: Sequence[Table], arguments: Json) -> dict[str, Any]:
