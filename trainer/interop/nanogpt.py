@@ -25,7 +25,7 @@ from reprise.tensors import canonical_name
 from trainer.config.frozen import frozen_names
 from trainer.interop.formats import Format, ImportOptions, common_step, few, log_settings, require_trust
 from trainer.interop.numbered import Table, entries_by_name
-from trainer.interop.source import MOMENTS, STEP, StateSource, by_kind
+from trainer.interop.source import STEP, StateSource, by_kind
 from trainer.interop.stored import require_fit
 from trainer.interop.torch_file import is_plain, read_torch_file
 
@@ -65,11 +65,10 @@ def read_source(path: Path, options: ImportOptions) -> StateSource:
         decayed = sorted({*decayed} - {_EMBEDDING, _POSITIONS})
         vectors, model = sorted(shapes.keys() - decayed), replace(model, activation=Activation.gelu_tanh)
         _log.warning("that version decayed no embeddings; a run decays them, unless optimizer.weight_decay=0")
-    tables, iteration, step = {"": weights}, 0, 0.0
+    entries, iteration, step = dict[str, Table](), 0, 0.0
     if not options.weights_only:
         optimizer, iteration = table["optimizer"], integer(table["iter_num"])
         entries = entries_by_name(optimizer, [(decayed, vectors)], shapes, program="nanoGPT", where=file)
-        tables |= {kind: {name: entry[kind] for name, entry in entries.items()} for kind in MOMENTS}
         step = common_step(entry.get(STEP) for entry in entries.values()) or 0.0
         log_settings(optimizer["param_groups"])
         if step != iteration:
@@ -79,11 +78,10 @@ def read_source(path: Path, options: ImportOptions) -> StateSource:
     def read(kind: str, name: str) -> torch.Tensor:
         if name not in weights:
             return torch.zeros(stored_tensors(model)[name].shape)
-        tensor = tables[kind][name]
+        tensor = entries[name][kind] if kind else weights[name]
         return tensor.T if name.endswith(_TRANSPOSED) else tensor
 
-    steps = dict.fromkeys(weights, step)
-    source = by_kind(partial(read, ""), read, lambda name: steps.get(name, 0.0))
+    source = by_kind(partial(read, ""), read, lambda name: step if name in weights else 0.0)
     return StateSource(model, iteration, not options.weights_only, source)
 
 

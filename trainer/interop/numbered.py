@@ -33,12 +33,12 @@ def entries_by_name(
         MismatchError: No order has the optimizer's group sizes, or moments are missing or have another shape.
     """
     state, groups = optimizer["state"], [list(group.get("params", ())) for group in optimizer["param_groups"]]
-    named = {canonical_name(key): entry for key, entry in state.items() if isinstance(key, str)}
-    sizes, fitting, tried = [len(group) for group in groups if group], [named] if named else [], list[str]()
+    by_name = {canonical_name(key): entry for key, entry in state.items() if isinstance(key, str)}
+    sizes, fitting, tried = [len(group) for group in groups if group], [by_name] if by_name else [], list[str]()
     for order in orders:
         filled = [group for group in order if group]
         tried.append(" and ".join(str(len(group)) for group in filled))
-        if [len(group) for group in filled] == sizes and not named:
+        if [len(group) for group in filled] == sizes and not by_name:
             numbers = zip(chain(*filled), chain(*groups), strict=True)
             fitting.append({name: state.get(number, {}) for name, number in numbers})
     problems = list[str]()

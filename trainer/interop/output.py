@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -81,8 +81,13 @@ def write_checkpoint(
     specs = tuple(checkpoint_specs(config.model, config.optimizer if source.has_optimizer else None, frozen))
     layout = build_layout(specs, file_bytes=config.checkpoint.file_bytes)
 
+    def read(name: str) -> torch.Tensor:
+        tensor = source.read(name)
+        require_finite(tensor, where=name)
+        return tensor
+
     def write(partial: Path) -> list[WrittenPiece]:
-        return write_tensor_files(partial, files, layout, _finite_reader(source))
+        return write_tensor_files(partial, files, layout, read)
 
     return saving.write_checkpoint(
         CheckpointFolder(folder, files),
@@ -137,17 +142,6 @@ def _trainable(config: Config) -> TrainSection:
         f"{most}, and a run continued from it needs train.seq_length={most} or less"
     )
     return replace(config.train, seq_length=most)
-
-
-def _finite_reader(source: StateSource) -> Callable[[str], torch.Tensor]:
-    """Return the source's `read`, with NaN and infinity refused."""
-
-    def read(name: str) -> torch.Tensor:
-        tensor = source.read(name)
-        require_finite(tensor, where=name)
-        return tensor
-
-    return read
 
 
 def _assumed(description: Json, stated: Sequence[str]) -> list[str]:

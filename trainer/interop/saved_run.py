@@ -31,7 +31,6 @@ class SavedRun:
         groups: Two parameter groups, with and without weight decay, each with every setting in the installed torch's
             AdamW. `params` are names.
         trained: The names in both groups, in file order. Empty without optimizer state.
-        frozen: The other parameters' names, if there is optimizer state.
     """
 
     source: StateSource
@@ -39,7 +38,6 @@ class SavedRun:
     schedule: Schedule
     groups: Sequence[Mapping[str, Any]]
     trained: Sequence[str]
-    frozen: frozenset[str]
 
 
 def saved_run(checkpoint: Checkpoint, *, to: str) -> SavedRun:
@@ -78,4 +76,4 @@ def saved_run(checkpoint: Checkpoint, *, to: str) -> SavedRun:
         {**settings, "weight_decay": decay, "params": [name for name in trained if (name in no_decay) is is_exempt]}
         for decay, is_exempt in ((adam.weight_decay, False), (0.0, True))
     ]
-    return SavedRun(source, counters, schedule, groups, trained, frozen if source.has_optimizer else frozenset())
+    return SavedRun(source, counters, schedule, groups, trained)

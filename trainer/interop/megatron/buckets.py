@@ -25,7 +25,7 @@ from trainer.interop.finite import require_finite
 from trainer.interop.masters import rounding_to
 from trainer.interop.stored import FileTensor
 
-_ALIGNMENT = 64  # elements
+_ALIGNMENT, _MOST_PADDING = 64, 1 << 20  # elements
 
 
 class Bucket(Protocol):
@@ -58,13 +58,14 @@ class _End:
     offset: int
     base: int
 
-    def next(self, buckets: Sequence[Bucket]) -> list[_End]:
-        """Return the places where the next parameter may start."""
+    def next(self, buckets: Sequence[Bucket], count: int) -> list[_End]:
+        """Return the places where the next parameter may start, which has `count` elements."""
         aligned = self.offset + (self.base - self.offset) % _ALIGNMENT
         starts = [_End(self.bucket, aligned, self.base)]
         if aligned != self.offset:  # the run's bucket ends here, or parameters are not aligned
             starts.append(_End(self.bucket, self.offset, self.offset % _ALIGNMENT))
-        if self.bucket + 1 < len(buckets) and self.offset:
+        room = len(buckets[self.bucket]) - self.offset
+        if self.bucket + 1 < len(buckets) and self.offset and room <= max(count, _MOST_PADDING):
             starts.append(_End(self.bucket + 1, 0, 0))
         return starts
 
@@ -86,12 +87,11 @@ def locate(
     backwards = list(parameters.items())[::-1]
     reached: dict[_End, tuple[Slot, ...]] = {_End(0, 0, 0): ()}
     for name, piece in backwards:
-        candidates = dict[_End, list[tuple[Slot, ...]]]()
+        candidates, count = dict[_End, list[tuple[Slot, ...]]](), prod(piece.shape)
         for end, slots in reached.items():
-            for start in end.next(buckets):
+            for start in end.next(buckets, count):
                 candidates.setdefault(start, []).append((*slots, Slot(start.bucket, start.offset)))
         fitting = {start: slots for start, slots in candidates.items() if _holds(buckets, start, piece)}
-        count = prod(piece.shape)
         if not fitting:
             require_finite(piece.read(), where=name)  # NaN is never equal to itself
             raise CheckpointError(

@@ -15,8 +15,8 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from models.config import Activation, ModelConfig
-from models.families import has_field
+from models.config import Activation, ModelConfig, RopeScaling
+from models.families import has_field, stored_tensors
 from reprise.errors import MismatchError, count_of
 from reprise.format import STATE
 from reprise.loading import Checkpoint
@@ -42,7 +42,6 @@ _DECAY_STYLES = {
     DecayStyle.constant: "constant",
     DecayStyle.wsd: "WSD",
 }
-_SCALED_FROM = (1.0, 4.0, 8192)  # constants of Megatron's rotary scaling
 # Modules with extra state. It is empty, but `load` requests it.
 _EXTRA = ("self_attention.linear_proj", "self_attention.linear_qkv", "mlp.linear_fc1", "mlp.linear_fc2")
 _Place = tuple[str, tuple[int, ...]]  # a key, and a chunk's offset
@@ -92,18 +91,14 @@ _METADATA = {
 
 
 def _refuse_scaling(model: ModelConfig, *, where: object) -> None:
+    """Refuse a rotary scaling with other constants than LLaMA 3.1's, which Megatron has."""
     scaling = model.rope_scaling
-    constants = scaling and (
-        scaling.low_freq_factor,
-        scaling.high_freq_factor,
-        scaling.original_max_position_embeddings,
-    )
-    if constants and constants != _SCALED_FROM:
+    if scaling is not None and scaling != RopeScaling(scaling.factor):
         raise MismatchError(
             "Megatron does not support this rotary scaling",
             where=where,
-            expected=f"model.rope_scaling with LLaMA 3.1's constants, {_SCALED_FROM}",
-            found=constants,
+            expected=f"model.rope_scaling={RopeScaling(scaling.factor)}",
+            found=scaling,
         )
 
 
@@ -112,13 +107,13 @@ class _Planner(StreamingPlanner):
 
     def __init__(self, run: SavedRun) -> None:
         super().__init__(self._value, flatten_state_dict=False)
-        self._source, self._frozen = run.source, run.frozen
+        self._source, self._trained = run.source, frozenset(run.trained)
         self._places = dict[_Place, tuple[str, Correspondence]]()
         self._items = list(self._planned(run.source.model, (_MASTERS, *MOMENTS) if run.source.has_optimizer else ()))
         chunks = [item.tensor_data.chunk for item in self._items if item.tensor_data is not None]
         self.total_bytes = sum(4 * prod(chunk.sizes) for chunk in chunks)
-        if self._frozen:
-            _log.warning(f"the moments of {count_of(len(self._frozen), 'frozen parameter')} are written as zeros")
+        if run.source.has_optimizer and (frozen := stored_tensors(run.source.model).keys() - self._trained):
+            _log.warning(f"the moments of {count_of(len(frozen), 'frozen parameter')} are written as zeros")
 
     def create_local_plan(self) -> SavePlan:
         self.plan = SavePlan(self._items)
@@ -152,7 +147,7 @@ class _Planner(StreamingPlanner):
     def _ours(self, kind: str, name: str) -> torch.Tensor:
         if kind in ("", _MASTERS):
             return self._source.read(name).to(torch.float32)
-        if name in self._frozen:
+        if name not in self._trained:
             return torch.zeros_like(self._source.read(name), dtype=torch.float32)
         return self._source.read(f"{kind}.{name}").to(torch.float32)
 

@@ -46,33 +46,28 @@ class _StoredBucket:
         return self.dcp.read_box(self.key, Box((start,), (max(0, end - start),)))
 
 
-def has_buckets(dcp: DcpFolder) -> bool:
-    """Return whether a folder contains buckets."""
-    return any(map(_KEY.fullmatch, dcp.tensors))
-
-
 def bucket_pieces(
-    dcp: DcpFolder, tensors: Sequence[MegatronTensor], weights: Mapping[str, FileTensor]
+    dcp: DcpFolder,
+    ranks: Sequence[Sequence[Sequence[str]]],
+    tensors: Sequence[MegatronTensor],
+    weights: Mapping[str, FileTensor],
 ) -> Mapping[str, Pieces]:
     """Return master weights and moments by kind, each on its tensor-parallel ranks, whose buffers are laid out alike.
 
     Args:
+        ranks: The result of `bucket_roots`.
         tensors: All the model's tensors, in the local modules' order.
         weights: The model's weights, by `MegatronTensor.numbered`, to compare with.
 
     Raises:
         CheckpointError: The buckets do not hold the model's parameters in a known order.
-        MismatchError: The buckets' ranks are unknown, or a parameter's place is ambiguous.
+        MismatchError: A parameter's place is ambiguous.
+        ValueError: The buckets' ranks are unknown.
     """
     table = next(stored for key, stored in dcp.tensors.items() if key.endswith(EMBEDDING))
-    tp, ranks = len({chunk.offset[0] for chunk in table.chunks}), _roots(dcp)
+    tp = len({chunk.offset[0] for chunk in table.chunks})
     if len(ranks) % tp or len({len(chunks) for chunks in ranks}) != 1:
-        raise MismatchError(
-            "The ranks of a Megatron optimizer's buckets are unknown",
-            where=dcp.path,
-            found=f"{len(ranks)} model-parallel ranks, {tp} of tensor parallelism",
-            fix="Save it with --dist-ckpt-optim-fully-reshardable, or import the weights alone with --weights-only.",
-        )
+        raise ValueError(f"buckets of {len(ranks)} model-parallel ranks, {tp} of tensor parallelism")
     stages = stage_order(len(ranks) // tp, len(ranks[0]))[::-1]  # as the parameters, from last to first
     roots = [[root for stage, chunk in stages for root in ranks[stage * tp + rank][chunk]] for rank in range(tp)]
     buckets = {
@@ -99,8 +94,8 @@ def bucket_pieces(
     return {kind: {name: pieces(name, ranks) for name in parts} for kind, ranks in buckets.items()}
 
 
-def _roots(dcp: DcpFolder) -> list[list[list[str]]]:
-    """Return the buckets' keys without their kind, by model-parallel rank and virtual pipeline chunk."""
+def bucket_roots(dcp: DcpFolder) -> list[list[list[str]]]:
+    """Return the buckets' keys without their kind, by model-parallel rank and virtual pipeline chunk. May be empty."""
     roots = {tuple(map(int, match.groups())): key for key in dcp.tensors if (match := _KEY.fullmatch(key))}
     ranks = dict[int, dict[int, list[str]]]()
     for (rank, chunk, _), key in sorted(roots.items()):

@@ -23,7 +23,7 @@ from reprise.storage import is_file, json_file
 from trainer.interop.dcp.folder import DcpFolder, open_folder
 from trainer.interop.formats import ImportOptions, few
 from trainer.interop.megatron.names import LAYERS, MegatronTensor
-from trainer.interop.megatron.reshardable import bucket_pieces, has_buckets
+from trainer.interop.megatron.reshardable import bucket_pieces, bucket_roots
 from trainer.interop.megatron.shards import Pieces
 from trainer.interop.megatron.state import (
     EMBEDDING,
@@ -157,8 +157,8 @@ def _optimizer(
             if keys or name in MOMENTS:
                 by_kind[MASTERS if name in _COPIES else name] = _pieces(dcp, keys, root, shapes)
         pieces: Mapping[str, Pieces] = by_kind
-    elif has_buckets(dcp):
-        groups, pieces = _saved_groups(dcp), bucket_pieces(dcp, tensors, weights)
+    elif ranks := bucket_roots(dcp):
+        groups, pieces = _saved_groups(dcp), bucket_pieces(dcp, ranks, tensors, weights)
     elif keys := sorted(key for key in (*dcp.tensors, *dcp.values) if _is_optimizers(key)):
         raise MismatchError(
             "A Megatron checkpoint holds optimizer state in an unsupported form",
