@@ -5,12 +5,18 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
+import xxhash
+
 from reprise.errors import CheckpointError
 from reprise.format.box import Image
 from reprise.format.host_file import PieceNumbers
 from reprise.format.layout import Place
-from reprise.format.manifest import BLOCK_BYTES, DIGEST_BYTES, WrittenPiece, block_ranges, digest_of
+from reprise.format.manifest import BLOCK_BYTES, DIGEST_BYTES, WrittenPiece, block_ranges
 from reprise.loading.reader import Bytes, Checkpoint, Gatherer, OpenFile
+
+# Bytes read between two updates of a digest, small enough to stay in a core's cache. Two threads took 0.65 of one plain
+# read of the page cache, and 0.75 with a digest after the whole block.
+STEP_BYTES = 512 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +47,13 @@ class PieceBlock:
         Raises:
             CheckpointError: The digest differs. Names the file, tensor and byte range.
         """
-        gatherer.gather(file.read, self.packed, self.lo, into, offset=self.place.offset)
-        if verify and (actual := digest_of(into.data)) != self.digest:
+        digest, step = xxhash.xxh3_64(), STEP_BYTES if self.packed.is_contiguous else into.size
+        for at in range(0, into.size, step):
+            part = into[at : at + step]
+            gatherer.gather(file.read, self.packed, self.lo + at, part, offset=self.place.offset)
+            if verify:
+                digest.update(part.data)
+        if verify and (actual := digest.hexdigest()) != self.digest:
             raise CheckpointError(
                 "A tensor is damaged",
                 where=f"{checkpoint.path}/{self}",
