@@ -111,16 +111,16 @@ class MirrorPass:
         self._run = lineage.run or "unnamed"
         if not self._is_surveyed:
             listed = by_checkpoint(self._client.objects(self.url))
-            found, recorded = dict[str, MirroredCheckpoint](), read_record(self._root, self._rule.url).committed
+            checkpoints, recorded = dict[str, MirroredCheckpoint](), read_record(self._root, self._rule.url).committed
             for name, files in listed.items():
                 if iteration_of(Path(name)) is not None and {MANIFEST, STATE} <= files.keys():
-                    found[name] = recorded.get(name) or _stored_checkpoint(self._client, self.url.child(name))
-            own = {name: entry for name, entry in found.items() if entry.lineage.run == lineage.run}
-            self._require_claim(may_create=bool(own) or not found)
+                    checkpoints[name] = recorded.get(name) or _stored_checkpoint(self._client, self.url.child(name))
+            own = {name: entry for name, entry in checkpoints.items() if entry.lineage.run == lineage.run}
+            self._require_claim(may_create=bool(own) or not checkpoints)
             for name in own:  # an upload may have stopped before this
                 self._client.delete(self.url.child(name), [file for file in listed[name] if file.startswith(MARK)])
             self._write(own)
-            for name in listed.keys() - found.keys() - {*self._rule.due(local, own)}:
+            for name in listed.keys() - checkpoints.keys() - {*self._rule.due(local, own)}:
                 self._clear(name)
             self._is_surveyed = True
         for name, entry in self._stored.items():
@@ -178,7 +178,7 @@ class MirrorPass:
     def _clear(self, name: str) -> None:
         """Delete what an abandoned upload has left."""
         objects = self._client.objects(self.url.child(name))
-        if MANIFEST not in objects and any(other.startswith(MARK) for other in objects):
+        if MANIFEST not in objects and any(each.startswith(MARK) for each in objects):
             remove(self._client, self.url.child(name))
 
     def _remove(self, name: str) -> None:
