@@ -149,8 +149,8 @@ def _write_raw(rank: int, data: memoryview, flags: int, folder: Path) -> None:
 
 
 def _read_raw(rank: int, data: memoryview, folder: Path, number: int) -> None:
-    """Read a rank's file into fresh memory."""
-    memory = memoryview(bytearray(data.nbytes))
+    """Read a rank's file into memory whose pages are there."""
+    memory = data
     with (folder / str(number) / f"raw{rank}").open("rb", buffering=0) as file:
         while count := file.readinto(memory):
             memory = memory[count:]
