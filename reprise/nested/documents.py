@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from reprise.errors import CheckpointError, MismatchError, count_of
 from reprise.format.layout import TensorKind
 from reprise.format.names import FORMAT, STATE
@@ -175,10 +177,18 @@ def _parsed(section: Section) -> StoredState:
     root, values = ByLeaf(), {where: decode(value) for where, value in section["values"].items()}
     for where, value in values.items():
         _insert(root, keys_of_pointer(where), value)
+    for groups in section["groups"].values():
+        for group in groups:
+            is_group = isinstance(group["numbers"], dict) and all(isinstance(name, str) for name in group["names"])
+            _require(is_group, group)
     for where in sorted(section["classes"], reverse=True):  # inner dicts before outer dicts
         *parents, last = keys_of_pointer(where)
         container = _dict_at(root, parents)
         container[last] = DICTS[section["classes"][where]](container.get(last, ()))
+    for name in section["dtypes"].values():
+        _require(isinstance(getattr(torch, name), torch.dtype), name)
+    for order in section["orders"].values():
+        _require(sorted(order) == [*range(len(order))], order)
     groups = {where: members for where, members in section["groups"].items() if members}
     return StoredState(root, values, groups, section["dtypes"], section["orders"])
 

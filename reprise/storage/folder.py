@@ -225,6 +225,8 @@ class CheckpointFolder:
         A link with such a name is itself renamed, not its target.
         """
         renamed = []
+        if iterations and not set(self.committed()) - set(iterations):  # no checkpoint is left for the tracker to name
+            self.files.remove_file(self.root / TRACKER)
         for iteration in iterations:
             source = self.iteration(iteration)
             if lexists(source):
@@ -271,10 +273,15 @@ class CheckpointFolder:
             with _errors_logged("%s could not be swept", path):
                 self.files.remove_tree(path)
                 removed.append(path)
-        if (tracked := self.tracker() or 0) > max(self.committed(), default=0):
-            tracker = self.root / TRACKER
-            _log.warning("%s names iteration %d: newer checkpoints were removed or are hidden", tracker, tracked)
-        self._update_tracker()
+        if committed := self.committed():  # otherwise only the tracker shows that there was a run
+            if (tracked := self.tracker() or 0) > committed[-1]:
+                _log.warning(
+                    "%s names iteration %d, but the newest checkpoint is %s: newer ones were removed or are hidden",
+                    self.root / TRACKER,
+                    tracked,
+                    iteration_name(committed[-1]),
+                )
+            self._update_tracker()
         return removed
 
     def _is_leftover(self, path: Path) -> bool:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import secrets
+from pathlib import Path
 from typing import NamedTuple
 
+from reprise.storage.paths import exists
 from reprise.stores.store import CHILD_CLIENT
 from reprise.stores.url import StoreUrl
 
@@ -20,17 +23,21 @@ class StoreFinding(NamedTuple):
 
 
 def probe_store(text: str) -> list[StoreFinding]:
-    """Test a store below a URL, leave no object in it, and return the findings.
+    """Test a store below a URL, leave nothing in it, and return the findings.
 
     Raises:
         ConfigError: The URL is malformed, or obstore is not installed.
     """
     folder, once, what = StoreUrl.parse(text).child(f".doctor-{secrets.token_hex(4)}"), "once", "objects"
+    parents = Path("/", folder.key).parents if folder.root == "file://" else ()
+    new_folders = [parent for parent in parents if not exists(parent)]
     try:
         CHILD_CLIENT.create(folder.child(once), "first")
         is_twice = CHILD_CLIENT.create(folder.child(once), "second")
         CHILD_CLIENT.read_text(folder.child(once))
         CHILD_CLIENT.delete(folder, [once])
+        for parent in new_folders:
+            os.rmdir(parent)
     except OSError as error:
         return [StoreFinding(what, False, str(error.strerror))]
     found = _NOT_HONORED if is_twice else "a second creation of an object is refused"

@@ -23,24 +23,20 @@ def test_a_part_is_named_and_not_damaged(tmp_path: Path, command: str, capsys: P
     (row,) = shown(capsys, FINE, command, a)
     assert (row.get("intact") or row["result"]).startswith("a part")
     assert all(text in row["held"] for text in HELD)
-    assert "together" not in row
 
 
-def test_verify_tells_whether_folders_are_whole_together(tmp_path: Path, capsys: Printed) -> None:
+def test_gather_tells_whether_folders_are_whole_together(tmp_path: Path, capsys: Printed) -> None:
     a, b = save_on_two_hosts(tmp_path, 2)
-    found = shown(capsys, FINE, "verify", a, b)
-    assert [(row["folder"], row["iteration"], row["together"]) for row in found] == [
-        (str(folder), 2, "whole together") for folder in (a, b)
-    ]
-    assert sum(row["bytes"] for row in found) == 16420
-    assert main(["verify", str(a), str(b)]) == FINE
-    assert "iteration 2: whole together\n" in capsys.readouterr().out
+    assert main(["gather", str(a), str(b), str(tmp_path / "out")]) == FINE
+    capsys.readouterr()
+    (row,) = shown(capsys, FINE, "verify", tmp_path / "out")
+    assert row["result"] == "whole"
     (b / NAME).rename(b / "iter_0000004")
-    assert main(["verify", str(a), str(b)]) == BAD
-    assert "iteration 2: missing 1 of 2 parts: " in capsys.readouterr().out
+    assert main(["gather", str(a), str(b), str(tmp_path / "other")]) == IMPOSSIBLE
+    assert "1 of 2" in capsys.readouterr().err
 
 
-def test_damage_in_one_of_two_copies_leaves_the_hosts_whole(tmp_path: Path, capsys: Printed) -> None:
+def test_damage_in_one_of_two_copies_is_found_in_its_folder(tmp_path: Path, capsys: Printed) -> None:
     a, b = save_on_two_hosts(tmp_path, 2, copies=1)
     for command, field, expected in (("ls", "intact", "yes"), ("verify", "result", "whole")):
         (row,) = shown(capsys, FINE, command, a)
@@ -49,17 +45,12 @@ def test_damage_in_one_of_two_copies_leaves_the_hosts_whole(tmp_path: Path, caps
     assert [path.name for path in (a / NAME).glob("config.json*")] == ["config.json"]
     flip(a / NAME, of_host=1)
     found = shown(capsys, BAD, "verify", a, b)
-    assert found[0]["result"] != "whole"
-    assert [row["together"] for row in found] == ["whole together"] * 2
-    flip(b / NAME, of_host=1)
-    assert shown(capsys, BAD, "verify", a, b)[1]["together"].startswith("missing 1 of 2 parts: ")
+    assert [row["result"] == "whole" for row in found] == [False, True]
 
 
-def test_show_has_the_pieces_of_each_host(tmp_path: Path, capsys: Printed) -> None:
+def test_show_has_the_share_of_a_host(tmp_path: Path, capsys: Printed) -> None:
     a, _ = save_on_two_hosts(tmp_path, 2)
-    found = shown(capsys, FINE, "show", a)
-    assert [(row["pieces"], row["held"], row["missing"]) for row in found["hosts"]] == [(3, 3, 0), (3, 0, 3)]
-    assert all(text in found["held"] for text in HELD)
+    assert all(text in shown(capsys, FINE, "show", a)["held"] for text in HELD)
     assert main(["show", str(a)]) == FINE
     assert "\nA single host's folder, 50 % of 2 hosts: " in capsys.readouterr().out
 
