@@ -57,7 +57,7 @@ GOALS = (
 NOTES = (
     "- Durable: until files and folder are synced. Blocked: time of the main thread. Cost to training: that, and the "
     "slowdown of matrix products on all cores during the save. The row of one copy has the bytes of the state.",
-    "- Load: from the page cache. The raw read fills used memory, by one thread; ours fills the state and checks every digest.",
+    "- Load: from the page cache. One thread reads raw into used memory; ours fills the state and checks every digest.",
     "- The optimizer step comes after the background save has ended, or at once. The third save is measured.",
 )
 
