@@ -115,11 +115,10 @@ class Child:
             try:
                 answer = link.ask((call, url, *details), None if call in _LONG_CALLS else _ANSWER_S, into)
                 self._idle.append(link)
-            except TimeoutError:
-                if self.process is not None:
+            except (OSError, EOFError) as error:
+                self.forget()  # the other connections ended with this one
+                if isinstance(error, TimeoutError) and self.process is not None:
                     self.process.kill()
-            except (OSError, EOFError):
-                pass
             if isinstance(answer, Exception):
                 raise answer
             if answer is not None:
