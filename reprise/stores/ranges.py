@@ -26,8 +26,6 @@ FIRST_CELL_BYTES = 64 << 10
 # How much a process that reads alone keeps: it rarely reads a cell again.
 KEPT_BYTES = 512 << 20
 
-_NOT_KEPT = -1
-
 
 def cell_at(at: int, size: int) -> tuple[int, int]:
     """Return the first byte and the end of the cell containing the byte `at`, in an object with `size` bytes."""
@@ -38,15 +36,19 @@ def cell_at(at: int, size: int) -> tuple[int, int]:
 class RangeCache:
     """The newest fetched ranges of all objects, in an unnamed file used as a ring. Several threads may call it.
 
+    Without room there, it keeps the newest range in memory.
+
     Args:
         most_bytes: The file's largest size in bytes. It is at most half of the free space in its folder, too.
     """
 
     def __init__(self, most_bytes: int = KEPT_BYTES) -> None:
         self._most_bytes, self._lock = most_bytes, threading.Lock()
-        self._places: dict[Hashable, Future[int]] = {}  # where ranges begin in the file, by key
+        # Where ranges begin in the file, by key. For the one in memory, its bytes.
+        self._places: dict[Hashable, Future[int | memoryview]] = {}
         self._kept = deque[tuple[int, Hashable]]()  # where ranges in the ring begin, oldest first; never wraps
         self._end = 0  # of the newest range in the ring
+        self._in_memory: Hashable = None
 
     def fill(self, buffer: memoryview, key: Hashable, at: int, fetch: Callable[[], memoryview]) -> None:
         """Fill a buffer with a range's bytes from `at` on.
@@ -65,16 +67,18 @@ class RangeCache:
             if is_new:
                 buffer[:] = self._fetched(key, place, fetch)[at : at + buffer.nbytes]
                 return
-            if (offset := place.result()) == _NOT_KEPT:
-                continue
+            result = place.result()
+            if isinstance(result, memoryview):
+                buffer[:] = result[at : at + buffer.nbytes]
+                return
             file, _ = self._ring
-            if FILE_SYSTEM.read(file.fileno(), buffer, offset=offset + at) != buffer.nbytes:
+            if FILE_SYSTEM.read(file.fileno(), buffer, offset=result + at) != buffer.nbytes:
                 raise OSError(errno.EIO, "a file of fetched bytes ends early", str(file.name))
             with self._lock:
                 if self._places.get(key) is place:  # otherwise a newer range may have taken its place meanwhile
                     return
 
-    def _fetched(self, key: Hashable, place: Future[int], fetch: Callable[[], memoryview]) -> memoryview:
+    def _fetched(self, key: Hashable, place: Future[int | memoryview], fetch: Callable[[], memoryview]) -> memoryview:
         """Fetch a new range, keep it for all who wait for it, and return its bytes."""
         try:
             body = fetch()
@@ -87,20 +91,21 @@ class RangeCache:
         place.set_result(offset)
         return body
 
-    def _keep(self, key: Hashable, body: memoryview) -> int:
-        """Write a range over the oldest ones, and return where it begins in the file. Without room, drop it."""
+    def _keep(self, key: Hashable, body: memoryview) -> int | memoryview:
+        """Write a range over the oldest ones, and return where it begins in the file. Without room, return it."""
         with self._lock:
             try:
                 file, limit = self._ring
+                if body.nbytes > limit:
+                    raise OSError(errno.ENOSPC, "no room for a range", str(file.name))
                 start = self._end + (-self._end % limit if self._end % limit + body.nbytes > limit else 0)
                 while self._kept and self._kept[0][0] < start + body.nbytes - limit:
                     del self._places[self._kept.popleft()[1]]
-                if body.nbytes > limit:
-                    raise OSError(errno.ENOSPC, "no room for a range", str(file.name))
                 FILE_SYSTEM.write(file.fileno(), body, offset=start % limit)
             except OSError:
-                del self._places[key]
-                return _NOT_KEPT
+                self._places.pop(self._in_memory, None)
+                self._in_memory = key
+                return body
             self._kept.append((start, key))
             self._end = start + body.nbytes
             return start % limit
@@ -110,4 +115,4 @@ class RangeCache:
         """Return the file, and the most bytes in it."""
         file = tempfile.TemporaryFile(prefix="reprise-store-")  # noqa: SIM115 - for this process
         free = FILE_SYSTEM.free_bytes(Path(tempfile.gettempdir()))
-        return file, max(1, min(self._most_bytes, KEPT_BYTES if free is None else free // 2))
+        return file, min(self._most_bytes, KEPT_BYTES if free is None else free // 2)
