@@ -50,9 +50,10 @@ class Server:
         try:
             if call != "fill":
                 return [getattr(self._client, call)(url, *details)]
-            etag, start, size, at, count = details
+            version, start, size, at, count = details
+            _, etag, _ = version
             fetch = partial(self._client.read, url, start, size, etag)
-            self._cache.fill(memory[:count], (url, etag, start), at, fetch)
+            self._cache.fill(memory[:count], (url, version, start), at, fetch)
             return [None]
         except Exception as error:  # noqa: BLE001 - the process that asked raises it
             return error

@@ -13,7 +13,7 @@ from reprise.stores.path import status_of, url_of
 from reprise.stores.ranges import cell_at
 from reprise.stores.store import CHILD_CLIENT, CONNECTIONS, child, end_child
 
-_Object = tuple[Path, int, str | None]  # with its size and version when opened
+_Version = tuple[int, str | None, float]  # size, ETag and time: a store may have no ETag
 
 
 class StoreFiles(Files):
@@ -29,8 +29,8 @@ class StoreFiles(Files):
     def __init__(self, load: str | None = None) -> None:
         self._load = load
         self._numbers = itertools.count()
-        self._open: dict[int, _Object] = {}
-        self._versions: dict[Path, tuple[int, str | None]] = {}  # the versions for all reads in a load
+        self._open: dict[int, tuple[Path, _Version]] = {}  # with the version when opened
+        self._versions: dict[Path, _Version] = {}  # the versions for all reads in a load
 
     def size(self, path: Path) -> int:
         return self._version(path)[0]
@@ -46,16 +46,17 @@ class StoreFiles(Files):
     def open_for_reading(self, path: Path) -> int:
         """Open an object's current version. The returned number is not a system descriptor."""
         number = next(self._numbers)
-        self._open[number] = path, *self._version(path)
+        self._open[number] = path, self._version(path)
         return number
 
     def read(self, descriptor: int, buffer: memoryview, *, offset: int) -> int:
-        path, size, etag = self._open[descriptor]
+        path, version = self._open[descriptor]
+        size = version[0]
         part, at, end = buffer.cast("B"), offset, min(size, offset + buffer.nbytes)
         while at < end:
             start, stop = cell_at(at, size)
             into = part[at - offset : min(end, stop) - offset]
-            child().ask("fill", url_of(path), etag, start, stop - start, at - start, into.nbytes, into=into)
+            child().ask("fill", url_of(path), version, start, stop - start, at - start, into.nbytes, into=into)
             at += into.nbytes
         return max(0, end - offset)
 
@@ -66,7 +67,7 @@ class StoreFiles(Files):
     def reopen(self, descriptor: int, path: Path) -> None:
         """Switch to an object's current version if it was replaced."""
         self._versions.pop(path, None)
-        self._open[descriptor] = path, *self._version(path)
+        self._open[descriptor] = path, self._version(path)
 
     def map(self, call: Callable[[T], Result], items: Iterable[T]) -> Iterable[Result]:
         """Return the call's result for each item, with `CONNECTIONS` calls under way at a time."""
@@ -77,10 +78,8 @@ class StoreFiles(Files):
         end_child()
         self._versions.clear()
 
-    def _version(self, path: Path) -> tuple[int, str | None]:
-        """Return an object's size in bytes and its version."""
+    def _version(self, path: Path) -> _Version:
         if path not in self._versions:
             child(self._load)
-            size, etag, _ = CHILD_CLIENT.head(url_of(path))
-            self._versions[path] = size, etag
+            self._versions[path] = CHILD_CLIENT.head(url_of(path))
         return self._versions[path]
