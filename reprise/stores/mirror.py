@@ -24,14 +24,16 @@ from reprise.errors import CheckpointError, TrainerError
 from reprise.format.mirror_record import MirrorRule
 from reprise.storage.files import FILE_SYSTEM
 from reprise.storage.folder import WEIGHTS, CheckpointFolder
+from reprise.storage.lease import leases
 from reprise.storage.lock import FolderLock
 from reprise.storage.paths import is_dir
-from reprise.stores.store import require_obstore, start_process
+from reprise.stores.mirror_pass import MirrorPass
+from reprise.stores.store import CHILD_CLIENT, require_obstore, start_process
 from reprise.stores.upload import retried
 from reprise.stores.url import StoreUrl
 
 if TYPE_CHECKING:
-    from reprise.stores.mirror_pass import MirrorPass
+    from reprise.stores.client import StoreClient
 
 _log = logging.getLogger(__name__)
 
@@ -40,6 +42,7 @@ POLL_S = 3.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 _NICENESS = 10
 _NICE_THREADS = "2"  # of obstore
+_END_S = 5.0
 FINE, _REFUSED = 0, 1
 
 
@@ -53,7 +56,7 @@ def mirror_rule(url: str, *, interval: int, keep: int) -> MirrorRule:
 
 
 def mirror_run(run: Path, url: str, *, keep: int, interval: int, once: bool) -> int:
-    """Mirror a run until nothing is left to do, or forever, and log each step. This process may not fork afterwards.
+    """Mirror a run until nothing is left to do, or forever, and log each step. An interrupt ends it at once.
 
     Args:
         run: The run's folder, or its checkpoint folder.
@@ -74,7 +77,7 @@ def mirror_run(run: Path, url: str, *, keep: int, interval: int, once: bool) -> 
         raise CheckpointError("The folder does not exist", where=run)
     logging.getLogger(__package__).setLevel(logging.INFO)
     folder = run / "checkpoints" if is_dir(run / "checkpoints") else run
-    passes = _passes(folder, mirror_rule(url, interval=interval, keep=keep))
+    passes = _passes(CHILD_CLIENT, folder, mirror_rule(url, interval=interval, keep=keep))
     with contextlib.suppress(KeyboardInterrupt):
         if once:
             with _lock(folder):
@@ -85,14 +88,11 @@ def mirror_run(run: Path, url: str, *, keep: int, interval: int, once: bool) -> 
     return _REFUSED if passes.refused else FINE
 
 
-def _passes(folder: Path, rule: MirrorRule) -> MirrorPass:
+def _passes(client: StoreClient, folder: Path, rule: MirrorRule) -> MirrorPass:
     require_obstore()
-    from reprise.stores.client import StoreClient
-    from reprise.stores.mirror_pass import MirrorPass
-
     url = StoreUrl.parse(rule.url)
     url.require_outside(folder)
-    return MirrorPass(StoreClient(), url, folder.absolute(), rule)
+    return MirrorPass(client, url, folder.absolute(), rule)
 
 
 def _lock(folder: Path) -> FolderLock:
@@ -162,9 +162,13 @@ class Mirror:
         self._orders = self.process.stdin
 
     def wake(self) -> None:
-        """Restart the process if it has ended."""
-        if self.process.poll() is not None:
-            self._start()
+        """Restart the process if it has ended, or log why not."""
+        if (status := self.process.poll()) is not None:
+            _log.warning("the process of the mirror ended with status %d, and is restarted", status)
+            try:
+                self._start()
+            except OSError as error:
+                _log.warning("the mirror cannot be restarted: %s; the next save tries again", error)
 
     def finish(self, wait_s: float) -> bool:
         """Wait until the mirror has uploaded all missing checkpoints. Return whether it has.
@@ -173,7 +177,7 @@ class Mirror:
             wait_s: The longest wait, in seconds.
         """
         self.wake()
-        with contextlib.suppress(BrokenPipeError):
+        with contextlib.suppress(BrokenPipeError):  # it has ended again
             self._orders.write(b"\n")
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(wait_s)
@@ -190,8 +194,10 @@ class Mirror:
         return names
 
     def end(self) -> None:
-        """End the mirror at once. The next start reuses its partial uploads."""
+        """End the mirror, whatever request is under way. The next start reuses its partial uploads."""
         self._orders.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(_END_S)  # it releases its lock
         self.process.kill()
         self.process.wait()
 
@@ -201,18 +207,23 @@ def _obey(finishing: threading.Event) -> None:
     if os.read(standard_input, 1):
         finishing.set()
         os.read(standard_input, 1)
+    for lease in tuple(leases):  # another host would watch a dead one for a while
+        lease.release()
     os._exit(_REFUSED)  # whatever request is under way
 
 
 def main(folder: str, url: str, *numbers: str) -> None:
     """Mirror a folder for the process that has started this one."""
+    from reprise.stores.client import StoreClient
+
     interval, keep, level = map(int, numbers)
     os.nice(_NICENESS)
     os.environ["TOKIO_WORKER_THREADS"] = _NICE_THREADS
     logging.basicConfig(level=level, format="%(message)s")
     finishing = threading.Event()
     threading.Thread(target=_obey, args=(finishing,), daemon=True).start()
-    follow(_passes(Path(folder), MirrorRule(url, interval, keep)), Path(folder), finishing, is_patient=True)
+    passes = _passes(StoreClient(), Path(folder), MirrorRule(url, interval, keep))
+    follow(passes, Path(folder), finishing, is_patient=True)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import xxhash
 
@@ -34,11 +35,13 @@ from reprise.storage.files import FILE_SYSTEM
 from reprise.storage.folder import WEIGHTS, CheckpointFolder, iteration_name, iteration_of
 from reprise.storage.lock import is_locked
 from reprise.storage.paths import exists, read_regular
-from reprise.stores.client import StoreClient
 from reprise.stores.holds import ManifestVersion
 from reprise.stores.path import by_checkpoint
 from reprise.stores.upload import MARK, SourceChangedError, Upload, remove
 from reprise.stores.url import StoreUrl
+
+if TYPE_CHECKING:
+    from reprise.stores.client import StoreClient
 
 _log = logging.getLogger(__name__)
 
