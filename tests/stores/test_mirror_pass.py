@@ -5,7 +5,10 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import signal
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -17,12 +20,14 @@ from reprise.errors import CheckpointError
 from reprise.format import HOST, MANIFEST
 from reprise.format.lineage import FRESH, Branch, Lineage, Parent
 from reprise.format.mirror_record import MIRROR, MirrorRule, read_record
-from reprise.storage import FolderLock, iteration_name
+from reprise.storage import FolderLock, is_locked, iteration_name
 from reprise.stores import mirror_run
 from reprise.stores.mirror import LOCK_FOLDER, Mirror, follow
 from reprise.stores.mirror_pass import CLAIM, MirrorPass
 from reprise.stores.upload import MARK
 from reprise.stores.url import StoreUrl
+from tests.fakes import JOIN_S
+from tests.profiles import slow
 from tests.stores.saving import RUN, WatchedClient, assert_whole, committed, content, give_up, lose, save
 
 ANOTHER_BRANCH = Lineage((*RUN.branches, Branch("another", 5)))
@@ -291,6 +296,7 @@ def test_an_ended_mirror_leaves_no_process_and_no_lock(tmp_path: Path, monkeypat
     """In the middle of a request to a store that does not answer."""
     save(tmp_path, [5])
     with socket.create_server(("127.0.0.1", 0)) as silent:
+        silent.settimeout(JOIN_S)
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
         for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
             monkeypatch.setenv(name, "x")
@@ -304,5 +310,24 @@ def test_an_ended_mirror_leaves_no_process_and_no_lock(tmp_path: Path, monkeypat
         with connected:
             assert not mirror.finish(0.01)
             assert mirror.process.poll() is not None
+            assert not is_locked(tmp_path / LOCK_FOLDER)  # which another host would watch
             with FolderLock(tmp_path / LOCK_FOLDER, "another"):
                 pass
+
+
+@pytest.mark.parametrize("once", [slow(True), False])
+def test_an_interrupt_ends_the_command_at_once(tmp_path: Path, once: bool) -> None:
+    """In the middle of a request to a store that does not answer."""
+    save(tmp_path, [5])
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        silent.settimeout(JOIN_S)
+        keys = dict.fromkeys(("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"), "x")
+        variables = {**os.environ, **keys, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{silent.getsockname()[1]}"}
+        call = f"mirror_run(Path({str(tmp_path)!r}), 's3://bucket/run', keep=0, interval=0, once={once})"
+        program = f"from pathlib import Path; from reprise.stores import mirror_run; raise SystemExit({call})"
+        process = subprocess.Popen([sys.executable, "-c", program], env=variables)
+        connected, _ = silent.accept()
+        with connected:
+            process.send_signal(signal.SIGINT)
+            assert process.wait(60) == 0  # a request times out later
+    assert not is_locked(tmp_path / LOCK_FOLDER)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -36,3 +38,21 @@ def test_a_process_whose_program_is_gone_ends_at_once(tmp_path: Path) -> None:
     assert mirror.process.wait(JOIN_S) != 0
     assert mirror.missing() == ["5"]
     assert committed(tmp_path / "store") == []
+
+
+def test_a_mirror_that_cannot_be_restarted_ends_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    save(tmp_path / "run", [5])
+    mirror = Mirror(tmp_path / "run", mirror_rule(f"file://{tmp_path}/store", interval=10, keep=0))
+    mirror.process.kill()
+    mirror.process.wait(JOIN_S)
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "Popen", refuse)
+        mirror.wake()
+        assert not mirror.finish(JOIN_S)
+    assert mirror.missing() == ["5"]
+    assert "the mirror cannot be restarted: [Errno 12]" in caplog.text

@@ -19,6 +19,8 @@ import reprise
 from reprise import copy, diff, load, save, show, verify
 from reprise.format.names import MANIFEST, STATE
 from reprise.stores import store as store_module
+from reprise.stores.child import Server
+from reprise.stores.client import StoreClient
 from reprise.stores.files import StoreFiles
 from reprise.stores.locations import files_of, location
 from reprise.stores.ranges import CELL_BYTES, FIRST_CELL_BYTES
@@ -47,6 +49,11 @@ def process_id() -> int:
     return process.pid
 
 
+def stop(process: int) -> None:
+    os.kill(process, signal.SIGSTOP)
+    os.waitpid(process, os.WUNTRACED)  # until then its threads may answer
+
+
 def test_a_replaced_object_is_found(run: Path) -> None:
     path = location(url_of(run / "iter_0000002" / STATE))
     files = files_of(path)
@@ -58,6 +65,22 @@ def test_a_replaced_object_is_found(run: Path) -> None:
     files.reopen(number, path)
     assert files.read(number, memoryview(bytearray(300)), offset=0) == 200
     files.end()
+
+
+def test_a_replaced_object_is_found_without_its_etag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As some stores have none: nothing else tells the kept bytes from the new ones."""
+    server, head = Server(), StoreClient.head
+
+    def ask(_: Child, call: str, url: StoreUrl, *details: Any, into: memoryview | None = None) -> Any:
+        return server.answer(into or memoryview(b""), call, url, *details)[0]  # type: ignore[index]
+
+    monkeypatch.setattr(Child, "ask", ask)  # in this process
+    monkeypatch.setattr(StoreClient, "head", lambda *call: (head(*call)[0], None, head(*call)[2]))
+    path = location(url_of(tmp_path / "x"))
+    for time, content in ((5, b"old"), (7, b"new"), (7, b"longer")):
+        (tmp_path / "x").write_bytes(content)
+        os.utime(tmp_path / "x", (time, time))
+        assert files_of(path).read_whole(path) == content
 
 
 def test_a_program_that_has_loaded_forks(run: Path) -> None:
@@ -79,7 +102,7 @@ def test_a_program_that_has_loaded_forks(run: Path) -> None:
 
 def test_a_fork_does_not_wait_for_a_thread_that_reads(run: Path) -> None:
     CHILD_CLIENT.names(StoreUrl("file://", ""))
-    os.kill(process_id(), signal.SIGSTOP)
+    stop(process_id())
     thread = threading.Thread(target=CHILD_CLIENT.names, args=(StoreUrl("file://", ""),))
     thread.start()
     while not _is_asleep(thread):
@@ -103,7 +126,7 @@ def test_a_fork_does_not_wait_for_a_thread_that_reads(run: Path) -> None:
 def test_a_hung_child_is_replaced(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     CHILD_CLIENT.names(StoreUrl("file://", ""))
     hung = process_id()
-    os.kill(hung, signal.SIGSTOP)
+    stop(hung)
     monkeypatch.setattr(store_module, "_ANSWER_S", 5.0)  # its successor starts in less
     path = location(url_of(run / "iter_0000002" / STATE))
     assert path.stat().st_size == (run / "iter_0000002" / STATE).stat().st_size
@@ -168,6 +191,15 @@ def test_a_killed_child_is_started_again_a_few_times(
     kills = MOST_TRIES
     with pytest.raises(OSError, match=f"exited {MOST_TRIES} times"):
         location(url_of(run) + "/iter_0000001").is_dir()
+    end_child()
+
+
+def test_connections_of_a_killed_child_are_no_tries() -> None:
+    url = StoreUrl("file://", "")
+    CHILD_CLIENT.names(url)
+    child()._idle.extend(child().link() for _ in range(CONNECTIONS))  # as after a load
+    os.kill(process_id(), signal.SIGKILL)
+    assert CHILD_CLIENT.names(url)
     end_child()
 
 
