@@ -104,8 +104,8 @@ class MirrorKeys:
     """The mirror of a run's checkpoints in an object store.
 
     Args:
-        mirror: Store URL, such as ``s3://bucket/run``, to which each host uploads `save`, with weights and adapters.
-            null disables the mirror.
+        mirror: Store URL, such as ``s3://bucket/run``, to which rank 0's host uploads `save`, with weights and
+            adapters. null disables the mirror.
         mirror_keep: Newest checkpoints to keep in the store. 0 keeps all.
         mirror_interval: Mirror checkpoints at multiples of n save intervals, and the run's last checkpoint.
         mirror_wait_s: Maximum seconds to wait for the mirror at the run's end. A tenth after a signal.
