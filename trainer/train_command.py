@@ -202,6 +202,7 @@ def _train_from(
     from trainer.start.fill import fill
     from trainer.training.loop import train
 
+    next_rewind: Rewind | None = None
     with ExitStack() as stack:
         saves = stack.enter_context(build_saves(config, cluster, FILE_SYSTEM))
         start = decide(config, cluster, saves)
@@ -221,8 +222,9 @@ def _train_from(
         if config.checkpoint.mirror is not None:
             from trainer.saves.mirror import mirrored
 
-            is_stopped = run.control.is_signalled
-            run.mirrors = stack.enter_context(mirrored(config.checkpoint, cluster, is_stopped=is_stopped))
+            is_stopped, is_rewound = run.control.is_signalled, lambda: next_rewind is not None
+            mirror = mirrored(config.checkpoint, cluster, is_stopped=is_stopped, is_rewound=is_rewound)
+            run.mirrors = stack.enter_context(mirror)
         run.logs = stack.enter_context(_logged(run, resolved.text))
         times.end("load")
         if rewind is not None:

@@ -32,14 +32,15 @@ def rule_of(section: CheckpointSection) -> MirrorRule | None:
 
 @contextmanager
 def mirrored(
-    section: CheckpointSection, cluster: Cluster, *, is_stopped: Callable[[], bool]
+    section: CheckpointSection, cluster: Cluster, *, is_stopped: Callable[[], bool], is_rewound: Callable[[], bool]
 ) -> Iterator[tuple[Mirror, ...]]:
     """Yield the run's mirror on rank 0, and none on the others. With a mirror, all ranks call it.
 
-    After the block, which has finished all saves, wait for the mirror. After an error, do not wait.
+    After the block, which has finished all saves, wait for the mirror. After an error or a rewind, do not wait.
 
     Args:
         is_stopped: Returns whether a signal ends the run.
+        is_rewound: Returns whether the run starts again at once.
 
     Raises:
         ConfigError: obstore is not installed. Every rank raises.
@@ -57,6 +58,8 @@ def mirrored(
         for mirror in mirrors:
             stack.callback(mirror.end)
         yield mirrors
+        if is_rewound():
+            return
         wait_s = section.mirror_wait_s * (_WAIT_SHARE_AFTER_SIGNAL if is_stopped() else 1.0)
         names = [name for mirror in mirrors if not mirror.finish(wait_s) for name in mirror.missing()]
     if names:
