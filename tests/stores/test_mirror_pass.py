@@ -326,8 +326,10 @@ def test_an_interrupt_ends_the_command_at_once(tmp_path: Path, once: bool) -> No
         call = f"mirror_run(Path({str(tmp_path)!r}), 's3://bucket/run', keep=0, interval=0, once={once})"
         program = f"from pathlib import Path; from reprise.stores import mirror_run; raise SystemExit({call})"
         process = subprocess.Popen([sys.executable, "-c", program], env=variables)
-        connected, _ = silent.accept()
-        with connected:
-            process.send_signal(signal.SIGINT)
-            assert process.wait(60) == 0  # a request times out later
+        try:
+            with silent.accept()[0]:
+                process.send_signal(signal.SIGINT)
+                assert process.wait(60) == 0  # a request times out later
+        finally:
+            process.kill()
     assert not is_locked(tmp_path / LOCK_FOLDER)
