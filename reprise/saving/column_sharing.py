@@ -23,6 +23,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -40,7 +41,7 @@ from reprise.tensors.memory import populate
 
 _log = logging.getLogger(__name__)
 
-
+_PROCESSES = Path("/proc/self/ns/pid")  # ranks open each other's memory by process number
 STRIPE_BYTES = 4 << 20
 # The shared memory starts with a 4-byte counter per stripe.
 MAX_STRIPES = 1 << 16
@@ -211,7 +212,7 @@ class LocalRanks:
     def __init__(self, channel: StoreChannel, ranks: Sequence[int]) -> None:
         self._channel, self._rank = channel, channel.rank
         self._ranks = (channel.rank,) if len(ranks) == 1 else tuple(ranks)
-        self._host = f"{machine()} {self._ranks}"
+        self._host = f"{machine(_PROCESSES)} {self._ranks}"
         self._memory: SharedMemory | None = None
         self._stays_out = False
         self._table: tuple[Layout, _Rows, Stripes] | None = None

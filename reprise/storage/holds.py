@@ -30,16 +30,20 @@ from reprise.storage.paths import is_symlink
 HOLD = "hold"
 EXPIRY_S = 600.0  # longer than a lock's expiry, which a start waits for
 _PROCESS_HOLD = re.compile(r"hold\.\d+(\.[0-9a-f]+)?")
-_BOOT_ID, _PROCESSES = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
-def machine() -> str:
-    """Identify this host, as processes see it that share its `/proc`.
+def machine(*namespaces: Path) -> str:
+    """Identify this host, by default for all its containers: flock reaches from one to the other.
 
     Hosts may share a name, and flock may not reach from one to the other.
+
+    Args:
+        namespaces: Files in `/proc` naming the namespaces that processes must share to be on the same host.
     """
     try:
-        return f"{socket.gethostname()} {_BOOT_ID.read_text().strip()} {_PROCESSES.stat().st_ino}"
+        numbers = [str(namespace.stat().st_ino) for namespace in namespaces]
+        return " ".join([socket.gethostname(), _BOOT_ID.read_text().strip(), *numbers])
     except OSError:
         return secrets.token_hex(8)  # equal to no other
 

@@ -202,7 +202,7 @@ def losing_one() -> Callable[..., Any]:
         (SharedMemory, "open", staticmethod(lambda _: None), "the memory of rank 0"),
         (SharedMemory, "claim", losing_one(), "every byte once"),
         (os, "memfd_create", raising(errno.ENOSYS), None),
-        (sharing_module, "machine", lambda: str(threading.get_ident()), None),  # other hosts
+        (sharing_module, "machine", lambda *_: str(threading.get_ident()), None),  # other hosts
     ],
 )
 def test_without_shared_memory_nothing_is_lost_but_a_save(

@@ -112,6 +112,13 @@ def test_elsewhere_or_torn_a_hold_lasts_as_long_as_its_heartbeat(
     assert is_held(tmp_path)
 
 
+def test_a_dead_process_of_a_container_here_holds_nothing(tmp_path: Path) -> None:
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    host = f"{socket.gethostname()} {boot}"  # whatever its process namespace: a container's restart makes a new one
+    (tmp_path / "hold.7.ab").write_text(json.dumps(asdict(Holder(host, 7, "ab", 1.0))))
+    assert not is_held(tmp_path)
+
+
 def test_without_flock_the_heartbeat_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(descriptor: int, operation: int) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
