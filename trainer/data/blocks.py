@@ -17,7 +17,7 @@ import xxhash
 
 from reprise.errors import DataError
 from trainer.data import text_file
-from trainer.data.cuts import LINES, Cuts
+from trainer.data.cuts import CHARACTERS, LINES, Cuts
 from trainer.data.sources import TextSource
 from trainer.data.text_file import PARQUET, packing, plain_name, read_text
 
@@ -91,9 +91,9 @@ def split(sources: Sequence[TextSource], options: SplitOptions) -> dict[str, lis
     single text, the last ``valid_fraction`` is held out, cut between two characters.
 
     Raises:
-        DataError: A file cannot be read.
+        DataError: A file cannot be read, or does not start as a text.
     """
-    parts = [TextPart(source, _form_of(source, options.form), options.key) for source in sources]
+    parts = [_part_of(source, options) for source in sources]
     limit = int(options.valid_fraction * _HASHES)
     if not options.valid_fraction:
         return {"train": parts}
@@ -115,10 +115,18 @@ def split(sources: Sequence[TextSource], options: SplitOptions) -> dict[str, lis
     return {"train": train, "valid": valid}
 
 
-def _form_of(source: TextSource, form: TextForm | None) -> TextForm:
+def _part_of(source: TextSource, options: SplitOptions) -> TextPart:
+    """Return a whole file. Its start is checked, so that a file that is not text fails before others are encoded."""
     if packing(source.path) == PARQUET:
-        return TextForm.jsonl
-    return form or (TextForm.jsonl if plain_name(source.name).endswith(_JSON_LINES) else TextForm.text)
+        return TextPart(source, TextForm.jsonl, options.key)
+    is_lines = plain_name(source.name).endswith(_JSON_LINES)
+    part = TextPart(source, options.form or (TextForm.jsonl if is_lines else TextForm.text), options.key)
+    head = b"".join(read_text(source.path, stop=_HEAD_BYTES))
+    if (zero := head.find(0)) >= 0:
+        raise _not_text(part, zero, "a NUL byte")
+    if part.form is TextForm.text:
+        texts(TextBlock(part, 0, 1, head[: CHARACTERS.last(head, 0)], ends_text=False))
+    return part
 
 
 def _rank(name: str) -> int:
@@ -175,8 +183,6 @@ def texts(block: TextBlock) -> list[str]:
     part, data = block.part, block.data if block.offset else block.data.removeprefix(codecs.BOM_UTF8)
     if part.form is TextForm.text:
         start = block.offset + len(block.data) - len(data)
-        if (zero := data.find(0, 0, max(0, _HEAD_BYTES - start))) >= 0:
-            raise _not_text(part, start + zero, "a NUL byte")
         try:
             return [data.decode()]
         except UnicodeDecodeError as error:

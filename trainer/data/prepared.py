@@ -30,7 +30,7 @@ from trainer.data.indexed_file import write_indexed_file
 from trainer.data.section import DataKind
 from trainer.data.sources import TextSource
 from trainer.data.text import BYTES, TOKENIZER, open_encoder
-from trainer.data.token_file import MAX_TOKENS, open_token_array, write_token_file
+from trainer.data.token_file import MAX_TOKENS, open_token_array, open_token_files, write_token_file
 
 FILE_TOKENS = 1 << 30
 # A run that reads the folder stores token file digests in it, see `trainer.data.digest_file`.
@@ -151,16 +151,21 @@ def write_prepared(
     return Prepared(tuple(sides), tokenizer, encoder.vocab_size, encoder.end_of_text, options.kind)
 
 
-def _read_arrays(sources: Iterable[TextSource], dtype: np.dtype[Any]) -> Iterator[Encoded]:
-    """Yield the tokens in arrays, in order.
+def _read_arrays(sources: Sequence[TextSource], dtype: np.dtype[Any]) -> Iterator[Encoded]:
+    """Open arrays, and return their tokens, in order.
 
     Raises:
-        DataError: A file cannot be read, is not an array with this dtype, or has changed.
+        DataError: A file cannot be read or is not an array with this dtype; from the iterator, a file has changed.
     """
-    for source in sources:
-        for tokens in open_token_array(source.path, dtype).chunks():
-            yield Encoded(tokens, 0, tokens.nbytes)
-        source.check_unchanged()
+    files = open_token_files([source.path for source in sources], partial(open_token_array, dtype=dtype))
+
+    def read() -> Iterator[Encoded]:
+        for source, file in zip(sources, files, strict=True):
+            for tokens in file.chunks():
+                yield Encoded(tokens, 0, tokens.nbytes)
+            source.check_unchanged()
+
+    return read()
 
 
 def _check(options: PrepareOptions) -> None:

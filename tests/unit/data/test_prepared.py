@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -90,6 +91,22 @@ def test_files_that_are_no_arrays_are_refused_and_leave_nothing(arrays: Path, ca
         before = sorted(os.listdir(arrays))
         assert str(path) in refusal(capsys, *words(arrays, dtype=dtype))
         assert sorted(os.listdir(arrays)) == before
+
+
+@pytest.mark.parametrize("kind", ["array", "text"])
+def test_a_wrong_file_is_refused_before_others_are_read(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "a").write_text("a text of many bytes")
+    (tmp_path / "b").write_bytes(b"\x89PNG\r\n\x1a\n\0")
+    dtype, read = np.dtype("<u2") if kind == "array" else None, list[str]()
+
+    def progress(name: str) -> Callable[[int], object]:
+        read.append(name)
+        return lambda count: read.append(str(count))
+
+    with refused(DataError, str(tmp_path / "b")):
+        options = PrepareOptions(array=dtype)
+        write_prepared(tmp_path / "out", text_sources(f"{tmp_path}/?"), options, workers=1, progress=progress)
+    assert not read
 
 
 def test_an_array_cut_off_while_it_is_read_is_named(arrays: Path, monkeypatch: pytest.MonkeyPatch) -> None:
