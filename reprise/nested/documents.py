@@ -65,10 +65,11 @@ def join_sections(by_rank: Mapping[int, Section]) -> Section:
         CheckpointError: A value or a parameter group differs between ranks.
     """
     joined: Section = {}
-    differences = Differences(lambda text: f"{text:.{_MOST_SHOWN}}")
+    by_member = dict[str, Differences]()  # a value and, for instance, its dtype have the same pointer
     for rank, section in sorted(by_rank.items()):
         for member, contents in section.items():
             into = joined.setdefault(member, {})
+            differences = by_member.setdefault(member, Differences(lambda text: f"{text:.{_MOST_SHOWN}}"))
             for where, value in contents.items():
                 if member != "groups":
                     into.setdefault(where, value)
@@ -83,7 +84,7 @@ def join_sections(by_rank: Mapping[int, Section]) -> Section:
                     if _text({**group, "place": None}) not in texts:
                         groups.append(group if place == len(groups) else {**group, "place": place})
     refuse(
-        differences.problems,
+        [problem for differences in by_member.values() for problem in differences.problems],
         "The ranks pass different values",
         "Pass values that differ by rank in `per_rank` or, in a state dict, under a key for each rank, or gather them "
         "first.",

@@ -160,6 +160,13 @@ def test_ranks_may_not_differ_in_the_type_of_a_value(other: Any) -> None:
         join_sections({rank: {"values": {"/a": value}} for rank, value in enumerate(values)})
 
 
+def test_a_value_is_not_compared_with_its_dtype():
+    by_rank = {
+        r: {"values": {"/x": {}, "/r": 0}, "dtypes": {"/x": "complex64"}, "classes": {"/r": "dict"}} for r in (0, 1)
+    }
+    assert join_sections(by_rank) == by_rank[0]
+
+
 @pytest.mark.parametrize(
     ("value", "words"),
     [
