@@ -85,7 +85,7 @@ class Writer:
                     files.make_folder(path)
             run_together(calls, name=_THREAD, threads=_THREADS)
             if self.stripes:
-                run_together([self._write_stripes] * _THREADS, name=_THREAD, threads=_THREADS)
+                run_together([self._write_stripes] * _WRITES, name=_THREAD, threads=_WRITES)
             files.sync_together([partial(self._sync, target) for target in self._targets.values()])
         written_bytes = sum(target.written_bytes for target in self._targets.values())
         return RankReport(written_bytes=written_bytes, payload=b"".join(self._digests.values()))

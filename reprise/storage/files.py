@@ -38,6 +38,9 @@ class Files:
 
     # How many threads fill tensors from these files. None for a thread per core, up to a few.
     reading_threads: int | None = None
+    # How many bytes are read between two updates of a digest: few enough to stay in a core's cache. Two threads took
+    # 0.65 of one plain read of the page cache, and 0.75 with a digest after the whole block.
+    step_bytes = 512 << 10
 
     def write(self, descriptor: int, data: memoryview, *, offset: int) -> None:
         """Write all bytes of `data` at `offset`."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from reprise.storage.files import Files, Result, T
 from reprise.stores.path import status_of, url_of
-from reprise.stores.ranges import cell_at
+from reprise.stores.ranges import CELL_BYTES, cell_at
 from reprise.stores.store import CHILD_CLIENT, CONNECTIONS, child, end_child
 
 _Version = tuple[int, str | None, float]  # size, ETag and time: a store may have no ETag
@@ -25,6 +25,7 @@ class StoreFiles(Files):
     """
 
     reading_threads = CONNECTIONS
+    step_bytes = CELL_BYTES  # a whole block: without room for a cell, each read fetches it again
 
     def __init__(self, load: str | None = None) -> None:
         self._load = load

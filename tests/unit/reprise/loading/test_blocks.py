@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
+import numpy as np
 import pytest
 
 from reprise.format import StoredDtype, TensorKind
 from reprise.format.box import Box
 from reprise.format.layout import Place, TensorSpec
+from reprise.format.manifest import BLOCK_BYTES
 from reprise.loading.blocks import PieceBlock
+from reprise.loading.reader import Gatherer, OpenFile
+from reprise.storage.files import FILE_SYSTEM, Files
+from reprise.stores.files import StoreFiles
 
 
 @pytest.mark.parametrize(
@@ -20,3 +28,17 @@ from reprise.loading.blocks import PieceBlock
 def test_a_block_in_a_part_has_its_elements(box: Box, name: str) -> None:
     spec = TensorSpec(TensorKind.MODEL, "w", (4, 6), StoredDtype.F32, (4, 6))
     assert str(PieceBlock(Place(spec, "a", 0), 0, spec.image(box), 0, 8, "")) == f"a, tensor w, {name}"
+
+
+@pytest.mark.parametrize(("files", "count"), [(FILE_SYSTEM, 8), (StoreFiles(), 1)])
+def test_a_block_in_a_store_is_one_request(files: Files, count: int) -> None:
+    class Read(OpenFile):
+        def read(self, buffer: memoryview, offset: int) -> None:
+            sizes.append(buffer.nbytes)
+
+    sizes, checkpoint = list[int](), Any
+    spec = TensorSpec(TensorKind.MODEL, "w", (BLOCK_BYTES,), StoredDtype.U8, (BLOCK_BYTES,))
+    block = PieceBlock(Place(spec, "a", 0), 0, spec.image(Box((0,), (BLOCK_BYTES,))), 0, BLOCK_BYTES, "")
+    file, into = Read(files, Path("a"), 0), np.empty(BLOCK_BYTES, np.uint8)
+    block.read(checkpoint, file, Gatherer(), into, verify=False)
+    assert sizes == [BLOCK_BYTES // count] * count

@@ -137,7 +137,7 @@ class Troubled(Files):
         self.deed = deed
 
     def read(self, descriptor: int, buffer: memoryview, *, offset: int) -> int:
-        extra = self.deed() if buffer.nbytes == blocks.STEP_BYTES else 0
+        extra = self.deed() if buffer.nbytes == Files.step_bytes else 0
         return super().read(descriptor, buffer, offset=offset) + extra
 
 
@@ -179,7 +179,7 @@ def test_a_failing_worker_stops_the_others_at_their_next_block(large: Path, monk
     with pytest.raises(CheckpointError, match="it failed"):
         Opened(large, Troubled(fail_once)).fill(threads=2)
     assert all(told)
-    assert len(told) <= BLOCK_BYTES // blocks.STEP_BYTES  # the block that it had begun
+    assert len(told) <= BLOCK_BYTES // Files.step_bytes  # the block that it had begun
 
 
 def test_a_cancelled_load_does_not_wait_for_a_hanging_read(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
