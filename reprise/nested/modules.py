@@ -97,7 +97,10 @@ class ModuleEntries:
     def _fill_module(self) -> set[str]:
         state = self.module.state_dict()
         keys = {canonical_name(key): key for key in state}
-        state.update({keys.get(name, name): value for name, value in self.received.items()})
+        parents = {_parent(name): _parent(key) for name, key in keys.items()}  # a new entry's, as of a compiled module
+        for name, value in self.received.items():
+            parent = _parent(name)
+            state[keys.get(name, parents.get(parent, parent) + name.removeprefix(parent))] = value
         state.update({keys[name]: tensor for name, tensor in named_tensors(self.module) if name in keys})
         result = self.module.load_state_dict(state, strict=False)
         return {canonical_name(key) for key in getattr(result, "unexpected_keys", ())}
@@ -120,7 +123,7 @@ class ModuleEntries:
         }
         # By module, tensors under other names may stand for the parameters that are left out.
         substitutes = {
-            name.rpartition(".")[0]
+            _parent(name)
             for name, value in extra_values.items()
             if _memory_in(value) and not name.endswith(_EXTRA_STATE)
         }
@@ -174,6 +177,11 @@ def _is_same(value: object, tensor: torch.Tensor) -> bool:
     if memory.is_set_to(live):
         return True
     return memory.shape == live.shape and bytes_of(memory).to(live.device).equal(bytes_of(live.to(memory.dtype)))
+
+
+def _parent(name: str) -> str:
+    """Return the prefix of an entry's name: its module, with a trailing dot unless it is the outermost."""
+    return name[: name.rfind(".") + 1]
 
 
 def _memory_in(value: object) -> set[object]:

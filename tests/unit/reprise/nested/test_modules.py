@@ -102,6 +102,43 @@ def test_an_overridden_load_is_called_on_the_model_alone(tmp_path: Path) -> None
         load(save(tmp_path / "inner", nested, iteration=1), nested)
 
 
+class Caches(nn.Linear):
+    """A module whose cache, an entry of its own, is made by its first call or by a load."""
+
+    cache: torch.Tensor | None = None
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.cache is not None:
+            destination[f"{prefix}cache"] = self.cache
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
+        self.cache = state_dict.pop(f"{prefix}cache", None)
+        super()._load_from_state_dict(state_dict, prefix, *others)
+
+
+def test_a_new_entry_reaches_a_module_within_a_compiled_one(tmp_path: Path) -> None:
+    module, other = Caches(2, 2), Caches(2, 2)
+    module.cache = torch.tensor([1.5])
+    path = save(tmp_path, nn.Sequential(torch.compile(nn.Sequential(module))), iteration=1)
+    load(path, nn.Sequential(torch.compile(nn.Sequential(other))))
+    assert other.cache == module.cache
+
+
+def _leave_out_weight(_: nn.Module, state: dict[str, Any], prefix: str, __: object) -> None:
+    del state[f"{prefix}weight"]
+
+
+def test_a_module_with_a_longer_name_may_leave_out_a_tensor(tmp_path: Path) -> None:
+    net = nn.ModuleDict({"layer1": Caches(2, 2), "layer10": nn.Linear(2, 2)})
+    net["layer1"].cache = torch.tensor([1.5])
+    net["layer10"]._register_state_dict_hook(_leave_out_weight)
+    other = copy.deepcopy(net)
+    nn.init.zeros_(other["layer10"].weight)
+    load(save(tmp_path, net, iteration=1), other)
+    assert other["layer10"].weight.equal(net["layer10"].weight)
+
+
 class Extra(nn.Linear):
     """A module with state that is no parameter or buffer."""
 
