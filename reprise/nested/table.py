@@ -112,14 +112,14 @@ class JointTable:
 
 
 def join(tables: Mapping[int, bytes]) -> str:
-    """Join the tables, passed by rank, and return the joint table as a message.
+    """Join the tables, passed by rank with the coordinator first, and return the joint table as a message.
 
     Raises:
         CheckpointError: A tensor differs between ranks.
     """
     parsed = {data: json.loads(data) for data in {*tables.values()}}
     by_rank = {rank: parsed[data] for rank, data in sorted(tables.items())}
-    *_, patterns, is_replicated = by_rank[min(by_rank)]
+    *_, patterns, is_replicated = parsed[next(iter(tables.values()))]
     comparison = Differences(_words)  # each tensor's kind, dtype and shape, and each alias's stored name
     first = comparison.first
     holders: dict[str, dict[Place, list[int]]] = {}

@@ -95,3 +95,11 @@ def test_a_joint_table_has_every_box_with_its_ranks() -> None:
 def test_tables_that_contradict_each_other_are_refused(other: bytes, words: list[str]) -> None:
     with refused(CheckpointError, *words):
         join({0: table("a", aliases={"x": "a"}), 1: other})
+
+
+def test_the_patterns_are_those_of_the_coordinator() -> None:
+    by_rank = {
+        rank: table_of([], aliases={}, entries=(), values=(), patterns=patterns, is_replicated=False)
+        for rank, patterns in ((1, ["/x"]), (0, []))
+    }
+    assert JointTable.from_text(join(by_rank)).patterns == ("/x",)
