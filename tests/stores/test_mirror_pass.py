@@ -324,8 +324,10 @@ def test_an_interrupt_ends_the_command_at_once(tmp_path: Path, once: bool) -> No
         keys = dict.fromkeys(("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"), "x")
         variables = {**os.environ, **keys, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{silent.getsockname()[1]}"}
         call = f"mirror_run(Path({str(tmp_path)!r}), 's3://bucket/run', keep=0, interval=0, once={once})"
+        # A shell's background job ignores interrupts, and so do the processes that it starts.
+        heeds = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
         program = f"from pathlib import Path; from reprise.stores import mirror_run; raise SystemExit({call})"
-        process = subprocess.Popen([sys.executable, "-c", program], env=variables)
+        process = subprocess.Popen([sys.executable, "-c", f"{heeds}; {program}"], env=variables)
         try:
             with silent.accept()[0]:
                 process.send_signal(signal.SIGINT)
