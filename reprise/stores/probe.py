@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 from pathlib import Path
@@ -36,10 +37,13 @@ def probe_store(text: str) -> list[StoreFinding]:
         is_twice = CHILD_CLIENT.create(folder.child(once), "second")
         CHILD_CLIENT.read_text(folder.child(once))
         CHILD_CLIENT.delete(folder, [once])
-        for parent in new_folders:
-            os.rmdir(parent)
     except OSError as error:
         return [StoreFinding(what, False, str(error.strerror))]
+    finally:
+        with contextlib.suppress(OSError):
+            CHILD_CLIENT.delete(folder, [once])
+            for parent in new_folders:
+                os.rmdir(parent)
     found = _NOT_HONORED if is_twice else "a second creation of an object is refused"
     return [
         StoreFinding(what, True, "can be created, read and deleted"),
