@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch.distributed as dist
@@ -35,6 +36,8 @@ class Standing:
 class Rank:
     """A watch whose process does not end, and its rank's channels."""
 
+    watches: ClassVar[list[Watchdog]] = []  # of a test's ranks
+
     def __init__(
         self, store: Store, rank: int, *, world_size: int = 2, timeout_s: float = JOIN_S, hangs: Path | None = None
     ) -> None:
@@ -42,11 +45,20 @@ class Rank:
         self.channel = StoreChannel(store, rank, world_size=world_size, timeout_s=timeout_s)
         self.has_left = threading.Event()
         self.watch = Watchdog(self.channel.clone(), timeout_s, leave=self._leave, activity=self.activity, hangs=hangs)
+        self.watches.append(self.watch)
         self.statuses: list[int] = []
 
     def _leave(self, status: int) -> None:
         self.statuses.append(status)
         self.has_left.set()
+
+
+@pytest.fixture(autouse=True)
+def _stopped() -> Iterator[None]:
+    """Stop every watch at the end of its test: its threads would speak a minute later, within another test."""
+    yield
+    while Rank.watches:
+        Rank.watches.pop().stop()
 
 
 def test_a_rank_that_hangs_is_left_when_another_gave_up(capsys: pytest.CaptureFixture[str]) -> None:
