@@ -16,14 +16,7 @@ from reprise.format.names import FORMAT, STATE
 from reprise.loading.reader import Checkpoint, read_places
 from reprise.nested.stored_names import PER_RANK, Keys, keys_of, keys_of_pointer, pointer
 from reprise.nested.table import Differences, refuse
-from reprise.nested.typed_values import (
-    DICTS,
-    MALFORMED,
-    ByLeaf,
-    TensorReference,
-    decode,
-    references,
-)
+from reprise.nested.typed_values import DICTS, MALFORMED, ByLeaf, TensorReference, decode, references
 from reprise.storage.json_file import Json
 
 STATE_DICT = "state_dict"

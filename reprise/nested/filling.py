@@ -86,10 +86,8 @@ class Filling:
         pairs = [(self._target(each.spec.name), each) for each in self._own if each.spec.name not in replaced]
         self._missing = dict.fromkeys(name for name, _ in pairs if name not in places) | self._missing
         tensors = [replace(each, spec=replace(each.spec, name=name)) for name, each in pairs if name in places]
-        saved_dtypes, dtypes = (
-            self._stored.dtypes,
-            {self._target(name): dtype for name, dtype in self._tree.dtypes().items()},
-        )
+        saved_dtypes = self._stored.dtypes
+        dtypes = {self._target(name): dtype for name, dtype in self._tree.dtypes().items()}
         problems = [
             f"{name} has dtype {saved_dtypes.get(name, places[name].spec.dtype)}, "
             f"the model has {dtypes.get(name, spec.dtype)}"
