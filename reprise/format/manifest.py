@@ -9,7 +9,6 @@ import functools
 import itertools
 import math
 from bisect import bisect_left, bisect_right
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -90,7 +89,11 @@ class TensorEntry:
 
     def pieces_in(self, box: Box, itemsize: int) -> Iterator[tuple[int, WrittenPiece]]:
         """Yield the pieces in all cells overlapping `box`, each with its number among all pieces."""
-        first_blocks, first_pieces = self._first_of_cells(itemsize)
+        first_blocks: Sequence[int] | Integers = (0,)
+        first_pieces: Sequence[int] | Integers = (0,)
+        if self._cell_count > 1:  # unlike most tensors in a small run
+            blocks, pieces, _ = self._in_cells(itemsize)
+            first_blocks, first_pieces = np.cumsum(blocks) - blocks, np.cumsum(pieces) - pieces
         for cell, cell_box in _cells_in(self.cuts, box):
             position, number = int(first_blocks[cell]) * DIGEST_BYTES, int(first_pieces[cell])
             bounds = (0, *self.shares.get(cell, ()), cell_box.numel * itemsize)
@@ -100,48 +103,42 @@ class TensorEntry:
                 position += length
                 number += 1
 
-    def _first_of_cells(self, itemsize: int) -> tuple[Sequence[int] | Integers, Sequence[int] | Integers]:
-        """Return each cell's first block number and first piece number.
+    @property
+    def _cell_count(self) -> int:
+        return math.prod(len(marks) - 1 for marks in self.cuts)
 
-        An entry that `fits` has a block in every cell, so its byte counts belong to a possible tensor.
+    def _in_cells(self, itemsize: int) -> tuple[Integers, Integers, bool]:
+        """Return each cell's block count and piece count, and whether every piece of a shared cell has bytes.
+
+        The caller bounds the cells: a tensor has at most as many as digests. The counts end with a piece without bytes.
         """
-        if all(len(marks) == 2 for marks in self.cuts):  # a single cell, as for most tensors in a small run
-            return (0,), (0,)
         sizes = np.array([itemsize], dtype=np.int64)
         for marks in self.cuts:
-            sizes = np.multiply.outer(sizes, np.diff(np.array(marks, dtype=np.int64))).ravel()
-        blocks = -(-sizes // BLOCK_BYTES)
-        counts = np.ones_like(blocks)
+            sizes = np.multiply.outer(sizes, _distances(marks)).ravel()
+        blocks, pieces = -(-sizes // BLOCK_BYTES), np.ones_like(sizes)
         for cell, offsets in self.shares.items():
-            bounds = (0, *offsets, int(sizes[cell]))
-            blocks[cell] = sum(block_count(hi - lo) for lo, hi in itertools.pairwise(bounds))
-            counts[cell] = len(bounds) - 1
-        return np.cumsum(blocks) - blocks, np.cumsum(counts) - counts
+            ranges = list(itertools.pairwise((0, *offsets, int(sizes[cell]))))
+            if offsets and any(lo >= hi for lo, hi in ranges):
+                return blocks, pieces, False
+            blocks[cell], pieces[cell] = sum(block_count(hi - lo) for lo, hi in ranges), len(ranges)
+        return blocks, pieces, True
 
     def fits(self, itemsize: int) -> bool:
-        """Return whether shares and digest count fit a tensor with `itemsize`-byte items.
-
-        Cells with equal lengths are counted together: a tensor has thousands of cells, and few lengths.
-        """
-        cells = math.prod(len(marks) - 1 for marks in self.cuts)
-        if cells * DIGEST_BYTES > len(self.digests):  # a cell has at least one digest, so there is nothing to count
+        """Return whether shares and digest count fit a tensor with `itemsize`-byte items."""
+        cells, total_bytes = self._cell_count, math.prod(self.view) * itemsize
+        count, remainder = divmod(len(self.digests), DIGEST_BYTES)
+        # A cell has at least one digest, and a digest is for at most a block: no product below overflows.
+        if (
+            remainder
+            or cells > count
+            or total_bytes > count * BLOCK_BYTES
+            or not all(0 <= n < cells for n in self.shares)
+        ):
             return False
-        if not all(0 <= cell < cells for cell in self.shares):
-            return False
-        if cells == 1 and not self.shares:  # as for most tensors in a small run
-            size = math.prod(hi - lo for lo, hi in self.cuts) * itemsize
-            return len(self.digests) == block_count(size) * DIGEST_BYTES
-        count = 0
-        for members in itertools.product(*(_lengths(marks) for marks in self.cuts)):
-            size = math.prod(length for length, _ in members) * itemsize
-            count += math.prod(number for _, number in members) * block_count(size)
-        for cell, offsets in self.shares.items():
-            size = _numel_of(self.cuts, cell) * itemsize
-            bounds = (0, *offsets, size)
-            if offsets and any(lo >= hi for lo, hi in itertools.pairwise(bounds)):
-                return False
-            count += sum(block_count(hi - lo) for lo, hi in itertools.pairwise(bounds)) - block_count(size)
-        return len(self.digests) == count * DIGEST_BYTES
+        if cells == 1 and not self.shares:
+            return count == block_count(total_bytes)
+        blocks, _, are_filled = self._in_cells(itemsize)
+        return are_filled and count == int(blocks.sum())
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,18 +179,9 @@ def _cells_in(cuts: Sequence[Sequence[int]], box: Box) -> Iterator[tuple[int, Bo
 
 
 @functools.lru_cache(maxsize=_MOST_REMEMBERED)
-def _lengths(marks: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    """Return the distances between neighboring marks, each with its count. Cached: most tensors share their cuts."""
-    return tuple(Counter(hi - lo for lo, hi in itertools.pairwise(marks)).items())
-
-
-def _numel_of(cuts: Sequence[Sequence[int]], cell: int) -> int:
-    """Return a cell's element count."""
-    numel = 1
-    for marks in reversed(cuts):
-        cell, index = divmod(cell, len(marks) - 1)
-        numel *= marks[index + 1] - marks[index]
-    return numel
+def _distances(marks: tuple[int, ...]) -> Integers:
+    """Return the distances between neighboring marks. Cached: most tensors share their cuts."""
+    return np.diff(np.array(marks, dtype=np.int64))
 
 
 def to_bytes(manifest: Manifest) -> bytes:
