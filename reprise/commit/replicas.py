@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import struct
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -18,7 +17,7 @@ from reprise.ranks.channel import StoreChannel
 from reprise.storage.worker import run_together
 from reprise.tensors.live import LiveTensor
 
-# A device sums block by block, because a sum needs four times its block's memory.
+# A device sums block by block, because a sum needs four times its block's memory. An even number.
 _BLOCK_BYTES = 16 << 20
 # The bytes that justify starting another thread.
 _THREAD_BYTES = 4 << 20
@@ -29,7 +28,7 @@ class ReplicaDigests:
     """Digests of a rank's replicated boxes, as their bits are when this object is made.
 
     The constructor digests host memory on several threads. A device sums its memory in stream order, and nothing waits
-    for it before `by_ranks`.
+    for it before `digests`.
 
     Args:
         live: This rank's tensors.
@@ -37,8 +36,8 @@ class ReplicaDigests:
 
     def __init__(self, live: Sequence[LiveTensor]) -> None:
         self._groups = defaultdict[tuple[int, ...], list[str]](list)
-        self._digests = dict[str, bytes]()
-        self._sums = dict[str, torch.Tensor]()
+        self._digests = dict[str, int]()
+        self._sums, self._copy, sums = list[str](), torch.empty(0, device="cpu"), list[torch.Tensor]()
         on_host = list[tuple[str, torch.Tensor]]()
         for tensor in live:
             if len(tensor.replicas) < 2 or not tensor.local.numel():
@@ -49,62 +48,55 @@ class ReplicaDigests:
             if data.device.type == "cpu":
                 on_host.append((name, data))
             else:
-                self._sums[name] = torch.stack([checksum(block) for block in torch.split(data, _BLOCK_BYTES)])
+                self._sums.append(name)
+                sums.append(checksum(data))
         threads = 1 + sum(data.numel() for _, data in on_host) // _THREAD_BYTES
         calls = [partial(self._digest, name, data) for name, data in on_host]
         run_together(calls, name="checkpoint-replicas", threads=min(threads, torch.get_num_threads()))
         self._event: torch.Event | None = None
-        if self._sums:
-            self._copy_to_host()
+        if sums:  # on their way to the host
+            device = sums[0].device
+            self._copy = torch.empty(len(sums), dtype=torch.int64, device="cpu", pin_memory=True)
+            self._copy.copy_(torch.stack(sums), non_blocking=True)
+            self._event = torch.get_device_module(device).current_stream(device).record_event()
 
-    def by_ranks(self) -> dict[tuple[int, ...], dict[str, bytes]]:
-        """Wait for the device, and return the digests by rank set, then by box. Any thread."""
+    def digests(self) -> dict[str, int]:
+        """Wait for the device, and return each box's digest. Any thread."""
         if self._event is not None:
             self._event.synchronize()
-        sums = {name: struct.pack(f"<{len(sums)}q", *sums.tolist()) for name, sums in self._sums.items()}
-        digests = self._digests | sums
-        return {ranks: {name: digests[name] for name in names} for ranks, names in self._groups.items()}
+        return self._digests | dict(zip(self._sums, self._copy.tolist(), strict=True))
 
     def groups(self) -> Groups:
         """Return every rank set's digest, each with the digest of everything the set shares."""
-        return [
-            [xxhash.xxh3_64_intdigest(repr(value).encode()) for value in (ranks, sorted(boxes.items()))]
-            for ranks, boxes in self.by_ranks().items()
-        ]
+        digests = self.digests()
+        shared = [(ranks, sorted((name, digests[name]) for name in names)) for ranks, names in self._groups.items()]
+        return [[xxhash.xxh3_64_intdigest(repr(part).encode()) for part in pair] for pair in shared]
 
     def table(self) -> bytes:
         """Return every box's digest as a message, which is sent only if two ranks disagree."""
-        return json.dumps(
-            {name: data.hex() for boxes in self.by_ranks().values() for name, data in boxes.items()}
-        ).encode()
+        return json.dumps(self.digests()).encode()
 
     def _digest(self, name: str, data: torch.Tensor) -> None:
-        self._digests[name] = xxhash.xxh3_64_digest(memoryview(data.numpy()))  # type: ignore[arg-type]
-
-    def _copy_to_host(self) -> None:
-        """Start copying the sums from the device."""
-        sums = torch.cat(list(self._sums.values()))
-        counts = [len(sums_of_tensor) for sums_of_tensor in self._sums.values()]
-        copy = torch.empty(sums.shape, dtype=sums.dtype, device="cpu", pin_memory=True)
-        copy.copy_(sums, non_blocking=True)
-        self._event = torch.get_device_module(sums.device).current_stream(sums.device).record_event()
-        self._sums = dict(zip(self._sums, torch.split(copy, counts), strict=True))
+        self._digests[name] = xxhash.xxh3_64_intdigest(memoryview(data.numpy()))  # type: ignore[arg-type]
 
 
 def checksum(data: torch.Tensor) -> torch.Tensor:
-    """Return the sum over i of (2 i + 1) * word i, modulo 2^64, as a 0-d int64 tensor on the data's device.
+    """Return the sum of all words times odd numbers, modulo 2^64, as a 0-d int64 tensor on the data's device.
 
-    Words are 4 bytes, or 1 byte if the size is not a multiple of 4. Changing a single word always changes the sum,
-    since an odd number has an inverse modulo 2^64. The sum depends on neither addition order nor address, which may
-    differ between ranks.
+    Words are 4 bytes, or 1 byte in a last block whose size is not a multiple of 4. Changing a single word always
+    changes the sum, since an odd number has an inverse modulo 2^64. The sum depends on neither addition order nor
+    address, which may differ between ranks.
 
     Args:
-        data: Bytes, shape `[n]`.
+        data: Bytes, shape `[n]`, at least one.
     """
-    if data.data_ptr() % 4:
-        data = data.clone()
-    words = (data.view(torch.int32) if data.numel() % 4 == 0 else data).to(torch.int64)
-    return (words * torch.arange(1, 2 * words.numel(), 2, device=data.device)).sum()
+    sums = []
+    for start in range(0, data.numel(), _BLOCK_BYTES):
+        block = data[start : start + _BLOCK_BYTES]
+        block = block.clone() if block.data_ptr() % 4 else block
+        words = (block.view(torch.int32) if block.numel() % 4 == 0 else block).to(torch.int64)
+        sums.append((words * torch.arange(start + 1, start + 2 * words.numel(), 2, device=data.device)).sum())
+    return torch.stack(sums).sum()
 
 
 def _name_of(tensor: LiveTensor) -> str:
@@ -164,7 +156,7 @@ def require_agreement(
             raise _difference(sides, *(json.loads(tables[rank]) for rank in witnesses))
 
 
-def _difference(sides: Sequence[Sequence[int]], first: Mapping[str, str], second: Mapping[str, str]) -> ReplicaError:
+def _difference(sides: Sequence[Sequence[int]], first: Mapping[str, int], second: Mapping[str, int]) -> ReplicaError:
     """Return the error naming the ranks and the first different boxes, given the first two sides' tables."""
     names = [name for name in {**first, **second} if first.get(name) != second.get(name)]
     count = f"{len(names)} differences, the first: " if len(names) > _MOST_NAMED else ""
