@@ -13,7 +13,6 @@ from torch import nn
 from reprise.format.layout import DEFAULT_FILE_BYTES
 from reprise.loading.reader import Checkpoint
 from reprise.nested.calls import fill, save_now
-from reprise.nested.documents import check_ranks
 from reprise.nested.loaded import LoadedState, Strictness
 from reprise.nested.optimizers import check_optimizer
 from reprise.nested.tree import LoadedRandomState, Tree, tree_of, tree_of_dict
@@ -133,8 +132,6 @@ def load(
         def check(checkpoint: Checkpoint) -> None:
             if optimizer is not None:
                 check_optimizer(checkpoint, optimizer)
-            if rng is True or per_rank:
-                check_ranks(checkpoint, call.channel.world_size)
 
         result = fill(call, path, make_tree, strict=strict, iteration=iteration, missing_ok=missing_ok, check=check)
     return LoadedState({**values, **result}, result.missing_keys, result.unexpected_keys)

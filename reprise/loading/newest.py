@@ -6,7 +6,6 @@ import shlex
 from pathlib import Path
 
 from reprise.format.names import MANIFEST
-from reprise.storage.files import Files
 from reprise.storage.folder import CheckpointFolder
 from reprise.storage.paths import exists, is_dir, lexists, matching
 from reprise.stores.locations import files_of, location
@@ -35,7 +34,7 @@ _PROGRAMS = {
 }
 
 
-def has_no_checkpoint(path: Path, files: Files) -> bool:
+def has_no_checkpoint(path: Path) -> bool:
     """Return whether a load from `path` has no candidates: no folder, or a folder without iterations.
 
     Another program's checkpoint folder returns False: starting from scratch beside its checkpoint would be a surprise.
@@ -45,7 +44,7 @@ def has_no_checkpoint(path: Path, files: Files) -> bool:
     """
     if not lexists(path):
         return True
-    checkpoints = CheckpointFolder(path, files_of(path, files))
+    checkpoints = CheckpointFolder(path, files_of(path))
     is_checkpoint = exists(path / MANIFEST)
     is_empty = not is_checkpoint and not checkpoints.committed() and not checkpoints.non_folders()
     return is_dir(path) and is_empty and not advice_on_other_program(path)

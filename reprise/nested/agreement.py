@@ -7,7 +7,7 @@ Small tables and values travel inside the message.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from reprise.format.manifest import digest_of
@@ -54,25 +54,39 @@ def agree_on_state(
     Raises:
         CheckpointError: A rank does not make the call, or the tables or values conflict. Every rank raises.
     """
-    channel, joined, message = call.channel, None, ""
+    channel, message = call.channel, ""
+    joined: Section | None = None
     digests = (digest_of(table), digest_of(values))
     known = cache.joint.digest if cache.joint and cache.sent == digests[0] else ""
     documents = dict(zip(digests, (table, values), strict=True))
-    new = [digest for digest in digests if digest != cache.sent]
-    small = {digest: documents[digest].decode() for digest in new if len(documents[digest]) <= SMALL_BYTES}
+    small = {
+        digest: document.decode()
+        for digest, document in documents.items()
+        if digest != cache.sent and len(document) <= SMALL_BYTES
+    }
     offers = list(map(json.loads, call.offer(json.dumps([known, digests, small]).encode())))
-    tables, sections = (
-        [(pair[place], rank) for (_, pair, _), rank in zip(offers, channel.ranks, strict=False)] for place in (0, 1)
-    )
+    pairs = [(rank, *pair) for rank, (_, pair, _) in zip(channel.ranks, offers, strict=False)]
+    values_of = {digest: rank for rank, _, digest in reversed(pairs)}  # the first rank with each document
     requests, is_same = dict[str, int](), False
+
+    def join_all() -> None:
+        nonlocal message, joined
+        if not is_same:
+            cache.sent = ""
+            message = join({rank: documents[digest] for rank, digest, _ in pairs})
+            cache.joint = JointTable.from_text(message)
+        if len(values_of) > 1:
+            parsed = {rank: json_file.parse(documents[d], where="a message") for d, rank in values_of.items()}
+            joined = join_sections(parsed)
+
     if channel.coordinates:
         with call.preparing():
             documents |= {digest: text.encode() for *_, texts in offers for digest, text in texts.items()}
             is_same = {first for first, *_ in offers} == {known} != {""}
-            senders = dict(reversed([*(() if is_same else tables), *sections]))  # the first rank with each document
+            senders = {**({} if is_same else {digest: rank for rank, digest, _ in reversed(pairs)}), **values_of}
             requests = {digest: rank for digest, rank in senders.items() if digest not in documents}
             if not requests:
-                message, joined = _join(tables, sections, documents, cache, is_same=is_same)
+                join_all()
             before_decision()
     requests, is_same = json.loads(call.decide(json.dumps([requests, is_same])))
     if requests:
@@ -83,7 +97,7 @@ def agree_on_state(
             if channel.coordinates:
                 for digest, rank in requests.items():
                     documents[digest] = channel.take(f"{call.key}/{digest}", sender=f"rank {rank}")
-                message, joined = _join(tables, sections, documents, cache, is_same=is_same)
+                join_all()
     if not is_same:
         data = message.encode() if channel.coordinates else None
         joint = channel.broadcast(f"{call.key}/joint", data)
@@ -92,35 +106,3 @@ def agree_on_state(
     cache.sent = digests[0]
     assert cache.joint is not None
     return cache.joint, joined
-
-
-def _join(
-    tables: Sequence[tuple[str, int]],
-    sections: Sequence[tuple[str, int]],
-    documents: Mapping[str, bytes],
-    cache: KnownTables,
-    *,
-    is_same: bool,
-) -> tuple[str, Section | None]:
-    """Return the message with a new joint table, and the joined values if they differ between ranks.
-
-    Args:
-        tables: The digest of each rank's table, with the rank, in channel order.
-        sections: The digest of each rank's values, likewise.
-        documents: The tables and values by digest.
-        cache: Receives the tables.
-        is_same: Whether the ranks' tables are those of the last agreement.
-
-    Raises:
-        CheckpointError: The tables or values conflict.
-    """
-    message = ""
-    if not is_same:
-        cache.sent = ""
-        message = join({rank: documents[digest] for digest, rank in tables})
-        cache.joint = JointTable.from_text(message)
-    first_ranks = dict(reversed(sections))
-    if len(first_ranks) < 2:
-        return message, None
-    values = {rank: json_file.parse(documents[d], where="a message") for d, rank in first_ranks.items()}
-    return message, join_sections(values)

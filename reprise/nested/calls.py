@@ -11,14 +11,14 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from reprise.errors import count_of
+from reprise.errors import MismatchError, count_of
 from reprise.format.names import STATE
 from reprise.loading.choose import LoadSource
 from reprise.loading.newest import has_no_checkpoint
 from reprise.loading.reader import Checkpoint
 from reprise.loading.restorer import Restorer
 from reprise.nested.agreement import KnownTables, agree_on_state
-from reprise.nested.documents import document, saving_ranks
+from reprise.nested.documents import document, read_state
 from reprise.nested.filling import Filling
 from reprise.nested.held import HeldTensors
 from reprise.nested.loaded import LoadedState, Strictness
@@ -35,7 +35,6 @@ from reprise.nested.tree import Tree
 from reprise.ranks.joint_call import JointCall
 from reprise.saving.checkpointer import Checkpointer
 from reprise.saving.policy import Retention, SavePolicy
-from reprise.storage.files import FILE_SYSTEM
 from reprise.storage.json_file import to_bytes
 from reprise.storage.patience import Patience
 from reprise.stores.locations import location
@@ -156,7 +155,6 @@ def fill(
     """Fill a tree from a checkpoint, and return the names missing on either side.
 
     Args:
-        make_tree: Returns this rank's tree to fill.
         iteration: The iteration to load from a run's folder. None loads the newest valid checkpoint.
         missing_ok: Whether to fill nothing and return iteration 0 if there is no checkpoint. Equal on all ranks.
         check: Refuses a checkpoint before its tensors are compared with the tree's.
@@ -174,21 +172,30 @@ def fill(
         tree, local = make_tree(), HeldTensors()
         table = local.table_of(tree)
     joint, _ = agree_on_state(call, table, to_bytes({}), local.known)
-    look = partial(Patience().look, partial(has_no_checkpoint, source, FILE_SYSTEM), where=source)
+    look = partial(Patience().look, partial(has_no_checkpoint, source), where=source)
     if missing_ok and channel.from_first("missing", look):
         return LoadedState({"iteration": 0})
     tensors, fillings = local.with_replicas(joint, channel.rank, is_save=False), list[Filling]()
 
     def live(checkpoint: Checkpoint) -> Sequence[LiveTensor]:
-        requested = joint
-        if tree.may_drop_random_state and (saved := saving_ranks(checkpoint)) != channel.world_size:
+        stored, requested = read_state(checkpoint), joint
+        saved = len(stored.members(PER_RANK))
+        if tree.may_drop_random_state and saved != channel.world_size:
             tree.declined = (*tree.declined, RNG)
             tree.receivers.pop((PER_RANK, str(channel.rank), RNG), None)
             requested = replace(joint, entries=joint.entries - {PER_RANK})
             if channel.coordinates:
                 ranks = f"saved on {count_of(saved, 'rank')}, loaded on {channel.world_size}"
                 _log.warning(f"random state not loaded from {checkpoint.path}: {ranks}")
-        fillings.append(Filling(tree, tensors, requested, strict, checkpoint))
+        elif tree.returns and PER_RANK in joint.entries and saved not in (0, channel.world_size):
+            raise MismatchError(
+                "The checkpoint has random state or other per-rank state for a different number of ranks",
+                where=checkpoint.path,
+                expected=f"{count_of(channel.world_size, 'rank')}, as in this load",
+                found=f"{count_of(saved, 'rank')}, as in the save",
+                fix='Load on the same number of ranks, or with rng="if_same_ranks" and without per_rank.',
+            )
+        fillings.append(Filling(tree, tensors, requested, strict, checkpoint, stored))
         return fillings[-1].live()
 
     restorer = Restorer(channel, nonce=call.nonce)

@@ -8,15 +8,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from reprise.errors import CheckpointError, MismatchError, count_of
+from reprise.errors import CheckpointError
 from reprise.format.layout import TensorKind
 from reprise.format.names import FORMAT, STATE
 from reprise.loading.reader import Checkpoint, read_places
-from reprise.nested.stored_names import PER_RANK, Keys, keys_of, keys_of_pointer, pointer
+from reprise.nested.stored_names import Keys, keys_of, keys_of_pointer, pointer
 from reprise.nested.table import Differences, refuse
-from reprise.nested.typed_values import DICTS, MALFORMED, ByLeaf, TensorReference, decode, references
+from reprise.nested.typed_values import DICTS, MALFORMED, ByLeaf, TensorReference, decode, references, torch_dtype
 from reprise.storage.json_file import Json
 
 STATE_DICT = "state_dict"
@@ -134,28 +132,6 @@ def read_state(checkpoint: Checkpoint) -> StoredState:
     return state
 
 
-def check_ranks(checkpoint: Checkpoint, world_size: int) -> None:
-    """Refuse per-rank state if the load has a different rank count than the save.
-
-    Raises:
-        MismatchError: The rank counts differ.
-    """
-    saved = saving_ranks(checkpoint)
-    if saved not in (0, world_size):
-        raise MismatchError(
-            "The checkpoint has random state or other per-rank state for a different number of ranks",
-            where=checkpoint.path,
-            expected=f"{count_of(world_size, 'rank')}, as in this load",
-            found=f"{count_of(saved, 'rank')}, as in the save",
-            fix='Load on the same number of ranks, or with rng="if_same_ranks" and without per_rank.',
-        )
-
-
-def saving_ranks(checkpoint: Checkpoint) -> int:
-    """Count the ranks whose random state or other per-rank state a checkpoint holds."""
-    return len(read_state(checkpoint).members(PER_RANK))
-
-
 def _upgraded(state: Json) -> Section:
     """Return the section in a state file. Reads any version.
 
@@ -180,7 +156,7 @@ def _parsed(section: Section) -> StoredState:
         container = _dict_at(root, parents)
         container[last] = DICTS[section["classes"][where]](container.get(last, ()))
     for name in section["dtypes"].values():
-        _require(isinstance(getattr(torch, name), torch.dtype), name)
+        torch_dtype(name)
     for order in section["orders"].values():
         _require(sorted(order) == [*range(len(order))], order)
     groups = {where: members for where, members in section["groups"].items() if members}

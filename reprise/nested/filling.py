@@ -14,7 +14,7 @@ from reprise.format.layout import TensorSpec
 from reprise.format.names import STATE
 from reprise.loading.loader import check_tensors
 from reprise.loading.reader import Checkpoint, read_places
-from reprise.nested.documents import read_state
+from reprise.nested.documents import StoredState
 from reprise.nested.loaded import LoadedState, Strictness, log_result
 from reprise.nested.modules import Receiver, hand_over
 from reprise.nested.stored_names import (
@@ -43,13 +43,20 @@ class Filling:
         tree: This rank's tree to fill.
         tensors: This rank's tensors, with the ranks holding the same boxes.
         joint: The table for all ranks.
+        stored: The checkpoint's state.
     """
 
     def __init__(
-        self, tree: Tree, tensors: Sequence[LiveTensor], joint: JointTable, strict: Strictness, checkpoint: Checkpoint
+        self,
+        tree: Tree,
+        tensors: Sequence[LiveTensor],
+        joint: JointTable,
+        strict: Strictness,
+        checkpoint: Checkpoint,
+        stored: StoredState,
     ) -> None:
-        self._tree, self._own, self._joint, self._strict, self._checkpoint = tree, tensors, joint, strict, checkpoint
-        self._stored, self._places = read_state(checkpoint), read_places(checkpoint)
+        self._tree, self._own, self._joint, self._strict = tree, tensors, joint, strict
+        self._checkpoint, self._stored, self._places = checkpoint, stored, read_places(checkpoint)
         self._aliases = checkpoint.manifest.aliases
         names = {*self._places, *self._aliases}
         self._other_names = {
@@ -90,9 +97,9 @@ class Filling:
         dtypes = {self._target(name): dtype for name, dtype in self._tree.dtypes().items()}
         problems = [
             f"{name} has dtype {saved_dtypes.get(name, places[name].spec.dtype)}, "
-            f"the model has {dtypes.get(name, spec.dtype)}"
-            for name, spec in ((each.spec.name, each.spec) for each in tensors)
-            if dtypes.get(name) != saved_dtypes.get(name)
+            f"the model has {dtypes.get(name, each.spec.dtype)}"
+            for name, each in pairs
+            if name in places and dtypes.get(name) != saved_dtypes.get(name)
         ]
         tensors += self._new
         self._requested |= {self._target(spec.name) for spec in joint.specs}

@@ -283,7 +283,7 @@ def tree_of(
     declined = [name for name, value in arguments.items() if value is not None and not value]
     is_valid = not isinstance(rng, str) or (is_load and rng == IF_SAME_RANKS)
     require("`rng`", is_valid, f'True, False or, for a load, "{IF_SAME_RANKS}"', rng)
-    tree = Tree(is_load, returns=True, declined=declined, may_drop_random_state=rng == IF_SAME_RANKS)
+    tree = Tree(is_load, returns=True, declined=declined, may_drop_random_state=rng == IF_SAME_RANKS and not per_rank)
     tree.objects[MODEL,] = model
     if optimizer is not None:
         tree.objects[OPTIMIZER[:1]] = optimizer

@@ -263,7 +263,8 @@ def _buffer(content: Any) -> io.BytesIO:
     return buffer
 
 
-def _torch_dtype(name: str) -> torch.dtype:
+def torch_dtype(name: str) -> torch.dtype:
+    """Return the dtype that torch calls by a name, or raise an error in `MALFORMED`."""
     dtype = getattr(torch, name)
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"{name!r} is not a dtype")
@@ -293,7 +294,7 @@ _DECODERS: dict[type, dict[str, Callable[[Any], Any]]] = {
         "str": lambda content: bytes.fromhex(content).decode(errors="surrogatepass"),
         "bytes": bytes.fromhex,
         "bytearray": bytearray.fromhex,
-        "torch.dtype": _torch_dtype,
+        "torch.dtype": torch_dtype,
         "torch.device": torch.device,
         "torch.version": TorchVersion,
         "tensor": TensorReference,
