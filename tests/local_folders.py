@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from reprise.format import FORMAT, FRESH, LINEAGE, STATE, Branch, Lineage, StoredDtype, TensorKind, TensorSpec
-from reprise.loading import Checkpoint, LoadSource, Restorer, open_checkpoint, read_places
+from reprise.loading import Checkpoint, LoadSource, Restorer, open_checkpoint
 from reprise.loading.blocks import blocks_of
 from reprise.local import LocalCheckpointer
 from reprise.ranks import StoreChannel
@@ -117,6 +117,6 @@ def flip(path: Path, *, of_host: int) -> None:
     """Flip a bit of a local checkpoint, in the pieces that a host wrote."""
     checkpoint = open_checkpoint(path, Files())
     assert checkpoint.host is not None
-    block = next(blocks_of(checkpoint, read_places(checkpoint), checkpoint.host.written_by(of_host)))
+    block = next(blocks_of(checkpoint, checkpoint.host.written_by(of_host)))
     start, _, _ = next(block.packed.spans(block.lo, block.hi))
     flip_bit(path / block.place.file, block.place.offset + start)

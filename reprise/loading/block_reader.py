@@ -66,17 +66,16 @@ class BlockReader:
         self._lock = threading.Lock()
         self.read_bytes = self.done_bytes = 0
 
-    def run(self, threads: int | None, progress: Progress) -> None:
+    def run(self, progress: Progress = lambda _: None) -> None:
         """Read until all blocks are done, or a thread fails, which stops the others at their next block.
 
         Threads take blocks in order and finish them, so the failure with the lowest number is the first in the files,
         regardless of thread timing.
 
         Args:
-            threads: The thread count. By default the available cores, at most `MOST_THREADS`.
             progress: Called with the bytes done so far, about once a second and at the end, on the calling thread.
         """
-        count = min(MOST_THREADS, len(os.sched_getaffinity(0))) if threads is None else threads
+        count = self._checkpoint.files.reading_threads or min(MOST_THREADS, len(os.sched_getaffinity(0)))
         numbers = [0] * count  # each thread's last block
         pool = Worker("checkpoint-reader", threads=count)
         jobs = [pool.submit(partial(self._work, numbers, thread)) for thread in range(count)]

@@ -12,7 +12,7 @@ from reprise.format.box import Image
 from reprise.format.host_file import PieceNumbers
 from reprise.format.layout import Place
 from reprise.format.manifest import BLOCK_BYTES, DIGEST_BYTES, WrittenPiece, block_ranges
-from reprise.loading.reader import Bytes, Checkpoint, Gatherer, OpenFile
+from reprise.loading.reader import Bytes, Checkpoint, Gatherer, OpenFile, read_places
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +59,16 @@ class PieceBlock:
             )
 
 
-def blocks_of(
-    checkpoint: Checkpoint, places: Mapping[str, Place], pieces: Mapping[str, Collection[int]]
-) -> Iterator[PieceBlock]:
+def blocks_of(checkpoint: Checkpoint, pieces: Mapping[str, Collection[int]]) -> Iterator[PieceBlock]:
     """Yield these pieces' blocks in file order, which is the same on every host.
 
     Args:
         pieces: By tensor, its piece numbers. A range is not expanded, since a range for all pieces is huge.
+
+    Raises:
+        CheckpointError: See `read_places`.
     """
+    places = read_places(checkpoint)
     for place in sorted((places[name] for name in pieces), key=lambda place: (place.file, place.offset)):
         spec, numbers = place.spec, pieces[place.spec.name]
         selected = numbers if isinstance(numbers, range) else frozenset(numbers)
@@ -86,6 +88,6 @@ def blocks_in(
         yield PieceBlock(place, number, packed, lo, hi, piece.digests[at : at + DIGEST_BYTES].hex())
 
 
-def bytes_of(checkpoint: Checkpoint, places: Mapping[str, Place], pieces: PieceNumbers) -> int:
+def bytes_of(checkpoint: Checkpoint, pieces: PieceNumbers) -> int:
     """Return these pieces' size in bytes."""
-    return sum(block.hi - block.lo for block in blocks_of(checkpoint, places, pieces))
+    return sum(block.hi - block.lo for block in blocks_of(checkpoint, pieces))

@@ -13,7 +13,7 @@ from reprise.format.host_file import PieceNumbers
 from reprise.format.lineage import Lineage, saved_lineage
 from reprise.format.names import MANIFEST
 from reprise.loading.newest import advice_on_other_program
-from reprise.loading.reader import Checkpoint, open_checkpoint, read_places
+from reprise.loading.reader import Checkpoint, open_checkpoint
 from reprise.loading.verify import check_first_blocks
 from reprise.storage.files import Files
 from reprise.storage.folder import CheckpointFolder, is_iteration_name, iteration_of, kind_of
@@ -203,7 +203,7 @@ class Chooser:
                 checkpoint = self._open(path)
                 self._check(checkpoint)
                 if not is_local:  # hosts have checked a local checkpoint's blocks, and replaced damaged ones
-                    check_first_blocks(checkpoint, read_places(checkpoint))
+                    check_first_blocks(checkpoint)
             except TrainerError as error:
                 self.skip(error)
                 is_complete = False

@@ -18,7 +18,7 @@ from reprise.format.layout import Place, TensorSpec
 from reprise.format.manifest import BLOCK_BYTES, WrittenPiece
 from reprise.loading.block_reader import BlockRead, BlockReader, Progress, host_memory
 from reprise.loading.blocks import blocks_in
-from reprise.loading.reader import Bytes, Checkpoint, not_held
+from reprise.loading.reader import Bytes, Checkpoint, not_held, read_places
 from reprise.tensors.live import LiveTensor
 from reprise.tensors.modes import overwrite, own_modes
 
@@ -86,20 +86,13 @@ def check_tensors(
 
 @own_modes()
 def fill(
-    checkpoint: Checkpoint,
-    places: Mapping[str, Place],
-    live: Sequence[LiveTensor],
-    *,
-    verify: bool = True,
-    threads: int | None = None,
-    progress: Progress = lambda _: None,
+    checkpoint: Checkpoint, live: Sequence[LiveTensor], *, verify: bool = True, progress: Progress = lambda _: None
 ) -> LoadReport:
     """Read every box in `live` from the checkpoint into its live memory, and verify each block it touches.
 
     The tensors' version counters increase first, which makes autograd refuse a graph with their old values.
 
     Args:
-        threads: See `BlockReader.run`.
         progress: See `BlockReader.run`. Called with the filled bytes.
 
     Raises:
@@ -108,14 +101,14 @@ def fill(
         MismatchError: A sharded tensor was written with other dimensions. Nothing is filled.
     """
     start = time.perf_counter()
-    targets = _targets_of(checkpoint, places, live)
+    targets = _targets_of(checkpoint, live)
     torch.autograd.graph.increment_version([target.tensor.local for target in targets])
     devices = {target.tensor.local.device for target in targets} - {torch.device("cpu")}
     for device in devices:  # reading threads do not copy on the caller's stream
         torch.accelerator.synchronize(device)
-    reads = _reads_of(checkpoint, places, targets)
+    reads = _reads_of(checkpoint, targets)
     reader = BlockReader(checkpoint, reads, verify=verify, memory=_pinned_memory if devices else host_memory)
-    reader.run(threads if targets else 0, progress)
+    reader.run(progress)
     total_bytes = sum(target.box.numel for target in targets)
     if reader.done_bytes != total_bytes:
         raise CheckpointError(
@@ -132,23 +125,16 @@ def fill(
 
 
 @own_modes()
-def verify_blocks(
-    checkpoint: Checkpoint,
-    places: Mapping[str, Place],
-    live: Sequence[LiveTensor],
-    *,
-    threads: int | None,
-    progress: Progress,
-) -> None:
+def verify_blocks(checkpoint: Checkpoint, live: Sequence[LiveTensor], progress: Progress) -> None:
     """Verify each block that `fill` would read. Live memory does not change.
 
     Raises:
         CheckpointError: See `fill`.
         MismatchError: See `fill`.
     """
-    targets = _targets_of(checkpoint, places, live)
-    reads = (BlockRead(read.block) for read in _reads_of(checkpoint, places, targets))
-    BlockReader(checkpoint, reads).run(threads if targets else 0, progress)
+    targets = _targets_of(checkpoint, live)
+    reads = (BlockRead(read.block) for read in _reads_of(checkpoint, targets))
+    BlockReader(checkpoint, reads).run(progress)
 
 
 def _pinned_memory() -> Bytes:
@@ -157,16 +143,14 @@ def _pinned_memory() -> Bytes:
     return memory
 
 
-def _targets_of(checkpoint: Checkpoint, places: Mapping[str, Place], live: Sequence[LiveTensor]) -> list[Target]:
+def _targets_of(checkpoint: Checkpoint, live: Sequence[LiveTensor]) -> list[Target]:
     """Return the memory to fill in file order."""
-    tensors = [tensor for tensor in live if tensor.box.numel]
+    places, tensors = read_places(checkpoint), [tensor for tensor in live if tensor.box.numel]
     tensors.sort(key=lambda tensor: (places[tensor.spec.name].file, places[tensor.spec.name].offset))
-    return [Target(tensor, _written_box(checkpoint, places, tensor)) for tensor in tensors]
+    return [Target(tensor, _written_box(checkpoint, tensor)) for tensor in tensors]
 
 
-def touched_pieces(
-    checkpoint: Checkpoint, places: Mapping[str, Place], live: Sequence[LiveTensor]
-) -> dict[str, tuple[int, ...]]:
+def touched_pieces(checkpoint: Checkpoint, live: Sequence[LiveTensor]) -> dict[str, tuple[int, ...]]:
     """Return by tensor the piece numbers read by `fill` for these tensors.
 
     Raises:
@@ -175,15 +159,15 @@ def touched_pieces(
     numbers_by_tensor = defaultdict[str, set[int]](set)
     for tensor in live:
         if tensor.box.numel:
-            entry, spec = checkpoint.manifest.tensors[tensor.spec.name], places[tensor.spec.name].spec
-            pieces = entry.pieces_in(_written_box(checkpoint, places, tensor), spec.dtype.itemsize)
+            entry, spec = checkpoint.manifest.tensors[tensor.spec.name], read_places(checkpoint)[tensor.spec.name].spec
+            pieces = entry.pieces_in(_written_box(checkpoint, tensor), spec.dtype.itemsize)
             numbers_by_tensor[spec.name].update(number for number, _ in pieces)
     return {name: tuple(sorted(numbers)) for name, numbers in numbers_by_tensor.items()}
 
 
-def _written_box(checkpoint: Checkpoint, places: Mapping[str, Place], tensor: LiveTensor) -> Box:
+def _written_box(checkpoint: Checkpoint, tensor: LiveTensor) -> Box:
     """Return a tensor's box in the dimensions it was written in, which may differ for an unsharded tensor."""
-    saved_view, lives = places[tensor.spec.name].spec.view, tensor.spec.view
+    saved_view, lives = read_places(checkpoint)[tensor.spec.name].spec.view, tensor.spec.view
     if lives == saved_view:
         return tensor.box
     if tensor.box == whole(lives):
@@ -197,10 +181,10 @@ def _written_box(checkpoint: Checkpoint, places: Mapping[str, Place], tensor: Li
     )
 
 
-def _reads_of(checkpoint: Checkpoint, places: Mapping[str, Place], targets: Sequence[Target]) -> Iterator[BlockRead]:
+def _reads_of(checkpoint: Checkpoint, targets: Sequence[Target]) -> Iterator[BlockRead]:
     """Yield every block with a target's bytes, in file order: columns from several pieces alternate."""
     for target in targets:
-        place, reads = places[target.tensor.spec.name], list[BlockRead]()
+        place, reads = read_places(checkpoint)[target.tensor.spec.name], list[BlockRead]()
         size, present = place.spec.dtype.itemsize, checkpoint.held(place.spec.name)
         for number, piece in checkpoint.manifest.tensors[place.spec.name].pieces_in(target.elements, size):
             if number not in present:

@@ -261,7 +261,7 @@ def read_file(checkpoint: Checkpoint, name: str) -> bytes:
     return _checked_file(checkpoint.path, name, checkpoint.manifest.files[name], checkpoint.files)
 
 
-def read_places(checkpoint: Checkpoint) -> dict[str, Place]:
+def read_places(checkpoint: Checkpoint) -> Mapping[str, Place]:
     """Check every safetensors header against the manifest, once, and return every tensor's place by name.
 
     Raises:
@@ -271,7 +271,12 @@ def read_places(checkpoint: Checkpoint) -> dict[str, Place]:
         names = [name for name, entry in checkpoint.manifest.files.items() if entry.is_tensor_file]
         in_files = checkpoint.files.map(partial(_read_header, checkpoint), names)
         checkpoint._places.update({place.spec.name: place for in_file in in_files for place in in_file})
-    return dict(checkpoint._places)
+    return checkpoint._places
+
+
+def tensor_bytes(checkpoint: Checkpoint) -> int:
+    """Return the size of all tensors in a checkpoint, in bytes."""
+    return sum(place.spec.total_bytes for place in read_places(checkpoint).values())
 
 
 def _read_header(checkpoint: Checkpoint, name: str) -> list[Place]:

@@ -14,7 +14,7 @@ from reprise.format.layout import TensorKind
 from reprise.loading.block_reader import Progress
 from reprise.loading.choose import Chooser, LoadSource, LocalFolders
 from reprise.loading.loader import LoadReport, fill, touched_pieces, verify_blocks
-from reprise.loading.reader import Checkpoint, read_places
+from reprise.loading.reader import Checkpoint, tensor_bytes
 from reprise.loading.same_checkpoint import open_same
 from reprise.loading.verify import verify_share
 from reprise.ranks.channel import StoreChannel
@@ -111,9 +111,10 @@ class Restorer:
                 self._verify(checkpoint)
             tensors = live(checkpoint)
             new = [tensor for tensor in tensors if is_new or tensor.is_new]
-            report = self._fill(checkpoint, new, verify=verify)
+            report = _fill(checkpoint, new, verify=verify)
             if verify and not is_new:
-                self._verify_blocks(checkpoint, _held(tensors))
+                old = _held(tensors)
+                verify_blocks(checkpoint, old, _progress("verifying", checkpoint, old))
             return tensors, report
 
         try:
@@ -121,7 +122,7 @@ class Restorer:
             if is_new:
                 self.check_replicas(tensors)
             else:
-                report += self._change(partial(self._fill, checkpoint, _held(tensors), verify=verify), finish, tensors)
+                report += self._change(partial(_fill, checkpoint, _held(tensors), verify=verify), finish, tensors)
         finally:
             self._files.end()
         is_all_read = not checkpoint.has_optimizer or any(
@@ -211,7 +212,7 @@ class Restorer:
     ) -> str:
         """Fetch to every host the local checkpoint's pieces for its ranks, and return where they came from."""
         assert self._local is not None
-        return self._local.complete(path, check, lambda found: touched_pieces(found, read_places(found), live(found)))
+        return self._local.complete(path, check, lambda found: touched_pieces(found, live(found)))
 
     def _heal(self, path: Path, error: TrainerError) -> bool:
         """Return whether hosts discarded damaged pieces of a local checkpoint, which others may have intact.
@@ -227,36 +228,24 @@ class Restorer:
         rank, world_size = self._channel.ranks.index(self._channel.rank), self._channel.world_size
         if checkpoint.host and self._local:
             rank, world_size = self._local.share
-        places = read_places(checkpoint)
-        share = sum(place.spec.total_bytes for place in places.values()) // world_size
-        line = ProgressLine(f"verifying iteration {checkpoint.iteration}", share)
-        threads = self._files.reading_threads
-        checked = verify_share(checkpoint, places, rank=rank, world_size=world_size, threads=threads, progress=line.at)
+        line = ProgressLine(f"verifying iteration {checkpoint.iteration}", tensor_bytes(checkpoint) // world_size)
+        checked = verify_share(checkpoint, rank=rank, world_size=world_size, progress=line.at)
         _log.info("verified %d bytes of iteration %d on this rank", checked, checkpoint.iteration)
-
-    def _fill(self, checkpoint: Checkpoint, tensors: Sequence[LiveTensor], *, verify: bool) -> LoadReport:
-        return fill(
-            checkpoint,
-            read_places(checkpoint),
-            tensors,
-            verify=verify,
-            threads=self._files.reading_threads,
-            progress=self._progress("loading", checkpoint, tensors),
-        )
-
-    def _verify_blocks(self, checkpoint: Checkpoint, tensors: Sequence[LiveTensor]) -> None:
-        progress, places = self._progress("verifying", checkpoint, tensors), read_places(checkpoint)
-        verify_blocks(checkpoint, places, tensors, threads=self._files.reading_threads, progress=progress)
-
-    def _progress(self, what: str, checkpoint: Checkpoint, tensors: Sequence[LiveTensor]) -> Progress:
-        """Return a progress callback for reading tensors, which logs a load at most every few seconds."""
-        total_bytes = sum(tensor.local.nbytes for tensor in tensors)
-        return ProgressLine(f"{what} iteration {checkpoint.iteration}", total_bytes).at
 
     def _key(self, kind: str) -> str:
         """Return an unused key."""
         self._messages += 1
         return f"load/{self._nonce}/{self._messages}/{kind}"
+
+
+def _fill(checkpoint: Checkpoint, tensors: Sequence[LiveTensor], *, verify: bool) -> LoadReport:
+    return fill(checkpoint, tensors, verify=verify, progress=_progress("loading", checkpoint, tensors))
+
+
+def _progress(what: str, checkpoint: Checkpoint, tensors: Sequence[LiveTensor]) -> Progress:
+    """Return a progress callback for reading tensors, which logs a load at most every few seconds."""
+    total_bytes = sum(tensor.local.nbytes for tensor in tensors)
+    return ProgressLine(f"{what} iteration {checkpoint.iteration}", total_bytes).at
 
 
 def _held(tensors: Sequence[LiveTensor]) -> list[LiveTensor]:

@@ -172,11 +172,10 @@ class HostFolders:
             if self._channel.rank == 0:
                 check(checkpoint)
             if self.leads:
-                check_first_blocks(checkpoint, read_places(checkpoint))
+                check_first_blocks(checkpoint)
             lacking = without(pieces_to_read(checkpoint), host.held)
         parts = host.by_host(self._of_host(lacking))
-        places = read_places(checkpoint)
-        sizes = {part: bytes_of(checkpoint, places, pieces) for part, pieces in parts.items()}
+        sizes = {part: bytes_of(checkpoint, pieces) for part, pieces in parts.items()}
         rows = self._channel.gather(self._key("sizes"), json.dumps(sizes).encode())
 
         def plan() -> list[Transfer]:

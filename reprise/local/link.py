@@ -18,8 +18,9 @@ import torch.distributed as dist
 from reprise.errors import LaunchError
 from reprise.format.host_file import PieceNumbers
 from reprise.format.manifest import BLOCK_BYTES
+from reprise.loading.blocks import blocks_of
 from reprise.loading.reader import Bytes, Checkpoint
-from reprise.local.pieces import PieceWriter, piece_blocks, read_blocks
+from reprise.local.pieces import PieceWriter, read_blocks
 from reprise.ranks.channel import StoreChannel
 
 _TAG = 0
@@ -66,7 +67,7 @@ class Link:
                 raise LaunchError(
                     "Two hosts have different checkpoints of the same iteration", where=self._name, found=digest
                 )
-            for _, data in read_blocks(checkpoint, piece_blocks(checkpoint, pieces)):
+            for _, data in read_blocks(checkpoint, blocks_of(checkpoint, pieces)):
                 self._put(data)
                 total += data.nbytes
         return total
@@ -83,7 +84,7 @@ class Link:
         with self._named():
             self._put(np.array([request.size], np.int64).view(np.uint8))
             self._put(request)
-            for block in piece_blocks(checkpoint, pieces):
+            for block in blocks_of(checkpoint, pieces):
                 data = buffer[: block.hi - block.lo]
                 self._take(data)
                 writer.write(block, data)

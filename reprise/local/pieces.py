@@ -15,16 +15,11 @@ from reprise.format.host_file import PieceNumbers, path_of, union
 from reprise.format.manifest import BLOCK_BYTES, digest_of
 from reprise.format.names import HOST
 from reprise.loading.blocks import PieceBlock, blocks_of
-from reprise.loading.reader import Bytes, Checkpoint, Gatherer, OpenFile, open_tensor_file, read_places
+from reprise.loading.reader import Bytes, Checkpoint, Gatherer, OpenFile, open_tensor_file
 from reprise.storage.atomic import replace_file
 from reprise.storage.files import MAX_OPEN_FILES
 
 _log = logging.getLogger(__name__)
-
-
-def piece_blocks(checkpoint: Checkpoint, pieces: PieceNumbers) -> Iterator[PieceBlock]:
-    """Yield these pieces' blocks in file order, the same on every host."""
-    return blocks_of(checkpoint, read_places(checkpoint), pieces)
 
 
 def read_blocks(checkpoint: Checkpoint, blocks: Iterable[PieceBlock]) -> Iterator[tuple[PieceBlock, Bytes]]:
@@ -51,7 +46,7 @@ def damaged_pieces(checkpoint: Checkpoint, pieces: PieceNumbers) -> dict[str, tu
     """Return the pieces whose bytes do not match their digests."""
     return union(
         {block.place.spec.name: (block.number,)}
-        for block, data in read_blocks(checkpoint, piece_blocks(checkpoint, pieces))
+        for block, data in read_blocks(checkpoint, blocks_of(checkpoint, pieces))
         if digest_of(data.data) != block.digest
     )
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from reprise.errors import CheckpointError
 from reprise.format.names import MANIFEST, OPTIMIZER_DROPPED
-from reprise.loading.reader import Checkpoint, open_checkpoint, read_content, read_places
+from reprise.loading.reader import Checkpoint, open_checkpoint, read_content
 from reprise.loading.verify import verify_share
 from reprise.management.paths import all_checkpoints, part_of_host
 from reprise.management.progress import ProgressCallback, ignore_progress
@@ -109,7 +109,7 @@ def _upload(checkpoint: Checkpoint, target: Path, content: CheckpointFiles, coun
     """Upload to a store through this host's child process."""
     source = checkpoint.path
     if not is_stored(source):
-        _verify(checkpoint)
+        verify_share(checkpoint)
     upload = Upload(CHILD_CLIENT, url_of(target), source)
     sent = list[str]()
 
@@ -119,7 +119,7 @@ def _upload(checkpoint: Checkpoint, target: Path, content: CheckpointFiles, coun
 
     retried(lambda: upload.run(send), lambda: len(sent))
     if is_stored(source):  # both sides are remote: read the copy back
-        _verify(open_checkpoint(target, files_of(target)))
+        verify_share(open_checkpoint(target, files_of(target)))
 
 
 def _download(checkpoint: Checkpoint, target: Path, content: CheckpointFiles, count: Callable[[int], None]) -> None:
@@ -133,7 +133,7 @@ def _download(checkpoint: Checkpoint, target: Path, content: CheckpointFiles, co
             _fetch(checkpoint, name, size, path, count)
     files.write_whole(partial / MANIFEST, content.manifest)
     try:
-        _verify(open_checkpoint(partial, files))
+        verify_share(open_checkpoint(partial, files))
     except CheckpointError:
         files.remove_tree(partial)  # an interrupted copy may have left the damaged file: the next copy starts over
         raise
@@ -159,5 +159,3 @@ def _fetch(checkpoint: Checkpoint, name: str, size: int, path: Path, count: Call
         source.close(reading)
 
 
-def _verify(checkpoint: Checkpoint) -> None:
-    verify_share(checkpoint, read_places(checkpoint), rank=0, world_size=1)

@@ -13,11 +13,11 @@ from pathlib import Path
 from reprise.errors import CheckpointError, TrainerError
 from reprise.format.host_file import HostFile
 from reprise.format.names import HOST, MANIFEST
-from reprise.loading.blocks import PieceBlock
+from reprise.loading.blocks import PieceBlock, blocks_of
 from reprise.loading.choose import LoadSource, no_folder
-from reprise.loading.reader import Checkpoint, open_checkpoint, read_places
+from reprise.loading.reader import Checkpoint, open_checkpoint, read_places, tensor_bytes
 from reprise.local.parts import Parts, candidates
-from reprise.local.pieces import PieceWriter, piece_blocks, read_blocks
+from reprise.local.pieces import PieceWriter, read_blocks
 from reprise.local.skeleton import skeleton_of, write_skeleton
 from reprise.management.progress import ProgressCallback, ignore_progress
 from reprise.storage.atomic import sync_folders
@@ -148,7 +148,7 @@ def _join(parts: Sequence[tuple[Checkpoint, Parts]], out: CheckpointFolder, prog
     target, partial = out.iteration(first.iteration), out.partial(first.iteration, attempt)
     if lexists(target):
         raise CheckpointError("There is something already", where=target, fix="Move it away, or name another folder.")
-    total, copied_bytes = sum(place.spec.total_bytes for place in read_places(first).values()), Counter[Path]()
+    total, copied_bytes = tensor_bytes(first), Counter[Path]()
 
     def count(path: Path | None = None, size: int = 0) -> None:
         copied_bytes.update({} if path is None else {path: size})
@@ -161,7 +161,7 @@ def _join(parts: Sequence[tuple[Checkpoint, Parts]], out: CheckpointFolder, prog
             with contextlib.closing(PieceWriter(replace(first, path=partial))) as writer:
                 for number, pieces in _host_of(first).by_host().items():
                     holders = [part for part, held in parts if number in held.whole]
-                    damage += _copy(holders, piece_blocks(first, pieces), writer, count)
+                    damage += _copy(holders, blocks_of(first, pieces), writer, count)
                 writer.sync()
             sync_folders(out.files, partial)
             out.commit(first.iteration, attempt)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from reprise.loading.blocks import bytes_of
-from reprise.loading.reader import Checkpoint, read_places
+from reprise.loading.reader import Checkpoint, tensor_bytes
 from reprise.local.parts import Parts
 
 
@@ -42,12 +42,7 @@ def share_of(checkpoint: Checkpoint) -> HostShare | None:
     return HostShare(
         host=None if host.host is None else host.hosts[host.host],
         hosts=tuple(host.hosts),
-        present_bytes=bytes_of(checkpoint, read_places(checkpoint), host.held),
-        total_bytes=total_bytes(checkpoint),
+        present_bytes=bytes_of(checkpoint, host.held),
+        total_bytes=tensor_bytes(checkpoint),
         missing=Parts.of(host).describe_missing(),
     )
-
-
-def total_bytes(checkpoint: Checkpoint) -> int:
-    """Return the size of all tensors in a checkpoint, in bytes."""
-    return sum(place.spec.total_bytes for place in read_places(checkpoint).values())

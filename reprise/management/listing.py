@@ -12,7 +12,7 @@ from pathlib import Path
 
 from reprise.errors import CheckpointError, TrainerError
 from reprise.format.names import ADAPTERS, HOST, MANIFEST, OPTIMIZER_DROPPED, STATE, is_lightened
-from reprise.loading.reader import Checkpoint, check_state, read_content, read_places
+from reprise.loading.reader import Checkpoint, check_state, read_content
 from reprise.loading.verify import check_first_blocks
 from reprise.management.host_share import share_of
 from reprise.management.paths import checkpoint_folder, checkpoints_in, examined
@@ -109,7 +109,7 @@ def _listed(folder: Path, path: Path, tree: Tree | None) -> CheckpointSummary:
 
 
 def _checked(summary: CheckpointSummary) -> CheckpointSummary:
-    status, problem, checkpoint = examined(summary.path, _check)
+    status, problem, checkpoint = examined(summary.path, check_first_blocks)
     if checkpoint is None or problem is not None:
         return replace(summary, status=status, problem=problem, state=None)
     return replace(
@@ -123,13 +123,9 @@ def _checked(summary: CheckpointSummary) -> CheckpointSummary:
     )
 
 
-def _check(checkpoint: Checkpoint) -> None:
-    check_first_blocks(checkpoint, read_places(checkpoint))
-
-
 def whole_checkpoint(path: Path) -> Checkpoint | None:
     """Return the checkpoint if it is whole, judged by its JSON files, headers and first blocks; else None."""
-    status, _, checkpoint = examined(path, _check)
+    status, _, checkpoint = examined(path, check_first_blocks)
     return checkpoint if status is CheckpointStatus.WHOLE else None
 
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from reprise.errors import TrainerError
-from reprise.loading.reader import Checkpoint, read_places
+from reprise.loading.reader import Checkpoint, tensor_bytes
 from reprise.loading.verify import verify_share
-from reprise.management.host_share import HostShare, share_of, total_bytes
+from reprise.management.host_share import HostShare, share_of
 from reprise.management.paths import all_checkpoints, examined
 from reprise.management.progress import ProgressCallback, ignore_progress
 from reprise.management.summary import CheckpointStatus
@@ -62,9 +62,9 @@ def _verify(path: Path, is_named: bool, progress: ProgressCallback) -> VerifiedC
         nonlocal result
         share, name = share_of(checkpoint), path.name
         result = replace(result, iteration=checkpoint.iteration, share=share)
-        places, total = read_places(checkpoint), total_bytes(checkpoint) if share is None else share.present_bytes
+        total = tensor_bytes(checkpoint) if share is None else share.present_bytes
         progress(name, 0, total)
-        count = verify_share(checkpoint, places, rank=0, world_size=1, progress=lambda n: progress(name, n, total))
+        count = verify_share(checkpoint, progress=lambda n: progress(name, n, total))
         result = replace(result, checked_bytes=count)
 
     status, problem, _ = examined(path, check, is_named=is_named)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from reprise.format import LINEAGE, MANIFEST, STATE, Place
-from reprise.loading import Checkpoint, open_checkpoint, read_places
+from reprise.loading import Checkpoint, open_checkpoint
 from reprise.loading.blocks import blocks_of
 from reprise.storage import Files
 from trainer.config.saved import RUN_CONFIG
@@ -68,7 +68,7 @@ def leftovers(*folders: Path) -> list[str]:
 def held_ranges(checkpoint: Checkpoint) -> Iterator[tuple[Place, int, int]]:
     """Yield the ranges `[lo, hi)` of the tensor files that the folder of a host holds, and the tensors they are of."""
     assert checkpoint.host is not None
-    for block in blocks_of(checkpoint, read_places(checkpoint), checkpoint.host.held):
+    for block in blocks_of(checkpoint, checkpoint.host.held):
         for start, _, length in block.packed.spans(block.lo, block.hi):
             lo = block.place.offset + start
             yield block.place, lo, lo + length

@@ -32,7 +32,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from reprise.errors import TrainerError
-from reprise.loading import open_checkpoint, read_places, verify_share
+from reprise.loading import open_checkpoint, verify_share
 from reprise.storage import CheckpointFolder, Files
 from scripts.faults.power import mounting
 from scripts.faults.power.job import PowerJob
@@ -264,7 +264,7 @@ class Trial:
     def _compare(self, path: Path, iteration: int) -> list[str]:
         try:
             checkpoint = open_checkpoint(path, Files())
-            verify_share(checkpoint, read_places(checkpoint), rank=0, world_size=1)
+            verify_share(checkpoint)
         except TrainerError as error:
             return [f"{path.name} is damaged: {error}"]
         return differences(path, self.unbroken.checkpoints[iteration])

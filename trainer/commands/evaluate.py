@@ -173,7 +173,7 @@ def _fill_averages(run: Run, checkpoint: Checkpoint) -> None:
     for tensor in run.state.shards(with_optimizer=False):
         if (name := f"{AVERAGE}.{tensor.spec.name}") in places:
             live.append(replace(tensor, spec=replace(tensor.spec, name=name)))
-    fill(checkpoint, places, live)
+    fill(checkpoint, live)
     checkpoint.files.end()
 
 

@@ -99,7 +99,7 @@ def tensor_reader(checkpoint: Checkpoint) -> Callable[[str], torch.Tensor]:
             raise CheckpointError("The checkpoint is missing a tensor", where=checkpoint.path, expected=name)
         spec = places[name].spec
         memory = torch.empty(spec.view, dtype=torch_dtype(spec.dtype))
-        fill(checkpoint, places, [LiveTensor(spec, whole(spec.view), memory, (0,))], threads=1)
+        fill(checkpoint, [LiveTensor(spec, whole(spec.view), memory, (0,))])
         return memory.reshape(spec.shape)
 
     return read

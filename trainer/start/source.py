@@ -173,8 +173,7 @@ class _Load:
         assert self._fitting is not None
         checkpoint, names = restored.checkpoint, [spec.name for spec in checkpoint_specs(self._part.model, None)]
         with self._run.cluster.channel.agreed(f"fitted/{self._part.name}"):
-            places = read_places(checkpoint)
-            self._fitting.finish(lambda tensor: fill(checkpoint, places, [tensor]))
+            self._fitting.finish(lambda tensor: fill(checkpoint, [tensor]))
             checkpoint.files.end()
         if self._run.cluster.rank == 0:
             for line in (*self._lines, *self._fitting.notes(names, where=checkpoint.path)):

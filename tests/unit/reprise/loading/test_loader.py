@@ -78,8 +78,10 @@ def test_any_box_loads_from_any_cut_to_numpy_s_bytes(
         (tmp_path / place.file).write_bytes(bytes(place.offset) + array.tobytes())
         local = torch.zeros(box.shape, dtype=dtype)
         local = local.T.contiguous().T if is_transposed and local.ndim == 2 else local
-        checkpoint = Checkpoint(tmp_path, Files(), found, {})
-        fill(checkpoint, layout.places, [LiveTensor(spec, box, local, (0,))], threads=threads)
+        files = Files()
+        files.reading_threads = threads
+        checkpoint = Checkpoint(tmp_path, files, found, {}, _places=layout.places)
+        fill(checkpoint, [LiveTensor(spec, box, local, (0,))])
     assert bits(local) == array[box.slices].tobytes()
 
 
@@ -95,8 +97,10 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Opened:
     """A checkpoint that is open, and fresh tensors for all of it."""
 
-    def __init__(self, path: Path, files: Files | None = None) -> None:
-        self.checkpoint = open_checkpoint(path, files or Files())
+    def __init__(self, path: Path, files: Files | None = None, *, threads: int | None = None) -> None:
+        files = files or Files()
+        files.reading_threads = threads
+        self.checkpoint = open_checkpoint(path, files)
         self.places = read_places(self.checkpoint)
         self.live = SHARDINGS[0].live(
             0,
@@ -108,7 +112,7 @@ class Opened:
         """Fill the tensors; check that this leaves no thread and no open file behind, however it ends."""
         before = sorted(os.listdir("/proc/self/fd")), threading.active_count()
         try:
-            fill(self.checkpoint, self.places, self.live, **options)
+            fill(self.checkpoint, self.live, **options)
         finally:
             assert (sorted(os.listdir("/proc/self/fd")), threading.active_count()) == before
         return [bits(tensor.local) for tensor in self.live]
@@ -127,7 +131,7 @@ def test_the_first_damaged_block_in_file_order_is_named(large: Path, tmp_path: P
         flip_bit(folder / place.file, place.offset + lo + 17)
         hi = min(lo + BLOCK_BYTES, place.spec.total_bytes)
         with refused(CheckpointError, f"{place.file}, tensor {place.spec.name}, bytes [{lo}, {hi})"):
-            Opened(folder).fill(threads=threads)
+            Opened(folder, threads=threads).fill()
 
 
 class Troubled(Files):
@@ -158,7 +162,7 @@ def test_a_failing_read_ends_the_load_and_names_the_file(
     large: Path, threads: int, deed: Callable[[], int], error: type[Exception], words: str
 ) -> None:
     with pytest.raises(error, match=words):
-        Opened(large, Troubled(deed)).fill(threads=threads)
+        Opened(large, Troubled(deed), threads=threads).fill()
 
 
 def test_a_failing_worker_stops_the_others_at_their_next_block(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,7 +181,7 @@ def test_a_failing_worker_stops_the_others_at_their_next_block(large: Path, monk
 
     monkeypatch.setattr(block_reader.BlockReader, "close", close_and_tell)
     with pytest.raises(CheckpointError, match="it failed"):
-        Opened(large, Troubled(fail_once)).fill(threads=2)
+        Opened(large, Troubled(fail_once), threads=2).fill()
     assert all(told)
     assert len(told) <= BLOCK_BYTES // Files.step_bytes  # the block that it had begun
 
@@ -195,10 +199,10 @@ def test_a_cancelled_load_does_not_wait_for_a_hanging_read(large: Path, monkeypa
         if len(reached) == 2:
             raise KeyboardInterrupt
 
-    opened = Opened(large, Troubled(hang))
+    opened = Opened(large, Troubled(hang), threads=2)
     before = threading.active_count()
     with pytest.raises(KeyboardInterrupt):
-        fill(opened.checkpoint, opened.places, opened.live, threads=2, progress=break_off)
+        fill(opened.checkpoint, opened.live, progress=break_off)
     reading = [thread for thread in threading.enumerate() if thread.name == "checkpoint-reader"]
     assert [thread.daemon for thread in reading] == [True, True]
     released.set()
@@ -229,12 +233,12 @@ def test_what_does_not_fit_is_refused_before_filling(large: Path) -> None:
     short = {**tensors, "b": replace(tensors["b"], cuts=((0, 2), (0, 1024)))}
     lacking = replace(opened.checkpoint, manifest=replace(opened.checkpoint.manifest, tensors=short))
     with refused(CheckpointError, "iter_0000010"):  # the manifest lacks a part
-        fill(lacking, opened.places, opened.live, verify=False)
+        fill(lacking, opened.live, verify=False)
     spec = replace(opened.places["c"].spec, view=(4000, 32, 32))
     opened = Opened(large)
     shard = LiveTensor(spec, Box((0, 0, 0), (4000, 16, 32)), torch.zeros(4000, 16, 32), (0,))
     with refused(MismatchError, ", c)"):  # a shard of other dimensions
-        fill(opened.checkpoint, opened.places, [*opened.live[:2], shard])
+        fill(opened.checkpoint, [*opened.live[:2], shard])
     assert not opened.live[0].local.any()
 
 

@@ -62,8 +62,7 @@ def text_of(state: State) -> str:
 def flips(path: Path) -> Iterator[Path]:
     """Flip one byte in each block of each tensor in turn, yield its file, and put it back."""
     checkpoint = open_checkpoint(path, FILE_SYSTEM)
-    places = read_places(checkpoint)
-    blocks = list(blocks_of(checkpoint, places, {name: checkpoint.held(name) for name in places}))
+    blocks = list(blocks_of(checkpoint, {name: checkpoint.held(name) for name in read_places(checkpoint)}))
     for block in blocks:
         at = block.place.offset + next(block.packed.spans(block.lo, block.hi))[0]
         flip_bit(path / block.place.file, at)

@@ -11,7 +11,7 @@ import pytest
 from reprise.errors import UnreadableError
 from reprise.format.lineage import Branch, Lineage
 from reprise.loading.blocks import blocks_of
-from reprise.loading.reader import open_checkpoint, read_places
+from reprise.loading.reader import open_checkpoint
 from reprise.local.local_checkpointer import LocalCheckpointer
 from reprise.storage.files import Files
 from tests.fakes import flip_bit
@@ -32,7 +32,7 @@ def bytes_to_flip(path: Path) -> Iterator[tuple[str, int, bool]]:
     """Yield a byte of every block, of every header and of every other file, and whether a load on its host reads it."""
     checkpoint = open_checkpoint(path, Files())
     assert checkpoint.host is not None
-    for block in blocks_of(checkpoint, read_places(checkpoint), checkpoint.host.held):
+    for block in blocks_of(checkpoint, checkpoint.host.held):
         start, _, _ = next(block.packed.spans(block.lo, block.hi))
         is_read = block.number in checkpoint.host.own.get(block.place.spec.name, ())
         yield block.place.file, block.place.offset + start, is_read

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from reprise.loading.loader import fill
-from reprise.loading.reader import open_checkpoint, read_places
+from reprise.loading.reader import open_checkpoint
 from reprise.loading.verify import check_first_blocks
 from reprise.storage.files import FILE_SYSTEM
 from reprise.stores import ranges as ranges_module
@@ -171,11 +171,10 @@ def test_a_load_reads_little_more_than_it_needs(
     def load(rank: int) -> StoreFiles:
         files = StoreFiles(tmp_path.name if len(ranks) > 1 else None)
         checkpoint = open_checkpoint(path, files)
-        places = read_places(checkpoint)
         if rank == 0:
-            check_first_blocks(checkpoint, places)
+            check_first_blocks(checkpoint)
         live, expected = (sharding.live(rank, specs, state) for state in (empty, sample_state(specs, seed=7)))
-        fill(checkpoint, places, live, threads=files.reading_threads)
+        fill(checkpoint, live)
         assert all(torch.equal(a.local, b.local) for a, b in zip(live, expected, strict=True))
         return files
 
