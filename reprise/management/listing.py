@@ -59,15 +59,9 @@ def trees_in(folder: Path, files: Files) -> dict[Path, Tree | None]:
     Raises:
         CheckpointError: There is no checkpoint.
     """
-    stored = stored_trees(folder, files) if is_stored(folder) else {}
-    return stored or dict.fromkeys(checkpoints_in(folder))
-
-
-def stored_trees(folder: Path, files: Files) -> dict[Path, Tree | None]:
-    """Return the checkpoints in a store folder, in order, with their objects, from a single listing."""
-    trees = by_checkpoint(files.tree(folder))
+    trees = by_checkpoint(files.tree(folder)) if is_stored(folder) else {}
     names = sorted((name for name, tree in trees.items() if MANIFEST in tree), key=lambda n: (n.startswith(WEIGHTS), n))
-    return {folder / name: trees[name] for name in names}
+    return {folder / name: trees[name] for name in names} or dict.fromkeys(checkpoints_in(folder))
 
 
 def _listed(folder: Path, path: Path, tree: Tree | None) -> CheckpointSummary:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,11 +14,10 @@ from reprise.format.mirror_record import MIRROR, from_bytes
 from reprise.format.names import HOST, OPTIMIZER_DROPPED, OPTIMIZER_FILES
 from reprise.loading.choose import committed_in
 from reprise.loading.reader import Checkpoint, open_checkpoint
-from reprise.management.listing import Tree, size_of, stored_trees, whole_checkpoint
+from reprise.management.listing import size_of, whole_checkpoint
 from reprise.management.paths import checkpoint_folder
 from reprise.saving.policy import Retention
-from reprise.storage.files import FILE_SYSTEM
-from reprise.storage.folder import CheckpointFolder, iteration_of
+from reprise.storage.folder import CheckpointFolder
 from reprise.storage.lock import FolderLock
 from reprise.storage.paths import exists, read_regular
 from reprise.stores.locations import files_of, is_stored, location
@@ -98,50 +97,28 @@ def prune(
             found=f"keep={keep}, retain_interval={retain_interval}",
         )
     place, retention = location(folder), Retention(keep, retain_interval)
-    if is_stored(place):
-        trees = stored_trees(place, files_of(place))
-        paths = [path for path in trees if path.parent == place]
-        stored = {iteration: path for path in paths if (iteration := iteration_of(path)) is not None}
-        return _prune(stored, retention.expired(stored), None if dry_run else _remove, trees)
+    is_remote, deleted = is_stored(place), list[ExpiredCheckpoint]()
     with _owned(place, dry_run=dry_run) as (checkpoints, lock):
-        committed = {iteration: checkpoints.iteration(iteration) for iteration in committed_in(checkpoints)}
-        expired = retention.expired(committed, pinned=checkpoints.held(committed))
-        if expired:
-            _require_whole(checkpoints, committed.keys() - {*expired})
-
-        def delete(path: Path) -> bool:
-            assert lock is not None
-            lock.check()
-            return checkpoints.delete(path, secrets.token_hex(4))
-
-        return _prune(committed, expired, None if dry_run else delete, {})
-
-
-def _prune(
-    committed: Mapping[int, Path],
-    expired: Iterable[int],
-    delete: Callable[[Path], bool] | None,
-    trees: Mapping[Path, Tree | None],
-) -> PruneReport:
-    """Delete checkpoints.
-
-    Args:
-        delete: Deletes one, and returns whether it is gone: a reader may have started on it. None deletes nothing.
-        trees: The files of checkpoints already listed.
-    """
-    deleted = list[ExpiredCheckpoint]()
-    for iteration in expired:
-        path = committed[iteration]
-        checkpoint = ExpiredCheckpoint(path, iteration, size_of(path, trees.get(path)))
-        if delete is None or delete(checkpoint.path):
-            deleted.append(checkpoint)
-    retained = committed.keys() - {checkpoint.iteration for checkpoint in deleted}
-    return PruneReport(tuple(deleted), tuple(sorted(retained)), delete is None)
+        committed = committed_in(checkpoints)
+        expired = retention.expired(committed, pinned=() if is_remote else checkpoints.held(committed))
+        if expired and not is_remote:
+            _require_whole(checkpoints, {*committed} - {*expired})
+        for iteration in expired:
+            path = checkpoints.iteration(iteration)
+            checkpoint = ExpiredCheckpoint(path, iteration, size_of(path))
+            if dry_run or _delete(checkpoints, path, lock):
+                deleted.append(checkpoint)
+    retained = {*committed} - {checkpoint.iteration for checkpoint in deleted}
+    return PruneReport(tuple(deleted), tuple(sorted(retained)), dry_run)
 
 
-def _remove(path: Path) -> bool:
-    remove(CHILD_CLIENT, url_of(path))
-    return True
+def _delete(folder: CheckpointFolder, path: Path, lock: FolderLock | None) -> bool:
+    """Delete a checkpoint, in a store without a lock. Return whether it is gone: a reader may have started on it."""
+    if lock is None:
+        remove(CHILD_CLIENT, url_of(path))
+        return True
+    lock.check()
+    return folder.delete(path, secrets.token_hex(4))
 
 
 def drop_optimizer(folder: str | Path, *, before: int, dry_run: bool = False) -> tuple[LightenedCheckpoint, ...]:
@@ -241,13 +218,14 @@ def _rename_away(folder: CheckpointFolder, checkpoint: LightenedCheckpoint, lock
 
 @contextlib.contextmanager
 def _owned(place: Path, *, dry_run: bool) -> Iterator[tuple[CheckpointFolder, FolderLock | None]]:
-    """Yield the checkpoint folder at a place, and its lock, held meanwhile. A dry run takes no lock.
+    """Yield the checkpoint folder at a place, and its lock, held meanwhile. A dry run and a store have no lock.
 
     Raises:
         CheckpointError: The folder cannot be written, here or in the block.
     """
-    folder = CheckpointFolder(checkpoint_folder(place), FILE_SYSTEM)
-    lock = None if dry_run else FolderLock(folder.root, secrets.token_hex(4), files=folder.files)
+    root = place if is_stored(place) else checkpoint_folder(place)
+    folder = CheckpointFolder(root, files_of(place))
+    lock = None if dry_run or is_stored(place) else FolderLock(folder.root, secrets.token_hex(4), files=folder.files)
     hold = contextlib.nullcontext() if lock is None else lock
     with folder.writing(), hold, hold:
         yield folder, lock
