@@ -268,7 +268,6 @@ class AsyncSaver:
             call = JointCall(self._channel, f"contents/{self._calls}", name, timeout_s=self._timeout_s)
             yield contents_of(
                 call,
-                self._folder,
                 make,
                 holdings=self._held,
                 iteration=iteration or 0,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -51,7 +50,6 @@ _known = defaultdict[tuple[int, ...], KnownTables](KnownTables)
 
 def contents_of(
     call: JointCall,
-    folder: Path,
     make_tree: MakeTree,
     *,
     holdings: HeldTensors,
@@ -62,7 +60,6 @@ def contents_of(
     """Return what to save. Collective.
 
     Args:
-        folder: The checkpoint folder, for messages.
         make_tree: Returns this rank's tree.
         holdings: The previous save's tensors, if there was a save. This save's tensors replace them.
         before_decision: Called on the coordinator once every rank can save. No rank saves if it raises.
@@ -78,15 +75,8 @@ def contents_of(
         table = holdings.table_of(tree, from_rank0)
         data = to_bytes(section)
     joint, joined = agree_on_state(call, table, data, holdings.known, before_decision=before_decision)
-    if tree.form.obstacle and call.channel.coordinates:
-        _log_once(f"{folder}: from_pretrained does not open these saves, as {tree.form.obstacle}")
     live = holdings.with_replicas(joint, call.channel.rank, is_save=True)
     return Contents(joint.specs, live, joint.aliases, {STATE: document(joined or section, iteration), **tree.files})
-
-
-@functools.cache
-def _log_once(text: str) -> None:
-    _log.warning(text)
 
 
 def save_now(
@@ -128,7 +118,6 @@ def save_now(
     with closing(checkpointer), closing(checkpointer):  # twice: an interrupt may end the first
         contents = contents_of(
             call,
-            path,
             make_tree,
             holdings=HeldTensors(_known[call.channel.ranks]),
             iteration=iteration,

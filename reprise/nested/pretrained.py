@@ -21,19 +21,16 @@ _WRAPPER = "module."  # DistributedDataParallel's prefix for parameter names
 
 @dataclass(frozen=True, slots=True)
 class PretrainedForm:
-    """A model in another library's form. Empty if the model belongs to none.
+    """A model in another library's form. Empty if the model belongs to none, or if that library could not open it.
 
     Args:
         files: File contents by name.
         stored_as: By name in the model: the file family and the name in the other library, for tensors whose name
             differs.
-        obstacle: Why the other library could not open the files. PEFT's tensors may differ from the model's, for
-            instance.
     """
 
     files: dict[str, bytes] = field(default_factory=dict)
     stored_as: dict[str, tuple[TensorKind, str]] = field(default_factory=dict)
-    obstacle: str = ""
 
 
 def form_of(model: object, names: Sequence[str]) -> PretrainedForm:
@@ -48,8 +45,8 @@ def form_of(model: object, names: Sequence[str]) -> PretrainedForm:
         if isinstance(model, getattr(peft, "PeftModel", ())):
             return _of_peft(peft, model, prefix, names)
         if config := _text(model, "config"):
-            if hasattr(model, "peft_config"):
-                return PretrainedForm(obstacle="PEFT's get_peft_model did not add the adapter")
+            if hasattr(model, "peft_config"):  # PEFT's get_peft_model did not add the adapter
+                return PretrainedForm()
             return _renamed(_transformers_files(model, config), prefix, {}, names)
         prefix += _WRAPPER if isinstance(model, nn.parallel.DistributedDataParallel) else ""
         model = getattr(model, "module", getattr(model, "_orig_mod", None))
@@ -69,10 +66,8 @@ def _renamed(files: dict[str, bytes], prefix: str, adapter: Mapping[str, str], n
         for name, bare in bare_names.items()
     }
     stored, adapter_names = {name for _, name in places.values()}, {*adapter.values()}
-    absentees = adapter_names - stored
-    if absentees or len(stored) < len(places) - len(adapter) + len(adapter_names):
-        name = min(absentees, default="a tensor")
-        return PretrainedForm(obstacle=f"{name} has another name in its files than in the model")
+    if not adapter_names <= stored or len(stored) < len(places) - len(adapter) + len(adapter_names):
+        return PretrainedForm()
     renamed = {name: place for name, place in places.items() if place != (TensorKind.MODEL, name)}
     return PretrainedForm(files, renamed)
 
@@ -96,9 +91,10 @@ def _transformers_files(model: nn.Module, text: str) -> dict[str, bytes]:
 
 
 def _of_peft(peft: Any, model: Any, prefix: str, all_names: Sequence[str]) -> PretrainedForm:
-    # For prompts, PEFT would run the prompt encoder, which changes CPT's prompts.
+    # PEFT stores each of several adapters in its own folder. For prompts, it would run the prompt encoder, which
+    # changes CPT's prompts.
     if len(model.peft_config) != 1 or any(config.is_prompt_learning for config in model.peft_config.values()):
-        return PretrainedForm(obstacle="PEFT computes prompts, and stores each of several adapters in its own folder")
+        return PretrainedForm()
     ((adapter_name, config),) = model.peft_config.items()
     # PEFT selects and renames state dict members. Meta tensors reveal how without using memory.
     state = model.state_dict(keep_vars=True)
@@ -112,14 +108,14 @@ def _of_peft(peft: Any, model: Any, prefix: str, all_names: Sequence[str]) -> Pr
         selected = peft.get_peft_model_state_dict(
             model, dict(stand_ins), adapter_name, save_embedding_layers=save_embedding_layers
         )
-    except (RuntimeError, ValueError) as error:  # from a method that reads values, or refuses to save
-        return PretrainedForm(obstacle=f"PEFT selects no tensors without memory: {type(error).__name__}: {error}")
+    except (RuntimeError, ValueError):  # from a method that reads values, or refuses to save
+        return PretrainedForm()
     # Among tied tensors, only the last name is stored: a method appends the name it looks for.
     own_names = {name: keys[id(value)] for name, value in selected.items() if id(value) in keys}
     names = {id(tensors[own_name]): name for name, own_name in own_names.items()}
     is_in_file = {*names.values(), *(n for n, own_name in own_names.items() if ".modules_to_save." not in own_name)}
-    if absentees := selected.keys() - is_in_file:
-        return PretrainedForm(obstacle=f"PEFT computes {min(absentees)}, or looks for it beside a tied tensor")
+    if selected.keys() - is_in_file:  # PEFT computes them, or looks for them beside a tied tensor
+        return PretrainedForm()
     adapter = {canonical_name(own_name): names[id(tensors[own_name])] for own_name in own_names.values()}
     return _renamed({"adapter_config.json": _adapter_config(model, config)}, prefix, adapter, all_names)
 
