@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 # Text from a file may be long, and a message is logged and sent between ranks.
 _MOST_CHARACTERS = 4000
 
@@ -14,6 +16,12 @@ def count_of(number: int, noun: str, ending: str = "s", *, form: str = "") -> st
         form: The number's format specifier, such as `,`.
     """
     return f"{number:{form}} {noun}{'' if number == 1 else ending}"
+
+
+def first_of(items: Sequence[object], most: int, separator: str = ", ") -> str:
+    """Return at most so many items for a message, and how many more there are, such as `a, b and 3 more`."""
+    more = f" and {len(items) - most} more" if len(items) > most else ""
+    return separator.join(map(str, items[:most])) + more
 
 
 class TrainerError(Exception):

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import ClassVar, Self
 
-from reprise.errors import CheckpointError
+from reprise.errors import CheckpointError, first_of
 
 # For each rank set with common boxes, the set's digest and their content's digest.
 Groups = Sequence[Sequence[int]]
@@ -137,5 +137,4 @@ def sides_of(answers: Mapping[int, object]) -> list[list[int]]:
 
 def ranks_text(ranks: Sequence[int]) -> str:
     """Return ranks in words, numbering at most the first eight."""
-    text = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-    return f"rank {text}" if len(ranks) == 1 else f"ranks {text}"
+    return f"rank{'s' * (len(ranks) > 1)} {first_of(ranks, 8)}"

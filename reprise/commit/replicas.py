@@ -11,7 +11,7 @@ import torch
 import xxhash
 
 from reprise.commit.messages import Groups, ranks_text, sides_of
-from reprise.errors import ReplicaError
+from reprise.errors import ReplicaError, first_of
 from reprise.format.box import whole
 from reprise.ranks.channel import StoreChannel
 from reprise.storage.worker import run_together
@@ -21,7 +21,6 @@ from reprise.tensors.live import LiveTensor
 _BLOCK_BYTES = 16 << 20
 # The bytes that justify starting another thread.
 _THREAD_BYTES = 4 << 20
-_MOST_NAMED = 3
 
 
 class ReplicaDigests:
@@ -159,11 +158,10 @@ def require_agreement(
 def _difference(sides: Sequence[Sequence[int]], first: Mapping[str, int], second: Mapping[str, int]) -> ReplicaError:
     """Return the error naming the ranks and the first different boxes, given the first two sides' tables."""
     names = [name for name in {**first, **second} if first.get(name) != second.get(name)]
-    count = f"{len(names)} differences, the first: " if len(names) > _MOST_NAMED else ""
     return ReplicaError(
         "Replicas of the same tensor hold different bits",
         expected="the same bits on all ranks that hold a tensor",
-        found=f"{count}{'; '.join(names[:_MOST_NAMED])}; {' against '.join(map(ranks_text, sides))}",
+        found=f"{first_of(names, 3, '; ')}; {' against '.join(map(ranks_text, sides))}",
         fix="Committed checkpoints are untouched: resume from the newest. If it happens again, the memory of one of "
         "these hosts cannot be trusted, or the program's replicas drift apart.",
     )

@@ -12,7 +12,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from reprise.errors import CheckpointError, MismatchError
+from reprise.errors import CheckpointError, MismatchError, first_of
 from reprise.format.box import Box, absolute, extent, image, in_bytes, intersect, relative, whole
 from reprise.format.layout import Place, TensorSpec
 from reprise.format.manifest import BLOCK_BYTES, WrittenPiece
@@ -80,7 +80,7 @@ def check_tensors(
         problems += [f"{name} is unexpected" for name in names]
     problems += further
     if problems:
-        text = "; ".join(problems[:20]) + (f"; and {len(problems) - 20} more" if len(problems) > 20 else "")
+        text = first_of(problems, 20, "; ")
         raise MismatchError("The checkpoint's tensors do not match the model's", where=where, found=text)
 
 

@@ -11,9 +11,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from reprise.errors import first_of
 from reprise.format.host_file import HostFile
-
-_MOST_NAMED = 3
 
 
 class Parts(NamedTuple):
@@ -42,8 +41,7 @@ class Parts(NamedTuple):
     def describe_missing(self) -> str:
         """Return the missing parts in words. Empty if there are none."""
         names = self.missing
-        listed = ", ".join(names[:_MOST_NAMED]) + (", ..." if len(names) > _MOST_NAMED else "")
-        return f"{len(names)} of {len(self.hosts)} parts: {listed}" if names else ""
+        return f"{len(names)} of {len(self.hosts)} parts: {first_of(names, 3)}" if names else ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -157,5 +157,3 @@ def _fetch(checkpoint: Checkpoint, name: str, size: int, path: Path, count: Call
     finally:
         FILE_SYSTEM.close(writing)
         source.close(reading)
-
-

@@ -24,7 +24,7 @@ from reprise.storage.atomic import sync_folders
 from reprise.storage.files import FILE_SYSTEM
 from reprise.storage.folder import CheckpointFolder, is_iteration_name
 from reprise.storage.lock import FolderLock
-from reprise.storage.paths import exists, is_dir, lexists
+from reprise.storage.paths import exists, is_dir
 
 _log = logging.getLogger(__name__)
 
@@ -146,8 +146,7 @@ def _newest_whole(parts: Sequence[Checkpoint], iteration: int | None) -> list[tu
 def _join(parts: Sequence[tuple[Checkpoint, Parts]], out: CheckpointFolder, progress: ProgressCallback) -> GatherReport:
     first, attempt, damage = parts[0][0], f"{_ATTEMPT}{secrets.token_hex(4)}", list[str]()
     target, partial = out.iteration(first.iteration), out.partial(first.iteration, attempt)
-    if lexists(target):
-        raise CheckpointError("There is something already", where=target, fix="Move it away, or name another folder.")
+    out.require_vacant(first.iteration)
     total, copied_bytes = tensor_bytes(first), Counter[Path]()
 
     def count(path: Path | None = None, size: int = 0) -> None:

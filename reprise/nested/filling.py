@@ -172,9 +172,9 @@ class Filling:
                 for name in group["names"]
             }
             for number, group in enumerate(optimizer.groups):
-                keys, origins = (*top, "param_groups", str(number)), [saved.get(name) for name in group.names]
-                sources = [each for each in origins if each is not None]
-                if len(sources) < len(origins) or any(numbers != sources[0][0] for numbers, _ in sources):
+                keys = (*top, "param_groups", str(number))
+                sources = [saved[name] for name in group.names if name in saved]
+                if len(sources) < len(group.names) or any(numbers != sources[0][0] for numbers, _ in sources):
                     yield keys
                 elif (places := {place for _, place in sources} - {number}) and self._stored.members(*keys):
                     raise MismatchError(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -12,10 +11,9 @@ from reprise.format.layout import TensorKind
 from reprise.format.names import HOST, INDEX, MANIFEST, STATE
 from reprise.storage import json_file
 from reprise.storage.holds import HOLD
+from reprise.storage.paths import is_file_name
 
 _RESERVED = {MANIFEST, STATE, INDEX, HOST, HOLD, *(kind.value for kind in TensorKind)}
-_NAME = re.compile(r"(?!.*\.safetensors$)[^./\0][^/\0]*", re.DOTALL)
-_MOST_NAME_BYTES = 255  # Linux's limit for a file name
 
 
 def folder_files(files: Mapping[str, object] | None) -> dict[str, bytes]:
@@ -29,8 +27,8 @@ def folder_files(files: Mapping[str, object] | None) -> dict[str, bytes]:
     """
     contents: dict[str, bytes] = {}
     for name, content in (files or {}).items():
-        is_name = isinstance(name, str) and _NAME.fullmatch(name) and name not in _RESERVED
-        if not is_name or len(name.encode(errors="replace")) > _MOST_NAME_BYTES:
+        is_name = isinstance(name, str) and is_file_name(name) and name not in _RESERVED
+        if not is_name or name.startswith(".") or name.endswith(".safetensors"):
             raise CheckpointError(
                 "A file cannot have this name in a checkpoint",
                 where="`files`",

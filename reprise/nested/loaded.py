@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from reprise.errors import count_of
+from reprise.errors import count_of, first_of
 from reprise.nested.documents import StoredState
 from reprise.nested.stored_names import MODEL, OPTIMIZER, PER_RANK, RNG, keys_of_pointer
 from reprise.nested.tree import Tree
@@ -50,10 +50,10 @@ def log_result(
     """
     missing, unexpected = result.missing_keys, result.unexpected_keys
     if unexpected and is_first:
-        text = f"{count_of(len(unexpected), 'tensor')} not requested: {_first(unexpected)}"
+        text = f"{count_of(len(unexpected), 'tensor')} not requested: {first_of(unexpected, _MOST_NAMED)}"
         _log.warning(f"not loaded from {path}: {text}")
     if missing:
-        _log.warning(f"not in {path}, and kept: {count_of(len(missing), 'name')}: {_first(missing)}")
+        _log.warning(f"not in {path}, and kept: {count_of(len(missing), 'name')}: {first_of(missing, _MOST_NAMED)}")
     objects = {keys_of_pointer(where)[0] for where, value in stored.values.items() if isinstance(value, dict) and value}
     requested = {MODEL, OPTIMIZER[0], PER_RANK, *entries, *(result.keys() - objects)}
     tops = [*stored.root, *(keys_of_pointer(where)[0] for where in stored.groups if where)]
@@ -65,7 +65,3 @@ def log_result(
     if names and is_first and (tree.returns or tree.optimizers):
         hint = "; pass False or an empty dict to silence this" if tree.returns else ""
         _log.warning(f"{path} has state that this load did not request: {', '.join(dict.fromkeys(names))}{hint}")
-
-
-def _first(names: Sequence[str]) -> str:
-    return ", ".join(names[:_MOST_NAMED]) + (", ..." if len(names) > _MOST_NAMED else "")

@@ -8,8 +8,9 @@ from pathlib import Path
 from reprise.errors import CheckpointError, ConfigError
 from reprise.format.layout import MOST_ELEMENTS
 from reprise.ranks.group import check_seconds
-from reprise.storage.folder import iteration_name
-from reprise.storage.paths import exists, is_url
+from reprise.storage.files import FILE_SYSTEM
+from reprise.storage.folder import CheckpointFolder
+from reprise.storage.paths import is_url
 
 
 def target_folder(folder: str | Path) -> Path:
@@ -79,10 +80,8 @@ def check_vacant(folder: Path, iteration: int) -> None:
     Raises:
         CheckpointError: The iteration exists.
     """
-    path = folder / iteration_name(iteration)
-    if exists(path):
-        fix = "Save another iteration, or pass overwrite=True, which keeps the existing folder as `.superseded-k`."
-        raise CheckpointError("The iteration already exists", where=path, fix=fix)
+    fix = "Save another iteration, or pass overwrite=True, which keeps the existing folder as `.superseded-k`."
+    CheckpointFolder(folder, FILE_SYSTEM).require_vacant(iteration, fix)
 
 
 def require_path(path: object) -> None:

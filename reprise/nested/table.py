@@ -8,15 +8,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from reprise.errors import CheckpointError
+from reprise.errors import CheckpointError, first_of
 from reprise.format.box import Box
 from reprise.format.dtype import StoredDtype
 from reprise.format.layout import TensorKind, TensorSpec
 from reprise.format.manifest import digest_of
 from reprise.nested.stored_names import PER_RANK, order_of
 from reprise.tensors.live import LiveTensor
-
-_MOST_NAMED = 8
 
 Place = tuple[tuple[int, ...], tuple[int, ...]]  # a box's offset and shape
 
@@ -182,8 +180,7 @@ def refuse(problems: Sequence[str], what: str, fix: str) -> None:
         CheckpointError: Lists the first ones.
     """
     if problems:
-        more = f"; and {len(problems) - _MOST_NAMED} more" if len(problems) > _MOST_NAMED else ""
-        text = "; ".join(problems[:_MOST_NAMED]) + more
+        text = first_of(problems, 8, "; ")
         raise CheckpointError(what, found=text, fix=f"Nothing was read or written. {fix}")
 
 

@@ -279,8 +279,8 @@ def tree_of(
         CheckpointError: A value or the optimizer state cannot be stored, a key in `state` is reserved, or the optimizer
             has parameters outside the model.
     """
-    arguments = {"state": state, "per_rank": per_rank, RNG: rng}
-    declined = [name for name, value in arguments.items() if value is not None and not value]
+    arguments = (("state", state), ("per_rank", per_rank), (RNG, rng))
+    declined = [name for name, value in arguments if value is not None and not value]
     is_valid = not isinstance(rng, str) or (is_load and rng == IF_SAME_RANKS)
     require("`rng`", is_valid, f'True, False or, for a load, "{IF_SAME_RANKS}"', rng)
     tree = Tree(is_load, returns=True, declined=declined, may_drop_random_state=rng == IF_SAME_RANKS and not per_rank)

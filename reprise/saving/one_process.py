@@ -9,7 +9,6 @@ from pathlib import Path
 from reprise.commit import finish
 from reprise.commit.attempt import Attempt
 from reprise.commit.joint_plan import tile
-from reprise.errors import CheckpointError
 from reprise.format.layout import Layout
 from reprise.format.manifest import WrittenPiece
 from reprise.saving.owned_folder import require_room
@@ -17,7 +16,6 @@ from reprise.saving.policy import Retention
 from reprise.storage.folder import CheckpointFolder
 from reprise.storage.json_file import Document
 from reprise.storage.lock import FolderLock
-from reprise.storage.paths import exists
 
 WriteTensors = Callable[[Path], Sequence[WrittenPiece]]
 
@@ -44,15 +42,12 @@ def write_checkpoint(
         LockError: A run writes to the folder.
         CheckpointError: The iteration already exists, does not fit, or cannot be written. No checkpoint is changed.
     """
-    nonce, files, target = secrets.token_hex(4), folder.files, folder.iteration(iteration)
+    nonce, files = secrets.token_hex(4), folder.files
     attempt = Attempt(iteration, f"{nonce}-1", folder, layout)
     lock = FolderLock(folder.root, nonce, files=files)
     with folder.writing(), lock, lock:
         folder.sweep()
-        if exists(target):
-            raise CheckpointError(
-                "The iteration already exists", where=target, fix="Move it away, or name another folder."
-            )
+        folder.require_vacant(iteration)
         require_room(attempt, documents, Retention())
         try:
             files.make_folder(attempt.partial)
@@ -62,4 +57,4 @@ def write_checkpoint(
             finish.rename(attempt)
         finally:
             files.remove_tree(attempt.partial)  # no longer there after the rename
-    return target
+    return attempt.target

@@ -140,6 +140,15 @@ class CheckpointFolder:
         """Return the folder path for a committed iteration."""
         return self.root / iteration_name(iteration)
 
+    def require_vacant(self, iteration: int, fix: str = "Move it away, or name another folder.") -> None:
+        """Refuse an iteration whose name is taken.
+
+        Raises:
+            CheckpointError: Names it.
+        """
+        if lexists(path := self.iteration(iteration)):
+            raise CheckpointError("The iteration already exists", where=path, fix=fix)
+
     def partial(self, iteration: int, attempt: str) -> Path:
         """Return the partial folder an attempt writes to."""
         return self.root / f".{iteration_name(iteration)}.{attempt}.partial"

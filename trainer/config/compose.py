@@ -24,7 +24,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 from yaml import YAMLError
 
-from reprise.errors import ConfigError
+from reprise.errors import ConfigError, first_of
 from reprise.storage import SMALL_BYTES, Files, is_dir, read_regular
 from reprise.stores import location
 from trainer.config.megatron_flags import refuse_flags
@@ -171,8 +171,7 @@ def unlike(text: str, first: str, *, rank: int) -> ConfigError:
     """Return the error for a rank whose configuration differs from rank 0's, given both as YAML. It names the keys."""
     values, first_values = (flattened(yaml.safe_load(each)) for each in (text, first))
     names = sorted(key for key in {*values, *first_values} if values.get(key, ...) != first_values.get(key, ...))
-    more = f" and {len(names) - _MOST_KEYS} more" if len(names) > _MOST_KEYS else ""
-    keys = f"other values of {', '.join(names[:_MOST_KEYS])}{more}" if names else None
+    keys = f"other values of {first_of(names, _MOST_KEYS)}" if names else None
     fix = "Enter the same command, with the same environment variables, on every host."
     return ConfigError("The configuration differs from rank 0's", where=f"rank {rank}", found=keys, fix=fix)
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from reprise.errors import DataError, count_of
+from reprise.errors import DataError, count_of, first_of
 from trainer.data.data_file import DataFile, TokenArray, fitting_chunks, new_file, wrong_size
 from trainer.data.document_index import DocumentIndex
 
@@ -87,8 +87,7 @@ class TokenFile:
 
 def listed(paths: Sequence[Path]) -> str:
     """Return paths as text; for a long list, the first paths and the remaining count."""
-    more = f" and {len(paths) - _MOST_LISTED} more" if len(paths) > _MOST_LISTED else ""
-    return ", ".join(map(str, paths[:_MOST_LISTED])) + more
+    return first_of(paths, _MOST_LISTED)
 
 
 def open_token_file(path: str | Path) -> TokenFile:
