@@ -58,9 +58,9 @@ def _most_dims(layout: Layout) -> int:
 
 def _not_tiled(name: str) -> CheckpointError:
     return CheckpointError(
-        "The pieces of all ranks do not cover a tensor exactly once",
+        "The ranks do not hold a tensor exactly once",
         where=name,
-        fix="Nothing was committed; this is a defect of the program that enumerates the shards.",
+        fix="Nothing was committed. All ranks in its device mesh must take part, and hold equal or disjoint parts.",
     )
 
 

@@ -75,7 +75,7 @@ def contents_of(
         table = holdings.table_of(tree, from_rank0)
         data = to_bytes(section)
     joint, joined = agree_on_state(call, table, data, holdings.known, before_decision=before_decision)
-    live = holdings.with_replicas(joint, call.channel.rank, is_save=True)
+    live = holdings.with_replicas(joint, call.channel.rank)
     return Contents(joint.specs, live, joint.aliases, {STATE: document(joined or section, iteration), **tree.files})
 
 
@@ -164,7 +164,7 @@ def fill(
     look = partial(Patience().look, partial(has_no_checkpoint, source), where=source)
     if missing_ok and channel.from_first("missing", look):
         return LoadedState({"iteration": 0})
-    tensors, fillings = local.with_replicas(joint, channel.rank, is_save=False), list[Filling]()
+    tensors, fillings = local.with_replicas(joint, channel.rank), list[Filling]()
 
     def live(checkpoint: Checkpoint) -> Sequence[LiveTensor]:
         stored, requested = read_state(checkpoint), joint

@@ -12,7 +12,7 @@ from reprise.errors import CheckpointError
 from reprise.format.layout import TensorKind, refuse_unstorable
 from reprise.nested.agreement import KnownTables
 from reprise.nested.stored_names import MODEL, Keys, pointer, stored_name
-from reprise.nested.table import JointTable, require_whole, table_of
+from reprise.nested.table import JointTable, table_of
 from reprise.nested.tree import Tree
 from reprise.tensors.live import LiveTensor, check_byteorder, check_disjoint, check_memory, local_of, memory_holder
 
@@ -58,19 +58,14 @@ class HeldTensors:
             self._marks, self._joint = marks, None
         return self._table
 
-    def with_replicas(self, joint: JointTable, rank: int, *, is_save: bool) -> tuple[LiveTensor, ...]:
+    def with_replicas(self, joint: JointTable, rank: int) -> tuple[LiveTensor, ...]:
         """Return the tensors with all ranks holding the same boxes, in the joint table's order.
 
         For a tensor matching a pattern, only the first rank with each box saves. Return the same tuple if nothing has
         changed.
-
-        Raises:
-            CheckpointError: See `require_whole`, for a save.
         """
         if joint is self._joint:
             return self._located
-        if is_save:
-            require_whole(joint)
         tensors = []
         for spec in joint.specs:
             if (tensor := self._live.get(spec.name)) is not None:

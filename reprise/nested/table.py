@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -151,26 +150,6 @@ def join(tables: Mapping[int, bytes]) -> str:
     ]
     names = [sorted({name for table in by_rank.values() for name in table[place]}) for place in (1, 2)]
     return json.dumps([rows, aliases, *names, patterns])
-
-
-def require_whole(joint: JointTable) -> None:
-    """Refuse to save a tensor if the ranks hold only a part of it, or overlapping parts.
-
-    Raises:
-        CheckpointError: Lists such tensors.
-    """
-    problems = []
-    for spec in joint.specs:
-        boxes = joint.holders[spec.name]
-        elements, size = sum(box.numel for box in boxes), math.prod(spec.shape)
-        if elements != size:
-            ranks = sorted({rank for ranks_of_box in boxes.values() for rank in ranks_of_box})
-            problems.append(f"{spec.name}: {elements} of {size} elements on ranks {', '.join(map(str, ranks))}")
-    refuse(
-        problems,
-        "The ranks do not hold a tensor exactly once",
-        "All ranks in its device mesh must take part, and hold equal or disjoint parts.",
-    )
 
 
 def refuse(problems: Sequence[str], what: str, fix: str) -> None:

@@ -79,9 +79,9 @@ class Checkpointer:
         self._staging = Staging(policy, channel.rank, self._worker)
         self._plans, self.attempts = KnownPlans(), 0
         # The iteration saved or loaded last, and one whose checkpoint is to be replaced. Each has whether it holds
-        # optimizer state, as has the last attempt whose outcome this rank stopped waiting for.
+        # optimizer state, as has that of the last attempt whose outcome this rank stopped waiting for.
         self._saved = self._outdated = _NONE
-        self._in_doubt: tuple[Attempt, bool] | None = None
+        self._in_doubt: tuple[Attempt, tuple[int, bool]] | None = None
         self._verified = -1  # the loaded checkpoint, if all its digests were checked
         self._left = list[str]()  # keys of this rank's messages on earlier attempts, and on the one last started
         self._started: SaveJob | None = None
@@ -128,8 +128,8 @@ class Checkpointer:
 
         def find() -> bool | None:
             with contextlib.suppress(TrainerError):  # missing or damaged: the iteration is saved again
-                checkpoint = open_checkpoint(folder.iteration(iteration), folder.files)
-                return checkpoint.has_optimizer if is_same(checkpoint) else None
+                if is_same(checkpoint := open_checkpoint(folder.iteration(iteration), folder.files)):
+                    return checkpoint.has_optimizer
             return None
 
         has_optimizer = self._channel.from_first(f"saved/{self._nonce}", find)
@@ -187,7 +187,7 @@ class Checkpointer:
             self.wait()
             start = time.perf_counter()
             if self._in_doubt is not None and self._in_doubt[0].is_committed():
-                self._note_saved(self._in_doubt[0].iteration, has_optimizer=self._in_doubt[1])
+                self._saved, self._in_doubt = self._in_doubt[1], None
             newest, was_whole = self._saved
             is_saved = newest == iteration and was_whole >= contents.has_optimizer
             if is_saved and not self._policy.copies_at_call:  # else the tensors may have changed since
@@ -234,19 +234,19 @@ class Checkpointer:
         if save_job is None:
             return
         attempt, snapshot, job = save_job.attempt, save_job.snapshot, save_job.job
-        error, goes_on = None, False
+        result, error, goes_on = (attempt.iteration, save_job.contents.has_optimizer), None, False
         try:
             if snapshot.is_aborted and not job.is_done:
                 raise stalled_error(attempt.target)
             job.wait(self._policy.commit_timeout_s, where=attempt.target)
-            self._note_saved(attempt.iteration, has_optimizer=save_job.contents.has_optimizer)
+            self._saved, self._in_doubt = result, None
         except TrainerError as failure:
             error = failure
             if not job.is_done and not snapshot.is_aborted:
                 snapshot.abort()
                 save_job.shared.abort(self._channel, failure)
             if save_job.shared.current.outcome is not Outcome.FAILED:
-                self._in_doubt = attempt, save_job.contents.has_optimizer
+                self._in_doubt = attempt, result
         except BaseException as interrupt:
             goes_on = self._policy.async_save and interrupt is not job.error
             raise
@@ -256,9 +256,6 @@ class Checkpointer:
         if not self._policy.async_save:
             save_job.blocked_s = time.perf_counter() - save_job.start
         self._add_report(save_job.report(error))
-
-    def _note_saved(self, iteration: int, *, has_optimizer: bool) -> None:
-        self._saved, self._in_doubt = (iteration, has_optimizer), None
 
     def _detach(self, save_job: SaveJob) -> None:
         """Stop waiting for a save: remove its step hooks, and abort its snapshot if its thread still runs."""
@@ -364,4 +361,5 @@ class Checkpointer:
         if snapshot.is_aborted and not was_aborted:
             save_job.shared.abort(self._channel, stalled_error(save_job.attempt.target))
         blocked_s = time.perf_counter() - start
-        save_job.blocked_s, self.results.blocked_s = save_job.blocked_s + blocked_s, self.results.blocked_s + blocked_s
+        save_job.blocked_s += blocked_s
+        self.results.blocked_s += blocked_s

@@ -11,6 +11,7 @@ import json
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from reprise.commit.attempt import Attempt, Hosts
@@ -41,12 +42,8 @@ class OwnedFolder:
         self.hosts = hosts or Hosts.of(channel.ranks)
         self._channel, self._nonce = channel, nonce
         self._is_local = hosts is not None
-        self.lock: FolderLock | None = None
-        if channel.rank in self.hosts.leaders:
-            files, another = folder.files, folder.terms.another
-            self.lock = FolderLock(
-                folder.root, nonce, owner=self, files=files, another=another, is_local=self._is_local
-            )
+        lock = partial(FolderLock, files=folder.files, another=folder.terms.another, is_local=self._is_local)
+        self.lock = lock(folder.root, nonce, owner=self) if channel.rank in self.hosts.leaders else None
         self._key = f"folder/{nonce}"
         self._agreements = 0
 

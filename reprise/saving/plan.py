@@ -17,7 +17,7 @@ from operator import itemgetter
 from reprise.format.box import Image
 from reprise.format.layout import PAGE_BYTES, Layout, build_layout
 from reprise.format.manifest import Piece
-from reprise.tensors.live import Contents, LiveTensor
+from reprise.tensors.live import Contents
 from reprise.tensors.memory import Sources
 
 # Files are written in extents about this long, several concurrently.
@@ -137,23 +137,14 @@ def make_plan(contents: Contents, *, rank: int, file_bytes: int, steady: Collect
         steady: Addresses of storages that stay unchanged until the snapshot is released. None means all.
     """
     layout = build_layout(contents.specs, file_bytes=file_bytes)
-    pieces = plan(contents.live, layout, rank)
+    live = [t for t in contents.live if not t.is_copy]
+    holdings = [Holding(t.spec.name, t.spec.image(t.box), layout.places[t.spec.name].offset, t.replicas) for t in live]
+    pieces = pieces_of(holdings, rank)
     names = {piece.name for piece in pieces}
     files = deque(cut(pieces, layout).items())
     files.rotate(-rank)
-    sources = Sources([t for t in contents.live if t.spec.name in names and not t.is_copy], steady)
+    sources = Sources([t for t in live if t.spec.name in names], steady)
     return Plan(contents, layout, pieces, dict(files), sources)
-
-
-def plan(live: Sequence[LiveTensor], layout: Layout, rank: int) -> list[Piece]:
-    """Return the pieces written by `rank`."""
-    holdings = [
-        Holding(spec.name, spec.image(tensor.box), layout.places[spec.name].offset, tensor.replicas)
-        for tensor in live
-        if not tensor.is_copy
-        for spec in (tensor.spec,)
-    ]
-    return pieces_of(holdings, rank)
 
 
 def pieces_of(holdings: Sequence[Holding], rank: int) -> list[Piece]:

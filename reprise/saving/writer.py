@@ -55,7 +55,7 @@ class Writer:
     memory: SharedMemory | None
     stripes: Stripes
     _targets: dict[str, _Target] = field(init=False, default_factory=dict)
-    _digests: dict[str, bytearray] = field(init=False, default_factory=dict)
+    _digests: dict[str, bytearray] = field(init=False)
     _has_failed: threading.Event = field(init=False, default_factory=threading.Event)
     _turns: threading.Semaphore = field(init=False, default_factory=partial(threading.Semaphore, _WRITES))
 
