@@ -140,7 +140,7 @@ class Image:
     @property
     def extent(self) -> int:
         """Return the distance in bytes from its first byte to its last in the tensor, both included."""
-        return self.run_bytes + sum((count - 1) * stride for count, stride in self.loops)
+        return covered_bytes(self.packed_shape, self.strides)
 
     @property
     def is_contiguous(self) -> bool:
@@ -193,6 +193,11 @@ class Image:
             row, index = divmod(row, count)
             at += index * stride
         return at
+
+
+def covered_bytes(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """Return the distance in bytes from an array's first byte to its last, both included."""
+    return 1 + sum((count - 1) * stride for count, stride in zip(shape, strides, strict=True))
 
 
 def image(box: Box, shape: Sequence[int], itemsize: int) -> Image:

@@ -48,11 +48,6 @@ class HostFile:
     held: PieceNumbers
 
     @property
-    def own(self) -> dict[str, tuple[int, ...]]:
-        """Return this host's pieces."""
-        return {} if self.host is None else self.written_by(self.host)
-
-    @property
     def missing(self) -> dict[str, tuple[int, ...]]:
         """Return the pieces outside this folder."""
         return without(self._pieces, self.held)

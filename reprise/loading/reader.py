@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from reprise.errors import CheckpointError, MismatchError, UnreadableError
 from reprise.format import host_file, manifest
-from reprise.format.box import Image
+from reprise.format.box import Image, covered_bytes
 from reprise.format.host_file import HostFile
 from reprise.format.layout import MOST_ELEMENTS, Place, TensorKind, header_places, kind_of_file
 from reprise.format.manifest import Manifest
@@ -24,7 +24,7 @@ from reprise.storage.files import Files
 from reprise.storage.folder import named_iteration
 from reprise.storage.json_file import Json
 from reprise.storage.paths import exists
-from reprise.storage.patience import failed_read, is_damage, unreadable
+from reprise.storage.patience import failed_read
 
 Bytes = npt.NDArray[np.uint8]
 Read = Callable[[memoryview, int], object]  # fills a buffer from an offset in the file
@@ -179,13 +179,9 @@ def _host_file(path: Path, files: Files, digest: str) -> HostFile | None:
     """Return the `host.json` in a folder, or None if there is none, because all pieces are there."""
     where = path / HOST
     try:
-        files.size(where)
-    except OSError as error:
-        if is_damage(error):
-            return None
-        raise unreadable(error, where=where) from error
-    try:
         host = host_file.from_bytes(read_content(where, files), where=where)
+    except FileNotFoundError:
+        return None
     except OSError as error:
         raise failed_read("A host file cannot be read", error, where=where) from error
     if host.manifest != digest:
@@ -376,9 +372,8 @@ def open_tensor_file(files: Files, path: Path) -> Iterator[OpenFile]:
 class Gatherer:
     """Moves packed images from and to their scattered positions, through a buffer. Each thread needs its own."""
 
-    def __init__(self, *, gap_bytes: int = GAP_BYTES, scratch_bytes: int = SCRATCH_BYTES) -> None:
-        self._gap_bytes = gap_bytes
-        self._scratch: Bytes = np.empty(scratch_bytes, dtype=np.uint8)
+    def __init__(self) -> None:
+        self._scratch: Bytes = np.empty(SCRATCH_BYTES, dtype=np.uint8)
 
     def gather(
         self, read: Read, image: Image, lo: int, into: Bytes, *, offset: int, write: Write | None = None
@@ -402,7 +397,7 @@ class Gatherer:
             return
         count, stride = len(into), strides[0]
         length = covered_bytes(into.shape[1:], strides[1:])
-        if stride - length > self._gap_bytes or length > self._scratch.size or count == 1:
+        if stride - length > GAP_BYTES or length > self._scratch.size or count == 1:
             for index in range(count):
                 self._cover(read, start + index * stride, strides[1:], into[index], write)
             return
@@ -415,8 +410,3 @@ class Gatherer:
             np.copyto(rows if write else part, part if write else rows)
             if write:
                 write(covering.data, start + first * stride)
-
-
-def covered_bytes(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """Return the distance in bytes from an array's first byte to its last, both included."""
-    return 1 + sum((count - 1) * stride for count, stride in zip(shape, strides, strict=True))

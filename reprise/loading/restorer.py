@@ -65,7 +65,6 @@ class Restorer:
         self._channel, self._nonce = channel, nonce
         self._patience = patience or Patience()
         self._system = files or FILE_SYSTEM
-        self._files = PatientFiles(self._system, self._patience)
         self._messages = 0
 
     def restore(
@@ -103,8 +102,8 @@ class Restorer:
         """
         local = self._local if with_local else None
         shared_load = self._key("store").replace("/", "-") if self._channel.world_size > 1 or not is_new else None
-        self._files = PatientFiles(files_of(source.path, self._system, load=shared_load), self._patience)
-        chooser = Chooser(source, self._files, check, patience=self._patience, local=local)
+        files = PatientFiles(files_of(source.path, self._system, load=shared_load), self._patience)
+        chooser = Chooser(source, files, check, patience=self._patience, local=local)
 
         def prepare(checkpoint: Checkpoint) -> tuple[Sequence[LiveTensor], LoadReport]:
             if verify_all:
@@ -118,13 +117,13 @@ class Restorer:
             return tensors, report
 
         try:
-            checkpoint, loaded_from, (tensors, report) = self._prepared(chooser, check, live, prepare)
+            checkpoint, loaded_from, (tensors, report) = self._prepared(chooser, files, check, live, prepare)
             if is_new:
                 self.check_replicas(tensors)
             else:
                 report += self._change(partial(_fill, checkpoint, _held(tensors), verify=verify), finish, tensors)
         finally:
-            self._files.end()
+            files.end()
         is_all_read = not checkpoint.has_optimizer or any(
             tensor.spec.kind is TensorKind.OPTIMIZER for tensor in tensors
         )
@@ -133,6 +132,7 @@ class Restorer:
     def _prepared(
         self,
         chooser: Chooser,
+        files: Files,
         check: Callable[[Checkpoint], None],
         live: Callable[[Checkpoint], Sequence[LiveTensor]],
         prepare: Callable[[Checkpoint], T],
@@ -151,9 +151,7 @@ class Restorer:
                     continue
                 try:
                     # Rank 0 has it open. Another rank opens it once it is visible there.
-                    checkpoint = chooser.checkpoint or open_same(
-                        path, digest, self._files, reader=self._channel.coordinator
-                    )
+                    checkpoint = chooser.checkpoint or open_same(path, digest, files, reader=self._channel.coordinator)
                     prepared = prepare(checkpoint)
                 except TrainerError as error:
                     problem = error

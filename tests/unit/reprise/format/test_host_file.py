@@ -24,8 +24,7 @@ def test_a_host_file_is_read_as_it_was_written() -> None:
 
 def test_a_host_owns_what_it_wrote() -> None:
     other = {"a": (1, 2), "b": (0,)}
-    assert FILE.own == FILE.held
-    assert (replace(FILE, host=1).own, replace(FILE, host=None).own) == (other, {})
+    assert (FILE.written_by(0), FILE.written_by(1)) == (FILE.held, other)
     assert (FILE.missing, FILE.is_whole, FILE.parts) == (other, False, (0,))
     assert replace(FILE, held=other).parts == (1,)
 

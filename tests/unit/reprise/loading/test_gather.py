@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reprise.format.box import Box, Image, image
-from reprise.loading.reader import Bytes, Gatherer
+from reprise.loading import reader
+from reprise.loading.reader import Bytes
 from tests.profiles import examples
 from tests.unit.reprise.format.test_box import shapes_with_boxes
 
@@ -36,8 +37,10 @@ def tensor_of(shape: tuple[int, ...], itemsize: int) -> Bytes:
 
 def gathered(memory: Memory, source: Image, lo: int, hi: int, *, gap_bytes: int, scratch_bytes: int) -> Bytes:
     into = np.zeros(hi - lo, dtype=np.uint8)
-    gatherer = Gatherer(gap_bytes=gap_bytes, scratch_bytes=scratch_bytes)
-    gatherer.gather(memory.read, source, lo, into, offset=OFFSET)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reader, "GAP_BYTES", gap_bytes)
+        patch.setattr(reader, "SCRATCH_BYTES", scratch_bytes)
+        reader.Gatherer().gather(memory.read, source, lo, into, offset=OFFSET)
     return into
 
 

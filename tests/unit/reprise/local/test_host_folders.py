@@ -32,9 +32,11 @@ def bytes_to_flip(path: Path) -> Iterator[tuple[str, int, bool]]:
     """Yield a byte of every block, of every header and of every other file, and whether a load on its host reads it."""
     checkpoint = open_checkpoint(path, Files())
     assert checkpoint.host is not None
+    assert checkpoint.host.host is not None
+    own = checkpoint.host.written_by(checkpoint.host.host)
     for block in blocks_of(checkpoint, checkpoint.host.held):
         start, _, _ = next(block.packed.spans(block.lo, block.hi))
-        is_read = block.number in checkpoint.host.own.get(block.place.spec.name, ())
+        is_read = block.number in own.get(block.place.spec.name, ())
         yield block.place.file, block.place.offset + start, is_read
     for file in sorted(path.rglob("*")):
         if file.is_file():
