@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from reprise.errors import CheckpointError
 from reprise.storage import json_file
@@ -95,18 +96,16 @@ class Lineage:
         }
 
     @staticmethod
-    def from_record(table: Mapping[str, object]) -> Lineage:
+    def from_record(table: Mapping[str, Any]) -> Lineage:
         """Return the lineage from its JSON form.
 
         Raises:
             LookupError, TypeError, ValueError: It is malformed.
         """
         listed, origin, launch = table["branches"], table.get("parent"), table.get("launch", [])
-        if not isinstance(listed, list) or not listed:
-            raise TypeError(f"branches are {listed!r}")
         branches = tuple(Branch(_text(member["id"]), _iteration(member["began_at"])) for member in listed)
-        if not isinstance(launch, list) or not (origin is None or isinstance(origin, Mapping)):
-            raise TypeError(f"the parent is {origin!r}, the launch {launch!r}")
+        if not branches or not isinstance(launch, list):
+            raise TypeError(f"branches are {listed!r}, the launch is {launch!r}")
         run = None if origin is None or origin["run"] is None else _text(origin["run"])
         parent = None if origin is None else Parent(run, integer(origin["iteration"]))
         return Lineage(branches, parent, tuple(map(_text, launch)))

@@ -100,10 +100,9 @@ class Restorer:
                 names an iteration. Every rank raises.
             MismatchError: A rank finds another checkpoint under the path than rank 0. Every rank raises.
         """
-        local = self._local if with_local else None
         shared_load = self._key("store").replace("/", "-") if self._channel.world_size > 1 or not is_new else None
         files = PatientFiles(files_of(source.path, self._system, load=shared_load), self._patience)
-        chooser = Chooser(source, files, check, patience=self._patience, local=local)
+        chooser = Chooser(source, files, check, patience=self._patience, local=self._local if with_local else None)
 
         def prepare(checkpoint: Checkpoint) -> tuple[Sequence[LiveTensor], LoadReport]:
             if verify_all:

@@ -7,7 +7,7 @@ Small tables and values travel inside the message.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from reprise.format.manifest import digest_of
@@ -54,39 +54,22 @@ def agree_on_state(
     Raises:
         CheckpointError: A rank does not make the call, or the tables or values conflict. Every rank raises.
     """
-    channel, message = call.channel, ""
-    joined: Section | None = None
+    channel, joined, message = call.channel, None, ""
     digests = (digest_of(table), digest_of(values))
     known = cache.joint.digest if cache.joint and cache.sent == digests[0] else ""
     documents = dict(zip(digests, (table, values), strict=True))
-    small = {
-        digest: document.decode()
-        for digest, document in documents.items()
-        if digest != cache.sent and len(document) <= SMALL_BYTES
-    }
+    small = {d: data.decode() for d, data in documents.items() if d != cache.sent and len(data) <= SMALL_BYTES}
     offers = list(map(json.loads, call.offer(json.dumps([known, digests, small]).encode())))
     pairs = [(rank, *pair) for rank, (_, pair, _) in zip(channel.ranks, offers, strict=False)]
-    values_of = {digest: rank for rank, _, digest in reversed(pairs)}  # the first rank with each document
     requests, is_same = dict[str, int](), False
-
-    def join_all() -> None:
-        nonlocal message, joined
-        if not is_same:
-            cache.sent = ""
-            message = join({rank: documents[digest] for rank, digest, _ in pairs})
-            cache.joint = JointTable.from_text(message)
-        if len(values_of) > 1:
-            parsed = {rank: json_file.parse(documents[d], where="a message") for d, rank in values_of.items()}
-            joined = join_sections(parsed)
-
     if channel.coordinates:
         with call.preparing():
             documents |= {digest: text.encode() for *_, texts in offers for digest, text in texts.items()}
             is_same = {first for first, *_ in offers} == {known} != {""}
-            senders = {**({} if is_same else {digest: rank for rank, digest, _ in reversed(pairs)}), **values_of}
-            requests = {digest: rank for digest, rank in senders.items() if digest not in documents}
+            new = [(digest, rank) for rank, *pair in reversed(pairs) for digest in pair[1 if is_same else 0 :]]
+            requests = {digest: rank for digest, rank in new if digest not in documents}  # the first rank with each
             if not requests:
-                join_all()
+                message, joined = _join(pairs, documents, cache, is_same=is_same)
             before_decision()
     requests, is_same = json.loads(call.decide(json.dumps([requests, is_same])))
     if requests:
@@ -97,7 +80,7 @@ def agree_on_state(
             if channel.coordinates:
                 for digest, rank in requests.items():
                     documents[digest] = channel.take(f"{call.key}/{digest}", sender=f"rank {rank}")
-                join_all()
+                message, joined = _join(pairs, documents, cache, is_same=is_same)
     if not is_same:
         data = message.encode() if channel.coordinates else None
         joint = channel.broadcast(f"{call.key}/joint", data)
@@ -106,3 +89,30 @@ def agree_on_state(
     cache.sent = digests[0]
     assert cache.joint is not None
     return cache.joint, joined
+
+
+def _join(
+    pairs: Sequence[tuple[int, str, str]], documents: Mapping[str, bytes], cache: KnownTables, *, is_same: bool
+) -> tuple[str, Section | None]:
+    """Return the message with a new joint table, and the joined values if they differ between ranks.
+
+    Args:
+        pairs: Each rank with the digests of its table and its values, in channel order.
+        documents: The tables and values by digest.
+        cache: Receives the table.
+        is_same: Whether the ranks' tables are those of the last agreement.
+
+    Raises:
+        CheckpointError: The tables or values conflict.
+    """
+    message = ""
+    if not is_same:
+        cache.sent = ""
+        message = join({rank: documents[digest] for rank, digest, _ in pairs})
+        cache.joint = JointTable.from_text(message)
+    first_ranks = {digest: rank for rank, _, digest in reversed(pairs)}
+    if len(first_ranks) < 2:
+        return message, None
+    return message, join_sections(
+        {rank: json_file.parse(documents[digest], where="a message") for digest, rank in first_ranks.items()}
+    )

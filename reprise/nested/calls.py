@@ -54,8 +54,8 @@ def contents_of(
     *,
     holdings: HeldTensors,
     iteration: int,
-    from_rank0: Sequence[str] = (),
-    before_decision: Callable[[], None] = lambda: None,
+    from_rank0: Sequence[str],
+    before_decision: Callable[[], None],
 ) -> Contents:
     """Return what to save. Collective.
 
@@ -137,8 +137,8 @@ def fill(
     make_tree: MakeTree,
     *,
     strict: Strictness,
-    iteration: int | None = None,
-    missing_ok: bool = False,
+    iteration: int | None,
+    missing_ok: bool,
     check: Callable[[Checkpoint], None] = lambda _: None,
 ) -> LoadedState:
     """Fill a tree from a checkpoint, and return the names missing on either side.
@@ -187,6 +187,7 @@ def fill(
         fillings.append(Filling(tree, tensors, requested, strict, checkpoint, stored))
         return fillings[-1].live()
 
-    restorer = Restorer(channel, nonce=call.nonce)
-    restorer.restore(LoadSource(source, iteration), check=check, live=live, finish=lambda: fillings[-1].finish())
+    Restorer(channel, nonce=call.nonce).restore(
+        LoadSource(source, iteration), check=check, live=live, finish=lambda: fillings[-1].finish()
+    )
     return fillings[-1].result(is_first=channel.coordinates)

@@ -17,8 +17,6 @@ _log = logging.getLogger(__name__)
 # Which names missing on a side are refused: True all, "missing" those the checkpoint lacks, False none.
 Strictness = bool | Literal["missing"]
 
-_MOST_NAMED = 5
-
 
 class LoadedState(dict[str, Any]):
     """A load's returned values, with the missing names it allowed.
@@ -50,10 +48,11 @@ def log_result(
     """
     missing, unexpected = result.missing_keys, result.unexpected_keys
     if unexpected and is_first:
-        text = f"{count_of(len(unexpected), 'tensor')} not requested: {first_of(unexpected, _MOST_NAMED)}"
-        _log.warning(f"not loaded from {path}: {text}")
+        _log.warning(
+            f"not loaded from {path}: {count_of(len(unexpected), 'tensor')} not requested: {first_of(unexpected, 5)}"
+        )
     if missing:
-        _log.warning(f"not in {path}, and kept: {count_of(len(missing), 'name')}: {first_of(missing, _MOST_NAMED)}")
+        _log.warning(f"not in {path}, and kept: {count_of(len(missing), 'name')}: {first_of(missing, 5)}")
     objects = {keys_of_pointer(where)[0] for where, value in stored.values.items() if isinstance(value, dict) and value}
     requested = {MODEL, OPTIMIZER[0], PER_RANK, *entries, *(result.keys() - objects)}
     tops = [*stored.root, *(keys_of_pointer(where)[0] for where in stored.groups if where)]

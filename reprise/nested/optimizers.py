@@ -191,8 +191,8 @@ def _refuse_extra_state(optimizer: torch.optim.Optimizer, parameters: Iterable[n
         CheckpointError: Names the first such content.
     """
     state = {number: optimizer.state.get(parameter) for number, parameter in enumerate(parameters)}
-    known = {"state": state, "param_groups": [*optimizer.param_groups]}
-    expected = {keys for keys, _ in leaves(known, OPTIMIZER[:1])}
+    content = {"state": state, "param_groups": [*optimizer.param_groups]}
+    expected = {keys for keys, _ in leaves(content, OPTIMIZER[:1])}
     if extra := [keys for keys, _ in leaves(dict(optimizer.state_dict()), OPTIMIZER[:1]) if keys not in expected]:
         raise CheckpointError(
             "An optimizer's own state_dict() has content beyond its groups and its parameters' state",

@@ -80,8 +80,9 @@ def check_vacant(folder: Path, iteration: int) -> None:
     Raises:
         CheckpointError: The iteration exists.
     """
-    fix = "Save another iteration, or pass overwrite=True, which keeps the existing folder as `.superseded-k`."
-    CheckpointFolder(folder, FILE_SYSTEM).require_vacant(iteration, fix)
+    CheckpointFolder(folder, FILE_SYSTEM).require_vacant(
+        iteration, "Save another iteration, or pass overwrite=True, which keeps the existing folder as `.superseded-k`."
+    )
 
 
 def require_path(path: object) -> None:

@@ -230,16 +230,15 @@ def _refusal(value: object, keys: Keys) -> CheckpointError:
             where=pointer(keys),
             fix="Pass the tensor under a key of its own.",
         )
-    parts = (
-        "Pass its parts, each of one of these types, such as str(value), list(value), an enum's .value, or an array's "
-        "fields and mask."
-    )
     return CheckpointError(
         "A value has a type that a checkpoint cannot store",
         where=pointer(keys),
         expected="a tensor, a number, text, bytes, a boolean, None, or a list, tuple, set or dict of them",
         found=f"an object of {type(value).__name__} {getattr(value, 'dtype', '')}".rstrip(),
-        fix="Pass its state_dict()." if hasattr(value, "state_dict") else parts,
+        fix="Pass its state_dict()."
+        if hasattr(value, "state_dict")
+        else "Pass its parts, each of one of these types, such as str(value), list(value), an enum's .value, or an "
+        "array's fields and mask.",
     )
 
 
