@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import itertools
 import json
 import socket
 import zlib
@@ -56,29 +55,27 @@ def find_hosts(channel: StoreChannel, local_ranks: Sequence[int], key: str) -> H
         local_ranks: The ranks on this host, including this rank. Empty for this rank alone.
         key: Message key, new on this channel.
     """
-    row = [socket.gethostname(), min([channel.rank, *local_ranks])]
+    row = [socket.gethostname(), channel.rank - min([channel.rank, *local_ranks])]
     rows = channel.gather(f"{key}/hosts", json.dumps(row).encode())
     return _unpacked(channel.from_first(f"{key}/table", lambda: _packed([json.loads(data) for data in rows])))
 
 
 def _packed(rows: list[tuple[str, int]]) -> str:
-    """Pack all hosts' names and ranks into a few bytes if names and numbers follow a pattern.
+    """Pack all hosts' names and ranks into a few bytes if they follow a pattern.
 
     Args:
-        rows: By rank, its host's name and that host's lowest rank.
+        rows: By rank, its host's name, and its distance from that host's lowest rank.
     """
-    names = {leader: rows[leader][0] for _, leader in rows}
-    numbers = {leader: number for number, leader in enumerate(names)}
-    steps = [numbers[leader] - numbers[before] for (_, before), (_, leader) in itertools.pairwise(rows[:1] + rows)]
-    return base64.b64encode(zlib.compress(json.dumps([list(names.values()), steps]).encode())).decode()
+    text = json.dumps(list(zip(*rows, strict=True)))  # columns, of which each repeats itself
+    return base64.b64encode(zlib.compress(text.encode())).decode()
 
 
 def _unpacked(text: str) -> Hosts:
-    names, steps = json.loads(zlib.decompress(base64.b64decode(text)))
-    ranks: list[list[int]] = [[] for _ in names]
-    for rank, number in enumerate(itertools.accumulate(steps)):
-        ranks[number].append(rank)
-    return Hosts(tuple(names), tuple(map(tuple, ranks)))
+    hosts: dict[int, tuple[str, list[int]]] = {}
+    for rank, (name, distance) in enumerate(zip(*json.loads(zlib.decompress(base64.b64decode(text))), strict=True)):
+        hosts.setdefault(rank - distance, (name, []))[1].append(rank)
+    names, ranks = zip(*hosts.values(), strict=True)
+    return Hosts(names, tuple(map(tuple, ranks)))
 
 
 @dataclass(frozen=True, slots=True)

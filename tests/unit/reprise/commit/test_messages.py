@@ -38,7 +38,7 @@ def test_a_message_arrives_as_it_was(message: Message) -> None:
 
 
 def test_hosts_travel_in_bytes_that_hardly_grow_with_them() -> None:
-    rows = [(f"node{rank // 8:04}", rank // 8 * 8) for rank in range(8 * 2048)]
+    rows = [(f"node{rank // 8:04}", rank % 8) for rank in range(8 * 2048)]
     packed = attempt._packed(rows)
     hosts = attempt._unpacked(packed)
     assert len(packed) < 6500  # three bytes a name
