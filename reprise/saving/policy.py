@@ -21,7 +21,7 @@ class Retention:
     """Which checkpoints to keep.
 
     Kept are the newest `max_checkpoint_keep` (0 = all), every multiple of `save_retain_interval` (0 = none), the
-    `keep_best` with the lowest validation loss, the iterations in `always`, and those `named` by the command.
+    `keep_best` with the lowest validation loss, and the iterations `kept` in any case.
 
     The rules apply to scheduled checkpoints. An interim checkpoint, saved where a run was interrupted, stays until a
     later scheduled checkpoint is committed. So an interrupted run keeps the same checkpoints as an uninterrupted run.
@@ -32,8 +32,7 @@ class Retention:
     max_checkpoint_keep: int = 0
     save_retain_interval: int = 0
     keep_best: int = 0
-    always: frozenset[int] = frozenset()
-    named: frozenset[int] = frozenset()
+    kept: frozenset[int] = frozenset()
     mirror: MirrorRule | None = None
 
     def expired(
@@ -44,7 +43,7 @@ class Retention:
         losses: Mapping[int, float | None] | None = None,
         interim: Collection[int] = (),
     ) -> list[int]:
-        """Return the iterations to delete, oldest first. The newest, `pinned` and `named` ones are never deleted.
+        """Return the iterations to delete, oldest first. The newest, `pinned` and `kept` ones are never deleted.
 
         The newest `max_checkpoint_keep` scheduled iterations stay, whatever other rules keep besides.
 
@@ -60,8 +59,8 @@ class Retention:
         later = sorted(n for n in {*committed} - scheduled if n > max(due, default=-1))
         ranks = sorted((loss, -n) for n, loss in (losses or {}).items() if loss is not None and n in scheduled)
         best, interval = {-n for _, n in ranks[: self.keep_best]}, self.save_retain_interval
-        retained = {n for n in due if n in best or n in self.always or (interval > 0 and n % interval == 0)}
-        return sorted({*committed} - {*due[-count:], *later[-count:], *pinned, *self.named} - retained)
+        retained = {n for n in due if n in best or (interval > 0 and n % interval == 0)}
+        return sorted({*committed} - {*due[-count:], *later[-count:], *pinned, *self.kept} - retained)
 
 
 @dataclass(frozen=True, slots=True)

@@ -111,14 +111,14 @@ def main(arguments: list[str]) -> None:
     if plan.copies is not None:
         killer.install_for_messages()
     nonce = channel.broadcast("nonce", os.urandom(4).hex().encode()).decode()
-    retention = Retention(plan.keep, named=frozenset(() if plan.rewind_to is None else (plan.rewind_to,)))
+    retention = Retention(plan.keep, kept=frozenset(() if plan.rewind_to is None else (plan.rewind_to,)))
     policy = SavePolicy(plan.checkpoints, retention, async_save=True, commit_timeout_s=TIMEOUT_S)
     if plan.copies is None:
         checkpointer = Checkpointer(policy, channel, nonce=nonce)
     else:
         policy = replace(policy, folder=plan.local)
         checkpointer = LocalCheckpointer(policy, channel, nonce=nonce, copies=plan.copies, local_ranks=[rank])
-    keep_all = Retention(always=frozenset({0}))
+    keep_all = Retention(kept=frozenset({0}))
     weights = replace(policy, folder=plan.checkpoints / "weights", retention=keep_all, dtype=torch.bfloat16)
     alone = Checkpointer(weights, channel, nonce=f"{nonce}-weights") if plan.weights else None
     try:

@@ -229,7 +229,7 @@ def build_saves(config: Config, cluster: Cluster, files: Files) -> Saves:
         if sources and shared is not None:  # hosts need not keep what the shared folder has
             sources -= frozenset(shared.committed())
         host_policy = replace(
-            policy, folder=Path(local.dir), retention=Retention(local.keep, named=sources), terms=terms.LOCAL
+            policy, folder=Path(local.dir), retention=Retention(local.keep, kept=sources), terms=terms.LOCAL
         )
         host_saver = LocalCheckpointer(
             host_policy, channel, nonce=cluster.nonce, copies=local.copies, local_ranks=cluster.local_ranks, files=files
@@ -253,8 +253,7 @@ def _shared_target(
         section.max_checkpoint_keep,
         section.save_retain_interval,
         section.keep_best,
-        always=steps,
-        named=sources,
+        kept=steps | sources,
         mirror=rule_of(section),
     )
     policy, ranks = replace(policy, retention=retention), cluster.local_ranks
@@ -278,7 +277,7 @@ def _weights_target(config: Config, cluster: Cluster, policy: SavePolicy, files:
         documents["config.json"] = {**families.hf_config(config.model), "dtype": dtype}
     policy = replace(
         policy,
-        retention=Retention(section.weights_keep, always=steps, mirror=mirror),
+        retention=Retention(section.weights_keep, kept=steps, mirror=mirror),
         terms=terms.WEIGHTS,
         dtype=None if dtype == "float32" else getattr(torch, dtype),
     )

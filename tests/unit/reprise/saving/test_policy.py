@@ -26,7 +26,7 @@ def test_the_newest_the_multiples_and_the_pinned_stay(
 ) -> None:
     committed = [8, 1, 3, 2, 5, 4, 7, 6]
     assert Retention(keep, retain).expired(committed, pinned=pinned) == expired
-    assert Retention(keep, retain, named=frozenset(pinned)).expired(committed) == expired
+    assert Retention(keep, retain, kept=frozenset(pinned)).expired(committed) == expired
 
 
 @pytest.mark.parametrize(
