@@ -19,8 +19,8 @@ def count_of(number: int, noun: str, ending: str = "s", *, form: str = "") -> st
 
 
 def first_of(items: Sequence[object], most: int, separator: str = ", ") -> str:
-    """Return at most so many items for a message, and how many more there are, such as `a, b and 3 more`."""
-    more = f" and {len(items) - most} more" if len(items) > most else ""
+    """Return at most so many items for a message, and how many more there are: `a, b and 3 more`."""
+    more = f"{separator.strip(' ,')} and {len(items) - most} more" if len(items) > most else ""
     return separator.join(map(str, items[:most])) + more
 
 

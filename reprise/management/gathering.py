@@ -22,7 +22,7 @@ from reprise.local.skeleton import skeleton_of, write_skeleton
 from reprise.management.progress import ProgressCallback, ignore_progress
 from reprise.storage.atomic import sync_folders
 from reprise.storage.files import FILE_SYSTEM
-from reprise.storage.folder import CheckpointFolder, is_iteration_name
+from reprise.storage.folder import CheckpointFolder, is_iteration_name, require_vacant
 from reprise.storage.lock import FolderLock
 from reprise.storage.paths import exists, is_dir
 
@@ -133,7 +133,7 @@ def _newest_whole(parts: Sequence[Checkpoint], iteration: int | None) -> list[tu
             if not candidate.together.missing:
                 for problem in lacking:
                     _log.warning("%s; an older one is whole", problem)
-                return [(parts[number], held) for number, held in sorted(candidate.folders.items())]
+                return [(parts[number], members) for number, members in sorted(candidate.folders.items())]
             lacking.append(f"iteration {candidate.iteration} lacks {candidate.together.describe_missing()}")
     raise CheckpointError(
         "No checkpoint is whole in these folders together",
@@ -146,7 +146,7 @@ def _newest_whole(parts: Sequence[Checkpoint], iteration: int | None) -> list[tu
 def _join(parts: Sequence[tuple[Checkpoint, Parts]], out: CheckpointFolder, progress: ProgressCallback) -> GatherReport:
     first, attempt, damage = parts[0][0], f"{_ATTEMPT}{secrets.token_hex(4)}", list[str]()
     target, partial = out.iteration(first.iteration), out.partial(first.iteration, attempt)
-    out.require_vacant(first.iteration)
+    require_vacant(target)
     total, copied_bytes = tensor_bytes(first), Counter[Path]()
 
     def count(path: Path | None = None, size: int = 0) -> None:
@@ -159,7 +159,7 @@ def _join(parts: Sequence[tuple[Checkpoint, Parts]], out: CheckpointFolder, prog
             write_skeleton(partial, skeleton_of(first), out.files, is_whole=True)
             with contextlib.closing(PieceWriter(replace(first, path=partial))) as writer:
                 for number, pieces in _host_of(first).by_host().items():
-                    holders = [part for part, held in parts if number in held.whole]
+                    holders = [part for part, members in parts if number in members.whole]
                     damage += _copy(holders, blocks_of(first, pieces), writer, count)
                 writer.sync()
             sync_folders(out.files, partial)

@@ -8,8 +8,7 @@ from pathlib import Path
 from reprise.errors import CheckpointError, ConfigError
 from reprise.format.layout import MOST_ELEMENTS
 from reprise.ranks.group import check_seconds
-from reprise.storage.files import FILE_SYSTEM
-from reprise.storage.folder import CheckpointFolder
+from reprise.storage.folder import iteration_name, require_vacant
 from reprise.storage.paths import is_url
 
 
@@ -80,8 +79,9 @@ def check_vacant(folder: Path, iteration: int) -> None:
     Raises:
         CheckpointError: The iteration exists.
     """
-    CheckpointFolder(folder, FILE_SYSTEM).require_vacant(
-        iteration, "Save another iteration, or pass overwrite=True, which keeps the existing folder as `.superseded-k`."
+    require_vacant(
+        folder / iteration_name(iteration),
+        "Save another iteration, or pass overwrite=True, which keeps the existing folder as `.superseded-k`.",
     )
 
 

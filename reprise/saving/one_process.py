@@ -13,7 +13,7 @@ from reprise.format.layout import Layout
 from reprise.format.manifest import WrittenPiece
 from reprise.saving.owned_folder import require_room
 from reprise.saving.policy import Retention
-from reprise.storage.folder import CheckpointFolder
+from reprise.storage.folder import CheckpointFolder, require_vacant
 from reprise.storage.json_file import Document
 from reprise.storage.lock import FolderLock
 
@@ -47,7 +47,7 @@ def write_checkpoint(
     lock = FolderLock(folder.root, nonce, files=files)
     with folder.writing(), lock, lock:
         folder.sweep()
-        folder.require_vacant(iteration)
+        require_vacant(attempt.target)
         require_room(attempt, documents, Retention())
         try:
             files.make_folder(attempt.partial)

@@ -61,6 +61,16 @@ def kind_of(path: Path) -> str:
     return f"a link to {os.readlink(path)}" if is_symlink(path) else "a file"
 
 
+def require_vacant(path: Path, fix: str = "Move it away, or name another folder.") -> None:
+    """Refuse the path of an iteration that is there, whatever it is.
+
+    Raises:
+        CheckpointError: Names it.
+    """
+    if lexists(path):
+        raise CheckpointError("The iteration already exists", where=path, fix=fix)
+
+
 @dataclass(frozen=True, slots=True)
 class FolderTerms:
     """How advice in messages names the caller's settings. The defaults suit callers passing a folder argument.
@@ -139,15 +149,6 @@ class CheckpointFolder:
     def iteration(self, iteration: int) -> Path:
         """Return the folder path for a committed iteration."""
         return self.root / iteration_name(iteration)
-
-    def require_vacant(self, iteration: int, fix: str = "Move it away, or name another folder.") -> None:
-        """Refuse an iteration whose name is taken.
-
-        Raises:
-            CheckpointError: Names it.
-        """
-        if lexists(path := self.iteration(iteration)):
-            raise CheckpointError("The iteration already exists", where=path, fix=fix)
 
     def partial(self, iteration: int, attempt: str) -> Path:
         """Return the partial folder an attempt writes to."""

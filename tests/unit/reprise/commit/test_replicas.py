@@ -54,7 +54,7 @@ NAMES = [spec.name for spec in SPECS if spec.total_bytes]
             "exp_avg.embedding (the box at [601, 0] of [600, 100]); rank 1 against rank 3",
         ),
         (SHARDINGS[0], 1, ["embedding"], "found embedding; ranks 0, 2 against rank 1"),
-        (SHARDINGS[0], 1, NAMES, f"{'; '.join(NAMES[:3])} and {len(NAMES) - 3} more; ranks 0, 2"),
+        (SHARDINGS[0], 1, NAMES, f"{'; '.join(NAMES[:3])}; and {len(NAMES) - 3} more; ranks 0, 2"),
     ],
 )
 def test_differing_replicas_are_refused_by_tensor_and_ranks(
