@@ -24,8 +24,8 @@ from models import families
 from scripts.bench.harness import LEFT_OUT, Figures, Goal, apart, report, take_turns
 from scripts.bench.nanogpt import NanoGPT
 from scripts.bench.subject import build_subject, config_of, tokens_of, windows_of
+from trainer.config.dtype import Dtype
 from trainer.config.schema import Config
-from trainer.config.train import Dtype
 from trainer.launch import process_group as launch
 from trainer.launch.process_group import Cluster
 from trainer.optim.table import no_decay_names

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
+from trainer.config.dtype import Dtype
+
 
 class Verify(Enum):
     """Digests checked by a load, beyond headers and JSON files."""
@@ -45,13 +47,6 @@ FLAGS = {
     Allowed.lr: "override_scheduler",
     Allowed.topology: "reshard",
 }
-
-
-class WeightsDtype(Enum):
-    """The dtype for weights-only saves."""
-
-    float32 = "float32"
-    bfloat16 = "bfloat16"
 
 
 @dataclass
@@ -95,7 +90,7 @@ class WeightsKeys:
 
     save_weights_interval: int = 0
     save_steps: list[int] = field(default_factory=list)
-    weights_dtype: WeightsDtype = WeightsDtype.bfloat16
+    weights_dtype: Dtype = Dtype.bfloat16
     weights_keep: int = 0
 
 

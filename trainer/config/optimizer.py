@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 
+from trainer.config.dtype import Dtype
+
 _MOST_BFLOAT16 = 0.996  # below 1 - 2^-8: a smaller step may be less than half the distance to the next bfloat16
 
 
@@ -14,13 +16,6 @@ class OptimizerName(Enum):
 
     adamw = "adamw"
     muon = "muon"
-
-
-class MomentsDtype(Enum):
-    """The dtype for stored moments. A step computes in float32 either way."""
-
-    float32 = "float32"
-    bfloat16 = "bfloat16"
 
 
 @dataclass
@@ -52,13 +47,13 @@ class OptimizerSection:
     muon_momentum: float = 0.95
     muon_ns_steps: int = 5
     muon_match_rms_adamw: bool = True
-    moments_dtype: MomentsDtype = MomentsDtype.float32
+    moments_dtype: Dtype = Dtype.float32
 
 
 def optimizer_problems(optimizer: OptimizerSection) -> Iterator[str]:
     """List decay rates too near to 1 for moments in bfloat16."""
     for name in ("adam_beta1", "adam_beta2", "muon_momentum"):
-        if optimizer.moments_dtype is MomentsDtype.bfloat16 and _MOST_BFLOAT16 < getattr(optimizer, name) < 1:
+        if optimizer.moments_dtype is Dtype.bfloat16 and _MOST_BFLOAT16 < getattr(optimizer, name) < 1:
             yield (
                 f"optimizer.{name}={getattr(optimizer, name)}: must be at most {_MOST_BFLOAT16} with "
                 "optimizer.moments_dtype=bfloat16, which rounds smaller changes of a moment away"

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, TypeAlias
 
+from trainer.config.dtype import Dtype
 from trainer.parallel.topology import ACCELERATORS
 
 AUTO = "auto"
@@ -31,13 +32,6 @@ class OnSpike(Enum):
     warn = "warn"
     stop = "stop"
     rewind = "rewind"
-
-
-class Dtype(Enum):
-    """The dtype for activations and matrix products. Parameters are float32 either way."""
-
-    float32 = "float32"
-    bfloat16 = "bfloat16"
 
 
 @dataclass

@@ -10,7 +10,8 @@ from models.adapters import saved_tensors
 from models.config import ModelConfig, StoredTensor
 from models.families import block_matrices, stored_tensors
 from reprise.format import StoredDtype
-from trainer.config.optimizer import MomentsDtype, OptimizerName, OptimizerSection
+from trainer.config.dtype import Dtype
+from trainer.config.optimizer import OptimizerName, OptimizerSection
 
 Shape: TypeAlias = tuple[int, ...]
 
@@ -65,7 +66,7 @@ OPTIMIZERS: dict[OptimizerName, OptimizerSpec] = {
 }
 # All sections in `trainer_state.json` with optimizer settings.
 SECTIONS = tuple(dict.fromkeys(section for spec in OPTIMIZERS.values() for section in spec.numbers))
-MOMENTS = {MomentsDtype.float32: StoredDtype.F32, MomentsDtype.bfloat16: StoredDtype.BF16}
+MOMENTS = {Dtype.float32: StoredDtype.F32, Dtype.bfloat16: StoredDtype.BF16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +126,7 @@ def optimizer_record(model: ModelConfig, section: OptimizerSection, frozen: Coll
         frozen: Parameters without an optimizer, by name. They are in no group.
     """
     no_decay, names = no_decay_names(model), [name for name in saved_tensors(model) if name not in frozen]
-    is_float32 = section.moments_dtype is MomentsDtype.float32
+    is_float32 = section.moments_dtype is Dtype.float32
     return {
         "name": OPTIMIZERS[section.name].name,
         **({} if is_float32 else {"moments_dtype": section.moments_dtype.value}),

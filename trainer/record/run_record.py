@@ -12,8 +12,9 @@ from models.families import problems
 from reprise.errors import CheckpointError
 from reprise.storage import Json, finite_number, integer
 from trainer.config.derived import batch_schedule_of
+from trainer.config.dtype import Dtype
 from trainer.config.frozen import frozen_names
-from trainer.config.optimizer import MomentsDtype, OptimizerSection
+from trainer.config.optimizer import OptimizerSection
 from trainer.config.parallel import INVARIANT
 from trainer.config.schema import Config
 from trainer.config.train import TrainSection
@@ -122,14 +123,14 @@ def saved_frozen(state: Json, model: ModelConfig) -> frozenset[str]:
     return frozen_names(model, patterns) if patterns else frozenset()
 
 
-def saved_moments(state: Json, *, where: object) -> MomentsDtype:
+def saved_moments(state: Json, *, where: object) -> Dtype:
     """Return the dtype of a checkpoint's moments.
 
     Raises:
         CheckpointError: The state file names an unknown dtype.
     """
     with reading_state("dtype for moments", where):
-        return MomentsDtype(state.get("optimizer", {}).get("moments_dtype", MomentsDtype.float32))
+        return Dtype(state.get("optimizer", {}).get("moments_dtype", Dtype.float32))
 
 
 def saved_schedule(state: Json, section: OptimizerSection, *, where: object) -> tuple[Schedule, OptimizerSection]:

@@ -11,8 +11,8 @@ from trainer.config.checkpoint import Allowed, CheckpointSection
 from trainer.config.checks import share_lines, validate, with_micro_batch
 from trainer.config.compose import compose
 from trainer.config.derived import length_of
+from trainer.config.dtype import Dtype
 from trainer.config.schema import Config
-from trainer.config.train import Dtype
 from trainer.optim.table import no_decay_names
 from trainer.parallel.topology import Topology
 from trainer.record.resume_rules import RULES, Verdict, allowed_by, rules_for

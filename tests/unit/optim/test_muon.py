@@ -10,7 +10,8 @@ import torch
 from models.build import build_model
 from models.families import block_matrices
 from tests.unit.model_samples import GPT2, QWEN3, backward, fill, random_values, samples
-from trainer.config.optimizer import MomentsDtype, OptimizerName, OptimizerSection
+from trainer.config.dtype import Dtype
+from trainer.config.optimizer import OptimizerName, OptimizerSection
 from trainer.optim.adamw import build_optimizer
 from trainer.optim.muon import orthogonalized
 from trainer.optim.table import state_tensors
@@ -49,7 +50,7 @@ def test_momentum_in_bfloat16_is_rounded_after_a_step() -> None:
     torch.manual_seed(1)
     values, matrices = random_values(QWEN3), block_matrices(QWEN3)
     ours, theirs = (fill(build_model(QWEN3), values) for _ in range(2))
-    section = replace(SECTION, muon_match_rms_adamw=False, moments_dtype=MomentsDtype.bfloat16)
+    section = replace(SECTION, muon_match_rms_adamw=False, moments_dtype=Dtype.bfloat16)
     optimizer = build_optimizer(QWEN3, ours, section)
     pairs = [(p, q) for (n, p), q in zip(ours.named_parameters(), theirs.parameters(), strict=True) if n in matrices]
     muon = torch.optim.Muon([q for _, q in pairs], lr=0.02, weight_decay=0.3)

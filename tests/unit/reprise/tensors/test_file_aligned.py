@@ -15,7 +15,8 @@ from reprise.tensors.file_aligned import zeros_like_files
 from reprise.tensors.live import Grid, LiveTensor
 from tests.harness import compose
 from tests.unit.model_samples import GPT2, fill, random_values
-from trainer.config.optimizer import MomentsDtype, OptimizerSection
+from trainer.config.dtype import Dtype
+from trainer.config.optimizer import OptimizerSection
 from trainer.run.state import TrainerState, build_part, checkpoint_specs
 
 FILE_BYTES = 30_000
@@ -23,7 +24,7 @@ FILE_BYTES = 30_000
 
 @pytest.mark.parametrize(("pad_vocab_multiple", "dtype"), [(1, "bfloat16"), (1, "float32"), (64, "float32")])
 def test_a_file_aligned_state_is_congruent_and_keeps_its_values(pad_vocab_multiple: int, dtype: str) -> None:
-    settings = OptimizerSection(moments_dtype=MomentsDtype(dtype))
+    settings = OptimizerSection(moments_dtype=Dtype(dtype))
     config = dataclasses.replace(GPT2, pad_vocab_multiple=pad_vocab_multiple)
     model = fill(build_model(config), random_values(config))
     before = {name: value.clone() for name, value in model.state_dict().items()}
