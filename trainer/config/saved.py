@@ -42,6 +42,8 @@ _EXCLUDED = (
     "checkpoint.local",
     *(f"checkpoint.{field.name}" for keys in (LoadKeys, FinetuneKeys, ResumeKeys) for field in fields(keys)),
 )
+# Keys of earlier versions, which have no effect any more.
+_REMOVED = {"data.verify", "data.vocab_size", "logging.sinks"}
 # Last words in secret keys' names; `eos_token_id` and `sample_tokens` do not match.
 _SECRET = re.compile(r"(^|_)(token|secret|password|passwd|credentials?|key)$")
 
@@ -83,9 +85,9 @@ def saved_config(config: Config) -> Json:
         resolved.lr_decay_iters = schedule.decay
     config = replace(config, schedule=resolved)
     sections: Json = {}
-    for section, key, value in _settings(config):
+    for section, key in _keys():
         if not is_secret(key):
-            sections.setdefault(section, {})[key] = _plain(value)
+            sections.setdefault(section, {})[key] = _plain(getattr(getattr(config, section), key))
     return sections
 
 
@@ -142,7 +144,8 @@ def saved_values(document: Json, state: Json, *, where: object) -> dict[str, obj
     if not isinstance(config, dict) or not all(isinstance(section, dict) for section in config.values()):
         raise CheckpointError("The checkpoint's configuration is malformed", where=where, expected="sections of keys")
     values = {f"{name}.{key}": value for name, section in config.items() for key, value in section.items()}
-    unknown = values.keys() - _known_keys()
+    values = {key: value for key, value in values.items() if key not in _REMOVED}
+    unknown = values.keys() - {f"{section}.{key}" for section, key in _keys()}
     if unknown:
         raise MismatchError(
             "The checkpoint's configuration has a key that this version does not know",
@@ -158,22 +161,11 @@ def saved_values(document: Json, state: Json, *, where: object) -> dict[str, obj
 _OTHER_WAY = "Set the configuration on the command line with model= or experiment=; this file is then ignored."
 
 
-def _settings(config: Config) -> Iterator[tuple[str, str, Any]]:
-    """Yield section, key and value for every setting in a checkpoint."""
-    for field in fields(config):
-        section = getattr(config, field.name)
-        if field.name in _EXCLUDED or not is_dataclass(section):
-            continue
-        for member in fields(section):
-            if f"{field.name}.{member.name}" not in _EXCLUDED:
-                yield field.name, member.name, getattr(section, member.name)
-
-
-def _known_keys() -> set[str]:
-    """Return the dotted keys allowed in a checkpoint."""
-    kinds = {name: kind for name, kind in get_type_hints(Config).items() if is_dataclass(kind)}
-    keys = {f"{name}.{field.name}" for name, kind in kinds.items() if name not in _EXCLUDED for field in fields(kind)}
-    return keys - set(_EXCLUDED)
+def _keys() -> Iterator[tuple[str, str]]:
+    """Yield section and key of every setting in a checkpoint."""
+    for section, kind in get_type_hints(Config).items():
+        members = fields(kind) if is_dataclass(kind) and section not in _EXCLUDED else ()
+        yield from ((section, field.name) for field in members if f"{section}.{field.name}" not in _EXCLUDED)
 
 
 def _plain(value: Any) -> Any:

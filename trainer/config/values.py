@@ -48,7 +48,7 @@ _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         train.eval_iters train.sample_tokens train.max_rewinds train.dry_run_ranks parallel.tensor_model_parallel_size
         parallel.pipeline_model_parallel_size parallel.num_virtual_stages_per_pipeline_rank parallel.replicate
         checkpoint.file_bytes checkpoint.full_steps checkpoint.mirror_interval checkpoint.local.keep
-        logging.log_interval data.vocab_size
+        logging.log_interval
         """,
     ),
     (

@@ -38,8 +38,8 @@ class Corpus:
 
     train: tuple[Path, ...]
     valid: tuple[Path, ...]
-    vocab_size: int | None
-    end_of_text: int | None
+    vocab_size: int | None = None
+    end_of_text: int | None = None
 
 
 def default_cache(environment: Mapping[str, str], home: Path) -> Path:
@@ -63,37 +63,26 @@ def prepare(section: DataSection, *, cache: Path) -> Corpus:
         cache: The cache folder, created if needed.
 
     Raises:
-        DataError: Files are missing, unreadable or malformed, or need more than ``section.vocab_size``.
+        DataError: Files are missing, unreadable or malformed.
     """
     if section.kind in TOKEN_KINDS:
         find = _FINDERS.get(section.kind, find_files)
         return Corpus(
             train=tuple(find(section.train)) if section.train else (),
             valid=tuple(path for pattern in valid_paths(section) for path in find(pattern)),
-            vocab_size=section.vocab_size,
-            end_of_text=None,
         )
     encoder = open_encoder(section.tokenizer)
     if section.kind is DataKind.text:
         sources = text_sources(section.path or "")
     else:
         sources = stdlib_sources(Path(sysconfig.get_paths()["stdlib"]))
-    vocab_size = section.vocab_size or encoder.vocab_size
-    if vocab_size < encoder.vocab_size:
-        raise DataError(
-            "data.vocab_size is too small for the tokens",
-            where=section.tokenizer or "bytes and end of text",
-            expected=f"at least {encoder.vocab_size}",
-            found=vocab_size,
-            fix="Set data.vocab_size=null.",
-        )
     folder = cache / f"{section.kind.value}-{_key(sources, encoder, section.valid_fraction)}"
     train, valid = folder / "train.bin", folder / "valid.bin"
     if not (_is_complete(train) and _is_complete(valid)):
         from trainer.data.blocks import SplitOptions
 
         _write(folder, sources, SplitOptions(valid_fraction=section.valid_fraction), encoder)
-    return Corpus((train,), (valid,), vocab_size, encoder.end_of_text)
+    return Corpus((train,), (valid,), encoder.vocab_size, encoder.end_of_text)
 
 
 def _key(sources: Sequence[TextSource], encoder: Encoder, valid_fraction: float) -> str:

@@ -26,12 +26,11 @@ _FOLDER = "digests"
 _MOST_BYTES = 1 << 10
 
 
-def digest_of(file: TokenFile, *, cache: Path, read_again: bool = False) -> TokenDigest:
+def digest_of(file: TokenFile, *, cache: Path) -> TokenDigest:
     """Return a file's digest: a valid cached one, or else computed from its tokens and cached.
 
     Args:
         cache: Folder for the digests of files in read-only folders.
-        read_again: Ignore cached digests.
 
     Raises:
         DataError: The file cannot be read, or was written to meanwhile.
@@ -40,7 +39,7 @@ def digest_of(file: TokenFile, *, cache: Path, read_again: bool = False) -> Toke
     before = file.status()
     prefix = f"reprise-digest 1 {_identity(before)} {file.nbytes} {file.dtype.name} "
     places = beside(file.path), in_cache(file.path, before, cache)
-    for place in () if read_again else places:
+    for place in places:
         with contextlib.suppress(OSError):
             text, _, checksum = read_regular(place, limit_bytes=_MOST_BYTES, follows_links=False).rpartition(b" ")
             if text.startswith(prefix.encode()) and checksum == _checksum(text):

@@ -41,13 +41,6 @@ class DataPosition(Enum):
     start = "start"
 
 
-class DigestSource(Enum):
-    """Where a start takes token file digests from."""
-
-    sidecar = "sidecar"
-    full = "full"
-
-
 @dataclass
 class DataSection:
     """The token source. Keys not used by its kind must stay null.
@@ -76,10 +69,6 @@ class DataSection:
         valid_fraction: Fraction held out for validation: complete files for texts, bytes for a single text, else
             documents.
         cache: Folder for prepared token files. Null is the user's cache.
-        verify: Token file digests: `sidecar` recomputes them if size or change times differ from a record beside the
-            file; `full` recomputes them at every start.
-        vocab_size: Upper bound for token ids, exclusive. Null takes the tokenizer's vocabulary size; tokenized files
-            then have no bound.
     """
 
     kind: DataKind = DataKind.stdlib
@@ -94,8 +83,6 @@ class DataSection:
     end_of_text: int | None = None
     valid_fraction: float = 0.05
     cache: str | None = None
-    verify: DigestSource = DigestSource.sidecar
-    vocab_size: int | None = None
 
 
 # Kinds with a document index.
@@ -136,7 +123,7 @@ def valid_paths(section: DataSection) -> list[str]:
 def weight_of(value: object) -> Fraction | None:
     """Return a weight exactly as written in decimal digits or as a fraction, or None if it is not a positive number."""
     text = str(value)  # a float's shortest digits, not its binary value
-    if isinstance(value, bool) or not _WEIGHT.fullmatch(text):
+    if not _WEIGHT.fullmatch(text):
         return None
     try:
         return Fraction(text) or None

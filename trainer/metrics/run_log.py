@@ -21,7 +21,7 @@ from trainer.metrics.launch_log import LAUNCHES, LaunchOutcome
 from trainer.metrics.memory import MemoryPeaks
 from trainer.metrics.publish_sink import PublishSink
 from trainer.metrics.run_clock import run_clock
-from trainer.metrics.sink import MetricSink, RunPosition, load_sink
+from trainer.metrics.sink import MetricSink, RunPosition
 from trainer.record.versions import versions
 
 _log = logging.getLogger(__name__)
@@ -118,7 +118,7 @@ class RunLog:
     """A run's log, also across resumes: lines for the terminal, and records for the sinks.
 
     Args:
-        sinks: Names from `SINKS`. `metrics.jsonl` is always written.
+        sinks: Metric sinks with their names. `metrics.jsonl` is always written.
         publish: The tracker to which a separate process sends the log. None disables it.
         clock: A monotonic clock in seconds.
 
@@ -133,7 +133,7 @@ class RunLog:
         train_iters: int,
         log_interval: int,
         mfu_scale: float | None,
-        sinks: Sequence[str] = (),
+        sinks: Sequence[tuple[str, MetricSink]] = (),
         files: Files = FILE_SYSTEM,
         publish: str | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -145,8 +145,9 @@ class RunLog:
         self.train_iters = train_iters
         self._log_interval = log_interval
         self._mfu_scale = mfu_scale
-        self._names = sinks
-        self._publish = publish
+        self._others = [*sinks]
+        if publish is not None:
+            self._others.insert(0, (publish, PublishSink(publish)))
         self._sinks = list[tuple[str, MetricSink]]()
         self._failed = set[str]()  # the sinks whose first exception was logged
         self._launches: JsonlFile | None = None
@@ -182,11 +183,8 @@ class RunLog:
             self._files.sync_folder(self._folder)
         except OSError as error:
             raise run_folder_failed(self._folder, error) from error
-        sinks = [(name, load_sink(name)) for name in self._names]
-        if self._publish is not None:
-            sinks.insert(0, (self._publish, PublishSink(self._publish)))
         # `metrics.jsonl` comes last: a save it records, from which a killed run may resume, is then in all other sinks.
-        self._sinks = [pair for pair in sinks if self._attempt(*pair, lambda sink: sink.start(position))]
+        self._sinks = [pair for pair in self._others if self._attempt(*pair, lambda sink: sink.start(position))]
         self._sinks.append((METRICS, lines))
         self._first = {"resumed": True} if iteration > 0 else {}
 

@@ -1,17 +1,12 @@
-"""The interface for a metric sink, such as a file or a service.
-
-To add a sink, write a module with a `MetricSink` and list it in `SINKS` in `trainer/config/logging.py`.
-"""
+"""The interface for a metric sink, such as a file or a service."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 
 from reprise.storage import Files, Json
-from trainer.config.logging import SINKS
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +51,3 @@ class MetricSink(ABC):
     @abstractmethod
     def close(self) -> None:
         """Write pending records, and close the output."""
-
-
-def load_sink(name: str) -> MetricSink:
-    """Create the sink listed in `SINKS` under `name`."""
-    module, _, member = SINKS[name].rpartition(".")
-    sink: MetricSink = getattr(import_module(module), member)()
-    return sink

@@ -19,7 +19,6 @@ from reprise.tensors import Grid
 from trainer.config import saved
 from trainer.config.derived import batch_schedule_of, length_of, save_folder, topology_of
 from trainer.config.frozen import frozen_names
-from trainer.config.logging import sink_names
 from trainer.config.schema import Config
 from trainer.config.train import OnSpike
 from trainer.data.loader import BatchLoader
@@ -32,6 +31,7 @@ from trainer.metrics.profile import Profiler
 from trainer.metrics.run_log import RunLog, Slowdown, peak_flops
 from trainer.metrics.slow_ranks import OwnTime
 from trainer.metrics.spikes import SpikeWatch
+from trainer.metrics.tensorboard_sink import TensorboardSink
 from trainer.parallel.context import ParallelContext
 from trainer.parallel.mesh import build_mesh
 from trainer.record import run_record
@@ -213,7 +213,7 @@ def build_log(run: Run) -> RunLog:
         Path(config.run.dir),
         train_iters=run.train_iters,
         log_interval=config.logging.log_interval,
-        sinks=sink_names(config.logging),
+        sinks=[("tensorboard", TensorboardSink())] if config.logging.tensorboard else [],
         files=run.saves.files,
         publish=config.logging.publish,
         mfu_scale=None if peak is None else flops / (peak * cluster.world_size),

@@ -29,7 +29,7 @@ from trainer.data.documents import DocumentMarks, uses_index
 from trainer.data.fingerprint import TokenDigest, fingerprint, fingerprint_of_sources
 from trainer.data.indexed_file import open_indexed_file
 from trainer.data.module_file import SAMPLES, ModuleFile
-from trainer.data.section import INDEXED_KINDS, TOKEN_KINDS, DataKind, DigestSource, SampleCut, sources_of
+from trainer.data.section import INDEXED_KINDS, TOKEN_KINDS, DataKind, SampleCut, sources_of
 from trainer.data.text import open_encoder
 from trainer.data.token_file import TokenFile, open_token_file, open_token_files
 from trainer.launch.process_group import Cluster
@@ -217,14 +217,11 @@ def _check_vocabulary(corpus: Corpus, vocab_size: int) -> None:
 
 def _report(sources: Sequence[Source], marks: DocumentMarks | None, config: Config) -> bytes:
     """Check every token against the model's vocabulary, and return this host's `HostReport` as JSON."""
-    cache, read_again, rows = data_cache(config), config.data.verify is DigestSource.full, list[object]()
+    cache, rows = data_cache(config), list[object]()
     has_tables = uses_index(marks, per_document=config.data.samples is SampleCut.per_document)
     for key, file in ((source.key, file) for source in sources for file in source.files):
         documents = ""
-        if isinstance(file, ModuleFile):
-            digest = file.digest
-        else:
-            digest = digest_of(file, cache=cache, read_again=read_again)
+        digest = file.digest if isinstance(file, ModuleFile) else digest_of(file, cache=cache)
         if digest.largest >= config.model.vocab_size:
             raise DataError(
                 "A token is outside the model's vocabulary",
@@ -261,7 +258,8 @@ def _fingerprints(reports: Sequence[bytes], *, may_share: bool = False) -> Finge
                     expected=f"that of host {first_host}, rank 0: {_described(expected)}",
                     found=_described(actual),
                     fix="Give every host the same files under the same names, with the same index if they have one. If "
-                    "a cached digest may be wrong, data.verify=full reads all tokens again.",
+                    "a cached digest may be wrong, delete it: .NAME.digest beside the file, or in digests/ of "
+                    "data.cache.",
                 )
     digests = [(key, path, TokenDigest(**digest)) for key, path, digest, _ in first]
     trained = {digest: path for key, path, digest in digests if key != _VALID and not may_share}

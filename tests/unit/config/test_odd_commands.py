@@ -27,7 +27,7 @@ ODD = """
 optimizer.adam_eps=0 optimizer.adam_beta1=1 optimizer.adam_beta2=-0.1 optimizer.weight_decay=-0.1
 optimizer.muon_ns_steps=0 optimizer.muon_momentum=1 train.ema_offload=true train.clip_grad=-0.5 train.eval_interval=-1
 train.exit_interval=-2 train.seq_length=257 train.device=tpu train.threads=-1 logging.log_interval=0
-logging.sinks=[wandbb] checkpoint.save_interval=-1 checkpoint.max_checkpoint_keep=-1 checkpoint.file_bytes=0
+logging.publish=wandbb checkpoint.save_interval=-1 checkpoint.max_checkpoint_keep=-1 checkpoint.file_bytes=0
 checkpoint.save_retain_interval=-1 checkpoint.save_weights_interval=-1 checkpoint.weights_keep=-1
 checkpoint.commit_timeout_s=0 checkpoint.stall_timeout_s=0 checkpoint.local.save_interval=-1 checkpoint.local.keep=0
 checkpoint.local.copies=-1 checkpoint.save_steps=[4,-1] checkpoint.full_steps=[4,0] train.max_micro_batch_size=0

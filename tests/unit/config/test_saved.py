@@ -69,6 +69,11 @@ def test_text_with_the_form_of_an_expression_is_carried() -> None:
     assert saved_values(document(saved_config(config)), {}, where="here")["data.path"] == "a/${b}"
 
 
+def test_keys_that_are_gone_have_no_effect() -> None:
+    gone = {"data": {"verify": "full", "vocab_size": 320, "kind": "text"}, "logging": {"sinks": ["tensorboard"]}}
+    assert saved_values(document(gone), {}, where="here") == {"data.kind": "text"}
+
+
 def test_the_parallel_layout_comes_from_the_state() -> None:
     state = {"topology": {"world_size": 8, "tp": 2, "pp": 2, "vpp": 1, "sp": True, "dp": 2, "zero_stage": 3}}
     values = saved_values(document({}), state, where="here")

@@ -33,6 +33,7 @@ from trainer.metrics.jsonl_file import JsonlFile, cut_after, last_saved_iteratio
 from trainer.metrics.launch_log import LaunchOutcome
 from trainer.metrics.memory import MemoryPeaks
 from trainer.metrics.run_log import RunLog, Slowdown, peak_flops
+from trainer.metrics.tensorboard_sink import TensorboardSink
 
 
 def run_log(folder: Path, **changes: object) -> RunLog:
@@ -147,7 +148,7 @@ def test_lines_wait_for_a_disk_that_fails(
 def test_a_failing_disk_costs_tensorboard_points_not_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    log = run_log(tmp_path, sinks=["tensorboard"])
+    log = run_log(tmp_path, sinks=[("tensorboard", TensorboardSink())])
     log.open(0, "a: 1\n")
     (tmp_path / "tensorboard").write_text("a file where the folder is to be")
     for iteration in (1, 2):
@@ -171,7 +172,7 @@ def test_a_failing_disk_costs_tensorboard_points_not_the_run(
 def test_a_broken_tensorboard_is_imported_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    log, tried = run_log(tmp_path, sinks=["tensorboard"]), list[str]()
+    log, tried = run_log(tmp_path, sinks=[("tensorboard", TensorboardSink())]), list[str]()
     log.open(0, "a: 1\n")
 
     def find_spec(name: str, *_: object) -> None:
@@ -190,7 +191,7 @@ def test_a_broken_tensorboard_is_imported_once(
 
 
 def test_training_goes_on_while_a_save_syncs_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    log = run_log(tmp_path, sinks=["tensorboard"])
+    log = run_log(tmp_path, sinks=[("tensorboard", TensorboardSink())])
     log.open(0, "a: 1\n")
     log.iteration(iteration_record(1))
     is_syncing, may_end = threading.Event(), threading.Event()

@@ -11,10 +11,9 @@ import pytest
 from reprise.saving import SaveReport
 from reprise.storage import Json
 from tests.fakes import iteration_record
-from trainer.config.logging import SINKS, LoggingSection, sink_names
 from trainer.metrics.figures import figures_of
 from trainer.metrics.run_log import RunLog
-from trainer.metrics.sink import MetricSink, RunPosition, load_sink
+from trainer.metrics.sink import MetricSink, RunPosition
 
 
 class MemorySink(MetricSink):
@@ -46,16 +45,12 @@ class MemorySink(MetricSink):
 
 
 @pytest.fixture
-def sink(monkeypatch: pytest.MonkeyPatch) -> MemorySink:
-    """Add a sink by its line in the table, and return the object that a log gets."""
-    sink = MemorySink()
-    monkeypatch.setitem(SINKS, "memory", f"{__name__}.MEMORY")
-    monkeypatch.setitem(globals(), "MEMORY", lambda: sink)
-    return sink
+def sink() -> MemorySink:
+    return MemorySink()
 
 
-def run_log(folder: Path) -> RunLog:
-    log = RunLog(folder, train_iters=10, log_interval=1, mfu_scale=None, sinks=["memory"])
+def run_log(folder: Path, sink: MemorySink) -> RunLog:
+    log = RunLog(folder, train_iters=10, log_interval=1, mfu_scale=None, sinks=[("memory", sink)])
     log.open(0, "a: 1\n")
     return log
 
@@ -65,7 +60,7 @@ def written(folder: Path) -> list[int]:
 
 
 def test_a_sink_gets_every_record(tmp_path: Path, sink: MemorySink) -> None:
-    log = run_log(tmp_path)
+    log = run_log(tmp_path, sink)
     log.iteration(iteration_record(1))
     log.evaluation(1, 2.5, None)
     log.sample(1, "a text")
@@ -91,7 +86,7 @@ def test_a_sink_that_fails_ends_no_run_and_is_logged_once(
     tmp_path: Path, sink: MemorySink, caplog: pytest.LogCaptureFixture, call: str, error: Exception
 ) -> None:
     sink.fails_in, sink.error = (call,), error
-    log = run_log(tmp_path)
+    log = run_log(tmp_path, sink)
     for iteration in (1, 2, 3):
         log.iteration(iteration_record(iteration))
         log.sync()
@@ -103,7 +98,7 @@ def test_a_sink_that_fails_ends_no_run_and_is_logged_once(
 
 
 def test_an_interrupt_in_a_sink_is_no_failure_of_it(tmp_path: Path, sink: MemorySink) -> None:
-    log = run_log(tmp_path)
+    log = run_log(tmp_path, sink)
     sink.fails_in, sink.error = ("write", "sync"), KeyboardInterrupt()  # type: ignore[assignment]
     with pytest.raises(KeyboardInterrupt):
         log.iteration(iteration_record(1))
@@ -112,11 +107,3 @@ def test_an_interrupt_in_a_sink_is_no_failure_of_it(tmp_path: Path, sink: Memory
         log.save(SaveReport(1, tmp_path, 10, 0.5), slowdown_s=0.0)
     assert [record["iteration"] for record in sink.records] == [1]  # a save is in the sinks before the lines have it
     assert written(tmp_path) == []
-
-
-def test_the_configuration_names_sinks_that_load() -> None:
-    section = LoggingSection(tensorboard=True, sinks=["memory", "tensorboard"])
-    assert sink_names(section) == ["tensorboard", "memory"]
-    assert sink_names(LoggingSection(tensorboard=False)) == []
-    assert "tensorboard" in SINKS
-    assert all(isinstance(load_sink(name), MetricSink) for name in SINKS)
