@@ -17,7 +17,7 @@ import xxhash
 
 from reprise.errors import DataError
 from trainer.data import text_file
-from trainer.data.cuts import CHARACTERS, LINES, Cuts
+from trainer.data.cuts import CHARACTERS, LINES, SIDE_BYTES, Cuts
 from trainer.data.sources import TextSource
 from trainer.data.text_file import PARQUET, packing, plain_name, read_text
 
@@ -125,7 +125,7 @@ def _part_of(source: TextSource, options: SplitOptions) -> TextPart:
     if (zero := head.find(0)) >= 0:
         raise _not_text(part, zero, "a NUL byte")
     if part.form is TextForm.text:
-        texts(TextBlock(part, 0, 1, head[: CHARACTERS.last(head, 0)], ends_text=False))
+        texts(TextBlock(part, 0, 1, head[: CHARACTERS.last(head)], ends_text=False))
     return part
 
 
@@ -162,14 +162,15 @@ def read_blocks(parts: Iterable[TextPart], cuts: Cuts) -> Iterator[TextBlock]:
             if piece and len(waiting) < text_file.BLOCK_BYTES:
                 continue
             cut = allowed.last(waiting, searched) if piece else len(waiting)
-            searched = 0 if cut else len(waiting) - 1  # new bytes may allow a cut behind the last byte read before
+            # New bytes may allow a cut near the last byte read before.
+            searched = 0 if cut else max(0, len(waiting) - 1 - SIDE_BYTES)
             if cut or not piece:
                 yield TextBlock(part, offset, line, bytes(waiting[:cut]), ends_text=not piece)
                 offset += cut
                 line += waiting.count(b"\n", 0, cut)
                 del waiting[:cut]
             elif len(waiting) > MOST_BLOCK_BYTES:
-                raise _too_long(part, line, allowed)
+                raise _too_long(part, line)
         part.source.check_unchanged()
 
 
@@ -204,15 +205,12 @@ def _not_text(part: TextPart, at: int, problem: str) -> DataError:
     )
 
 
-def _too_long(part: TextPart, line: int, cuts: Cuts) -> DataError:
+def _too_long(part: TextPart, line: int) -> DataError:
     """Return the error for a line, or a text without a cut."""
-    place = "the next letter or digit before white space, or the end of the line"
-    if cuts.obstacle:
-        place = f"its end, since the tokenizer's {cuts.obstacle} does not allow a split"
     return DataError(
         "A document is too long to encode in one piece",
         where=f"{part.source.path}, line {line}",
-        expected=f"at most {MOST_BLOCK_BYTES} bytes before {place}",
+        expected=f"at most {MOST_BLOCK_BYTES} bytes in a line, or before a word's end where the tokenizer allows a cut",
         found="more",
         fix="Split it into JSON lines, read JSON lines as one text with --form text, or choose another tokenizer.",
     )

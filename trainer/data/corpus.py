@@ -106,16 +106,6 @@ def _write(folder: Path, sources: Sequence[TextSource], options: SplitOptions, e
     from trainer.data.blocks import read_blocks, split
     from trainer.data.encoding import encode_block
 
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise DataError(
-            "The cache of prepared data cannot be written",
-            where=folder,
-            found=error.strerror or str(error),
-            fix="Set data.cache to a writable folder.",
-        ) from error
-    cuts = encoder.cuts()
     for name, parts in split(sources, options).items():
-        tokens = (encode_block(block, encoder).tokens for block in read_blocks(parts, cuts))
+        tokens = (encode_block(block, encoder).tokens for block in read_blocks(parts, encoder.cuts))
         write_token_file(folder / f"{name}.bin", tokens, dtype=encoder.dtype)

@@ -78,6 +78,16 @@ def unreadable(path: Path, error: OSError) -> DataError:
     )
 
 
+def unwritable(path: Path, error: OSError) -> DataError:
+    """Return the error for a file or folder that cannot be written."""
+    return DataError(
+        "Token files cannot be written",
+        where=path,
+        found=error.strerror or str(error),
+        fix="Check free space and permissions, or choose another folder (--output, or data.cache).",
+    )
+
+
 def wrong_size(path: Path, expected: object, size: int) -> DataError:
     """Return the error for a token file whose size contradicts its header or index."""
     return DataError(
@@ -104,21 +114,19 @@ def changed(path: Path, before: int, after: int) -> DataError:
 def new_file(path: Path) -> Iterator[BinaryIO]:
     """Yield a file to write, which appears under its name complete and durable. Processes may race to write it.
 
+    Its folder is created if necessary.
+
     Raises:
         DataError: The file system fails.
     """
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_output(path, FILE_SYSTEM, replaces=True) as partial, partial.open("xb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        raise DataError(
-            "A token file cannot be written",
-            where=path,
-            found=error.strerror or str(error),
-            fix="Check free space and permissions, or choose another folder.",
-        ) from error
+        raise unwritable(path, error) from error
 
 
 def fitting_chunks(

@@ -128,7 +128,7 @@ def write_prepared(
         if options.kind is DataKind.megatron:
             write = partial(write_indexed_file, dtype=encoder.dtype, end_of_text=encoder.end_of_text)
         with encoding(encoder, tokenizer or BYTES, workers=workers) as encode:
-            blocks = {name: encode(read_blocks(members, encoder.cuts())) for name, members in parts.items()}
+            blocks = {name: encode(read_blocks(members, encoder.cuts)) for name, members in parts.items()}
             if array:
                 arrays = {"train": inputs, "valid": options.held_out}
                 blocks = {name: _read_arrays(files, array) for name, files in arrays.items() if files}

@@ -6,8 +6,8 @@ import json
 import logging
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache, partial
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from reprise.errors import DataError
 from reprise.storage import exists, is_url, read_regular
 from reprise.stores import files_of, is_stored, location
 from trainer.data.byte_level import END_OF_TEXT, END_OF_TEXT_ID, bytes_tokenizer
-from trainer.data.cuts import CHARACTERS, Cuts, cuts_of
+from trainer.data.cuts import CHARACTERS, WORDS, Cuts
 from trainer.data.data_file import TokenArray, unreadable
 
 _log = logging.getLogger(__name__)
@@ -34,8 +34,8 @@ BYTES = "bytes"
 class Encoder:
     """Converts texts to tokens and back. Encoders with the same ``label`` give the same tokens.
 
-    ``decode`` takes any numbers: an invalid token, or part of a character, appears as such or not at all. ``cuts``
-    returns where a text may be cut: its parts then have the same tokens as the uncut text.
+    ``decode`` takes any numbers: an invalid token, or part of a character, appears as such or not at all. A text cut at
+    ``cuts`` has the same tokens as the uncut text.
     """
 
     label: str
@@ -43,7 +43,7 @@ class Encoder:
     end_of_text: int
     encode: Callable[[str], TokenArray]
     decode: Callable[[Sequence[int]], str]
-    cuts: Callable[[], Cuts]
+    cuts: Cuts
 
     @property
     def dtype(self) -> np.dtype[np.unsignedinteger[Any]]:
@@ -64,7 +64,7 @@ def bytes_encoder() -> Encoder:
         end_of_text=END_OF_TEXT_ID,
         encode=lambda text: np.frombuffer(text.encode(), np.uint8),
         decode=decode,
-        cuts=lambda: CHARACTERS,
+        cuts=CHARACTERS,
     )
 
 
@@ -76,9 +76,9 @@ def open_encoder(name: str | Path | None) -> Encoder:
     Raises:
         DataError: The package is missing, the file is not a tokenizer, or it has no end-of-text token.
     """
-    if name is None or str(name) == BYTES:
-        return bytes_encoder()
     path = tokenizer_path(name)
+    if path is None:
+        return bytes_encoder()
     file = open_tokenizer(path)
     if file.read == bytes_tokenizer():
         return bytes_encoder()
@@ -115,7 +115,7 @@ def open_encoder(name: str | Path | None) -> Encoder:
 
     digest = xxhash.xxh3_64_hexdigest(file.read)
     label = f"tokenizers {tokenizers.__version__} {digest} {end_of_text} {file.switched_off}"
-    return Encoder(label, file.rows, end_of_text, encode, decode, partial(cuts_of, tokenizer))
+    return Encoder(label, file.rows, end_of_text, encode, decode, replace(WORDS, encode=encode))
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,8 +238,10 @@ def _end_of_text(path: Path, names: Collection[str], special: Collection[str]) -
     )
 
 
-def tokenizer_path(name: str | Path) -> Path:
-    """Return the path of a tokenizer: a file, or an object beside a checkpoint in a store."""
+def tokenizer_path(name: str | Path | None) -> Path | None:
+    """Return a tokenizer's path, of a file or of an object beside a checkpoint in a store. None for bytes, or None."""
+    if name is None or str(name) == BYTES:
+        return None
     if isinstance(name, Path):
         return name
     return location(name) if is_url(name) else Path(name).expanduser()
@@ -269,7 +271,7 @@ def prompt_tokens(encoder: Encoder, prompt: str, vocab_size: int) -> list[int]:
         prompt.encode()
     except UnicodeEncodeError as error:
         raise DataError("The prompt is not Unicode text", found=str(error)) from error
-    tokens = [int(token) for token in encoder.encode(prompt)] or [encoder.end_of_text]
+    tokens: list[int] = encoder.encode(prompt).tolist() or [encoder.end_of_text]
     if max(tokens) >= vocab_size:
         raise DataError(
             "A token of the prompt is outside the model's vocabulary",

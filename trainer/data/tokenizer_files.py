@@ -41,7 +41,7 @@ def tokenizer_files(section: DataSection, *, rows: int, bos: int, eos: int, posi
     """
     if section.kind in TOKEN_KINDS and section.tokenizer is None:
         return {}
-    path = None if section.tokenizer in (None, BYTES) else tokenizer_path(str(section.tokenizer))
+    path = tokenizer_path(section.tokenizer)
     file, where = open_tokenizer(path), path or BYTES
     _require_rows(file, where, rows)
     # transformers would turn any other token into a special token, and tokenize texts differently.

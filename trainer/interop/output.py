@@ -25,7 +25,7 @@ from trainer.config.saved import RUN_CONFIG, flattened
 from trainer.config.schema import Config
 from trainer.config.train import TrainSection
 from trainer.data.section import problems as data_problems
-from trainer.data.text import BYTES, TOKENIZER, bytes_encoder, read_tokenizer, tokenizer_path
+from trainer.data.text import TOKENIZER, bytes_encoder, read_tokenizer, tokenizer_path
 from trainer.interop.finite import require_finite
 from trainer.interop.source import StateSource
 from trainer.interop.tensor_files import write_tensor_files
@@ -210,9 +210,10 @@ def _tokenizer(source: StateSource, config: Config) -> dict[str, bytes]:
 
 
 def _has_no_other_tokenizer(tokenizer: str | None, beside: Path | None) -> bool:
-    if tokenizer is None or tokenizer == BYTES or beside is None:
+    path = tokenizer_path(tokenizer)
+    if path is None or beside is None:
         return tokenizer is None
-    return read_tokenizer(tokenizer_path(tokenizer)) == read_tokenizer(beside)
+    return read_tokenizer(path) == read_tokenizer(beside)
 
 
 # Record sections whose values sources lack.

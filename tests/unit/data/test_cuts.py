@@ -32,8 +32,8 @@ from tests.unit.data import doors
 from tests.unit.data.doors import tokens_of
 from trainer.commands.prepare_data import main
 from trainer.data import blocks, text_file
-from trainer.data.blocks import TextForm
-from trainer.data.cuts import cuts_of
+from trainer.data.blocks import SplitOptions, TextForm, read_blocks
+from trainer.data.blocks import split as split_sources
 from trainer.data.prepared import PrepareOptions, write_prepared
 from trainer.data.sources import text_sources
 from trainer.data.text import open_encoder, prompt_tokens
@@ -88,7 +88,7 @@ PRE_TOKENIZERS: dict[str, Any] = {
     "letters alone": split(r"\p{N}{1,3}"),
     "previous": split(GPT2, "merged_with_previous"),
 }
-# Their texts are cut: those in use by models of text, and those that keep the speed of many processes.
+# In use by models of text, or what keeps the speed of many processes.
 CUT_NORMALIZERS: dict[str, Any] = {
     "BertNormalizer": BertNormalizer(),
     **{kind: getattr(normalizers, kind)() for kind in ("Lowercase", "NFC", "NFD", "NFKC", "NFKD", "Nmt")},
@@ -162,16 +162,6 @@ def written(folder: Path, content: str, settings: Sequence[str] = ()) -> Path:
     return path
 
 
-def at_every_cut(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Return the tokens of the parts of a text that is cut wherever it may be."""
-    rest, parts = bytearray(text.encode()), []
-    while place := cuts_of(tokenizer).last(rest, 0):
-        parts.append(rest[place:].decode())
-        del rest[place:]
-    encodings = tokenizer.encode_batch([rest.decode(), *reversed(parts)], add_special_tokens=False)
-    return [token for encoding in encodings for token in encoding.ids]
-
-
 def whole(content: str, text: str) -> list[int]:
     """Return the tokens of a text in one call, without truncation, padding and dropout."""
     ids: list[int] = Tokenizer.from_str(content).encode(text, add_special_tokens=False).ids
@@ -179,27 +169,31 @@ def whole(content: str, text: str) -> list[int]:
 
 
 def prepared(folder: Path, path: Path, block_bytes: int) -> list[int]:
-    """Return the tokens that `prepare-data` makes of `text.txt` in blocks."""
+    """Return the tokens that `prepare-data` makes of `text.txt` in blocks of about 1 KiB more than `block_bytes`."""
     options = PrepareOptions(TextForm.text, tokenizer=path)
     with mock.patch.object(text_file, "BLOCK_BYTES", block_bytes):
-        made = write_prepared(folder / "out", text_sources(f"{folder}/text.txt"), options, workers=1)
-    return tokens_of(made.sides[0].files)
+        shutil.rmtree(folder / "out", ignore_errors=True)
+        write_prepared(folder / "out", text_sources(f"{folder}/text.txt"), options, workers=1)
+    return tokens_of([folder / "out/train_000000.bin"])
 
 
 @pytest.mark.parametrize("name", COMPONENTS)
 def test_every_component_gives_the_tokens_of_the_whole(tmp_path: Path, name: str) -> None:
-    content, raw, end = trained(name), text(400), 0
+    content, raw, end = trained(name), text(4000), 0
     path, source = written(tmp_path, content, SETTINGS), tmp_path / "text.txt"
     source.write_text(raw, newline="")
     assert prepared(tmp_path, path, 20) == [*whole(content, raw), end]
     assert prompt_tokens(open_encoder(path), raw, 10_000) == (whole(content, raw) or [end])
 
 
-def test_tokenizers_in_use_alone_are_cut() -> None:
-    obstacles = {name: cuts_of(Tokenizer.from_str(trained(name))).obstacle for name in COMPONENTS}
-    assert {name for name, obstacle in obstacles.items() if not obstacle} == {*CUT}
-    assert obstacles["pre_tokenizer Metaspace always"] == "pre_tokenizer Metaspace"
-    assert obstacles["pre_tokenizer Digits"] == "pre_tokenizer Digits"
+@pytest.mark.parametrize("name", CUT)
+def test_texts_of_tokenizers_in_use_are_cut(tmp_path: Path, name: str) -> None:
+    path, source = written(tmp_path, trained(name)), tmp_path / "text.txt"
+    source.write_text(text(4000), newline="")
+    parts = split_sources(text_sources(str(source)), SplitOptions(TextForm.text))["train"]
+    with mock.patch.object(text_file, "BLOCK_BYTES", 1500):
+        lengths = [len(block.data) for block in read_blocks(parts, open_encoder(path).cuts)]
+    assert sorted(lengths)[len(lengths) // 2] < 2000
 
 
 def test_settings_are_switched_off_and_said_once(
@@ -223,39 +217,37 @@ def test_settings_are_switched_off_and_said_once(
     assert len(labels) == 5, "the cache has another name for other tokens"
 
 
-def test_a_text_too_long_to_be_whole_names_what_hinders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_text_too_long_to_be_whole_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocks, "MOST_BLOCK_BYTES", 4000)
     source, level = tmp_path / "text.txt", "pre_tokenizer ByteLevel"
     source.write_text("x \n" * 2000)
-    for name, obstacle in (("normalizer Prepend", "normalizer Prepend"), ("pre_tokenizer none", "pre_tokenizer null")):
-        with refused(DataError, "text.txt", "4000", obstacle):
-            prepared(tmp_path, written(tmp_path, trained(name)), 100)
+    with refused(DataError, "text.txt", "4000"):
+        prepared(tmp_path, written(tmp_path, trained("normalizer Prepend")), 100)
     assert len(prepared(tmp_path, written(tmp_path, trained(level)), 100)) > 2000
     source.write_text("x" * 10_000)
     assert doors.prepared(tmp_path / "bytes", source) == [*b"x" * 10_000, 256]
-    shutil.rmtree(tmp_path / "out")
     with refused(DataError, "text.txt"):
         prepared(tmp_path, written(tmp_path, trained(level)), 100)
 
 
 ADDED = {
-    "apart": (AddedToken("<|b|>", rstrip=True, lstrip=True, single_word=True), ""),
-    "white space": (AddedToken("  "), ""),
-    "a word": (AddedToken("an", single_word=True, lstrip=True), ""),
-    "over a cut": (AddedToken("n x"), "added token 'n x'"),
-    "special over a cut": (AddedToken("n x", special=True), "added token 'n x'"),
-    "takes what follows": (AddedToken("an", rstrip=True), "added token 'an'"),
-    "looks at what is before": (AddedToken(" an", single_word=True), "added token ' an'"),
-    "normalized over a cut": (AddedToken("n\u00a0x", normalized=True), "added token 'n\\xa0x'"),
+    "apart": AddedToken("<|b|>", rstrip=True, lstrip=True, single_word=True),
+    "white space": AddedToken("  "),
+    "a word": AddedToken("an", single_word=True, lstrip=True),
+    "over a cut": AddedToken("n x"),
+    "special over a cut": AddedToken("n x", special=True),
+    "takes what follows": AddedToken("an", rstrip=True),
+    "looks at what is before": AddedToken(" an", single_word=True),
+    "normalized over a cut": AddedToken("n\u00a0x", normalized=True),
 }
 
 
 @pytest.mark.parametrize("case", ADDED)
-def test_an_added_token_across_cuts_allows_none(case: str) -> None:
-    token, obstacle = ADDED[case]
+def test_an_added_token_is_not_cut(tmp_path: Path, case: str) -> None:
     made = tokenizer(NFKC(), GPT2_SPLIT)
-    made.add_tokens([token])
+    made.add_tokens([ADDED[case]])
     made.encode_special_tokens = True
-    assert cuts_of(made).obstacle == obstacle
-    raw = text(300) + " ban an<|b|>  n x bn\u00a0x ana  \n"
-    assert at_every_cut(made, raw) == made.encode(raw, add_special_tokens=False).ids
+    raw = " ".join(f"{text(9, seed)} ban an<|b|>  n x bn\u00a0x ana  n" for seed in range(300))
+    (tmp_path / "text.txt").write_text(raw, newline="")
+    path = written(tmp_path, made.to_str())
+    assert prepared(tmp_path, path, 20) == [*made.encode(raw, add_special_tokens=False).ids, 0]
