@@ -244,6 +244,7 @@ HANDED_ON = {
         reprise.stores.child
         reprise.stores.ranges
         trainer.config.compose
+        trainer.data.text_file
         trainer.metrics.run_log
     """,
 }

@@ -225,9 +225,9 @@ def _document(part: TextPart, number: int, line: bytes) -> tuple[str, int]:
         return text, xxhash.xxh3_64_intdigest(text.encode())
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(
-            "A line is not a document",
+            "A line or row is not a document",
             where=f"{part.source.path}, line {number}",
-            expected=f"a JSON object with text under {key!r}",
+            expected=f"a text under the key, or in the column, {key!r}",
             found=f"the keys {[*value]}" if isinstance(value, dict) and key not in value else f"{error!r:.99}",
-            fix="Fix the line, or set the key of the text: reprise prepare-data --key KEY. --form text reads any JSON.",
+            fix="Fix it, or set the text's key: reprise prepare-data --key KEY. --form text reads any JSON.",
         ) from error

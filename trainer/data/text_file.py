@@ -5,15 +5,14 @@ Each Parquet row becomes a JSON line.
 
 from __future__ import annotations
 
-import gzip
 import json
 import re
 import sys
+import zlib
 from collections.abc import Callable, Iterator
 from functools import partial
-from importlib import import_module
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from reprise.errors import DataError
 from trainer.data.data_file import unreadable
@@ -21,7 +20,7 @@ from trainer.data.data_file import unreadable
 BLOCK_BYTES = 256 << 10  # bytes to read at a time, and in a block of text
 # A Zstandard block takes at least 4 bytes and holds at most 128 KiB (RFC 8878, sections 3.1.1.2.2 and 3.1.1.2.4), so a
 # file piece never expands to more than 32 MiB.
-_ZSTD_PIECE_BYTES = 1 << 10
+_PIECE_BYTES = 1 << 10
 # Rows Arrow holds at a time, and bytes it reads at a time.
 _BATCH_ROWS, _BUFFER_BYTES = 64, 1 << 20
 
@@ -89,22 +88,19 @@ def _unpacked(form: str, path: Path, key: str) -> Iterator[bytes]:
     """Yield a file's text, unpacked, in pieces of any size.
 
     Raises:
-        DataError: A package is missing, the file is damaged, or a row has no text in the column `key`.
+        DataError: A package is missing, or the file is damaged.
     """
-    read, name, damage = _READERS[form]
     try:
-        package = import_module(name)
+        with path.open("rb") as file:
+            yield from _READERS[form](file, key)
     except ImportError as error:
         raise DataError(
             "The package that reads this file is not installed",
             where=path,
-            expected=name,
-            fix=f"Install it: pip install {name}.",
+            expected=error.name,
+            fix=f"Install it: pip install {error.name}.",
         ) from error
-    try:
-        with path.open("rb") as file:
-            yield from read(file, path, key)
-    except (EOFError, OSError, UnicodeDecodeError, getattr(package, damage)) as error:
+    except Exception as error:  # each package has its own classes
         raise DataError(
             "The compressed file is damaged or truncated",
             where=path,
@@ -114,56 +110,47 @@ def _unpacked(form: str, path: Path, key: str) -> Iterator[bytes]:
         ) from error
 
 
-def _gzip_chunks(file: BinaryIO, path: Path, key: str) -> Iterator[bytes]:
-    with gzip.GzipFile(fileobj=file) as stream:
-        yield from iter(partial(stream.read, BLOCK_BYTES), b"")
+def _frames(start: Callable[[], Any], file: BinaryIO, _: str) -> Iterator[bytes]:
+    """Yield the content of a file's frames, or members.
 
-
-def _zstd_chunks(file: BinaryIO, path: Path, key: str) -> Iterator[bytes]:
-    import zstandard
-
+    Args:
+        start: Returns a frame's decompressor.
+    """
     frame = None
-    while piece := file.read(_ZSTD_PIECE_BYTES):
+    while piece := file.read(_PIECE_BYTES):
         while piece:
-            frame = frame or zstandard.ZstdDecompressor().decompressobj()
-            if data := frame.decompress(piece):
-                yield data
-            piece = b""
-            if frame.eof:
-                piece, frame = frame.unused_data, None
+            frame = frame or start()
+            yield frame.decompress(piece)
+            piece, frame = (frame.unused_data, None) if frame.eof else (b"", frame)
     if frame is not None:
         raise EOFError("the file ends within a frame")
 
 
-def _parquet_chunks(file: BinaryIO, path: Path, key: str) -> Iterator[bytes]:
-    """Yield a JSON line for each row's text in the column `key`."""
+def _gzip_frame() -> Any:
+    return zlib.decompressobj(wbits=16 + zlib.MAX_WBITS)
+
+
+def _zstd_frame() -> Any:
+    import zstandard
+
+    return zstandard.ZstdDecompressor().decompressobj()
+
+
+def _parquet_chunks(file: BinaryIO, key: str) -> Iterator[bytes]:
+    """Yield a JSON line for each row's text in the column `key`. Without such a column, a line has all columns."""
     from pyarrow import parquet
 
-    table, rows = parquet.ParquetFile(file, buffer_size=_BUFFER_BYTES, pre_buffer=False), 0
-    names = list(table.schema_arrow.names)
-    if names.count(key) != 1:
-        raise _no_text(path, key, f"columns {', '.join(names)}")
+    table = parquet.ParquetFile(file, buffer_size=_BUFFER_BYTES, pre_buffer=False)
+    if key not in (names := table.schema_arrow.names):
+        yield json.dumps(dict.fromkeys(names)).encode()
+        return
     for batch in table.iter_batches(_BATCH_ROWS, columns=[key], use_threads=False):
-        for value in batch.column(0):
-            rows += 1
-            if not isinstance(text := value.as_py(), str):
-                raise _no_text(f"{path}, row {rows}", key, f"a value of type {value.type}: {text!r:.40}")
-            yield json.dumps({key: text}, ensure_ascii=False).encode() + b"\n"
+        for row in batch.to_pylist():
+            yield json.dumps(row, ensure_ascii=False, default=bytes.decode).encode() + b"\n"
 
 
-# Each form's reader, the package it needs, and the package's error class.
-_READERS: dict[str, tuple[Callable[[BinaryIO, Path, str], Iterator[bytes]], str, str]] = {
-    "gzip": (_gzip_chunks, "zlib", "error"),
-    "Zstandard": (_zstd_chunks, "zstandard", "ZstdError"),
-    PARQUET: (_parquet_chunks, "pyarrow", "ArrowException"),
+_READERS: dict[str, Callable[[BinaryIO, str], Iterator[bytes]]] = {
+    "gzip": partial(_frames, _gzip_frame),
+    "Zstandard": partial(_frames, _zstd_frame),
+    PARQUET: _parquet_chunks,
 }
-
-
-def _no_text(where: object, key: str, actual: str) -> DataError:
-    return DataError(
-        "A row holds no document",
-        where=where,
-        expected=f"a text in the column {key!r}",
-        found=actual,
-        fix="Filter the file, or set the text column: reprise prepare-data --key COLUMN.",
-    )

@@ -13,6 +13,7 @@ import tarfile
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -44,7 +45,7 @@ def zstd(data: bytes) -> bytes:
     return SKIPPABLE + zstandard.compress(data[:half]) + checked.compress(data[half:])
 
 
-def table(texts: list[str], key: str = "text", **options: object) -> bytes:
+def table(texts: list[Any], key: str = "text", **options: object) -> bytes:
     file = io.BytesIO()
     columns = {"id": list(range(len(texts))), key: texts}
     parquet.write_table(pa.table(columns), file, row_group_size=7, **options)
@@ -55,8 +56,9 @@ def test_parquet_of_any_name_gives_the_files_of_plain_lines(tmp_path: Path) -> N
     texts = [prose(60, seed) for seed in range(50)] + ["", "one\nline", 'a "quote" \\ and \x01']
     (tmp_path / "plain.jsonl").write_text("".join(json.dumps({"content": text}) + "\n" for text in texts))
     (tmp_path / "table").write_bytes(table(texts, "content"))
+    (tmp_path / "bytes").write_bytes(table([text.encode() for text in texts], "content"))
     words = ("--key", "content")
-    for name in ("plain.jsonl", "table"):
+    for name in ("plain.jsonl", "table", "bytes"):
         assert prepared(tmp_path / "all", tmp_path / name, *words) == of_texts(*texts)
         prepared(tmp_path / f"of {name}", tmp_path / name, *words, "--valid-fraction", 0.3, "--file-tokens", 5000)
     assert content(tmp_path / "of plain.jsonl") == content(tmp_path / "of table")
@@ -126,12 +128,12 @@ def test_a_damaged_file_is_refused_by_name(tmp_path: Path, case: str) -> None:
     [
         (zstd(TEXT), "zstandard", ("zstandard", "pip install zstandard")),
         (table(["a"]), "pyarrow", ("pyarrow", "pip install pyarrow")),
-        (table(["a", None]), "", ("row 2",)),
-        (table([1, 2]), "", ("row 1", "int64")),
-        (table([b"a", b"b"]), "", ("row 1", "binary")),
-        (table(["a"], "body"), "", ("id, body",)),
+        (table(["a", None]), "", ("in, line 2", "'text'")),
+        (table([1, 2]), "", ("in, line 1", "'int'")),
+        (table(["a"], "body"), "", ("'id', 'body'",)),
+        (table([b"a", b"\xff"]), "", ("in", "0xff")),
     ],
-    ids=["no zstandard", "no pyarrow", "null", "number", "bytes", "other key"],
+    ids=["no zstandard", "no pyarrow", "null", "number", "other key", "bytes"],
 )
 def test_rows_and_forms_that_cannot_be_read_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: bytes, missing: str, words: tuple[str, ...]
