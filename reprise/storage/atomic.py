@@ -35,7 +35,7 @@ def atomic_output(path: Path, files: Files, *, replaces: bool = False) -> Iterat
     leaves nothing at the temporary path, `path` stays unchanged. The temporary path is always removed.
 
     Args:
-        replaces: Whether to replace an existing file, or an existing folder by a folder.
+        replaces: Whether to replace an existing file.
 
     Raises:
         OSError: The file system fails, or `path` exists and `replaces` is False (EEXIST).
@@ -50,14 +50,8 @@ def atomic_output(path: Path, files: Files, *, replaces: bool = False) -> Iterat
             sync_folders(files, partial)
         if not replaces and lexists(path):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
-        # A rename replaces a file or an empty folder. A folder with content is moved aside first.
-        old = partial.with_suffix(".replaced") if is_dir(partial) and is_dir(path) and any(path.iterdir()) else None
-        if old is not None:
-            files.rename(path, old)
         files.rename(partial, path)
         files.sync_folder(path.parent)
-        if old is not None:
-            files.remove_tree(old)
     finally:
         with contextlib.suppress(OSError):  # an error in the block matters more
             if is_dir(partial):

@@ -13,7 +13,7 @@ from reprise.loading.blocks import blocks_of
 from reprise.storage import Files
 from trainer.config.saved import RUN_CONFIG
 
-TEMPORARY = (".partial", ".deleting", ".replaced", ".new")
+TEMPORARY = (".partial", ".deleting", ".new")
 
 
 def rows_of(run: Path) -> list[dict[str, Any]]:

@@ -89,7 +89,7 @@ def test_a_killed_corpus_is_that_of_prepare_data(tmp_path: Path, texts: Path, pr
 
     files = [open_datatrove_file(path) for path in sorted(tokens.glob("*.ds"))]
     assert len(files) == FILES
-    (expected,) = (open_indexed_file(path) for path in prepared.sides[0].files)
+    (expected,) = (open_indexed_file(path) for path in prepared.folder.glob("*.bin"))
     assert np.array_equal(np.concatenate([file.read() for file in files]), expected.read())
     assert expected.documents is not None
     borders, end = [np.zeros(1, np.int64)], 0

@@ -14,10 +14,9 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
-from operator import attrgetter
 from pathlib import Path
 from typing import NoReturn
 
@@ -25,13 +24,13 @@ import numpy as np
 from tqdm import tqdm
 
 from reprise.errors import ConfigError, count_of
-from trainer.commands.arguments import local_path, positive
+from trainer.commands.arguments import local_path, positive, share
 from trainer.commands.frame import FINE, framed
 from trainer.config.overrides import text_value
 from trainer.data.blocks import TextForm
-from trainer.data.prepared import FILE_TOKENS, Prepared, PrepareOptions, Progress, Side, write_prepared
+from trainer.data.prepared import FILE_TOKENS, Prepared, PrepareOptions, Progress, write_prepared
 from trainer.data.section import DataKind
-from trainer.data.sources import TextSource, text_sources
+from trainer.data.sources import text_sources
 from trainer.data.text import BYTES
 
 INTERRUPTED = 128 + signal.SIGINT  # the exit status that shells use
@@ -50,32 +49,25 @@ def prepare(options: argparse.Namespace) -> int:
     for side in prepared.sides:
         documents = f"{count_of(side.documents, 'document', form=',')}, " if side.documents else ""
         tokens = count_of(side.tokens, "token", form=",")
-        print(f"{side.name}: {documents}{tokens}, {count_of(len(side.files), 'file')}")
+        print(f"{side.name}: {documents}{tokens}, {count_of(side.files, 'file')}")
     if prepared.tokenizer is None:
         print(f"no --tokenizer, so the largest token, {prepared.end_of_text}, is used as the end-of-text token")
-    print(" ".join(map(shlex.quote, overrides(prepared))))
+    print(" ".join(map(shlex.quote, overrides(prepared, options.format))))
     return FINE
 
 
-def overrides(prepared: Prepared) -> list[str]:
+def overrides(prepared: Prepared, kind: str) -> list[str]:
     """Return the command-line overrides with which a run reads the folder."""
-    end = prepared.end_of_text
-    paths = [f"data.{side.name}={_pattern(side)}" for side in prepared.sides]
+    end, folder = prepared.end_of_text, glob.escape(str(prepared.folder))
+    paths = [f"data.{side.name}={text_value(f'{folder}/{side.name}_*.bin')}" for side in prepared.sides]
     tokens = [f"model.vocab_size={prepared.vocab_size}", f"model.bos_token_id={end}", f"model.eos_token_id={end}"]
     tokenizer = prepared.tokenizer
     return [
-        f"data={prepared.kind.value}",
+        f"data={kind}",
         *paths,
         *([] if tokenizer is None else [f"data.tokenizer={text_value(str(tokenizer))}"]),
         *tokens,
     ]
-
-
-def _pattern(side: Side) -> str:
-    first = side.files[0]
-    if len(side.files) == 1:
-        return text_value(str(first))
-    return text_value(f"{glob.escape(str(first.parent))}/{side.name}_*.bin")
 
 
 def _start_bar(bars: ExitStack, title: str) -> Callable[[int], object]:
@@ -108,7 +100,10 @@ def _prepare(options: argparse.Namespace, progress: Progress) -> Prepared:
             "--raw reads tokens, not texts",
             expected="--valid and --tokenizer PATH, and no --form, --format, --valid-fraction or train-bpe",
         )
-    inputs, held_out = (_sources(patterns, is_raw=bool(options.raw)) for patterns in (options.inputs, options.valid))
+    inputs, held_out = (
+        [source for pattern in patterns for source in text_sources(pattern)]
+        for patterns in (options.inputs, options.valid)
+    )
     prepare_options = PrepareOptions(
         form=TextForm(options.form) if options.form else None,
         key=options.key,
@@ -123,15 +118,7 @@ def _prepare(options: argparse.Namespace, progress: Progress) -> Prepared:
     # Passing bytes between processes takes longer than encoding them.
     is_slow = not options.raw and (isinstance(tokenizer, Path) or train > 0)
     workers = options.workers or (len(os.sched_getaffinity(0)) if is_slow else 1)
-    return write_prepared(
-        options.output, inputs, prepare_options, workers=workers, replace=options.force, progress=progress
-    )
-
-
-def _sources(patterns: Sequence[str], *, is_raw: bool) -> list[TextSource]:
-    """Return the files matching the patterns, in pattern order. Raw token files are sorted by path within a pattern."""
-    groups = [text_sources(pattern) for pattern in patterns]
-    return [source for group in groups for source in (sorted(group, key=attrgetter("path")) if is_raw else group)]
+    return write_prepared(options.output, inputs, prepare_options, workers=workers, progress=progress)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -165,10 +152,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--valid", nargs="+", default=[], metavar="INPUT", help="validation arrays, with --raw")
     parser.add_argument("--key", default="text", help="the text's key in a JSON line, or its column in Parquet")
     parser.add_argument(
-        "--valid-fraction", type=float, default=0.0, metavar="F", help="the share to hold out for validation"
+        "--valid-fraction", type=share, default=0.0, metavar="F", help="the share to hold out for validation"
     )
     parser.add_argument(
-        "--file-tokens", type=int, default=FILE_TOKENS, metavar="N", help="maximum number of tokens per file"
+        "--file-tokens", type=positive, default=FILE_TOKENS, metavar="N", help="maximum number of tokens per file"
     )
     parser.add_argument(
         "--workers",
@@ -176,7 +163,6 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="processes; by default one per core, or a single process for bytes",
     )
-    parser.add_argument("--force", action="store_true", help="replace a folder written by an earlier call")
     return parser
 
 

@@ -5,10 +5,8 @@ Runs read it with ``data=token_file``, or ``data=megatron`` for Megatron's forma
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import os
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,11 +18,11 @@ from typing import Any
 import numpy as np
 
 from reprise.errors import DataError
-from reprise.storage import FILE_SYSTEM, atomic_output, is_dir, lexists
+from reprise.storage import FILE_SYSTEM, atomic_output, lexists
 from trainer.data.blocks import SplitOptions, TextPart, read_blocks, split, texts
 from trainer.data.bpe import train_bpe
 from trainer.data.cuts import WORDS
-from trainer.data.data_file import TokenArray
+from trainer.data.data_file import TokenArray, unwritable
 from trainer.data.encoding import Encoded, encoding
 from trainer.data.indexed_file import write_indexed_file
 from trainer.data.section import DataKind
@@ -33,11 +31,6 @@ from trainer.data.text import BYTES, TOKENIZER, open_encoder
 from trainer.data.token_file import MAX_TOKENS, open_token_array, open_token_files, write_token_file
 
 FILE_TOKENS = 1 << 30
-# A run that reads the folder stores token file digests in it, see `trainer.data.digest_file`.
-_OURS = re.compile(
-    r"(train|valid)_\d{6}\.(bin|idx)|tokenizer\.json|\.(train|valid)_\d{6}\.bin\.digest(\.[0-9a-f]{16})?"
-    r"|\.\.(train|valid)_\d{6}\.bin\.digest\.\d+-[0-9a-f]{8}\.partial"
-)
 
 # Takes a step's name. Returns a function that counts the bytes read.
 Progress = Callable[[str], Callable[[int], object]]
@@ -67,17 +60,17 @@ class PrepareOptions(SplitOptions):
 
 @dataclass(slots=True)
 class Side:
-    """A written side of the split. `documents` is 0 if the input was tokens without document boundaries."""
+    """A written side of the split. Its name starts its file names.
 
-    files: list[Path]
+    Args:
+        documents: 0 if the input was tokens without document boundaries.
+    """
+
+    name: str
+    files: int = 0
     documents: int = 0
     tokens: int = 0
     largest: int = -1
-
-    @property
-    def name(self) -> str:
-        """Return the side's name, which its file names start with."""
-        return self.files[0].name.partition("_")[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +81,11 @@ class Prepared:
         tokenizer: A ``tokenizer.json``, or `BYTES`. None if unknown.
     """
 
-    sides: tuple[Side, ...]
+    folder: Path
+    sides: Sequence[Side]
     tokenizer: str | Path | None
     vocab_size: int
     end_of_text: int
-    kind: DataKind = DataKind.token_file
 
 
 def write_prepared(
@@ -101,24 +94,19 @@ def write_prepared(
     options: PrepareOptions,
     *,
     workers: int,
-    replace: bool = False,
     progress: Progress = lambda _title: lambda _count: None,
 ) -> Prepared:
     """Write the inputs' token files, in order, as a folder, which appears by a single rename.
 
     Args:
         workers: Encoding processes. The folder's bytes never depend on their number.
-        replace: Replace a folder containing only an earlier call's output.
 
     Raises:
-        DataError: An input cannot be read or encoded, or the folder cannot be created.
+        DataError: An input cannot be read or encoded, or the folder exists or cannot be created.
     """
-    _check(options)
     folder, array, sides = Path(os.path.realpath(folder)), options.array, list[Side]()
     tokenizer = options.tokenizer or (None if array else BYTES)
-    read = [source.path for source in (*inputs, *options.held_out)]
-    read += [tokenizer] if isinstance(tokenizer, Path) else []
-    with _new_folder(folder, read, replace=replace) as new:
+    with _new_folder(folder) as new:
         parts = {} if array else split(inputs, options)
         if options.train_vocab_size:
             tokenizer = new / TOKENIZER
@@ -133,11 +121,10 @@ def write_prepared(
                 arrays = {"train": inputs, "valid": options.held_out}
                 blocks = {name: _read_arrays(files, array) for name, files in arrays.items() if files}
             for name, members in blocks.items():
-                side = _write_side(new, name, members, write=write, options=options, count=progress(name))
-                sides.append(dataclasses.replace(side, files=[folder / path.name for path in side.files]))
+                sides.append(_write_side(new, name, members, write=write, options=options, count=progress(name)))
         largest = max(side.largest for side in sides)
         if tokenizer is None:
-            return Prepared(tuple(sides), None, largest + 1, largest)
+            return Prepared(folder, sides, None, largest + 1, largest)
         if largest >= encoder.vocab_size:
             raise DataError(
                 "A token is outside the tokenizer's vocabulary",
@@ -148,7 +135,7 @@ def write_prepared(
             )
     if isinstance(tokenizer, Path):
         tokenizer = folder / TOKENIZER if options.train_vocab_size else tokenizer.absolute()
-    return Prepared(tuple(sides), tokenizer, encoder.vocab_size, encoder.end_of_text, options.kind)
+    return Prepared(folder, sides, tokenizer, encoder.vocab_size, encoder.end_of_text)
 
 
 def _read_arrays(sources: Sequence[TextSource], dtype: np.dtype[Any]) -> Iterator[Encoded]:
@@ -168,52 +155,22 @@ def _read_arrays(sources: Sequence[TextSource], dtype: np.dtype[Any]) -> Iterato
     return read()
 
 
-def _check(options: PrepareOptions) -> None:
-    share, size = options.valid_fraction, options.file_tokens
-    if not 0 <= share < 1:
-        raise DataError("The held-out share is out of range", expected="0, or above 0 and below 1", found=share)
-    if not 1 <= size <= MAX_TOKENS:
-        raise DataError("The token file size is out of range", expected=f"1 to {MAX_TOKENS} tokens", found=size)
-
-
 @contextmanager
-def _new_folder(folder: Path, read: Sequence[Path], *, replace: bool) -> Iterator[Path]:
-    """Yield a new folder to write to, which becomes `folder`, a real path. It is removed on an error.
-
-    Args:
-        read: The input files, none of them in `folder`.
-        replace: Replace a folder containing only an earlier call's output.
+def _new_folder(folder: Path) -> Iterator[Path]:
+    """Yield a new folder to write to, which becomes `folder`. It is removed on an error.
 
     Raises:
-        DataError: The folder cannot be created, or an existing folder must not be replaced.
+        DataError: The folder exists or cannot be created.
     """
     try:
-        _refuse_to_overwrite(folder, read, replace=replace)
+        if lexists(folder):
+            raise DataError("The output path already exists", where=folder, fix="Remove it, or choose another path.")
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_output(folder, FILE_SYSTEM, replaces=True) as partial:
+        with atomic_output(folder, FILE_SYSTEM) as partial:
             partial.mkdir()
             yield partial
     except OSError as error:
-        raise DataError(
-            "Token files cannot be made",
-            where=error.filename or folder,
-            found=error.strerror or str(error),
-            fix="Check free space and permissions, or choose another folder.",
-        ) from error
-
-
-def _refuse_to_overwrite(folder: Path, read: Iterable[Path], *, replace: bool) -> None:
-    names = sorted(path.name for path in folder.iterdir()) if is_dir(folder) else ["a file"] * lexists(folder)
-    foreign = [name for name in names if not _OURS.fullmatch(name)]
-    inputs = [path for path in read if folder in Path(os.path.realpath(path)).parents]
-    if foreign or inputs or (names and not replace):
-        raise DataError(
-            "An existing file or folder cannot be replaced",
-            where=folder if foreign or not inputs else inputs[0],
-            expected="nothing, or with --force token files of an earlier call that are not inputs",
-            found=", ".join((foreign or names)[:5]),
-            fix="Choose another folder, or replace token files with --force.",
-        )
+        raise unwritable(folder, error) from error
 
 
 def _train(parts: Sequence[TextPart], vocab_size: int, path: Path, progress: Progress) -> None:
@@ -246,7 +203,7 @@ def _write_side(
     Raises:
         DataError: A file cannot be written, or there is no document.
     """
-    side, file_tokens = Side([]), options.file_tokens
+    side, file_tokens = Side(name), min(options.file_tokens, MAX_TOKENS)
 
     def pieces() -> Iterator[tuple[int, TokenArray]]:
         """Yield pieces of the tokens, each within a single file, with the file's number."""
@@ -261,8 +218,8 @@ def _write_side(
             count(block.read_bytes)
 
     for number, members in itertools.groupby(pieces(), itemgetter(0)):
-        side.files.append(folder / f"{name}_{number:06d}.bin")
-        write(side.files[-1], map(itemgetter(1), members))
+        write(folder / f"{name}_{number:06d}.bin", map(itemgetter(1), members))
+        side.files += 1
     if not (side.documents or options.array):
         raise DataError(
             f"The {name} split has no document",

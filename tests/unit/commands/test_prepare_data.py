@@ -28,7 +28,6 @@ from trainer.commands.prepare_data import main
 from trainer.data import corpus, text_file
 from trainer.data.blocks import TextForm
 from trainer.data.bpe import train_bpe
-from trainer.data.digest_file import beside, digest_of
 from trainer.data.encoding import Encoded, in_order
 from trainer.data.indexed_file import open_indexed_file
 from trainer.data.prepared import PrepareOptions, write_prepared
@@ -85,11 +84,12 @@ def test_every_text_has_the_tokens_of_the_whole(
             options = PrepareOptions(TextForm.text if name == "text.txt" else None, tokenizer=tokenizer)
             sources = text_sources(f"{folder}/{name}")
             with mock.patch.object(text_file, "BLOCK_BYTES", block_bytes):
-                folders = write_prepared(folder / "out", sources, options, workers=1, replace=True)
+                made = write_prepared(folder / "out", sources, options, workers=1)
             encoder = open_encoder(tokenizer)
             expected = [token for text in documents for token in [*encoder.encode(text), encoder.end_of_text]]
-            assert tokens_of(folders.sides[0].files) == expected
-            assert folders.sides[0].documents == len(documents)
+            assert tokens_of([folder / "out/train_000000.bin"]) == expected
+            assert made.sides[0].documents == len(documents)
+            shutil.rmtree(folder / "out")
 
 
 def test_only_so_many_blocks_are_in_memory() -> None:
@@ -132,8 +132,6 @@ REFUSED = {
     "a small vocabulary": ("a.txt --tokenizer train-bpe 256", "257"),
     "no tokenizer": ("a.txt --tokenizer b.jsonl", "(b.jsonl)"),
     "bytes that are no text": ("c.txt --tokenizer train-bpe 300", "c.txt, byte 5000"),
-    "fraction": ("a.txt --valid-fraction 1", "found 1"),
-    "file size": ("a.txt --file-tokens 0", "1 to 2147483647"),
     "the root": ("a.txt --output /", "(/)"),
     "a side without documents": ("b.jsonl --valid-fraction 0.001", "--valid-fraction"),
 }
@@ -152,31 +150,26 @@ def test_what_cannot_be_made_is_refused_in_words(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "b.jsonl", "c.txt"]
 
 
-def test_a_folder_is_replaced_only_with_force_and_if_ours(tmp_path: Path, capsys: Printed) -> None:
+@pytest.mark.parametrize("option", ["--valid-fraction=1", "--file-tokens=0"])
+def test_numbers_out_of_range_are_refused(option: str) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["a.txt", "--output", "out", option])
+
+
+def test_what_is_there_is_not_replaced(tmp_path: Path, capsys: Printed) -> None:
     source, out = tmp_path / "in.txt", tmp_path / "out"
     source.write_text("one")
     command = [str(source), "--output", str(out), "--workers", "1"]
     assert main(command) == 0
     first = content(out)
     source.write_text("two")
-    assert "--force" in refusal(capsys, *command)
+    assert "(out)" in refusal(capsys, *command).replace(f"{tmp_path}/", "")
     assert content(out) == first
-    made = out / "train_000000.bin"
-    digest_of(open_token_file(made), cache=tmp_path / "cache")  # as a run does that reads the folder
-    beside(made).touch()  # nothing is kept of a file that was written in the same tick
-    command += ["--force", "--tokenizer", "train-bpe", "260"]
-    assert main(command) == 0
-    assert not beside(made).exists()
-    second = content(out)
-    assert second != first
-    assert "tokenizer.json" in refusal(capsys, *command[:-2], out / "tokenizer.json")
-    assert "tokenizer.json" in refusal(capsys, out / "train_*.bin", *command[1:])
-    assert content(out) == second
-    (out / "notes.txt").write_text("mine")
-    assert "notes.txt" in refusal(capsys, *command)
     (tmp_path / "file").write_text("")
-    refusal(capsys, source, "--output", tmp_path / "file", "--force")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "in.txt", "out"]
+    (tmp_path / "link").symlink_to("file")
+    for name in ("file", "link"):
+        assert str(tmp_path / "file") in refusal(capsys, source, "--output", tmp_path / name)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "in.txt", "link", "out"]
 
 
 @pytest.mark.parametrize("name", ["it's [1]", "a\\'b, c", "back\\", "äö = {x}"])
@@ -227,39 +220,28 @@ def _die_at_call(calls: int, arguments: list[str]) -> None:
     os._exit(main(arguments))
 
 
-@pytest.mark.parametrize("replaces", [False, True])
-def test_a_call_killed_anywhere_leaves_no_half_of_a_folder(tmp_path: Path, *, replaces: bool) -> None:
-    (tmp_path / "old.txt").write_text("old")
+def test_a_call_killed_anywhere_leaves_no_half_of_a_folder(tmp_path: Path) -> None:
     (tmp_path / "new.jsonl").write_text(lines([prose(10, seed) for seed in range(20)]))
-    command = [f"{tmp_path}/new.jsonl", "--valid-fraction", "0.5", "--tokenizer", "train-bpe", "300", "--force"]
-    prepared(tmp_path / "old", f"{tmp_path}/old.txt")
+    command = [f"{tmp_path}/new.jsonl", "--valid-fraction", "0.5", "--tokenizer", "train-bpe", "300"]
     prepared(tmp_path / "new", *command)
-    old, new = content(tmp_path / "old"), content(tmp_path / "new")
+    new = content(tmp_path / "new")
     seen, statuses = [], list[int | None]()
     while 0 not in statuses:
         folder = tmp_path / str(len(statuses))
         folder.mkdir()
-        if replaces:
-            shutil.copytree(tmp_path / "old", folder / "out")
         arguments = [*command, "--output", str(folder / "out"), "--workers", "1"]
         process = multiprocessing.get_context("fork").Process(target=_die_at_call, args=(len(statuses), arguments))
         process.start()
         process.join()
         statuses.append(process.exitcode)
-        whole = {path.suffix: content(path) for path in folder.iterdir() if path.suffix != ".partial"}
-        seen.append((whole.get(""), whole.get(".replaced")))
+        seen.append([content(path) for path in folder.iterdir() if path.suffix != ".partial"])
         prepared(folder / "out", *command)
         assert content(folder / "out") == new
     assert set(statuses[:-1]) == {-signal.SIGKILL}
-    before, aside, both, after = (old, None), (None, old), (new, old), (new, None)
-    if replaces:
-        assert seen == sorted(seen, key=[before, aside, both, after].index)
-        assert seen[0] == before
-        assert aside in seen
-    else:
-        assert seen == sorted(seen, key=[(None, None), after].index)
-        assert len(seen) > 8
-    assert seen[-1] == after
+    assert seen == sorted(seen)
+    assert seen[0] == []
+    assert seen[-1] == [new]
+    assert len(seen) > 8
 
 
 def test_megatrons_format_holds_the_same_tokens(tmp_path: Path, capsys: Printed) -> None:
@@ -267,8 +249,7 @@ def test_megatrons_format_holds_the_same_tokens(tmp_path: Path, capsys: Printed)
     command = [f"{tmp_path}/texts.jsonl", "--valid-fraction", "0.3", "--file-tokens", "700"]
     tokens = prepared(tmp_path / "plain", *command)
     capsys.readouterr()
-    for _ in range(2):  # the second time in the place of the first
-        assert main([*command, "--output", str(tmp_path / "indexed"), "--format", "megatron", "--force"]) == 0
+    assert main([*command, "--output", str(tmp_path / "indexed"), "--format", "megatron"]) == 0
     keys = shlex.split(capsys.readouterr().out.splitlines()[-1])
     files = corpus.prepare(compose(["model=gpt2_tiny", *keys]).data, cache=tmp_path / "cache")
     assert [path.name for path in files.train + files.valid] == sorted(content(tmp_path / "plain"))

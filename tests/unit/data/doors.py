@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -45,7 +46,8 @@ def content(folder: Path) -> dict[str, bytes]:
 
 def prepared(folder: Path, *words: object) -> list[int]:
     """Return the tokens that the command makes, of training and then of validation."""
-    assert main([*map(str, words), "--output", str(folder), "--force", "--workers", "1"]) == 0
+    shutil.rmtree(folder, ignore_errors=True)
+    assert main([*map(str, words), "--output", str(folder), "--workers", "1"]) == 0
     return tokens_of(sorted(folder.glob("*.bin")))
 
 

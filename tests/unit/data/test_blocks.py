@@ -13,7 +13,6 @@ from reprise.errors import DataError
 from tests.messages import refused
 from tests.unit.data.doors import of_texts, prepared, trained
 from tests.unit.data.test_text_file import gzipped, zstd
-from trainer.commands.prepare_data import main
 from trainer.data.blocks import SplitOptions, read_blocks, split
 from trainer.data.cuts import CHARACTERS
 from trainer.data.sources import TextSource
@@ -55,7 +54,7 @@ def test_a_byte_order_mark_is_no_token(tmp_path: Path, suffix: str, text: bytes)
         assert prepared(tmp_path / "out", marked, plain, *words) == tokens
     for fraction in (0.01, 0.25, 0.9):
         assert trained(tmp_path, marked, valid_fraction=fraction) == trained(tmp_path, plain, valid_fraction=fraction)
-    assert main([str(marked), "--output", str(tmp_path / "out"), "--tokenizer", "bytes", "--force"]) == 0
+    assert prepared(tmp_path / "out", marked, "--tokenizer", "bytes") == of_texts(text)
 
 
 def test_a_text_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -67,12 +68,15 @@ def test_a_named_tokenizer_gives_vocabulary_and_end_of_text(arrays: Path, capsys
     path.write_bytes(train_bpe(["one and two " * 9], 270))
     size = open_encoder(path).vocab_size
     for tokenizer, count in ((str(path), size), ("bytes", 257)):
-        command = words(arrays, "--tokenizer", tokenizer, "--force")
+        command = words(arrays, "--tokenizer", tokenizer)
+        shutil.rmtree(arrays / "out", ignore_errors=True)
         assert main(command) == 0
         assert printed(capsys)[2:4] == [f"data.tokenizer={tokenizer}", f"model.vocab_size={count}"]
         np.array([1, count], "<u2").tofile(arrays / "train.bin")
-        assert f"found {count}" in refusal(capsys, *command)
         assert tokens_of(sorted(arrays.glob("out/train_*.bin"))) == TOKENS.tolist()
+        shutil.rmtree(arrays / "out")
+        assert f"found {count}" in refusal(capsys, *command)
+        assert not (arrays / "out").exists()
         TOKENS.astype("<u2").tofile(arrays / "train.bin")
 
 
