@@ -3,7 +3,7 @@
 The format is Megatron-Core's (``megatron/core/datasets/indexed_dataset.py``). `.bin` is a flat token array. `.idx` is,
 all little-endian: the magic, version 1 as uint64, the dtype code as uint8, the sequence count and the document border
 count as uint64; then each sequence's length in tokens as int32, its byte offset in `.bin` as int64, and the borders, as
-sequence numbers, as int64. Multimodal files add an int8 per sequence.
+sequence numbers, as int64. Multimodal files, which add an int8 per sequence, are refused.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from reprise.errors import DataError
-from reprise.storage import is_file
 from trainer.data.data_file import DataFile, Ints, TokenArray, fitting_chunks, new_file, wrong_size
 from trainer.data.document_index import DocumentIndex, damaged
 from trainer.data.sources import find_files
@@ -28,7 +26,7 @@ _VERSION = 1
 # `DType` in indexed_dataset.py. Tokens are not negative, so int32 is read as uint32. A negative value is then outside
 # every vocabulary.
 _DTYPES: dict[int, np.dtype[Any]] = {8: np.dtype("<u2"), 4: np.dtype("<u4")}
-_LENGTH_BYTES, _OFFSET_BYTES, _BORDER_BYTES, _MODE_BYTES = 4, 8, 8, 1
+_LENGTH_BYTES, _OFFSET_BYTES, _BORDER_BYTES = 4, 8, 8
 _MOST_TOKEN = 2**31 - 1  # int32's maximum
 
 
@@ -41,18 +39,16 @@ class IndexedDocuments(DocumentIndex):
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         size, header = self.size, np.zeros(_HEADER.size, np.uint8)
-        if self.fill(header, 0) or not header.tobytes().startswith(MAGIC):
-            expected = f"the magic {MAGIC.rstrip(bytes(1)).decode()} of Megatron's tools/preprocess_data.py"
-            raise damaged(path, expected, f"{size} bytes that start with {header[:9].tobytes()!r}")
-        _, version, code, self._sequences, borders = _HEADER.unpack(header.tobytes())
-        if version != _VERSION or code not in _DTYPES:
-            actual = f"version {version}, and dtype code {code}"
-            raise damaged(path, f"version {_VERSION}, and uint16 (8) or int32 (4)", actual)
+        self.fill(header, 0)
+        magic, version, code, self._sequences, borders = _HEADER.unpack(header.tobytes())
+        if (magic, version) != (MAGIC, _VERSION) or code not in _DTYPES:
+            actual = f"{magic!r}, version {version} and dtype code {code} in {size} bytes"
+            raise damaged(path, f"{MAGIC!r}, version {_VERSION}, and uint16 (8) or int32 (4)", actual)
         self.dtype, self._has_borders = _DTYPES[code], borders > 1
         self._offsets_at = _HEADER.size + self._sequences * _LENGTH_BYTES
         self._borders_at = self._offsets_at + self._sequences * _OFFSET_BYTES
         end = self._borders_at + borders * _BORDER_BYTES
-        if size not in (end, end + self._sequences * _MODE_BYTES):
+        if size != end:
             sizes = f"{end} bytes for {self._sequences} sequences and {borders} document offsets"
             raise damaged(path, sizes, f"{size} bytes")
         # Without borders, every sequence is a document.
@@ -83,24 +79,12 @@ class IndexedDocuments(DocumentIndex):
 
 
 def find_indexed(pattern: str) -> list[Path]:
-    """Return the `.bin` files for a path, a glob, or a prefix as in Megatron's `--data-path`, sorted.
+    """Return the `.bin` files for a path or glob, which may lack the suffix as in Megatron's `--data-path`, sorted.
 
     Raises:
-        DataError: Nothing matches, or another file does.
+        DataError: Nothing matches.
     """
-    of_prefix = Path(f"{Path(pattern).expanduser()}.bin")
-    if is_file(of_prefix):
-        return [of_prefix]
-    matches = find_files(pattern)
-    unpaired = [path for path in matches if path.suffix != ".bin"]
-    if unpaired:
-        raise DataError(
-            "A Megatron data file has an unexpected name",
-            where=unpaired[0],
-            expected="PREFIX.bin, beside PREFIX.idx",
-            fix="Pass the prefix, the file PREFIX.bin, or a glob such as 'folder/*.bin'.",
-        )
-    return matches
+    return find_files(f"{pattern.removesuffix('.bin')}.bin")
 
 
 def open_indexed_file(path: Path) -> TokenFile:

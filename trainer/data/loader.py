@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
 
 from trainer.data.batches import OrderedSamples
 from trainer.data.data_file import Ints
-from trainer.data.position_map import PositionMap
 
 _SAMPLES = 1024  # per lookup, which takes as long for 1 sample; an iteration with more is looked up alone
 
@@ -34,18 +34,12 @@ class BatchLoader:
     # The next iterations' samples, by consumed samples, size and seed.
     _ahead: dict[tuple[int, int, int], Ints] = field(init=False, compare=False, repr=False, default_factory=dict)
 
-    def starting_at(self, position: int, consumed: Sequence[int]) -> BatchLoader:
-        """Return a loader whose sources continue from a global position, given each source's consumed samples."""
-        return replace(self, samples=replace(self.samples, position=position, consumed=consumed))
-
-    def mapped(self, position_map: PositionMap) -> BatchLoader:
-        """Return a loader with another position map."""
-        return replace(self, samples=replace(self.samples, position_map=position_map))
+    def ordered(self, **changes: Any) -> BatchLoader:
+        """Return a loader whose `OrderedSamples` has other values."""
+        return replace(self, samples=replace(self.samples, **changes))
 
     def numbers_of(self, size: int) -> Sequence[int]:
         """Return the numbers of this rank's micro-batches in an iteration with `size` samples."""
-        if size == self.global_batch_size:
-            return self.numbers
         return [number for number in self.numbers if number < size // self.micro_batch_size]
 
     def train_batch(self, consumed_samples: int, seed: int, size: int | None = None) -> list[torch.Tensor]:

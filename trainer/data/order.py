@@ -23,8 +23,6 @@ _MIX_2 = np.uint64(0x94D049BB133111EB)
 _MASK_64 = 2**64 - 1
 
 _ROUNDS = 8
-# Small enough to keep a round's temporaries in a core's cache.
-_BLOCK = 2**15
 
 
 def sample_ids_at(positions: Ints, *, epoch_sizes: Ints, seed: int) -> Ints:
@@ -44,13 +42,9 @@ def sample_ids_at(positions: Ints, *, epoch_sizes: Ints, seed: int) -> Ints:
     keys = _epoch_keys(seed, epochs)
     sizes, which = np.unique(epoch_sizes, return_inverse=True)
     sides = np.array([_sides(size) for size in sizes.tolist()], dtype=np.uint64).reshape(-1, 2)[which]
-    out = np.empty(positions.shape, dtype=np.int64)
-    for start in range(0, positions.size, _BLOCK):
-        block = slice(start, start + _BLOCK)
-        a, b = sides[block].T
-        counts = epoch_sizes[block].astype(np.uint64)
-        out[block] = _walk(index[block].astype(np.uint64), _round_keys(keys[block]), counts, a, b)
-    return out
+    a, b = sides.T
+    ids = _walk(index.astype(np.uint64), _round_keys(keys), epoch_sizes.astype(np.uint64), a, b)
+    return ids.astype(np.int64)
 
 
 def _sides(count: int) -> tuple[int, int]:

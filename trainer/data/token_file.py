@@ -101,12 +101,11 @@ def open_token_file(path: str | Path) -> TokenFile:
     magic, version, count = header[:3].tolist()
     dtype = _FORMATS.get((magic, version))
     if missing or dtype is None:
-        formats = [f"magic {magic} version {version} ({dtype.name})" for (magic, version), dtype in _FORMATS.items()]
         raise DataError(
             "A token file has an unknown header",
             where=path,
-            expected=f"{HEADER_BYTES} bytes with {' or '.join(formats)}",
-            found=f"magic {magic} version {version} in {file.size} bytes",
+            expected=f"{HEADER_BYTES} bytes with magic and version {' or '.join(map(str, _FORMATS))}",
+            found=f"{(magic, version)} in {file.size} bytes",
             fix="Write it again with this header of 256 int32 values. For token arrays without a header, use `reprise "
             "prepare-data --raw`; for datatrove files, data=datatrove; for Megatron files, data=megatron.",
         )

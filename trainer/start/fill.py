@@ -99,7 +99,7 @@ def _resume_data(run: Run, checkpoint: Checkpoint) -> None:
             saved, count = PositionMap.from_record(state.get(SKIPPED, [])), integer(state["consumed_samples"])
             lengths = integer(state["batch"]["seq_length"]), run.config.train.seq_length
         resumed = resume_map(saved, requested, count, progress.consumed_samples, lengths=lengths)
-        run.train_data = run.train_data.mapped(resumed.map)
+        run.train_data = run.train_data.ordered(position_map=resumed.map)
         for line in resumed.lines:
             _log.warning(line)
         description.pop(SKIPPED, None)
@@ -109,7 +109,8 @@ def _resume_data(run: Run, checkpoint: Checkpoint) -> None:
         progress = replace(progress, consumed_samples=resumed.position)
     origin = origin_after(state, description, progress, where=checkpoint.path, position=run.config.data.position)
     if origin is not None:
-        run.train_data = run.train_data.starting_at(origin.position, origin.of(list(sources_in(description))))
+        consumed = origin.of(list(sources_in(description)))
+        run.train_data = run.train_data.ordered(position=origin.position, consumed=consumed)
         description["blend"] = origin.record()
 
 

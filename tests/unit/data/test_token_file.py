@@ -152,8 +152,8 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path)
         write_token_file(path, broken(), dtype=np.uint16)
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]
-    with refused(DataError, "none/a.bin"):
-        write(tmp_path / "none" / "a.bin", 1)
+    with refused(DataError, "a.bin/b.bin"):
+        write(path / "b.bin", 1)
     write(path, 3)
     assert file.read().tolist() == [1, 2, 3], "as it was when it was opened"
 
