@@ -60,14 +60,14 @@ def test_moments_that_are_not_finite_are_refused_or_left(tmp_path: Path, capfd: 
     assert not open_checkpoint(tmp_path / "run/iter_0000000", Files()).has_optimizer
 
 
-def test_the_index_of_a_scalar_that_is_not_finite_is_empty() -> None:
-    with refused(CheckpointError, "step", "1 of 1", "[]: nan"):
+def test_a_scalar_that_is_not_finite_is_refused() -> None:
+    with refused(CheckpointError, "step", "1 of 1"):
         require_finite(torch.tensor(math.nan), where="step")
 
 
 def test_a_run_does_not_begin_with_numbers_that_are_not_finite(tmp_path: Path) -> None:
     source = write_hf(tmp_path / "theirs", weights_of(with_nan()))
-    with refused(TrainerError, f"model.safetensors, {NAME}", "[13, 47]: -inf"):
+    with refused(TrainerError, f"model.safetensors, {NAME}", "3 of 1200"):
         begin(tmp_path / "run", [*RUN, f"checkpoint.load={source}"])
 
 

@@ -56,7 +56,7 @@ def list_run(options: argparse.Namespace) -> int:
                 "age": time.time() - summary.written_at,
                 "topology": "" if state is None else topology_text(state.get("topology", {})),
                 "valid_loss": None if state is None else state.get("valid_loss"),
-                "intact": _finding(summary, whole=whole, part=_PART, damaged=f"no: {summary.problem}"),
+                "intact": _finding(summary, options, whole=whole, part=_PART, damaged="no"),
                 "notes": ", ".join([*marks.get(summary.path, ()), *_notes(summary)]),
                 "held": str(summary.share or ""),
             }
@@ -103,7 +103,7 @@ def verify(options: argparse.Namespace) -> int:
             "checkpoint": shown_name(result.path),
             "iteration": result.iteration,
             "bytes": result.checked_bytes,
-            "result": _finding(result, whole="whole", part=part, damaged=str(result.problem)),
+            "result": _finding(result, options, whole="whole", part=part),
             "held": str(result.share or ""),
         }
         for result in results
@@ -113,13 +113,25 @@ def verify(options: argparse.Namespace) -> int:
     return _report(options, rows, results)
 
 
-def _finding(checkpoint: CheckpointSummary | VerifiedCheckpoint, *, whole: str, part: str, damaged: str) -> str:
-    """Describe a checkpoint's status."""
+def _finding(
+    checkpoint: CheckpointSummary | VerifiedCheckpoint,
+    options: argparse.Namespace,
+    *,
+    whole: str,
+    part: str,
+    damaged: str = "",
+) -> str:
+    """Describe a checkpoint's status. A problem is also printed below a table.
+
+    Args:
+        damaged: The word for a damaged checkpoint. By default its problem stands for it.
+    """
+    reason = f": {checkpoint.problem}" if options.json else ""
     return {
         CheckpointStatus.WHOLE: whole,
         CheckpointStatus.PART: part,
-        CheckpointStatus.DAMAGED: damaged,
-        CheckpointStatus.UNREADABLE: f"not known: {checkpoint.problem}",
+        CheckpointStatus.DAMAGED: f"{damaged}{reason}" if damaged else str(checkpoint.problem),
+        CheckpointStatus.UNREADABLE: f"not known{reason}",
         CheckpointStatus.UNCHECKED: "not checked",
     }[checkpoint.status]
 
@@ -130,7 +142,7 @@ def _report(
     """Print the rows, and return the exit status."""
     if not any(row["held"] for row in rows):
         rows = _without_columns(rows, "held")
-    _print_rows(rows if options.json else [*map(_without_problem, rows)], as_json=options.json)
+    _print_rows(rows, as_json=options.json)
     damaged = (CheckpointStatus.DAMAGED, CheckpointStatus.UNREADABLE)
     for checkpoint in () if options.json else checkpoints:
         if checkpoint.status in damaged:
@@ -141,13 +153,6 @@ def _report(
     if CheckpointStatus.UNREADABLE in statuses:
         return IMPOSSIBLE
     return FINE
-
-
-def _without_problem(row: Row) -> Row:
-    """Return a row without its checkpoint's problem, which is printed below the table."""
-    column = "intact" if "intact" in row else "result"
-    words = str(row[column])
-    return {**row, column: words.partition(":")[0] if words.startswith(("no: ", "not known: ")) else words}
 
 
 def show(options: argparse.Namespace) -> int:

@@ -31,7 +31,6 @@ from trainer.interop.tensor_files import write_tensor_files
 MERGED = "merged"  # key in trainer_state.json
 _KINDS = (TensorKind.MODEL, TensorKind.ADAPTER)
 _AVERAGED = (StoredDtype.F64, StoredDtype.F32, StoredDtype.F16, StoredDtype.BF16)
-_ITEMS = 1 << 20  # elements multiplied at once
 _RULES = "mean, ema:D with 0 < D < 1, minus-sqrt, or a number for each checkpoint, joined by commas"
 
 
@@ -128,15 +127,9 @@ def weighted_mean(reads: Sequence[Callable[[], torch.Tensor]], factors: Sequence
             in memory.
     """
     total = reads[0]().double().mul_(factors[0])
-    sums = total.view(-1)
     for read, factor in zip(reads[1:], factors[1:], strict=True):
-        _add(sums, read().reshape(-1), factor)
+        total.add_(read().double().mul_(factor))
     return total.div_(math.fsum(factors))
-
-
-def _add(sums: torch.Tensor, values: torch.Tensor, factor: float) -> None:
-    for lo in range(0, sums.numel(), _ITEMS):
-        sums[lo : lo + _ITEMS].add_(values[lo : lo + _ITEMS].double().mul_(factor))
 
 
 def _parts(run: Path, out: Path, first: int, last: int, files: Files) -> list[Checkpoint]:

@@ -81,7 +81,7 @@ class ForeignWeights:
             spec, values = tensor.spec, self.read(tensor.spec.name)
             part = values.reshape(spec.view)[tensor.box.slices]
             tensor.local.detach().copy_(part.reshape(tensor.local.shape))
-            require_finite(tensor.local, where=f"{self.files[spec.name]}, {spec.name}", part=(spec, tensor.box))
+            require_finite(tensor.local, where=f"{self.files[spec.name]}, {spec.name}")
             read_bytes += part.nbytes
             progress(tensor.local.nbytes)
         filled_bytes = sum(tensor.local.nbytes for tensor in live)
