@@ -7,23 +7,24 @@ from typing import Any
 
 import numpy as np
 
-from trainer.data.batches import OrderedSamples
+from trainer.data.batches import Samples
 from trainer.data.data_file import Ints
+from trainer.data.loader import BatchLoader
 
 
-def methods_with(change: Callable[[Ints, Ints], Ints]) -> Mapping[str, Callable[..., Any]]:
-    """Return methods of `OrderedSamples` by name, for a single source without evaluation.
+def methods_with(change: Callable[[Ints, Ints], Ints]) -> Mapping[tuple[type, str], Callable[..., Any]]:
+    """Return methods by their class and name, for a single source without evaluation.
 
     Args:
         change: returns in place of windows [n, seq_length + 1] at positions [n] others.
     """
-    order, read = OrderedSamples.sample_ids, OrderedSamples.windows
+    order, read = BatchLoader.sample_ids, Samples.windows
 
-    def sample_ids(samples: OrderedSamples, counts: Ints, seed: int) -> Ints:
-        return samples.position_map.positions(counts) * samples.count + order(samples, counts, seed)
+    def sample_ids(loader: BatchLoader, counts: Ints, seed: int) -> Ints:
+        return loader.position_map.positions(counts) * loader.samples.count + order(loader, counts, seed)
 
-    def windows(samples: OrderedSamples, numbers: Ints) -> Ints:
+    def windows(samples: Samples, numbers: Ints) -> Ints:
         positions, ids = np.divmod(numbers, samples.count)
         return change(read(samples, ids), positions)
 
-    return {"sample_ids": sample_ids, "windows": windows}
+    return {(BatchLoader, "sample_ids"): sample_ids, (Samples, "windows"): windows}

@@ -34,7 +34,6 @@ from reprise.storage import Files
 from tests.crash.hosts import run_trainer
 from tests.harness import Running, started
 from tests.positions import methods_with
-from trainer.data.batches import OrderedSamples
 from trainer.data.data_file import Ints
 from trainer.data.loader import BatchLoader
 from trainer.launch.signals import SignalHandler
@@ -261,8 +260,8 @@ def _note_feed(gate: Gate) -> None:
             file.write(json.dumps(row) + "\n")
         return windows
 
-    for name, method in methods_with(note).items():
-        setattr(OrderedSamples, name, method)
+    for (owner, name), method in methods_with(note).items():
+        setattr(owner, name, method)
     BatchLoader.train_batch = feed  # type: ignore[method-assign]
 
 

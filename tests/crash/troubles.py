@@ -31,7 +31,6 @@ from reprise.tensors import local_of, parameter_names
 from tests.crash.hosts import run_trainer
 from tests.harness import Ended, around_iterations, call_on_ranks
 from tests.positions import methods_with
-from trainer.data.batches import OrderedSamples
 from trainer.data.data_file import Ints
 from trainer.launch.control import RunControl
 from trainer.run.build import Run
@@ -199,8 +198,8 @@ def bad_data(first: int, end: int) -> None:
         wait(saver)
         has_waited = True
 
-    for name, method in methods_with(with_noise).items():
-        setattr(OrderedSamples, name, method)
+    for (owner, name), method in methods_with(with_noise).items():
+        setattr(owner, name, method)
     checkpointer.save, checkpointer.wait = saving, waiting
     checkpointer.reports = lambda saver: reports(saver) if has_waited else []
 

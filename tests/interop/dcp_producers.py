@@ -27,7 +27,7 @@ from models.config import ModelConfig
 from models.families import hf_config
 from tests.harness import TINY, compose
 from trainer.config.schema import Config
-from trainer.data.batches import OrderedSamples, Samples
+from trainer.data.batches import Samples
 from trainer.data.corpus import default_cache, prepare
 from trainer.data.loader import BatchLoader
 from trainer.data.token_file import open_token_file
@@ -62,7 +62,7 @@ def batches(config: Config, count: int = TOTAL) -> list[torch.Tensor]:
     corpus = prepare(config.data, cache=default_cache(os.environ, Path.home()))
     samples = Samples([open_token_file(path) for path in corpus.train], seq_length=train.seq_length)
     size = train.global_batch_size
-    feed = BatchLoader(OrderedSamples(samples), size, size, [0], torch.device("cpu"))
+    feed = BatchLoader(samples, size, size, [0], torch.device("cpu"))
     return [feed.train_batch(number * size, train.seed)[0] for number in range(count)]
 
 

@@ -17,7 +17,6 @@ from reprise.storage import FILE_SYSTEM
 from tests.harness import TINY, call_on_ranks
 from tests.positions import methods_with
 from trainer.config.compose import CommandLine, over_saved, resolve
-from trainer.data.batches import OrderedSamples
 from trainer.data.data_file import Ints
 from trainer.launch.environment import Environment
 from trainer.steps.replay import RecordedRun, replay
@@ -82,8 +81,8 @@ def change_sample(patch: Patch) -> None:
         windows[positions == 2 * 8 + 5, 4] ^= 1
         return windows
 
-    for name, method in methods_with(changed).items():
-        patch.setattr(OrderedSamples, name, method)
+    for (owner, name), method in methods_with(changed).items():
+        patch.setattr(owner, name, method)
 
 
 def round_output(patch: Patch) -> None:

@@ -1,26 +1,20 @@
-"""Fixed-length samples cut from token files, and the sample order over several sources."""
+"""Fixed-length samples cut from token files."""
 
 from __future__ import annotations
 
 import itertools
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
-from fractions import Fraction
 
 import numpy as np
 
 from reprise.errors import DataError
-from trainer.data.blend import Blend
 from trainer.data.data_file import Ints
 from trainer.data.document_table import table_of
 from trainer.data.documents import PADDED, DocumentMarks, uses_index
-from trainer.data.order import sample_ids_at
-from trainer.data.position_map import PositionMap
 from trainer.data.token_file import TokenFile, listed
 
 _log = logging.getLogger(__name__)
-_ALONE, _NO_GAPS = Blend([Fraction(1)]), PositionMap()
 
 
 class Samples:
@@ -109,38 +103,3 @@ class Samples:
             if self._marks is not None:
                 self._marks.mark(row[: stop - start], table, start)
         return out
-
-
-@dataclass(frozen=True, slots=True)
-class OrderedSamples:
-    """Samples from weighted sources, each with its own order and epochs, with skipped positions left out.
-
-    Args:
-        files: The samples in as many sources as in `blend`.
-        position: The global position where the blend starts.
-        consumed: Samples consumed before from each source. Zeros by default.
-        position_map: The positions for the run's sample counts.
-    """
-
-    files: Samples
-    blend: Blend = _ALONE
-    position: int = 0
-    consumed: Sequence[int] | None = None
-    position_map: PositionMap = _NO_GAPS
-
-    @property
-    def count(self) -> int:
-        """Return the sample count over all sources."""
-        return self.files.count
-
-    def sample_ids(self, counts: Ints, seed: int) -> Ints:
-        """Return the sample ids for counts from 0, int64 [n]. Ids number the samples through all sources."""
-        sources, index = self.blend.locate(self.position_map.positions(counts) - self.position)
-        if self.consumed is not None:
-            index = index + np.array(self.consumed, np.int64)[sources]
-        bounds: Ints = self.files.source_bounds
-        return bounds[sources] + sample_ids_at(index, epoch_sizes=np.diff(bounds)[sources], seed=seed)
-
-    def windows(self, ids: Ints) -> Ints:
-        """Copy samples from the files; see `Samples.windows`."""
-        return self.files.windows(ids)

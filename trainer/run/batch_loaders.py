@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 
 from trainer.config.derived import batch_schedule_of, micro_batches_of
 from trainer.config.schema import Config
-from trainer.data.batches import OrderedSamples, Samples
+from trainer.data.batches import Samples
 from trainer.data.blend import Blend
 from trainer.data.loader import BatchLoader
 from trainer.data.position_map import parse_ranges
@@ -59,16 +59,15 @@ def build_loaders(config: Config, cluster: Cluster, topology: Topology, data: Ru
             per_document=per_document,
         )
 
-    def loader(source: OrderedSamples, size: int) -> BatchLoader:
+    def loader(source: Samples, size: int) -> BatchLoader:
         numbers = micro_batches_of(config, topology, dp_rank, size)
         return BatchLoader(source, size, train.micro_batch_size, numbers, cluster.device)
 
-    ordered = OrderedSamples(
-        samples(*(source.files for source in data.train)),
-        _build_blend(data, cluster),
+    training = replace(
+        loader(samples(*(source.files for source in data.train)), max(batch_schedule_of(train).sizes)),
+        blend=_build_blend(data, cluster),
         position_map=parse_ranges(train.skip_samples),
     )
-    training = loader(ordered, max(batch_schedule_of(train).sizes))
     if not train.eval_interval:
         return training, ValidData()
     held_out, drawn = samples(data.valid), train.eval_iters * train.global_batch_size
@@ -77,7 +76,7 @@ def build_loaders(config: Config, cluster: Cluster, topology: Topology, data: Ru
             f"an evaluation takes {drawn} samples (train.eval_iters x train.global_batch_size), and the validation "
             f"data has {held_out.count}, which repeat in order"
         )
-    valid = loader(OrderedSamples(held_out), train.global_batch_size)
+    valid = loader(held_out, train.global_batch_size)
     return training, ValidData(train.eval_interval, partial(valid.eval_batches, train.eval_iters))
 
 

@@ -99,7 +99,7 @@ def _resume_data(run: Run, checkpoint: Checkpoint) -> None:
             saved, count = PositionMap.from_record(state.get(SKIPPED, [])), integer(state["consumed_samples"])
             lengths = integer(state["batch"]["seq_length"]), run.config.train.seq_length
         resumed = resume_map(saved, requested, count, progress.consumed_samples, lengths=lengths)
-        run.train_data = run.train_data.ordered(position_map=resumed.map)
+        run.train_data = replace(run.train_data, position_map=resumed.map)
         for line in resumed.lines:
             _log.warning(line)
         description.pop(SKIPPED, None)
@@ -110,7 +110,7 @@ def _resume_data(run: Run, checkpoint: Checkpoint) -> None:
     origin = origin_after(state, description, progress, where=checkpoint.path, position=run.config.data.position)
     if origin is not None:
         consumed = origin.of(list(sources_in(description)))
-        run.train_data = run.train_data.ordered(position=origin.position, consumed=consumed)
+        run.train_data = replace(run.train_data, position=origin.position, consumed=consumed)
         description["blend"] = origin.record()
 
 

@@ -11,20 +11,20 @@ import pytest
 import torch
 
 from tests.fakes import tokens_in_memory
-from trainer.data.batches import OrderedSamples, Samples
+from trainer.data.batches import Samples
 from trainer.data.loader import BatchLoader
 
 SEQ_LENGTH = 4
 
 
 @pytest.fixture
-def samples() -> OrderedSamples:
+def samples() -> Samples:
     """Return 30 samples whose first tokens are their numbers times 4."""
     tokens = np.arange(30 * SEQ_LENGTH + 1, dtype=np.uint16)
-    return OrderedSamples(Samples([tokens_in_memory(tokens)], seq_length=SEQ_LENGTH))
+    return Samples([tokens_in_memory(tokens)], seq_length=SEQ_LENGTH)
 
 
-def feeds(samples: OrderedSamples, *, ranks: int, micro_batch_size: int = 2) -> list[BatchLoader]:
+def feeds(samples: Samples, *, ranks: int, micro_batch_size: int = 2) -> list[BatchLoader]:
     count = 12 // micro_batch_size
     dealt = [range(rank, count, ranks) for rank in range(ranks)]
     return [BatchLoader(samples, 12, micro_batch_size, numbers, torch.device("cpu")) for numbers in dealt]
@@ -36,15 +36,15 @@ def read(found: list[list[torch.Tensor]]) -> list[int]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_an_evaluation_reads_from_the_start_in_order_and_wraps(samples: OrderedSamples, ranks: int) -> None:
+def test_an_evaluation_reads_from_the_start_in_order_and_wraps(samples: Samples, ranks: int) -> None:
     found = [list(itertools.chain(*feed.eval_batches(3))) for feed in feeds(samples, ranks=ranks)]
     assert read(found) == [number % 30 for number in range(36)]
 
 
 def test_the_order_is_asked_once_for_many_iterations() -> None:
-    samples = OrderedSamples(Samples([tokens_in_memory(np.arange(1001, dtype=np.uint16))], seq_length=1))
+    samples = Samples([tokens_in_memory(np.arange(1001, dtype=np.uint16))], seq_length=1)
     loader = BatchLoader(samples, 16, 8, [1], torch.device("cpu"))
-    with mock.patch.object(OrderedSamples, "sample_ids", autospec=True, side_effect=OrderedSamples.sample_ids) as order:
+    with mock.patch.object(BatchLoader, "sample_ids", autospec=True, side_effect=BatchLoader.sample_ids) as order:
         for number in range(130):
             loader.train_batch(number * 16, 5)
             assert len(loader._ahead) == 128
