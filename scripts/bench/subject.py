@@ -18,8 +18,9 @@ from trainer.config.derived import topology_of
 from trainer.config.schema import Config
 from trainer.launch.process_group import Cluster
 from trainer.parallel.context import ParallelContext
-from trainer.parallel.mesh import build_mesh
-from trainer.run.parallelize import build_context, build_grid, build_models
+from trainer.metrics.slow_ranks import OwnTime
+from trainer.parallel.mesh import build_mesh, stage_grid
+from trainer.run.parallelize import build_context, build_models
 from trainer.run.state import TrainerState, build_part
 from trainer.schedules.progress import Progress
 from trainer.training.step import train_step
@@ -79,12 +80,19 @@ class Subject:
 
     def iteration(self) -> Callable[[], float]:
         """Return the trainer's iteration on a random batch; it returns the loss."""
-        windows = windows_of(self.config, self.cluster.device)
+        windows, own_time = windows_of(self.config, self.cluster.device), OwnTime(self.cluster.device)
 
         def iterate() -> float:
-            context, cluster = self.context, self.cluster
             return train_step(
-                self.state, [windows], keys=[1], lr=1e-4, clip_grad=1.0, context=context, cluster=cluster
+                self.state,
+                [windows],
+                keys=[1],
+                share=1,
+                lr=1e-4,
+                clip_grad=1.0,
+                context=self.context,
+                cluster=self.cluster,
+                own_time=own_time,
             ).loss
 
         return iterate
@@ -140,9 +148,9 @@ class Subject:
 def build_subject(config: Config, cluster: Cluster) -> Subject:
     """Build a state as `trainer.run.build` does, without data and folders. A call of all ranks."""
     topology = topology_of(config, cluster.world_size)
-    mesh = build_mesh(topology, cluster.device.type) if cluster.world_size > 1 else None
+    mesh = build_mesh(topology, cluster.device.type)
     stages = build_models(config, cluster.device, topology=topology, mesh=mesh)
-    grid = build_grid(topology, mesh)
+    grid = stage_grid(topology, topology.coordinate(cluster.rank).pp)
     state = TrainerState(config.model, [build_part(config, stage, grid) for stage in stages], grid)
     context = build_context(config, state, topology=topology, mesh=mesh, cluster=cluster)
     subject = Subject(config, cluster, state, context)

@@ -111,7 +111,7 @@ def simulate(config: Config, topology: Topology) -> Iterator[Simulated]:
     inner = replace(topology, pp=1)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=inner.world_size)
     try:
-        mesh = build_mesh(inner, "cpu") if inner.world_size > 1 else None
+        mesh = build_mesh(inner, "cpu")
         for pp in range(topology.pp):
             stages = stages_of(config.model.n_layer, pp=topology.pp, vpp=topology.vpp, rank=pp)
             meta = torch.device("meta")

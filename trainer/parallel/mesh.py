@@ -9,8 +9,10 @@ from reprise.tensors import Grid
 from trainer.parallel.topology import Topology
 
 
-def build_mesh(topology: Topology, device_type: str) -> DeviceMesh:
-    """Return the mesh over all ranks, with `Topology.mesh_axes`. A collective call on all ranks."""
+def build_mesh(topology: Topology, device_type: str) -> DeviceMesh | None:
+    """Return the mesh over all ranks, with `Topology.mesh_axes`. None for a single rank. A collective call."""
+    if topology.world_size == 1:
+        return None
     axes = topology.mesh_axes
     return init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
 

@@ -33,13 +33,13 @@ from trainer.metrics.slow_ranks import OwnTime
 from trainer.metrics.spikes import SpikeWatch
 from trainer.metrics.tensorboard_sink import TensorboardSink
 from trainer.parallel.context import ParallelContext
-from trainer.parallel.mesh import build_mesh
+from trainer.parallel.mesh import build_mesh, stage_grid
 from trainer.record import run_record
 from trainer.record.environment import environment_record, joint_environment
 from trainer.record.versions import source_commit, versions
 from trainer.run.batch_loaders import ValidData
 from trainer.run.inputs import RunInputs
-from trainer.run.parallelize import build_context, build_grid, build_models
+from trainer.run.parallelize import build_context, build_models
 from trainer.run.run_data import open_data_alone
 from trainer.run.state import TrainerState, build_part
 from trainer.saves.targets import Saves
@@ -125,10 +125,10 @@ def build(
         environment_keys: Dotted keys whose values come from environment variables. Checkpoints leave them out.
     """
     topology = topology_of(config, cluster.world_size)
-    mesh = build_mesh(topology, cluster.device.type) if cluster.world_size > 1 else None
+    mesh = build_mesh(topology, cluster.device.type)
     schedule = resolve(config.schedule, length_of(config.train), config.optimizer.lr)
     stages = build_models(config, cluster.device, topology=topology, mesh=mesh)
-    state = _build_state(config, stages, build_grid(topology, mesh))
+    state = _build_state(config, stages, stage_grid(topology, topology.coordinate(cluster.rank).pp))
     environment = joint_environment(environment_record(config, cluster.device, cluster.threads), cluster)
     document = run_config(config, with_commit=cluster.rank == 0 and save_folder(config.checkpoint) is not None)
     return Run(

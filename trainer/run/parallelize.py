@@ -18,7 +18,7 @@ from models.layers import token_loss
 from models.network import Model
 from reprise.errors import CheckpointError
 from reprise.format import cut
-from reprise.tensors import Grid, local_of, memory_of, with_memory
+from reprise.tensors import local_of, memory_of, with_memory
 from trainer.config.derived import lanes_of, reduces_lanes_over_ranks
 from trainer.config.frozen import frozen_names
 from trainer.config.schema import Config
@@ -29,7 +29,6 @@ from trainer.optim.exact_sum import NormShare
 from trainer.parallel import data, pipeline
 from trainer.parallel.context import ParallelContext
 from trainer.parallel.invariant import LocalLanes, ShardedLanes
-from trainer.parallel.mesh import stage_grid
 from trainer.parallel.reduction import GradientReduction, MeanReduction
 from trainer.parallel.topology import Topology
 from trainer.run.state import TrainerState
@@ -44,10 +43,7 @@ def build_models(config: Config, device: torch.device, *, topology: Topology, me
     Each stage is built on `meta` and sharded before memory is allocated, so only local shards take memory.
     """
     rank = mesh.get_local_rank("pp") if mesh is not None else 0
-    if topology.pp == 1:
-        stages = [Stage.whole(config.model.n_layer)]
-    else:
-        stages = pipeline.stages_of(config.model.n_layer, pp=topology.pp, vpp=topology.vpp, rank=rank)
+    stages = pipeline.stages_of(config.model.n_layer, pp=topology.pp, vpp=topology.vpp, rank=rank)
     return [build_stage(config, device, stage=stage, topology=topology, mesh=mesh) for stage in stages]
 
 
@@ -131,13 +127,6 @@ def gathered_dtypes(config: Config, topology: Topology) -> tuple[torch.dtype, to
         return dtype, dtype
     casts_at_use = topology.tp > 1 or config.parallel.invariant_tensor_ranks > 0 or config.train.compile
     return torch.float32 if casts_at_use else dtype, torch.float32
-
-
-def build_grid(topology: Topology, mesh: DeviceMesh | None) -> Grid:
-    """Return the grid of ranks with the same stages as this rank."""
-    if mesh is None:
-        return Grid.flat(1)
-    return stage_grid(topology, mesh.get_local_rank("pp"))
 
 
 def build_context(

@@ -255,8 +255,7 @@ def _sample(run: Run) -> None:
 
 def _check_replicas(run: Run) -> None:
     """Compare each tensor's replicas across ranks, and raise ReplicaError if their bits differ."""
-    if run.context.embedding_group is not None:
-        check_tied_copies(run.state, run.context.embedding_group)
+    check_tied_copies(run.state, run.context.embedding_group)
     shards = (*run.state.shards(), *run.state.base_shards())
     run.restorer.check_replicas([tensor for tensor in shards if not tensor.is_copy])
 
@@ -271,8 +270,7 @@ def _save_due(run: Run, moment: Moment) -> list[SaveTarget]:
     if not due:
         return due
     run.cluster.activity.begin("the save", iteration)
-    if run.context.embedding_group is not None:
-        check_tied_copies(run.state, run.context.embedding_group)
+    check_tied_copies(run.state, run.context.embedding_group)
     syncs: tuple[Callable[[], None], ...] = ()
     if run.saves.targets[0] in due:
         run.control.saving()

@@ -55,14 +55,14 @@ def train_step(
     micro_batches: Sequence[torch.Tensor],
     *,
     keys: Sequence[int],
-    share: float | None = None,
+    share: float,
     lr: float,
     clip_grad: float,
     context: ParallelContext,
     cluster: Cluster,
+    own_time: OwnTime,
     flags: Callable[[], Sequence[bool]] = tuple,
     skips_nonfinite: bool = False,
-    own_time: OwnTime | None = None,
     is_logged: bool = False,
 ) -> StepResult:
     """Run an iteration on this rank's micro-batches and step the optimizers. A collective call.
@@ -70,10 +70,10 @@ def train_step(
     Args:
         micro_batches: int64 windows [micro_batch_size, seq_length + 1] on the device.
         keys: Each micro-batch's dropout key.
-        share: Mean micro-batch count per data-parallel rank. By default, equal to this rank's count.
+        share: Mean micro-batch count per data-parallel rank.
+        own_time: This rank's own work since the last log line, to which this iteration adds.
         flags: Called after the backward pass. All ranks return equally many flags.
         skips_nonfinite: Leave the parameters unchanged instead of raising for a nonfinite loss or gradient norm.
-        own_time: This rank's own work since the last log line, to which this iteration adds.
         is_logged: Whether the iteration has a log line, for which the ranks' times are compared.
 
     Raises:
@@ -81,7 +81,6 @@ def train_step(
     """
     for parameter in state.parameters():
         parameter.grad = None
-    own_time = own_time or OwnTime(cluster.device)
     own_passes = contextlib.nullcontext() if context.waits_in_passes else own_time.working(own_time.load)
     with context.loss_context(), own_passes:
         losses = forward_backward(state, micro_batches, keys, context, share)
@@ -207,7 +206,7 @@ def forward_backward(
     micro_batches: Sequence[torch.Tensor],
     keys: Sequence[int],
     context: ParallelContext,
-    share: float | None = None,
+    share: float,
 ) -> list[torch.Tensor]:
     """Accumulate gradients over the micro-batches. Return their losses, 0-d float64, on ranks with losses.
 
@@ -218,7 +217,6 @@ def forward_backward(
         share: See `train_step`.
     """
     reduction, count = context.reduction, len(micro_batches)
-    share = count if share is None else share
     divisor = reduction.loss_divisor(share)
     if context.pipeline is not None:
         pipeline_losses = context.pipeline.forward_backward(torch.cat(list(micro_batches)), torch.tensor(keys))
