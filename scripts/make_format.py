@@ -140,10 +140,9 @@ def _tensor_lines(family: Family, *overrides: str) -> Iterator[str]:
     config = _config_of(family, *overrides)
     letters = _letters(config.model)
     (simulated,) = simulate(config, topology_of(config, 2))
-    boxes = boxes_at(simulated.parts[0], simulated.grid, dp=0, tp=0)
+    boxes = boxes_at(simulated.parts[0], simulated.grid, tp=0)
     for name, tensor in saved_tensors(config.model).items():
-        box, _ = boxes[name]
-        sharded = [number for number, size in enumerate(tensor.view) if box.shape[number] < size]
+        sharded = [number for number, size in enumerate(tensor.view) if boxes[name].shape[number] < size]
         shape, view = (_dimensions(sizes, letters) for sizes in (tensor.shape, tensor.view))
         cells = [name.replace(".0.", ".i."), shape, "" if view == shape else view]
         row = [*(cell and f"`{cell}`" for cell in cells), ", ".join(map(str, sharded))]

@@ -33,18 +33,19 @@ from reprise.commit.protocol import TwoPhaseCommit
 from reprise.commit.replicas import ReplicaDigests
 from reprise.commit.shared_attempt import SharedAttempt
 from reprise.errors import LaunchError, TrainerError
-from reprise.format import Layout, StoredDtype, TensorKind, TensorSpec, build_layout
+from reprise.format import Layout, StoredDtype, TensorKind, TensorSpec, build_layout, image, intersect, whole
 from reprise.format.box import Box
 from reprise.format.manifest import DIGEST_BYTES, WrittenPiece, block_count
 from reprise.ranks import StoreChannel
-from reprise.saving import pieces_of
+from reprise.saving import Holding, pieces_of
 from reprise.storage import CheckpointFolder, Files
-from reprise.tensors import Contents
+from reprise.tensors import Contents, placed_box
 from scripts.bench.harness import Figures, table
 from trainer.config.compose import compose
 from trainer.config.derived import topology_of
 from trainer.launch.process_group import SWITCH_INTERVAL_S
-from trainer.memory.dry_run import boxes_at, holdings_of, simulate
+from trainer.memory.dry_run import Simulated, simulate
+from trainer.optim.adamw import stored_names
 from trainer.run.state import checkpoint_specs
 
 _TIMEOUT_S = 600.0
@@ -143,11 +144,24 @@ def _llama(ranks: int) -> tuple[Layout, RankPieces]:
         for simulated in simulate(config, topology_of(config, ranks)):
             for dp, row in enumerate(simulated.grid.ranks):
                 for tp, rank in enumerate(row):
-                    boxes = [boxes_at(part, simulated.grid, dp=dp, tp=tp) for part in simulated.parts]
-                    planned = pieces_of(holdings_of(config, boxes, layout, simulated.grid), int(rank))
+                    planned = pieces_of([*_holdings(simulated, layout, {"dp": dp, "tp": tp})], int(rank))
                     yield int(rank), [_zeros(piece.name, piece.box, piece.lo, piece.hi) for piece in planned]
 
     return layout, pieces()
+
+
+def _holdings(simulated: Simulated, layout: Layout, coordinate: Mapping[str, int]) -> Iterator[Holding]:
+    """Yield what the rank at a coordinate of its stages would save of a model without tied parameters."""
+    for part in simulated.parts:
+        placed = {name: placed_box(name, p, simulated.grid, coordinate) for p, name in stored_names(part).items()}
+        for name, place in layout.places.items():
+            spec = place.spec
+            parameter = name if spec.kind is TensorKind.MODEL else name.partition(".")[2]
+            if parameter in placed and spec.shape:
+                box, replicas = placed[parameter]
+                yield Holding(name, spec.image(intersect(box, whole(spec.view))), place.offset, replicas)
+            elif parameter in placed:
+                yield Holding(name, image(whole(()), (), 4), place.offset, simulated.grid.holders({}))
 
 
 def _zeros(name: str, box: Box, lo: int, hi: int) -> WrittenPiece:

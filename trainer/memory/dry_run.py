@@ -1,4 +1,4 @@
-"""Computes parameters, memory and checkpoint bytes for every rank in a launch, on a single machine.
+"""Computes parameters and memory for every rank in a launch, on a single machine.
 
 Stages are built on the `meta` device under torch's fake process group, without memory or communication.
 """
@@ -6,22 +6,19 @@ Stages are built on the `meta` device under torch's fake process group, without 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
 
-from models import families
 from models.adapters import saved_tensors
 from models.config import Stage
 from models.families import parameter_count
 from models.network import Model
 from reprise.errors import count_of
-from reprise.format import Box, Image, Layout, TensorSpec, build_layout, image, intersect, whole
-from reprise.saving import Holding, pieces_of
+from reprise.format import Box, build_layout
 from reprise.tensors import Grid, placed_box
 from reprise.torch_private import FakeStore
 from trainer.compare.text_table import format_table
@@ -29,7 +26,7 @@ from trainer.config.derived import batch_schedule_of, lanes_of, reduces_lanes_ov
 from trainer.config.frozen import frozen_names
 from trainer.config.schema import Config
 from trainer.optim.adamw import stored_names
-from trainer.optim.table import AVERAGE, StateTensor, state_tensors
+from trainer.optim.table import AVERAGE, state_tensors
 from trainer.parallel.mesh import build_mesh, stage_grid
 from trainer.parallel.pipeline import stages_of
 from trainer.parallel.topology import Topology
@@ -37,32 +34,23 @@ from trainer.run.parallelize import build_stage, compute_dtype, gathered_dtypes
 from trainer.run.state import checkpoint_specs
 
 _GIB = 1 << 30
-_WRITTEN = "written (least to most over dp)"
-
-Boxes: TypeAlias = Mapping[str, tuple[Box, tuple[int, ...]]]
 
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """A coordinate's memory, in elements and bytes.
+    """A rank's memory, in elements and bytes.
 
     Args:
         parameters: Local parameter elements.
         state_bytes: Parameters and moments at rest.
         working_bytes: Gathered parameters and gradients at an iteration's peak.
         activation_bytes: Estimated activations kept for the backward passes in flight.
-        written_bytes: Its share in a checkpoint.
     """
 
     parameters: int
     state_bytes: int
     working_bytes: int
     activation_bytes: int
-    written_bytes: int
-
-    @property
-    def total_bytes(self) -> int:
-        return self.state_bytes + self.working_bytes + self.activation_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,32 +63,25 @@ class Simulated:
 
 
 def report(config: Config, world_size: int) -> str:
-    """Return a table with a row per pipeline and tensor-parallel coordinate. Its figures are maxima over dp.
+    """Return a table with a row per pipeline and tensor-parallel rank.
 
-    Shards follow `torch.chunk`, so the first data-parallel coordinate holds the most and the last the least.
+    Its figures are those of the first data-parallel rank: shards follow `torch.chunk`, so it holds the most.
     """
     topology = topology_of(config, world_size)
-    frozen = frozen_names(config.model, config.train.freeze)
-    averages = config.train.ema_decay > 0
-    layout = build_layout(list(checkpoint_specs(config.model, config.optimizer, frozen, averages=averages)))
-    rows = list(simulated_memory(config, topology, layout))
-    header = ("pp", "tp", "layers", "parameters", "state", "working", "activations", "memory", _WRITTEN)
-    lines = [_headline(config, topology, layout), ""]
-    lines += format_table([header, *(_cells(*row) for row in rows)], align=">><>>>>><")
-    most = max(load.written_bytes for *_, loads in rows for load in loads)
-    lines += ["", f"most written by one rank / mean: {most * world_size / layout.total_bytes:.3f}"]
+    rows = list(simulated_memory(config, topology))
+    header = ("pp", "tp", "layers", "parameters", "state", "working", "activations", "memory")
+    table = format_table([header, *(_cells(*row) for row in rows)], align=">><>>>>>")
+    most, notes = max(memory.parameters for *_, memory in rows), list[str]()
     if topology.pp > 1 and config.parallel.zero_stage >= 2 and topology.dp > 1:
-        lines.append(
+        notes.append(
             f"zero_stage={config.parallel.zero_stage} with a pipeline: torch's schedules keep a stage's parameters and "
             "gradients unsharded during an iteration, as stage 1 does; the state between iterations is sharded."
         )
     if itemsize := rounded_itemsize(config.checkpoint):
-        rounded = itemsize * max(load.parameters for *_, loads in rows for load in loads)
-        lines.append(f"weights-only saves: at most {rounded / _GIB:.2f} GiB more host memory per rank")
+        notes.append(f"weights-only saves: at most {itemsize * most / _GIB:.2f} GiB more host memory per rank")
     if config.train.ema_offload:
-        offloaded = 4 * max(load.parameters for *_, loads in rows for load in loads)
-        lines.append(f"moving averages: at most {offloaded / _GIB:.2f} GiB more host memory per rank")
-    return "\n".join(lines)
+        notes.append(f"moving averages: at most {4 * most / _GIB:.2f} GiB more host memory per rank")
+    return "\n".join([_headline(config, topology), "", *table, *([""] if notes else []), *notes])
 
 
 def simulate(config: Config, topology: Topology) -> Iterator[Simulated]:
@@ -121,73 +102,35 @@ def simulate(config: Config, topology: Topology) -> Iterator[Simulated]:
         dist.destroy_process_group()
 
 
-def simulated_memory(
-    config: Config, topology: Topology, layout: Layout
-) -> Iterator[tuple[Simulated, int, list[RankMemory]]]:
-    """Yield each pipeline rank's stages, a tensor-parallel rank, and the memory of its distinct data-parallel ranks."""
-    dps = sorted({0, min(1, topology.dp - 1), topology.dp - 1})
+def simulated_memory(config: Config, topology: Topology) -> Iterator[tuple[Simulated, int, RankMemory]]:
+    """Yield each pipeline rank's stages, a tensor-parallel rank, and its memory on the first data-parallel rank."""
     for simulated in simulate(config, topology):
         for tp in range(topology.tp):
-            yield simulated, tp, [_load(config, simulated, topology, layout=layout, dp=dp, tp=tp) for dp in dps]
+            yield simulated, tp, _memory(config, simulated, topology, tp=tp)
 
 
-def _load(config: Config, simulated: Simulated, topology: Topology, *, layout: Layout, dp: int, tp: int) -> RankMemory:
-    boxes_of_parts = [boxes_at(part, simulated.grid, dp=dp % topology.shards, tp=tp) for part in simulated.parts]
-    rank = int(simulated.grid.ranks.reshape(topology.dp, topology.tp)[dp, tp])
-    parameters = sum(box.numel for boxes in boxes_of_parts for box, _ in boxes.values())
-    pieces = pieces_of(holdings_of(config, boxes_of_parts, layout, simulated.grid), rank)
-    written_bytes = sum(piece.hi - piece.lo for piece in pieces)
-    working = _working_bytes(config, simulated.parts, topology, boxes_of_parts=boxes_of_parts)
-    activations = _activation_bytes(config, simulated.parts, topology)
-    elsewhere = AVERAGE if config.train.ema_offload else None
-    tensors = (tensor for tensor in _state_tensors(config) if tensor.stored.shape and tensor.key != elsewhere)
+def _memory(config: Config, simulated: Simulated, topology: Topology, *, tp: int) -> RankMemory:
+    parts, train = simulated.parts, config.train
+    boxes_of_parts = [boxes_at(part, simulated.grid, tp=tp) for part in parts]
+    frozen, averages = frozen_names(config.model, train.freeze), train.ema_decay > 0 and not train.ema_offload
     itemsizes = Counter[str]()
-    for tensor in tensors:
-        itemsizes[tensor.parameter] += tensor.dtype.itemsize
-    state = sum(box.numel * (4 + itemsizes[name]) for boxes in boxes_of_parts for name, (box, _) in boxes.items())
-    return RankMemory(parameters, state, working, activations, written_bytes)
+    for tensor in state_tensors(config.optimizer, config.model, frozen, averages=averages):
+        itemsizes[tensor.parameter] += tensor.dtype.itemsize if tensor.stored.shape else 0
+    return RankMemory(
+        sum(box.numel for boxes in boxes_of_parts for box in boxes.values()),
+        sum(box.numel * (4 + itemsizes[name]) for boxes in boxes_of_parts for name, box in boxes.items()),
+        _working_bytes(config, parts, topology, boxes_of_parts=boxes_of_parts),
+        _activation_bytes(config, parts, topology),
+    )
 
 
-def boxes_at(part: Model, grid: Grid, *, dp: int, tp: int) -> Boxes:
-    """Return each parameter's box in a part at a coordinate, and the ranks with the same box."""
-    coordinate = {"dp": dp, "tp": tp}
-    return {name: placed_box(name, p, grid, coordinate) for p, name in stored_names(part).items()}
-
-
-def holdings_of(config: Config, boxes_of_parts: Sequence[Boxes], layout: Layout, grid: Grid) -> list[Holding]:
-    """Return the holdings a coordinate would save, in save order, given its boxes in each part."""
-    copies = families.aliases(config.model)  # held by the first and the last stage, written by the first
-    everybody, scalar = grid.holders({}), image(whole(()), (), 4)
-    state = list(_state_tensors(config))
-    holdings = []
-    for boxes in boxes_of_parts:
-        boxes_to_write = {
-            name: placed for name, placed in boxes.items() if name in layout.places and name not in copies
-        }
-        holdings += [
-            Holding(name, _stored_image(box, layout.places[name].spec), layout.places[name].offset, replicas)
-            for name, (box, replicas) in boxes_to_write.items()
-        ]
-        for tensor in state:
-            if tensor.parameter in boxes_to_write:
-                is_scalar, place = not tensor.stored.shape, layout.places[tensor.name]
-                box, replicas = boxes_to_write[tensor.parameter]
-                part = scalar if is_scalar else _stored_image(box, place.spec)
-                holdings.append(Holding(tensor.name, part, place.offset, everybody if is_scalar else replicas))
-    return holdings
-
-
-def _stored_image(box: Box, spec: TensorSpec) -> Image:
-    return spec.image(intersect(box, whole(spec.view)))
-
-
-def _state_tensors(config: Config) -> Iterator[StateTensor]:
-    frozen, averages = frozen_names(config.model, config.train.freeze), config.train.ema_decay > 0
-    return state_tensors(config.optimizer, config.model, frozen, averages=averages)
+def boxes_at(part: Model, grid: Grid, *, tp: int) -> dict[str, Box]:
+    """Return each parameter's box in a part on a tensor-parallel rank, the first over dp."""
+    return {name: placed_box(name, p, grid, {"dp": 0, "tp": tp})[0] for p, name in stored_names(part).items()}
 
 
 def _working_bytes(
-    config: Config, parts: Sequence[Model], topology: Topology, *, boxes_of_parts: Sequence[Boxes]
+    config: Config, parts: Sequence[Model], topology: Topology, *, boxes_of_parts: Sequence[dict[str, Box]]
 ) -> int:
     """Return the bytes in gathered parameters (compute dtype) and gradients (float32), at their peak.
 
@@ -198,9 +141,9 @@ def _working_bytes(
     Args:
         boxes_of_parts: Each part's boxes.
     """
-    parameters = sum(box.numel for boxes in boxes_of_parts for box, _ in boxes.values())
+    parameters = sum(box.numel for boxes in boxes_of_parts for box in boxes.values())
     trained = sum(
-        boxes[name][0].numel for part, boxes in zip(parts, boxes_of_parts, strict=True) for name, _ in _trained(part)
+        boxes[name].numel for part, boxes in zip(parts, boxes_of_parts, strict=True) for name, _ in _trained(part)
     )
     stage, itemsize = config.parallel.zero_stage, compute_dtype(config).itemsize
     lanes = _lane_bytes(config, parts, topology, trained=trained)
@@ -263,7 +206,9 @@ def _activation_bytes(config: Config, parts: Sequence[Model], topology: Topology
     return int(positions * per_layer * layers * in_flight) + (logits if parts[-1].stage.last else 0)
 
 
-def _headline(config: Config, topology: Topology, layout: Layout) -> str:
+def _headline(config: Config, topology: Topology) -> str:
+    frozen, averages = frozen_names(config.model, config.train.freeze), config.train.ema_decay > 0
+    layout = build_layout(list(checkpoint_specs(config.model, config.optimizer, frozen, averages=averages)))
     sizes = f"tp {topology.tp}, pp {topology.pp}, vpp {topology.vpp}, dp {topology.dp}"
     copies = f", replicate {topology.replicate}" if topology.replicate > 1 else ""
     return (
@@ -283,14 +228,11 @@ def _trained_share(config: Config) -> str:
     return f", {count:,} of them trained," if frozen else ""
 
 
-def _cells(simulated: Simulated, tp: int, loads: Sequence[RankMemory]) -> list[str]:
+def _cells(simulated: Simulated, tp: int, memory: RankMemory) -> list[str]:
     layers = " ".join(_span(part.stage) for part in simulated.parts)
-    most = max(loads, key=lambda load: load.total_bytes)
-    written_bytes = sorted(load.written_bytes for load in loads)
-    sizes = (most.state_bytes, most.working_bytes, most.activation_bytes, most.total_bytes)
-    memory = [f"{size / _GIB:.2f} GiB" for size in sizes]
-    span = f"{written_bytes[0]:,} to {written_bytes[-1]:,}"
-    return [str(simulated.pp), str(tp), layers, f"{most.parameters:,}", *memory, span]
+    sizes = (memory.state_bytes, memory.working_bytes, memory.activation_bytes)
+    cells = [f"{size / _GIB:.2f} GiB" for size in (*sizes, sum(sizes))]
+    return [str(simulated.pp), str(tp), layers, f"{memory.parameters:,}", *cells]
 
 
 def _span(stage: Stage) -> str:
