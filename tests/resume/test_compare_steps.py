@@ -19,8 +19,8 @@ from tests.positions import methods_with
 from trainer.config.compose import CommandLine, over_saved, resolve
 from trainer.data.data_file import Ints
 from trainer.launch.environment import Environment
+from trainer.steps import search
 from trainer.steps.replay import RecordedRun, replay
-from trainer.steps.search import compare_steps
 from trainer.train_command import run
 
 BASE = (
@@ -133,9 +133,10 @@ def test_the_first_tensor_of_a_fault_is_named(tmp_path: Path, monkeypatch: Patch
         with monkeypatch.context() as patch:
             if callable(fault) and run.folder.name == "b":
                 fault(patch)
-            replay(run.folder, first, last, out, FILE_SYSTEM, begin=begin, values=values)
+            replay(run.folder, first, last, out, begin=begin, values=values)
 
-    report = compare_steps(tmp_path / "a", tmp_path / "b", folder=tmp_path / "records", train=again)
+    monkeypatch.setattr(search, "launch_replay", again)
+    report = search.compare_steps(tmp_path / "a", tmp_path / "b", folder=tmp_path / "records")
     assert report.difference is not None
     actual = report.difference.place
     assert (actual.iteration, actual.phase, actual.name, actual.what) == place, report
@@ -144,7 +145,7 @@ def test_the_first_tensor_of_a_fault_is_named(tmp_path: Path, monkeypatch: Patch
 
 
 def _again(run: RecordedRun, first: int, last: int, begin: int, out: Path, values: Sequence[str]) -> None:
-    replay(run.folder, first, last, out, FILE_SYSTEM, begin=begin, values=values)
+    replay(run.folder, first, last, out, begin=begin, values=values)
 
 
 @pytest.mark.parametrize("tensor", [pytest.param("", marks=pytest.mark.slow), "exp_avg_sq"])
@@ -153,7 +154,8 @@ def test_a_flipped_bit_is_named(tmp_path: Path, monkeypatch: Patch, train: Train
     with monkeypatch.context() as patch:
         flip(patch, tensor)
         train(tmp_path / "b", BASE)
-    report = compare_steps(tmp_path / "a", tmp_path / "b", train=_again)
+    monkeypatch.setattr(search, "launch_replay", _again)
+    report = search.compare_steps(tmp_path / "a", tmp_path / "b")
     assert report.difference is None  # of what is computed again from the newest equal checkpoints
     assert report.first == (2, 2)
     assert report.unrepeated[0] == ()
@@ -175,7 +177,7 @@ def record(arguments: list[str]) -> None:
         trainer.__main__.main()
     else:
         folder, first, last, begin, out, *values = arguments
-        replay(Path(folder), int(first), int(last), Path(out), FILE_SYSTEM, begin=int(begin), values=values)
+        replay(Path(folder), int(first), int(last), Path(out), begin=int(begin), values=values)
 
 
 @pytest.mark.slow
@@ -183,7 +185,9 @@ def record(arguments: list[str]) -> None:
 @pytest.mark.parametrize(
     "layout", [["parallel=zero3"], ["parallel=tp2", "parallel.zero_stage=3"]], ids=["zero3", "tp2"]
 )
-def test_logical_tensors_are_compared_across_topologies(tmp_path: Path, layout: list[str], is_faulty: bool) -> None:
+def test_logical_tensors_are_compared_across_topologies(
+    tmp_path: Path, monkeypatch: Patch, layout: list[str], is_faulty: bool
+) -> None:
     invariance = ["parallel.invariant_ranks=4", "parallel.invariant_tensor_ranks=2", "model.pad_vocab_multiple=2"]
     faulty = train_rounded if is_faulty else record
     for name, function, count, overrides in (("a", record, 1, []), ("b", faulty, 2 * len(layout), layout)):
@@ -197,7 +201,8 @@ def test_logical_tensors_are_compared_across_topologies(tmp_path: Path, layout: 
         ended = call_on_ranks(function, words, folder=out, ranks=run.ranks)
         assert ended.ok, ended.text
 
-    report = compare_steps(tmp_path / "a", tmp_path / "b", iteration=2, folder=tmp_path / "records", train=again)
+    monkeypatch.setattr(search, "launch_replay", again)
+    report = search.compare_steps(tmp_path / "a", tmp_path / "b", iteration=2, folder=tmp_path / "records")
     assert report.unrepeated == ((), ())
     if not is_faulty:
         assert (report.iteration, report.difference, report.alone) == (None, None, (0, 0))

@@ -12,7 +12,7 @@ import argparse
 from dataclasses import asdict
 
 from reprise.errors import DataError
-from reprise.storage import FILE_SYSTEM, dumps
+from reprise.storage import dumps
 from trainer.commands.arguments import existing_folder, local_path, natural
 from trainer.commands.frame import FINE, framed
 
@@ -25,8 +25,8 @@ def compare(options: argparse.Namespace) -> int:
     from trainer.steps.replay import replay
 
     if options.record is not None:
-        values = options.values
-        replay(options.a, options.first, options.last, options.record, FILE_SYSTEM, begin=options.begin, values=values)
+        first, last, out = options.first, options.last, options.record
+        replay(options.a, first, last, out, begin=options.begin, values=options.values)
         return FINE
     if options.b is None:
         raise DataError("Only one run was passed", expected="two", fix="Pass a second run, or a folder with --record.")

@@ -6,7 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import astuple, replace
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -196,7 +196,7 @@ class Recorder:
             at = self._file.tell()
             self._file.write(data)
         record = {
-            "place": [place.iteration, place.phase, place.micro, place.name, place.what],
+            "place": astuple(place),
             "dtype": str(local.dtype).removeprefix("torch."),
             "shape": list(local.shape),
             "offset": list(offset),

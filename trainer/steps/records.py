@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -52,7 +52,7 @@ class StepPlace:
     @property
     def key(self) -> str:
         """Return the place as a single argument for `--values`."""
-        return json.dumps([self.iteration, self.phase, self.micro, self.name, self.what], separators=(",", ":"))
+        return json.dumps(astuple(self), separators=(",", ":"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from reprise.errors import DataError, TrainerError, count_of
 from reprise.loading import open_checkpoint
-from reprise.storage import CheckpointFolder, Files, integer, is_dir
+from reprise.storage import FILE_SYSTEM, CheckpointFolder, integer, is_dir
 from trainer.config.checks import validate
 from trainer.config.compose import compose, read_resolved
 from trainer.config.saved import FORMAT, flattened, saved_values
@@ -41,7 +41,7 @@ class RecordedRun:
     saved: Mapping[int, Path | None]
 
 
-def read_run(folder: Path, iteration: int, files: Files) -> RecordedRun:
+def read_run(folder: Path, iteration: int) -> RecordedRun:
     """Read how a run trained an iteration.
 
     Raises:
@@ -49,7 +49,7 @@ def read_run(folder: Path, iteration: int, files: Files) -> RecordedRun:
         TrainerError: The configuration has keys unknown to this version.
     """
     try:
-        return _run_of(folder, iteration, files)
+        return _run_of(folder, iteration)
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise DataError(
             "The run's folder does not show how it was trained",
@@ -59,7 +59,7 @@ def read_run(folder: Path, iteration: int, files: Files) -> RecordedRun:
         ) from error
 
 
-def _run_of(folder: Path, iteration: int, files: Files) -> RecordedRun:
+def _run_of(folder: Path, iteration: int) -> RecordedRun:
     where = folder / LAUNCHES
     launches = [line for line in read_records(where) if line["event"] == "begin" and line["iteration"] < iteration]
     launch = launches[-1]
@@ -74,7 +74,7 @@ def _run_of(folder: Path, iteration: int, files: Files) -> RecordedRun:
     words = f"{math.get('settings', '')} {math.get('float32_products', '')}".split()
     variables = dict(word.split("=", 1) for word in words if "=" in word)
     settings |= {f"environment.{name}": str(value) for name, value in math.items()}
-    saved = _saved(folder, Path(str(values.get("checkpoint.save"))), files, before=iteration)
+    saved = _saved(folder, Path(str(values.get("checkpoint.save"))), before=iteration)
     if any(line["iteration"] == 0 for line in launches):
         start_values = {f"checkpoint.{key}": values[f"checkpoint.{key}"] for key in _START_KEYS}
         settings |= start_values | ({"checkpoint.load": "none"} if start_values["checkpoint.load"] == "auto" else {})
@@ -82,23 +82,21 @@ def _run_of(folder: Path, iteration: int, files: Files) -> RecordedRun:
     return RecordedRun(folder, integer(launch["topology"]["world_size"]), settings, variables, saved)
 
 
-def _saved(folder: Path, save: Path, files: Files, *, before: int) -> dict[int, Path | None]:
+def _saved(folder: Path, save: Path, *, before: int) -> dict[int, Path | None]:
     """Return a run's checkpoints with optimizer state before an iteration, oldest first."""
     inner = folder / "checkpoints"
-    checkpoints, saved = CheckpointFolder(inner if is_dir(inner) else save, files), dict[int, Path | None]()
+    checkpoints, saved = CheckpointFolder(inner if is_dir(inner) else save, FILE_SYSTEM), dict[int, Path | None]()
     for iteration in checkpoints.committed():
         path = checkpoints.iteration(iteration)
         try:
-            if iteration < before and open_checkpoint(path, files, may_lack=True).has_optimizer:
+            if iteration < before and open_checkpoint(path, FILE_SYSTEM, may_lack=True).has_optimizer:
                 saved[iteration] = path
         except TrainerError:  # skip a damaged checkpoint, as a start does
             continue
     return saved
 
 
-def replay(
-    folder: Path, first: int, last: int, out: Path, files: Files, *, begin: int = 0, values: Collection[str] = ()
-) -> None:
+def replay(folder: Path, first: int, last: int, out: Path, *, begin: int = 0, values: Collection[str] = ()) -> None:
     """Train a run from after iteration `first` to `last` and record it, as one of the launch's ranks.
 
     Args:
@@ -117,7 +115,7 @@ def replay(
     from trainer.start.fill import fill
     from trainer.steps.recorder import record_steps
 
-    recorded = read_run(folder, last, files)
+    recorded = read_run(folder, last)
     if first not in recorded.saved:
         raise DataError(
             f"The run cannot be trained again from iteration {first}",
@@ -137,7 +135,7 @@ def replay(
     train, begin = config.train, max(begin, first + 1)
     cluster = process_group.start(train.device, deterministic=train.deterministic, threads=train.threads)
     try:
-        with build_saves(config, cluster, files) as saves:
+        with build_saves(config, cluster, FILE_SYSTEM) as saves:
             start = decide(config, cluster, saves)
             run = build(config, cluster, inputs=open_inputs(config, cluster), saves=saves)
             fill(run, start)

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ import numpy
 
 import reprise
 from reprise.errors import DataError, count_of
-from reprise.storage import FILE_SYSTEM, exists
+from reprise.storage import exists
 from trainer.compare.curves import Curve, CurveDifference, Sides
 from trainer.compare.read import read_curve
 from trainer.steps.records import (
@@ -31,9 +31,6 @@ from trainer.steps.replay import RecordedRun, read_run, variables_of
 
 _WINDOW = 3  # iterations recorded first, up to the last one trained
 _MOST_LINES = 20  # replay output lines in an error
-# Trains a run again. Arguments: run, iteration to start from, last iteration, first recorded iteration, record folder,
-# keys of values to store.
-Replay = Callable[[RecordedRun, int, int, int, Path, Sequence[str]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,15 +63,12 @@ class StepReport:
         return self.iteration is None and self.difference is None and not self.saved and not any(self.unrepeated)
 
 
-def compare_steps(
-    a: Path, b: Path, *, iteration: int | None = None, folder: Path | None = None, train: Replay | None = None
-) -> StepReport:
+def compare_steps(a: Path, b: Path, *, iteration: int | None = None, folder: Path | None = None) -> StepReport:
     """Find where two runs, or two `--record` folders, diverge.
 
     Args:
         iteration: The last iteration to train again. None selects the first with different figures.
         folder: The folder that keeps both records. None uses a temporary folder.
-        train: Trains a run again. None starts processes on this host.
 
     Raises:
         TrainerError: The runs or records cannot be compared.
@@ -99,8 +93,8 @@ def compare_steps(
     with ExitStack() as stack:
         if folder is None:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="compare-steps-")))
-        runs = read_run(a, last, FILE_SYSTEM), read_run(b, last, FILE_SYSTEM)
-        return _search(curves, parting, last, runs, folder, train or launch_replay)
+        runs = read_run(a, last), read_run(b, last)
+        return _search(curves, parting, last, runs, folder)
 
 
 def _search(
@@ -109,14 +103,13 @@ def _search(
     last: int,
     runs: tuple[RecordedRun, RecordedRun],
     folder: Path,
-    train: Replay,
 ) -> StepReport:
     first, saved = _starts(*runs)
 
     def records(begin: int, values: Sequence[str] = ()) -> tuple[StepRecord, StepRecord]:
         paths = [folder / f"{name}{begin}{'-values' if values else ''}" for name in "AB"]
         for run, start, path in zip(runs, first, paths, strict=True):
-            train(run, start, last, begin, path, values)
+            launch_replay(run, start, last, begin, path, values)
         return read_record(paths[0]), read_record(paths[1])
 
     earliest = max(first) + 1
@@ -194,7 +187,12 @@ def _unrepeated(curve: Curve, record: StepRecord) -> tuple[int, ...]:
 
 
 def launch_replay(run: RecordedRun, first: int, last: int, begin: int, out: Path, values: Sequence[str]) -> None:
-    """Train a run again in processes on this host, with the same rank count, see `Replay`.
+    """Train a run again in processes on this host, with the same rank count, and record it in `out`.
+
+    Args:
+        first, last: The iterations to start from and to end after.
+        begin: The first recorded iteration.
+        values: Keys of places whose values are stored.
 
     Raises:
         DataError: The processes fail.
