@@ -33,7 +33,7 @@ from omegaconf import DictConfig
 import trainer.__main__
 import trainer.config.compose
 import trainer.training.loop
-from reprise.storage import FILE_SYSTEM, iteration_name
+from reprise.storage import iteration_name
 from scripts.faults.ranks import become_rank, free_port
 from tests.composed import answer_with, composed
 from trainer.config.schema import Config
@@ -325,7 +325,7 @@ _COMPOSED: dict[tuple[str, ...], Config] = {}
 
 def built(config: Config, cluster: Cluster) -> Run:
     """Return the run of a configuration before its tensors are filled."""
-    return build(config, cluster, inputs=open_inputs(config, cluster), saves=build_saves(config, cluster, FILE_SYSTEM))
+    return build(config, cluster, inputs=open_inputs(config, cluster), saves=build_saves(config, cluster))
 
 
 def filled(run: Run) -> Run:

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from reprise.format import Branch, Journal, Lineage
-from reprise.storage import FILE_SYSTEM
 from tests.fakes import iteration_record
 from trainer.metrics.run_log import RunLog
 from trainer.publish.publisher import Publisher
@@ -116,7 +115,7 @@ def losses(first: int, last: int, *, branch: int = 0) -> dict[int, str]:
 
 def publisher(run: Path, tracker: Tracker, name: str = "memory", *, project: str = "tests") -> Publisher:
     """Return a new publisher, as a new process has it."""
-    return Publisher(run, name, tracker, project=project, title="run", files=FILE_SYSTEM)
+    return Publisher(run, name, tracker, project=project, title="run")
 
 
 def publish(run: Path, tracker: Tracker, name: str = "memory") -> None:

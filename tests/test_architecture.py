@@ -127,8 +127,8 @@ PARTS_UNDER_TEST = {
     "tests.stores": "format stores",
 }
 
-# Where the store of this machine is chosen; every other module is handed a store, so that one of another kind is one
-# class with the interface of `Files`. First the calls and constructors of the library, then those of programs.
+# Where the store of this machine is chosen; every other module of the library is handed a store, so that one of another
+# kind is one class with the interface of `Files`. First the calls and constructors of the library, then programs.
 STORE = ("reprise.storage.files", "FILE_SYSTEM")
 CHOOSES_STORE = (
     "reprise.storage",
@@ -144,17 +144,7 @@ CHOOSES_STORE = (
     "reprise.stores.ranges",
     "reprise.stores.upload",
     "scripts",
-    "trainer.commands",
-    "trainer.data",  # caches and prepared tokens
-    "trainer.doctor",
-    "trainer.follow.follower",
-    "trainer.interop.formats",
-    "trainer.interop.open_model",
-    "trainer.interop.output",
-    "trainer.metrics.profile",
-    "trainer.metrics.run_log",
-    "trainer.steps.search",
-    "trainer.train_command",
+    "trainer",  # a run's folders lie on this machine
 )
 
 # The calls that touch a path, beside the questions that a path of a store answers too (`reprise.stores.path`).
@@ -845,7 +835,7 @@ BROKEN: list[tuple[Rule, str, str, str]] = [
     ),
     (
         stores_are_handed_down,
-        "trainer.start.base",
+        "reprise.loading.choose",
         "files = Files()\nfrom reprise.storage import FILE_SYSTEM",
         "makes chooses",
     ),

@@ -204,7 +204,7 @@ def _train_from(
 
     next_rewind: Rewind | None = None
     with ExitStack() as stack:
-        saves = stack.enter_context(build_saves(config, cluster, FILE_SYSTEM))
+        saves = stack.enter_context(build_saves(config, cluster))
         start = decide(config, cluster, saves)
         times.end("load")
         keys = resolved.environment_keys

@@ -17,8 +17,8 @@ from trainer.config.compose import compose
 from trainer.config.derived import topology_of
 from trainer.config.schema import Config
 from trainer.launch.process_group import Cluster
-from trainer.parallel.context import ParallelContext
 from trainer.metrics.slow_ranks import OwnTime
+from trainer.parallel.context import ParallelContext
 from trainer.parallel.mesh import build_mesh, stage_grid
 from trainer.run.parallelize import build_context, build_models
 from trainer.run.state import TrainerState, build_part

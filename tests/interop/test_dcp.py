@@ -26,7 +26,6 @@ from torch.distributed.checkpoint.metadata import (
 
 from reprise.errors import CheckpointError, MismatchError
 from reprise.ranks import single_rank_channel
-from reprise.storage import FILE_SYSTEM
 from tests.harness import call_on_ranks, compose, curve, run_ok, tensor_files
 from tests.interop import states
 from tests.interop.dcp_producers import (
@@ -154,7 +153,7 @@ def test_an_import_states_what_its_source_or_its_user_has(tmp_path: Path, caplog
 
     run = compose([*OURS, f"run.dir={tmp_path / 'run'}"])
     cluster = Cluster(0, 1, torch.device("cpu"), 1, single_rank_channel(), "test")
-    with build_saves(run, cluster, FILE_SYSTEM) as saves:
+    with build_saves(run, cluster) as saves:
         start = decide(run, cluster, saves)
     assert start.source.is_own
 

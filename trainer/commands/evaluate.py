@@ -130,7 +130,7 @@ def _build(config: Config, cluster: Cluster) -> Run:
     from trainer.run.inputs import open_inputs
     from trainer.saves.targets import build_saves
 
-    inputs, saves = open_inputs(config, cluster, is_evaluation=True), build_saves(config, cluster, FILE_SYSTEM)
+    inputs, saves = open_inputs(config, cluster, is_evaluation=True), build_saves(config, cluster)
     return build(config, cluster, inputs=inputs, saves=saves)
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, closing
 
 from reprise.errors import DataError, LockError
-from reprise.storage import FILE_SYSTEM, exists
+from reprise.storage import exists
 from trainer.commands.arguments import amount, existing_folder
 from trainer.commands.frame import FINE, framed
 from trainer.config.logging import TRACKERS
@@ -48,9 +48,7 @@ def _publish(options: argparse.Namespace, stack: ExitStack) -> int:
     pause = stack.enter_context(timer) if options.follow else _stop_at_once
     while True:
         try:
-            sender = Publisher(
-                options.run, options.to, tracker, project=options.project, title=title, files=FILE_SYSTEM
-            )
+            sender = Publisher(options.run, options.to, tracker, project=options.project, title=title)
             break
         except LockError:  # a killed launch's publisher may still be sending its last lines
             if not options.until_input_ends or not pause(1.0):

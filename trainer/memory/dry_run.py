@@ -26,7 +26,7 @@ from trainer.config.derived import batch_schedule_of, lanes_of, reduces_lanes_ov
 from trainer.config.frozen import frozen_names
 from trainer.config.schema import Config
 from trainer.optim.adamw import stored_names
-from trainer.optim.table import AVERAGE, state_tensors
+from trainer.optim.table import state_tensors
 from trainer.parallel.mesh import build_mesh, stage_grid
 from trainer.parallel.pipeline import stages_of
 from trainer.parallel.topology import Topology

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from reprise.storage import Files, Json, dumps, exists, temporary_of
+from reprise.storage import FILE_SYSTEM, Json, dumps, exists, temporary_of
 from trainer.metrics.json_lines import record_of, tail, time_of
 from trainer.metrics.sink import MetricSink
 
@@ -75,7 +75,7 @@ class JsonlFile(MetricSink):
             self._has_failed = True
 
 
-def cut_after(path: Path, iteration: int, *, files: Files, owes_evaluation: bool = False) -> None:
+def cut_after(path: Path, iteration: int, *, owes_evaluation: bool = False) -> None:
     """Move lines after `iteration`, and truncated lines, to `metrics.abandoned-k.jsonl`.
 
     Reads the file from its end, back to a training line that stays: no line before it belongs to a later iteration.
@@ -91,9 +91,9 @@ def cut_after(path: Path, iteration: int, *, files: Files, owes_evaluation: bool
         return
     shortened, moved = temporary_of(path), path.with_name(f".{path.name}.moved")
     if exists(moved) and not exists(shortened):
-        _name_side_file(path, moved, files)
+        _name_side_file(path, moved)
     for file in (moved, shortened):  # in this order: moved lines alone would mean that the cut was made
-        files.remove_file(file)
+        FILE_SYSTEM.remove_file(file)
     retained, cut, size = list[bytes](), list[bytes](), 0
     for line in tail(path):
         record = record_of(line) or {"iteration": iteration + 1}
@@ -109,17 +109,17 @@ def cut_after(path: Path, iteration: int, *, files: Files, owes_evaluation: bool
             new.truncate(new.seek(-size, os.SEEK_END))
             new.writelines(reversed(retained))
             new.flush()
-            files.sync(new.fileno())
-        files.write_whole(moved, b"".join(reversed(cut)))
-        files.sync_folder(path.parent)
-        files.rename(shortened, path)
-        files.sync_folder(path.parent)
-        _name_side_file(path, moved, files)
+            FILE_SYSTEM.sync(new.fileno())
+        FILE_SYSTEM.write_whole(moved, b"".join(reversed(cut)))
+        FILE_SYSTEM.sync_folder(path.parent)
+        FILE_SYSTEM.rename(shortened, path)
+        FILE_SYSTEM.sync_folder(path.parent)
+        _name_side_file(path, moved)
 
 
-def _name_side_file(path: Path, moved: Path, files: Files) -> None:
-    files.rename(moved, _side_path(path, _last_number(path) + 1))
-    files.sync_folder(path.parent)
+def _name_side_file(path: Path, moved: Path) -> None:
+    FILE_SYSTEM.rename(moved, _side_path(path, _last_number(path) + 1))
+    FILE_SYSTEM.sync_folder(path.parent)
 
 
 def newest_side_file(path: Path) -> str | None:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from reprise.storage import FILE_SYSTEM, Files, make_folders
+from reprise.storage import FILE_SYSTEM, make_folders
 
 _log = logging.getLogger(__name__)
 
@@ -25,8 +25,8 @@ class Profiler:
         steps: The first and the last iteration. Empty disables tracing.
     """
 
-    def __init__(self, folder: Path, steps: Sequence[int], *, rank: int, files: Files = FILE_SYSTEM) -> None:
-        self._files, self._folder, self._steps, self._rank = files, folder / FOLDER, tuple(steps), rank
+    def __init__(self, folder: Path, steps: Sequence[int], *, rank: int) -> None:
+        self._folder, self._steps, self._rank = folder / FOLDER, tuple(steps), rank
         self._profile: Any = None
 
     @contextmanager
@@ -49,7 +49,7 @@ class Profiler:
         profile.stop()
         path = self._folder / f"iterations_{self._steps[0]}-{self._steps[1]}.rank{self._rank}.json.gz"
         try:
-            make_folders(self._files, self._folder)
+            make_folders(FILE_SYSTEM, self._folder)
             profile.export_chrome_trace(str(path))
             _log.info(f"rank {self._rank}: trace of iterations {self._steps[0]} to {self._steps[1]}: {path}")
         except OSError as error:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from reprise.storage import Json, make_folders
+from reprise.storage import FILE_SYSTEM, Json, make_folders
 from trainer.metrics.sink import MetricSink, RunPosition
 
 _log = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ class PublishSink(MetricSink):
             OSError: The process cannot be started.
         """
         folder = position.folder / PUBLISH / self._tracker
-        make_folders(position.files, folder)
+        make_folders(FILE_SYSTEM, folder)
         command = [sys.executable, "-m", "reprise", "publish", str(position.folder), "--to", self._tracker]
         self._output = folder / "publish.log"
         with self._output.open("ab") as output:

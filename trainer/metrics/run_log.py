@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import median
 
 from reprise.saving import SaveReport
-from reprise.storage import FILE_SYSTEM, Files, Json, make_folders, replace_file
+from reprise.storage import FILE_SYSTEM, Json, make_folders, replace_file
 from trainer.compare.text_table import duration
 from trainer.launch.run_folder import run_folder_failed
 from trainer.launch.start_times import StartTimes
@@ -134,13 +134,11 @@ class RunLog:
         log_interval: int,
         mfu_scale: float | None,
         sinks: Sequence[tuple[str, MetricSink]] = (),
-        files: Files = FILE_SYSTEM,
         publish: str | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock = clock
         self._first_end: tuple[int, float] | None = None  # this launch's first iteration, and its end time
-        self._files = files
         self._folder = folder
         self.train_iters = train_iters
         self._log_interval = log_interval
@@ -172,15 +170,15 @@ class RunLog:
         Raises:
             TrainerError: The run's folder cannot be written.
         """
-        position = RunPosition(self._folder, self._files, iteration, owes_evaluation)
+        position = RunPosition(self._folder, iteration, owes_evaluation)
         try:
-            make_folders(self._files, self._folder)
+            make_folders(FILE_SYSTEM, self._folder)
             self._record_clock = run_clock(self._folder, (METRICS, LAUNCHES), age_s)
-            replace_file(self._files, self._folder / "config.yaml", config.encode())
-            cut_after(self._folder / METRICS, iteration, owes_evaluation=owes_evaluation, files=self._files)
+            replace_file(FILE_SYSTEM, self._folder / "config.yaml", config.encode())
+            cut_after(self._folder / METRICS, iteration, owes_evaluation=owes_evaluation)
             lines = JsonlFile(self._folder / METRICS, self._record_clock)
             # The first checkpoint makes the records durable. Make the file's name durable too.
-            self._files.sync_folder(self._folder)
+            FILE_SYSTEM.sync_folder(self._folder)
         except OSError as error:
             raise run_folder_failed(self._folder, error) from error
         # `metrics.jsonl` comes last: a save it records, from which a killed run may resume, is then in all other sinks.

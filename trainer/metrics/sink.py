@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
 
-from reprise.storage import Files, Json
+from reprise.storage import Json
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,13 +15,11 @@ class RunPosition:
 
     Args:
         folder: The run's folder.
-        files: The folder's store.
         iteration: The last iteration before. Lines for later iterations are abandoned.
         owes_evaluation: Whether the evaluation at `iteration` is still due or must be repeated.
     """
 
     folder: Path
-    files: Files
     iteration: int
     owes_evaluation: bool = False
 

@@ -15,7 +15,7 @@ from typing import BinaryIO
 from reprise.errors import DataError
 from reprise.format import Journal
 from reprise.storage import (
-    Files,
+    FILE_SYSTEM,
     FolderLock,
     Json,
     exists,
@@ -104,7 +104,7 @@ class Publisher:
     values sent first stay.
     """
 
-    def __init__(self, run: Path, name: str, tracker: Tracker, *, project: str, title: str, files: Files) -> None:
+    def __init__(self, run: Path, name: str, tracker: Tracker, *, project: str, title: str) -> None:
         """Lock a run's cursors until `close`.
 
         Args:
@@ -112,17 +112,14 @@ class Publisher:
             name: The tracker's name.
             project: The tracker's project.
             title: The remote run's display name.
-            files: The folder's store.
 
         Raises:
             LockError: Another process already publishes the run to this tracker.
             OSError: A file cannot be read or written.
         """
-        self._run, self._tracker, self._project, self._title, self._files = run, tracker, project, title, files
+        self._run, self._tracker, self._project, self._title = run, tracker, project, title
         self.folder = run / PUBLISH / name
-        self._lock = FolderLock(
-            self.folder, secrets.token_hex(4), kind="published run", another="another tracker", files=files
-        )
+        self._lock = FolderLock(self.folder, secrets.token_hex(4), kind="published run", another="another tracker")
         self._lock.acquire()
         self._log, self._versions = LogFollower(run), dict[str, object]()
         self._number, self._is_open, self._cursor = -1, False, Cursor("")
@@ -191,7 +188,7 @@ class Publisher:
         return Cursor(f"{self._read(0, branches).id}-{number}" if number else first)
 
     def _store(self, cursor: Cursor) -> None:
-        replace_file(self._files, self._path(self._number), json.dumps(asdict(cursor)).encode())
+        replace_file(FILE_SYSTEM, self._path(self._number), json.dumps(asdict(cursor)).encode())
 
     def _remote(self, branches: Branches) -> RemoteRun:
         config, title = {**read_config(self._run), **flattened(self._versions, "versions.")}, self._title

@@ -146,12 +146,12 @@ def build(
         valid_data=inputs.valid_data,
         sampler=inputs.sampler,
         saves=saves,
-        restorer=Restorer(cluster.channel, nonce=cluster.nonce, files=saves.files, local=saves.host_folders),
+        restorer=Restorer(cluster.channel, nonce=cluster.nonce, local=saves.host_folders),
         control=control or RunControl(config, None, rank=cluster.rank),
         model_files=model_documents(config.model),
         tokenizer=inputs.tokenizer,
         own_time=OwnTime(cluster.device),
-        profiler=Profiler(Path(config.run.dir), config.train.profile_steps, rank=cluster.rank, files=saves.files),
+        profiler=Profiler(Path(config.run.dir), config.train.profile_steps, rank=cluster.rank),
         start_times=times or StartTimes(),
         spikes=()
         if config.train.on_spike is OnSpike.off
@@ -214,7 +214,6 @@ def build_log(run: Run) -> RunLog:
         train_iters=run.train_iters,
         log_interval=config.logging.log_interval,
         sinks=[("tensorboard", TensorboardSink())] if config.logging.tensorboard else [],
-        files=run.saves.files,
         publish=config.logging.publish,
         mfu_scale=None if peak is None else flops / (peak * cluster.world_size),
     )

@@ -18,7 +18,7 @@ from models import families
 from reprise.format import Journal
 from reprise.loading import LoadSource
 from reprise.saving import Checkpointer, Retention, SavePolicy, SaveReport, SaveResults
-from reprise.storage import WEIGHTS, CheckpointFolder, Document, Files, is_dir, iteration_of
+from reprise.storage import FILE_SYSTEM, WEIGHTS, CheckpointFolder, Document, is_dir, iteration_of
 from reprise.stores import is_stored, location
 from trainer.config import terms
 from trainer.config.checkpoint import CheckpointSection
@@ -99,13 +99,11 @@ class Saves:
 
     Args:
         targets: The shared folder, the local folder, and the weights-only folder, if used.
-        files: The file calls for saves and loads.
         shared: The folder shared by all hosts, if any.
         local: The saver for local checkpoints, if any.
     """
 
     targets: tuple[SaveTarget, ...]
-    files: Files
     shared: CheckpointFolder | None = None
     local: LocalCheckpointer | None = None
 
@@ -200,7 +198,7 @@ class Saves:
         self.__exit__(None)
 
 
-def build_saves(config: Config, cluster: Cluster, files: Files) -> Saves:
+def build_saves(config: Config, cluster: Cluster) -> Saves:
     """Return a configuration's save targets. Collective.
 
     The weights-only target is also included if its folder exists but weights are no longer saved, to sweep and rewind
@@ -221,8 +219,8 @@ def build_saves(config: Config, cluster: Cluster, files: Files) -> Saves:
         terms=terms.SAVE,
     )
     if section.save is not None:
-        shared = CheckpointFolder(Path(section.save), files)
-        targets.append(_shared_target(section, cluster, policy, files, sources))
+        shared = CheckpointFolder(Path(section.save), FILE_SYSTEM)
+        targets.append(_shared_target(section, cluster, policy, sources))
     if local.dir is not None:
         from reprise.local import LocalCheckpointer
 
@@ -232,7 +230,7 @@ def build_saves(config: Config, cluster: Cluster, files: Files) -> Saves:
             policy, folder=Path(local.dir), retention=Retention(local.keep, kept=sources), terms=terms.LOCAL
         )
         host_saver = LocalCheckpointer(
-            host_policy, channel, nonce=cluster.nonce, copies=local.copies, local_ranks=cluster.local_ranks, files=files
+            host_policy, channel, nonce=cluster.nonce, copies=local.copies, local_ranks=cluster.local_ranks
         )
         targets.append(SaveTarget("local_save", host_saver, local.save_interval))
     if shared is not None:
@@ -240,12 +238,12 @@ def build_saves(config: Config, cluster: Cluster, files: Files) -> Saves:
         if channel.from_first("weights/there", lambda: _is_readable_folder(folder)) or (
             section.save_weights_interval or steps
         ):
-            targets.append(_weights_target(config, cluster, replace(policy, folder=folder), files))
-    return Saves(tuple(targets), files, shared, host_saver)
+            targets.append(_weights_target(config, cluster, replace(policy, folder=folder)))
+    return Saves(tuple(targets), shared, host_saver)
 
 
 def _shared_target(
-    section: CheckpointSection, cluster: Cluster, policy: SavePolicy, files: Files, sources: frozenset[int]
+    section: CheckpointSection, cluster: Cluster, policy: SavePolicy, sources: frozenset[int]
 ) -> SaveTarget:
     """Return the shared folder's target. With local checkpoints, `flush_on_exit` decides on its save at a stop."""
     steps, local = frozenset(section.full_steps), section.local
@@ -259,7 +257,7 @@ def _shared_target(
     policy, ranks = replace(policy, retention=retention), cluster.local_ranks
     return SaveTarget(
         "save",
-        Checkpointer(policy, cluster.channel, nonce=cluster.nonce, files=files, local_ranks=ranks),
+        Checkpointer(policy, cluster.channel, nonce=cluster.nonce, local_ranks=ranks),
         section.save_interval,
         steps,
         _AT_ANY_ITERATION | ({Moment.loaded: False} if local.dir is None else {Moment.stopped: local.flush_on_exit}),
@@ -267,7 +265,7 @@ def _shared_target(
     )
 
 
-def _weights_target(config: Config, cluster: Cluster, policy: SavePolicy, files: Files) -> SaveTarget:
+def _weights_target(config: Config, cluster: Cluster, policy: SavePolicy) -> SaveTarget:
     """Return the weights-only target, with its dtype in `config.json`."""
     section, documents = config.checkpoint, dict[str, Document]()
     steps, mirror, dtype = frozenset(section.save_steps), rule_of(section), section.weights_dtype.value
@@ -282,7 +280,7 @@ def _weights_target(config: Config, cluster: Cluster, policy: SavePolicy, files:
         dtype=None if dtype == "float32" else getattr(torch, dtype),
     )
     nonce, ranks = f"{cluster.nonce}-{WEIGHTS}", cluster.local_ranks
-    saver = Checkpointer(policy, cluster.channel, nonce=nonce, files=files, local_ranks=ranks)
+    saver = Checkpointer(policy, cluster.channel, nonce=nonce, local_ranks=ranks)
     return SaveTarget(
         "weights_save",
         saver,

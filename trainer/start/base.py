@@ -86,7 +86,7 @@ def _saved_base(run: Run, adapters: Checkpoints) -> tuple[Path, Mapping[str, obj
 
 
 def _chooser(run: Run, source: LoadSource, local: HostFolders | None = None) -> Chooser:
-    return Chooser(source, files_of(source.path, run.saves.files), lambda _: None, local=local)
+    return Chooser(source, files_of(source.path), lambda _: None, local=local)
 
 
 def _refuse(run: Run, checkpoint: Checkpoint, saved: tuple[Path, Mapping[str, object]] | None) -> list[str]:

@@ -171,15 +171,15 @@ def note_start(
             names = current.launch if set(launch.earlier) & set(current.launch) else ()
             current = replace(current, launch=tuple(dict.fromkeys((*names, *launch.names))))
         updated = Journal(current, saved)
-        write_journal(folder, updated, run.saves.files)
+        write_journal(folder, updated)
         return updated.record()
 
     updated = Journal.from_record(channel.from_first("lineage/noted", note))
     with channel.agreed("lineage/hosts noted"):
         if folders is not None and folders.leads:
-            write_journal(folders.folder.root, Journal(updated.lineage), folders.folder.files, LOCAL.another)
+            write_journal(folders.folder.root, Journal(updated.lineage), LOCAL.another)
             if run.saves.shared is None:  # each host may have its own run folder, and hold rank 0 at the next start
-                write_journal(folder, updated, run.saves.files)
+                write_journal(folder, updated)
     return updated.lineage.record()
 
 

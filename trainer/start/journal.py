@@ -12,7 +12,7 @@ from pathlib import Path
 from reprise.errors import CheckpointError, MismatchError, TrainerError
 from reprise.format import Journal, Lineage
 from reprise.storage import (
-    Files,
+    FILE_SYSTEM,
     Json,
     atomic_output,
     cannot_write,
@@ -49,20 +49,20 @@ def read_journal(path: Path) -> Journal:
     return Journal()
 
 
-def write_journal(folder: Path, journal: Journal, files: Files, another: str = RUN.another) -> None:
+def write_journal(folder: Path, journal: Journal, another: str = RUN.another) -> None:
     """Write a `run.json` durably, unless it already has this content. Hosts with a shared folder may write at once."""
     path, data = folder / RUN_FILE, journal.to_bytes()
     try:
         if is_file(path) and path.read_bytes() == data:
             return
         folder.mkdir(parents=True, exist_ok=True)
-        with atomic_output(path, files, replaces=True) as partial:
-            files.write_whole(partial, data)
+        with atomic_output(path, FILE_SYSTEM, replaces=True) as partial:
+            FILE_SYSTEM.write_whole(partial, data)
     except OSError as error:
         raise cannot_write(path, error, what="The record of a run", another=another) from error
 
 
-def note_saved(folder: Path, lineage: Json | None, files: Files, iteration: int) -> None:
+def note_saved(folder: Path, lineage: Json | None, iteration: int) -> None:
     """Record a commit, unless another job has continued the run. Any thread may call it. A failure is only logged.
 
     Args:
@@ -75,7 +75,7 @@ def note_saved(folder: Path, lineage: Json | None, files: Files, iteration: int)
                 journal = Journal(Lineage.from_record(lineage))
             if journal.lineage.record() == lineage and (journal.saved is None or journal.saved < iteration):
                 for path in matching(folder, f".{RUN_FILE}.*.partial"):  # a kill left it; no start is under way now
-                    files.remove_file(path)
-                write_journal(folder, Journal(journal.lineage, iteration), files)
+                    FILE_SYSTEM.remove_file(path)
+                write_journal(folder, Journal(journal.lineage, iteration))
     except (OSError, TrainerError) as error:
         _log.error("%s", error)

@@ -135,7 +135,7 @@ def replay(folder: Path, first: int, last: int, out: Path, *, begin: int = 0, va
     train, begin = config.train, max(begin, first + 1)
     cluster = process_group.start(train.device, deterministic=train.deterministic, threads=train.threads)
     try:
-        with build_saves(config, cluster, FILE_SYSTEM) as saves:
+        with build_saves(config, cluster) as saves:
             start = decide(config, cluster, saves)
             run = build(config, cluster, inputs=open_inputs(config, cluster), saves=saves)
             fill(run, start)

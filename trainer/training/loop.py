@@ -275,8 +275,7 @@ def _save_due(run: Run, moment: Moment) -> list[SaveTarget]:
     if run.saves.targets[0] in due:
         run.control.saving()
         syncs = tuple(log.sync for log in run.logs)
-    folder, files = Path(run.config.run.dir), run.saves.files
-    note = partial(note_saved, folder, run.description.get(LINEAGE), files, iteration)
+    note = partial(note_saved, Path(run.config.run.dir), run.description.get(LINEAGE), iteration)
     for target in due:
         is_interim = moment is Moment.stopped and not target.is_scheduled(iteration)
         notes = (note,) if run.cluster.rank == 0 and target.has_state else ()

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
-from reprise.storage import FILE_SYSTEM
 from tests.fakes import iteration_record
 from tests.messages import says
 from trainer.config.logging import LoggingSection, logging_problems
@@ -22,7 +21,7 @@ DEADLINE_S = 100
 def start(folder: Path) -> PublishSink:
     folder.mkdir(exist_ok=True)
     sink = PublishSink("tensorboard")
-    sink.start(RunPosition(folder, FILE_SYSTEM, 0))
+    sink.start(RunPosition(folder, 0))
     return sink
 
 

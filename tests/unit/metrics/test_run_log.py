@@ -22,7 +22,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from reprise.errors import TrainerError
 from reprise.saving import SaveReport
-from reprise.storage import FILE_SYSTEM, Files
+from reprise.storage import Files
 from tests.fakes import iteration_record
 from tests.messages import refused
 from trainer import metrics
@@ -68,7 +68,7 @@ def test_later_and_torn_lines_go_to_a_file_beside(tmp_path: Path, text: str, las
     path = tmp_path / "metrics.jsonl"
     path.write_text(text + last + rest)
     kept = [json.loads(line)["iteration"] for line in text.splitlines()]
-    cut_after(path, max(kept, default=0), files=FILE_SYSTEM)
+    cut_after(path, max(kept, default=0))
     assert path.read_text() == text
     beside = [file.read_text() for file in tmp_path.iterdir() if file != path]
     assert beside == ([last + rest] if last or rest else [])
@@ -111,11 +111,11 @@ def test_a_cut_that_is_killed_anywhere_loses_and_doubles_nothing(
         for name in ("write_whole", "sync", "rename", "sync_folder", "remove_file"):
             patch.setattr(Files, name, dying(getattr(Files, name)))
         with contextlib.suppress(Killed):
-            cut_after(path, 50, files=FILE_SYSTEM)
+            cut_after(path, 50)
             assert iterations(path) == [*range(1, 51), 50]
             assert not os.path.samestat(path.stat(), os.fstat(old.fileno())), "a suspended process has the old file"
     old.close()
-    cut_after(path, again, files=FILE_SYSTEM)
+    cut_after(path, again)
     assert set(iterations(path)) <= set(range(1, again + 1))
     assert count(tmp_path) == whole
     assert not list(tmp_path.glob(".*"))

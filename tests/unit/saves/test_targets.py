@@ -12,7 +12,6 @@ import pytest
 from reprise.errors import CheckpointError
 from reprise.ranks import single_rank_channel
 from reprise.saving import SaveReport
-from reprise.storage import FILE_SYSTEM
 from tests.harness import compose
 from trainer.config.checkpoint import CheckpointSection, LocalSection
 from trainer.saves.targets import Moment, Saves, SaveTarget, build_saves, named_iteration
@@ -38,7 +37,7 @@ def _saves(tmp_path: Path, kinds: str) -> Saves:
     overrides += [f"checkpoint.local.dir={tmp_path / 'local'}", "checkpoint.local.save_interval=2"] * ("l" in kinds)
     overrides += ["checkpoint.save_weights_interval=2"] * ("w" in kinds)
     cluster: Any = SimpleNamespace(channel=single_rank_channel(), nonce="n", local_ranks=())
-    return build_saves(compose(overrides), cluster, FILE_SYSTEM)
+    return build_saves(compose(overrides), cluster)
 
 
 def _letters(targets: Iterable[SaveTarget]) -> list[str]:
@@ -91,7 +90,7 @@ def test_an_error_of_one_target_leaves_no_other_open(tmp_path: Path) -> None:
 
 
 def test_a_run_that_saves_nothing_has_no_target() -> None:
-    saves = Saves((), FILE_SYSTEM)
+    saves = Saves(())
     assert saves.due(4, Moment.finished) == []
     assert (saves.main.failed_saves, saves.main.last_error) == (0, None)
     assert saves.host_folders is None

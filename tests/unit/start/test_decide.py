@@ -12,7 +12,6 @@ import torch
 from reprise.errors import CheckpointError, MismatchError
 from reprise.format import FRESH, Branch, Journal, Lineage
 from reprise.ranks import StoreChannel, single_rank_channel
-from reprise.storage import FILE_SYSTEM
 from tests.fakes import run_ranks
 from tests.harness import TINY, built, compose, filled
 from tests.messages import refused, says
@@ -41,7 +40,7 @@ def cluster_of(channel: StoreChannel, launch: Launch = NEW) -> Cluster:
 
 def started(config: Config, channel: StoreChannel | None = None, launch: Launch = NEW) -> Start:
     cluster = cluster_of(channel or single_rank_channel(), launch)
-    with build_saves(config, cluster, FILE_SYSTEM) as saves:
+    with build_saves(config, cluster) as saves:
         return decide(config, cluster, saves)
 
 
@@ -143,13 +142,13 @@ def test_a_journal_has_the_last_commit_and_loses_those_given_up(tmp_path: Path) 
     )
     result.saves.close()
     assert (journal_in(run).saved, len(journal_in(run).lineage.branches)) == (1, 2)
-    note_saved(run, first.lineage.record(), FILE_SYSTEM, 9)  # of a job that the run has left behind
+    note_saved(run, first.lineage.record(), 9)  # of a job that the run has left behind
     assert journal_in(run).saved == 1
     lineage = journal_in(run).lineage
-    note_saved(run, lineage.record(), FILE_SYSTEM, 9)
+    note_saved(run, lineage.record(), 9)
     assert journal_in(run).saved == 9
     (run / "run.json").write_text("damaged")
-    note_saved(run, lineage.record(), FILE_SYSTEM, 10)
+    note_saved(run, lineage.record(), 10)
     assert journal_in(run) == Journal(lineage, 10)
 
 
