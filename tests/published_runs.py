@@ -38,7 +38,7 @@ class LoggedRun:
             lineage = Journal.from_bytes(path.read_bytes(), where=path).lineage
         further = (Branch(branch_id, iteration),) if branch_id else ()
         path.write_bytes(Journal(Lineage((*lineage.branches, *further), lineage.parent)).to_bytes())
-        self._log = RunLog(self.folder, train_iters=10_000, log_interval=10_000, mfu_scale=None)
+        self._log = RunLog(self.folder, train_iters=10_000, mfu_scale=None)
         self._log.open(iteration, config)
 
     def train(self, first: int, last: int, *, branch: int = 0) -> None:

@@ -252,9 +252,9 @@ def _logged(run: Run, config_text: str) -> Iterator[tuple[RunLog, ...]]:
             config_text,
             owes_evaluation=progress.owes_evaluation,
             age_s=run.start_times.age_s(),
+            launch=run.cluster.nonce if progress.iteration < run.train_iters else "",
+            description=launch_record(run),
         )
-        if progress.iteration < run.train_iters:  # restarting a finished run changes nothing
-            log.launched(run.cluster.nonce, progress.iteration, run.start_times.age_s(), launch_record(run))
         yield (log,)
     except BaseException as error:
         if not isinstance(error, LockError):  # then the folder belongs to another job

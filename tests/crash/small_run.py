@@ -161,7 +161,7 @@ def _train_with_library(plan: Plan, rank: int, killer: Killer) -> None:
 
 
 def _log_of(plan: Plan) -> RunLog:
-    return RunLog(plan.root, train_iters=plan.iterations, log_interval=1, mfu_scale=None)
+    return RunLog(plan.root, train_iters=plan.iterations, mfu_scale=None)
 
 
 def _become_host(plan: Plan, rank: int) -> None:

@@ -131,7 +131,6 @@ class RunLog:
         folder: Path,
         *,
         train_iters: int,
-        log_interval: int,
         mfu_scale: float | None,
         sinks: Sequence[tuple[str, MetricSink]] = (),
         publish: str | None = None,
@@ -141,7 +140,6 @@ class RunLog:
         self._first_end: tuple[int, float] | None = None  # this launch's first iteration, and its end time
         self._folder = folder
         self.train_iters = train_iters
-        self._log_interval = log_interval
         self._mfu_scale = mfu_scale
         self._others = [*sinks]
         if publish is not None:
@@ -159,6 +157,8 @@ class RunLog:
         *,
         owes_evaluation: bool = False,
         age_s: float = 0.0,
+        launch: str = "",
+        description: Json | None = None,
     ) -> None:
         """Open the log after `iteration`. Later lines, from an abandoned branch, move to a side file.
 
@@ -166,6 +166,8 @@ class RunLog:
             config: The resolved configuration in YAML, stored as `config.yaml`.
             owes_evaluation: Whether the evaluation at `iteration` is still due or must be repeated.
             age_s: Seconds since the launch began.
+            launch: The launch's random name. Empty for a launch that is not recorded, since it changes nothing.
+            description: The launch's topology, settings and environment.
 
         Raises:
             TrainerError: The run's folder cannot be written.
@@ -173,37 +175,24 @@ class RunLog:
         position = RunPosition(self._folder, iteration, owes_evaluation)
         try:
             make_folders(FILE_SYSTEM, self._folder)
-            self._record_clock = run_clock(self._folder, (METRICS, LAUNCHES), age_s)
+            clock = run_clock(self._folder, (METRICS, LAUNCHES), age_s)
+            began = round(clock() - age_s, 3)
             replace_file(FILE_SYSTEM, self._folder / "config.yaml", config.encode())
             cut_after(self._folder / METRICS, iteration, owes_evaluation=owes_evaluation)
-            lines = JsonlFile(self._folder / METRICS, self._record_clock)
+            lines = JsonlFile(self._folder / METRICS, clock)
             # The first checkpoint makes the records durable. Make the file's name durable too.
             FILE_SYSTEM.sync_folder(self._folder)
+            if launch:
+                self._launches = JsonlFile(self._folder / LAUNCHES, clock)
         except OSError as error:
             raise run_folder_failed(self._folder, error) from error
         # `metrics.jsonl` comes last: a save it records, from which a killed run may resume, is then in all other sinks.
         self._sinks = [pair for pair in self._others if self._attempt(*pair, lambda sink: sink.start(position))]
         self._sinks.append((METRICS, lines))
         self._first = {"resumed": True} if iteration > 0 else {}
-
-    def launched(self, name: str, iteration: int, age_s: float, description: Json) -> None:
-        """Record this launch's start. Its name is also in the next iteration's line.
-
-        Args:
-            name: The launch's random name.
-            iteration: The last iteration before the launch.
-            age_s: Seconds since the launch's processes started.
-            description: The launch's topology, settings and environment.
-
-        Raises:
-            TrainerError: The run's folder cannot be written.
-        """
-        try:
-            self._launches = JsonlFile(self._folder / LAUNCHES, self._record_clock)
-        except OSError as error:
-            raise run_folder_failed(self._folder, error) from error
-        self._first["launch"] = self._launch = name
-        self._add_launch("begin", iteration, {"began": round(self._record_clock() - age_s, 3), **description})
+        if launch:
+            self._first["launch"] = self._launch = launch
+            self._add_launch("begin", iteration, {"began": began, **(description or {})})
 
     def ended(self, iteration: int, outcome: LaunchOutcome, reason: str = "") -> None:
         """Record this launch's end. Later calls do nothing."""
@@ -223,7 +212,7 @@ class RunLog:
         _log.info(str(times))
 
     def iteration(self, record: IterationRecord, slowest: str | None = None, memory: MemoryPeaks | None = None) -> None:
-        """Log an iteration. Its log line also shows peak memory and the slowest rank since the previous line."""
+        """Log an iteration. With `memory` it has a line, which also shows the slowest rank since the previous line."""
         members = record.line()
         if memory is not None:
             members |= {f"{name}_bytes": size for name, size in memory._asdict().items() if size}
@@ -231,8 +220,8 @@ class RunLog:
         self._first = {}
         now = self._clock()
         self._first_end = self._first_end or (record.iteration, now)
-        if has_line(record.iteration, self._log_interval, self.train_iters):
-            size = "" if memory is None else f" | {memory.limiting / 1e9:.1f} GB"
+        if memory is not None:
+            size = f" | {memory.limiting / 1e9:.1f} GB"
             mfu = "" if self._mfu_scale is None else f" | mfu {record.tokens_per_second * self._mfu_scale:.1%}"
             _log.info(
                 f"step {record.iteration:5d}/{self.train_iters} | train loss {record.loss:.6f} | "
@@ -301,18 +290,19 @@ class RunLog:
 
     def sync(self) -> None:
         """Make all lines durable, unless the disk fails. No checkpoint may be newer than the log. Thread-safe."""
-        for pair in self._sinks:
-            self._attempt(*pair, lambda sink: sink.sync())
+        self._each(lambda sink: sink.sync())
 
     def close(self) -> None:
         """Close the sinks. A save that ends later has nothing to sync."""
-        sinks, self._sinks = self._sinks, []
-        for pair in sinks:
-            self._attempt(*pair, lambda sink: sink.close())
+        self._each(lambda sink: sink.close())
+        self._sinks = []
 
     def _write(self, record: Json) -> None:
+        self._each(lambda sink: sink.write(record))
+
+    def _each(self, call: Callable[[MetricSink], None]) -> None:
         for pair in self._sinks:
-            self._attempt(*pair, lambda sink: sink.write(record))
+            self._attempt(*pair, call)
 
     def _attempt(self, name: str, sink: MetricSink, call: Callable[[MetricSink], None]) -> bool:
         """Call a sink, and return whether it succeeded. Its first exception is logged."""
@@ -324,11 +314,6 @@ class RunLog:
             self._failed.add(name)
             return False
         return True
-
-
-def has_line(iteration: int, log_interval: int, train_iters: int) -> bool:
-    """Return whether an iteration gets a log line."""
-    return iteration % log_interval == 0 or iteration == train_iters
 
 
 def peak_flops(device_name: str) -> float | None:

@@ -212,7 +212,6 @@ def build_log(run: Run) -> RunLog:
     return RunLog(
         Path(config.run.dir),
         train_iters=run.train_iters,
-        log_interval=config.logging.log_interval,
         sinks=[("tensorboard", TensorboardSink())] if config.logging.tensorboard else [],
         publish=config.logging.publish,
         mfu_scale=None if peak is None else flops / (peak * cluster.world_size),

@@ -18,7 +18,7 @@ from trainer.config.train import OnNonfinite, OnSpike
 from trainer.generate.during_training import sample
 from trainer.launch.control import ControlFlags
 from trainer.launch.process_group import keep_freed_memory
-from trainer.metrics.run_log import IterationRecord, has_line
+from trainer.metrics.run_log import IterationRecord
 from trainer.metrics.spikes import SPIKES
 from trainer.optim.average import averages_in_place
 from trainer.run.build import Run
@@ -174,7 +174,7 @@ def iterate(run: Run) -> StepResult:
         flags=lambda: run.control.now(failed_saves=run.saves.main.failed_saves),
         skips_nonfinite=settings.on_nonfinite is OnNonfinite.skip or settings.on_spike is OnSpike.rewind,
         own_time=run.own_time,
-        is_logged=has_line(iteration, run.config.logging.log_interval, run.train_iters),
+        is_logged=iteration % run.config.logging.log_interval == 0 or iteration == run.train_iters,
     )
     state.progress = progress.after_iteration(size, size * settings.seq_length)
     following = run.batch_schedule.at(state.progress.consumed_samples)

@@ -23,7 +23,7 @@ def make_run(
 
     With `after`, the run in the folder is resumed after that iteration.
     """
-    log = RunLog(folder, train_iters=after + len(seconds), log_interval=1000, mfu_scale=None)
+    log = RunLog(folder, train_iters=after + len(seconds), mfu_scale=None)
     log.open(after, "train:\n  dtype: float32\n")
     for iteration, taken in enumerate(seconds, start=after + 1):
         log.iteration(iteration_record(iteration, tokens=100, seconds=taken))

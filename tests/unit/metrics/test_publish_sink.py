@@ -26,7 +26,7 @@ def start(folder: Path) -> PublishSink:
 
 
 def test_it_sends_the_log_and_ends_after_the_run(tmp_path: Path) -> None:
-    log = RunLog(tmp_path, train_iters=9, log_interval=9, mfu_scale=None)
+    log = RunLog(tmp_path, train_iters=9, mfu_scale=None)
     log.open(0, "train: {}")
     sink = start(tmp_path)
     for iteration in range(1, 10):

@@ -26,8 +26,7 @@ def launch(folder: Path, name: str, first: int, seconds: list[float], monkeypatc
     now = [1000.0]
     monkeypatch.setattr(clock_module.run_clock, "__kwdefaults__", {"clock": lambda: now[0]})
     log = run_log(folder)
-    log.open(first, "", age_s=2.0)
-    log.launched(name, first, 2.0, {})
+    log.open(first, "", age_s=2.0, launch=name)
     log.started(StartTimes())
     host_time = time.time
     for iteration, ahead_s in enumerate(seconds, start=first + 1):

@@ -37,7 +37,7 @@ from trainer.metrics.tensorboard_sink import TensorboardSink
 
 
 def run_log(folder: Path, **changes: object) -> RunLog:
-    settings = {"train_iters": 10, "log_interval": 1, "mfu_scale": None, **changes}
+    settings = {"train_iters": 10, "mfu_scale": None, **changes}
     return RunLog(folder, **settings)  # type: ignore[arg-type]
 
 
@@ -239,21 +239,23 @@ def test_a_run_folder_that_cannot_be_written_is_refused_in_words(tmp_path: Path)
 INFINITRAIN_LINE = re.compile(r"step\s+(\d+)/\d+.*\|\s+(\d+)\s+tok/s")
 
 
-def test_lines_are_shown_at_the_log_interval_and_at_the_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_line_is_shown_for_an_iteration_with_memory(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    log = run_log(tmp_path, log_interval=4, mfu_scale=1e-5, clock=iter(range(0, 1000, 30)).__next__)
+    log = run_log(tmp_path, mfu_scale=1e-5, clock=iter(range(0, 1000, 30)).__next__)
     log.open(0, "")
     for iteration in range(1, 11):
-        log.iteration(iteration_record(iteration), memory=MemoryPeaks(8_100_000_000) if iteration == 8 else None)
+        log.iteration(
+            iteration_record(iteration), memory=MemoryPeaks(8_100_000_000) if iteration in (4, 8, 10) else None
+        )
     log.evaluation(10, 2.0, None)
     log.close()
     *messages, evaluation = caplog.messages
     assert not INFINITRAIN_LINE.search(evaluation)
     assert [INFINITRAIN_LINE.findall(message) for message in messages] == [[(n, "2000")] for n in ("4", "8", "10")]
     assert [message.partition(" | 500.0 ms")[2] for message in messages] == [
-        " | 2000 tok/s | mfu 2.0% | 3.0 min to go",
+        " | 2000 tok/s | mfu 2.0% | 8.1 GB | 3.0 min to go",
         " | 2000 tok/s | mfu 2.0% | 8.1 GB | 60.0 s to go",
-        " | 2000 tok/s | mfu 2.0%",
+        " | 2000 tok/s | mfu 2.0% | 8.1 GB",
     ]
     assert all("train loss 2.500000" in message for message in messages)
     assert iterations(tmp_path / "metrics.jsonl") == [*range(1, 11), 10]
@@ -276,8 +278,8 @@ def test_a_line_has_what_is_known_of_its_iteration(tmp_path: Path, loss: float) 
 def test_a_launch_marks_its_first_iteration_and_its_ends(tmp_path: Path) -> None:
     for after in (0, 2, 2):
         log = run_log(tmp_path)
-        log.open(after, "a: 1\n")
-        log.launched(f"launch {after}", after, 5.0, {"topology": {"world_size": 4}})
+        description = {"topology": {"world_size": 4}}
+        log.open(after, "a: 1\n", age_s=5.0, launch=f"launch {after}", description=description)
         times = StartTimes(10.0, clock=[12.5].pop)
         times.end("imports")
         log.started(times)

@@ -50,7 +50,7 @@ def sink() -> MemorySink:
 
 
 def run_log(folder: Path, sink: MemorySink) -> RunLog:
-    log = RunLog(folder, train_iters=10, log_interval=1, mfu_scale=None, sinks=[("memory", sink)])
+    log = RunLog(folder, train_iters=10, mfu_scale=None, sinks=[("memory", sink)])
     log.open(0, "a: 1\n")
     return log
 

@@ -1,0 +1,16 @@
+"""An iteration of the loop."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from reprise.ranks import single_rank_channel
+from tests.harness import built, filled
+from tests.unit.start.test_decide import cluster_of, config_in
+from trainer.training.loop import iterate
+
+
+def test_memory_is_measured_at_the_log_interval_and_at_the_end(tmp_path: Path) -> None:
+    config = config_in(tmp_path, "train.train_iters=5", "logging.log_interval=2", "checkpoint.save=null")
+    run = filled(built(config, cluster_of(single_rank_channel())))
+    assert [number for number in range(1, 6) if iterate(run).memory is not None] == [2, 4, 5]
