@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -44,18 +45,23 @@ def load_base(run: Run, adapters: TensorSource) -> Json:
     path, step, loading = location(section.load), section.ckpt_step, terms.LOAD
     if section.base is not None:
         path, step, loading = location(section.base), None, terms.BASE
-    saved: tuple[Path, Mapping[str, object]] | None = None
 
     def choose() -> Json:
-        nonlocal saved
-        choice = {**named_source(path), "step": step}
+        choice, found = {**named_source(path), "step": step}, dict[str, str]()
         saved = _saved_base(run, adapters) if isinstance(adapters, Checkpoints) else None
-        if saved is not None and choice["kind"] != "checkpoint":
-            _require_base(saved, weights_identity(Path(choice["path"])))
-        elif saved is not None:
-            for checkpoint in _chooser(run, LoadSource(location(choice["path"]), step, loading)).openable():
-                if identity_of(checkpoint) == saved[1]:
+        if saved is None:
+            return choice
+        if choice["kind"] != "checkpoint":
+            found = weights_identity(Path(choice["path"]))
+        else:
+            for checkpoint in _chooser(LoadSource(location(choice["path"]), step, loading)).openable():
+                identity = identity_of(checkpoint)
+                if identity == saved[1]:
                     return {"kind": "checkpoint", "path": str(checkpoint.path), "step": None}
+                found = found or identity
+        if found:
+            changes = differences({"base": saved[1]}, {"base": found}, resume_rules.RULES)
+            settle(changes, where=saved[0], problem="The adapters were trained on another base")
         return choice
 
     def find() -> Json:
@@ -70,7 +76,7 @@ def load_base(run: Run, adapters: TensorSource) -> Json:
         source = Checkpoints(LoadSource(location(choice["path"]), choice["step"], loading))
     settings = CheckpointSection(finetune=True, verify=section.verify)
     model = base_of(run.config.model)
-    part = Part("the base", model, run.state.base_shards, settings, lambda found: _refuse(run, found, saved))
+    part = Part("the base", model, run.state.base_shards, settings, partial(_refuse, run))
     identity, _ = source.fill(run, part)
     return identity
 
@@ -79,43 +85,24 @@ def _saved_base(run: Run, adapters: Checkpoints) -> tuple[Path, Mapping[str, obj
     """Return the newest readable adapter checkpoint's path and base identity. None without a checkpoint."""
     local = run.saves.host_folders if adapters.is_own else None
     with contextlib.suppress(TrainerError, OSError):
-        for checkpoint in _chooser(run, adapters.source, local).openable():
+        for checkpoint in _chooser(adapters.source, local).openable():
             base = checkpoint.state.get("base")
             return (checkpoint.path, base) if isinstance(base, Mapping) else None
     return None
 
 
-def _chooser(run: Run, source: LoadSource, local: HostFolders | None = None) -> Chooser:
+def _chooser(source: LoadSource, local: HostFolders | None = None) -> Chooser:
     return Chooser(source, files_of(source.path), lambda _: None, local=local)
 
 
-def _refuse(run: Run, checkpoint: Checkpoint, saved: tuple[Path, Mapping[str, object]] | None) -> list[str]:
-    """Refuse a base with another model, or not the adapters' own. Return log lines on the allowed differences.
-
-    Opens no tensor file.
-
-    Args:
-        saved: A checkpoint with the adapters, and their base's identity. None for new adapters.
-    """
+def _refuse(run: Run, checkpoint: Checkpoint) -> list[str]:
+    """Refuse a base with another model. Return log lines on the allowed differences. Opens no tensor file."""
     refuse_adapters(checkpoint, fix="Set checkpoint.base to the weights that they were trained on, or to merged ones.")
     current = {**run.description, "model": run_record.model_record(base_of(run.config.model))}
     rules = [rule for rule in resume_rules.weight_rules() if rule.field.startswith("model")]
-    lines = settle(
+    return settle(
         differences(checkpoint.state, current, rules),
         where=checkpoint.path,
         problem="The base is another model",
         fix="Set the saved model values, or name another base.",
     )
-    if saved is not None:
-        _require_base(saved, identity_of(checkpoint))
-    return lines
-
-
-def _require_base(saved: tuple[Path, Mapping[str, object]], identity: Json) -> None:
-    """Refuse weights that are not the adapters' own base.
-
-    Args:
-        saved: A checkpoint with the adapters, and their base's identity.
-    """
-    changes = differences({"base": saved[1]}, {"base": identity}, resume_rules.RULES)
-    settle(changes, where=saved[0], problem="The adapters were trained on another base")
