@@ -27,18 +27,16 @@ class Activity:
         return f"{noun} of iteration {iteration}" if iteration else noun
 
 
-def write_stacks(folder: Path | None, rank: int, reason: str) -> Path | None:
+def write_stacks(folder: Path, rank: int, reason: str) -> Path | None:
     """Write the stacks of all threads in this process, and torch's flight recorder if it records.
 
     Args:
-        folder: The folder for the files, created if needed. None writes no files.
+        folder: The folder for the files, created if needed.
         reason: Why the rank ends.
 
     Returns:
         The stack file, or None if it cannot be written.
     """
-    if folder is None:
-        return None
     path = folder / f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}.rank{rank}.txt"
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -41,7 +41,7 @@ class Watchdog:
             seconds.
         leave: Ends the process with a status.
         activity: What the main thread is doing. Other ranks report it if this rank is lost.
-        hangs: The folder for the stacks of ranks ended by the watchdog. None writes no stacks.
+        hangs: The folder for the stacks of ranks ended by the watchdog.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Watchdog:
         *,
         leave: Callable[[int], None] = os._exit,
         activity: Activity,
-        hangs: Path | None = None,
+        hangs: Path,
     ) -> None:
         self._activity, self._hangs = activity, hangs
         self._channel, self._timeout_s, self._leave = channel, timeout_s, leave

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,6 +27,9 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "_GUARD_EVERY_S", 0.01)
 
 
+NOWHERE = Path(os.devnull, "hangs")  # a folder that cannot be made
+
+
 class Standing:
     """A clock that stands still: no grace is over, whatever the machine does."""
 
@@ -39,7 +43,7 @@ class Rank:
     watches: ClassVar[list[Watchdog]] = []  # of a test's ranks
 
     def __init__(
-        self, store: Store, rank: int, *, world_size: int = 2, timeout_s: float = JOIN_S, hangs: Path | None = None
+        self, store: Store, rank: int, *, world_size: int = 2, timeout_s: float = JOIN_S, hangs: Path = NOWHERE
     ) -> None:
         self.activity = Activity()
         self.channel = StoreChannel(store, rank, world_size=world_size, timeout_s=timeout_s)
