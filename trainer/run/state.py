@@ -12,7 +12,6 @@ from models.adapters import PREFIX, adapter_tensors, saved_tensors, stored_name
 from models.config import ModelConfig
 from models.families import aliases, stored_tensors
 from models.network import Model
-from reprise.errors import CheckpointError
 from reprise.format import StoredDtype, TensorKind, TensorSpec, build_layout
 from reprise.storage import Document
 from reprise.tensors import (
@@ -79,9 +78,6 @@ class TrainerState:
         """Yield this rank's part of every checkpoint tensor, under its name on disk.
 
         A save reads the parts, and a load fills them. The base beneath adapters is not among them.
-
-        Raises:
-            CheckpointError: A trainable parameter has no optimizer state.
         """
         is_base = {TensorKind.MODEL} if self.config.is_adapted else set()
         self.finish_averages()
@@ -89,7 +85,6 @@ class TrainerState:
             for tensor in self._live(part, part.optimizer if with_optimizer else None):
                 if tensor.spec.kind not in is_base:
                     yield tensor
-            _refuse_unknown(part)
 
     def base_shards(self) -> Iterator[LiveTensor]:
         """Yield this rank's part of every tensor beneath adapters. The run's checkpoints do not hold them."""
@@ -199,15 +194,6 @@ def _under_stored_name(tensor: LiveTensor, names: Mapping[str, str]) -> LiveTens
         if match and not suffix:
             return replace(tensor, spec=replace(tensor.spec, name=prefix + name), is_copy=True)
     return tensor
-
-
-def _refuse_unknown(part: ModelPart) -> None:
-    parameters = set(part.optimizer.state)
-    unknown = [name for name, p in part.model.named_parameters() if p.requires_grad and p not in parameters]
-    if unknown:
-        raise CheckpointError(
-            "The optimizer has no state for a parameter", where=unknown[0], found=f"{len(unknown)} such"
-        )
 
 
 def checkpoint_specs(

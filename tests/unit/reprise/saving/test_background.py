@@ -31,7 +31,7 @@ from reprise.tensors.file_aligned import zeros_like_files
 from reprise.tensors.live import Contents, Grid, live_tensors
 from tests.crash.small_run import aliases_of
 from tests.fakes import JOIN_S, FailingFiles, StuckFiles, run_ranks
-from tests.messages import refused
+from tests.messages import says
 from tests.unit.model_samples import GPT2
 from trainer.optim.adamw import AdamSettings, build_adamw
 from trainer.run.state import ModelPart, TrainerState
@@ -289,7 +289,7 @@ def descriptors() -> list[str]:
     return sorted(os.listdir("/proc/self/fd"))
 
 
-def test_a_state_that_moved_in_memory_is_planned_anew() -> None:
+def test_a_state_that_moved_in_memory_is_planned_anew(tmp_path: Path) -> None:
     model = build_model(GPT2)
     optimizer = build_adamw(model, AdamSettings(0.1, 0.1, 0.9, 0.95, 1e-8, frozenset()))
     state = TrainerState(GPT2, [ModelPart(model, optimizer)], Grid.flat(1))
@@ -302,8 +302,14 @@ def test_a_state_that_moved_in_memory_is_planned_anew() -> None:
         t.local.data_ptr() for t in first
     }
     model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
-    with refused(CheckpointError):
-        state.contents({}, with_optimizer=True)
+    checkpointer = started(SavePolicy(tmp_path))  # the optimizer has no state for the new parameters
+    checkpointer.save(1, state.contents({STATE: {}}, with_optimizer=True))
+    checkpointer.wait()
+    error = checkpointer.results.last_error
+    checkpointer.close()
+    assert isinstance(error, CheckpointError)
+    says(str(error))
+    assert [*tmp_path.glob("iter_*")] == []
 
 
 class SlowToSync(Files):
