@@ -14,6 +14,7 @@ from models import families
 from models.adapters import model_documents
 from models.network import Model
 from reprise.loading import Restorer
+from reprise.ranks import single_rank_channel
 from reprise.storage import Json
 from reprise.tensors import Grid
 from trainer.config import saved
@@ -40,7 +41,7 @@ from trainer.record.versions import source_commit, versions
 from trainer.run.batch_loaders import ValidData
 from trainer.run.inputs import RunInputs
 from trainer.run.parallelize import build_context, build_models
-from trainer.run.run_data import open_data_alone
+from trainer.run.run_data import RunData, open_data
 from trainer.run.state import TrainerState, build_part
 from trainer.saves.targets import Saves
 from trainer.schedules.batch_size import BatchSchedule
@@ -126,10 +127,9 @@ def build(
     """
     topology = topology_of(config, cluster.world_size)
     mesh = build_mesh(topology, cluster.device.type)
-    schedule = resolve(config.schedule, length_of(config.train), config.optimizer.lr)
+    schedule, description = _described(config, cluster, inputs.data)
     stages = build_models(config, cluster.device, topology=topology, mesh=mesh)
     state = _build_state(config, stages, stage_grid(topology, topology.coordinate(cluster.rank).pp))
-    environment = joint_environment(environment_record(config, cluster.device, cluster.threads), cluster)
     document = run_config(config, with_commit=cluster.rank == 0 and save_folder(config.checkpoint) is not None)
     return Run(
         config=config,
@@ -137,9 +137,7 @@ def build(
         state=state,
         schedule=schedule,
         train_data=inputs.train_data,
-        description=run_record.describe(
-            config, schedule=schedule, topology=topology, data=inputs.data.record(config), environment=environment
-        ),
+        description=description,
         saved_config=saved.without_keys(document, environment_keys),
         context=build_context(config, state, topology=topology, mesh=mesh, cluster=cluster),
         batch_schedule=batch_schedule_of(config.train),
@@ -165,11 +163,18 @@ def describe_alone(config: Config) -> tuple[Schedule, Json]:
     Raises:
         TrainerError: The data does not match the model.
     """
-    data, topology = open_data_alone(config).record(config), topology_of(config, 1)
+    device, threads = torch.device("cpu"), thread_count(config.train.threads)
+    cluster = Cluster(0, 1, device, threads, single_rank_channel(), nonce="")
+    return _described(config, cluster, open_data(config, cluster))
+
+
+def _described(config: Config, cluster: Cluster, data: RunData) -> tuple[Schedule, Json]:
+    """Return a run's schedule and record. Collective."""
     schedule = resolve(config.schedule, length_of(config.train), config.optimizer.lr)
-    environment = environment_record(config, torch.device("cpu"), thread_count(config.train.threads))
+    environment = joint_environment(environment_record(config, cluster.device, cluster.threads), cluster)
+    topology, record = topology_of(config, cluster.world_size), data.record(config)
     return schedule, run_record.describe(
-        config, schedule=schedule, topology=topology, data=data, environment=environment
+        config, schedule=schedule, topology=topology, data=record, environment=environment
     )
 
 

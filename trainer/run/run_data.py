@@ -120,16 +120,6 @@ def open_data(config: Config, cluster: Cluster, *, is_evaluation: bool = False) 
     return _run_data(sources, marks, fingerprints)
 
 
-def open_data_alone(config: Config) -> RunData:
-    """Return the data for a program without ranks.
-
-    Raises:
-        TrainerError: The data does not match the model.
-    """
-    sources, marks = _open(config)
-    return _run_data(sources, marks, _fingerprints([_report(sources, marks, config)]))
-
-
 def _run_data(sources: Sequence[Source], marks: DocumentMarks | None, fingerprints: Fingerprints) -> RunData:
     """Return the data with its sources in fingerprint order, and weights summing to 1.
 
@@ -160,7 +150,7 @@ def data_cache(config: Config) -> Path:
     return Path(config.data.cache) if config.data.cache else default_cache(os.environ, Path.home())
 
 
-def _open(config: Config, *, is_evaluation: bool = False) -> tuple[list[Source], DocumentMarks | None]:
+def _open(config: Config, *, is_evaluation: bool) -> tuple[list[Source], DocumentMarks | None]:
     """Open training and validation files, and prepare them if they do not exist. Return also how documents end."""
     cache, corpora, valid = data_cache(config), list[Corpus](), list[Path]()
     parts = list[tuple[str, Sequence[Path], Fraction]]()  # key, files and weight
@@ -236,7 +226,7 @@ def _report(sources: Sequence[Source], marks: DocumentMarks | None, config: Conf
     return json.dumps([socket.gethostname(), rows]).encode()
 
 
-def _fingerprints(reports: Sequence[bytes], *, may_share: bool = False) -> Fingerprints:
+def _fingerprints(reports: Sequence[bytes], *, may_share: bool) -> Fingerprints:
     """Return each source's fingerprints, by its key.
 
     Args:

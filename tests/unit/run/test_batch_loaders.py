@@ -12,7 +12,7 @@ from reprise.ranks import single_rank_channel
 from tests.unit.start.test_decide import cluster_of, config_in
 from trainer.config.derived import topology_of
 from trainer.run.batch_loaders import build_loaders
-from trainer.run.run_data import open_data_alone
+from trainer.run.run_data import open_data
 
 
 @pytest.mark.parametrize(
@@ -30,6 +30,7 @@ def test_repeated_validation_samples_are_said(
     train = ["train.seq_length=16", "train.global_batch_size=4", "train.micro_batch_size=4", "train.eval_interval=5"]
     config = config_in(tmp_path / "run", *data, *train, f"train.eval_iters={batches}")
     with caplog.at_level(logging.WARNING):
-        build_loaders(config, cluster_of(single_rank_channel()), topology_of(config, 1), open_data_alone(config))
+        cluster = cluster_of(single_rank_channel())
+        build_loaders(config, cluster, topology_of(config, 1), open_data(config, cluster))
     (message,) = caplog.messages or [""]
     assert re.search(said, message) if said else message == ""

@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 
 from reprise.errors import DataError
+from reprise.ranks import single_rank_channel
 from tests.harness import TINY, compose
 from tests.messages import refused
+from tests.unit.start.test_decide import cluster_of
 from trainer.data.indexed_file import write_indexed_file
 from trainer.data.token_file import write_token_file
-from trainer.run.run_data import open_data_alone
+from trainer.run.run_data import open_data
 
 
 @pytest.fixture
@@ -30,7 +32,8 @@ def data(tmp_path: Path) -> Path:
 
 
 def open_with(*overrides: str) -> None:
-    open_data_alone(compose(["model=gpt2_tiny", *TINY, "train.eval_interval=2", *overrides]))
+    config = compose(["model=gpt2_tiny", *TINY, "train.eval_interval=2", *overrides])
+    open_data(config, cluster_of(single_rank_channel()))
 
 
 @pytest.mark.parametrize("kind", ["token_file", "megatron"])
