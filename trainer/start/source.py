@@ -104,23 +104,54 @@ class Checkpoints:
         return self.source.lineage is not None
 
     def fill(self, run: Run, part: Part) -> Filled:
-        """Fill a part from the newest undamaged checkpoint. Collective, see `Restorer.restore`."""
-        filling = _Load(run, part)
-        start = time.perf_counter()
+        """Fill a part from the newest undamaged checkpoint. Collective, see `Restorer.restore`.
+
+        All its tensors are loaded, or its weights alone, in the forms that its settings allow. With optimizer state,
+        only moments may have another dtype, which the resume rules have allowed.
+        """
+        model, names = part.model, [spec.name for spec in checkpoint_specs(part.model, None)]
+        lines, fittings, start = list[str](), list[Fitting](), time.perf_counter()
+
+        def check(checkpoint: Checkpoint) -> None:
+            """Refuse another run's checkpoint, or tensors that do not fit. Rank 0 only."""
+            lines[:] = part.refuse(checkpoint) or []
+            fit, stored = _forms(run, part, checkpoint)
+            fit.unselected(names)
+            places = read_places(checkpoint)
+            if not run.state.averages:
+                places = {name: place for name, place in places.items() if not name.startswith(f"{AVERAGE}.")}
+            check_tensors([*stored.values()], places, where=checkpoint.path, is_partial=bool(fit.patterns))
+
+        def live(checkpoint: Checkpoint) -> list[LiveTensor]:
+            """Return this rank's tensors to fill, in stored form. The others get their initial values."""
+            fit, stored = _forms(run, part, checkpoint)
+            tensors = part.weights() if part.section.loads_weights_alone else list(part.live())
+            fill_unstored(fit, tensors, model, run.config.train.seed)
+            for tensor in tensors:  # a damaged checkpoint may have filled them
+                if tensor.spec.name not in stored and not part.section.loads_weights_alone:
+                    tensor.local.zero_()
+            fittings[:] = [Fitting(fit, tensors, stored)]
+            return fittings[0].requests
+
         restored = run.restorer.restore(
             self.source,
-            check=filling.check,
-            live=filling.live,
+            check=check,
+            live=live,
             verify=part.section.verify is not Verify.none,
             verify_all=part.section.verify is Verify.full,
             with_local=self.is_own,
             is_new=True,
         )
-        checkpoint = restored.checkpoint
-        report = filling.finish(restored)
+        checkpoint, (fitting,) = restored.checkpoint, fittings
+        with run.cluster.channel.agreed(f"fitted/{part.name}"):
+            fitting.finish(lambda tensor: fill(checkpoint, [tensor]))
+            checkpoint.files.end()
+        for line in (*lines, *fitting.notes(names, where=checkpoint.path)) if run.cluster.rank == 0 else ():
+            _log.warning(line)
         if restored.loaded_from:
             seconds = time.perf_counter() - start
             _log.info(f"loaded iteration {checkpoint.iteration}: {restored.loaded_from}; {seconds:.1f} s")
+        report = replace(restored.report, expected=fitting.count)
         _log_load(run, report, part.name or f"iteration {checkpoint.iteration}", checkpoint.path)
         return identity_of(checkpoint), restored
 
@@ -133,63 +164,16 @@ def identity_of(checkpoint: Checkpoint) -> Json:
     return {"format": "reprise", "xxh3_64": checkpoint.digest}
 
 
-class _Load:
-    """Fills a part from a checkpoint: all its tensors, or weights alone, in the forms that its settings allow.
-
-    With optimizer state, only moments may have another dtype, which the resume rules have allowed.
-    """
-
-    def __init__(self, run: Run, part: Part) -> None:
-        self._run, self._part, self._is_exact = run, part, not part.section.loads_weights_alone
-        self._fitting: Fitting | None = None
-        self._lines = list[str]()
-
-    def check(self, checkpoint: Checkpoint) -> None:
-        """Refuse another run's checkpoint, or tensors that do not fit. Rank 0 only."""
-        self._lines = self._part.refuse(checkpoint) or []
-        fit, stored = self._forms(checkpoint)
-        fit.unselected([spec.name for spec in checkpoint_specs(self._part.model, None)])
-        places = read_places(checkpoint)
-        if not self._run.state.averages:
-            places = {name: place for name, place in places.items() if not name.startswith(f"{AVERAGE}.")}
-        check_tensors([*stored.values()], places, where=checkpoint.path, is_partial=bool(fit.patterns))
-
-    def live(self, checkpoint: Checkpoint) -> list[LiveTensor]:
-        """Return this rank's tensors to fill, in stored form. The others get their initial values."""
-        fit, stored = self._forms(checkpoint)
-        tensors = list(self._part.live()) if self._is_exact else self._part.weights()
-        fill_unstored(fit, tensors, self._part.model, self._run.config.train.seed)
-        for tensor in tensors:  # a damaged checkpoint may have filled them
-            if self._is_exact and tensor.spec.name not in stored:
-                tensor.local.zero_()
-        self._fitting = Fitting(fit, tensors, stored)
-        return self._fitting.requests
-
-    def finish(self, restored: Restored) -> LoadReport:
-        """Fill this rank's tensors from their stored form, log the differences, and return the load's report.
-
-        Collective.
-        """
-        assert self._fitting is not None
-        checkpoint, names = restored.checkpoint, [spec.name for spec in checkpoint_specs(self._part.model, None)]
-        with self._run.cluster.channel.agreed(f"fitted/{self._part.name}"):
-            self._fitting.finish(lambda tensor: fill(checkpoint, [tensor]))
-            checkpoint.files.end()
-        if self._run.cluster.rank == 0:
-            for line in (*self._lines, *self._fitting.notes(names, where=checkpoint.path)):
-                _log.warning(line)
-        return replace(restored.report, expected=self._fitting.count)
-
-    def _forms(self, checkpoint: Checkpoint) -> tuple[Fit, dict[str, TensorSpec]]:
-        """Return how stored tensors may differ from the part's, and the form of each tensor to load, by name."""
-        state, path, model, section = checkpoint.state, checkpoint.path, self._part.model, self._part.section
-        if self._is_exact:  # without moments for parameters frozen when the checkpoint was saved
-            optimizer = replace(self._run.config.optimizer, moments_dtype=saved_moments(state, where=path))
-            frozen, averages = saved_frozen(state, model), self._run.state.averages
-            specs = checkpoint_specs(model, optimizer, frozen, averages=averages and has_averages(checkpoint))
-            return Fit(), Fit().stored(specs, {})
-        fit = Fit.of(section, saved_model(state, where=path) if section.resize else model, model)
-        return fit, fit.stored(checkpoint_specs(model, None), read_places(checkpoint))
+def _forms(run: Run, part: Part, checkpoint: Checkpoint) -> tuple[Fit, dict[str, TensorSpec]]:
+    """Return how stored tensors may differ from a part's, and the form of each tensor to load, by name."""
+    state, path, model, section = checkpoint.state, checkpoint.path, part.model, part.section
+    if not section.loads_weights_alone:  # without moments for parameters frozen when the checkpoint was saved
+        optimizer = replace(run.config.optimizer, moments_dtype=saved_moments(state, where=path))
+        averages = run.state.averages and has_averages(checkpoint)
+        specs = checkpoint_specs(model, optimizer, saved_frozen(state, model), averages=averages)
+        return Fit(), Fit().stored(specs, {})
+    fit = Fit.of(section, saved_model(state, where=path) if section.resize else model, model)
+    return fit, fit.stored(checkpoint_specs(model, None), read_places(checkpoint))
 
 
 def _log_load(run: Run, report: LoadReport, what: str, path: Path) -> None:
