@@ -30,8 +30,8 @@ class Goodput:
     """A run's seconds by use.
 
     Attributes:
-        parts: Seconds by name. The first part is forward training; the last is the remainder, such as sampling and
-            checks.
+        parts: Seconds by name. The first part is forward training; the last is the remainder, such as sampling, checks
+            and a launch's last save.
     """
 
     parts: dict[str, float]
@@ -66,7 +66,6 @@ def measure_goodput(history: History) -> Goodput | None:
         "blocked by saves": _total(BLOCKED, *logs),
         "evaluated": _evaluated(launches, logs),
         "started": sum(launch.start_seconds for launch in launches),  # from process start to the first iteration
-        "ended": _ending(launches, logs),
         "between launches": sum(max(0.0, b.began - a.ended) for a, b in itertools.pairwise(launches)),
     }
     wall = max(launches[-1].ended - launches[0].began, 0.0)
@@ -79,19 +78,8 @@ def _total(quantity: str, *logs: MetricsLog) -> float:
 
 def _evaluated(launches: Sequence[LaunchSpan], logs: Sequence[MetricsLog]) -> float:
     """Return the evaluation seconds. Each evaluation lasts from the previous line or its launch's startup."""
-    times = numpy.sort(numpy.concatenate([times_of(logs), [*map(_ready, launches)]]))
+    ready = [launch.began + launch.start_seconds for launch in launches]
+    times = numpy.sort(numpy.concatenate([times_of(logs), ready]))
     moments = numpy.array([time_of(event) or 0.0 for event in events_of(logs, "evaluation")])
     before = times[numpy.maximum(times.searchsorted(moments) - 1, 0)]
     return float(numpy.maximum(moments - before, 0.0).sum())
-
-
-def _ending(launches: Sequence[LaunchSpan], logs: Sequence[MetricsLog]) -> float:
-    """Return the seconds between each launch's last work and its end, such as for its last save."""
-    work = times_of(logs, "evaluation", "sample")
-    lasts = [max([_ready(launch), *work[: work.searchsorted(launch.ended, "right")][-1:]]) for launch in launches]
-    return float(sum(max(0.0, launch.ended - last) for launch, last in zip(launches, lasts, strict=True)))
-
-
-def _ready(launch: LaunchSpan) -> float:
-    """Return when a launch finished starting up."""
-    return launch.began + launch.start_seconds

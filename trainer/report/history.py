@@ -130,10 +130,9 @@ def events_of(logs: Sequence[MetricsLog], *names: str) -> Iterator[Json]:
     return (event for log in logs for _, event in log.events if event["event"] in names)
 
 
-def times_of(logs: Sequence[MetricsLog], *names: str) -> Floats:
-    """Return the sorted times of the iterations, and of the events with the given names. No names mean all events."""
-    events = (event for log in logs for _, event in log.events if not names or event["event"] in names)
-    moments = [time for event in events if (time := time_of(event))]
+def times_of(logs: Sequence[MetricsLog]) -> Floats:
+    """Return the sorted times of all iterations and events."""
+    moments = [time for log in logs for _, event in log.events if (time := time_of(event))]
     times = numpy.concatenate([*(log.columns.column(TIME) for log in logs), moments])
     return numpy.sort(times[numpy.isfinite(times)])
 
