@@ -38,20 +38,6 @@ class Origin(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class StartCommand:
-    """What a start's command says about its source.
-
-    Args:
-        is_inside: Whether the path in `checkpoint.load` lies in the run's own folder.
-        is_restarted: Whether the launcher restarted this launch after it saved.
-    """
-
-    config: Config
-    is_inside: bool = False
-    is_restarted: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class Start:
     """A start's source and circumstances, the same on all ranks.
 
@@ -175,8 +161,8 @@ def _find(config: Config, saves: Saves, journal: Journal, launch: Launch) -> Jso
             named = LoadSource.named(named).path
         folder = save_folder(section)
         is_inside = folder is not None and folder.resolve() in (named.resolve(), *named.resolve().parents)
-    command, source = StartCommand(config, is_inside, is_restarted), {}
-    origin, line = choose(journal, _committed(section, saves, journal), command)
+    committed, source = _committed(section, saves, journal), {}
+    origin, line = choose(journal, committed, config, is_inside=is_inside, is_restarted=is_restarted)
     is_own = origin in (Origin.own, Origin.newest)
     # A run with branches may have lost its records. Begun anew on command, it leaves earlier checkpoints in the mirror.
     starts_over = section.load == "auto" and not began_anew(journal.lineage)
@@ -204,7 +190,9 @@ def _committed(section: CheckpointSection, saves: Saves, journal: Journal) -> li
     return [number for number in committed if number not in given_up]
 
 
-def choose(journal: Journal, committed: Collection[int], command: StartCommand) -> tuple[Origin, str]:
+def choose(
+    journal: Journal, committed: Collection[int], config: Config, *, is_inside: bool, is_restarted: bool
+) -> tuple[Origin, str]:
     """Return where a run starts, or continues from, and a log line, empty for none. Pure.
 
     A path in `checkpoint.load` outside the run's own folder is the run's start. With `finetune`, so is a path inside
@@ -214,18 +202,19 @@ def choose(journal: Journal, committed: Collection[int], command: StartCommand) 
 
     Args:
         committed: The run's committed iterations.
+        is_inside: Whether the path in `checkpoint.load` lies in the run's own folder.
+        is_restarted: Whether the launcher restarted this launch after it saved.
 
     Raises:
         CheckpointError: The run's checkpoints are missing.
     """
-    config = command.config
     section = config.checkpoint
-    if command.is_restarted:
+    if is_restarted:
         return Origin.own, "this launch was restarted: it resumes from its own newest checkpoint"
     if section.load == "none":
         return Origin.initial, _set_aside(committed, config)
     if section.load != "auto":
-        if section.finetune and any(committed) if command.is_inside else committed:
+        if section.finetune and any(committed) if is_inside else committed:
             return Origin.own, f"this run began at {section.load} and resumes from its own checkpoints"
         return Origin.initial if config.model.is_adapted and section.base is None else Origin.named, ""
     if committed:

@@ -21,7 +21,7 @@ from trainer.interop.start import load_pretrained
 from trainer.launch.process_group import Cluster
 from trainer.launch.relaunch import Launch
 from trainer.saves.targets import build_saves
-from trainer.start.decide import Origin, Start, StartCommand, choose, decide
+from trainer.start.decide import Origin, Start, choose, decide
 from trainer.start.journal import note_saved
 from trainer.start.source import Checkpoints
 from trainer.training.loop import train
@@ -75,7 +75,8 @@ RUNS = {
     "a fresh start's save": (Journal(AFRESH, FRESH), (2,)),
     "a fresh start's lost saves": (Journal(AFRESH, 2), ()),
 }
-OUTSIDE, INSIDE, RESTART = {}, {"is_inside": True}, {"is_restarted": True}
+OUTSIDE = {"is_inside": False, "is_restarted": False}
+INSIDE, RESTART = OUTSIDE | {"is_inside": True}, OUTSIDE | {"is_restarted": True}
 AGAIN_LINE, OWN_LINE = "saved nothing: it starts over", "began at /other and resumes from its own"
 NEVER, LOST = "checkpoint.ckpt_step.", "checkpoint.load=none"
 
@@ -117,12 +118,12 @@ def test_journal_checkpoints_and_command_decide(
     run: str, command: str, place: dict[str, bool], origin: Origin | None, line: str
 ) -> None:
     journal, committed = RUNS[run]
-    said = StartCommand(config_in(Path("run"), *command.split()), **place)
+    config = config_in(Path("run"), *command.split())
     if origin is None:
         with refused(CheckpointError, line):
-            choose(journal, committed, said)
+            choose(journal, committed, config, **place)
         return
-    found, text = choose(journal, committed, said)
+    found, text = choose(journal, committed, config, **place)
     assert found is origin
     assert line in text
     assert bool(line) == bool(text)
