@@ -28,9 +28,6 @@ def figures_of(record: Json) -> tuple[dict[str, float | int], dict[str, str]]:
             figures[label] = int(value)
         elif isinstance(value, str):
             texts[group if name == "text" else label] = value
-        elif name == "start" and isinstance(value, dict):
-            phases = {phase: value_of(value, phase) for phase in value}
-            figures |= {f"start/{phase}": seconds for phase, (seconds, kind) in phases.items() if kind == DECIMAL}
         elif (pair := value_of(record, name))[1] in (DECIMAL, EXACT):
             figures[label] = value if type(value) is int else pair[0]
     return figures, texts

@@ -33,11 +33,10 @@ class TensorboardSink(MetricSink):
     other readers still see them.
     """
 
-    def __init__(self) -> None:
-        self._folder = Path(_EVENTS)
-        self._file: EventFile | None = None
-        self._purge_step = 1
-        self._is_broken = False
+    _folder = Path()
+    _file: EventFile | None = None
+    _purge_step = 1
+    _is_broken = False
 
     def start(self, position: RunPosition) -> None:
         self._folder, self._purge_step = position.folder / _EVENTS, position.iteration + 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import requests
 from mlflow.entities import Metric, Param, RunTag
@@ -26,10 +25,6 @@ class MlflowTracker(Tracker):
 
     failures = (OSError, MlflowException, requests.RequestException)
 
-    def __init__(self) -> None:
-        self._client: Any = None
-        self._run_id = ""
-
     def http_status(self, error: Exception) -> int:
         if isinstance(error, MlflowException):
             return int(error.get_http_status_code())
@@ -41,12 +36,12 @@ class MlflowTracker(Tracker):
         number = client.create_experiment(run.project) if experiment is None else experiment.experiment_id
         matches = client.search_runs([number], f"tags.`{_ID}` = '{run.id}'")
         remote = matches[0] if matches else client.create_run(number, tags={_ID: run.id}, run_name=run.name)
-        self._run_id, self.place = remote.info.run_id, client.tracking_uri
-        client.update_run(self._run_id, status="RUNNING")
+        self._run, self.place = remote.info.run_id, client.tracking_uri
+        client.update_run(self._run, status="RUNNING")
         params = [Param(name, str(value)[:_MOST_CHARACTERS]) for name, value in run.config.items()]
         missing = [param for param in params if param.key not in remote.data.params]
         for first in range(0, len(missing), _MOST_PARAMETERS):
-            client.log_batch(self._run_id, params=missing[first : first + _MOST_PARAMETERS])
+            client.log_batch(self._run, params=missing[first : first + _MOST_PARAMETERS])
 
     def send(self, rows: Sequence[TrackerRow]) -> None:
         metrics = [
@@ -55,7 +50,7 @@ class MlflowTracker(Tracker):
             for name, value in row.figures.items()
         ]
         texts = {name: text[:_MOST_TAG_CHARACTERS] for row in rows for name, text in row.texts.items()}
-        self._client.log_batch(self._run_id, metrics, tags=[RunTag(name, text) for name, text in texts.items()])
+        self._client.log_batch(self._run, metrics, tags=[RunTag(name, text) for name, text in texts.items()])
 
     def close(self) -> None:
-        self._client.set_terminated(self._run_id)
+        self._client.set_terminated(self._run)

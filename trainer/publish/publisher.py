@@ -122,7 +122,12 @@ class Publisher:
         self._lock = FolderLock(self.folder, secrets.token_hex(4), kind="published run", another="another tracker")
         self._lock.acquire()
         self._log, self._versions = LogFollower(run), dict[str, object]()
+        self.reopen()
+
+    def reopen(self) -> None:
+        """Restart from the stored cursor, after a failure."""
         self._number, self._is_open, self._cursor = -1, False, Cursor("")
+        self._log.close()
 
     @property
     def remote_id(self) -> str:
@@ -159,11 +164,6 @@ class Publisher:
             self._is_open = False
             self._tracker.close()
             self._store(self._cursor)
-
-    def reopen(self) -> None:
-        """Restart from the stored cursor, after a failure."""
-        self._number, self._is_open, self._cursor = -1, False, Cursor("")
-        self._log.close()
 
     def close(self) -> None:
         """Release the lock, so that another process can publish the run."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import requests
 import swanlab
@@ -25,9 +24,6 @@ class SwanlabTracker(Tracker):
 
     failures = (OSError, requests.RequestException, AuthenticationError)
     refusals = (AuthenticationError,)
-
-    def __init__(self) -> None:
-        self._run: Any = None
 
     def open(self, run: RemoteRun) -> None:
         if self._run is not None:

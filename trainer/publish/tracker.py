@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from reprise.errors import ConfigError
 from reprise.storage import Json
@@ -61,6 +62,7 @@ class Tracker(ABC):
     refusals: tuple[type[Exception], ...] = ()  # failures that only a user can fix
     place = ""  # where the open run is, for people
     is_durable = True  # whether lines are stored once `send` returns, rather than `close`
+    _run: Any = None  # the open run, in the library's form
 
     def is_refusal(self, error: Exception) -> bool:
         """Return whether only a user can fix a failure, judged by its class or HTTP status."""

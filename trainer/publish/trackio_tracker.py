@@ -9,7 +9,6 @@ import os
 import sqlite3
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from typing import Any
 
 from trackio.sqlite_storage import SQLiteStorage
 
@@ -23,10 +22,6 @@ class TrackioTracker(Tracker):
     """
 
     failures = (OSError, sqlite3.Error)
-
-    def __init__(self) -> None:
-        self._run: Any = None
-        self._project = ""
 
     def open(self, run: RemoteRun) -> None:
         self._run, self._project = run, os.environ.get("TRACKIO_PROJECT") or run.project

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any
 
 import wandb
 from wandb.errors import AuthenticationError, UsageError
@@ -24,9 +23,6 @@ class WandbTracker(Tracker):
     failures = (OSError, wandb.Error)
     refusals = (AuthenticationError, UsageError)
     is_durable = False
-
-    def __init__(self) -> None:
-        self._run: Any = None
 
     def open(self, run: RemoteRun) -> None:
         if self._run is not None:

@@ -232,7 +232,7 @@ def test_values_that_are_none_are_left_out() -> None:
         "lr": 10**400,
         "time": "x",
         "skipped": True,
-        "start": {"load": "y", "data": 2.0},
+        "start": {"data": 2.0},
     }
     row = row_of(0, {"iteration": 7, **members})
-    assert (row.time, dict(row.figures)) == (0.007, {"train/loss": 1.5, "train/skipped": 1, "start/data": 2.0})
+    assert (row.time, dict(row.figures)) == (0.007, {"train/loss": 1.5, "train/skipped": 1})
