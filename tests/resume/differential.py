@@ -39,7 +39,6 @@ OF_A_LINE = {
     "device_reserved_bytes": "the same of the device",
     "resumed": "tells of a start",
     "start": "tells of a start, with its times",
-    "versions": "tells of a start",
     "launch": "names a start",
 }
 EVENTS = ("evaluation",)  # `start` and the saves tell of starts and attempts, with their times

@@ -22,7 +22,6 @@ from trainer.metrics.memory import MemoryPeaks
 from trainer.metrics.publish_sink import PublishSink
 from trainer.metrics.run_clock import run_clock
 from trainer.metrics.sink import MetricSink, RunPosition
-from trainer.record.versions import versions
 
 _log = logging.getLogger(__name__)
 
@@ -206,8 +205,7 @@ class RunLog:
             self._launches.write({"event": event, "launch": self._launch, "iteration": iteration, **members})
 
     def started(self, times: StartTimes) -> None:
-        """Log the startup times, and add them and the package versions to the next iteration's line."""
-        self._first["versions"] = versions()
+        """Log the startup times, and add them to the next iteration's line."""
         self._first["start"] = {phase: round(seconds, 3) for phase, seconds in times.seconds().items()}
         _log.info(str(times))
 

@@ -121,7 +121,7 @@ class Publisher:
         self.folder = run / PUBLISH / name
         self._lock = FolderLock(self.folder, secrets.token_hex(4), kind="published run", another="another tracker")
         self._lock.acquire()
-        self._log, self._versions = LogFollower(run), dict[str, object]()
+        self._log = LogFollower(run)
         self.reopen()
 
     def reopen(self) -> None:
@@ -146,7 +146,7 @@ class Publisher:
             self.finish()
             self.reopen()
             self._number, self._cursor = number, self._read(number, branches)
-        records = filter(self._passes, self._log.records())
+        records = filter(self._cursor.passes, self._log.records())
         while batch := list(islice(records, _BATCH)):
             if not self._is_open:
                 if not exists(self._path(self._number)):  # a failed first attempt keeps the id
@@ -170,10 +170,6 @@ class Publisher:
         self._log.close()
         self._lock.release()
 
-    def _passes(self, record: Json) -> bool:
-        self._versions = record.get("versions", self._versions)
-        return self._cursor.passes(record)
-
     def _path(self, number: int) -> Path:
         return self.folder / f"cursor-{number}.json"
 
@@ -191,7 +187,7 @@ class Publisher:
         replace_file(FILE_SYSTEM, self._path(self._number), json.dumps(asdict(cursor)).encode())
 
     def _remote(self, branches: Branches) -> RemoteRun:
-        config, title = {**read_config(self._run), **flattened(self._versions, "versions.")}, self._title
+        config, title = read_config(self._run), self._title
         if self._number:
             began_at, parent = branches[self._number][1], self._read(self._number - 1, branches).id
             config |= {"reprise.forked_from": parent, "reprise.forked_at": began_at}
