@@ -30,7 +30,7 @@ from trainer.training.evaluate import evaluate
 from trainer.training.rewind import Rewind, react
 from trainer.training.step import StepResult, train_step
 
-_log = logging.getLogger(__name__)  # shows informational lines on rank 0 only
+_log = logging.getLogger(__name__)  # shows lines and warnings on rank 0 only
 
 
 def train(run: Run) -> Rewind | None:
@@ -131,7 +131,23 @@ def _train_and_record(run: Run) -> tuple[ControlFlags, StepResult]:
     seconds = time.perf_counter() - start - held_back_s
     samples = run.state.progress.consumed_samples - samples
     run.slowdown.add(seconds, samples, is_saving=is_saving)
-    _record(run, result, samples=samples, seconds=seconds, blocked_s=saving_s + held_back_s)
+    if (skipped := result.skipped) is not None:
+        _log.warning(f"iteration without a step, the parameters are unchanged: {skipped.where}, {skipped.found}")
+    for log in run.logs:
+        record = IterationRecord(
+            iteration=run.state.progress.iteration,
+            loss=result.loss,
+            grad_norm=result.grad_norm,
+            lr=_lr(run),
+            consumed_samples=run.state.progress.consumed_samples,
+            tokens=samples * run.config.train.seq_length,
+            seconds=seconds,
+            checkpoint_seconds=saving_s + held_back_s,
+            data_seconds=run.own_time.last_load_s,
+            global_batch_size=samples if len(run.batch_schedule.sizes) > 1 else None,
+            is_skipped=skipped is not None,
+        )
+        log.iteration(record, result.slowest, result.memory)
     for target in run.saves:
         _record_saves(run, target, target.saver.reports())
     return ControlFlags(*(count > 0 for count in result.flags)), result
@@ -181,31 +197,6 @@ def iterate(run: Run) -> StepResult:
     if following != size:
         _log.info(f"the global batch size is {following} after iteration {iteration}, it was {size}")
     return result
-
-
-def _record(run: Run, result: StepResult, *, samples: int, seconds: float, blocked_s: float) -> None:
-    progress = run.state.progress
-    if result.skipped is not None and run.cluster.rank == 0:
-        skipped = result.skipped
-        _log.warning(f"iteration without a step, the parameters are unchanged: {skipped.where}, {skipped.found}")
-    for log in run.logs:
-        log.iteration(
-            IterationRecord(
-                iteration=progress.iteration,
-                loss=result.loss,
-                grad_norm=result.grad_norm,
-                lr=_lr(run),
-                consumed_samples=progress.consumed_samples,
-                tokens=samples * run.config.train.seq_length,
-                seconds=seconds,
-                checkpoint_seconds=blocked_s,
-                data_seconds=run.own_time.last_load_s,
-                global_batch_size=samples if len(run.batch_schedule.sizes) > 1 else None,
-                is_skipped=result.skipped is not None,
-            ),
-            result.slowest,
-            result.memory,
-        )
 
 
 def _evaluate(run: Run) -> None:

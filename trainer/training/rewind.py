@@ -39,15 +39,7 @@ class Rewind:
 
     def config(self, config: Config) -> Config:
         """Return the configuration for the start that makes the rewind."""
-        source = replace(
-            config.checkpoint,
-            load="auto",
-            ckpt_step=self.iteration,
-            finetune=False,
-            no_load_optim=False,
-            resize=False,
-            partial=[],
-        )
+        source = replace(config.checkpoint, load="auto", ckpt_step=self.iteration, finetune=False, no_load_optim=False)
         skips = [*config.train.skip_samples, "{}-{}".format(*self.rewound[-1])]
         return replace(config, checkpoint=source, train=replace(config.train, skip_samples=skips))
 
