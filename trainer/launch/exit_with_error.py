@@ -10,7 +10,6 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -25,13 +24,7 @@ _BUG_ERRNOS = (errno.ENOENT, errno.EEXIST, errno.EISDIR, errno.ENOTDIR, errno.EB
 _TURN_S = 1.0
 
 
-def exit_with_error(
-    error: BaseException,
-    environment: Environment | None,
-    *,
-    turn_s: float = _TURN_S,
-    leave: Callable[[int], NoReturn] | None = None,
-) -> NoReturn:
+def exit_with_error(error: BaseException, environment: Environment | None) -> NoReturn:
     """Print why this process ends, and end it.
 
     Under torchrun, ranks failing with the same error on a host take turns. The failed rank, or else the first, prints
@@ -39,21 +32,18 @@ def exit_with_error(
 
     Args:
         environment: The launch environment. None if torchrun's variables cannot be read.
-        turn_s: Seconds until the next rank's turn.
-        leave: Ends the process with a status. None uses `os._exit`.
     """
-    leave = leave or os._exit
     status = 130 if isinstance(error, KeyboardInterrupt) else 1
     text = describe(error)
     if environment is not None and environment.is_torchrun:
-        _await_turn(error, environment, turn_s, lambda: leave(status))
+        _await_turn(error, environment, status)
         _write_error_file(text)
     prefix = "" if environment is None or environment.rank == 0 else f"rank {environment.rank}: "
     print(f"{prefix}{text}", file=sys.stderr, flush=True)
     # Not sys.exit: a peer may wait in a collective that this rank will never join, and torch would wait for it.
     sys.stdout.flush()
     sys.stderr.flush()
-    leave(status)
+    os._exit(status)
 
 
 def describe(error: BaseException) -> str:
@@ -68,17 +58,17 @@ def describe(error: BaseException) -> str:
     return "".join(traceback.format_exception(error)).rstrip()
 
 
-def _await_turn(error: BaseException, environment: Environment, turn_s: float, leave: Callable[[], NoReturn]) -> None:
+def _await_turn(error: BaseException, environment: Environment, status: int) -> None:
     """Wait while another rank on this host may end first. End silently if torchrun sends SIGTERM meanwhile."""
 
     def end(_number: int, _frame: FrameType | None) -> None:
-        leave()
+        os._exit(status)
 
     turns = 2 if isinstance(error, TrainerError) and error.is_echo else int(environment.local_rank > 0)
     if turns:
         with contextlib.suppress(ValueError):  # not the main thread
             signal.signal(signal.SIGTERM, end)
-        time.sleep(turns * turn_s)
+        time.sleep(turns * _TURN_S)
 
 
 def _write_error_file(text: str) -> None:

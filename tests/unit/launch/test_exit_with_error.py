@@ -11,6 +11,7 @@ from typing import NoReturn
 
 import pytest
 
+import trainer.launch.exit_with_error as ending
 from reprise.errors import LaunchError, TrainerError
 from trainer.launch.environment import Environment
 from trainer.launch.exit_with_error import exit_with_error
@@ -22,6 +23,12 @@ class Left(Exception):
 
 def leave(status: int) -> NoReturn:
     raise Left(status)
+
+
+@pytest.fixture(autouse=True)
+def _stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "_exit", leave)
+    monkeypatch.setattr(ending, "_TURN_S", 60.0)
 
 
 def environment(rank: int, *, is_torchrun: bool = True) -> Environment:
@@ -52,7 +59,7 @@ def test_torchrun_reports_the_message(
     error: BaseException, status: int, text: str, error_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(Left, match=str(status)):
-        exit_with_error(error, environment(0), turn_s=60.0, leave=leave)
+        exit_with_error(error, environment(0))
     assert capsys.readouterr().err == f"{text}\n"
     message = json.loads(error_file.read_text())["message"]
     assert message["message"] == message["extraInfo"]["py_callstack"] == text
@@ -62,7 +69,7 @@ def test_torchrun_reports_the_message(
 def test_without_torchrun_no_rank_waits_or_writes(error_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for given in (None, environment(1, is_torchrun=False)):
         with pytest.raises(Left):
-            exit_with_error(TrainerError("It failed"), given, turn_s=60.0, leave=leave)
+            exit_with_error(TrainerError("It failed"), given)
     assert capsys.readouterr().err == "TrainerError: It failed.\nrank 1: TrainerError: It failed.\n"
     assert not error_file.exists()
 
@@ -90,7 +97,7 @@ def test_a_rank_that_torchrun_ends_in_its_turn_is_silent(
     thread.start()
     try:
         with pytest.raises(Left):
-            exit_with_error(error, environment(rank), turn_s=60.0, leave=leave)
+            exit_with_error(error, environment(rank))
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         is_over.set()
@@ -100,11 +107,14 @@ def test_a_rank_that_torchrun_ends_in_its_turn_is_silent(
     assert not error_file.exists()
 
 
-def test_a_rank_that_is_not_ended_prints_in_its_turn(error_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_rank_that_is_not_ended_prints_in_its_turn(
+    error_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(ending, "_TURN_S", 0.0)
     before = signal.getsignal(signal.SIGTERM)
     try:
         with pytest.raises(Left):
-            exit_with_error(echo(), environment(1), turn_s=0.0, leave=leave)
+            exit_with_error(echo(), environment(1))
     finally:
         signal.signal(signal.SIGTERM, before)
     assert capsys.readouterr().err == "rank 1: LaunchError: Rank 1 failed: x.\n"
