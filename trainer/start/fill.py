@@ -224,8 +224,7 @@ def _rates(run: Run, schedule: Schedule, progress: Progress, checkpoint: Checkpo
 
 def _begin_averages(run: Run, checkpoint: Checkpoint | None, section: CheckpointSection) -> None:
     """Initialize moving averages with the weights, unless they were loaded."""
-    has_optimizer = checkpoint is not None and not section.loads_weights_alone
-    stored = checkpoint.manifest.tensors if checkpoint is not None and has_optimizer else {}
+    stored = {} if checkpoint is None or section.loads_weights_alone else checkpoint.manifest.tensors
     for part in run.state.parts:
         begin_average(part.optimizer, part.model, stored, families.aliases(run.config.model))
 
