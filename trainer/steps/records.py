@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -126,11 +126,11 @@ class StepDifference:
 
     place: StepPlace
     detail: str
-    differing: int
-    total: int
-    largest: float | None
-    at: tuple[int, ...]
-    equal: int
+    differing: int = 0
+    total: int = 0
+    largest: float | None = None
+    at: tuple[int, ...] = ()
+    equal: int = 0
 
 
 def read_record(folder: Path) -> StepRecord:
@@ -172,9 +172,10 @@ def first_difference(a: StepRecord, b: StepRecord) -> StepDifference | None:
         for number, (x, y) in enumerate(zip(*sides, strict=True) if len(sides[0]) == len(sides[1]) else ()):
             forms = _form(x), _form(y)
             if forms[0] != forms[1]:
-                return StepDifference(place, " and ".join(forms), 0, 0, None, (), equal)
+                return StepDifference(place, " and ".join(forms), equal=equal)
             if _digest(x) != _digest(y):
-                return _sized(place, f"part {number} of {len(sides[0])}; " if len(sides[0]) > 1 else "", x, y, equal)
+                part = f"part {number} of {len(sides[0])}; " if len(sides[0]) > 1 else ""
+                return replace(_sized(place, part, x, y), equal=equal)
     return None
 
 
@@ -219,28 +220,28 @@ def _values(piece: Piece) -> torch.Tensor | None:
     return tensor
 
 
-def _sized(place: StepPlace, detail: str, a: Piece, b: Piece, equal: int) -> StepDifference:
+def _sized(place: StepPlace, detail: str, a: Piece, b: Piece) -> StepDifference:
     """Return a difference with its size, if the values were stored."""
     import torch
 
     if place.what == "value":
         number_a, number_b = (float.fromhex(piece[0].digest) for piece in (a, b))
         text = f"{number_a!r} and {number_b!r}"
-        return StepDifference(place, text, 1, 1, abs(number_a - number_b), (), equal)
+        return StepDifference(place, text, 1, 1, abs(number_a - number_b))
     values_a, values_b = _values(a), _values(b)
     if values_a is None or values_b is None:
         text = f"{detail}the values were not stored: record both with --values '{place.key}'"
-        return StepDifference(place, text, 0, 0, None, (), equal)
+        return StepDifference(place, text)
     bits = getattr(torch, BITS[values_a.itemsize])
     differs = values_a.reshape(-1).view(bits) != values_b.reshape(-1).view(bits)
     if not differs.any():
         detail += "ranks hold the same part with different values"
-        return StepDifference(place, detail, 0, values_a.numel(), None, (), equal)
+        return StepDifference(place, detail, total=values_a.numel())
     x, y = (values.reshape(-1)[differs].double() for values in (values_a, values_b))
     largest = float((x - y).abs().nan_to_num(nan=math.inf, posinf=math.inf).max())
     first = tuple(map(int, torch.unravel_index(differs.nonzero()[0, 0], values_a.shape))) if values_a.ndim else ()
     text = f"{detail}{_form(a)}, {float(x[0]):.9g} and {float(y[0]):.9g} at {list(first)}"
-    return StepDifference(place, text, len(x), values_a.numel(), largest, first, equal)
+    return StepDifference(place, text, len(x), values_a.numel(), largest, first)
 
 
 def described(difference: StepDifference) -> Iterator[str]:
