@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from reprise.lazy import importer
 
 if TYPE_CHECKING:
-    from torch._C import _distributed_c10d as _distributed_c10d
     from torch._utils import _flatten_dense_tensors as _flatten_dense_tensors
     from torch._utils import _unflatten_dense_tensors as _unflatten_dense_tensors
     from torch.distributed.distributed_c10d import _get_default_store as _get_default_store
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
     from torch.testing._internal.distributed.fake_pg import FakeStore as FakeStore
 
 NAMES = {
-    "torch._C": "_distributed_c10d",
     "torch._utils": "_flatten_dense_tensors _unflatten_dense_tensors",
     "torch.distributed._functional_collectives": "AsyncCollectiveTensor",
     "torch.distributed.distributed_c10d": "_get_default_store",

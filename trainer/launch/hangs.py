@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import time
 from pathlib import Path
-from typing import Any
 
 FOLDER = "hangs"  # in the run's folder
 
@@ -28,7 +26,7 @@ class Activity:
 
 
 def write_stacks(folder: Path, rank: int, reason: str) -> Path | None:
-    """Write the stacks of all threads in this process, and torch's flight recorder if it records.
+    """Write the stacks of all threads in this process.
 
     Args:
         folder: The folder for the files, created if needed.
@@ -46,21 +44,4 @@ def write_stacks(folder: Path, rank: int, reason: str) -> Path | None:
             faulthandler.dump_traceback(file, all_threads=True)
     except OSError:
         return None
-    with contextlib.suppress(OSError):
-        recorded = _flight_record()
-        if recorded:
-            path.with_suffix(".json").write_text(recorded)
     return path
-
-
-def _flight_record() -> str:
-    """Return the last collectives as JSON. Empty if torch records none (TORCH_FR_BUFFER_SIZE)."""
-    from reprise.torch_private import _distributed_c10d
-
-    for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
-        dump: Any = getattr(_distributed_c10d, name, None)
-        if dump is not None:
-            text = dump()
-            record = text.decode(errors="replace") if isinstance(text, bytes) else str(text)
-            return record if '"entries"' in record else ""
-    return ""
