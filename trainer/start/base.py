@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from models.adapters import base_of
 from reprise.errors import TrainerError
@@ -22,9 +21,6 @@ from trainer.record.resume_rules import differences, settle
 from trainer.run.build import Run
 from trainer.start.decide import named_source
 from trainer.start.source import Checkpoints, Part, TensorSource, Weights, identity_of
-
-if TYPE_CHECKING:
-    from reprise.local import HostFolders
 
 
 def load_base(run: Run, adapters: TensorSource) -> Json:
@@ -47,20 +43,21 @@ def load_base(run: Run, adapters: TensorSource) -> Json:
         path, step, loading = location(section.base), None, terms.BASE
 
     def choose() -> Json:
-        choice, found = {**named_source(path), "step": step}, dict[str, str]()
+        choice, newest = {**named_source(path), "step": step}, dict[str, str]()
         saved = _saved_base(run, adapters) if isinstance(adapters, Checkpoints) else None
         if saved is None:
             return choice
         if choice["kind"] != "checkpoint":
-            found = weights_identity(Path(choice["path"]))
+            newest = weights_identity(Path(choice["path"]))
         else:
-            for checkpoint in _chooser(LoadSource(location(choice["path"]), step, loading)).openable():
+            folder = LoadSource(location(choice["path"]), step, loading)
+            for checkpoint in Chooser(folder, files_of(folder.path), lambda _: None).openable():
                 identity = identity_of(checkpoint)
                 if identity == saved[1]:
                     return {"kind": "checkpoint", "path": str(checkpoint.path), "step": None}
-                found = found or identity
-        if found:
-            changes = differences({"base": saved[1]}, {"base": found}, resume_rules.RULES)
+                newest = newest or identity
+        if newest:
+            changes = differences({"base": saved[1]}, {"base": newest}, resume_rules.RULES)
             settle(changes, where=saved[0], problem="The adapters were trained on another base")
         return choice
 
@@ -83,16 +80,12 @@ def load_base(run: Run, adapters: TensorSource) -> Json:
 
 def _saved_base(run: Run, adapters: Checkpoints) -> tuple[Path, Mapping[str, object]] | None:
     """Return the newest readable adapter checkpoint's path and base identity. None without a checkpoint."""
-    local = run.saves.host_folders if adapters.is_own else None
+    source, local = adapters.source, run.saves.host_folders if adapters.is_own else None
     with contextlib.suppress(TrainerError, OSError):
-        for checkpoint in _chooser(adapters.source, local).openable():
+        for checkpoint in Chooser(source, files_of(source.path), lambda _: None, local=local).openable():
             base = checkpoint.state.get("base")
             return (checkpoint.path, base) if isinstance(base, Mapping) else None
     return None
-
-
-def _chooser(source: LoadSource, local: HostFolders | None = None) -> Chooser:
-    return Chooser(source, files_of(source.path), lambda _: None, local=local)
 
 
 def _refuse(run: Run, checkpoint: Checkpoint) -> list[str]:

@@ -55,11 +55,6 @@ class Start:
     journal: Journal
     keeps_weights: bool
 
-    @property
-    def is_own(self) -> bool:
-        """Return whether the source holds this run's checkpoints."""
-        return isinstance(self.source, Checkpoints) and self.source.is_own
-
 
 def decide(config: Config, cluster: Cluster, saves: Saves) -> Start:
     """Decide on a run's source, as rank 0 sees it, and take the locks for its save folders. Collective.

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias
 
 from models import families
 from models.adapters import adapter_initial_values
@@ -59,6 +59,8 @@ Filled: TypeAlias = tuple[Json, Restored | None]
 class InitialValues:
     """A new run's initial values."""
 
+    is_own = False
+
     def fill(self, run: Run, part: Part) -> Filled:
         """Fill a part with initial values drawn from `train.seed`."""
         model, seed = part.model, run.config.train.seed
@@ -73,6 +75,7 @@ class Weights:
     """Another program's weights."""
 
     path: Path
+    is_own: ClassVar[bool] = False
 
     def fill(self, run: Run, part: Part) -> Filled:
         """Fill a part with the weights, cast to float32. Collective.
