@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from reprise.storage import FILE_SYSTEM, Json, make_folders
-from trainer.metrics.sink import MetricSink, RunPosition
+from trainer.metrics.sink import MetricSink
 
 _log = logging.getLogger(__name__)
 
@@ -30,16 +30,15 @@ class PublishSink(MetricSink):
         self._process: subprocess.Popen[bytes] | None = None
         self._output = Path()
 
-    def start(self, position: RunPosition) -> None:
+    def start(self, folder: Path, iteration: int) -> None:
         """Start the process.
 
         Raises:
             OSError: The process cannot be started.
         """
-        folder = position.folder / PUBLISH / self._tracker
-        make_folders(FILE_SYSTEM, folder)
-        command = [sys.executable, "-m", "reprise", "publish", str(position.folder), "--to", self._tracker]
-        self._output = folder / "publish.log"
+        self._output = folder / PUBLISH / self._tracker / "publish.log"
+        make_folders(FILE_SYSTEM, self._output.parent)
+        command = [sys.executable, "-m", "reprise", "publish", str(folder), "--to", self._tracker]
         with self._output.open("ab") as output:
             self._process = subprocess.Popen(
                 [*command, "--follow", "--until-input-ends"],

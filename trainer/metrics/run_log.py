@@ -21,7 +21,7 @@ from trainer.metrics.launch_log import LAUNCHES, LaunchOutcome
 from trainer.metrics.memory import MemoryPeaks
 from trainer.metrics.publish_sink import PublishSink
 from trainer.metrics.run_clock import run_clock
-from trainer.metrics.sink import MetricSink, RunPosition
+from trainer.metrics.sink import MetricSink
 
 _log = logging.getLogger(__name__)
 
@@ -171,7 +171,6 @@ class RunLog:
         Raises:
             TrainerError: The run's folder cannot be written.
         """
-        position = RunPosition(self._folder, iteration, owes_evaluation)
         try:
             make_folders(FILE_SYSTEM, self._folder)
             clock = run_clock(self._folder, (METRICS, LAUNCHES), age_s)
@@ -186,7 +185,7 @@ class RunLog:
         except OSError as error:
             raise run_folder_failed(self._folder, error) from error
         # `metrics.jsonl` comes last: a save it records, from which a killed run may resume, is then in all other sinks.
-        self._sinks = [pair for pair in self._others if self._attempt(*pair, lambda sink: sink.start(position))]
+        self._sinks = [pair for pair in self._others if self._attempt(*pair, lambda sink: sink.start(self._folder, iteration))]
         self._sinks.append((METRICS, lines))
         self._first = {"resumed": True} if iteration > 0 else {}
         if launch:

@@ -3,25 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 from pathlib import Path
 
 from reprise.storage import Json
-
-
-@dataclass(frozen=True, slots=True)
-class RunPosition:
-    """A run's position when its log opens, at the start or after a resume.
-
-    Args:
-        folder: The run's folder.
-        iteration: The last iteration before. Lines for later iterations are abandoned.
-        owes_evaluation: Whether the evaluation at `iteration` is still due or must be repeated.
-    """
-
-    folder: Path
-    iteration: int
-    owes_evaluation: bool = False
 
 
 class MetricSink(ABC):
@@ -33,8 +17,8 @@ class MetricSink(ABC):
     Import the sink's library in `start` or later, so that only runs with this sink need it.
     """
 
-    def start(self, position: RunPosition) -> None:  # noqa: B027
-        """Open the output, and drop earlier launches' records for iterations after the position."""
+    def start(self, folder: Path, iteration: int) -> None:  # noqa: B027
+        """Open the output of the run in `folder`, and drop earlier launches' records after `iteration`."""
 
     @abstractmethod
     def write(self, record: Json) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from reprise.storage import Json
 from trainer.metrics.figures import figures_of
-from trainer.metrics.sink import MetricSink, RunPosition
+from trainer.metrics.sink import MetricSink
 
 if TYPE_CHECKING:
     from trainer.metrics.event_file import EventFile
@@ -38,8 +38,8 @@ class TensorboardSink(MetricSink):
     _purge_step = 1
     _is_broken = False
 
-    def start(self, position: RunPosition) -> None:
-        self._folder, self._purge_step = position.folder / _EVENTS, position.iteration + 1
+    def start(self, folder: Path, iteration: int) -> None:
+        self._folder, self._purge_step = folder / _EVENTS, iteration + 1
 
     def write(self, record: Json) -> None:
         figures, texts = figures_of(record)

@@ -13,7 +13,6 @@ from tests.messages import says
 from trainer.config.logging import LoggingSection, logging_problems
 from trainer.metrics.publish_sink import PublishSink
 from trainer.metrics.run_log import RunLog
-from trainer.metrics.sink import RunPosition
 
 DEADLINE_S = 100
 
@@ -21,7 +20,7 @@ DEADLINE_S = 100
 def start(folder: Path) -> PublishSink:
     folder.mkdir(exist_ok=True)
     sink = PublishSink("tensorboard")
-    sink.start(RunPosition(folder, 0))
+    sink.start(folder, 0)
     return sink
 
 

@@ -13,7 +13,7 @@ from reprise.storage import Json
 from tests.fakes import iteration_record
 from trainer.metrics.figures import figures_of
 from trainer.metrics.run_log import RunLog
-from trainer.metrics.sink import MetricSink, RunPosition
+from trainer.metrics.sink import MetricSink
 
 
 class MemorySink(MetricSink):
@@ -30,7 +30,7 @@ class MemorySink(MetricSink):
         if name in self.fails_in:
             raise self.error
 
-    def start(self, position: RunPosition) -> None:
+    def start(self, folder: Path, iteration: int) -> None:
         self._call("start")
 
     def write(self, record: Json) -> None:
