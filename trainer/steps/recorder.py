@@ -57,13 +57,13 @@ def record_steps(run: Run, folder: Path, header: Json, *, begin: int, last: int,
         lines.write(json.dumps(header) + "\n")
         recorder = Recorder(run, lines, file, values)
         with recorder.watching() as watched:
-            recorder.begin(run.state.progress.iteration + 1)
+            recorder.begin()
             recorder.state("start")
             while watched.state.progress.iteration < last:
-                recorder.begin(watched.state.progress.iteration + 1)
+                recorder.begin()
                 result = iterate(watched)
-                recorder.number("figures", "loss", result.loss)
-                recorder.number("figures", "gradient norm", result.grad_norm)
+                recorder.figure("loss", result.loss)
+                recorder.figure("gradient norm", result.grad_norm)
                 recorder.state("optimizer")
         lines.write(json.dumps({"end": True}) + "\n")
 
@@ -95,10 +95,10 @@ class Recorder:
             for handle in handles:
                 handle.remove()
 
-    def begin(self, iteration: int) -> None:
-        """Start an iteration."""
-        self._iteration = iteration
-        size = self._run.batch_schedule.at(self._run.state.progress.consumed_samples)
+    def begin(self) -> None:
+        """Start the next iteration."""
+        progress = self._run.state.progress
+        self._iteration, size = progress.iteration + 1, self._run.batch_schedule.at(progress.consumed_samples)
         for passes in self._passes:
             passes.begin(self._run.train_data.numbers_of(size))
 
@@ -123,9 +123,9 @@ class Recorder:
                 place = StepPlace(self._iteration, "gradient", -1, name, "gradient")
                 self._logical(place, replace(boxes[name], local=gradient))
 
-    def number(self, phase: str, name: str, value: float) -> None:
-        """Record a number."""
-        place = StepPlace(self._iteration, phase, -1, name, "value")
+    def figure(self, name: str, value: float) -> None:
+        """Record a figure of the iteration."""
+        place = StepPlace(self._iteration, "figures", -1, name, "value")
         self._add(place, torch.tensor(float(value), dtype=torch.float64), digest=float(value).hex())
 
     def _hooks(self, model: Model, passes: _Passes) -> Iterator[Any]:
