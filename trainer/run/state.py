@@ -102,7 +102,7 @@ class TrainerState:
         names, stored = aliases(self.config), _stored_forms(self.config)
         stored |= {alias: stored[name] for alias, name in names.items()}
         for tensor in live_tensors(part.model, optimizer, grid=self.grid, stored=stored):
-            yield _under_stored_name(_as_adapter(tensor), names)
+            yield _under_stored_name(tensor, names)
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yield this rank's trainable parameters."""
@@ -149,7 +149,8 @@ def build_part(config: Config, model: Model, grid: Grid) -> ModelPart:
     specs = tuple(checkpoint_specs(config.model, section, frozen, averages=averages))
     layout = build_layout(specs, file_bytes=config.checkpoint.file_bytes)
     parameters = {name: parameter for parameter, name in stored_names(model).items()}
-    shards = map(_as_adapter, live_tensors(model, None, grid=grid, stored=_stored_forms(config.model)))
+    tensors = live_tensors(model, None, grid=grid, stored=_stored_forms(config.model))
+    shards = (_under_stored_name(tensor, {}) for tensor in tensors)
     live = [tensor for tensor in shards if tensor.spec.name in parameters]
     pairs = [(tensor, local_of(parameters[tensor.spec.name])) for tensor in live]
     plain = [(tensor, local) for tensor, local in pairs if not is_dtensor(parameters[tensor.spec.name])]
@@ -175,25 +176,20 @@ def _stored_forms(config: ModelConfig) -> dict[str, Stored]:
     return {name.removeprefix(PREFIX): Stored(tensor.shape, tensor.view) for name, tensor in tensors.items()}
 
 
-def _as_adapter(tensor: LiveTensor) -> LiveTensor:
-    """Return the tensor or, for an adapter, the same tensor under its name on disk."""
+def _under_stored_name(tensor: LiveTensor, names: Mapping[str, str]) -> LiveTensor:
+    """Return the tensor under its name on disk. The last stage's copy of a tied tensor is marked as a copy.
+
+    Args:
+        names: Tied tensors' second names (alias -> stored name).
+    """
     spec = tensor.spec
-    key, _, parameter = spec.name.partition(".") if spec.kind is TensorKind.OPTIMIZER else ("", "", spec.name)
-    name = stored_name(parameter)
+    is_state = spec.kind is TensorKind.OPTIMIZER
+    key, dot, parameter = spec.name.partition(".") if is_state else ("", "", spec.name)
+    name, is_copy = names.get(parameter, stored_name(parameter)), parameter in names
     if name == parameter:
         return tensor
-    if spec.kind is TensorKind.OPTIMIZER:
-        return replace(tensor, spec=replace(spec, name=f"{key}.{name}"))
-    return replace(tensor, spec=replace(spec, name=name, kind=TensorKind.ADAPTER))
-
-
-def _under_stored_name(tensor: LiveTensor, names: Mapping[str, str]) -> LiveTensor:
-    """Return the tensor. For the last stage's copy of a tied tensor, use its stored name and mark it as a copy."""
-    for alias, name in names.items():
-        prefix, match, suffix = tensor.spec.name.partition(alias)
-        if match and not suffix:
-            return replace(tensor, spec=replace(tensor.spec, name=prefix + name), is_copy=True)
-    return tensor
+    kind = spec.kind if is_state or is_copy else TensorKind.ADAPTER
+    return replace(tensor, spec=replace(spec, name=f"{key}{dot}{name}", kind=kind), is_copy=is_copy)
 
 
 def checkpoint_specs(
