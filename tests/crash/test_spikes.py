@@ -83,6 +83,15 @@ def test_a_killed_rewind_is_made_again_and_counts_once(data: Path) -> None:
 
 
 @pytest.mark.slow
+def test_adapters_go_back_on_the_base_of_their_command(data: Path) -> None:
+    assert train(data / "base", "train.on_spike=off", "train.train_iters=8", bad=(5000, 5001)).ok
+    start = [f"checkpoint.load={checkpoint(data / 'base', 8)}", "checkpoint.finetune=true"]
+    ended = train(data / "run", "model.lora.rank=4", "train.spike_factor=2.0", *start)
+    assert ended.ok, ended.text
+    assert "rewound from iteration 10 to 8" in ended.text
+
+
+@pytest.mark.slow
 def test_after_the_last_rewind_the_run_stops_with_the_ranges(data: Path) -> None:
     run = data / "run"
     ended = train(run, "train.max_rewinds=2", bad=(96, 1000))

@@ -39,7 +39,9 @@ class Rewind:
 
     def config(self, config: Config) -> Config:
         """Return the configuration for the start that makes the rewind."""
-        source = replace(config.checkpoint, load="auto", ckpt_step=self.iteration, finetune=False, no_load_optim=False)
+        section = config.checkpoint
+        base = section.load if section.finetune and section.base is None else section.base  # beneath adapters
+        source = replace(section, load="auto", ckpt_step=self.iteration, finetune=False, no_load_optim=False, base=base)
         skips = [*config.train.skip_samples, "{}-{}".format(*self.rewound[-1])]
         return replace(config, checkpoint=source, train=replace(config.train, skip_samples=skips))
 

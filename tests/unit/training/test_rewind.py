@@ -14,6 +14,7 @@ from reprise.ranks import StoreChannel
 from reprise.saving import write_checkpoint
 from reprise.storage import FILE_SYSTEM, CheckpointFolder
 from tests.fakes import all_ranks
+from trainer.config.compose import compose
 from trainer.interop.tensor_files import write_tensor_files
 from trainer.launch.process_group import Cluster
 from trainer.metrics.spikes import Spike
@@ -59,6 +60,15 @@ def test_the_way_back_is_to_a_checkpoint_that_every_host_has(tmp_path: Path) -> 
     assert newest(12, is_shared=False) == [(-1, 0)] * 2
     (hosts[0].iteration(14) / STATE).unlink()
     assert newest(18, is_shared=True) == [(12, 120)] * 2
+
+
+def test_adapters_keep_the_base_of_their_command() -> None:
+    words = ["model=gpt2_tiny", "model.lora.rank=4", "checkpoint.load=/base", "checkpoint.finetune=true"]
+    config = compose(words)
+    for _ in range(2):
+        config = Rewind(8, Spike(10, "loss", 9.0, 3.0), ((96, 120),)).config(config)
+        section = config.checkpoint
+        assert (section.load, section.ckpt_step, section.finetune, section.base) == ("auto", 8, False, "/base")
 
 
 def test_a_rewind_that_a_kill_repeats_is_recorded_once(tmp_path: Path) -> None:
