@@ -73,7 +73,7 @@ _EXTENDS = "keeps the saved schedule, which stays at schedule.min_lr"
 _KEPT_COUNTS = {"decay_iters": _EXTENDS, "decay_samples": _EXTENDS, "warmup_samples": "keeps the saved warm-up"}
 _PARTS = "only the weights of checkpoint.partial are loaded"
 _ROWS = "checkpoint.resize keeps the rows of its tables by number"
-_SIZES = ("vocab_size", "max_position_embeddings")
+TABLE_SIZES = ("vocab_size", "max_position_embeddings")  # model fields that set only the row counts of its tables
 
 RULES: tuple[Rule, ...] = (
     Rule("model", Verdict.REFUSED),
@@ -196,7 +196,7 @@ def rules_for(section: CheckpointSection) -> Sequence[Rule]:
         rules = weight_rules()
         if section.partial:
             return [replace(rule, verdict=Verdict.LOGGED, says=_PARTS) for rule in rules]
-        return [*rules, *(Rule(f"model.{name}", Verdict.LOGGED, says=_ROWS) for name in _SIZES if section.resize)]
+        return [*rules, *(Rule(f"model.{name}", Verdict.LOGGED, says=_ROWS) for name in TABLE_SIZES if section.resize)]
     if section.use_checkpoint_scheduler:
         return [rule for rule in RULES if not rule.field.startswith(("schedule", *SECTIONS))]
     return RULES

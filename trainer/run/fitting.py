@@ -17,10 +17,9 @@ from reprise.errors import MismatchError, count_of
 from reprise.format import Box, Place, TensorSpec
 from reprise.tensors import LiveTensor, torch_dtype
 from trainer.config.checkpoint import CheckpointSection, NewRows
+from trainer.record.resume_rules import TABLE_SIZES
 from trainer.run.random import fill_initial_values
 
-# Model fields that set only the row counts of its tables.
-TABLE_SIZES = ("vocab_size", "max_position_embeddings")
 # Bytes for rows read at once to compute their mean.
 _ROWS_BYTES = 64 << 20
 
