@@ -73,27 +73,23 @@ def test_old_rows_stay_and_new_ones_are_initial(
 
 
 @pytest.mark.parametrize(
-    ("family", "layout", "rows"),
+    ("family", "layout"),
     [
-        ("gpt2", "parallel=tp2", "mean"),
-        pytest.param("llama3", "parallel=tp2", "mean", marks=pytest.mark.slow),
-        pytest.param("gpt2", "parallel=zero3", "initial", marks=pytest.mark.slow),
-        pytest.param("gpt2", "parallel=pp2", "initial", marks=pytest.mark.slow),  # a copy of the table on each end
+        ("gpt2", "parallel=tp2"),
+        pytest.param("llama3", "parallel=tp2", marks=pytest.mark.slow),
+        pytest.param("gpt2", "parallel=zero3", marks=pytest.mark.slow),
+        pytest.param("gpt2", "parallel=pp2", marks=pytest.mark.slow),  # a copy of the table on each end
     ],
 )
 def test_new_rows_have_the_same_bits_on_two_ranks(
-    bases: dict[str, Path], tmp_path: Path, family: str, layout: str, rows: str
+    bases: dict[str, Path], tmp_path: Path, family: str, layout: str
 ) -> None:
-    load = [f"checkpoint.load={bases[family]}", *RESIZE, f"checkpoint.new_rows={rows}"]
+    load = [f"checkpoint.load={bases[family]}", *RESIZE]
     overrides = [*START, f"model={family}_tiny", *LARGER, *load]
     one = weights_of(start(tmp_path / "one", *overrides))
     run_ok(tmp_path / "two", [*overrides, layout], ranks=2)
     two = load_file(tmp_path / "two/checkpoints/weights/iter_0000000/model.safetensors")
     assert all(torch.equal(value, two[name]) for name, value in one.items())
-    old = load_file(bases[family] / "model.safetensors")
-    for name in TABLES[family] if rows == "mean" else ():
-        mean = old[name].double().mean(0).float()
-        assert all(torch.equal(row, mean) for row in one[name][len(old[name]) :])
 
 
 def test_fewer_positions_cut_the_table_and_the_run_resumes(bases: dict[str, Path], tmp_path: Path) -> None:

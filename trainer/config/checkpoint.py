@@ -17,13 +17,6 @@ class Verify(Enum):
     full = "full"
 
 
-class NewRows(Enum):
-    """Initial values for embedding rows missing from the loaded weights."""
-
-    initial = "initial"
-    mean = "mean"
-
-
 class Allowed(Enum):
     """Differences from the saved run, each allowed by a flag in `ResumeKeys`. `all` stands for every difference."""
 
@@ -140,8 +133,7 @@ class FinetuneKeys:
         base: Frozen weights beneath `model.lora`: a path as in `load`. null takes `load`, with `finetune`. A resume
             needs the same weights.
         resize: With `finetune`, allow another `model.vocab_size` or `model.max_position_embeddings`. Rows keep their
-            numbers.
-        new_rows: With `resize`, values for new rows: `initial` as in a fresh run, or `mean` over all loaded rows.
+            numbers, and new ones are initialized as in a fresh run.
         partial: With `finetune`, shell patterns for the weights to load, such as ``[model.embed_tokens.*]``. Others
             stay initial. Empty loads all.
     """
@@ -149,7 +141,6 @@ class FinetuneKeys:
     finetune: bool = False
     base: str | None = None
     resize: bool = False
-    new_rows: NewRows = NewRows.initial
     partial: list[str] = field(default_factory=list)
 
 
@@ -273,7 +264,5 @@ def checkpoint_problems(section: CheckpointSection) -> Iterator[str]:
     for name in ("resize", "partial"):
         if getattr(section, name) and not section.finetune:
             yield f"checkpoint.{name}={getattr(section, name)}: needs checkpoint.finetune=true"
-    if section.new_rows is not NewRows.initial and not section.resize:
-        yield f"checkpoint.new_rows={section.new_rows.value}: needs checkpoint.resize=true"
     if section.ckpt_step is not None and section.load == "none":
         yield f"checkpoint.ckpt_step={section.ckpt_step}: nothing is loaded with checkpoint.load=none"

@@ -125,7 +125,7 @@ def load_pretrained(
     with channel.agreed("pretrained/fill"):
         line = ProgressLine(f"loading {path}", sum(tensor.local.nbytes for tensor in live))
         report = replace(weights.fill(fitting.requests, line.add), expected=len(live))
-        fitting.finish(lambda tensor: weights.fill([tensor]))
+        fitting.finish()
     check_replicas(live, channel, "pretrained/replicas")
     return report, identity
 

@@ -6,7 +6,7 @@ With optimizer state, only moments may have another dtype: every other tensor ha
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -16,17 +16,12 @@ from models.config import ModelConfig
 from reprise.errors import MismatchError, count_of
 from reprise.format import Box, Place, TensorSpec
 from reprise.tensors import LiveTensor, torch_dtype
-from trainer.config.checkpoint import CheckpointSection, NewRows
+from trainer.config.checkpoint import CheckpointSection
 from trainer.record.resume_rules import TABLE_SIZES
 from trainer.run.random import fill_initial_values
 
-# Bytes for rows read at once to compute their mean.
-_ROWS_BYTES = 64 << 20
-
 # Dtypes without a log line.
 _UNCAST = {"float32"}
-
-Read = Callable[[LiveTensor], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +31,11 @@ class Fit:
     Args:
         casts: Whether other floating-point dtypes are cast to float32.
         rows: Stored row counts by name, for tables with an allowed difference in rows.
-        new_rows: Values for rows beyond the stored ones.
         patterns: Shell patterns for the names of tensors to load. Empty loads all.
     """
 
     casts: bool = False
     rows: Mapping[str, int] = field(default_factory=dict)
-    new_rows: NewRows = NewRows.initial
     patterns: tuple[str, ...] = ()
 
     @staticmethod
@@ -54,7 +47,7 @@ class Fit:
         """
         rows = _stored_rows(saved, model) if section.finetune and section.resize else {}
         patterns = tuple(section.partial) if section.finetune else ()
-        return Fit(section.loads_weights_alone, rows, section.new_rows, patterns)
+        return Fit(section.loads_weights_alone, rows, patterns)
 
     def selects(self, name: str) -> bool:
         """Return whether to load a tensor."""
@@ -119,42 +112,18 @@ class Fitting:
             tensors = f"{count_of(len(unloaded), 'tensor')} {verb} initial values: {', '.join(unloaded)}"
             lines.append(f"not loaded from {where}, {tensors}")
         for name in (name for name in fit.rows if fit.selects(name)):
-            lines.append(f"{name}: {fit.rows[name]} rows of {where} are kept by number, new rows: {fit.new_rows.value}")
+            lines.append(f"{name}: {fit.rows[name]} rows of {where} are kept by number")
         cast = sorted({str(spec.dtype) for spec in self._stored.values()} - _UNCAST)
         if cast and fit.casts:
             lines.append(f"cast to float32 from {', '.join(cast)}: {where}")
         return lines
 
-    def finish(self, read: Read) -> None:
-        """Move the filled values into the live tensors, and fill new rows.
-
-        Args:
-            read: Fills a tensor, in stored form, from the files.
-        """
+    def finish(self) -> None:
+        """Move the filled values into the live tensors."""
         with torch.no_grad():
             for tensor, request in self._pairs:
                 if request is not tensor:
                     tensor.local.narrow(0, 0, request.box.shape[0]).copy_(request.local)
-                if self._fit.new_rows is NewRows.mean:
-                    self._fill_mean(tensor, request, read)
-
-    def _fill_mean(self, tensor: LiveTensor, request: LiveTensor, read: Read) -> None:
-        """Fill rows beyond the stored ones with the mean over all stored rows, with the same bits on every rank."""
-        new = tensor.local.narrow(0, request.box.shape[0], tensor.box.shape[0] - request.box.shape[0])
-        if tensor.spec.name not in self._fit.rows or not new.numel():
-            return
-        rows, *row_shape = request.spec.shape
-        total, step = torch.zeros(row_shape, dtype=torch.float64), max(1, _ROWS_BYTES // (4 * max(1, row_shape[0])))
-        for lo in range(0, rows, step):
-            box = Box((lo, *(0 for _ in row_shape)), (min(step, rows - lo), *row_shape))
-            block = torch.empty(box.shape, dtype=request.local.dtype)
-            read(replace(request, box=box, local=block))
-            for row in block.double():
-                total += row
-        columns = tuple(
-            slice(at, at + size) for at, size in zip(tensor.box.offset[1:], tensor.box.shape[1:], strict=True)
-        )
-        new.copy_((total / rows).to(tensor.local.dtype)[columns])
 
 
 def fill_unstored(fit: Fit, live: Sequence[LiveTensor], model: ModelConfig, seed: int) -> None:

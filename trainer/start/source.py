@@ -13,7 +13,7 @@ from models import families
 from models.adapters import adapter_initial_values
 from models.config import ModelConfig
 from reprise.format import TensorKind, TensorSpec
-from reprise.loading import Checkpoint, LoadReport, LoadSource, Restored, check_tensors, fill, read_places
+from reprise.loading import Checkpoint, LoadReport, LoadSource, Restored, check_tensors, read_places
 from reprise.storage import Json
 from reprise.tensors import LiveTensor
 from trainer.config.checkpoint import CheckpointSection, Verify
@@ -147,7 +147,7 @@ class Checkpoints:
         )
         checkpoint, (fitting,) = restored.checkpoint, fittings
         with run.cluster.channel.agreed(f"fitted/{part.name}"):
-            fitting.finish(lambda tensor: fill(checkpoint, [tensor]))
+            fitting.finish()
             checkpoint.files.end()
         for line in (*lines, *fitting.notes(names, where=checkpoint.path)) if run.cluster.rank == 0 else ():
             _log.warning(line)

@@ -20,7 +20,7 @@ from trainer.metrics.launch_log import LAUNCHES
 
 _CAPABILITY = "ATEN_CPU_CAPABILITY"
 _FROM_FILE = ("checkpoint.base", "data.cache")
-_START_KEYS = ("load", "finetune", "no_load_optim", "resize", "new_rows", "partial")
+_START_KEYS = ("load", "finetune", "no_load_optim", "resize", "partial")
 
 
 @dataclass(frozen=True, slots=True)

@@ -202,8 +202,6 @@ schedule=wsd | schedule.lr_wsd_decay_iters=91
 checkpoint.override_scheduler=true checkpoint.use_checkpoint_scheduler=true checkpoint.resize=true
 checkpoint.partial=[*]
 
-checkpoint.new_rows=mean
-
 checkpoint.finetune=true
 
 checkpoint.load=none checkpoint.ckpt_step=5

@@ -12,7 +12,7 @@ from reprise.errors import MismatchError
 from reprise.format import Box, Place, StoredDtype, TensorKind, TensorSpec
 from reprise.tensors import LiveTensor
 from tests.harness import compose
-from trainer.config.checkpoint import CheckpointSection, NewRows
+from trainer.config.checkpoint import CheckpointSection
 from trainer.run.fitting import Fit, Fitting, fill_unstored
 
 MODEL = compose(["model=gpt2_tiny"]).model
@@ -30,24 +30,21 @@ def read(tensor: LiveTensor) -> None:
     tensor.local.copy_(TABLE[tensor.box.slices])
 
 
-def fitted(tensor: LiveTensor, new_rows: NewRows = NewRows.initial) -> torch.Tensor:
-    fit = Fit(casts=True, rows={"t": 10}, new_rows=new_rows)
+def fitted(tensor: LiveTensor) -> torch.Tensor:
+    fit = Fit(casts=True, rows={"t": 10})
     fitting = Fitting(fit, [tensor], fit.stored([tensor.spec], PLACES))
     for request in fitting.requests:
         read(request)
-    fitting.finish(read)
+    fitting.finish()
     return tensor.local
 
 
 @pytest.mark.parametrize(("rows", "cuts"), [(16, (0, 16)), (16, (0, 5, 16)), (16, (0, 12, 16)), (7, (0, 3, 7))])
-@pytest.mark.parametrize("new_rows", NewRows)
-def test_old_rows_are_kept_by_number_at_any_cut(rows: int, cuts: tuple[int, ...], new_rows: NewRows) -> None:
-    found = torch.cat([fitted(live(lo, hi, rows), new_rows) for lo, hi in pairwise(cuts)])
+def test_old_rows_are_kept_by_number_at_any_cut(rows: int, cuts: tuple[int, ...]) -> None:
+    found = torch.cat([fitted(live(lo, hi, rows)) for lo, hi in pairwise(cuts)])
     old = min(rows, 10)
     assert torch.equal(found[:old], TABLE[:old].float())
-    mean = TABLE.double().mean(0).float()
-    expected = mean if new_rows is NewRows.mean else torch.full((4,), 7.0)
-    assert all(torch.equal(row, expected) for row in found[old:])
+    assert all(torch.equal(row, torch.full((4,), 7.0)) for row in found[old:])
 
 
 def test_only_a_run_from_weights_alone_fits_anything() -> None:
