@@ -112,8 +112,8 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "another placement": (edited(lambda table: entry(table)["sharding_metadata"].update(type="jagged")), "jagged"),
     "a rank less": (edited(lambda table: entry(table).update(ranks=(0,))), "its chunks hold"),
     "a file elsewhere": (
-        edited(lambda table: table["metadata"]["model"].update(rank_to_layout_info={1: {"file_path": "../x.pt"}})),
-        "../x.pt",
+        edited(lambda table: table["metadata"].update({"../x": table["metadata"]["model"]})),
+        "../x",
     ),
     "a file missing": (lambda folder: (folder / "optimizer_1.pt").unlink(), "optimizer_1.pt"),
     "a part of another shape": (halved, "transformer.wpe.weight"),

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache, partial, reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
 import torch
+from numpy import unravel_index
 
 from reprise.format import Box, Split, box_of_splits
 from reprise.storage import is_file, is_file_name, matching
@@ -52,81 +54,56 @@ def open_any(path: Path, options: ImportOptions) -> DcpFolder:
 
 
 def _read_torch_checkpointing(path: Path) -> DcpFolder:
-    """Return the tensors described by the table of all ranks, and rank 0's values.
+    """Return the tensors described by the table of all ranks, which omits items without a resharder.
 
-    Source: `DistributedMetadata.to_dict`, torch_checkpointing 0.1.1. The table omits items without a resharder.
+    Source: `DistributedMetadata.to_dict`, torch_checkpointing 0.1.1.
     """
     table = read_records(path / TABLE)
     if table["version"] != _VERSION:
         raise ValueError(f"version {table['version']}, not {_VERSION}")
-    tensors, values = dict[str, DcpTensor](), dict[str, Any]()
-    items: dict[str, Any] = {file.name.removesuffix("_0.pt"): {} for file in matching(path, "*_0.pt")}
-    for item, entry in {**items, **table["metadata"]}.items():
-        leaves = cache(partial(_leaves, path, item, entry.get("rank_to_layout_info", {})))
-        described = entry.get("nested_path_to_metadata", {})
-        for keys, groups in described.items():
-            path_in_item = tuple(json.loads(keys))
-            tensors[_joined(item, path_in_item)] = _tensor(path_in_item, groups, leaves)
-        values |= {name: leaf for keys, leaf in leaves(0).items() if (name := _joined(item, keys)) not in tensors}
-    return DcpFolder(path, tensors, values)
+    tensors = dict[str, DcpTensor]()
+    for item, entry in table["metadata"].items():
+        content = cache(partial(_content, path, item))
+        for place, groups in entry["nested_path_to_metadata"].items():
+            keys = json.loads(place)
+            name = canonical_name(".".join(map(str, (item, *keys))))
+            tensors[name] = _tensor(groups, keys, content)
+    return DcpFolder(path, tensors, {})
 
 
-def _tensor(
-    keys: tuple[str | int, ...], groups: Sequence[Any], leaves: Callable[[int], Mapping[Any, Part]]
-) -> DcpTensor:
+def _content(path: Path, item: str, rank: int) -> Any:
+    """Return a rank's content of an item."""
+    import torch.distributed.tensor  # noqa: F401 - makes the weights-only reader accept DTensors
+
+    logging.getLogger("torch.distributed.device_mesh").setLevel(logging.ERROR)  # warns about every mesh without ranks
+    if not is_file_name(item):
+        raise ValueError(f"{item[:200]}, which is not an item in the folder")
+    return read_torch_file(path / f"{item}_{rank}.pt")
+
+
+def _tensor(groups: Sequence[Any], keys: Sequence[Any], content: Callable[[int], Any]) -> DcpTensor:
     """Return a tensor from the table.
 
     Args:
-        keys: The tensor's keys in a rank's file.
         groups: Placements, each with its ranks.
-        leaves: Returns a rank's file content by keys.
+        keys: Where the tensor's part is in a rank's content.
+        content: Returns a rank's content.
     """
     chunks = dict[Box, Part]()
     for group in groups:
         packed = group["sharding_metadata"]
         if packed["type"] != "DTensorShardingMetadata":
             raise ValueError(f"a tensor placed by {packed['type']}")
-        placed = packed["data"]
+        placed, mesh = packed["data"], packed["data"]["mesh_spec"]
         shape, dtype = tuple(placed["global_shape"]), getattr(torch, placed["dtype"].removeprefix("torch."))
         for rank in group["ranks"]:
-            if (box := _box(shape, placed, rank)).numel and box not in chunks:  # a replica's file stays closed
-                chunks[box] = leaves(rank)[keys]
+            place = map(int, unravel_index(mesh["mesh_data"].index(rank), mesh["mesh_shape"]))
+            axes = zip(placed["placements"], place, mesh["mesh_shape"], strict=True)
+            splits = [Split(p["dim"], at, n, p.get("split_factor", 1)) for p, at, n in axes if p["type"] != "Replicate"]
+            box = box_of_splits(shape, splits)
+            if box.numel and box not in chunks:  # a replica's file stays closed
+                chunks[box] = held(local_of(reduce(getitem, keys, content(rank))))
     return DcpTensor(shape, dtype, chunks)
-
-
-def _box(shape: tuple[int, ...], placed: Mapping[str, Any], rank: int) -> Box:
-    """Return a rank's box in a tensor."""
-    mesh, splits = placed["mesh_spec"], list[Split]()
-    at = mesh["mesh_data"].index(rank)
-    for size, placement in reversed([*zip(mesh["mesh_shape"], placed["placements"], strict=True)]):
-        at, index = divmod(at, size)
-        if placement["type"] != "Replicate":
-            splits.insert(0, Split(placement["dim"], index, size, placement.get("split_factor", 1)))
-    return box_of_splits(shape, splits)
-
-
-def _leaves(path: Path, item: str, layouts: Mapping[int, Any], rank: int) -> dict[tuple[str | int, ...], Part]:
-    """Return a rank's file content by keys. A DTensor is represented by its local part."""
-    import torch.distributed.tensor  # makes the weights-only reader accept DTensors
-
-    logging.getLogger("torch.distributed.device_mesh").setLevel(logging.ERROR)  # warns about every mesh without ranks
-    layout = layouts.get(rank) or {"file_path": f"{item}_{rank}.pt"}
-    name = layout["file_path"]
-    if not is_file_name(name) or not name.endswith(".pt"):
-        raise ValueError(f"{name[:200]} for {item} of rank {rank}, which is not a torch file in the folder")
-
-    def walk(value: Any, keys: tuple[str | int, ...]) -> Iterator[tuple[tuple[str | int, ...], Part]]:
-        members = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else None
-        if members is None:
-            yield keys, held(local_of(value) if isinstance(value, torch.Tensor) else value)
-        for key, member in members or ():
-            yield from walk(member, (*keys, key))
-
-    return dict(walk(read_torch_file(path / name), ()))
-
-
-def _joined(item: str, keys: Sequence[object]) -> str:
-    return canonical_name(".".join(map(str, (item, *keys))))
 
 
 def _read_shards(files: Sequence[Path]) -> dict[str, DcpTensor]:
