@@ -9,20 +9,15 @@ import accelerate
 import torch
 from torch import nn
 
-from reprise.integrations.accelerate import RepriseStates
+from reprise import AsyncSaver, load
+from reprise.integrations.accelerate import parts_of
 
 MICRO_BATCHES = 2  # of an iteration, over all processes: halves and sums of two are exact in any order
 
 
-class Accelerator(RepriseStates, accelerate.Accelerator):
-    """An Accelerator that saves with Reprise."""
-
-    max_checkpoint_keep = 2
-
-
 def main(folder: Path, iterations: int = 12) -> None:
     processes = accelerate.PartialState(cpu=True).num_processes
-    accelerator = Accelerator(
+    accelerator = accelerate.Accelerator(
         gradient_accumulation_steps=MICRO_BATCHES // processes, step_scheduler_with_optimizer=False
     )
     torch.manual_seed(0)
@@ -31,7 +26,8 @@ def main(folder: Path, iterations: int = 12) -> None:
     schedule: Any = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, iterations)
     parallel, wrapped, schedule = accelerator.prepare(model, optimizer, schedule)
     random.seed(accelerator.process_index)
-    start = accelerator.load_state(folder)
+    saver = AsyncSaver(folder, max_checkpoint_keep=2)
+    start = load(folder, **parts_of(accelerator), rng="if_same_ranks", missing_ok=True)["iteration"]
     for iteration in range(start + 1, iterations + 1):
         for number in range(accelerator.process_index, MICRO_BATCHES, processes):
             with accelerator.accumulate(parallel):
@@ -44,7 +40,8 @@ def main(folder: Path, iterations: int = 12) -> None:
         schedule.step()
         print(iteration, model[0].weight.sum().item().hex(), random.random().hex(), flush=True)
         if iteration % 2 == 0:
-            accelerator.save_state(folder / f"step_{iteration}")
+            saver.save(iteration, **parts_of(accelerator), rng=True)
+    saver.close()
     accelerator.end_training()
 
 
