@@ -49,32 +49,25 @@ class SavesWithReprise:
                 fix="Remove it, and load the best iteration by number.",
             )
         path = resume_from_checkpoint if isinstance(resume_from_checkpoint, str | Path) else None
-        self._source = location(self.args.output_dir if path is None else path)
-        saved: dict[str, Any] = {"trainer": {}}
-        iteration = 0
+        self._source = location(path or self.args.output_dir)
+        saved, iteration = dict[str, Any](trainer={}), 0
         if resume_from_checkpoint:
             iteration = load_state_dict(self._source, saved, missing_ok=path is None)["iteration"]
-        keep = self.args.save_total_limit or 0
-        with TemporaryDirectory() as folder, AsyncSaver(self.args.output_dir, max_checkpoint_keep=keep) as self._saver:
+        self._saver = AsyncSaver(self.args.output_dir, max_checkpoint_keep=self.args.save_total_limit or 0)
+        with self._saver, TemporaryDirectory() as folder:
             if iteration:  # the Trainer reads its step and data position from here
                 type(self.state)(**saved["trainer"]).save_to_json(str(Path(folder, "trainer_state.json")))
             return super().train(folder if iteration else None, *args, **options)  # type: ignore[misc]
 
     def _objects(self: Any) -> dict[str, Any]:
-        scaler = getattr(self.accelerator, "scaler", None)
-        return {"schedule": self.lr_scheduler, **({} if scaler is None else {"scaler": scaler})}
+        return {"schedule": self.lr_scheduler, "scaler": getattr(self.accelerator, "scaler", None)}
 
     def _save_checkpoint(self: Any, model: Any, trial: Any) -> None:
-        for callback in [*self.callback_handler.callbacks, self.control]:
-            if hasattr(callback, "state") and callable(callback.state):
-                name, value = type(callback).__name__, callback.state()
-                if isinstance(self.state.stateful_callbacks.get(name), list):
-                    value = [value]
-                self.state.stateful_callbacks[name] = value
-        trainer = json.loads(json.dumps(dataclasses.asdict(self.state)))
-        for entry in (trainer, *trainer["log_history"]):
-            for key in [key for key in entry if key.endswith(_OF_A_RANK)]:
-                del entry[key]
+        callbacks = [*self.callback_handler.callbacks, self.control]
+        self.state.stateful_callbacks.update(
+            {type(each).__name__: each.state() for each in callbacks if callable(getattr(each, "state", None))}
+        )
+        trainer = json.loads(json.dumps(dataclasses.asdict(self.state)), object_hook=_shared)
         state = {**self._objects(), "trainer": trainer}
         self._saver.save(self.state.global_step, self.model, self.optimizer.optimizer, state=state, rng=True)
 
@@ -98,3 +91,8 @@ class SavesWithReprise:
     def _load_rng_state(self: Any, checkpoint: str | None) -> None:
         if checkpoint is not None:  # after the Trainer has skipped the used batches
             RandomState().load_state_dict(self._random_state)
+
+
+def _shared(table: dict[str, Any]) -> dict[str, Any]:
+    """Return the values that are equal on all ranks."""
+    return {key: value for key, value in table.items() if not key.endswith(_OF_A_RANK)}

@@ -45,8 +45,8 @@ class RepriseIO:
         """
         folder = os.path.dirname(path)
         if folder not in self._savers:
-            is_one_of_many = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-            group = dist.new_group([0], use_local_synchronization=True) if is_one_of_many else None
+            is_distributed = dist.is_available() and dist.is_initialized()
+            group = dist.new_group([0], use_local_synchronization=True) if is_distributed else None
             self._savers[folder] = AsyncSaver(folder, max_checkpoint_keep=self._keep, process_group=group)
         self._savers[folder].save_state_dict(checkpoint["global_step"], {"lightning": _Value(checkpoint)})
 

@@ -77,8 +77,7 @@ class RepriseManager:
         """Return at once: a save copies everything before it returns."""
 
     def _wait_for_saving(self) -> None:
-        if self._saver is not None:
-            self._saver.wait()
+        """Return at once: `save_future` stays None."""
 
     def _close(self) -> None:
         if self._saver is not None:
