@@ -89,8 +89,7 @@ def _open(path: Path, options: ImportOptions) -> tuple[StateSource, Sequence[Tab
         tensors = {key: tensor for shard in shards for key, tensor in shard.tensors.items()}
         values = {key: value for shard in shards for key, value in shard.values.items()}
         return dcp.source_of(dcp_folder.DcpFolder(path, tensors, values), options), ()
-    has_adapters = is_file(path / _ADAPTERS) and not is_file(path / CONFIG)
-    source = _adapters(path, options) if has_adapters else folder_source(open_folder(path))
+    source = _adapters(path, options) if is_file(path / _ADAPTERS) else folder_source(open_folder(path))
     file = next((path / name for name in _OPTIMIZERS if is_file(path / name)), None)
     if options.weights_only or file is None:
         require_moments([STATE], options, where=path)
@@ -127,16 +126,16 @@ def _adapters(path: Path, options: ImportOptions) -> StateSource:
             found=shown(base),
             fix="Set checkpoint.base to the folder that they were trained on.",
         )
-    alpha, dropout = (finite_number(table[name]) for name in ("lora_alpha", "lora_dropout"))
     tensors, targets = mapped(path / _ADAPTER_TENSORS), table["target_modules"]
     if isinstance(targets, str):  # a regular expression, whose modules the tensors tell
         targets = [name.removeprefix(PREFIX).removesuffix(A) for name in tensors if name.endswith(A)]
+    alpha, dropout = (finite_number(table[name]) for name in ("lora_alpha", "lora_dropout"))
     lora = LoraConfig(integer(table["r"]), alpha, dropout, list(targets))
     model = replace(open_folder(Path(base)).model, lora=lora)
     shapes = {name: stored.shape for name, stored in adapter_tensors(model).items()}
     require_fit(tensors, shapes, where=path / _ADAPTER_TENSORS)
-    tokenizer, identity = tokenizer_files_in(path), weights_identity(Path(base))
-    return StateSource(model, 0, False, tensors.__getitem__, tokenizer, base=identity)
+    identity = weights_identity(Path(base))
+    return StateSource(model, 0, False, tensors.__getitem__, tokenizer_files_in(path), base=identity)
 
 
 def _entries(optimizer: Table, shapes: Mapping[str, Sequence[int]], *, where: Path) -> Mapping[str, Table]:

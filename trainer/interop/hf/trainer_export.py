@@ -11,11 +11,13 @@ import torch
 from reprise.errors import MismatchError
 from reprise.format import STATE
 from reprise.loading import Checkpoint
-from reprise.storage import json_file
+from reprise.storage import Json, json_file
 from trainer.config.load_saved import config_document
+from trainer.config.saved import flattened
 from trainer.interop.dcp.streaming import sync_folder
 from trainer.interop.formats import ExportOptions
 from trainer.interop.hf.convert import fill_folder
+from trainer.interop.hf.trainer_settings import ARGUMENTS, STYLES
 from trainer.interop.new_output import new_output
 from trainer.interop.saved_run import SavedRun, saved_run
 from trainer.interop.source import MOMENTS, STEP
@@ -23,11 +25,7 @@ from trainer.schedules.lr import DecayStyle
 
 _log = logging.getLogger(__name__)
 
-_TYPES = {
-    DecayStyle.linear: "linear",
-    DecayStyle.cosine: "cosine_with_min_lr",
-    DecayStyle.constant: "constant_with_warmup",
-}
+_TYPES = {style: name for name, style in STYLES.items()}  # the last name, which has all of a style's options
 
 
 def write(checkpoint: Checkpoint, out: Path, options: ExportOptions) -> None:
@@ -50,7 +48,7 @@ def write(checkpoint: Checkpoint, out: Path, options: ExportOptions) -> None:
         )
     if schedule.is_in_samples:
         raise MismatchError("The Trainer has no schedule over samples", where=where, fix="Export it as `dcp` or `hf`.")
-    step, config = source.iteration, config_document(checkpoint).get("config", {})
+    step, settings = source.iteration, flattened(config_document(checkpoint))
     rate, batch = schedule.at(step + 1, 0), checkpoint.state["batch"]["global_batch_size"]
     scheduler = {
         "base_lrs": [schedule.lr] * 2,
@@ -62,9 +60,8 @@ def write(checkpoint: Checkpoint, out: Path, options: ExportOptions) -> None:
     state = {
         "global_step": step,
         "train_batch_size": batch,
-        "logging_steps": config.get("logging", {}).get("log_interval", 1),
-        "save_steps": config.get("checkpoint", {}).get("save_interval", 500),
-        "log_history": [],
+        "logging_steps": settings.get("config.logging.log_interval", 1),
+        "save_steps": settings.get("config.checkpoint.save_interval", 500),
         "stateful_callbacks": {"TrainerControl": {"args": {}, "attributes": {}}},
     }
     files = options.files
@@ -75,41 +72,32 @@ def write(checkpoint: Checkpoint, out: Path, options: ExportOptions) -> None:
                 torch.save(value, file)
         files.write_whole(partial / STATE, json_file.to_bytes(state))
         sync_folder(files, partial)
-    is_bfloat16 = checkpoint.state.get("precision", {}).get("dtype") == "bfloat16"
-    arguments = {
-        **_arguments(run),
-        "max_grad_norm": checkpoint.state.get("clip_grad") or 0.0,
-        "bf16": is_bfloat16 or None,
-    }
-    arguments = {name: value for name, value in arguments.items() if value is not None}
+    arguments = {name: value for name, value in _arguments(run, checkpoint.state).items() if value is not None}
     _log.info(f"go on with {batch} samples a step and TrainingArguments(OUTPUT_DIR, **{arguments})")
 
 
 def _optimizer(run: SavedRun, rate: float) -> dict[str, Any]:
     """Return the `state_dict` of the Trainer's AdamW: two groups, with parameters by number."""
-    read, groups, entries = run.source.read, list[dict[str, Any]](), list[dict[str, torch.Tensor]]()
-    for group in run.groups:
-        numbers = list(range(len(entries), len(entries) + len(group["params"])))
-        groups.append({**group, "lr": rate, "initial_lr": run.schedule.lr, "fused": True, "params": numbers})
-        entries += [{kind: read(f"{kind}.{name}").float() for kind in (STEP, *MOMENTS)} for name in group["params"]]
+    names = [name for group in run.groups for name in group["params"]]
+    entries = [{kind: run.source.read(f"{kind}.{name}").float() for kind in (STEP, *MOMENTS)} for name in names]
+    settings = {"lr": rate, "initial_lr": run.schedule.lr, "fused": True}
+    groups = [{**group, **settings, "params": [*map(names.index, group["params"])]} for group in run.groups]
     return {"state": dict(enumerate(entries)), "param_groups": groups}
 
 
-def _arguments(run: SavedRun) -> dict[str, object]:
-    """Return the Trainer's arguments for this optimizer and schedule. The Trainer numbers its learning rates from 0."""
+def _arguments(run: SavedRun, state: Json) -> dict[str, object]:
+    """Return the Trainer's arguments for this run, None for its default. It numbers its learning rates from 0."""
     schedule, group = run.schedule, run.groups[0]
     style, lowest = schedule.style, schedule.min_lr
     kind = None if style is DecayStyle.linear and lowest else _TYPES.get(style)
     if kind is None:
         _log.warning(f"the Trainer has no schedule like {schedule.record()}: pass it your own scheduler")
+    values = schedule.lr, group["weight_decay"], *group["betas"], group["eps"], state.get("clip_grad") or 0.0
     return {
-        "learning_rate": schedule.lr,
-        "weight_decay": group["weight_decay"],
-        "adam_beta1": group["betas"][0],
-        "adam_beta2": group["betas"][1],
-        "adam_epsilon": group["eps"],
+        **dict(zip(ARGUMENTS.values(), values, strict=True)),
         "lr_scheduler_type": kind,
         "lr_scheduler_kwargs": {"min_lr": lowest} if style is DecayStyle.cosine else None,
         "warmup_steps": max(0, schedule.warmup - 1),
         "max_steps": schedule.decay - 1,
+        "bf16": state.get("precision", {}).get("dtype") == "bfloat16" or None,
     }
