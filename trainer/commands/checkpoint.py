@@ -12,6 +12,8 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,8 +22,9 @@ from tqdm import tqdm
 import reprise
 from reprise import CheckpointStatus, CheckpointSummary, ProgressCallback, VerifiedCheckpoint
 from reprise.errors import ConfigError, TrainerError, count_of
-from reprise.storage import FILE_SYSTEM, dumps, exists, is_url, json_file, shown_name
-from reprise.stores import files_of
+from reprise.format import INTERIM
+from reprise.storage import FILE_SYSTEM, dumps, exists, integer, is_url, json_file, shown_name
+from reprise.stores import is_stored
 from trainer.commands.arguments import any_path, local_path, natural, natural_or_all, positive
 from trainer.commands.frame import FINE, IMPOSSIBLE, framed
 from trainer.compare.text_table import duration, format_table
@@ -43,10 +46,10 @@ _log = logging.getLogger(__name__)
 def list_run(options: argparse.Namespace) -> int:
     """List the checkpoints of runs, checking only each file's header and first block."""
     summaries = reprise.list(*options.runs, check=options.check)
-    rows, marks = list[Row](), _kept_by_rule(summaries)
+    rows, marks = list[Row](), _marks(summaries)
     whole = "yes" if options.json else "headers, first blocks"  # a later byte may be damaged
     for summary in summaries:
-        state = summary.state
+        state, problem = summary.state, f": {summary.problem}" if options.json else ""  # a table has it below
         rows.append(
             {
                 "folder": str(summary.folder),
@@ -384,40 +387,30 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _kept_by_rule(summaries: Iterable[CheckpointSummary]) -> dict[Path, list[str]]:
-    """Return notes on the checkpoint with the lowest validation loss, and on those kept by a retention rule.
+def _marks(summaries: Iterable[CheckpointSummary]) -> dict[Path, list[str]]:
+    """Return notes on each folder's checkpoint with the lowest validation loss, and on those kept by a rule.
 
-    The rules come from the configuration in a run's newest checkpoint.
+    Retention deletes all but the newest, so a rule keeps an older one, unless a `hold` file does.
     """
-    notes, by_folder = defaultdict[Path, list[str]](list), defaultdict[Path, dict[int, CheckpointSummary]](dict)
-    for summary in summaries:
-        is_own = summary.path.parent == summary.folder and not (summary.is_superseded or summary.is_link)
-        if is_own and summary.iteration is not None:
-            by_folder[summary.folder][summary.iteration] = summary
-    for table in by_folder.values():
+    marks = defaultdict[Path, list[str]](list)
+    for _, group in groupby(summaries, attrgetter("folder")):
+        table = {s.iteration or 0: s for s in group if s.path.parent == s.folder and not (s.is_superseded or s.is_link)}
         losses = {number: (row.state or {}).get("valid_loss") for number, row in table.items()}
-        best = sorted((loss, -number) for number, loss in losses.items() if loss is not None)
-        for _, number in best[:1]:
-            notes[table[-number].path].append("best")
-        numbers, rules = sorted(table), _retention(table[max(table)].path)
-        count, interval = rules.get("keep_best", 0), rules.get("save_retain_interval", 0)
-        for number in numbers[: -rules.get("max_checkpoint_keep", 0)]:
-            reasons = {
-                f"keep_best={count}": -number in [rank for _, rank in best[:count]],
-                f"save_retain_interval={interval}": interval > 0 and number % interval == 0,
-                "full_steps": number in rules.get("full_steps", ()),
-            }
-            notes[table[number].path] += [f"kept by {reason}" for reason, is_so in reasons.items() if is_so]
-    return notes
+        for _, number in sorted((loss, -n) for n, loss in losses.items() if loss is not None)[:1]:
+            marks[table[-number].path].append("best")
+        numbers = [number for number in sorted(table) if INTERIM not in (table[number].state or ())]
+        for number in numbers[: -_kept(table[numbers[-1]].path)] if numbers else ():
+            marks[table[number].path] += [] if table[number].is_pinned else ["kept by a rule"]
+    return marks
 
 
-def _retention(path: Path) -> dict[str, Any]:
-    """Return the `checkpoint` section from a checkpoint's configuration, or an empty dict if unreadable."""
+def _kept(path: Path) -> int:
+    """Return how many of the newest checkpoints a run keeps, from a checkpoint's configuration. 0 keeps all."""
     try:
-        section = json_file.parse(files_of(path).read_whole(path / RUN_CONFIG), where=path)["config"]["checkpoint"]
-    except (OSError, TrainerError, LookupError, TypeError):
-        return {}
-    return section if isinstance(section, dict) else {}
+        document = {} if is_stored(path) else json_file.read(path / RUN_CONFIG)  # a store has a rule of its own
+        return integer(document["config"]["checkpoint"]["max_checkpoint_keep"])
+    except (OSError, TrainerError, LookupError, TypeError, ValueError):
+        return 0
 
 
 def _notes(summary: CheckpointSummary) -> list[str]:

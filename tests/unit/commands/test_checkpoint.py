@@ -61,7 +61,7 @@ def test_ls_says_what_there_is(tmp_path: Path, capsys: Printed) -> None:
     assert f"{folder}/iter_0000005: {rows[0]['intact'].removeprefix('no: ')}" in table[5:]
 
 
-def test_ls_says_which_rule_keeps_a_checkpoint(tmp_path: Path, capsys: Printed) -> None:
+def test_ls_says_that_a_rule_keeps_a_checkpoint(tmp_path: Path, capsys: Printed) -> None:
     run = tmp_path / "run"
     keys = ["max_checkpoint_keep=1", "keep_best=1", "save_retain_interval=3", "full_steps=2", "save_interval=1"]
     words = ["train.train_iters=6", "train.eval_interval=3", "schedule.lr_decay_style=constant"]
@@ -69,7 +69,7 @@ def test_ls_says_which_rule_keeps_a_checkpoint(tmp_path: Path, capsys: Printed) 
     run_ok(run, ["model=gpt2_tiny", *TINY, *words, *(f"checkpoint.{key}" for key in keys)])
     notes = {row["iteration"]: (row["valid_loss"], row["notes"]) for row in shown(capsys, FINE, "ls", run)}
     assert {number: note for number, (_, note) in notes.items()} == {
-        2: "kept by full_steps", 3: "best, kept by keep_best=1, kept by save_retain_interval=3", 6: "",
+        2: "kept by a rule", 3: "best, kept by a rule", 6: "",
     }  # fmt: skip
     assert notes[3] < notes[6]
 
