@@ -1,11 +1,10 @@
-"""Reads TensorBoard event files into a JSON table with each scalar's last value per step."""
+"""Reads TensorBoard event files into a JSON table."""
 
 from __future__ import annotations
 
 import json
 import os
 import struct
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,41 +13,33 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 from tensorboard.compat.proto.types_pb2 import DT_DOUBLE, DT_FLOAT
 from tensorboard.util.tensor_util import make_ndarray
 
-from reprise.errors import count_of
 from trainer.metrics.json_lines import open_log
 
 
 def table_of(files: list[Path], notes: list[str]) -> str:
-    """Return JSON rows with step, wall time in seconds and scalars by tag.
+    """Return JSON rows with step, wall time in seconds and scalars by tag, launch after launch.
 
-    A step that goes back replaces the later points in its curve.
+    A launch ends where a tag's step goes back. A repeated step has its last value.
 
     Args:
         files: A single run's files, in the order they were written.
-        notes: Gets remarks on replaced points and damaged files.
+        notes: Gets remarks on damaged files.
 
     Raises:
         DataError: A file cannot be read.
     """
-    series, replaced = dict[str, dict[int, tuple[float, float]]](), Counter[str]()
+    launches, last = [dict[int, dict[str, float]]()], dict[str, int]()
     for event in (event for file in files for event in _events(file, notes)):
         for value in event.summary.value:
             if value.tensor.dtype not in (DT_FLOAT, DT_DOUBLE) or (number := make_ndarray(value.tensor)).size != 1:
                 continue
-            points = series.setdefault(value.tag, {})
-            while points and next(reversed(points)) >= event.step:
-                points.popitem()
-                replaced[value.tag] += 1
-            points[event.step] = number.item(), event.wall_time
-    for tag, count in replaced.most_common(1):
-        notes.append(
-            f"{files[0].parent}: {count_of(count, 'point')} of {tag} replaced by later ones; no curve has more"
-        )
-    rows = dict[int, dict[str, float]]()
-    for tag, points in series.items():
-        for step, (number, wall_time) in points.items():
-            rows.setdefault(step, {"step": step, "wall_time": wall_time})[tag] = number
-    return json.dumps(list(rows.values()))
+            if event.step < last.get(value.tag, 0):
+                launches.append({})
+                last.clear()
+            last[value.tag] = event.step
+            row = launches[-1].setdefault(event.step, {"step": event.step, "wall_time": event.wall_time})
+            row[value.tag] = number.item()
+    return json.dumps([rows[step] for rows in launches for step in sorted(rows)])
 
 
 def _events(file: Path, notes: list[str]) -> Iterator[Any]:

@@ -108,13 +108,6 @@ _HF = Meaning("HF Trainer", is_mean=True, single="logging_steps=1")
 _STEP, _LOSS = r"step|iteration|iter|(?:.*/)?global_step", r"(?:train[/_ ])?(?:lm[ _])?loss(?:_step)?(?:/train)?"
 _RATES = {"grad_norm": "grad_norm", "lr": "lr|learning_rate"}
 
-_MEGATRON = {
-    "loss": r"(?:(?:train|lm)[ _])?loss:",
-    "grad_norm": "grad norm:",
-    "lr": "learning rate:",
-    ELAPSED: r"elapsed time per iteration \(ms\):",
-}
-
 LINE_FORMS = (
     LineForm(
         Meaning("step lines"),
@@ -124,18 +117,16 @@ LINE_FORMS = (
         {"loss": r"(?:(?:train|lm)\s+)?loss:?\s", "grad_norm": r"(?:grad\s+)?norm:?\s", "lr": r"lr:?\s"},
     ),
     LineForm(
-        Meaning("GPT-NeoX", is_mean=True, single="log_interval: 1"),
-        " samples/sec: 9.1 | iteration 10/ 100 | lm_loss: 4.2E+00 |",
-        r"\bsamples/sec:\s*[\d.]+\s*\|\s*iteration\s+COUNT\s*/\s*[\d,.]+\s*\|",
-        r"\|",
-        _MEGATRON,
-    ),
-    LineForm(
-        Meaning("Megatron", is_mean=True, single="--log-interval 1"),
+        Meaning("Megatron or GPT-NeoX", is_mean=True, single="--log-interval 1 or log_interval: 1"),
         " iteration 10/ 100 | lm loss: 4.2E+00 |",
         r"\biteration\s+COUNT\s*/\s*[\d,.]+\s*\|",
         r"\|",
-        _MEGATRON,
+        {
+            "loss": r"(?:(?:train|lm)[ _])?loss:",
+            "grad_norm": "grad norm:",
+            "lr": "learning rate:",
+            ELAPSED: r"elapsed time per iteration \(ms\):",
+        },
     ),
     LineForm(
         Meaning("nanoGPT", first=0, share="the last micro batch of rank 0"),

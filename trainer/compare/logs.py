@@ -43,11 +43,13 @@ class TextLog(NamedTuple):
     Attributes:
         source: The file, for messages.
         notes: Remarks on the file, such as damage.
+        has_launches: Whether a launch that goes back replaces points of earlier ones.
     """
 
     text: str
     source: str
     notes: Sequence[str] = ()
+    has_launches: bool = False
 
 
 def parse_log(log: TextLog, *, last_wins: bool = False) -> Curve:
@@ -61,7 +63,7 @@ def parse_log(log: TextLog, *, last_wins: bool = False) -> Curve:
     Raises:
         DataError: There is no training loss, a loss is not a number, or an iteration repeats with different values.
     """
-    meaning, points, notes = _parse(log, QUANTITIES, last_wins=last_wins)
+    meaning, points, notes = _parse(log, QUANTITIES, last_wins=last_wins or log.has_launches)
     if meaning.first == 0:
         notes.append(f"{log.source} counts from 0, as {meaning.program} does: its step 0 is iteration 1")
     if max(points) > MAX_INTEGER:
@@ -80,11 +82,12 @@ def parse_times(log: TextLog) -> tuple[Meaning, dict[int, float], list[str]]:
         DataError: As for `parse_log`, or the log has no times.
     """
     meaning, points, notes = _parse(log, (*QUANTITIES, ELAPSED, CLOCK), last_wins=True)
-    seconds = {n: point[ELAPSED] / 1000 for n, point in points.items() if ELAPSED in point}
     clocks = sorted((n, point[CLOCK]) for n, point in points.items() if CLOCK in point)
-    for (before, begin), (n, end) in itertools.pairwise(clocks if not seconds else ()):
-        if end > begin:  # otherwise the line is from another launch, whose clock starts again
-            seconds[n] = (end - begin) / (n - before)
+    seconds = {n: point[ELAPSED] / 1000 for n, point in points.items() if ELAPSED in point} or {
+        n: (end - begin) / (n - before)
+        for (before, begin), (n, end) in itertools.pairwise(clocks)
+        if end > begin  # otherwise the line is from another launch, whose clock starts again
+    }
     if not seconds:
         raise DataError(
             "The log has no iteration times",
@@ -124,7 +127,7 @@ def _collect(entries: Iterator[Entry], source: str, notes: list[str], *, last_wi
     for where, record in entries:
         iteration = record["iteration"]
         earlier = points.get(iteration)
-        if earlier is not None and _timeless(earlier) != _timeless(record):
+        if earlier is not None and repr(earlier["loss"]) != repr(record["loss"]):  # NaN equals itself
             repeated |= {iteration} if iteration == last else set()
             if len(repeated) > 1 or not last_wins:  # two launches repeat at most one iteration at once
                 raise DataError(
@@ -136,16 +139,11 @@ def _collect(entries: Iterator[Entry], source: str, notes: list[str], *, last_wi
                     "launch.",
                 )
         while last_wins and points and next(reversed(points)) >= iteration:  # points are in order, as each launch's are
-            replaced += _timeless(points.popitem()[1]) != _timeless(record)
+            replaced += repr(points.popitem()[1]["loss"]) != repr(record["loss"])
         points[iteration], last = record, iteration
     if replaced:
         notes.append(f"{source}: {count_of(replaced, 'line')} from launches that a later launch replaced were left out")
     return points
-
-
-def _timeless(record: Json) -> dict[str, str]:
-    """Return a record's values, but its times, as texts: NaN then equals itself."""
-    return {name: repr(value) for name, value in record.items() if name not in (ELAPSED, CLOCK)}
 
 
 def _entries_of_lines(

@@ -79,8 +79,7 @@ def run_file(path: str | Path) -> Path:
 
 def event_files(path: Path) -> list[Path]:
     """Return the TensorBoard event files in a folder, or the path itself if it is an event file."""
-    paths = matching(path, _EVENTS) if is_dir(path) else [path] if fnmatch(path.name, _EVENTS) else []
-    return sorted(paths)
+    return matching(path, _EVENTS) if is_dir(path) else [path] if fnmatch(path.name, _EVENTS) else []
 
 
 def read_run(path: str | Path, quantities: Sequence[str]) -> MetricsLog | TextLog:
@@ -100,7 +99,7 @@ def read_run(path: str | Path, quantities: Sequence[str]) -> MetricsLog | TextLo
         from trainer.compare.events import table_of
 
         notes = list[str]()
-        return TextLog(table_of(events, notes), str(file), notes)
+        return TextLog(table_of(events, notes), str(file), notes, has_launches=True)
     with open_log(file) as stream:
         head = stream.read(_HEAD_BYTES)
         stream.seek(0)

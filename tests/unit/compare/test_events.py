@@ -51,7 +51,7 @@ def test_a_resumed_run_replaces_what_it_repeats(tmp_path: Path, capsys: Printed)
     write_events(folder, {3: 9.0, 4: 8.5})
     whole = write_events(tmp_path / "whole", {1: 10.95, 2: 10.5, 3: 9.0, 4: 8.5})
     assert compare_loss.main([str(folder), str(whole)]) == 0
-    assert "3 points of train/loss" in capsys.readouterr().out
+    assert "3 lines from launches" in capsys.readouterr().out
 
 
 def test_a_damaged_event_file_is_read_up_to_the_damage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

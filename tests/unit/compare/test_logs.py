@@ -90,11 +90,11 @@ RESTARTED = (
 )
 # What a log has, how its losses are described, and what they are where they are not `LOSSES`.
 READ: dict[str, Sequence[Any]] = {
-    "Megatron-LM, a mean of ten": (megatron(MEANS), "Megatron: mean of 10 iterations, of the whole", MEANS),
-    "Megatron-LM, each iteration": (megatron(LOSSES), "Megatron: each iteration's, of the"),
+    "Megatron-LM, a mean of ten": (megatron(MEANS), "Megatron or GPT-NeoX: mean of 10 iterations, of the whole", MEANS),
+    "Megatron-LM, each iteration": (megatron(LOSSES), "Megatron or GPT-NeoX: each iteration's, of the"),
     "Megatron-DeepSpeed by torchrun": (
         megatron(MEANS, before="[default7]:").replace(" | elapsed", " | consumed tokens: 655,360 | elapsed"),
-        "Megatron: mean of 10 iterations",
+        "Megatron or GPT-NeoX: mean of 10 iterations",
         MEANS,
     ),
     "GPT-NeoX": (
