@@ -175,9 +175,15 @@ class ResumeKeys:
     override_freeze: bool = False
     verify: Verify = Verify.touched
 
-    def allows(self, difference: Allowed) -> bool:
-        """Return whether a difference is allowed, in `allow` or by its own flag."""
-        return Allowed.all in self.allow or difference in self.allow or bool(getattr(self, FLAGS[difference]))
+    @property
+    def allowed(self) -> set[Allowed]:
+        """Return the allowed differences, in `allow` or by their own flags."""
+        is_all = Allowed.all in self.allow
+        return {
+            difference
+            for difference, flag in FLAGS.items()
+            if is_all or difference in self.allow or getattr(self, flag)
+        }
 
 
 @dataclass

@@ -91,7 +91,7 @@ def tokenizer_of_weights(config: Config, files: Files) -> str | None:
         TrainerError: A checkpoint is damaged, or a path cannot be read.
     """
     section = config.checkpoint
-    if section.finetune or section.base is not None or section.allows(Allowed.data):
+    if section.finetune or section.base is not None or Allowed.data in section.allowed:
         for weights in filter(None, (section.save, section.base, section.load)):
             if weights not in ("auto", "none") and (beside := _tokenizer_files(location(weights), section, files)):
                 return with_tokenizer(config.data, beside)

@@ -179,17 +179,6 @@ _BITWISE_TENSOR_FIELDS = frozenset({"topology.tp", "topology.sp"})
 _OUTSIDE_ITERATIONS = frozenset({"model.initializer_range", "data.valid_fingerprint", "evaluation", "ema_decay"})
 
 
-def allowed_by(section: CheckpointSection) -> set[Allowed]:
-    """Return the allowed differences, in `checkpoint.allow` or by their own keys."""
-    return {allowed for allowed in FLAGS if section.allows(allowed)}
-
-
-def allow_list(verdicts: Collection[Verdict | Allowed]) -> str:
-    """Return the `checkpoint.allow` argument that allows differences with these verdicts. Empty if none needs it."""
-    names = [allowed.value for allowed in FLAGS if allowed in verdicts]
-    return f"checkpoint.allow={','.join(names)}" if names else ""
-
-
 def rules_for(section: CheckpointSection) -> Sequence[Rule]:
     """Return the effective rules. A fine-tuning run shares only the model, or parts of it, and the adapters' base."""
     if section.finetune:
@@ -358,7 +347,8 @@ def settle(
             for d in refused
         ]
         verdicts = {d.rule.verdict for d in refused}
-        words = allow_list({*allowed, *verdicts})
+        names = [allowance.value for allowance in FLAGS if allowance in {*allowed, *verdicts}]
+        words = f"checkpoint.allow={','.join(names)}"
         if Verdict.REFUSED not in verdicts:
             fix = f"To continue anyway, set {words}."
         elif len(verdicts) > 1:

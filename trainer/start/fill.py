@@ -12,7 +12,7 @@ from reprise.errors import MismatchError
 from reprise.format import FRESH, LINEAGE
 from reprise.loading import Checkpoint
 from reprise.storage import integer
-from trainer.config.checkpoint import Allowed, CheckpointSection
+from trainer.config.checkpoint import CheckpointSection
 from trainer.config.load_saved import config_document, own_command
 from trainer.config.optimizer import OptimizerSection
 from trainer.config.saved import flattened, saved_config, with_schedule
@@ -23,7 +23,7 @@ from trainer.optim.average import begin_average
 from trainer.optim.table import optimizer_record, settings_record
 from trainer.record import resume_rules, run_record
 from trainer.record.data_origin import origin_after, reading_state, sources_in
-from trainer.record.resume_rules import Difference, allow_list, differences, in_samples_of, settle
+from trainer.record.resume_rules import Difference, differences, in_samples_of, settle
 from trainer.run.build import Run
 from trainer.schedules.lr import DecayStyle, Schedule
 from trainer.schedules.progress import Progress
@@ -142,13 +142,11 @@ def _refuse(run: Run, section: CheckpointSection, checkpoint: Checkpoint) -> lis
     saved = _saved_settings(checkpoint) if changes else {}
     lines = settle(
         [_with_key(change, run, saved) for change in changes],
-        allowed=resume_rules.allowed_by(section),
+        allowed=section.allowed,
         where=checkpoint.path,
         otherwise=otherwise,
         **({"problem": "The weights belong to another model than this command's"} if section.finetune else {}),
     )
-    if Allowed.all in section.allow and (passed := allow_list({change.rule.verdict for change in changes})):
-        lines.append(f"checkpoint.allow=all allowed the same differences as {passed}")
     if not (checkpoint.has_optimizer or section.loads_weights_alone):
         raise MismatchError(
             "The checkpoint has no optimizer state: it was saved without it, or `reprise checkpoint prune --optimizer` "

@@ -15,7 +15,7 @@ from trainer.config.dtype import Dtype
 from trainer.config.schema import Config
 from trainer.optim.table import no_decay_names
 from trainer.parallel.topology import Topology
-from trainer.record.resume_rules import RULES, Verdict, allowed_by, rules_for
+from trainer.record.resume_rules import RULES, Verdict, rules_for
 from trainer.record.run_record import describe
 from trainer.schedules.lr import resolve
 
@@ -98,11 +98,11 @@ def test_the_record_has_a_rule_for_every_field() -> None:
 
 
 def test_the_flags_that_are_set_and_the_rules_that_apply() -> None:
-    assert allowed_by(CheckpointSection()) == set()
-    assert allowed_by(CheckpointSection(reshard=True, override_data=True)) == {Allowed.topology, Allowed.data}
-    assert allowed_by(CheckpointSection(allow=[Allowed.dtype], reshard=True)) == {Allowed.dtype, Allowed.topology}
+    assert CheckpointSection().allowed == set()
+    assert CheckpointSection(reshard=True, override_data=True).allowed == {Allowed.topology, Allowed.data}
+    assert CheckpointSection(allow=[Allowed.dtype], reshard=True).allowed == {Allowed.dtype, Allowed.topology}
     named = {rule.verdict for rule in RULES if isinstance(rule.verdict, Allowed)}
-    assert allowed_by(CheckpointSection(allow=[Allowed.all])) == named == {*Allowed} - {Allowed.all}
+    assert CheckpointSection(allow=[Allowed.all]).allowed == named == {*Allowed} - {Allowed.all}
     assert rules_for(CheckpointSection()) == RULES
     assert {rule.field.split(".")[0] for rule in rules_for(CheckpointSection(finetune=True))} == {"model", "base"}
     resized = {rule.field for rule in rules_for(CheckpointSection(finetune=True, resize=True))}
