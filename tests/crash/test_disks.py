@@ -141,17 +141,16 @@ def test_records_wait_until_there_is_room_for_them_again(small_disk: Path) -> No
     assert saved(run) == [28, 30]
 
 
-@pytest.mark.parametrize(("train_iters", "begin"), [(6, "The last saves of the run failed"), (30, "Saving failed too")])
-def test_a_run_whose_every_save_fails_ends_with_1(tmp_path: Path, train_iters: int, begin: str) -> None:
+@pytest.mark.parametrize("train_iters", [6, 30])
+def test_a_run_whose_every_save_fails_ends_with_1(tmp_path: Path, train_iters: int) -> None:
     trouble = {**failing("sync", errno.EIO)[0], "begins": 1, "ends": 31}
     ended = troubles.train(tmp_path / "run", [*BASE, f"train.train_iters={train_iters}"], trouble)
     assert ended.statuses == (1,)
     assert saved(tmp_path / "run") == []
     counts = "3" if train_iters == 6 else "[56]"
     last = ended.outputs[0].strip().splitlines()[-1]
-    assert re.match(
-        rf"CheckpointError: {begin}.*, found {counts} failed saves, the last: .*{os.strerror(errno.EIO)}", last
-    )
+    begin = "CheckpointError: The last saves of the run failed"
+    assert re.match(rf"{begin}.*, found {counts} failed saves, the last: .*{os.strerror(errno.EIO)}", last)
 
 
 @pytest.mark.parametrize(("ranks", "rank"), [slow(1, 0), (2, 1)])
@@ -161,7 +160,7 @@ def test_so_many_failed_saves_in_a_row_end_the_run_on_all_ranks(tmp_path: Path, 
     ended = troubles.train(run, [*BASE, limit, "train.train_iters=30"], trouble, ranks=ranks)
     assert ended.statuses == (1,) * ranks
     # All ranks agree on it with the next iteration's figures; a save that is due by then is tried as well.
-    assert re.search(rf"{re.escape(limit)}, found [23] failed saves", ended.outputs[0])
+    assert re.search(rf"found [23] failed saves.*{re.escape(limit)}", ended.outputs[0])
     assert f"{os.strerror(errno.EIO)} (errno {errno.EIO})" in ended.outputs[0]
     assert saved(run) == [2, 4]
     assert 9 <= curve(run)[-1][0] <= 11

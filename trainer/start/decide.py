@@ -240,7 +240,7 @@ def _set_aside(committed: Collection[int], config: Config) -> str:
     if not committed:
         return ""
     return (
-        f"checkpoint.load=none sets aside {count_of(len(set(committed)), 'checkpoint')} of this run, the newest of "
+        f"checkpoint.load=none sets aside {count_of(len(committed), 'checkpoint')} of this run, the newest of "
         f"iteration {max(committed)}: they become iter_*.superseded-*. To leave them as they are, stop and start "
         f"another run: run.name={text_value(config.run.name + '-2')}"
     )

@@ -74,7 +74,7 @@ def train(run: Run) -> Rewind | None:
             _sample(run)
         is_stopped = flags.stop or state.progress.owes_evaluation
         if flags.exit_on_save_failure and iteration < last and not is_stopped:  # else a last save is tried
-            raise _failed_saves(run, run.saves.main, run.config.checkpoint.exit_on_save_failure)
+            raise _failed_saves(run, run.saves.main)
         if is_stopped or (iteration < last and run.control.exits_after(iteration)):
             _log.info(f"stopping after iteration {iteration}: {run.control.reason(iteration)}")
             break
@@ -306,12 +306,13 @@ def _record_saves(run: Run, target: SaveTarget, reports: Sequence[SaveReport]) -
             log.save(report, slowdown_s=slowdown_s, event=target.event)
 
 
-def _failed_saves(run: Run, results: SaveResults, limit: int | None = None) -> TrainerError:
-    """Return the error for a run whose last saves all failed, at its end or at the `limit`."""
+def _failed_saves(run: Run, results: SaveResults) -> TrainerError:
+    """Return the error for a run whose last saves all failed, at its end or at `checkpoint.exit_on_save_failure`."""
+    section = run.config.checkpoint
     return CheckpointError(
-        "The last saves of the run failed" if limit is None else "Saving failed too often in a row",
-        where=save_folder(run.config.checkpoint),
-        expected=None if limit is None else f"fewer than checkpoint.exit_on_save_failure={limit}",
+        "The last saves of the run failed",
+        where=save_folder(section),
         found=f"{results.failed_saves} failed saves, the last: {str(results.last_error).rstrip('.')}",
-        fix="Repair the file system and resume from the newest checkpoint.",
+        fix="Repair the file system and resume from the newest checkpoint. A run ends at this many failed saves in a "
+        f"row: checkpoint.exit_on_save_failure={section.exit_on_save_failure}.",
     )
