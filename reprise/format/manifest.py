@@ -181,7 +181,8 @@ def _cells_in(cuts: Sequence[Sequence[int]], box: Box) -> Iterator[tuple[int, Bo
 @functools.lru_cache(maxsize=_MOST_REMEMBERED)
 def _distances(marks: tuple[int, ...]) -> Integers:
     """Return the distances between neighboring marks. Cached: most tensors share their cuts."""
-    return np.diff(np.array(marks, dtype=np.int64))
+    bounds = np.array(marks, dtype=np.int64)
+    return bounds[1:] - bounds[:-1]
 
 
 def to_bytes(manifest: Manifest) -> bytes:

@@ -49,7 +49,7 @@ def list_run(options: argparse.Namespace) -> int:
     rows, marks = list[Row](), _marks(summaries)
     whole = "yes" if options.json else "headers, first blocks"  # a later byte may be damaged
     for summary in summaries:
-        state, problem = summary.state, f": {summary.problem}" if options.json else ""  # a table has it below
+        state = summary.state
         rows.append(
             {
                 "folder": str(summary.folder),

@@ -185,7 +185,9 @@ class RunLog:
         except OSError as error:
             raise run_folder_failed(self._folder, error) from error
         # `metrics.jsonl` comes last: a save it records, from which a killed run may resume, is then in all other sinks.
-        self._sinks = [pair for pair in self._others if self._attempt(*pair, lambda sink: sink.start(self._folder, iteration))]
+        self._sinks = [
+            pair for pair in self._others if self._attempt(*pair, lambda sink: sink.start(self._folder, iteration))
+        ]
         self._sinks.append((METRICS, lines))
         self._first = {"resumed": True} if iteration > 0 else {}
         if launch:
