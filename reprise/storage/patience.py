@@ -124,7 +124,7 @@ class PatientFiles(Files):
 
     def __init__(self, files: Files, patience: Patience) -> None:
         self._files, self._patience = files, patience
-        self.reading_threads = files.reading_threads
+        self.reading_threads, self.step_bytes = files.reading_threads, files.step_bytes
         for name in ("map", "end", "close"):  # without retries
             setattr(self, name, getattr(files, name))
         for name in ("size", "is_folder"):
