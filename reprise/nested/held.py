@@ -14,7 +14,7 @@ from reprise.nested.agreement import KnownTables
 from reprise.nested.stored_names import MODEL, Keys, pointer, stored_name
 from reprise.nested.table import JointTable, table_of
 from reprise.nested.tree import Tree
-from reprise.tensors.live import LiveTensor, check_byteorder, check_disjoint, check_memory, local_of, memory_holder
+from reprise.tensors.live import LiveTensor, check_disjoint, check_memory, local_of, memory_holder
 
 # The first of several tied tensors is stored, and PEFT expects all its adapter's tensors in its file.
 _ORDER = sorted(TensorKind, key=lambda kind: kind is not TensorKind.ADAPTER)
@@ -83,7 +83,6 @@ def local_tensors(tree: Tree) -> tuple[dict[str, LiveTensor], dict[str, str]]:
     Raises:
         CheckpointError: A tensor cannot be stored, a part is not a box, or a tensor shares memory with another.
     """
-    check_byteorder()
     live: dict[str, LiveTensor] = {}
     aliases: dict[str, str] = {}
     names_by_identity: dict[object, str] = {}

@@ -22,6 +22,9 @@ from reprise.format.layout import TensorKind, TensorSpec
 from reprise.storage.json_file import Document
 from reprise.tensors.dtypes import stored_dtype
 
+if sys.byteorder != "little":  # memory is written unconverted
+    raise ImportError("Checkpoints are little-endian, and this host is not")
+
 Array = npt.NDArray[np.void]
 Marks = tuple[tuple[int, int, torch.Size, tuple[int, ...], torch.dtype], ...]
 
@@ -148,9 +151,8 @@ def live_tensors(
         stored: On-disk forms that differ from the live ones, by parameter name.
 
     Raises:
-        CheckpointError: A tensor is not a box, its dtype cannot be stored, or the host is big-endian.
+        CheckpointError: A tensor is not a box, or its dtype cannot be stored.
     """
-    check_byteorder()
     free_gathered_parameters(model)
     stored = stored or {}
     tensors = dict[int, tuple[str, torch.Tensor]]()
@@ -364,21 +366,6 @@ def _grid_of(owner: torch.Tensor | None, grid: Grid) -> Grid:
 
 def _axes(mesh: Any) -> tuple[str, ...]:
     return tuple(mesh.mesh_dim_names or (f"axis {number}" for number in range(mesh.ndim)))
-
-
-def check_byteorder() -> None:
-    """Refuse a host whose byte order differs from the files': memory is written unconverted.
-
-    Raises:
-        CheckpointError: The host is big-endian.
-    """
-    if sys.byteorder != "little":
-        raise CheckpointError(
-            "Checkpoints are little-endian and are never converted",
-            where="this host",
-            expected="a little-endian host",
-            found=f"a {sys.byteorder}-endian one",
-        )
 
 
 def check_memory(name: str, local: torch.Tensor) -> None:
