@@ -17,12 +17,16 @@ T = TypeVar("T")
 
 
 class Job:
-    """A call run by a worker. Its outcome is available once `wait` returns."""
+    """A call run by a worker. Its outcome is available once `wait` returns.
+
+    Attributes:
+        error: The call's exception. None before its end or after success.
+    """
 
     def __init__(self, call: Callable[[], object]) -> None:
         self._call = call
         self._done = threading.Event()
-        self._error: BaseException | None = None
+        self.error: BaseException | None = None
 
     @staticmethod
     def run_from(queue: SimpleQueue[Job | None], _dropped: object = None) -> None:
@@ -42,7 +46,7 @@ class Job:
             self._call()
         except BaseException as error:  # noqa: BLE001 - handed to whoever waits
             _clear_frames(error)  # the error may live long and would keep the call's local variables alive
-            self._error = error
+            self.error = error
         finally:
             self._call = _nothing  # frees what the call refers to
             self._done.set()
@@ -51,11 +55,6 @@ class Job:
     @property
     def is_done(self) -> bool:
         return self._done.is_set()
-
-    @property
-    def error(self) -> BaseException | None:
-        """Return the call's exception. None before its end or after success."""
-        return self._error
 
     def ends(self, timeout_s: float | None) -> bool:
         """Wait up to `timeout_s` seconds (None: forever) and return whether the call has ended."""
@@ -78,9 +77,9 @@ class Job:
                 expected=f"an end within commit_timeout_s={timeout_s:.0f}",
                 fix="The disk or another rank hangs. The next save checks whether this one was committed.",
             )
-        if self._error is not None:
+        if self.error is not None:
             try:
-                raise self._error
+                raise self.error
             finally:
                 del self  # the error's traceback refers to this frame and its callers
 

@@ -30,8 +30,8 @@ class StoreFiles(Files):
     def __init__(self, load: str | None = None) -> None:
         self._load = load
         self._numbers = itertools.count()
-        self._open: dict[int, tuple[Path, _Version]] = {}  # with the version when opened
-        self._versions: dict[Path, _Version] = {}  # the versions for all reads in a load
+        self._open: dict[int, Path] = {}
+        self._versions: dict[Path, _Version] = {}  # for all reads in a load, until an object is reopened
 
     def size(self, path: Path) -> int:
         return self._version(path)[0]
@@ -45,13 +45,15 @@ class StoreFiles(Files):
         return True  # the prefix of an existing object
 
     def open_for_reading(self, path: Path) -> int:
-        """Open an object's current version. The returned number is not a system descriptor."""
+        """Open an object. The returned number is not a system descriptor."""
         number = next(self._numbers)
-        self._open[number] = path, self._version(path)
+        self._version(path)  # raises if there is no object
+        self._open[number] = path
         return number
 
     def read(self, descriptor: int, buffer: memoryview, *, offset: int) -> int:
-        path, version = self._open[descriptor]
+        path = self._open[descriptor]
+        version = self._version(path)
         size = version[0]
         part, at, end = buffer.cast("B"), offset, min(size, offset + buffer.nbytes)
         while at < end:
@@ -68,7 +70,6 @@ class StoreFiles(Files):
     def reopen(self, descriptor: int, path: Path) -> None:
         """Switch to an object's current version if it was replaced."""
         self._versions.pop(path, None)
-        self._open[descriptor] = path, self._version(path)
 
     def map(self, call: Callable[[T], Result], items: Iterable[T]) -> Iterable[Result]:
         """Return the call's result for each item, with `CONNECTIONS` calls under way at a time."""

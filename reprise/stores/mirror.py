@@ -33,7 +33,7 @@ from reprise.stores.upload import retried
 from reprise.stores.url import StoreUrl
 
 if TYPE_CHECKING:
-    from reprise.stores.client import StoreClient
+    pass
 
 _log = logging.getLogger(__name__)
 
@@ -77,7 +77,8 @@ def mirror_run(run: Path, url: str, *, keep: int, interval: int, once: bool) -> 
         raise CheckpointError("The folder does not exist", where=run)
     logging.getLogger(__package__).setLevel(logging.INFO)
     folder = run / "checkpoints" if is_dir(run / "checkpoints") else run
-    passes = _passes(CHILD_CLIENT, folder, mirror_rule(url, interval=interval, keep=keep))
+    rule = mirror_rule(url, interval=interval, keep=keep)
+    passes = MirrorPass(CHILD_CLIENT, _checked(rule, folder), folder.absolute(), rule)
     with contextlib.suppress(KeyboardInterrupt):
         if once:
             with _lock(folder):
@@ -88,11 +89,11 @@ def mirror_run(run: Path, url: str, *, keep: int, interval: int, once: bool) -> 
     return _REFUSED if passes.refused else FINE
 
 
-def _passes(client: StoreClient, folder: Path, rule: MirrorRule) -> MirrorPass:
+def _checked(rule: MirrorRule, folder: Path) -> StoreUrl:
     require_obstore()
     url = StoreUrl.parse(rule.url)
     url.require_outside(folder)
-    return MirrorPass(client, url, folder.absolute(), rule)
+    return url
 
 
 def _lock(folder: Path) -> FolderLock:
@@ -150,8 +151,7 @@ class Mirror:
     """
 
     def __init__(self, folder: Path, rule: MirrorRule) -> None:
-        require_obstore()
-        StoreUrl.parse(rule.url).require_outside(folder)
+        _checked(rule, folder)
         self._folder, self._rule = folder.absolute(), rule
         self._start()
 
@@ -222,7 +222,7 @@ def main(folder: str, url: str, *numbers: str) -> None:
     logging.basicConfig(level=level, format="%(message)s")
     finishing = threading.Event()
     threading.Thread(target=_obey, args=(finishing,), daemon=True).start()
-    passes = _passes(StoreClient(), Path(folder), MirrorRule(url, interval, keep))
+    passes = MirrorPass(StoreClient(), StoreUrl.parse(url), Path(folder), MirrorRule(url, interval, keep))
     follow(passes, Path(folder), finishing, is_patient=True)
 
 
