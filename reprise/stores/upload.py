@@ -51,7 +51,7 @@ class Upload:
         self._mark = f"{MARK}{self.files.digest}"
 
     def run(self, sent: Callable[[str], None] = lambda _: None) -> None:
-        """Upload the missing files, largest first, then the manifest. After an error, the next call continues.
+        """Upload the missing files, then the manifest. After an error, the next call continues.
 
         Args:
             sent: Called with the name of each uploaded file.
@@ -81,9 +81,7 @@ class Upload:
         self._client.delete(self._folder, {*marks, self._mark})
 
     def _absent(self, objects: Mapping[str, tuple[int, float]]) -> list[str]:
-        sizes = self.files.sizes
-        absent = (name for name in sizes if name not in objects or objects[name][0] != sizes[name])
-        return sorted(absent, key=lambda name: (-sizes[name], name))
+        return [name for name, size in self.files.sizes.items() if objects.get(name, (-1, 0.0))[0] != size]
 
     def _send(self, name: str) -> None:
         path, size, actual = self._source / name, self.files.sizes[name], None
