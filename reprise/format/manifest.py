@@ -128,15 +128,14 @@ class TensorEntry:
         cells, total_bytes = self._cell_count, math.prod(self.view) * itemsize
         count, remainder = divmod(len(self.digests), DIGEST_BYTES)
         # A cell has at least one digest, and a digest is for at most a block: no product below overflows.
-        if (
-            remainder
-            or cells > count
-            or total_bytes > count * BLOCK_BYTES
-            or not all(0 <= n < cells for n in self.shares)
-        ):
+        if remainder or cells > count or total_bytes > count * BLOCK_BYTES:
             return False
-        if cells == 1 and not self.shares:
+        if cells == 1 and not self.shares:  # as for most tensors in a small run
             return count == block_count(total_bytes)
+        # At most one block of each piece is not full. Most wrong item sizes are told by this.
+        most = total_bytes // BLOCK_BYTES + cells + sum(map(len, self.shares.values()))
+        if count > most or not all(0 <= n < cells for n in self.shares):
+            return False
         blocks, _, are_filled = self._in_cells(itemsize)
         return are_filled and count == int(blocks.sum())
 
@@ -181,8 +180,8 @@ def _cells_in(cuts: Sequence[Sequence[int]], box: Box) -> Iterator[tuple[int, Bo
 @functools.lru_cache(maxsize=_MOST_REMEMBERED)
 def _distances(marks: tuple[int, ...]) -> Integers:
     """Return the distances between neighboring marks. Cached: most tensors share their cuts."""
-    bounds = np.array(marks, dtype=np.int64)
-    return bounds[1:] - bounds[:-1]
+    array = np.array(marks, dtype=np.int64)
+    return array[1:] - array[:-1]
 
 
 def to_bytes(manifest: Manifest) -> bytes:
