@@ -17,6 +17,7 @@ from models.families import aliases
 from reprise.errors import NonFiniteError
 from reprise.tensors import local_of
 from trainer.data.loader import to_device
+from trainer.launch.device import CPU
 from trainer.launch.process_group import Cluster
 from trainer.metrics.memory import MemoryPeaks, rank_memory
 from trainer.metrics.slow_ranks import OwnTime, RankTime, slowest_rank
@@ -115,7 +116,7 @@ def reduce_figures(
     Args:
         times: This rank's times, for a log line. None without a log line.
     """
-    if cluster.world_size == 1 and context.lanes is None:
+    if cluster.world_size == 1 and (context.lanes is None or cluster.device.type == CPU):
         return _figures_alone(losses, flags, context, cluster, is_logged=times is not None)
     message = cluster.total(_message(losses, flags, context, cluster, times))
     return _result(message.tolist(), context, len(flags))
@@ -130,10 +131,15 @@ def _figures_alone(
     is_logged: bool,
 ) -> StepResult:
     """Return a single rank's figures, with the same bits as from a reduced message."""
-    square = squared_norm(context.grad_norm_parameters).to(cluster.device)
-    *values, square_sum = torch.stack([*losses, square]).tolist()
+    if context.lanes is None:
+        square = squared_norm(context.grad_norm_parameters).to(cluster.device)
+        *values, square_sum = torch.stack([*losses, square]).tolist()
+        loss = reduce(add, values, 0.0)
+    else:  # on a CPU, where the host reads each number
+        loss = exact_sum.rounded_once(torch.stack(list(losses)).tolist()) / context.lanes.micro_batches
+        square_sum = exact_sum.rounded_once(row_squares(context.grad_norm_shares, cluster.device).tolist())
     memory = rank_memory(cluster.device) if is_logged else None
-    return StepResult(reduce(add, values, 0.0), math.sqrt(square_sum), tuple(map(int, flags)), memory=memory)
+    return StepResult(loss, math.sqrt(square_sum), tuple(map(int, flags)), memory=memory)
 
 
 def _message(

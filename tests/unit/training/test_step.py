@@ -16,6 +16,7 @@ from trainer.metrics.slow_ranks import RankTime
 from trainer.optim import exact_sum
 from trainer.optim.exact_sum import NormShare
 from trainer.parallel.context import ParallelContext
+from trainer.parallel.lanes import Lanes
 from trainer.parallel.reduction import GradientReduction
 from trainer.training.step import StepResult, reduce_figures
 
@@ -31,12 +32,12 @@ class EqualRanks(Cluster):
         return torch.cat([figures * self.world_size, rows[: len(rows) // self.world_size].repeat(self.world_size)])
 
 
-def one_rank(ranks: int, parameter: nn.Parameter) -> tuple[Cluster, ParallelContext]:
+def one_rank(ranks: int, parameter: nn.Parameter, lanes: Lanes | None) -> tuple[Cluster, ParallelContext]:
     """Return a rank among many with the same numbers, and its context with a gradient."""
     cluster = EqualRanks(0, ranks, torch.device("cpu"), 1, single_rank_channel(), "test")
     context = ParallelContext(
         reduction=cast(GradientReduction, None),
-        lanes=None,
+        lanes=lanes,
         needs_loss_parallel=False,
         loss=lambda logits, targets: logits,
         gather_logits=lambda logits: logits,
@@ -49,15 +50,19 @@ def one_rank(ranks: int, parameter: nn.Parameter) -> tuple[Cluster, ParallelCont
     return cluster, context
 
 
-def figures(ranks: int, losses: list[float], gradient: list[float], *, is_logged: bool) -> StepResult:
+def figures(
+    ranks: int, losses: list[float], gradient: list[float], *, is_logged: bool, is_exact: bool = False
+) -> StepResult:
     """Return the figures of ranks with the same numbers."""
     parameter = nn.Parameter(torch.zeros(64))
-    cluster, context = one_rank(ranks, parameter)
+    lanes = Lanes(1, ranks * len(losses)) if is_exact else None
+    cluster, context = one_rank(ranks, parameter, lanes)
     parameter.grad = torch.tensor(gradient).expand(64).clone() if len(gradient) == 1 else torch.tensor(gradient)
     values = [torch.tensor(loss).double() for loss in losses]
     return reduce_figures(values, FLAGS, context, cluster, RankTime(5, 1) if is_logged else None)
 
 
+@pytest.mark.parametrize("is_exact", [True, False])
 @pytest.mark.parametrize("is_logged", [True, False])
 @pytest.mark.parametrize(
     ("losses", "gradient"),
@@ -67,11 +72,15 @@ def figures(ranks: int, losses: list[float], gradient: list[float], *, is_logged
         ([math.inf], [math.nan]),
         ([math.nan], [3.4e38]),
         ([-math.inf, 1.0], [math.inf]),
+        ([-math.inf, math.inf], [1.0]),
+        ([1e30, 2.0**-149, -1e30], [1e18, 1e-18, *[1.0] * 62]),
     ],
 )
-def test_a_rank_alone_has_the_figures_of_a_message(losses: list[float], gradient: list[float], is_logged: bool) -> None:
-    alone = figures(1, losses, gradient, is_logged=is_logged)
-    of_four = figures(4, losses, gradient, is_logged=is_logged)
+def test_a_rank_alone_has_the_figures_of_a_message(
+    losses: list[float], gradient: list[float], is_logged: bool, is_exact: bool
+) -> None:
+    alone = figures(1, losses, gradient, is_logged=is_logged, is_exact=is_exact)
+    of_four = figures(4, losses, gradient, is_logged=is_logged, is_exact=is_exact)
     assert alone.loss.hex() == of_four.loss.hex()
     assert (2 * alone.grad_norm).hex() == of_four.grad_norm.hex()
     assert [4 * count for count in alone.flags] == [*of_four.flags] == [0, 4, 0]
