@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+from bisect import bisect_right
 from collections.abc import Sequence
 
 import numpy as np
@@ -56,8 +57,8 @@ class Samples:
         if per_document:
             sizes, least = [table.samples for table in self._tables if table], "document of at least 2 tokens"
         # File i has samples bounds[i] to bounds[i + 1] - 1.
-        self._bounds = np.cumsum([0, *sizes])
-        self.source_bounds: Ints = self._bounds[np.cumsum([0, *map(len, sources)])]
+        self._bounds = [*itertools.accumulate(sizes, initial=0)]
+        self.source_bounds: Ints = np.array(self._bounds)[np.cumsum([0, *map(len, sources)])]
         for files, count in zip(sources, np.diff(self.source_bounds), strict=True):
             if not count:
                 raise DataError(
@@ -72,7 +73,7 @@ class Samples:
     @property
     def count(self) -> int:
         """Return the sample count over all files."""
-        return int(self._bounds[-1])
+        return self._bounds[-1]
 
     def windows(self, ids: Ints) -> Ints:
         """Copy samples from the files.
@@ -88,13 +89,13 @@ class Samples:
         Raises:
             DataError: A file was truncated after it was opened, or cannot be read.
         """
-        numbers = self._bounds.searchsorted(ids, side="right") - 1
-        samples = ids - self._bounds[numbers]
         out = np.empty((ids.size, self.seq_length + 1), dtype=np.int64)
         if self._cuts_documents:
             out.fill(PADDED)
-        for row, number, sample in zip(out, numbers.tolist(), samples.tolist(), strict=True):
-            start, table = sample * self.seq_length, self._tables[number]
+        for row, identity in zip(out, ids.tolist(), strict=True):
+            number = bisect_right(self._bounds, identity) - 1
+            sample, table = identity - self._bounds[number], self._tables[number]
+            start = sample * self.seq_length
             stop = start + self.seq_length + 1
             if self._cuts_documents and table:
                 start, end = table.locate(sample)

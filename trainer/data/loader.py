@@ -87,7 +87,8 @@ class BatchLoader:
         return np.add.outer(starts, np.arange(self.micro_batch_size)).ravel()
 
     def _micro_batches(self, ids: Ints) -> list[torch.Tensor]:
-        return list(torch.split(to_device(self.samples.windows(ids), self.device), self.micro_batch_size))
+        windows = self.samples.windows(ids)
+        return [*to_device(windows.reshape(-1, self.micro_batch_size, windows.shape[1]), self.device).unbind()]
 
 
 def to_device(windows: Ints, device: torch.device) -> torch.Tensor:
