@@ -178,7 +178,8 @@ class EagerAdamW(EagerOptimizer, torch.optim.AdamW):
                 gradients = [memory_holder(cast(torch.Tensor, parameter.grad)) for parameter in parameters]
                 moments = ([memory_holder(state[key]) for state in states] for key in _MOMENTS)
                 steps = [state["step"] for state in states]
-                torch._foreach_add_(steps, 1)
+                # By a tensor: torch would make one of a Python number for each step count.
+                torch._foreach_add_(steps, torch.ones_like(steps[0]), alpha=1)
                 self._update(group, weights, gradients, *moments, steps=steps)
 
     def _update(self, group: Mapping[str, Any], *columns: list[torch.Tensor], steps: list[torch.Tensor]) -> None:
