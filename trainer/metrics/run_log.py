@@ -31,23 +31,6 @@ PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "A
 _SAVED = {"save": "", "local_save": " locally", "weights_save": ", its weights alone,"}
 
 
-# An iteration's figures in `metrics.jsonl`, and their decimal places. `_EXACT` figures are also stored as `<name>_hex`,
-# which preserves every bit.
-_FIGURES = {
-    "iteration": None,
-    "loss": None,
-    "grad_norm": None,
-    "lr": None,
-    "consumed_samples": None,
-    "tokens_per_second": 1,
-    "seconds": 6,
-    "checkpoint_seconds": 6,
-    "data_seconds": 6,
-    "global_batch_size": None,
-}
-_EXACT = ("loss", "grad_norm", "lr")
-
-
 @dataclass(frozen=True, slots=True)
 class IterationRecord:
     """An iteration's figures.
@@ -77,13 +60,24 @@ class IterationRecord:
         return self.tokens / self.seconds
 
     def line(self) -> Json:
-        """Return the iteration's `metrics.jsonl` record."""
-        record: Json = {}
-        for name, digits in _FIGURES.items():
-            if (value := getattr(self, name)) is not None:
-                record[name] = value if digits is None else round(value, digits)
-                if name in _EXACT:
-                    record[f"{name}_hex"] = value.hex()
+        """Return the iteration's `metrics.jsonl` record. `<name>_hex` preserves every bit of a figure."""
+        record: Json = {
+            "iteration": self.iteration,
+            "loss": self.loss,
+            "loss_hex": self.loss.hex(),
+            "grad_norm": self.grad_norm,
+            "grad_norm_hex": self.grad_norm.hex(),
+            "lr": self.lr,
+            "lr_hex": self.lr.hex(),
+            "consumed_samples": self.consumed_samples,
+            "tokens_per_second": round(self.tokens_per_second, 1),
+            "seconds": round(self.seconds, 6),
+            "checkpoint_seconds": round(self.checkpoint_seconds, 6),
+        }
+        if self.data_seconds is not None:
+            record["data_seconds"] = round(self.data_seconds, 6)
+        if self.global_batch_size is not None:
+            record["global_batch_size"] = self.global_batch_size
         if self.is_skipped:
             record["skipped"] = True
         return record
