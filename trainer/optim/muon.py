@@ -100,7 +100,7 @@ def orthogonalized(matrix: torch.Tensor, steps: int) -> torch.Tensor:
 
 def _gather(parameter: nn.Parameter, local: torch.Tensor) -> torch.Tensor:
     """Gather a full tensor from shards placed like a parameter's."""
-    full = with_memory(parameter.detach(), local)
+    full = with_memory(parameter, local)
     return cast(torch.Tensor, full.full_tensor()) if is_dtensor(full) else full  # type: ignore[attr-defined]
 
 

@@ -264,4 +264,4 @@ def _sum_scatter_gradients(
 def _set_means(parameters: Sequence[nn.Parameter], totals: list[torch.Tensor], micro_batches: int) -> None:
     torch._foreach_div_(totals, micro_batches)
     for parameter, total in zip(parameters, totals, strict=True):
-        parameter.grad = with_memory(parameter.detach(), total)
+        parameter.grad = with_memory(parameter, total)
