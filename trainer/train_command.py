@@ -30,6 +30,7 @@ from trainer.launch.environment import Environment
 from trainer.launch.exit_with_error import exit_with_error
 from trainer.launch.start_times import StartTimes, importing
 from trainer.launch.streams import replace_closed
+from trainer.launch.torch_library import load_torch_library
 from trainer.memory.needs import out_of_memory, require_host_memory, require_memory
 from trainer.metrics.line_handler import LineHandler
 
@@ -61,6 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with importing():
             command = read_command(sys.argv[1:] if arguments is None else arguments)
         if command is not None:
+            load_torch_library()
             _start_log(environment.rank, is_silent=is_silent)
             with importing():
                 resolved = resolve_command(command, FILE_SYSTEM)
