@@ -94,12 +94,14 @@ def archived(data: bytes, payload: bytes, *, is_beside: bool) -> bytes:
 
 
 @pytest.fixture
-def proof(tmp_path: Path) -> Iterator[Path]:
+def proof(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Return the folder that code in a file would make."""
-    before = set(os.listdir())
+    working = tmp_path / "working"
+    working.mkdir()
+    monkeypatch.chdir(working)  # other tests make files in the folder of the checkout
     yield tmp_path / "ran"
     assert not (tmp_path / "ran").exists()
-    assert set(os.listdir()) == before
+    assert not os.listdir(working)
 
 
 @pytest.mark.parametrize("reader", ["a file", "metadata"])
