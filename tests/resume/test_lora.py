@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import shutil
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from reprise.errors import CheckpointError, MismatchError, TrainerError
+from reprise.storage import Files
 from tests.harness import TINY, checkpoint, curve, run_ok, tensor_files
 from tests.messages import refused
 from tests.profiles import nightly
@@ -148,6 +151,24 @@ def test_the_base_is_found_in_a_run_that_went_on(
     model, folder = open_model(tuned, torch.device("cpu"), base)
     assert folder == checkpoint(tuned, 4)
     assert model.config.n_layer == 2
+
+
+@pytest.mark.slow
+def test_a_base_that_cannot_be_read_for_a_moment_is_no_other(
+    bases: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    newest, size, failures = bases["gpt2"], Files.size, [OSError(errno.EIO, os.strerror(errno.EIO))] * 2
+    run_ok(tmp_path / "run", on(newest, "gpt2"))
+
+    def fail(files: Files, path: Path) -> int:
+        if path.parent == newest and failures:
+            raise failures.pop()
+        return size(files, path)
+
+    monkeypatch.setattr(Files, "size", fail)
+    run = start(tmp_path / "run", *GPT2, f"checkpoint.base={newest.parents[1]}")
+    assert run.state.progress.iteration == 4
+    assert not failures
 
 
 def test_merged_adapters_begin_a_run_on_their_base(bases: dict[str, Path], tuned: Path, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from models.adapters import base_of
 from reprise.errors import TrainerError
 from reprise.loading import Checkpoint, Chooser, LoadSource
-from reprise.storage import Json, Patience, failed_read
+from reprise.storage import Json, Patience, PatientFiles, failed_read
 from reprise.stores import files_of, location
 from trainer.config import terms
 from trainer.config.checkpoint import CheckpointSection
@@ -43,23 +43,19 @@ def load_base(run: Run, adapters: TensorSource) -> Json:
         path, step, loading = location(section.base), None, terms.BASE
 
     def choose() -> Json:
-        choice, newest = {**named_source(path), "step": step}, dict[str, str]()
+        choice = {**named_source(path), "step": step}
         saved = _saved_base(run, adapters) if isinstance(adapters, Checkpoints) else None
         if saved is None:
             return choice
         if choice["kind"] != "checkpoint":
-            newest = weights_identity(Path(choice["path"]))
-        else:
-            folder = LoadSource(location(choice["path"]), step, loading)
-            for checkpoint in Chooser(folder, files_of(folder.path), lambda _: None).openable():
-                identity = identity_of(checkpoint)
-                if identity == saved[1]:
-                    return {"kind": "checkpoint", "path": str(checkpoint.path), "step": None}
-                newest = newest or identity
-        if newest:
-            changes = differences({"base": saved[1]}, {"base": newest}, resume_rules.RULES)
-            settle(changes, where=saved[0], problem="The adapters were trained on another base")
-        return choice
+            _require_base(saved, weights_identity(Path(choice["path"])))
+            return choice
+        folder = LoadSource(location(choice["path"]), step, loading)
+        files = files_of(folder.path)
+        same = (c.path for c in Chooser(folder, files, lambda _: None).openable() if identity_of(c) == saved[1])
+        # The newest may be unreadable for a moment. If it is read and differs, it is refused.
+        newest = Chooser(folder, PatientFiles(files, Patience()), lambda c: _require_base(saved, identity_of(c)))
+        return {"kind": "checkpoint", "path": str(next(same, None) or newest.pick()), "step": None}
 
     def find() -> Json:
         try:
@@ -99,3 +95,13 @@ def _refuse(run: Run, checkpoint: Checkpoint) -> list[str]:
         problem="The base is another model",
         fix="Set the saved model values, or name another base.",
     )
+
+
+def _require_base(saved: tuple[Path, Mapping[str, object]], identity: Json) -> None:
+    """Refuse weights that are not the adapters' own base.
+
+    Args:
+        saved: A checkpoint with the adapters, and their base's identity.
+    """
+    changes = differences({"base": saved[1]}, {"base": identity}, resume_rules.RULES)
+    settle(changes, where=saved[0], problem="The adapters were trained on another base")
