@@ -141,16 +141,18 @@ def test_records_wait_until_there_is_room_for_them_again(small_disk: Path) -> No
     assert saved(run) == [28, 30]
 
 
-@pytest.mark.parametrize("train_iters", [6, 30])
-def test_a_run_whose_every_save_fails_ends_with_1(tmp_path: Path, train_iters: int) -> None:
+@pytest.mark.parametrize(("train_iters", "limit"), [(6, 0), (30, 5)])
+def test_a_run_whose_every_save_fails_ends_with_1(tmp_path: Path, train_iters: int, limit: int) -> None:
     trouble = {**failing("sync", errno.EIO)[0], "begins": 1, "ends": 31}
-    ended = troubles.train(tmp_path / "run", [*BASE, f"train.train_iters={train_iters}"], trouble)
+    until = [f"train.train_iters={train_iters}", f"checkpoint.exit_on_save_failure={limit}"]
+    ended = troubles.train(tmp_path / "run", [*BASE, *until], trouble)
     assert ended.statuses == (1,)
     assert saved(tmp_path / "run") == []
     counts = "3" if train_iters == 6 else "[56]"
     last = ended.outputs[0].strip().splitlines()[-1]
     begin = "CheckpointError: The last saves of the run failed"
     assert re.match(rf"{begin}.*, found {counts} failed saves, the last: .*{os.strerror(errno.EIO)}", last)
+    assert last.count(f"checkpoint.exit_on_save_failure={limit}") == bool(limit)
 
 
 @pytest.mark.parametrize(("ranks", "rank"), [slow(1, 0), (2, 1)])
