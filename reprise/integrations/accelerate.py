@@ -26,7 +26,7 @@ def parts_of(accelerator: Any) -> dict[str, Any]:
         "optimizers": optimizers[1:],
         "schedulers": accelerator._schedulers,
         "objects": accelerator._custom_objects,
-        "scaler": accelerator.scaler,
+        **({} if accelerator.scaler is None else {"scaler": accelerator.scaler}),
     }
     loaders = [loader for loader in accelerator._dataloaders if getattr(loader, "use_stateful_dataloader", False)]
     return {

@@ -60,7 +60,8 @@ class SavesWithReprise:
             return super().train(folder if iteration else None, *args, **options)  # type: ignore[misc]
 
     def _objects(self: Any) -> dict[str, Any]:
-        return {"schedule": self.lr_scheduler, "scaler": getattr(self.accelerator, "scaler", None)}
+        scaler = getattr(self.accelerator, "scaler", None)
+        return {"schedule": self.lr_scheduler, **({} if scaler is None else {"scaler": scaler})}
 
     def _save_checkpoint(self: Any, model: Any, trial: Any) -> None:
         callbacks = [*self.callback_handler.callbacks, self.control]

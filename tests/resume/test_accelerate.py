@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 from reprise import load, save
+from reprise.errors import MismatchError
+from tests.messages import refused
 
 accelerate = pytest.importorskip("accelerate", exc_type=ImportError)
 
@@ -58,3 +60,14 @@ def test_all_that_is_prepared_or_registered_comes_back(tmp_path: Path) -> None:
     accelerator, parts = start(2)
     assert load(tmp_path, **parts_of(accelerator), rng="if_same_ranks")["iteration"] == 8
     assert values(accelerator, parts) == [1] * 7
+
+
+def test_a_scaler_that_was_not_saved_changes_nothing(tmp_path: Path) -> None:
+    parts_of = importlib.import_module("examples.accelerate_loop").parts_of
+    accelerator, _ = start(1)
+    accelerator.scaler = None
+    save(tmp_path, **parts_of(accelerator), iteration=8)
+    accelerator, parts = start(2)
+    with refused(MismatchError, "/scaler is missing"):
+        load(tmp_path, **parts_of(accelerator))
+    assert values(accelerator, parts) == [2] * 7
