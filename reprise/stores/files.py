@@ -81,7 +81,8 @@ class StoreFiles(Files):
         self._versions.clear()
 
     def _version(self, path: Path) -> _Version:
-        if path not in self._versions:
+        version = self._versions.get(path)  # looked up once: another thread may reopen the object meanwhile
+        if version is None:
             child(self._load)
-            self._versions[path] = CHILD_CLIENT.head(url_of(path))
-        return self._versions[path]
+            version = self._versions[path] = CHILD_CLIENT.head(url_of(path))
+        return version

@@ -67,6 +67,20 @@ def test_a_replaced_object_is_found(run: Path) -> None:
     files.end()
 
 
+def test_an_object_is_read_while_another_thread_reopens_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Emptied(dict[Path, Any]):
+        """Forgets what it was asked for, as if another thread reopened the object just then."""
+
+        def __contains__(self, path: object) -> bool:
+            return super().__contains__(path) and self.pop(path) is not None
+
+    files, path = StoreFiles(), location("s3://bucket/x")
+    monkeypatch.setattr(type(CHILD_CLIENT), "head", lambda *_: (7, None, 0.0), raising=False)
+    files._versions = Emptied()
+    assert [files.size(path) for _ in range(2)] == [7, 7]
+    end_child()
+
+
 def test_a_replaced_object_is_found_without_its_etag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As some stores have none: nothing else tells the kept bytes from the new ones."""
     server, head = Server(), StoreClient.head
