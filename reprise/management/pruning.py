@@ -17,6 +17,7 @@ from reprise.loading.reader import Checkpoint, open_checkpoint
 from reprise.management.listing import size_of, whole_checkpoint
 from reprise.management.paths import checkpoint_folder
 from reprise.saving.policy import Retention
+from reprise.storage.files import FILE_SYSTEM
 from reprise.storage.folder import CheckpointFolder
 from reprise.storage.lock import FolderLock
 from reprise.storage.paths import exists, read_regular
@@ -222,10 +223,13 @@ def _owned(place: Path, *, dry_run: bool) -> Iterator[tuple[CheckpointFolder, Fo
 
     Raises:
         CheckpointError: The folder cannot be written, here or in the block.
+        OSError: The store fails, here or in the block.
     """
-    root = place if is_stored(place) else checkpoint_folder(place)
-    folder = CheckpointFolder(root, files_of(place))
-    lock = None if dry_run or is_stored(place) else FolderLock(folder.root, secrets.token_hex(4), files=folder.files)
+    if is_stored(place):
+        yield CheckpointFolder(place, files_of(place)), None
+        return
+    folder = CheckpointFolder(checkpoint_folder(place), FILE_SYSTEM)
+    lock = None if dry_run else FolderLock(folder.root, secrets.token_hex(4), files=folder.files)
     hold = contextlib.nullcontext() if lock is None else lock
     with folder.writing(), hold, hold:
         yield folder, lock

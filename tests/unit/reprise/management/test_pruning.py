@@ -8,6 +8,7 @@ import itertools
 import os
 import shutil
 from collections.abc import Callable
+from errno import EIO
 from functools import partial
 from pathlib import Path
 
@@ -23,11 +24,14 @@ from reprise.loading.reader import open_checkpoint
 from reprise.storage.files import FILE_SYSTEM, Files
 from reprise.storage.folder import WEIGHTS, CheckpointFolder
 from reprise.storage.lock import FolderLock
+from reprise.stores.store import CHILD_CLIENT
 from tests.crash.killing import Killer
 from tests.fakes import lone_contents, save_parts
 from tests.harness import all_files
 from tests.messages import refused
 from tests.unit.reprise.management.test_listing import save
+
+URL = "s3://bucket/run"
 
 
 @pytest.mark.parametrize("numbers", [{"keep": 0}, {"keep": 1, "retain_interval": -1}])
@@ -123,6 +127,17 @@ def test_a_store_keeps_the_newest_and_its_weights(tmp_path: Path) -> None:
         ]  # fmt: skip
 
 
+def test_a_failing_store_is_named_by_its_url(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: object, url: object) -> None:
+        raise OSError(EIO, "the store is away", str(url))
+
+    monkeypatch.setattr(type(CHILD_CLIENT), "head", fail, raising=False)
+    monkeypatch.setattr(type(CHILD_CLIENT), "names", fail, raising=False)
+    for dry_run in (True, False):
+        with pytest.raises(OSError, match=f"the store is away: '{URL}'"):
+            prune(URL, keep=1, dry_run=dry_run)
+
+
 def test_a_checkpoint_that_release_0_2_lightened_loads(tmp_path: Path) -> None:
     """Its manifest was written anew, without the optimizer's files; its state has the digest of the one before."""
     folder = full_run(tmp_path)
@@ -130,9 +145,6 @@ def test_a_checkpoint_that_release_0_2_lightened_loads(tmp_path: Path) -> None:
     write(folder, 10, {}, optimizer_dropped={"manifest_xxh3_64": "0" * 16})
     assert open_checkpoint(folder / "iter_0000010", FILE_SYSTEM).is_lightened
     assert [summary.is_lightened for summary in reprise.list(folder)] == [True, False, False]
-
-
-URL = "s3://bucket/run"
 
 
 def mirrored(folder: Path, **entries: object) -> None:
