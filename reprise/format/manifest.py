@@ -130,7 +130,7 @@ class TensorEntry:
         # A cell has at least one digest, and a digest is for at most a block: no product below overflows.
         if remainder or cells > count or total_bytes > count * BLOCK_BYTES:
             return False
-        if cells == 1 and not self.shares:  # as for most tensors in a small run
+        if cells < 2 and not self.shares:  # none is in an empty tensor, whose other dimensions may have any cuts
             return count == block_count(total_bytes)
         # At most one block of each piece is not full. Most wrong item sizes are told by this.
         most = total_bytes // BLOCK_BYTES + cells + sum(map(len, self.shares.values()))

@@ -118,3 +118,8 @@ def test_an_entry_fits_as_if_counted_cell_by_cell(
         box = Box(tuple(lo for lo, _ in ends), tuple(hi - lo for lo, hi in ends))
         expected = [(number, piece) for number, piece in enumerate(pieces) if intersect(piece.box, box).numel]
         assert list(entry.pieces_in(box, itemsize)) == expected
+
+
+def test_an_empty_tensor_takes_no_memory_for_its_cuts() -> None:
+    marks = tuple(range(1 << 20))
+    assert TensorEntry((marks[-1], marks[-1], 0), (marks, marks, (0,)), {}, b"").fits(4)  # else 8 TiB
