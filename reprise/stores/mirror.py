@@ -18,7 +18,6 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from reprise.errors import CheckpointError, TrainerError
 from reprise.format.mirror_record import MirrorRule
@@ -31,9 +30,6 @@ from reprise.stores.mirror_pass import MirrorPass
 from reprise.stores.store import CHILD_CLIENT, require_obstore, start_process
 from reprise.stores.upload import retried
 from reprise.stores.url import StoreUrl
-
-if TYPE_CHECKING:
-    pass
 
 _log = logging.getLogger(__name__)
 
