@@ -32,11 +32,14 @@ class Cuts:
         if encode is None or not place:
             return place
         sides = text[max(0, place - SIDE_BYTES) : place], text[place : place + SIDE_BYTES]
-        before, after, joined = (encode(part.decode(errors="ignore")).tolist() for part in (*sides, b"".join(sides)))
-        return place if before + after == joined else 0
+        before, after, joined = (part.decode(errors="ignore") for part in (*sides, b"".join(sides)))
+        if not after.strip():  # a normalizer may drop white space at the text's end alone
+            return 0
+        return place if [*encode(before).tolist(), *encode(after).tolist()] == encode(joined).tolist() else 0
 
 
 CHARACTERS = Cuts(re.compile(rb"(?s:.+)(?=[\x00-\x7f\xc0-\xff])"))  # UTF-8 characters
 LINES = Cuts(re.compile(rb"(?s:.*)\n"))
 # Between a letter or digit and white space, which most tokenizers separate.
 WORDS = Cuts(re.compile(rb"(?s:.*)[A-Za-z0-9](?=[ \t\r\n])"))
+NOWHERE = Cuts(re.compile(rb"(?!)"))

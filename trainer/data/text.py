@@ -18,7 +18,7 @@ from reprise.errors import DataError
 from reprise.storage import exists, is_url, read_regular
 from reprise.stores import files_of, is_stored, location
 from trainer.data.byte_level import END_OF_TEXT, END_OF_TEXT_ID, bytes_tokenizer
-from trainer.data.cuts import CHARACTERS, WORDS, Cuts
+from trainer.data.cuts import CHARACTERS, NOWHERE, WORDS, Cuts
 from trainer.data.data_file import TokenArray, unreadable
 
 _log = logging.getLogger(__name__)
@@ -115,7 +115,11 @@ def open_encoder(name: str | Path | None) -> Encoder:
 
     digest = xxhash.xxh3_64_hexdigest(file.read)
     label = f"tokenizers {tokenizers.__version__} {digest} {end_of_text} {file.switched_off}"
-    return Encoder(label, file.rows, end_of_text, encode, decode, replace(WORDS, encode=encode))
+    pieces = tokenizer.pre_tokenizer
+    # Without pieces, or with pieces of a fixed length, a token may depend on all of the text before it.
+    is_local = pieces is not None and b"FixedLength" not in pieces.__getstate__()
+    cuts = replace(WORDS, encode=encode) if is_local else NOWHERE
+    return Encoder(label, file.rows, end_of_text, encode, decode, cuts)
 
 
 @dataclass(frozen=True, slots=True)

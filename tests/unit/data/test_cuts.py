@@ -80,6 +80,7 @@ PRE_TOKENIZERS: dict[str, Any] = {
     "ByteLevel with a space": pre_tokenizers.ByteLevel(add_prefix_space=True),
     "ByteLevel without words": BYTES,
     "Digits": Digits(),
+    "FixedLength": FixedLength(8),
     "UnicodeScripts": UnicodeScripts(),
     "Metaspace always": Metaspace(),
     "scripts, then words": sequence(UnicodeScripts(), GPT2_SPLIT),
@@ -87,6 +88,7 @@ PRE_TOKENIZERS: dict[str, Any] = {
     "text over a cut": sequence(Split("n ", "isolated"), GPT2_SPLIT),
     "letters alone": split(r"\p{N}{1,3}"),
     "previous": split(GPT2, "merged_with_previous"),
+    "words in pieces": sequence(Whitespace(), FixedLength(2), UnicodeScripts()),
 }
 # In use by models of text, or what keeps the speed of many processes.
 CUT_NORMALIZERS: dict[str, Any] = {
@@ -108,7 +110,6 @@ CUT_PRE_TOKENIZERS: dict[str, Any] = {
     "DeepSeek": sequence(*map(split, DEEPSEEK), BYTES),
     "Falcon": sequence(Punctuation("contiguous"), ONE_SPACE, Digits(), split("[0-9][0-9][0-9]")),
     "XLM": sequence(WhitespaceSplit(), Metaspace()),
-    "words in pieces": sequence(Whitespace(), FixedLength(2), UnicodeScripts()),
     "delimiters": sequence(CharDelimiterSplit("e"), ONE_SPACE),
 }
 CUT = {f"normalizer {name}": (normalizer, GPT2_SPLIT) for name, normalizer in CUT_NORMALIZERS.items()}
@@ -251,3 +252,10 @@ def test_an_added_token_is_not_cut(tmp_path: Path, case: str) -> None:
     (tmp_path / "text.txt").write_text(raw, newline="")
     path = written(tmp_path, made.to_str())
     assert prepared(tmp_path, path, 20) == [*made.encode(raw, add_special_tokens=False).ids, 0]
+
+
+@pytest.mark.parametrize("name", ["pre_tokenizer FixedLength", "normalizer Strip"])
+def test_what_lies_beyond_both_sides_of_a_cut_counts(tmp_path: Path, name: str) -> None:
+    raw, path = f"{'ACGT' * 400} {'ACGT' * 400}{' ' * 1500}" * 40 + "x", written(tmp_path, trained(name))
+    (tmp_path / "text.txt").write_text(raw, newline="")
+    assert prepared(tmp_path, path, 20) == [*whole(trained(name), raw), 0]
