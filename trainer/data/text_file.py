@@ -137,16 +137,21 @@ def _zstd_frame() -> Any:
 
 
 def _parquet_chunks(file: BinaryIO, key: str) -> Iterator[bytes]:
-    """Yield a JSON line for each row's text in the column `key`. Without such a column, a line has all columns."""
+    """Yield a JSON line for each row's text in the column `key`. Without one such column, a line has all columns."""
     from pyarrow import parquet
 
     table = parquet.ParquetFile(file, buffer_size=_BUFFER_BYTES, pre_buffer=False)
-    if key not in (names := table.schema_arrow.names):
+    if (names := table.schema_arrow.names).count(key) != 1:
         yield json.dumps(dict.fromkeys(names)).encode()
         return
     for batch in table.iter_batches(_BATCH_ROWS, columns=[key], use_threads=False):
         for row in batch.to_pylist():
-            yield json.dumps(row, ensure_ascii=False, default=bytes.decode).encode() + b"\n"
+            yield json.dumps(row, ensure_ascii=False, default=_json_value).encode("utf-8", "surrogateescape") + b"\n"
+
+
+def _json_value(value: object) -> object:
+    """Return bytes as text, and another value that JSON lacks, such as a time, as a list, which is no text."""
+    return value.decode("utf-8", "surrogateescape") if isinstance(value, bytes) else [str(value)]
 
 
 _READERS: dict[str, Callable[[BinaryIO, str], Iterator[bytes]]] = {

@@ -12,6 +12,7 @@ import sys
 import tarfile
 import tracemalloc
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -131,9 +132,10 @@ def test_a_damaged_file_is_refused_by_name(tmp_path: Path, case: str) -> None:
         (table(["a", None]), "", ("in, line 2", "'text'")),
         (table([1, 2]), "", ("in, line 1", "'int'")),
         (table(["a"], "body"), "", ("'id', 'body'",)),
-        (table([b"a", b"\xff"]), "", ("in", "0xff")),
+        (table([b"a", b"\xff"]), "", ("in, line 2", "xff")),
+        (table([datetime(2026, 1, 1)]), "", ("in, line 1", "'text'")),
     ],
-    ids=["no zstandard", "no pyarrow", "null", "number", "other key", "bytes"],
+    ids=["no zstandard", "no pyarrow", "null", "number", "other key", "bytes", "time"],
 )
 def test_rows_and_forms_that_cannot_be_read_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: bytes, missing: str, words: tuple[str, ...]
