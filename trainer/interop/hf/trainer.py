@@ -89,7 +89,8 @@ def _open(path: Path, options: ImportOptions) -> tuple[StateSource, Sequence[Tab
         tensors = {key: tensor for shard in shards for key, tensor in shard.tensors.items()}
         values = {key: value for shard in shards for key, value in shard.values.items()}
         return dcp.source_of(dcp_folder.DcpFolder(path, tensors, values), options), ()
-    source = _adapters(path, options) if is_file(path / _ADAPTERS) else folder_source(open_folder(path))
+    has_adapters = is_file(path / _ADAPTERS) and not is_file(path / CONFIG)
+    source = _adapters(path, options) if has_adapters else folder_source(open_folder(path))
     file = next((path / name for name in _OPTIMIZERS if is_file(path / name)), None)
     if options.weights_only or file is None:
         require_moments([STATE], options, where=path)
