@@ -56,11 +56,11 @@ class SavesWithReprise:
         self._saver = AsyncSaver(self.args.output_dir, max_checkpoint_keep=self.args.save_total_limit or 0)
         with self._saver, TemporaryDirectory() as folder:
             if iteration:  # the Trainer reads its step and data position from here
-                type(self.state)(**saved["trainer"]).save_to_json(str(Path(folder, "trainer_state.json")))
+                type(self.state)(**saved["trainer"]).save_to_json(f"{folder}/trainer_state.json")
             return super().train(folder if iteration else None, *args, **options)  # type: ignore[misc]
 
     def _objects(self: Any) -> dict[str, Any]:
-        scaler = getattr(self.accelerator, "scaler", None)
+        scaler = self.accelerator.scaler
         return {"schedule": self.lr_scheduler, **({} if scaler is None else {"scaler": scaler})}
 
     def _save_checkpoint(self: Any, model: Any, trial: Any) -> None:
@@ -68,7 +68,10 @@ class SavesWithReprise:
         self.state.stateful_callbacks.update(
             {type(each).__name__: each.state() for each in callbacks if callable(getattr(each, "state", None))}
         )
-        trainer = json.loads(json.dumps(dataclasses.asdict(self.state)), object_hook=_shared)
+        trainer = json.loads(  # the values that are equal on all ranks
+            json.dumps(dataclasses.asdict(self.state)),
+            object_hook=lambda table: {key: table[key] for key in table if not key.endswith(_OF_A_RANK)},
+        )
         state = {**self._objects(), "trainer": trainer}
         self._saver.save(self.state.global_step, self.model, self.optimizer.optimizer, state=state, rng=True)
 
@@ -78,22 +81,16 @@ class SavesWithReprise:
     def _load_optimizer_and_scheduler(self: Any, checkpoint: str | None) -> None:
         if checkpoint is not None:
             step = self.state.global_step
-            iteration = None if self._source.name == iteration_name(step) else step
             load(
                 self._source,
                 self.model,
                 self.optimizer.optimizer,
                 state=self._objects(),
                 rng="if_same_ranks",
-                iteration=iteration,
+                iteration=None if self._source.name == iteration_name(step) else step,
             )
             self._random_state = RandomState().state_dict()
 
     def _load_rng_state(self: Any, checkpoint: str | None) -> None:
         if checkpoint is not None:  # after the Trainer has skipped the used batches
             RandomState().load_state_dict(self._random_state)
-
-
-def _shared(table: dict[str, Any]) -> dict[str, Any]:
-    """Return the values that are equal on all ranks."""
-    return {key: value for key, value in table.items() if not key.endswith(_OF_A_RANK)}

@@ -393,7 +393,7 @@ def _marks(summaries: Iterable[CheckpointSummary]) -> dict[Path, list[str]]:
     Retention deletes all but the newest, so a rule keeps an older one, unless a `hold` file does.
     """
     marks = defaultdict[Path, list[str]](list)
-    for _, group in groupby(sorted(summaries, key=attrgetter("folder")), attrgetter("folder")):
+    for _, group in groupby(summaries, attrgetter("folder")):
         table = {s.iteration or 0: s for s in group if s.path.parent == s.folder and not (s.is_superseded or s.is_link)}
         losses = {number: (row.state or {}).get("valid_loss") for number, row in table.items()}
         for _, number in sorted((loss, -n) for n, loss in losses.items() if loss is not None)[:1]:

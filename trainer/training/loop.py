@@ -308,11 +308,11 @@ def _record_saves(run: Run, target: SaveTarget, reports: Sequence[SaveReport]) -
 
 def _failed_saves(run: Run, results: SaveResults) -> TrainerError:
     """Return the error for a run whose last saves all failed, at its end or at `checkpoint.exit_on_save_failure`."""
-    section, limit = run.config.checkpoint, run.config.checkpoint.exit_on_save_failure
-    ends = f" A run ends at this many failed saves in a row: checkpoint.exit_on_save_failure={limit}." if limit else ""
+    section = run.config.checkpoint
     return CheckpointError(
         "The last saves of the run failed",
         where=save_folder(section),
         found=f"{results.failed_saves} failed saves, the last: {str(results.last_error).rstrip('.')}",
-        fix=f"Repair the file system and resume from the newest checkpoint.{ends}",
+        fix="Repair the file system and resume from the newest checkpoint. The limit (0: none) is "
+        f"checkpoint.exit_on_save_failure={section.exit_on_save_failure}.",
     )
