@@ -180,7 +180,7 @@ def prepared(folder: Path, path: Path, block_bytes: int) -> list[int]:
 
 @pytest.mark.parametrize("name", COMPONENTS)
 def test_every_component_gives_the_tokens_of_the_whole(tmp_path: Path, name: str) -> None:
-    content, raw, end = trained(name), text(4000), 0
+    content, raw, end = trained(name), text(1500), 0
     path, source = written(tmp_path, content, SETTINGS), tmp_path / "text.txt"
     source.write_text(raw, newline="")
     assert prepared(tmp_path, path, 20) == [*whole(content, raw), end]
@@ -248,7 +248,7 @@ def test_an_added_token_is_not_cut(tmp_path: Path, case: str) -> None:
     made = tokenizer(NFKC(), GPT2_SPLIT)
     made.add_tokens([ADDED[case]])
     made.encode_special_tokens = True
-    raw = " ".join(f"{text(9, seed)} ban an<|b|>  n x bn\u00a0x ana  n" for seed in range(300))
+    raw = " ".join(f"{text(9, seed)} ban an<|b|>  n x bn\u00a0x ana  n" for seed in range(100))
     (tmp_path / "text.txt").write_text(raw, newline="")
     path = written(tmp_path, made.to_str())
     assert prepared(tmp_path, path, 20) == [*made.encode(raw, add_special_tokens=False).ids, 0]
