@@ -108,7 +108,8 @@ def fill(
         torch.accelerator.synchronize(device)
     reads = _reads_of(checkpoint, targets)
     reader = BlockReader(checkpoint, reads, verify=verify, memory=_pinned_memory if devices else host_memory)
-    reader.run(progress)
+    if targets:
+        reader.run(progress)
     total_bytes = sum(target.box.numel for target in targets)
     if reader.done_bytes != total_bytes:
         raise CheckpointError(
@@ -132,9 +133,9 @@ def verify_blocks(checkpoint: Checkpoint, live: Sequence[LiveTensor], progress: 
         CheckpointError: See `fill`.
         MismatchError: See `fill`.
     """
-    targets = _targets_of(checkpoint, live)
-    reads = (BlockRead(read.block) for read in _reads_of(checkpoint, targets))
-    BlockReader(checkpoint, reads).run(progress)
+    if targets := _targets_of(checkpoint, live):
+        reads = (BlockRead(read.block) for read in _reads_of(checkpoint, targets))
+        BlockReader(checkpoint, reads).run(progress)
 
 
 def _pinned_memory() -> Bytes:

@@ -11,6 +11,7 @@ import sys
 import zlib
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -90,17 +91,20 @@ def _unpacked(form: str, path: Path, key: str) -> Iterator[bytes]:
     Raises:
         DataError: A package is missing, or the file is damaged.
     """
+    read, name, damage = _READERS[form]
     try:
-        with path.open("rb") as file:
-            yield from _READERS[form](file, key)
+        package = import_module(name)
     except ImportError as error:
         raise DataError(
             "The package that reads this file is not installed",
             where=path,
-            expected=error.name,
-            fix=f"Install it: pip install {error.name}.",
+            expected=name,
+            fix=f"Install it: pip install {name}.",
         ) from error
-    except Exception as error:  # each package has its own classes
+    try:
+        with path.open("rb") as file:
+            yield from read(file, key)
+    except (EOFError, OSError, ValueError, getattr(package, damage)) as error:
         raise DataError(
             "The compressed file is damaged or truncated",
             where=path,
@@ -154,8 +158,9 @@ def _json_value(value: object) -> object:
     return value.decode("utf-8", "surrogateescape") if isinstance(value, bytes) else [str(value)]
 
 
-_READERS: dict[str, Callable[[BinaryIO, str], Iterator[bytes]]] = {
-    "gzip": partial(_frames, _gzip_frame),
-    "Zstandard": partial(_frames, _zstd_frame),
-    PARQUET: _parquet_chunks,
+# Each form's reader, the package it needs, and the package's error class.
+_READERS: dict[str, tuple[Callable[[BinaryIO, str], Iterator[bytes]], str, str]] = {
+    "gzip": (partial(_frames, _gzip_frame), "zlib", "error"),
+    "Zstandard": (partial(_frames, _zstd_frame), "zstandard", "ZstdError"),
+    PARQUET: (_parquet_chunks, "pyarrow", "ArrowException"),
 }

@@ -123,8 +123,8 @@ def weighted_mean(reads: Sequence[Callable[[], torch.Tensor]], factors: Sequence
     """Return the factor-weighted sum of tensors, in this order, divided by the factors' sum, in float64.
 
     Args:
-        reads: Functions returning tensors with equal shapes. Each is called once. Only the sum and a single tensor are
-            in memory.
+        reads: Functions returning tensors with equal shapes. Each is called once. In memory are only the sum and a
+            single tensor, also in float64.
     """
     total = reads[0]().double().mul_(factors[0])
     for read, factor in zip(reads[1:], factors[1:], strict=True):

@@ -287,8 +287,9 @@ class RunLog:
 
     def close(self) -> None:
         """Close the sinks. A save that ends later has nothing to sync."""
-        self._each(lambda sink: sink.close())
-        self._sinks = []
+        sinks, self._sinks = self._sinks, []
+        for pair in sinks:
+            self._attempt(*pair, lambda sink: sink.close())
 
     def _write(self, record: Json) -> None:
         self._each(lambda sink: sink.write(record))
