@@ -60,10 +60,11 @@ class ReplicaDigests:
             self._event = torch.get_device_module(device).current_stream(device).record_event()
 
     def digests(self) -> dict[str, int]:
-        """Wait for the device, and return each box's digest. Any thread."""
+        """Wait for the device, and return each box's digest, in the order of rank sets and tensors. Any thread."""
         if self._event is not None:
             self._event.synchronize()
-        return self._digests | dict(zip(self._sums, self._copy.tolist(), strict=True))
+        digests = self._digests | dict(zip(self._sums, self._copy.tolist(), strict=True))  # in the threads' order
+        return {name: digests[name] for names in self._groups.values() for name in names}
 
     def groups(self) -> Groups:
         """Return every rank set's digest, each with the digest of everything the set shares."""

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from reprise.commit import replicas
 from reprise.commit.replicas import ReplicaDigests, check_replicas, checksum, differing_sides
 from reprise.errors import CheckpointError, ReplicaError
 from reprise.ranks.channel import StoreChannel
@@ -73,6 +74,11 @@ def test_differing_replicas_are_refused_by_tensor_and_ranks(
         else:
             assert isinstance(outcome, ReplicaError if rank == 0 else CheckpointError)
             assert expected in str(outcome)
+
+
+def test_digests_have_the_order_of_tensors_not_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replicas, "run_together", lambda calls, **_: [call() for call in reversed(calls)])
+    assert [*ReplicaDigests(SHARDINGS[0].live(0, SPECS, STATE)).digests()] == NAMES
 
 
 def test_replicas_with_other_boxes_differ() -> None:
