@@ -247,7 +247,7 @@ class Staging:
         if dtype is None:
             return contents
         if self._cast is None or self._cast.source is not contents.live:
-            self._cast = Cast(contents, dtype)
+            self._cast = Cast(contents, dtype, file_bytes=self._policy.file_bytes)
         return self._cast.filled(contents)
 
     def plan(self, contents: Contents) -> Plan:
