@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import gc
 import math
 import os
 import threading
@@ -54,6 +56,19 @@ def iteration_record(iteration: int, *, loss: float = 2.5, tokens: int = 1000, s
         seconds=seconds,
         checkpoint_seconds=0.0,
     )
+
+
+def open_files() -> list[str]:
+    """Return the paths that this process has open, without devices, pipes and sockets.
+
+    An earlier test's process group closes those of its own when its threads end, at any time.
+    """
+    gc.collect()  # what earlier tests left in cycles
+    paths = list[str]()
+    for descriptor in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the one of this listing
+            paths.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+    return sorted(path for path in paths if path.startswith("/") and not path.startswith("/dev/"))
 
 
 def tcp_store() -> Store:

@@ -14,6 +14,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from reprise.errors import DataError
+from tests.fakes import open_files
 from tests.messages import refused
 from tests.profiles import examples
 from trainer.data.data_file import TokenArray
@@ -95,14 +96,14 @@ def test_more_files_than_a_process_may_open_are_read(tmp_path: Path) -> None:
 
 
 def test_a_file_is_closed_when_nobody_has_it(tmp_path: Path) -> None:
-    before = len(os.listdir("/proc/self/fd"))
+    before = len(open_files())
     file = opened(tmp_path / "a.bin", 1, 2)
-    assert len(os.listdir("/proc/self/fd")) == before + 1
+    assert len(open_files()) == before + 1
     del file
     for path in (tmp_path, tmp_path / "nowhere.bin"):
         with refused(DataError, str(path)):
             open_token_file(path)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(open_files()) == before
 
 
 @pytest.mark.parametrize(

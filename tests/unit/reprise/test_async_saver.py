@@ -29,7 +29,7 @@ from reprise.saving.save_job import SaveJob
 from reprise.saving.snapshot import Snapshot
 from reprise.storage.files import FILE_SYSTEM, Files
 from reprise.storage.worker import Job
-from tests.fakes import JOIN_S, FailingFiles, StuckFiles, open_when_awaited
+from tests.fakes import JOIN_S, FailingFiles, StuckFiles, open_files, open_when_awaited
 from tests.messages import refused
 from tests.unit.reprise.saving.test_background import (
     SMALL_CHUNK,
@@ -39,7 +39,6 @@ from tests.unit.reprise.saving.test_background import (
     Training,
     assert_same,
     be_patient,
-    descriptors,
     loaded,
     started,
 )
@@ -320,14 +319,14 @@ def test_a_file_system_that_refuses_direct_writes_gets_others(tmp_path: Path, fr
 @fronts
 def test_ten_saves_leave_no_descriptor_or_hook_and_one_plan(tmp_path: Path, front: str) -> None:
     training, counts, plans = Training(), set(), set()
+    earlier = set(threading.enumerate())
     with opened(front, tmp_path) as saver:
         for iteration in range(1, 11):
             saver.save(iteration, training)
             training.step()
             saver.wait()
-            counts.add(
-                (threading.active_count(), len(descriptors()), len(training.optimizer._optimizer_step_pre_hooks))
-            )
+            threads, hooks = set(threading.enumerate()) - earlier, training.optimizer._optimizer_step_pre_hooks
+            counts.add((len(threads), len(open_files()), len(hooks)))
             plans.add(id(saver.checkpointer._staging._plan))
     assert len(counts) == 1
     assert len(plans) == 1 or front == CHECKPOINTER  # which is told of the same tensors by its caller

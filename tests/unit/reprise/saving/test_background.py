@@ -285,10 +285,6 @@ def test_a_stalled_disk_of_one_rank_ends_the_attempt_of_all(tmp_path: Path, culp
     assert keys_left(tmp_path / "one", culprit, 1) == keys_left(tmp_path / "three", culprit, 3)
 
 
-def descriptors() -> list[str]:
-    return sorted(os.listdir("/proc/self/fd"))
-
-
 def test_a_state_that_moved_in_memory_is_planned_anew(tmp_path: Path) -> None:
     model = build_model(GPT2)
     optimizer = build_adamw(model, AdamSettings(0.1, 0.1, 0.9, 0.95, 1e-8, frozenset()))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import gc
 import os
 import resource
 from collections.abc import Callable, Iterator, Sequence
@@ -21,22 +20,17 @@ from reprise.saving.checkpointer import Checkpointer
 from reprise.saving.policy import SavePolicy, SaveReport
 from reprise.storage.files import Files
 from reprise.tensors.live import Contents
-from tests.fakes import FailingFiles, lone_contents
+from tests.fakes import FailingFiles, lone_contents, open_files
 
 FILES = 200
 SPARE = 40  # descriptors
 
 
-def descriptors() -> list[str]:
-    gc.collect()  # what earlier tests of the process left in cycles would close its files at any time
-    return sorted(os.listdir("/proc/self/fd"))
-
-
 @contextlib.contextmanager
-def few_descriptors() -> Iterator[None]:
+def few_open_files() -> Iterator[None]:
     """Let this process open few more files than it has open."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, descriptors())) + SPARE, hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + SPARE, hard))
     try:
         yield
     finally:
@@ -64,11 +58,11 @@ def test_a_checkpoint_of_more_files_than_may_be_open_is_saved(tmp_path: Path, ar
         def open_direct(self, path: Path) -> int | None:
             return super().open_direct(path) if around_cache else None
 
-    before = descriptors()
-    with few_descriptors():
+    before = open_files()
+    with few_open_files():
         report = saved(tmp_path, Refusing())
     assert report.error is None, str(report.error)
-    assert descriptors() == before
+    assert open_files() == before
     checkpoint = open_checkpoint(report.path, Files())
     assert len(list(report.path.glob("*.safetensors"))) >= FILES
     assert verify_share(checkpoint) == FILES * 4096
@@ -83,9 +77,9 @@ def test_where_no_descriptor_is_to_be_had_the_limit_is_named(tmp_path: Path, cod
 
 @pytest.mark.parametrize(("kind", "after"), [("reserve", 7), ("write", 0), ("write", 7), ("sync", 7), ("close", 7)])
 def test_a_save_that_fails_leaves_nothing_open(tmp_path: Path, kind: str, after: int) -> None:
-    before = descriptors()
+    before = open_files()
     assert "errno 5" in str(saved(tmp_path, FailingFiles(kind, after=after)).error)
-    assert descriptors() == before
+    assert open_files() == before
 
 
 class CountsSyncs(Files):
