@@ -154,6 +154,21 @@ for _kind in (
     setattr(FailingFiles, _kind, _failing(_kind))
 
 
+class CountedReads(Files):
+    """Counts the bytes read, and fails once told to."""
+
+    def __init__(self, *, fails_after: int | None = None) -> None:
+        self.read_bytes, self._fails_after = 0, fails_after
+        self._lock = threading.Lock()
+
+    def read(self, descriptor: int, buffer: memoryview, *, offset: int) -> int:
+        with self._lock:
+            self.read_bytes += buffer.nbytes
+            if self._fails_after is not None and self.read_bytes > self._fails_after:
+                raise OSError(errno.EIO, "it failed")
+        return super().read(descriptor, buffer, offset=offset)
+
+
 class StuckFiles(Files):
     """A file system that hangs in its first write until `released` is set."""
 

@@ -9,7 +9,6 @@ if TYPE_CHECKING:
     from reprise.loading.choose import LoadSource as LoadSource
     from reprise.loading.choose import LoadTerms as LoadTerms
     from reprise.loading.choose import no_folder as no_folder
-    from reprise.loading.loader import LoadReport as LoadReport
     from reprise.loading.loader import Target as Target
     from reprise.loading.loader import check_tensors as check_tensors
     from reprise.loading.loader import fill as fill
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 
 _NAMES = {
     "loading.choose": "Chooser LoadSource LoadTerms no_folder",
-    "loading.loader": "LoadReport Target check_tensors fill",
+    "loading.loader": "Target check_tensors fill",
     "loading.reader": (
         "Checkpoint Gatherer OpenFile open_checkpoint open_tensor_file read_content read_file read_header read_places"
     ),

@@ -50,7 +50,6 @@ class BlockReader:
         memory: Allocates a thread's memory for a block.
 
     Attributes:
-        read_bytes: Bytes read from the files, including whole blocks and narrow gaps.
         done_bytes: Bytes copied to live memory, or verified.
     """
 
@@ -59,12 +58,11 @@ class BlockReader:
         checkpoint: Checkpoint,
         reads: Iterable[BlockRead],
         *,
-        verify: bool = True,
         memory: Callable[[], Bytes] = host_memory,
     ) -> None:
-        self._checkpoint, self._reads, self._verify, self._memory = checkpoint, enumerate(reads), verify, memory
+        self._checkpoint, self._reads, self._memory = checkpoint, enumerate(reads), memory
         self._lock = threading.Lock()
-        self.read_bytes = self.done_bytes = 0
+        self.done_bytes = 0
 
     def run(self, progress: Progress = lambda _: None) -> None:
         """Read until all blocks are done, or a thread fails, which stops the others at their next block.
@@ -103,12 +101,10 @@ class BlockReader:
                     for read in reads:
                         block = read.block
                         data = buffer[: block.hi - block.lo] if read.into is None else read.into
-                        block.read(self._checkpoint, file, gatherer, data, verify=self._verify)
+                        block.read(self._checkpoint, file, gatherer, data)
                         size = data.size if read.into is not None or read.move is None else read.move(data)
                         with self._lock:
                             self.done_bytes += size
-                    with self._lock:
-                        self.read_bytes += file.read_bytes
         finally:
             self.close()
 

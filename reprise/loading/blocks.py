@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import xxhash
 
 from reprise.errors import CheckpointError
-from reprise.format.box import Image
+from reprise.format.box import Image, whole
 from reprise.format.host_file import PieceNumbers
 from reprise.format.layout import Place
 from reprise.format.manifest import BLOCK_BYTES, DIGEST_BYTES, WrittenPiece, block_ranges
@@ -35,9 +35,7 @@ class PieceBlock:
         part = f" of elements [{ranges}]" if self.packed.total_bytes < self.place.spec.total_bytes else ""
         return f"{self.place.file}, tensor {self.place.spec.name}, bytes [{self.lo}, {self.hi}){part}"
 
-    def read(
-        self, checkpoint: Checkpoint, file: OpenFile, gatherer: Gatherer, into: Bytes, *, verify: bool = True
-    ) -> None:
+    def read(self, checkpoint: Checkpoint, file: OpenFile, gatherer: Gatherer, into: Bytes) -> None:
         """Fill an array with the bytes, and compare them with their digest.
 
         Raises:
@@ -47,9 +45,8 @@ class PieceBlock:
         for at in range(0, into.size, step):
             part = into[at : at + step]
             gatherer.gather(file.read, self.packed, self.lo + at, part, offset=self.place.offset)
-            if verify:
-                digest.update(part.data)
-        if verify and (actual := digest.hexdigest()) != self.digest:
+            digest.update(part.data)
+        if (actual := digest.hexdigest()) != self.digest:
             raise CheckpointError(
                 "A tensor is damaged",
                 where=f"{checkpoint.path}/{self}",
@@ -72,7 +69,7 @@ def blocks_of(checkpoint: Checkpoint, pieces: Mapping[str, Collection[int]]) -> 
     for place in sorted((places[name] for name in pieces), key=lambda place: (place.file, place.offset)):
         spec, numbers = place.spec, pieces[place.spec.name]
         selected = numbers if isinstance(numbers, range) else frozenset(numbers)
-        for number, piece in enumerate(checkpoint.manifest.tensors[spec.name].pieces(spec.dtype.itemsize)):
+        for number, piece in checkpoint.manifest.tensors[spec.name].pieces_in(whole(spec.view), spec.dtype.itemsize):
             if number not in selected:
                 continue
             yield from blocks_in(place, number, piece)

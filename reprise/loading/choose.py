@@ -120,10 +120,6 @@ def _require_admitted(checkpoint: Checkpoint, lineage: Lineage) -> None:
 class LocalFolders(Protocol):
     """The local checkpoints on a run's hosts. Implemented by `local.host_folders.HostFolders`."""
 
-    @property
-    def share(self) -> tuple[int, int]:
-        """Return this rank's number among its host's ranks, and their count."""
-
     def paths(self, iteration: int | None = None) -> list[Path]:
         """Return the checkpoints whole on the hosts together, newest first, or only a given one. Rank 0 only."""
 
@@ -154,7 +150,7 @@ class Chooser:
         local: The local checkpoints, which are further candidates. None without local checkpoints.
 
     Attributes:
-        checkpoint: The checkpoint picked last. None if it was returned unopened.
+        checkpoint: The checkpoint opened last.
     """
 
     def __init__(
@@ -178,46 +174,54 @@ class Chooser:
         """Return whether a candidate is a local checkpoint."""
         return self._local is not None and self._local.owns(path)
 
-    def pick(self, *, is_complete: bool = True) -> Path:
-        """Return the newest valid candidate.
-
-        A local checkpoint is first returned unopened, because the hosts must complete it.
-
-        Args:
-            is_complete: Whether the hosts have completed the last candidate.
+    def pick(self) -> Path:
+        """Return the newest valid candidate, opened.
 
         Raises:
             MismatchError: The candidate belongs to another run.
             UnreadableError: The candidate or the folder cannot be read now. An older checkpoint does not replace it.
             CheckpointError: No valid candidate is left. Lists the skipped checkpoints with the reasons.
         """
-        if self._candidates is None:
-            self._candidates = self._patience.look(self._find, where=self._source.path)
-        while self._candidates:
-            path = self._candidates[0]
-            is_local = self.is_local(path)
-            if is_local and not is_complete:
-                self.checkpoint = None
-                return path
+        while True:
+            path = self.find_newest()
             try:
-                checkpoint = self._open(path)
-                self._check(checkpoint)
-                if not is_local:  # hosts have checked a local checkpoint's blocks, and replaced damaged ones
-                    check_first_blocks(checkpoint)
+                self.try_newest()
+                return path
             except TrainerError as error:
                 self.skip(error)
-                is_complete = False
-                continue
-            self.checkpoint = checkpoint
-            for problem in checkpoint.lacking.values():
-                _log.warning("%s The file holds no run state, so the checkpoint is loaded without it.", problem)
-            return path
-        raise CheckpointError(
-            "No valid checkpoint is left",
-            where=self._source.path,
-            found="; ".join(self._skipped) or "none",
-            fix=self._source.terms.advice("Make one of them valid"),
-        )
+
+    def find_newest(self) -> Path:
+        """Return the newest candidate left, unopened.
+
+        Raises:
+            UnreadableError: The folder cannot be read now.
+            CheckpointError: None is left. Lists the skipped checkpoints with the reasons.
+        """
+        if self._candidates is None:
+            self._candidates = self._patience.look(self._find, where=self._source.path)
+        if not self._candidates:
+            raise CheckpointError(
+                "No valid checkpoint is left",
+                where=self._source.path,
+                found="; ".join(self._skipped) or "none",
+                fix=self._source.terms.advice("Make one of them valid"),
+            )
+        return self._candidates[0]
+
+    def try_newest(self) -> Checkpoint:
+        """Open and check the newest candidate left. The hosts must have completed a local checkpoint before.
+
+        Raises:
+            TrainerError: It is not valid.
+        """
+        path = self.find_newest()
+        self.checkpoint = checkpoint = self._open(path)
+        self._check(checkpoint)
+        if not self.is_local(path):  # hosts have checked a local checkpoint's blocks, and replaced damaged ones
+            check_first_blocks(checkpoint)
+        for problem in checkpoint.lacking.values():
+            _log.warning("%s The file holds no run state, so the checkpoint is loaded without it.", problem)
+        return checkpoint
 
     def openable(self) -> Iterator[Checkpoint]:
         """Yield every readable candidate, newest first, without checking, logging or choosing.
@@ -233,7 +237,7 @@ class Chooser:
                 continue
 
     def skip(self, error: TrainerError) -> None:
-        """Remove the candidate picked last because of `error`, and log it.
+        """Remove the newest candidate left because of `error`, and log it.
 
         Raises:
             TrainerError: `error` itself, if it is a mismatch, proves nothing about the checkpoint, or no candidate is

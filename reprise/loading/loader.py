@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import operator
-import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass
 from functools import partial
 
 import numpy as np
@@ -21,29 +18,6 @@ from reprise.loading.blocks import blocks_in
 from reprise.loading.reader import Bytes, Checkpoint, not_held, read_places
 from reprise.tensors.live import LiveTensor
 from reprise.tensors.modes import overwrite, own_modes
-
-
-@dataclass(frozen=True, slots=True)
-class LoadReport:
-    """A rank's loading statistics.
-
-    Args:
-        tensors: How many tensors were filled.
-        expected: How many were to be filled.
-        read_bytes: Bytes read to fill them, including whole blocks and narrow gaps.
-        filled_bytes: Bytes of live memory filled.
-        seconds: The time it took.
-    """
-
-    tensors: int
-    expected: int
-    read_bytes: int
-    filled_bytes: int
-    seconds: float
-
-    def __add__(self, other: LoadReport) -> LoadReport:
-        """Return the statistics for two consecutive loads."""
-        return LoadReport(*map(operator.add, astuple(self), astuple(other)))
 
 
 def check_tensors(
@@ -85,9 +59,7 @@ def check_tensors(
 
 
 @own_modes()
-def fill(
-    checkpoint: Checkpoint, live: Sequence[LiveTensor], *, verify: bool = True, progress: Progress = lambda _: None
-) -> LoadReport:
+def fill(checkpoint: Checkpoint, live: Sequence[LiveTensor], *, progress: Progress = lambda _: None) -> None:
     """Read every box in `live` from the checkpoint into its live memory, and verify each block it touches.
 
     The tensors' version counters increase first, which makes autograd refuse a graph with their old values.
@@ -100,14 +72,13 @@ def fill(
             before stays filled.
         MismatchError: A sharded tensor was written with other dimensions. Nothing is filled.
     """
-    start = time.perf_counter()
     targets = _targets_of(checkpoint, live)
     torch.autograd.graph.increment_version([target.tensor.local for target in targets])
     devices = {target.tensor.local.device for target in targets} - {torch.device("cpu")}
     for device in devices:  # reading threads do not copy on the caller's stream
         torch.accelerator.synchronize(device)
     reads = _reads_of(checkpoint, targets)
-    reader = BlockReader(checkpoint, reads, verify=verify, memory=_pinned_memory if devices else host_memory)
+    reader = BlockReader(checkpoint, reads, memory=_pinned_memory if devices else host_memory)
     if targets:
         reader.run(progress)
     total_bytes = sum(target.box.numel for target in targets)
@@ -122,7 +93,6 @@ def fill(
         target.finish()
     for device in devices:
         torch.accelerator.synchronize(device)
-    return LoadReport(len(live), len(live), reader.read_bytes, reader.done_bytes, time.perf_counter() - start)
 
 
 @own_modes()

@@ -28,7 +28,6 @@ from reprise.storage.patience import failed_read
 
 Bytes = npt.NDArray[np.uint8]
 Read = Callable[[memoryview, int], object]  # fills a buffer from an offset in the file
-Write = Callable[[memoryview, int], object]  # writes a buffer to an offset in the file
 _MAX_HEADER_BYTES = 100 << 20  # the safetensors library's limit
 # Gaps up to this size are read and discarded. With two threads on warm files, a call cost as much as reading 50 KB more
 # (runs from 2 to 28 KB). A call per run took 3 to 9 times as long for GPT-2's tensor-parallel runs. Ranks on the same
@@ -331,12 +330,11 @@ def _as_written(checkpoint: Checkpoint, place: Place) -> Place:
 
 @dataclass(slots=True)
 class OpenFile:
-    """A checkpoint file open for reading, which counts the bytes read. Each thread needs its own."""
+    """A checkpoint file open for reading."""
 
     files: Files
     path: Path
     descriptor: int
-    read_bytes: int = 0
 
     def read(self, buffer: memoryview, offset: int) -> None:
         """Fill `buffer` from `offset`.
@@ -345,7 +343,6 @@ class OpenFile:
             CheckpointError: The file ends before the buffer is full.
         """
         count = self.files.read(self.descriptor, buffer, offset=offset)
-        self.read_bytes += count
         if count != buffer.nbytes:
             expected, size = f"{buffer.nbytes} B at {offset}", f"{count} B"
             raise CheckpointError("The file is shorter than expected", where=self.path, expected=expected, found=size)
@@ -370,36 +367,30 @@ def open_tensor_file(files: Files, path: Path) -> Iterator[OpenFile]:
 
 
 class Gatherer:
-    """Moves packed images from and to their scattered positions, through a buffer. Each thread needs its own."""
+    """Gathers packed images from their scattered positions, through a buffer. Each thread needs its own."""
 
     def __init__(self) -> None:
         self._scratch: Bytes = np.empty(SCRATCH_BYTES, dtype=np.uint8)
 
-    def gather(
-        self, read: Read, image: Image, lo: int, into: Bytes, *, offset: int, write: Write | None = None
-    ) -> None:
-        """Fill `into` with packed image bytes, starting at byte `lo`. The image's tensor starts at `offset`.
-
-        Args:
-            write: If passed, writes the bytes in `into` instead of filling it, and rewrites the bytes between its rows.
-        """
+    def gather(self, read: Read, image: Image, lo: int, into: Bytes, *, offset: int) -> None:
+        """Fill `into` with packed image bytes, starting at byte `lo`. The image's tensor starts at `offset`."""
         if image.is_contiguous:
-            (write or read)(into.data, offset + image.start + lo)
+            read(into.data, offset + image.start + lo)
             return
         for shape, start, at in image.boxes(lo, lo + into.size):
             part = into[at - lo : at - lo + math.prod(shape)].reshape(shape)
-            self._cover(read, offset + start, image.strides, part, write)
+            self._cover(read, offset + start, image.strides, part)
 
-    def _cover(self, read: Read, start: int, strides: Sequence[int], into: Bytes, write: Write | None) -> None:
+    def _cover(self, read: Read, start: int, strides: Sequence[int], into: Bytes) -> None:
         """Fill the C-ordered array `into` from the bytes at `start` with `strides`. The last stride is 1."""
         if into.ndim == 1:
-            (write or read)(into.data, start)
+            read(into.data, start)
             return
         count, stride = len(into), strides[0]
         length = covered_bytes(into.shape[1:], strides[1:])
         if stride - length > GAP_BYTES or length > self._scratch.size or count == 1:
             for index in range(count):
-                self._cover(read, start + index * stride, strides[1:], into[index], write)
+                self._cover(read, start + index * stride, strides[1:], into[index])
             return
         most = 1 + (self._scratch.size - length) // stride
         for first in range(0, count, most):
@@ -407,6 +398,4 @@ class Gatherer:
             covering = self._scratch[: (len(part) - 1) * stride + length]
             rows = np.ndarray(part.shape, np.uint8, covering, 0, strides)
             read(covering.data, start + first * stride)
-            np.copyto(rows if write else part, part if write else rows)
-            if write:
-                write(covering.data, start + first * stride)
+            np.copyto(part, rows)

@@ -13,10 +13,9 @@ from reprise.errors import LaunchError, MismatchError, PartialLoadError, Trainer
 from reprise.format.layout import TensorKind
 from reprise.loading.block_reader import Progress
 from reprise.loading.choose import Chooser, LoadSource, LocalFolders
-from reprise.loading.loader import LoadReport, fill, touched_pieces, verify_blocks
-from reprise.loading.reader import Checkpoint, tensor_bytes
+from reprise.loading.loader import fill, touched_pieces, verify_blocks
+from reprise.loading.reader import Checkpoint
 from reprise.loading.same_checkpoint import open_same
-from reprise.loading.verify import verify_share
 from reprise.ranks.channel import StoreChannel
 from reprise.ranks.error_message import as_problem
 from reprise.storage.files import FILE_SYSTEM, Files, T
@@ -33,12 +32,11 @@ class Restored:
     """The source checkpoint of a restored run.
 
     Args:
+        is_verified: Whether the digests of all its blocks were checked: it was not loaded without its optimizer state.
         loaded_from: In words, where a local checkpoint's bytes came from. Empty for a shared checkpoint.
-        is_verified: Whether the digests of all its blocks were checked.
     """
 
     checkpoint: Checkpoint
-    report: LoadReport
     is_verified: bool
     loaded_from: str = ""
 
@@ -73,8 +71,6 @@ class Restorer:
         *,
         check: Callable[[Checkpoint], None],
         live: Callable[[Checkpoint], Sequence[LiveTensor]],
-        verify: bool = True,
-        verify_all: bool = False,
         with_local: bool = False,
         is_new: bool = False,
         finish: Callable[[], None] = lambda: None,
@@ -87,8 +83,6 @@ class Restorer:
         Args:
             check: Refuses another run's checkpoint before any tensor is read. Called on rank 0 only.
             live: Returns the tensors to fill, given the checkpoint. Called on all ranks.
-            verify: Whether to check the digests of all blocks read.
-            verify_all: Whether to check the digests of all blocks in the checkpoint first, divided among the ranks.
             with_local: Whether local checkpoints are candidates too.
             is_new: Whether nobody keeps the tensors after a failed load: a single read can then verify and fill them.
             finish: Changes the other state once all tensors are filled. An interrupt causes a second call.
@@ -104,29 +98,25 @@ class Restorer:
         files = PatientFiles(files_of(source.path, self._system, load=shared_load), self._patience)
         chooser = Chooser(source, files, check, patience=self._patience, local=self._local if with_local else None)
 
-        def prepare(checkpoint: Checkpoint) -> tuple[Sequence[LiveTensor], LoadReport]:
-            if verify_all:
-                self._verify(checkpoint)
+        def prepare(checkpoint: Checkpoint) -> Sequence[LiveTensor]:
             tensors = live(checkpoint)
-            new = [tensor for tensor in tensors if is_new or tensor.is_new]
-            report = _fill(checkpoint, new, verify=verify)
-            if verify and not is_new:
+            _fill(checkpoint, [tensor for tensor in tensors if is_new or tensor.is_new])
+            if not is_new:
                 old = _held(tensors)
                 verify_blocks(checkpoint, old, _progress("verifying", checkpoint, old))
-            return tensors, report
+            return tensors
 
         try:
-            checkpoint, loaded_from, (tensors, report) = self._prepared(chooser, files, check, live, prepare)
+            checkpoint, loaded_from, tensors = self._prepared(chooser, files, check, live, prepare)
             if is_new:
                 self.check_replicas(tensors)
             else:
-                report += self._change(partial(_fill, checkpoint, _held(tensors), verify=verify), finish, tensors)
+                self._change(partial(_fill, checkpoint, _held(tensors)), finish, tensors)
         finally:
             files.end()
-        is_all_read = not checkpoint.has_optimizer or any(
-            tensor.spec.kind is TensorKind.OPTIMIZER for tensor in tensors
-        )
-        return Restored(checkpoint, report, verify_all or (verify and is_all_read), loaded_from)
+        kinds = {tensor.spec.kind for tensor in tensors}
+        is_verified = not checkpoint.has_optimizer or TensorKind.OPTIMIZER in kinds
+        return Restored(checkpoint, is_verified, loaded_from)
 
     def _prepared(
         self,
@@ -138,16 +128,15 @@ class Restorer:
     ) -> tuple[Checkpoint, str, T]:
         """Return the first candidate prepared by every rank, its bytes' origin, and the result of `prepare`."""
         damage: TrainerError | None = None
-        loaded_from = ""
         while True:
-            pick = partial(_pick_next, chooser, damage, is_complete=bool(loaded_from))
-            name, is_local, digest = self._channel.from_first(self._key("pick"), pick)
-            problem = None
-            path = self._local.here(name) if is_local and self._local else location(name)
+            name, digest = self._channel.from_first(self._key("pick"), partial(_pick_next, chooser, damage))
+            path = location(name) if digest or self._local is None else self._local.here(name)
+            loaded_from = ""
+            problem: TrainerError | None = None
             try:
-                if not digest:  # the hosts must complete a local checkpoint
-                    damage, loaded_from = None, self._complete(path, check, live)
-                    continue
+                if not digest:
+                    loaded_from = self._complete(path, check, live)
+                    digest = self._channel.from_first(self._key("open"), lambda: chooser.try_newest().digest)
                 try:
                     # Rank 0 has it open. Another rank opens it once it is visible there.
                     checkpoint = chooser.checkpoint or open_same(path, digest, files, reader=self._channel.coordinator)
@@ -155,25 +144,21 @@ class Restorer:
                 except TrainerError as error:
                     problem = error
                 self._channel.agree(self._key("agree"), problem)
-                return checkpoint, loaded_from if chooser.is_local(path) else "", prepared
+                return checkpoint, loaded_from, prepared
             except TrainerError as error:
                 if digest and isinstance(error, LaunchError):  # a lost rank proves nothing about the checkpoint
                     raise
-                damage, loaded_from = None if self._heal(path, error) else error, ""
+                damage = None if self._heal(path, error) else error
 
-    def _change(
-        self, fill_held: Callable[[], LoadReport], finish: Callable[[], None], tensors: Sequence[LiveTensor]
-    ) -> LoadReport:
-        """Change live state, as all ranks have decided, and return the report for its tensors.
+    def _change(self, fill_held: Callable[[], None], finish: Callable[[], None], tensors: Sequence[LiveTensor]) -> None:
+        """Change live state, as all ranks have decided.
 
         This rank awaits no message before it has changed all its state.
         """
         problem: TrainerError | None = None
-        report: LoadReport | None = None
 
         def change() -> None:
-            nonlocal report
-            report = fill_held()
+            fill_held()
             finish()
 
         try:
@@ -190,8 +175,6 @@ class Restorer:
                 fix="Some tensors and values may already have changed: load again on all ranks, or rebuild the "
                 "objects.",
             ) from error
-        assert report is not None
-        return report
 
     def check_replicas(self, live: Sequence[LiveTensor]) -> None:
         """Compare live tensors' bits between their ranks. Collective.
@@ -221,22 +204,14 @@ class Restorer:
         may_heal = not isinstance(error, (LaunchError, MismatchError, UnreadableError))
         return self._channel.from_first(self._key("heal"), lambda: may_heal) and self._local.heal(path)
 
-    def _verify(self, checkpoint: Checkpoint) -> None:
-        rank, world_size = self._channel.ranks.index(self._channel.rank), self._channel.world_size
-        if checkpoint.host and self._local:
-            rank, world_size = self._local.share
-        line = ProgressLine(f"verifying iteration {checkpoint.iteration}", tensor_bytes(checkpoint) // world_size)
-        checked = verify_share(checkpoint, rank=rank, world_size=world_size, progress=line.at)
-        _log.info("verified %d bytes of iteration %d on this rank", checked, checkpoint.iteration)
-
     def _key(self, kind: str) -> str:
         """Return an unused key."""
         self._messages += 1
         return f"load/{self._nonce}/{self._messages}/{kind}"
 
 
-def _fill(checkpoint: Checkpoint, tensors: Sequence[LiveTensor], *, verify: bool) -> LoadReport:
-    return fill(checkpoint, tensors, verify=verify, progress=_progress("loading", checkpoint, tensors))
+def _fill(checkpoint: Checkpoint, tensors: Sequence[LiveTensor]) -> None:
+    fill(checkpoint, tensors, progress=_progress("loading", checkpoint, tensors))
 
 
 def _progress(what: str, checkpoint: Checkpoint, tensors: Sequence[LiveTensor]) -> Progress:
@@ -271,16 +246,20 @@ def _complete_change(change: Callable[[], None]) -> None:
         raise
 
 
-def _pick_next(chooser: Chooser, damage: TrainerError | None, *, is_complete: bool) -> list[object]:
-    """Pick the next candidate, after skipping the last candidate if it is damaged.
+def _pick_next(chooser: Chooser, damage: TrainerError | None) -> tuple[str, str]:
+    """Return the next candidate, after skipping the last candidate if it is damaged.
 
     Returns:
-        Its path, or a local checkpoint's folder name, as hosts may keep them under other paths. Whether it is local.
-        Its digest, or an empty string if the hosts must complete it.
+        Its path and digest. Or a local checkpoint's folder name, as hosts may keep them under other paths, and an empty
+        text: the hosts must complete it before it is opened.
     """
-    if damage is not None:
-        chooser.skip(damage)
-    path = chooser.pick(is_complete=is_complete)
-    is_local = chooser.is_local(path)
-    digest = "" if chooser.checkpoint is None else chooser.checkpoint.digest
-    return [path.name if is_local else str(path), is_local, digest]
+    while True:
+        if damage is not None:
+            chooser.skip(damage)
+        path = chooser.find_newest()
+        if chooser.is_local(path):
+            return path.name, ""
+        try:
+            return str(path), chooser.try_newest().digest
+        except TrainerError as error:
+            damage = error

@@ -54,15 +54,12 @@ def damaged_pieces(checkpoint: Checkpoint, pieces: PieceNumbers) -> dict[str, tu
 class PieceWriter:
     """Writes blocks into a checkpoint folder, and records in `host.json` which pieces are there.
 
-    A single thread writes to a folder: a strided piece's rows are written together with the bytes between them.
-
     Attributes:
         damage: Blocks that arrived with a wrong digest.
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint, self._files = checkpoint, checkpoint.files
-        self._gatherer = Gatherer()
         self._open: dict[str, int] = {}
         self.damage: list[PieceBlock] = []
 
@@ -76,15 +73,10 @@ class PieceWriter:
         if digest_of(data.data) != block.digest:
             self.damage.append(block)
             return False
-        descriptor, files = self._descriptor(block.place.file), self._files
-
-        def read(buffer: memoryview, offset: int) -> int:
-            return files.read(descriptor, buffer, offset=offset)
-
-        def write(buffer: memoryview, offset: int) -> None:
-            files.write(descriptor, buffer, offset=offset)
-
-        self._gatherer.gather(read, block.packed, block.lo, data, offset=block.place.offset, write=write)
+        descriptor, offset = self._descriptor(block.place.file), block.place.offset
+        for in_tensor, in_image, length in block.packed.spans(block.lo, block.hi):
+            row = data.data[in_image - block.lo :][:length]
+            self._files.write(descriptor, row, offset=offset + in_tensor)
         return True
 
     def finish(self, pieces: PieceNumbers) -> None:

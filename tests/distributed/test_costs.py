@@ -12,7 +12,8 @@ import torch
 
 import trainer.__main__
 from reprise.format.manifest import BLOCK_BYTES
-from reprise.loading import LoadSource
+from reprise.loading import LoadSource, Restorer
+from tests.fakes import CountedReads
 from tests.harness import TINY, built, call_on_ranks, compose, filled, run_ok, tensor_files
 from tests.profiles import nightly
 from trainer.launch import process_group as launch
@@ -132,10 +133,11 @@ def _measure(arguments: list[str]) -> None:
 
 
 def _reread(run: Run, source: str) -> int:
-    restored = run.restorer.restore(
-        LoadSource(Path(source)), check=lambda _: None, live=lambda _: list(run.state.shards())
+    files = CountedReads()
+    Restorer(run.cluster.channel, nonce="again", files=files).restore(
+        LoadSource(Path(source)), check=lambda _: None, live=lambda _: list(run.state.shards()), is_new=True
     )
-    return restored.report.read_bytes
+    return files.read_bytes
 
 
 def _resident(name: str) -> int:

@@ -75,9 +75,8 @@ def test_any_box_of_any_tensor_has_its_bits(tmp_path: Path, kind: str, family: s
                 lo, end = torch.zeros_like(lo), torch.tensor(stored.view)
             box = Box(tuple(lo.tolist()), tuple((end - lo).tolist()))
             local = torch.full(box.shape, torch.nan)
-            report = weights.fill([LiveTensor(spec, box, local, (0,))])
+            weights.fill([LiveTensor(spec, box, local, (0,))])
             assert torch.equal(local, expected[box.slices]), (name, box)
-            assert (report.filled_bytes, report.read_bytes) == (4 * box.numel, dtype.itemsize * box.numel)
 
 
 def begin(path: Path, *overrides: str, family: str = "gpt2") -> None:

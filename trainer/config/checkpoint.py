@@ -9,14 +9,6 @@ from enum import Enum
 from trainer.config.dtype import Dtype
 
 
-class Verify(Enum):
-    """Digests checked by a load, beyond headers and JSON files."""
-
-    none = "none"
-    touched = "touched"
-    full = "full"
-
-
 class Allowed(Enum):
     """Differences from the saved run, each allowed by a flag in `ResumeKeys`. `all` stands for every difference."""
 
@@ -146,7 +138,7 @@ class FinetuneKeys:
 
 @dataclass
 class ResumeKeys:
-    """Differences from the saved run allowed by a resume, and the digests checked.
+    """Differences from the saved run allowed by a resume.
 
     Args:
         allow: Differences to allow, such as ``lr,batch,dtype``. Each stands for the flag below, `topology` for
@@ -160,8 +152,6 @@ class ResumeKeys:
         override_dtype: Allow another dtype for activations and matrix products, or for the moments, which are
             converted.
         override_freeze: Allow other frozen parameters. Newly trained parameters start with zero moments.
-        verify: Digests checked by a load, besides headers and JSON files: `touched` for the blocks it reads, `full` for
-            all blocks, or `none`.
     """
 
     allow: list[Allowed] = field(default_factory=list)
@@ -173,7 +163,6 @@ class ResumeKeys:
     override_dropout: bool = False
     override_dtype: bool = False
     override_freeze: bool = False
-    verify: Verify = Verify.touched
 
     @property
     def allowed(self) -> set[Allowed]:

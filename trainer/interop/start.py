@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +14,6 @@ from models.config import ModelConfig
 from reprise.commit import check_replicas
 from reprise.errors import MismatchError
 from reprise.format import MANIFEST, STATE
-from reprise.loading import LoadReport
 from reprise.storage import ProgressLine, exists, is_file, on_this_host, unreadable
 from reprise.tensors import LiveTensor
 from trainer.config.checkpoint import CheckpointSection
@@ -70,22 +68,18 @@ class ForeignWeights:
     files: Mapping[str, Path]
     read: Callable[[str], torch.Tensor]
 
-    def fill(self, live: Sequence[LiveTensor], progress: Callable[[int], object] = lambda _: None) -> LoadReport:
+    def fill(self, live: Sequence[LiveTensor], progress: Callable[[int], object] = lambda _: None) -> None:
         """Copy each box in `live` from its file, reading nothing else. `progress` receives the copied bytes.
 
         Raises:
             CheckpointError: A number is NaN or infinite.
         """
-        start, read_bytes = time.perf_counter(), 0
         for tensor in live:
             spec, values = tensor.spec, self.read(tensor.spec.name)
             part = values.reshape(spec.view)[tensor.box.slices]
             tensor.local.detach().copy_(part.reshape(tensor.local.shape))
             require_finite(tensor.local, where=f"{self.files[spec.name]}, {spec.name}")
-            read_bytes += part.nbytes
             progress(tensor.local.nbytes)
-        filled_bytes = sum(tensor.local.nbytes for tensor in live)
-        return LoadReport(len(live), len(live), read_bytes, filled_bytes, time.perf_counter() - start)
 
 
 def load_pretrained(
@@ -96,8 +90,8 @@ def load_pretrained(
     section: CheckpointSection,
     *,
     seed: int,
-) -> tuple[LoadReport, dict[str, str]]:
-    """Fill parameters from `path`, cast to float32. Return a report and the weights' identity.
+) -> tuple[Sequence[LiveTensor], dict[str, str]]:
+    """Fill parameters from `path`, cast to float32. Return the filled tensors and the weights' identity.
 
     All ranks must call it. Rows and tensors left out, as `section` allows, keep their initial values for `seed`. Each
     rank reads only its boxes' bytes. The log names a trainer's other files in the folder.
@@ -116,7 +110,10 @@ def load_pretrained(
         weights = open_weights(path, model, section, is_first=cluster.rank == 0)
         identity = weights_identity(path, weights.files.values())
     digest = identity["xxh3_64"]
-    channel.require_same("pretrained/digest", digest, lambda first: _other_weights(path, digest, first))
+    expected = channel.from_first("pretrained/digest", lambda: digest)
+    with channel.agreed("pretrained/same"):
+        if digest != expected:
+            raise _other_weights(path, digest, expected)
     fill_unstored(weights.fit, live, model, seed)
     fitting = Fitting(weights.fit, live, weights.fit.stored((tensor.spec for tensor in live), {}))
     names = list(families.stored_tensors(model))
@@ -124,10 +121,10 @@ def load_pretrained(
         _log.warning(text)
     with channel.agreed("pretrained/fill"):
         line = ProgressLine(f"loading {path}", sum(tensor.local.nbytes for tensor in live))
-        report = replace(weights.fill(fitting.requests, line.add), expected=len(live))
+        weights.fill(fitting.requests, line.add)
         fitting.finish()
     check_replicas(live, channel, "pretrained/replicas")
-    return report, identity
+    return fitting.requests, identity
 
 
 def open_weights(

@@ -67,7 +67,7 @@ def load_base(run: Run, adapters: TensorSource) -> Json:
     source: TensorSource = Weights(Path(choice["path"]))
     if choice["kind"] == "checkpoint":
         source = Checkpoints(LoadSource(location(choice["path"]), choice["step"], loading))
-    settings = CheckpointSection(finetune=True, verify=section.verify)
+    settings = CheckpointSection(finetune=True)
     model = base_of(run.config.model)
     part = Part("the base", model, run.state.base_shards, settings, partial(_refuse, run))
     identity, _ = source.fill(run, part)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar, TypeAlias
@@ -13,10 +13,10 @@ from models import families
 from models.adapters import adapter_initial_values
 from models.config import ModelConfig
 from reprise.format import TensorKind, TensorSpec
-from reprise.loading import Checkpoint, LoadReport, LoadSource, Restored, check_tensors, read_places
+from reprise.loading import Checkpoint, LoadSource, Restored, check_tensors, read_places
 from reprise.storage import Json
 from reprise.tensors import LiveTensor
-from trainer.config.checkpoint import CheckpointSection, Verify
+from trainer.config.checkpoint import CheckpointSection
 from trainer.interop.source import has_averages
 from trainer.optim.table import AVERAGE
 from trainer.record.run_record import saved_frozen, saved_model, saved_moments
@@ -85,9 +85,9 @@ class Weights:
         """
         from trainer.interop.start import load_pretrained
 
-        seed, tensors = run.config.train.seed, part.weights()
-        report, identity = load_pretrained(self.path, tensors, part.model, run.cluster, part.section, seed=seed)
-        _log_load(run, report, part.name or "weights", self.path)
+        seed, tensors, start = run.config.train.seed, part.weights(), time.perf_counter()
+        filled, identity = load_pretrained(self.path, tensors, part.model, run.cluster, part.section, seed=seed)
+        _log_load(run, filled, len(tensors), time.perf_counter() - start, f"{part.name or 'weights'} from {self.path}")
         return identity, None
 
 
@@ -140,8 +140,6 @@ class Checkpoints:
             self.source,
             check=check,
             live=live,
-            verify=part.section.verify is not Verify.none,
-            verify_all=part.section.verify is Verify.full,
             with_local=self.is_own,
             is_new=True,
         )
@@ -151,11 +149,11 @@ class Checkpoints:
             checkpoint.files.end()
         for line in (*lines, *fitting.notes(names, where=checkpoint.path)) if run.cluster.rank == 0 else ():
             _log.warning(line)
+        seconds = time.perf_counter() - start
         if restored.loaded_from:
-            seconds = time.perf_counter() - start
             _log.info(f"loaded iteration {checkpoint.iteration}: {restored.loaded_from}; {seconds:.1f} s")
-        report = replace(restored.report, expected=fitting.count)
-        _log_load(run, report, part.name or f"iteration {checkpoint.iteration}", checkpoint.path)
+        what = f"{part.name or f'iteration {checkpoint.iteration}'} from {checkpoint.path}"
+        _log_load(run, fitting.requests, fitting.count, seconds, what)
         return identity_of(checkpoint), restored
 
 
@@ -179,12 +177,11 @@ def _forms(run: Run, part: Part, checkpoint: Checkpoint) -> tuple[Fit, dict[str,
     return fit, fit.stored(checkpoint_specs(model, None), read_places(checkpoint))
 
 
-def _log_load(run: Run, report: LoadReport, what: str, path: Path) -> None:
+def _log_load(run: Run, filled: Sequence[LiveTensor], expected: int, seconds: float, what: str) -> None:
     """Log a load's size and rate over all ranks. Collective."""
-    (filled_bytes,) = run.cluster.counts([report.filled_bytes])
+    (filled_bytes,) = run.cluster.counts([sum(tensor.local.nbytes for tensor in filled)])
     megabytes = filled_bytes / 1e6
-    rate = megabytes / max(report.seconds, 1e-9) / 1e3
+    rate = megabytes / max(seconds, 1e-9) / 1e3
     _log.info(  # only rank 0 logs such lines
-        f"loaded {report.tensors} of {report.expected} tensors, {megabytes:.1f} MB, {report.seconds:.2f} s, "
-        f"{rate:.2f} GB/s: {what} from {path}"
+        f"loaded {len(filled)} of {expected} tensors, {megabytes:.1f} MB, {seconds:.2f} s, {rate:.2f} GB/s: {what}"
     )

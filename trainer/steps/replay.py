@@ -161,7 +161,6 @@ def _config(recorded: RecordedRun, first: int, out: Path) -> Config:
         "run.name": "compare-steps",
         "run.dir": str(out),
         "checkpoint.save": None,
-        "checkpoint.verify": "none",
         "train.on_spike": "off",
         "train.eval_interval": 0,
         "train.sample_interval": 0,

@@ -136,7 +136,7 @@ hydra/launcher=basic
 
 ~train.seed
 
-train.train_iter=5 lr=5 train.dtype=bf16 schedule.lr_decay_style=step checkpoint.verify=ful
+train.train_iter=5 lr=5 train.dtype=bf16 schedule.lr_decay_style=step
 checkpoint.reshard=perhaps train.seed=true
 
 modle=gpt2_tiny

@@ -11,7 +11,7 @@ import pytest
 from reprise.format import StoredDtype, TensorKind
 from reprise.format.box import Box
 from reprise.format.layout import Place, TensorSpec
-from reprise.format.manifest import BLOCK_BYTES
+from reprise.format.manifest import BLOCK_BYTES, digest_of
 from reprise.loading.blocks import PieceBlock
 from reprise.loading.reader import Gatherer, OpenFile
 from reprise.storage.files import FILE_SYSTEM, Files
@@ -41,7 +41,8 @@ def test_a_block_in_a_store_is_one_request(files: Files, count: int) -> None:
 
     sizes, checkpoint = list[int](), Any
     spec = TensorSpec(TensorKind.MODEL, "w", (BLOCK_BYTES,), StoredDtype.U8, (BLOCK_BYTES,))
-    block = PieceBlock(Place(spec, "a", 0), 0, spec.image(Box((0,), (BLOCK_BYTES,))), 0, BLOCK_BYTES, "")
-    file, into = Read(files, Path("a"), 0), np.empty(BLOCK_BYTES, np.uint8)
-    block.read(checkpoint, file, Gatherer(), into, verify=False)
+    file, into = Read(files, Path("a"), 0), np.zeros(BLOCK_BYTES, np.uint8)
+    whole = spec.image(Box((0,), (BLOCK_BYTES,)))
+    block = PieceBlock(Place(spec, "a", 0), 0, whole, 0, BLOCK_BYTES, digest_of(into.data))
+    block.read(checkpoint, file, Gatherer(), into)
     assert sizes == [BLOCK_BYTES // count] * count

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,7 @@ from reprise.loading.restorer import Restorer
 from reprise.ranks.channel import StoreChannel
 from reprise.storage.files import FILE_SYSTEM, Files
 from reprise.storage.patience import Patience
-from tests.fakes import SHARDINGS, all_ranks, flip_bit, sample_specs, sample_state, save_sample
+from tests.fakes import SHARDINGS, CountedReads, all_ranks, flip_bit, sample_specs, sample_state, save_sample
 
 LARGE = BLOCK_BYTES // 4 + 3  # elements of float32: two blocks
 
@@ -124,21 +122,6 @@ def test_damage_on_one_rank_changes_no_rank(tmp_path: Path, has_older: bool) -> 
         assert all_ranks(2, call) == [[], []]
 
 
-class Counting(Files):
-    """Counts the bytes read, and fails once told to."""
-
-    def __init__(self, *, fails_after: int | None = None) -> None:
-        self.read_bytes, self._fails_after = 0, fails_after
-        self._lock = threading.Lock()
-
-    def read(self, descriptor: int, buffer: memoryview, *, offset: int) -> int:
-        with self._lock:
-            self.read_bytes += buffer.nbytes
-            if self._fails_after is not None and self.read_bytes > self._fails_after:
-                raise OSError(errno.EIO, "it failed")
-        return super().read(descriptor, buffer, offset=offset)
-
-
 def restore(path: Path, files: Files, *, is_new: bool = False) -> None:
     """Load the sample tensors on a single rank."""
     live = ONE.live(0, SPECS, sample_state(SPECS, seed=2))
@@ -152,15 +135,15 @@ def restore(path: Path, files: Files, *, is_new: bool = False) -> None:
 
 def test_tensors_that_nobody_has_seen_are_read_once(tmp_path: Path) -> None:
     path = save_sample(tmp_path)
-    once, twice = Counting(), Counting()
+    once, twice = CountedReads(), CountedReads()
     restore(path, once, is_new=True)
     restore(path, twice)
     assert twice.read_bytes - once.read_bytes == sum(spec.total_bytes for spec in SPECS)
 
 
 def test_a_read_that_fails_after_the_first_change_says_so(tmp_path: Path) -> None:
-    path, complete = save_sample(tmp_path), Counting()
+    path, complete = save_sample(tmp_path), CountedReads()
     restore(path, complete)
     with pytest.raises(PartialLoadError, match="it failed") as caught:
-        restore(path, Counting(fails_after=complete.read_bytes - 1))
+        restore(path, CountedReads(fails_after=complete.read_bytes - 1))
     assert not isinstance(caught.value, CheckpointError)

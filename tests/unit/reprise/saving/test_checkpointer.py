@@ -61,14 +61,10 @@ def load(path: Path) -> float:
     return float(value)
 
 
-def restore(
-    checkpointer: Checkpointer, source: LoadSource, *, verify: bool = True, with_optimizer: bool = False
-) -> int:
+def restore(checkpointer: Checkpointer, source: LoadSource, *, with_optimizer: bool = False) -> int:
     """Restore as the trainer does: the checkpointer is to know of it. Return the iteration."""
     live = contents(0, with_optimizer=with_optimizer).live
-    restored = Restorer(single_rank_channel(), nonce="n").restore(
-        source, check=lambda _: None, live=lambda _: live, verify=verify
-    )
+    restored = Restorer(single_rank_channel(), nonce="n").restore(source, check=lambda _: None, live=lambda _: live)
     checkpointer.note_loaded(restored)
     return restored.checkpoint.iteration
 
@@ -89,10 +85,9 @@ def test_retention_counts_past_seven_digits_and_a_loaded_one_too(tmp_path: Path)
         (None, {}, ["iter_0000001", "iter_0000003"]),
         (2, {}, ["iter_0000002", "iter_0000003.superseded-1"]),
         (None, None, ["iter_0000001", "iter_0000002", "iter_0000003"]),
-        (None, {"verify": False}, ["iter_0000001", "iter_0000002", "iter_0000003"]),
         (None, {"with_optimizer": False}, ["iter_0000001", "iter_0000002", "iter_0000003"]),
     ],
-    ids=["newest", "older", "not loaded", "not verified", "not whole"],
+    ids=["newest", "older", "not loaded", "not whole"],
 )
 def test_a_start_deletes_once_all_of_the_newest_is_checked(
     tmp_path: Path, named: int | None, checks: dict[str, bool] | None, left: list[str]
