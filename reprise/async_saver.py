@@ -86,7 +86,7 @@ class AsyncSaver:
             with open_call(
                 "AsyncSaver()", timeout_s=timeout_s, process_group=process_group, coordinator_rank=coordinator_rank
             ) as call:
-                self._channel, self._timeout_s = call.channel, timeout_s
+                self._channel, self._timeout_s = call.channel.clone(), timeout_s
                 self._calls, self._is_closed = 0, False
                 self._held = HeldTensors()
                 with call.agreed():
@@ -113,7 +113,6 @@ class AsyncSaver:
                     checkpointer = Checkpointer(policy, self._channel, nonce=call.nonce, files=files)
                 self._checkpointer = checkpointer
                 checkpointer.start()
-                self._channel.keep()
         except BaseException:
             if checkpointer is not None:
                 checkpointer.close()

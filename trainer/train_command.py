@@ -10,7 +10,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -165,7 +164,10 @@ def _train(resolved: Resolved, cluster: Cluster, signals: SignalHandler, times: 
     from trainer.run.inputs import open_inputs
 
     config, channel = resolved.config, cluster.channel
-    channel.require_same("config", resolved.text, partial(unlike, resolved.text, rank=cluster.rank))
+    first = channel.from_first("config", lambda: resolved.text)
+    with channel.agreed("config/same"):
+        if resolved.text != first:
+            raise unlike(resolved.text, first, rank=cluster.rank)
     times.end("rendezvous")
     if cluster.device.type != CPU:
         total_bytes = memory_bytes(cluster.device)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import socket
 import zlib
@@ -56,23 +55,12 @@ def find_hosts(channel: StoreChannel, local_ranks: Sequence[int], key: str) -> H
         key: Message key, new on this channel.
     """
     row = [socket.gethostname(), channel.rank - min([channel.rank, *local_ranks])]
-    rows = channel.gather(f"{key}/hosts", json.dumps(row).encode())
-    return _unpacked(channel.from_first(f"{key}/table", lambda: _packed([json.loads(data) for data in rows])))
-
-
-def _packed(rows: list[tuple[str, int]]) -> str:
-    """Pack all hosts' names and ranks into a few bytes if they follow a pattern.
-
-    Args:
-        rows: By rank, its host's name, and its distance from that host's lowest rank.
-    """
-    text = json.dumps(list(zip(*rows, strict=True)))  # columns, of which each repeats itself
-    return base64.b64encode(zlib.compress(text.encode())).decode()
-
-
-def _unpacked(text: str) -> Hosts:
+    rows = map(json.loads, channel.gather(f"{key}/hosts", json.dumps(row).encode()))
+    # In columns, each of which repeats itself: every rank gets all hosts in a few bytes.
+    columns = zlib.compress(json.dumps(list(zip(*rows, strict=True))).encode())
+    columns = channel.broadcast(f"{key}/table", columns if channel.coordinates else None)
     hosts: dict[int, tuple[str, list[int]]] = {}
-    for rank, (name, distance) in enumerate(zip(*json.loads(zlib.decompress(base64.b64decode(text))), strict=True)):
+    for rank, (name, distance) in enumerate(zip(*json.loads(zlib.decompress(columns)), strict=True)):
         hosts.setdefault(rank - distance, (name, []))[1].append(rank)
     names, ranks = zip(*hosts.values(), strict=True)
     return Hosts(names, tuple(map(tuple, ranks)))

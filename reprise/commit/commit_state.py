@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -38,13 +37,16 @@ class Outcome(Enum):
 
 
 class Action(Enum):
-    """The next action. Once done, it is an event itself, unless it has a result. NOTHING: another thread acts."""
+    """The next action. Once done, it is an event itself, unless it has a result. NOTHING: another thread acts.
+
+    COLLECT and AWAIT_LEADERS are done once every other rank, or leader, has succeeded.
+    """
 
     NOTHING = "nothing"
     WRITE = "write its own part"
     REPORT = "store the report"
     AWAIT_DECISION = "wait for the decision"
-    LOOK = "look whether the checkpoint is there"
+    LOOK = "look whether the checkpoint is there; done if it is"
     COLLECT = "wait for the reports"
     PREPARE = "prepare the checkpoint"
     ANSWER = "tell rank 0 whether this host's folder is prepared"
@@ -56,17 +58,9 @@ class Action(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """This rank's part failed, or rank 0's preparation or rename."""
+    """This rank's part failed, or its preparation, rename or look. On rank 0 also: another rank has failed."""
 
     why: str
-
-
-@dataclass(frozen=True, slots=True)
-class Arrived:
-    """Reports from some ranks, or answers from leaders: the first failure's reason, or None."""
-
-    ranks: frozenset[int]
-    problem: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,14 +70,9 @@ class AskedToPrepare:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Rank 0's decision: the reason why it aborted, or None for a commit.
-
-    Args:
-        is_earlier: Whether an earlier attempt made the checkpoint. Rank 0 has then read no report on this attempt.
-    """
+    """Rank 0's decision: the reason why it aborted, or None for a commit."""
 
     problem: str | None
-    is_earlier: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,20 +83,13 @@ class Silence:
 
 
 @dataclass(frozen=True, slots=True)
-class Looked:
-    """Whether this attempt's checkpoint is there."""
-
-    is_there: bool
-
-
-@dataclass(frozen=True, slots=True)
 class Aborted:
     """The main thread aborts the attempt: it timed out, the disk stalls, or a signal leaves no time."""
 
     why: str
 
 
-Event = Action | Failed | Arrived | AskedToPrepare | Decision | Silence | Looked | Aborted
+Event = Action | Failed | AskedToPrepare | Decision | Silence | Aborted
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,42 +97,17 @@ class CommitState:
     """An attempt's state on a rank.
 
     Args:
-        missing: On rank 0, the ranks with an outstanding report.
-        unprepared: On rank 0, the other hosts' leaders with an outstanding answer.
-        leads: Whether this rank leads a host other than rank 0's, with its own folder.
+        leads: Whether this rank leads a host with its own folder.
         coordinates: Whether this rank decides. It is rank 0, unless a process group names another.
         problem: The first reason why it cannot become a checkpoint.
         outcome: Set when decided; on rank 0 before the broadcast.
-        is_earlier: Whether an earlier attempt made a committed attempt's checkpoint.
     """
 
-    rank: int
-    missing: frozenset[int]
-    unprepared: frozenset[int] = frozenset()
     leads: bool = False
     coordinates: bool = False
     stage: CommitStage = CommitStage.WRITING
     problem: str | None = None
     outcome: Outcome | None = None
-    is_earlier: bool = False
-
-    @property
-    def made_checkpoint(self) -> bool:
-        """Return whether this attempt made the checkpoint, so that rank 0 has read all ranks' reports."""
-        return self.outcome is Outcome.COMMITTED and not self.is_earlier
-
-    @staticmethod
-    def of(rank: int, ranks: Sequence[int], leaders: Sequence[int] = ()) -> CommitState:
-        """Return the initial state.
-
-        Args:
-            ranks: All ranks, the coordinator first.
-            leaders: The leader of each host with its own folder. The coordinator alone for a shared folder.
-        """
-        if rank != ranks[0]:
-            return CommitState(rank, frozenset(), leads=rank in leaders)
-        other_ranks, leaders_of_others = frozenset(ranks[1:]), frozenset(leaders) - {rank}
-        return CommitState(rank, other_ranks, leaders_of_others, coordinates=True)
 
 
 def advance(state: CommitState, event: Event) -> tuple[CommitState, Action]:
@@ -183,57 +140,36 @@ _BEFORE_RENAME = {
     CommitStage.PREPARING,
     CommitStage.AWAITING_LEADERS,
 }
-_UNDECIDED = (
-    CommitStage.COLLECTING,
-    CommitStage.PREPARING,
-    CommitStage.AWAITING_LEADERS,
-    CommitStage.RENAMING,
-)
 
 
 def _advance_rank0(state: CommitState, event: Event) -> tuple[CommitState, Action]:
     match state.stage, event:
         case CommitStage.WRITING, Action.WRITE:
-            return _collected(replace(state, stage=CommitStage.COLLECTING))
+            return replace(state, stage=CommitStage.COLLECTING), Action.COLLECT
         case CommitStage.WRITING, Silence(why):  # a rank did not offer its part
-            return _failed(replace(state, problem=state.problem or why))
+            return _failed(state, why)
         case CommitStage.WRITING, Failed(why):  # the others' reports are still collected
-            return _collected(replace(state, stage=CommitStage.COLLECTING, problem=why))
-        case CommitStage.COLLECTING, Arrived(ranks, problem) if ranks & state.missing:
-            return _collected(replace(state, missing=state.missing - ranks, problem=state.problem or problem))
-        case stage, (Silence(why) | Failed(why)) if stage in _UNDECIDED:
-            return _failed(replace(state, problem=state.problem or why))
+            return replace(state, stage=CommitStage.COLLECTING, problem=why), Action.COLLECT
+        case CommitStage.COLLECTING, Action.COLLECT if state.problem is None:
+            return replace(state, stage=CommitStage.PREPARING), Action.PREPARE
+        case CommitStage.COLLECTING, Action.COLLECT:
+            return _failed(state, None)
         case CommitStage.PREPARING, Action.PREPARE:
-            return _answered(replace(state, stage=CommitStage.AWAITING_LEADERS))
-        case CommitStage.AWAITING_LEADERS, Arrived(ranks, problem) if ranks & state.unprepared:
-            return _answered(replace(state, unprepared=state.unprepared - ranks, problem=state.problem or problem))
+            return replace(state, stage=CommitStage.AWAITING_LEADERS), Action.AWAIT_LEADERS
+        case CommitStage.AWAITING_LEADERS, Action.AWAIT_LEADERS:
+            return replace(state, stage=CommitStage.RENAMING), Action.RENAME
         case CommitStage.RENAMING, Action.RENAME:
             return replace(state, stage=CommitStage.BROADCASTING, outcome=Outcome.COMMITTED), Action.BROADCAST
-        case CommitStage.BROADCASTING, (Action.BROADCAST | Silence()):
+        case CommitStage.BROADCASTING, (Action.BROADCAST | Silence() | Failed()):
             return replace(state, stage=CommitStage.ENDED), Action.END
+        case _, (Silence(why) | Failed(why)):
+            return _failed(state, why)
     return state, Action.NOTHING
 
 
-def _collected(state: CommitState) -> tuple[CommitState, Action]:
-    """Proceed once all reports are in."""
-    if state.missing:
-        return state, Action.COLLECT
-    if state.problem is not None:
-        return _failed(state)
-    return replace(state, stage=CommitStage.PREPARING), Action.PREPARE
-
-
-def _answered(state: CommitState) -> tuple[CommitState, Action]:
-    """Proceed once all folders are prepared."""
-    if state.unprepared:
-        return state, Action.AWAIT_LEADERS
-    if state.problem is not None:
-        return _failed(state)
-    return replace(state, stage=CommitStage.RENAMING), Action.RENAME
-
-
-def _failed(state: CommitState) -> tuple[CommitState, Action]:
-    return replace(state, stage=CommitStage.BROADCASTING, outcome=Outcome.FAILED), Action.BROADCAST
+def _failed(state: CommitState, why: str | None) -> tuple[CommitState, Action]:
+    problem = state.problem or why
+    return replace(state, stage=CommitStage.BROADCASTING, problem=problem, outcome=Outcome.FAILED), Action.BROADCAST
 
 
 _COMMITTED_EARLIER = "Rank 0's host has this iteration of an earlier attempt; the next start completes it on this one"
@@ -273,14 +209,13 @@ def _advance_other(state: CommitState, event: Event) -> tuple[CommitState, Actio
         case CommitStage.AWAITING, Decision(None) if state.leads and state.problem is None:
             # An earlier attempt is committed. This host may have only its prepared folder, which must stay.
             return _ended(replace(state, problem=_COMMITTED_EARLIER), Outcome.UNKNOWN)
-        case CommitStage.AWAITING, Decision(None, is_earlier):
-            state = replace(state, is_earlier=is_earlier)
+        case CommitStage.AWAITING, Decision(None):
             return _ended(state, Outcome.COMMITTED if state.problem is None else Outcome.FAILED)
         case CommitStage.AWAITING, Decision(str(why)):
             return _ended(replace(state, problem=state.problem or why), Outcome.FAILED)
-        case CommitStage.LOOKING, Looked(True):
+        case CommitStage.LOOKING, Action.LOOK:
             return _ended(replace(state, problem=None), Outcome.COMMITTED)
-        case CommitStage.LOOKING, Looked(False):
+        case CommitStage.LOOKING, Failed():
             return _ended(state, Outcome.UNKNOWN)
     return state, Action.NOTHING
 

@@ -97,16 +97,9 @@ class JointPlan:
                 fix="Nothing was saved. Give all ranks the same model and optimizer: the stages of a pipeline, which "
                 "differ by rank, cannot be saved like this. `save_state_dict` saves them.",
             )
-        places, most = list(layout.places.values()), _most_dims(layout)
-        width = _BOX + 2 * most
+        places, width = list(layout.places.values()), _BOX + 2 * _most_dims(layout)
         parts = [np.frombuffer(table, _NUMBER, offset=DIGEST_BYTES).reshape(-1, width) for table in tables.values()]
         rows = np.concatenate(parts)
-        views = [(*view, *(1,) * (most - len(view))) for place in places for view in (place.spec.view,)]
-        sizes = np.array(views, _NUMBER).reshape(len(places), most)[rows[:, 0]]
-        begin, length = rows[:, _BOX : _BOX + most], rows[:, _BOX + most :]
-        is_outside = (begin < 0) | (length <= 0) | (length > sizes - begin)  # `begin + length` may overflow
-        for number in rows[is_outside.any(axis=1) | (rows[:, _LO] >= rows[:, _HI]), 0][:1]:
-            raise _not_tiled(places[number].spec.name)
         blocks = -(-(rows[:, _HI] - rows[:, _LO]) // BLOCK_BYTES)
         first_blocks, owners = np.cumsum(blocks) - blocks, np.repeat(np.arange(len(parts)), list(map(len, parts)))
         counts = np.bincount(owners, weights=blocks, minlength=len(parts)).astype(np.int64)
@@ -148,7 +141,7 @@ def _entry(place: Place, rows: _Integers, blocks: _Integers, first_blocks: _Inte
     """Return a tensor's entry, and its rows' numbers in the entry's order.
 
     Args:
-        rows: Its pieces' rows, as written by `encode`, with boxes inside it. Blocks are counted over all tables.
+        rows: Its pieces' rows, as written by `encode`. Blocks are counted over all tables.
 
     Raises:
         CheckpointError: The pieces do not tile it.
@@ -160,6 +153,8 @@ def _entry(place: Place, rows: _Integers, blocks: _Integers, first_blocks: _Inte
         begin, length = rows[:, _BOX + dim], rows[:, (_BOX + rows.shape[1]) // 2 + dim]
         marks = np.sort(np.concatenate([[0, size], begin, begin + length]))
         marks = marks[np.append(True, marks[1:] != marks[:-1])]  # `np.unique` would block other threads
+        if marks[0] < 0 or marks[-1] > size or (length <= 0).any():  # a sum that overflows is negative
+            raise _not_tiled(name)
         index = np.searchsorted(marks, begin)
         has_overlaps |= bool((marks[index + 1] != begin + length).any())
         cell, total = cell * (len(marks) - 1) + index, total * length
@@ -170,7 +165,7 @@ def _entry(place: Place, rows: _Integers, blocks: _Integers, first_blocks: _Inte
     is_last = np.append(is_first[1:], True)[: len(rows)]
     has_gaps = (lo != np.where(is_first, 0, np.append(0, hi)[:-1])).any() or (hi[is_last] != total[is_last]).any()
     cells = math.prod(len(marks) - 1 for marks in cuts) if place.spec.total_bytes else 0
-    if has_overlaps or has_gaps or int(is_first.sum()) != cells:
+    if has_overlaps or has_gaps or (lo >= hi).any() or int(is_first.sum()) != cells:
         raise _not_tiled(name)
     shares = defaultdict[int, list[int]](list)
     for number, offset in zip(cell[~is_first].tolist(), lo[~is_first].tolist(), strict=True):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import zipfile
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -101,11 +103,24 @@ class DecisionMessage(Message):
 
     Args:
         iteration: The checkpoint's iteration. None without a checkpoint.
-        is_earlier: Whether an earlier attempt made the checkpoint, so that no report on this attempt is read.
     """
 
     iteration: int | None = None
-    is_earlier: bool = False
+
+
+def pack_files(files: Mapping[str, bytes]) -> bytes:
+    """Return the message with these files, given by name in write order."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
+        for name, data in files.items():
+            archive.writestr(name, data)
+    return buffer.getvalue()
+
+
+def unpack_files(message: bytes) -> dict[str, bytes]:
+    """Return a message's files."""
+    with zipfile.ZipFile(io.BytesIO(message)) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
 
 
 def require_readiness(offers: Mapping[int, Offer]) -> None:

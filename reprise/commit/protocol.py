@@ -15,7 +15,16 @@ from reprise.commit import commit_state, finish
 from reprise.commit.attempt import Attempt, Copying
 from reprise.commit.commit_state import Action, CommitStage, Event, Outcome
 from reprise.commit.joint_plan import JointPlan, KnownPlans, encode
-from reprise.commit.messages import DecisionMessage, Message, Offer, Opening, RankReport, require_readiness
+from reprise.commit.messages import (
+    DecisionMessage,
+    Message,
+    Offer,
+    Opening,
+    RankReport,
+    pack_files,
+    require_readiness,
+    unpack_files,
+)
 from reprise.commit.replicas import ReplicaDigests, differing_sides, require_agreement
 from reprise.commit.shared_attempt import SharedAttempt
 from reprise.errors import CheckpointError, LaunchError, TrainerError
@@ -25,7 +34,6 @@ from reprise.format.manifest import Piece, TensorEntry
 from reprise.format.names import HOST, MANIFEST
 from reprise.ranks.channel import StoreChannel
 from reprise.ranks.error_message import as_problem
-from reprise.ranks.file_exchange import FileExchange
 from reprise.storage.lock import FolderLock
 from reprise.tensors.live import Contents
 
@@ -33,19 +41,6 @@ M = TypeVar("M", bound=Message)
 
 # Work on a rank's disk: any error there fails the attempt, and so does a failed message.
 _ON_DISK = (Action.WRITE, Action.PREPARE, Action.RENAME)
-
-
-@dataclass(frozen=True, slots=True)
-class LocalSaves:
-    """What leaders keep between saves into per-host folders.
-
-    Args:
-        exchange: The JSON files already sent.
-        copying: The copies.
-    """
-
-    exchange: FileExchange
-    copying: Copying
 
 
 @dataclass(slots=True, kw_only=True)
@@ -61,7 +56,7 @@ class TwoPhaseCommit(ABC):
         shared: The attempt's state on this rank. Another thread may abort it meanwhile.
         plans: Plans from earlier attempts in this rank's run.
         lock: The folder's lock, on leaders.
-        local: What the hosts' leaders keep if each host has its own folder. None for a shared folder.
+        copying: The copies of local checkpoints, if each host has its own folder. None for a shared folder.
 
     Attributes:
         is_durable: Whether this rank has made the checkpoint's name durable. Only on leaders.
@@ -75,7 +70,7 @@ class TwoPhaseCommit(ABC):
     shared: SharedAttempt
     plans: KnownPlans
     lock: FolderLock | None = None
-    local: LocalSaves | None = None
+    copying: Copying | None = None
     is_durable: bool = False
     _error: BaseException | None = None  # this rank's
     _report: RankReport = RankReport()  # noqa: RUF009 - frozen
@@ -116,8 +111,8 @@ class TwoPhaseCommit(ABC):
         state = self.shared.current
         if state.outcome is not Outcome.COMMITTED:
             raise self._error or CheckpointError(str(state.problem).rstrip("."))
-        if self.local is not None and self.leads:
-            self.local.copying.committed(self.attempt, self._order)
+        if self.copying is not None and self.leads:
+            self.copying.committed(self.attempt, self._order)
 
     def _calls(self) -> dict[Action, Callable[[], Event | None]]:
         """Return the call for each action. Storing them would keep this object alive, and with it the folder lock."""
@@ -125,7 +120,7 @@ class TwoPhaseCommit(ABC):
             Action.WRITE: self._write,
             Action.REPORT: lambda: self._send("report", self._report),
             Action.AWAIT_DECISION: self._await_decision,
-            Action.LOOK: lambda: commit_state.Looked(self.attempt.is_committed()),
+            Action.LOOK: self._look,
             Action.COLLECT: self._collect,
             Action.PREPARE: self._prepare,
             Action.ANSWER: self._answer,
@@ -151,7 +146,7 @@ class TwoPhaseCommit(ABC):
         except LaunchError as error:
             return self._failure(error, is_silence=True)
         self._report = self.write()
-        self._reports = {self.channel.rank: self._report}  # complete with a single rank
+        self._reports[self.channel.rank] = self._report
         return None
 
     def _open(self) -> bool:
@@ -224,30 +219,31 @@ class TwoPhaseCommit(ABC):
         self._order, problem = decision.payload, decision.problem
         if problem is None and decision.iteration != iteration:
             problem = f"{coordinator.capitalize()} saved iteration {decision.iteration}, this rank {iteration}"
-        return commit_state.Decision(None if problem is None else problem.rstrip("."), decision.is_earlier)
+        return commit_state.Decision(None if problem is None else problem.rstrip("."))
 
-    def _collect(self) -> Event:
-        reports = self._read_all("report", RankReport)
-        self._reports |= {self.channel.rank: self._report, **reports}
-        return _arrived(reports)
+    def _look(self) -> Event | None:
+        return None if self.attempt.is_committed() else commit_state.Failed("there is no checkpoint")
+
+    def _collect(self) -> Event | None:
+        self._reports |= self._read_all("report", RankReport)
+        return _first_failure(self._reports)
 
     def _prepare(self) -> None:
         finish.prepare(self.attempt, self._json_files(), lock=self.lock, beside=self.contents.syncs)
 
     def _json_files(self) -> dict[str, bytes]:
         """Return the JSON files for this host's folder."""
-        channel, attempt, contents, local = self.channel, self.attempt, self.contents, self.local
+        channel, attempt, contents = self.channel, self.attempt, self.contents
         if channel.coordinates:
             tensors = self._tensors()
             files = finish.json_files(attempt, tensors, documents=contents.documents, aliases=contents.aliases)
-            if local is None:
+            if self.copying is None:
                 return files
             files = self._with_host_file(files)
             if len(attempt.hosts.leaders) > 1:
-                self.shared.put(channel, "files", local.exchange.pack(files))
+                self.shared.put(channel, "files", pack_files(files))
         else:
-            assert local is not None
-            files = local.exchange.unpack(self._read("files"))
+            files = unpack_files(self._read("files"))
         return of_host(files, attempt.hosts.number_of(channel.rank))
 
     def _tensors(self) -> Mapping[str, TensorEntry]:
@@ -279,19 +275,17 @@ class TwoPhaseCommit(ABC):
         return {**files, HOST: HostFile(self.attempt.name, digest, 0, hosts.names, writers, {}).to_bytes()}
 
     def _answer(self) -> None:
-        assert self.local is not None
+        assert self.copying is not None
         problem = self.shared.current.problem
-        status = b"" if problem is not None else self.local.copying.status(self.attempt.iteration)
+        status = b"" if problem is not None else self.copying.status(self.attempt.iteration)
         self._send("prepared", Message(problem=problem, payload=status))
 
-    def _await_leaders(self) -> Event:
-        answers = self._read_all("prepared", Message, sorted(self.shared.current.unprepared))
+    def _await_leaders(self) -> Event | None:
+        answers = self._read_all("prepared", Message, self.attempt.hosts.leaders[1:])
         self._statuses |= {leader: answer.payload for leader, answer in answers.items()}
-        return _arrived(answers)
+        return _first_failure(answers)
 
     def _rename(self) -> None:
-        if self.local is not None and self.channel.coordinates:
-            self.local.exchange.delivered(was_taken=True)
         self.is_durable = finish.rename(self.attempt)
 
     def _decision(self) -> DecisionMessage:
@@ -299,17 +293,17 @@ class TwoPhaseCommit(ABC):
         state, iteration = self.shared.current, self.attempt.iteration
         if state.outcome is not Outcome.COMMITTED:
             return DecisionMessage(problem=str(state.problem))
-        if self.local is not None:
-            copying = self.local.copying
-            self._statuses[self.channel.rank] = copying.status(iteration)
-            self._order = copying.decide([self._statuses[rank] for rank in self.attempt.hosts.leaders])
+        if self.copying is not None:
+            self._statuses[self.channel.rank] = self.copying.status(iteration)
+            self._order = self.copying.decide([self._statuses[rank] for rank in self.attempt.hosts.leaders])
         return DecisionMessage(iteration=iteration, payload=self._order)
 
 
-def _arrived(messages: Mapping[int, Message]) -> Event:
-    """Return the event for these messages, with the first failed rank's problem."""
-    problems = (f"Rank {rank}: {each.problem}" for rank, each in messages.items() if each.problem is not None)
-    return commit_state.Arrived(frozenset(messages), next(problems, None))
+def _first_failure(messages: Mapping[int, Message]) -> Event | None:
+    """Return the event for the first failed rank's message, if there is one."""
+    failures = (f"Rank {rank}: {each.problem}" for rank, each in messages.items() if each.problem is not None)
+    why = next(failures, None)
+    return None if why is None else commit_state.Failed(why)
 
 
 def of_host(files: Mapping[str, bytes], host: int) -> dict[str, bytes]:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
 
 from reprise.commit import commit_state
-from reprise.commit.attempt import Attempt
+from reprise.commit.attempt import Hosts
 from reprise.commit.commit_state import Action, CommitState, Event, Outcome
 from reprise.commit.messages import DecisionMessage, Message, Offer, Opening, RankReport
 from reprise.errors import LaunchError, TrainerError
@@ -23,16 +22,17 @@ class SharedAttempt:
     A run of a single rank sends no messages.
 
     Args:
-        ranks: All ranks, the coordinator first.
+        name: The attempt's name.
 
     Attributes:
         key: The prefix for all keys.
         left: Keys of this rank's messages, on earlier attempts too, until `delete_read` deletes the messages.
     """
 
-    def __init__(self, attempt: Attempt, rank: int, ranks: Sequence[int]) -> None:
-        self.key, self.left = f"save/{attempt.name}", list[str]()
-        self._state = CommitState.of(rank, ranks, attempt.hosts.leaders)
+    def __init__(self, name: str, rank: int, hosts: Hosts) -> None:
+        self.key, self.left = f"save/{name}", list[str]()
+        coordinator, *others = hosts.leaders
+        self._state = CommitState(leads=rank in others, coordinates=rank == coordinator)
         self._lock = threading.Lock()
 
     @property

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from reprise.commit.attempt import Hosts
+from reprise.commit.messages import pack_files, unpack_files
 from reprise.errors import CheckpointError, TrainerError, UnreadableError
 from reprise.format import host_file
 from reprise.format.host_file import HostFile, PieceNumbers, union, without
@@ -28,7 +29,6 @@ from reprise.local.parts import Candidate, Parts, Transfer, assign, candidates
 from reprise.local.pieces import PieceWriter, damaged_pieces
 from reprise.local.skeleton import make_skeleton, skeleton_of
 from reprise.ranks.channel import StoreChannel
-from reprise.ranks.file_exchange import FileExchange
 from reprise.storage.atomic import replace_file
 from reprise.storage.folder import CheckpointFolder
 from reprise.storage.paths import exists
@@ -64,12 +64,6 @@ class HostFolders:
         self.given_up: set[int] = set()
         self._surveyed: dict[int, HostFile] = {}  # on leaders, for this host
         self.candidates: list[Candidate] = []
-
-    @property
-    def share(self) -> tuple[int, int]:
-        """Return this rank's number among its host's ranks, and their count."""
-        ranks = self.hosts.ranks_with(self._channel.rank)
-        return ranks.index(self._channel.rank), len(ranks)
 
     def survey(self) -> None:
         """Report every host's checkpoints to rank 0, which then has the `candidates` in the run's `lineage`."""
@@ -322,10 +316,10 @@ class HostFolders:
         with self._agreed(path):
             if sends:
                 contents = skeleton_of(open_checkpoint(path, self.folder.files))
-                self._channel.put(key, FileExchange().pack({**contents, HOST: self._surveyed[iteration].to_bytes()}))
+                self._channel.put(key, pack_files({**contents, HOST: self._surveyed[iteration].to_bytes()}))
         with self._agreed(path):
             if self.leads and self._host in lacking:
-                skeleton = FileExchange().unpack(self._channel.read(key))
+                skeleton = unpack_files(self._channel.read(key))
                 template = host_file.from_bytes(skeleton.pop(HOST), where=f"host {self.hosts.names[source]}")
                 self.given_up.discard(iteration)  # its folder is renamed to make room
                 make_skeleton(self.folder, iteration, template, skeleton, attempt=f"{self._nonce}-fetch")

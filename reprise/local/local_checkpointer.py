@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from reprise.commit.attempt import find_hosts
-from reprise.commit.protocol import LocalSaves
 from reprise.format.lineage import Lineage
 from reprise.loading.restorer import Restored
 from reprise.local.copies import Copies
 from reprise.local.host_folders import HostFolders
 from reprise.ranks.channel import StoreChannel
-from reprise.ranks.file_exchange import FileExchange
 from reprise.saving.checkpointer import Checkpointer
 from reprise.saving.policy import SavePolicy
 from reprise.storage.files import Files
@@ -45,8 +43,9 @@ class LocalCheckpointer(Checkpointer):
         name, timeout_s = f"{nonce}-local", policy.commit_timeout_s
         hosts = find_hosts(channel, local_ranks, f"local/{nonce}")
         self._copies = Copies(channel, hosts, nonce=name, count=copies, timeout_s=timeout_s)
-        local = LocalSaves(FileExchange(), self._copies)
-        super().__init__(policy, channel, nonce=name, files=files, local_ranks=local_ranks, hosts=hosts, local=local)
+        super().__init__(
+            policy, channel, nonce=name, files=files, local_ranks=local_ranks, hosts=hosts, copying=self._copies
+        )
         self.folders = HostFolders(self._owned.folder, channel, hosts, nonce=name, timeout_s=timeout_s)
         self._waits = 0
 

@@ -25,7 +25,7 @@ MESSAGE_BYTES = 4 << 20
 # A message up to this size is its key's value. A longer one is split into chunks, and the value is their count.
 SMALL_BYTES = 64 << 10
 _SMALL = b"="
-_FAILED, _LAST = "failed", "reprise/last"
+_FAILED = "failed"
 _EXIT_GRACE_S = 5.0
 _BATCH = 256  # messages read per call, which holds the GIL while it copies them
 
@@ -47,7 +47,7 @@ class StoreChannel:
 
     `gather` deletes rank 0's earlier broadcasts: a rank in the gather is past them. `broadcast` deletes a rank's
     messages to an earlier `gather`: rank 0 is past it, and deletes nothing for the ranks. A message sent by `put`
-    stays until `take` or `delete`: see `messages.delete_messages` for saves.
+    stays until `take` or `delete`: see `SharedAttempt.delete_read` for saves.
     """
 
     def __init__(
@@ -80,10 +80,6 @@ class StoreChannel:
         if self._spare is not None and self._connection is not self._source:
             self._spare.append(self._connection)
             self._spare = None
-
-    def keep(self) -> None:
-        """Keep the connection beyond the call that opened it: `release` no longer hands it on."""
-        self._spare = None
 
     @property
     def coordinator(self) -> int:
@@ -119,25 +115,32 @@ class StoreChannel:
             if len(data) > SMALL_BYTES:
                 chunks = [data[at : at + MESSAGE_BYTES] for at in range(0, len(data), MESSAGE_BYTES)]
                 value = b"%d" % len(chunks)
-                for index, chunk in enumerate(chunks):
-                    self._store.set(f"{key}/{index}", chunk)  # type: ignore[arg-type]
+                for name, chunk in zip(_chunks(key, value), chunks, strict=True):
+                    self._store.set(name, chunk)  # type: ignore[arg-type]
             # A reader may delete the message at once, so this call's answer is the proof, not a second look.
             echo = self._store.compare_set(key, "", value)  # type: ignore[arg-type]
         if echo != value and (is_first or not echo):
             raise self._lost(key, None)
 
-    def publish(self, key: str, data: bytes) -> None:
-        """Store small `data` under `key`, replacing an earlier message, and check the store.
+    def publish(self, name: str, text: str) -> None:
+        """Store this rank's latest text under a name, for ranks on any channel of this store.
 
         Raises:
-            LaunchError: The store does not hold it.
+            LaunchError: The store is gone.
         """
-        value = _SMALL + data
+        key = f"{name}/{self.rank}"
         with self._reaching(key):
-            self._store.set(key, value)  # type: ignore[arg-type]
-            echo = self._store.compare_set(key, value, value)  # type: ignore[arg-type]
-        if echo != value:
-            raise self._lost(key, None)
+            self._connection.set(key, text)
+
+    def published(self, name: str, rank: int) -> str:
+        """Return a rank's latest text under a name, or an empty text if it published none.
+
+        Raises:
+            LaunchError: The store is gone.
+        """
+        key = f"{name}/{rank}"
+        with self._reaching(key):
+            return bytes(self._connection.get(key)).decode() if self._connection.check([key]) else ""
 
     def read(self, key: str, *, sender: str = "a peer") -> bytes:
         """Wait for `key` and return its data.
@@ -145,7 +148,7 @@ class StoreChannel:
         Raises:
             LaunchError: It is missing after `timeout_s`. Names the `sender`.
         """
-        return self._message(key, sender)[0]
+        return self.read_all({key: sender})[0]
 
     def take(self, key: str, *, sender: str = "a peer") -> bytes:
         """Wait for `key`, return its data and delete it. For a message to this rank alone, read once.
@@ -153,9 +156,8 @@ class StoreChannel:
         Raises:
             LaunchError: See `read`; or the store is gone before the message is deleted.
         """
-        data, chunks = self._message(key, sender)
-        with self._reaching(key):
-            self._delete(key, chunks)
+        data = self.read(key, sender=sender)
+        self.delete([key])
         return data
 
     def read_all(self, senders: Mapping[str, str]) -> list[bytes]:
@@ -173,40 +175,32 @@ class StoreChannel:
             try:
                 if not self._await(batch, self.timeout_s, watch=True):
                     raise dist.DistStoreError("nothing came")
-                values = [bytes(value) for value in self._store.multi_get(batch)]
+                for key, value in zip(batch, map(bytes, self._store.multi_get(batch)), strict=True):
+                    parts = [self._store.get(name) for name in _chunks(key, value)]
+                    data.append(b"".join(parts) if parts else value[len(_SMALL) :])
             except dist.DistError as error:
                 silent = batch[0]
                 with contextlib.suppress(dist.DistError):  # the store may be gone
                     silent = next((key for key in batch if not self._store.check([key])), silent)
                 raise self._silent(silent, senders[silent], error) from error
-            data += [
-                value[len(_SMALL) :] if value.startswith(_SMALL) else self._message(key, senders[key])[0]
-                for key, value in zip(batch, values, strict=True)
-            ]
         return data
 
-    def await_any(self, keys: Sequence[str], *, sender: str, check: Callable[[], None] = lambda: None) -> str:
+    def await_any(self, keys: Sequence[str], *, sender: str) -> str:
         """Wait for a message under any of `keys`, and return its key.
-
-        Args:
-            check: Called repeatedly. Ends the wait by raising.
 
         Raises:
             LaunchError: There is none after `timeout_s`. Names the `sender`.
         """
-        arrived: list[str] = []
 
-        def is_there() -> bool:
-            check()
-            arrived[:] = [key for key in keys if self._store.check([key])]
-            return bool(arrived)
+        def arrived() -> list[str]:
+            return [key for key in keys if self._store.check([key])]
 
         try:
-            if not self._poll(is_there, self.timeout_s, watch=True):
+            if not self._poll(lambda: bool(arrived()), self.timeout_s, watch=True):
                 raise dist.DistStoreError("nothing came")
+            return arrived()[0]
         except dist.DistError as error:
             raise self._silent(keys[0], sender, error) from error
-        return arrived[0]
 
     def delete(self, keys: Sequence[str]) -> None:
         """Delete the stored messages among these keys. No rank reads them any more.
@@ -216,8 +210,9 @@ class StoreChannel:
         """
         for key in keys:
             with self._reaching(key):
-                if self._store.check([key]):
-                    self._delete(key, _chunk_count(self._store.get(key)))  # a FileStore reports every deletion as done
+                if self._store.check([key]):  # a FileStore reports every deletion as done
+                    for name in (key, *_chunks(key, self._store.get(key))):
+                        self._store.delete_key(name)
 
     def settle(self, key: str, text: str) -> str:
         """Store `text` under `key` unless another rank was first. Return the stored text.
@@ -226,21 +221,18 @@ class StoreChannel:
             LaunchError: The store is gone.
         """
         if self.coordinates:
-            self._settled.append(key)
+            self._told.append(key)
         with self._reaching(key):
-            return bytes(self._store.compare_set(key, "", text)).decode()
+            return bytes(self._store.compare_set(key, "", f"{_SMALL.decode()}{text}")).decode()[len(_SMALL) :]
 
-    def forget_settled(self, *, but: Sequence[str] = ()) -> None:
-        """Delete earlier settled texts, which every rank has read, except some keys. Rank 0 only.
+    def forget(self, *, but: Sequence[str] = ()) -> None:
+        """Delete rank 0's messages to all ranks, which have read them, except some keys. Rank 0 only.
 
         Raises:
             LaunchError: The store is gone.
         """
-        for key in dict.fromkeys(self._settled):
-            if key not in but:
-                with self._reaching(key):
-                    self._store.delete_key(key)
-        self._settled[:] = [key for key in self._settled if key in but]
+        self.delete([key for key in self._told if key not in but])
+        self._told[:] = [key for key in self._told if key in but]
 
     def has(self, keys: Sequence[str]) -> bool:
         """Return whether all these keys are stored.
@@ -260,28 +252,6 @@ class StoreChannel:
         with self._reaching("any"):
             return self._poll(is_there, timeout_s, watch=True)
 
-    def announce(self, place: str, name: str) -> None:
-        """Record this rank's latest call for ranks on any channel of this store.
-
-        Args:
-            place: The call's full key in the store.
-            name: The call in words.
-        """
-        with self._reaching(place):
-            self._connection.set(f"{_LAST}/{self.rank}", f"{place}\n{name}")
-
-    def last_call(self, rank: int) -> tuple[str, str]:
-        """Return the place and name of a rank's last call, or empty texts if it made none.
-
-        Raises:
-            LaunchError: The store is gone.
-        """
-        key = f"{_LAST}/{rank}"
-        with self._reaching(key):
-            text = bytes(self._connection.get(key)).decode() if self._connection.check([key]) else ""
-        place, _, name = text.partition("\n")
-        return place, name
-
     def gather(self, key: str, data: bytes) -> list[bytes]:
         """Send `data` to rank 0. Return all ranks' data there, ordered like `ranks`, and an empty list elsewhere."""
         if not self.coordinates:
@@ -289,8 +259,7 @@ class StoreChannel:
             self._gathered.append(f"{key}/{self.rank}")
             return []
         messages = self.read_all({f"{key}/{rank}": f"rank {rank}" for rank in self.ranks[1:]})
-        self.delete(self._broadcasts)
-        self._broadcasts.clear()
+        self.forget()
         return [data, *messages]
 
     def broadcast(self, key: str, data: bytes | None) -> bytes:
@@ -303,7 +272,7 @@ class StoreChannel:
         assert data is not None
         if self.world_size > 1:
             self.put(key, data)
-            self._broadcasts.append(key)
+            self._told.append(key)
         return data
 
     def agree(self, key: str, problem: TrainerError | None) -> None:
@@ -362,19 +331,6 @@ class StoreChannel:
             raise
         return json.loads(self.broadcast(key, message.encode()))["value"]
 
-    def require_same(self, key: str, digest: str, describe: Callable[[str], TrainerError]) -> None:
-        """Require rank 0's digest on every rank.
-
-        Args:
-            key: Message key, new on this channel.
-            describe: Called if the digests differ. Returns this rank's error, given rank 0's digest.
-
-        Raises:
-            TrainerError: The error from a rank with another digest. Every rank raises, as in `agree`.
-        """
-        expected = self.broadcast(f"{key}/first", digest.encode()).decode()
-        self.agree(key, None if digest == expected else describe(expected))
-
     def fail(self, text: str) -> str | None:
         """Report this rank's failure to every rank, which ends their waits for its messages. The first report counts.
 
@@ -421,9 +377,8 @@ class StoreChannel:
 
     def _open(self) -> None:
         """Take an idle connection, or open one."""
-        self._broadcasts: list[str] = []  # rank 0's since its last `gather`
+        self._told: list[str] = []  # rank 0's broadcasts and settled texts since its last `gather`
         self._gathered: list[str] = []  # this rank's `gather` messages since the last broadcast that it read
-        self._settled: list[str] = []  # keys settled since rank 0 last deleted some
         self._connection: Store = self._source
         if self.world_size > 1:
             try:
@@ -452,27 +407,6 @@ class StoreChannel:
             fix="Check that rank's log: it may have died or hung.",
         )
 
-    def _message(self, key: str, sender: str) -> tuple[bytes, int]:
-        """Wait for `key`, and return its data and chunk count."""
-        try:
-            value = self._get(key)
-            count = _chunk_count(value)
-            if count == 0:
-                return value[len(_SMALL) :], 0
-            return b"".join([self._get(f"{key}/{index}") for index in range(count)]), count
-        except dist.DistError as error:
-            raise self._silent(key, sender, error) from error
-
-    def _delete(self, key: str, chunks: int) -> None:
-        """Delete a stored message with this chunk count."""
-        for name in (key, *(f"{key}/{index}" for index in range(chunks))):
-            self._store.delete_key(name)
-
-    def _get(self, key: str) -> bytes:
-        if not self._await([key], self.timeout_s, watch=True):
-            raise dist.DistStoreError("nothing came")
-        return bytes(self._store.get(key))
-
     def _await(self, keys: list[str], timeout_s: float, *, watch: bool = False) -> bool:
         """Poll until all `keys` are stored or the time is over. `watch` also checks for a failed rank."""
         return self._poll(lambda: bool(self._store.check(keys)), timeout_s, watch=watch)
@@ -492,9 +426,9 @@ class StoreChannel:
         return True
 
 
-def _chunk_count(value: bytes) -> int:
-    """Return a message's chunk count; 0 if its key's value holds it."""
-    return 0 if value.startswith(_SMALL) else int(value)
+def _chunks(key: str, value: bytes) -> list[str]:
+    """Return the keys of a message's chunks. Empty if its key's value holds it."""
+    return [] if value.startswith(_SMALL) else [f"{key}/{index}" for index in range(int(value))]
 
 
 def single_rank_channel() -> StoreChannel:

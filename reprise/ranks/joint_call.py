@@ -18,6 +18,7 @@ from reprise.ranks.channel import StoreChannel
 from reprise.ranks.error_message import as_problem, pack, unpack
 
 _YES, _NO = "ok", "no"
+_LAST = "reprise/last"  # each rank's last call
 
 
 class JointCall:
@@ -50,7 +51,7 @@ class JointCall:
         self.nonce = secrets.token_hex(4)
         self._is_decided, self.is_agreed = channel.world_size == 1, False
         if not self._is_decided:
-            channel.announce(self._place, name)
+            channel.publish(_LAST, f"{self._place}\n{name}")
             first, self.nonce, first_name = channel.settle(
                 f"{key}/name", f"{channel.rank}\n{self.nonce}\n{name}"
             ).split("\n", 2)
@@ -109,9 +110,10 @@ class JointCall:
             self._await(
                 lambda: channel.has(list(keys.values())), lambda: [r for r in keys if not channel.has([keys[r]])]
             )
-            data_of = {rank: channel.take(key, sender=f"rank {rank}") for rank, key in keys.items()}
-            channel.forget_settled(but=(f"{self.key}/name", self._decision))
-            return [data, *data_of.values()]
+            messages = channel.read_all({key: f"rank {rank}" for rank, key in keys.items()})
+            channel.delete(list(keys.values()))
+            channel.forget(but=(f"{self.key}/name", self._decision))
+            return [data, *messages]
         return [data]
 
     def decide(self, data: str) -> str:
@@ -161,7 +163,7 @@ class JointCall:
 
         if not channel.wait_until(is_over, self.timeout_s):
             ranks = absent()
-            calls = {rank: channel.last_call(rank) for rank in ranks}
+            calls = {rank: channel.published(_LAST, rank).partition("\n")[::2] for rank in ranks}
             if all(place == self._place for place, _ in calls.values()):  # preparing; the coordinator may be waiting
                 if not channel.wait_until(is_over, channel.timeout_s):
                     self._decide(_NO + pack(self._unready(ranks)))

@@ -6,19 +6,16 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
 
 import torch
 
-from reprise.commit.attempt import Attempt, Hosts
+from reprise.commit.attempt import Attempt, Copying, Hosts
 from reprise.commit.commit_state import Outcome
 from reprise.commit.joint_plan import KnownPlans
 from reprise.commit.messages import DecisionMessage
-from reprise.commit.protocol import LocalSaves
 from reprise.commit.replicas import ReplicaDigests
 from reprise.commit.shared_attempt import SharedAttempt
 from reprise.errors import TrainerError
-from reprise.format.layout import Layout
 from reprise.loading.reader import Checkpoint, open_checkpoint
 from reprise.loading.restorer import Restored
 from reprise.ranks.channel import StoreChannel
@@ -51,7 +48,7 @@ class Checkpointer:
         nonce: This launch's random name, equal on all ranks. Attempts are named after it.
         local_ranks: This host's ranks, including this rank. If empty, columns are written row by row.
         hosts: The hosts, each with its own folder at the policy's path. None if all hosts share a folder.
-        local: What the hosts' leaders keep between saves. None for a shared folder.
+        copying: The copies of local checkpoints. None for a shared folder.
 
     Attributes:
         attempts: How many saves were started, equal on all ranks while they make the same calls.
@@ -67,9 +64,9 @@ class Checkpointer:
         files: Files | None = None,
         local_ranks: Sequence[int] = (),
         hosts: Hosts | None = None,
-        local: LocalSaves | None = None,
+        copying: Copying | None = None,
     ) -> None:
-        self._policy, self._channel, self._local, self._nonce = policy, channel, local, nonce
+        self._policy, self._channel, self._copying, self._nonce = policy, channel, copying, nonce
         self._owned = OwnedFolder(
             CheckpointFolder(policy.folder, files or FILE_SYSTEM, policy.terms), channel, nonce, hosts
         )
@@ -115,7 +112,7 @@ class Checkpointer:
         folder = self._owned.folder.iteration(checkpoint.iteration)
         if not is_symlink(folder) and checkpoint.path.resolve() == folder.resolve():
             self._saved = checkpoint.iteration, checkpoint.has_optimizer
-            if restored.is_verified and self._local is None:
+            if restored.is_verified and self._copying is None:
                 self._verified = checkpoint.iteration
 
     def find_saved(self, iteration: int, is_same: Callable[[Checkpoint], bool] = lambda _: True) -> None:
@@ -180,8 +177,8 @@ class Checkpointer:
             The inline save's report. None if nothing was to do, or if the save continues in the background.
         """
         called, blocked_s, name = time.perf_counter(), self.results.blocked_s, f"{self._nonce}-{self.attempts + 1}"
-        attempt = Attempt(iteration, name, self._owned.folder, Layout((), {}), self._owned.hosts)
-        shared = SharedAttempt(attempt, self._channel.rank, self._channel.ranks)
+        target = self._owned.folder.iteration(iteration)
+        shared = SharedAttempt(name, self._channel.rank, self._owned.hosts)
         try:
             self.attempts += 1  # before anything may fail, so that all ranks have the same count
             self.wait()
@@ -193,25 +190,24 @@ class Checkpointer:
             if is_saved and not self._policy.copies_at_call:  # else the tensors may have changed since
                 _log.info("iteration %d needs no new save", iteration)
                 if self._channel.coordinates:
-                    shared.decide(self._channel, DecisionMessage(iteration=iteration, is_earlier=True))
+                    shared.decide(self._channel, DecisionMessage(iteration=iteration))
                 return None
             if self.job is not None and not self.job.is_done:  # a hung thread may still use the arena
-                raise stalled_error(attempt.target)
-            contents = self._staging.cast(contents)
-            self._start(attempt, contents, shared, called=called, start=start)
+                raise stalled_error(target)
+            self._start(iteration, name, self._staging.cast(contents), shared, called=called, start=start)
             if not self._policy.async_save:
                 self.wait()
         except BaseException as error:
             problem = as_problem(error)
             if isinstance(error, torch.OutOfMemoryError):
-                problem = no_memory_error(attempt, error)
+                problem = no_memory_error(target, error)
             shared.abort(self._channel, problem)
             if self._started is not None and self._started.shared is shared:
                 self._detach(self._started)
                 self.drain(LINGER_S)  # the thread removes its files, and is idle for the next save
             if not isinstance(error, TrainerError | torch.OutOfMemoryError):
                 raise
-            self._add_report(SaveReport(iteration, attempt.target, 0, 0.0, error=problem))
+            self._add_report(SaveReport(iteration, target, 0, error=problem))
         finally:
             if self._left is not shared.left:  # a hung thread deletes none of these messages if it commits now
                 self._left = [*self._left, *shared.left]
@@ -253,9 +249,11 @@ class Checkpointer:
         finally:
             if not goes_on:
                 self._detach(save_job)
+        report, seconds = save_job.report, time.perf_counter() - save_job.start
+        report.seconds, report.copied_bytes, report.error = report.seconds or seconds, snapshot.copied_bytes, error
         if not self._policy.async_save:
-            save_job.blocked_s = time.perf_counter() - save_job.start
-        self._add_report(save_job.report(error))
+            report.blocked_s = seconds
+        self._add_report(report)
 
     def _detach(self, save_job: SaveJob) -> None:
         """Stop waiting for a save: remove its step hooks, and abort its snapshot if its thread still runs."""
@@ -301,17 +299,19 @@ class Checkpointer:
         self.abandon()
 
     def _start(
-        self, attempt: Attempt, contents: Contents, shared: SharedAttempt, *, called: float, start: float
+        self, iteration: int, name: str, contents: Contents, shared: SharedAttempt, *, called: float, start: float
     ) -> None:
         """Hand a save to the background thread, and hook its optimizers' next steps to wait for its memory."""
         plan, interval = self._staging.plan(contents), self._policy.check_replicas
         compares = interval > 0 and self.attempts % interval == 0
+        written_bytes = sum(piece.hi - piece.lo for piece in plan.pieces)
         shared.left += self._left
         self._left = shared.left
         # An outdated checkpoint is replaced only if the new save holds as much.
-        replaces = self._outdated[0] == attempt.iteration and contents.has_optimizer >= self._outdated[1]
+        replaces = self._outdated[0] == iteration and contents.has_optimizer >= self._outdated[1]
+        attempt = Attempt(iteration, name, self._owned.folder, plan.layout, self._owned.hosts, replaces)
         save_job = SaveJob(
-            attempt=replace(attempt, layout=plan.layout, replaces=replaces),
+            attempt=attempt,
             contents=contents,
             pieces=plan.pieces,
             replicas=ReplicaDigests([tensor for tensor in contents.live if compares and not tensor.is_copy]),
@@ -319,14 +319,14 @@ class Checkpointer:
             shared=shared,
             plans=self._plans,
             lock=self._owned.lock,
-            local=self._local,
+            copying=self._copying,
             plan=plan,
             snapshot=self._staging.begin(plan),
             retention=self._policy.retention,
             local_ranks=self._local_ranks,
             may_share=self._staging.may_share(plan),
             start=start,
-            waited_s=start - called,
+            report=SaveReport(iteration, attempt.target, written_bytes, waited_s=start - called),
         )
         try:
             if self._policy.async_save:
@@ -334,7 +334,7 @@ class Checkpointer:
                 save_job.hooks += [register(lambda *_: self._release(save_job)) for register in hooks]
             save_job.job = self.job = self._worker.submit(save_job.run)
             self._started = save_job
-            save_job.blocked_s = time.perf_counter() - start
+            save_job.report.blocked_s = time.perf_counter() - start
             self._staging.populate()
             if self._policy.copies_at_call:
                 self._release(save_job)
@@ -361,5 +361,5 @@ class Checkpointer:
         if snapshot.is_aborted and not was_aborted:
             save_job.shared.abort(self._channel, stalled_error(save_job.attempt.target))
         blocked_s = time.perf_counter() - start
-        save_job.blocked_s += blocked_s
+        save_job.report.blocked_s += blocked_s
         self.results.blocked_s += blocked_s

@@ -178,6 +178,6 @@ def _boundary(members: list[Holding], starts: list[int], *, index: int, count: i
     if holding.image.total_bytes < SMALL_BYTES:
         return starts[at]
     if holding.image.is_contiguous:
-        in_file = holding.offset + next(holding.image.spans(0, 1))[0]
+        in_file = holding.offset + holding.image.start
         return starts[at] + max(0, (in_file + inside) // PAGE_BYTES * PAGE_BYTES - in_file)
     return starts[at] + inside // holding.image.run_bytes * holding.image.run_bytes

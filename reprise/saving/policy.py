@@ -98,7 +98,7 @@ class SavePolicy:
     dtype: torch.dtype | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SaveReport:
     """The outcome of a save on this rank. `error` is set if the attempt did not become a checkpoint.
 
@@ -112,7 +112,7 @@ class SaveReport:
     iteration: int
     path: Path
     written_bytes: int
-    seconds: float
+    seconds: float = 0.0
     blocked_s: float = 0.0
     waited_s: float = 0.0
     copied_bytes: int = 0

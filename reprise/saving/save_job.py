@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 
-from reprise.commit.attempt import Attempt
 from reprise.commit.commit_state import Outcome
 from reprise.commit.finish import naming_failures
 from reprise.commit.messages import RankReport
@@ -39,44 +38,23 @@ class SaveJob(TwoPhaseCommit):
         retention: Which checkpoints to keep after this commit.
         local_ranks: This host's ranks, which assemble columns into whole rows in shared memory.
         may_share: Whether this rank has the memory to assemble columns.
+        start: When the previous save had ended, by `time.perf_counter`.
+        report: The report on this save, which it fills in.
 
     Attributes:
         job: This save on the worker.
         hooks: Optimizer hooks, which delay the next steps.
-        start: When the previous save had ended, by `time.perf_counter`.
-        waited_s: Seconds the call waited for the previous save.
-        blocked_s: Seconds for which this save blocked training afterwards.
-        committed_at: When the commit ended, by `time.perf_counter`. Set by `run`.
     """
 
     plan: Plan
     snapshot: Snapshot
     retention: Retention
     local_ranks: LocalRanks
+    report: SaveReport
+    start: float
     may_share: bool = False
     job: Job = field(init=False)
     hooks: list[torch.utils.hooks.RemovableHandle] = field(init=False, default_factory=list)
-    start: float = 0.0
-    waited_s: float = 0.0
-    blocked_s: float = 0.0
-    committed_at: float | None = None
-
-    @property
-    def written_bytes(self) -> int:
-        return sum(piece.hi - piece.lo for piece in self.pieces)
-
-    def report(self, error: TrainerError | None) -> SaveReport:
-        """Return the report on this save after its end. Main thread."""
-        return SaveReport(
-            self.attempt.iteration,
-            self.attempt.target,
-            written_bytes=self.written_bytes,
-            seconds=(self.committed_at or time.perf_counter()) - self.start,
-            blocked_s=self.blocked_s,
-            waited_s=self.waited_s,
-            copied_bytes=self.snapshot.copied_bytes,
-            error=error,
-        )
 
     def run(self) -> None:
         """Write and commit the checkpoint.
@@ -85,10 +63,10 @@ class SaveJob(TwoPhaseCommit):
             TrainerError: The attempt did not become a checkpoint. Every rank raises. A leader raises LockError if
                 another job has taken over the folder.
         """
-        attempt, local = self.attempt, self.local
+        attempt, copying = self.attempt, self.copying
         try:
             self.commit()
-            self.committed_at = time.perf_counter()
+            self.report.seconds = time.perf_counter() - self.start
         except BaseException as error:
             self.local_ranks.drop()
             if isinstance(error, TrainerError) and self.lock is not None:
@@ -100,11 +78,11 @@ class SaveJob(TwoPhaseCommit):
         if self.is_durable:  # only on leaders
             for note in self.contents.notes:
                 note()
-            pinned = {attempt.iteration, *(() if local is None else local.copying.pinned)}
+            pinned = {attempt.iteration, *(() if copying is None else copying.pinned)}
             expired = decide_expired(attempt.folder, self.retention, pinned=pinned)
             delete(attempt.folder, expired, attempt=attempt.name, lock=self.lock)
             # A host's memory or small disk holds only what a restart needs.
-            for path in () if local is None else attempt.folder.superseded():
+            for path in () if copying is None else attempt.folder.superseded():
                 if not is_held(path):
                     self._remove(path)
 
@@ -125,9 +103,9 @@ class SaveJob(TwoPhaseCommit):
                 attempt=attempt,
                 plan=self.plan,
                 snapshot=snapshot,
-                progress=ProgressLine(f"saving iteration {attempt.iteration}", self.written_bytes).add,
+                progress=ProgressLine(f"saving iteration {attempt.iteration}", self.report.written_bytes).add,
                 leads=self.leads,
-                is_sparse=self.local is not None,
+                is_sparse=self.copying is not None,
                 memory=memory,
                 stripes=stripes,
             )
@@ -149,12 +127,13 @@ class SaveJob(TwoPhaseCommit):
         # Without a common folder, any rank may have written its own.
         remains = [attempt.partial] if state.outcome is Outcome.FAILED else []
         try:
-            if self.leads and (self.channel.coordinates or state.made_checkpoint):
+            is_committed = state.outcome is Outcome.COMMITTED
+            if self.leads and (self.channel.coordinates or is_committed):
                 launch = attempt.name.rpartition("-")[0]
                 remains = matching(attempt.folder.root, f".iter_*.{launch}-*.partial")
             for path in remains:
                 self._remove(path)
-            if state.made_checkpoint:
+            if is_committed:
                 self.shared.delete_read(self.channel)
         except (LaunchError, OSError) as error:
             _log.error("remains of earlier saves stay: %s", error)
@@ -167,11 +146,11 @@ class SaveJob(TwoPhaseCommit):
                 _log.error("%s could not be removed, the next start sweeps it: %s", path, error)
 
 
-def no_memory_error(attempt: Attempt, error: torch.OutOfMemoryError) -> CheckpointError:
+def no_memory_error(where: Path, error: torch.OutOfMemoryError) -> CheckpointError:
     """Return the error for a save without enough device memory for its copies."""
     return CheckpointError(
         "A save ran out of device memory for copies of tensors that may change at any time",
-        where=attempt.target,
+        where=where,
         found=str(error).splitlines()[0],
         fix="Training continues and committed checkpoints are untouched. Use a smaller micro-batch to free memory.",
     )

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch.distributed as dist
@@ -26,6 +27,7 @@ _GUARD_EVERY_S, _STOPPED_S = 1.0, 3.0
 _GRACE_S = 10.0
 _MOST_ASKING = 512  # with more ranks only rank 0 asks which ranks are missing
 _BEATS = 8  # heartbeats per timeout
+_HEARTBEAT = "heartbeat"
 _STORE_IS_GONE = f"The store is gone: its host, {STORE_HOST}, was killed or has ended"
 
 
@@ -56,7 +58,7 @@ class Watchdog:
         self._activity, self._hangs = activity, hangs
         self._channel, self._timeout_s, self._leave = channel, timeout_s, leave
         self._pause_s = _CHECK_INTERVAL_S + channel.world_size * _PER_RANK_S
-        self._heartbeat = _Heartbeat(channel.clone(0.0), timeout_s, look_s=self._pause_s, activity=self._activity)
+        self._heartbeat = _Heartbeat(channel, timeout_s, look_s=self._pause_s, activity=self._activity)
         self._is_over = threading.Event()  # watching has ended
         self._is_ending = threading.Event()  # the main thread ends on its own
         self._looked = time.monotonic()
@@ -173,7 +175,7 @@ class _Heartbeat:
     Silence is measured in this rank's own checks, not in time: stopping and continuing a whole job loses no rank.
 
     Args:
-        channel: A channel without waits for messages.
+        channel: This thread's channel.
         timeout_s: The longest time without a heartbeat, in seconds.
         look_s: The interval between calls to `look`, in seconds.
         activity: The activity sent with each heartbeat.
@@ -185,7 +187,7 @@ class _Heartbeat:
         self._looks_per_beat = max(1, int(timeout_s / _BEATS / look_s))
         self._patience = math.ceil(timeout_s / look_s) + self._looks_per_beat
         self._looks = self._beats = 0
-        self._seen, self._seen_at = b"", 0
+        self._seen, self._seen_at = "", 0
 
     def look(self) -> int | None:
         """Publish a heartbeat if it is due. Return the next rank if it is lost.
@@ -195,7 +197,7 @@ class _Heartbeat:
         """
         if self._looks % self._looks_per_beat == 0:
             self.beat()
-            beat = self._read()
+            beat = self._channel.published(_HEARTBEAT, self._next)
             if beat != self._seen:
                 self._seen, self._seen_at = beat, self._looks
         self._looks += 1
@@ -208,13 +210,7 @@ class _Heartbeat:
             LaunchError: The store is gone.
         """
         self._beats += 1
-        self._channel.publish(f"heartbeat/{self._channel.rank}", f"{self._beats} {self._activity}".encode())
-
-    def _read(self) -> bytes:
-        try:
-            return self._channel.read(f"heartbeat/{self._next}")
-        except LaunchError:  # the key is not stored yet
-            return b""
+        self._channel.publish(_HEARTBEAT, f"{self._beats} {self._activity}")
 
 
 def _last_activity(channel: StoreChannel, rank: int) -> str:
@@ -225,7 +221,6 @@ def _last_activity(channel: StoreChannel, rank: int) -> str:
 
 def _activity_of(channel: StoreChannel, rank: int) -> str:
     """Return a rank's activity at its last heartbeat, without waiting. Empty if it sent none."""
-    try:
-        return channel.clone(0.0).read(f"heartbeat/{rank}").decode(errors="replace").partition(" ")[2]
-    except (LaunchError, dist.DistError):
-        return ""
+    with suppress(LaunchError):
+        return channel.published(_HEARTBEAT, rank).partition(" ")[2]
+    return ""

@@ -18,7 +18,6 @@ from reprise.commit.attempt import Attempt, Hosts
 from reprise.commit.commit_state import Action, CommitStage, CommitState, Event, Outcome
 from reprise.commit.joint_plan import KnownPlans, encode
 from reprise.commit.messages import DecisionMessage, Offer, RankReport
-from reprise.commit.protocol import LocalSaves
 from reprise.commit.replicas import ReplicaDigests
 from reprise.commit.shared_attempt import SharedAttempt
 from reprise.errors import CheckpointError, TrainerError
@@ -30,11 +29,10 @@ from reprise.format.manifest import DIGEST_BYTES, Piece, digest_of
 from reprise.format.names import FORMAT, HOST, MANIFEST, STATE
 from reprise.ranks import channel as channel_module
 from reprise.ranks.channel import StoreChannel
-from reprise.ranks.file_exchange import FileExchange
 from reprise.saving.column_sharing import LocalRanks
 from reprise.saving.owned_folder import OwnedFolder
 from reprise.saving.plan import Plan
-from reprise.saving.policy import Retention
+from reprise.saving.policy import Retention, SaveReport
 from reprise.saving.save_job import SaveJob
 from reprise.saving.snapshot import Snapshot
 from reprise.storage.files import Files
@@ -252,7 +250,7 @@ class Attempted:
             if told.is_local:
                 put_checkpoint(root / "iter_0000006", "n-0", self.hosts, host)
         for number in range(told.ranks):
-            rank = Rank(number, SharedAttempt(self.attempt(number), number, range(told.ranks)))
+            rank = Rank(number, SharedAttempt("n-1", number, self.hosts))
             rank.worker = self.turns.add(f"worker {number}", number, lambda rank=rank: self._save(rank))
             if told.aborts_s[number] is not None:
                 rank.main = self.turns.add(f"main {number}", number, lambda rank=rank: self._abort(rank))
@@ -358,7 +356,9 @@ class SimulatedJob(SaveJob):
             shared=rank.shared,
             retention=Retention(1 if is_local else 0),
             local_ranks=LocalRanks(channel, ()),
-            local=LocalSaves(FileExchange(), NoCopies()) if is_local else None,
+            report=SaveReport(7, attempt.target, 4),
+            start=0.0,
+            copying=NoCopies() if is_local else None,
             number=rank.number,
             attempted=attempted,
         )
@@ -506,7 +506,7 @@ class SavedEarlier(Attempted):
     def _save(self, rank: Rank) -> None:
         if rank.number == 0:
             self.turns.sleep(self.told.work_s[0] or 0.0)
-            rank.shared.decide(self.channel(rank), DecisionMessage(iteration=7, is_earlier=True))
+            rank.shared.decide(self.channel(rank), DecisionMessage(iteration=7))
         else:
             super()._save(rank)
 
@@ -518,26 +518,17 @@ def test_what_rank_0_never_reads_counts_as_sent_to_nobody(work_s: float, tmp_pat
     assert outcomes(found)[1:] == [Outcome.COMMITTED] * 2
     for number, job in found.jobs.items():
         assert job.plans.with_table(Offer(), encode(job.pieces, job.attempt.layout)).payload
-        assert not found.ranks[number].shared.current.made_checkpoint
-        assert found.channel(found.ranks[0]).has([f"save/n-1/report/{number}"])
+        assert not found.channel(found.ranks[0]).has([f"save/n-1/report/{number}"])
 
 
-PROBLEMS = (None, "no room")
-SETS_OF_RANKS = [
-    frozenset(ranks) for size in range(1, MOST_RANKS + 1) for ranks in itertools.combinations(range(MOST_RANKS), size)
-]
 EVENTS: st.SearchStrategy[Event] = st.sampled_from(
     [
         *Action,
         commit_state.Failed("no room"),
-        *(commit_state.Arrived(ranks, problem) for ranks in SETS_OF_RANKS for problem in PROBLEMS),
         commit_state.AskedToPrepare(),
         commit_state.Decision(None),
-        commit_state.Decision(None, is_earlier=True),
         commit_state.Decision("no room"),
         commit_state.Silence("nothing came"),
-        commit_state.Looked(True),
-        commit_state.Looked(False),
         commit_state.Aborted("time is over"),
     ]
 )
@@ -557,7 +548,7 @@ EVENTS: st.SearchStrategy[Event] = st.sampled_from(
 )
 @examples(1000)
 def test_no_order_of_events_renames_twice_or_wrongly(rank: int, leaders: tuple[int, ...], events: list[Event]) -> None:
-    known, whole, prepared, renames = CommitState.of(rank, range(MOST_RANKS), leaders), set[int](), set[int](), 0
+    known, whole, prepared, renames = CommitState(rank in leaders[1:], rank == 0), set[int](), set[int](), 0
     is_decided = False  # on another leader: whether rank 0 has decided to commit
     for event in events:
         before = known
@@ -567,12 +558,12 @@ def test_no_order_of_events_renames_twice_or_wrongly(rank: int, leaders: tuple[i
         match before.stage, event:
             case CommitStage.WRITING, Action.WRITE:
                 whole.add(rank)
-            case CommitStage.COLLECTING, commit_state.Arrived(senders, None):
-                whole |= senders
+            case CommitStage.COLLECTING, Action.COLLECT:
+                whole |= {*range(1, MOST_RANKS)}
             case CommitStage.PREPARING, Action.PREPARE:
                 prepared.add(rank)
-            case CommitStage.AWAITING_LEADERS, commit_state.Arrived(senders, None):
-                prepared |= senders
+            case CommitStage.AWAITING_LEADERS, Action.AWAIT_LEADERS:
+                prepared |= {*leaders[1:]}
             case CommitStage.PREPARED, commit_state.Decision(None):
                 is_decided = True
         if action is Action.RENAME:
@@ -599,7 +590,7 @@ def test_no_order_of_events_renames_twice_or_wrongly(rank: int, leaders: tuple[i
         if known.outcome is Outcome.COMMITTED and rank == 0:
             assert renames == 1
         if known.outcome is Outcome.COMMITTED and before.outcome is None and rank in leaders[1:]:  # its folder is there
-            assert event in (Action.RENAME, commit_state.Looked(True))
+            assert event in (Action.RENAME, Action.LOOK)
         if known.outcome is Outcome.FAILED and rank in leaders:  # its partial folder is removed
             assert not is_decided
         if known.stage is CommitStage.ENDED:

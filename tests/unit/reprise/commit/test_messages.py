@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-import pytest
+import json
+from collections.abc import Sequence
 
-from reprise.commit import attempt
+import pytest
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+from reprise.commit.attempt import find_hosts
 from reprise.commit.messages import (
     DecisionMessage,
     Message,
     Offer,
     Opening,
     RankReport,
+    pack_files,
     ranks_text,
     require_readiness,
+    unpack_files,
 )
 from reprise.errors import CheckpointError
+from reprise.ranks.channel import StoreChannel
 from tests.messages import refused
 
 GROUPS = [[1, 4], [2**64 - 1, 0]]
@@ -37,14 +44,34 @@ def test_a_message_arrives_as_it_was(message: Message) -> None:
     assert type(message).from_bytes(message.to_bytes()) == message
 
 
+class Rank0(StoreChannel):
+    """A channel of rank 0 that has the rows of all ranks, and measures what it sends."""
+
+    rows: Sequence[bytes] = ()
+    sent_bytes = 0
+
+    def gather(self, key: str, data: bytes) -> list[bytes]:
+        return list(self.rows)
+
+    def put(self, key: str, data: bytes, *, is_first: bool = True) -> None:
+        self.sent_bytes += len(data)
+
+
 def test_hosts_travel_in_bytes_that_hardly_grow_with_them() -> None:
-    rows = [(f"node{rank // 8:04}", rank % 8) for rank in range(8 * 2048)]
-    packed = attempt._packed(rows)
-    hosts = attempt._unpacked(packed)
-    assert len(packed) < 6500  # three bytes a name
+    channel = Rank0(HashStore(), 0, world_size=8 * 2048, timeout_s=1.0)
+    channel.rows = [json.dumps([f"node{rank // 8:04}", rank % 8]).encode() for rank in range(8 * 2048)]
+    hosts = find_hosts(channel, range(8), "k")
+    assert channel.sent_bytes < 5000  # two bytes a name
     assert hosts.names == tuple(f"node{host:04}" for host in range(2048))
-    assert hosts.leaders == tuple(range(0, len(rows), 8))
+    assert hosts.leaders == tuple(range(0, 8 * 2048, 8))
     assert hosts.ranks_with(13) == tuple(range(8, 16))
+
+
+def test_files_travel_as_they_are() -> None:
+    files = {"tokenizer.json": b"{}" * 100_000, "optimizer/state.json": b"", "manifest.json": b"\0\xff"}
+    message = pack_files(files)
+    assert len(message) < 2000
+    assert list(unpack_files(message).items()) == list(files.items())
 
 
 @pytest.mark.parametrize(

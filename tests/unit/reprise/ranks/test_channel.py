@@ -41,7 +41,7 @@ class CountingStore(dist.HashStore):  # type: ignore[misc]
         self.counts = Counter[str]()
 
     def __getattribute__(self, name: str) -> object:
-        if name in ("check", "get", "set", "compare_set", "delete_key"):
+        if name in ("check", "get", "multi_get", "set", "compare_set", "delete_key"):
             self.counts[name] += 1
         return super().__getattribute__(name)
 
@@ -53,27 +53,20 @@ def test_a_message_asks_the_store_no_more_than_it_must(size: int, chunks: int) -
     channel.put("k", bytes(size))
     assert store.counts == Counter(compare_set=1, set=chunks)
     store.counts.clear()
-    assert channel.take("k") == bytes(size)
-    assert store.counts["get"] == store.counts["delete_key"] == 1 + chunks
-    assert chunks or store.counts["check"] == 1
+    assert channel.read("k") == bytes(size)
+    assert store.counts == Counter(check=1, multi_get=1, get=chunks)
+    store.counts.clear()
+    channel.delete(["k"])
+    assert store.counts == Counter(check=1, get=1, delete_key=1 + chunks)
 
 
-def test_the_first_message_or_a_raising_check_ends_the_wait() -> None:
-    looks: list[int] = []
-
-    def look_twice() -> None:
-        looks.append(0)
-        if len(looks) > 1:
-            raise CheckpointError("No longer wanted")
-
+def test_the_first_message_ends_the_wait() -> None:
     def call(channel: StoreChannel) -> str:
         if channel.rank == 0:
             channel.put("b", b"")
             channel.read("done")
             return "b"
-        key = channel.await_any(["a", "b"], sender="rank 0", check=lambda: None)
-        with pytest.raises(CheckpointError, match="No longer wanted"):
-            channel.await_any(["a"], sender="rank 0", check=look_twice)
+        key = channel.await_any(["a", "b"], sender="rank 0")
         channel.put("done", b"")
         return key
 
@@ -82,9 +75,10 @@ def test_the_first_message_or_a_raising_check_ends_the_wait() -> None:
 
 def test_a_later_message_replaces_the_first_only_if_published() -> None:
     channel = single_rank_channel()
+    assert channel.published("heartbeat", 0) == ""
     for count in range(3):
-        channel.publish("heartbeat", b"%d" % count)
-    assert channel.read("heartbeat") == b"2"
+        channel.publish("heartbeat", f"{count}")
+    assert channel.clone().published("heartbeat", 0) == "2"
     channel.put("k", b"first")
     channel.put("k", b"second", is_first=False)
     assert channel.read("k") == b"first"
@@ -101,7 +95,6 @@ def test_all_ranks_gather_and_hear_the_first(world_size: int) -> None:
             calls.append(channel.rank)
             return {"path": "a\ud800", "pair": (1, None)}
 
-        channel.require_same("digest", "a", lambda _: MismatchError("Others"))
         return channel.gather("k", f"from {channel.rank}".encode()), channel.from_first("first", make)
 
     gathered = [f"from {rank}".encode() for rank in range(world_size)]
@@ -120,8 +113,6 @@ def test_all_ranks_gather_and_hear_the_first(world_size: int) -> None:
         ("agree", 2, LaunchError),
         ("from_first", 0, UnreadableError),
         ("from_first", 0, CheckpointError),
-        ("require_same", 1, MismatchError),
-        ("require_same", 2, MismatchError),
     ],
 )
 def test_what_one_rank_raises_all_ranks_raise(door: str, culprit: int, kind: type[TrainerError]) -> None:
@@ -134,10 +125,8 @@ def test_what_one_rank_raises_all_ranks_raise(door: str, culprit: int, kind: typ
         channel.agree("before", None)
         if door == "agree":
             channel.agree("k", error if is_culprit else None)
-        elif door == "from_first":
-            channel.from_first("k", fail)
         else:
-            channel.require_same("k", "b" if is_culprit else "a", lambda expected: error if expected == "a" else fail())
+            channel.from_first("k", fail)
 
     errors = run_ranks(3, call, store=tcp_store)
     assert [type(error) for error in errors] == [kind] * 3
@@ -165,7 +154,7 @@ def test_a_defect_of_the_first_ends_every_rank() -> None:
 def test_a_message_that_does_not_come_names_its_sender(door: str) -> None:
     channel = StoreChannel(dist.HashStore(), 0, world_size=2, timeout_s=0.01)
     arguments = {"gather": ("never", b""), "await_any": (["never"],)}.get(door, ("never",))
-    options = {"gather": {}, "await_any": {"sender": "rank 1", "check": lambda: None}}.get(door, {"sender": "rank 1"})
+    options = {} if door == "gather" else {"sender": "rank 1"}
     with pytest.raises(LaunchError, match=r"rank 1\b"):
         getattr(channel, door)(*arguments, **options)
 

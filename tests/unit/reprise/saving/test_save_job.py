@@ -5,10 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from reprise.commit.attempt import Hosts
-from reprise.commit.protocol import LocalSaves
 from reprise.format.host_file import attempt_of
 from reprise.ranks.channel import StoreChannel
-from reprise.ranks.file_exchange import FileExchange
 from reprise.saving.checkpointer import Checkpointer
 from reprise.saving.policy import Retention, SavePolicy
 from reprise.storage.files import FILE_SYSTEM, Files
@@ -27,8 +25,7 @@ def saver(
     if isinstance(channel, Deaf):
         channel.attempt = deaf_to
     policy = SavePolicy(root / str(channel.rank), retention=Retention(1), commit_timeout_s=10.0)
-    local = LocalSaves(FileExchange(), NoCopies())
-    found = Checkpointer(policy, channel, nonce=nonce, hosts=HOSTS, local=local, files=files)
+    found = Checkpointer(policy, channel, nonce=nonce, hosts=HOSTS, copying=NoCopies(), files=files)
     found.start()
     return found
 
