@@ -20,7 +20,6 @@ from reprise.format.box import Box, Image, image
 from reprise.format.dtype import StoredDtype
 from reprise.format.names import ADAPTERS
 from reprise.storage import json_file
-from reprise.storage.json_file import Json
 
 PAGE_BYTES = 4096
 DEFAULT_FILE_BYTES = 2 << 30
@@ -200,7 +199,7 @@ def is_shape(sizes: Sequence[int]) -> bool:
 
 
 def header_places(data: bytes, name: str, kind: TensorKind, total_bytes: int, *, where: object) -> list[Place]:
-    """Return every tensor's place from a safetensors header.
+    """Return every tensor's place from a safetensors header, in file order.
 
     Args:
         data: The header from `read_header`.
@@ -208,33 +207,24 @@ def header_places(data: bytes, name: str, kind: TensorKind, total_bytes: int, *,
         total_bytes: The file size.
 
     Raises:
-        CheckpointError: The header is malformed, or the file size does not match its tensors.
-    """
-    table, length = json_file.parse(data[8:], where=where), len(data) - 8
-    specs = parse(table, kind, data_bytes=total_bytes - 8 - length, where=where)
-    return [Place(spec, name, 8 + length + offset) for spec, offset in specs]
-
-
-def parse(table: Json, kind: TensorKind, *, data_bytes: int, where: object) -> list[tuple[TensorSpec, int]]:
-    """Return every tensor in a header in file order, with its offset in the file's `data_bytes` data bytes.
-
-    Raises:
         CheckpointError: Names the first tensor with a malformed entry, or with a gap or overlap before it. Or the
             data does not end with the last tensor.
     """
-    specs = []
-    for name, entry in table.items():
-        if name != METADATA:
-            specs.append(_parse_entry(name, entry, kind, where=f"{where}, tensor {name}"))
-    specs.sort(key=lambda item: (item[1], item[1] + item[0].total_bytes))
-    position = 0
-    for spec, offset in specs:
-        if offset != position:
-            raise _malformed(f"{where}, tensor {spec.name}", f"a start at byte {position}", offset)
+    table, places, position = json_file.parse(data[8:], where=where), list[Place](), len(data)
+    entries = [
+        _parse_entry(tensor, entry, kind, where=f"{where}, tensor {tensor}")
+        for tensor, entry in table.items()
+        if tensor != METADATA
+    ]
+    for spec, offset in sorted(entries, key=lambda item: (item[1], item[0].total_bytes)):
+        if offset != position - len(data):
+            raise _malformed(f"{where}, tensor {spec.name}", f"a start at byte {position - len(data)}", offset)
+        places.append(Place(spec, name, position))
         position += spec.total_bytes
-    if position != data_bytes:
-        raise _malformed(where, f"{data_bytes} B of data, as the file has", position)
-    return specs
+    if position != total_bytes:
+        expected = f"{total_bytes - len(data)} B of data, as the file has"
+        raise _malformed(where, expected, position - len(data))
+    return places
 
 
 def _parse_entry(name: str, entry: object, kind: TensorKind, *, where: str) -> tuple[TensorSpec, int]:
@@ -243,15 +233,11 @@ def _parse_entry(name: str, entry: object, kind: TensorKind, *, where: str) -> t
     shape, offsets, dtype = entry.get("shape"), entry.get("data_offsets"), entry.get("dtype")
     if not isinstance(dtype, str) or dtype not in StoredDtype.__members__:
         raise _malformed(where, "a dtype of " + ", ".join(sorted(StoredDtype.__members__)), dtype)
-    if not _are_naturals(shape):
-        raise _malformed(where, "a shape of natural numbers", shape)
-    if not is_shape(shape):
-        raise _malformed(where, f"a shape of at most {MOST_DIMENSIONS} dimensions and 2^63 - 1 elements", shape)
-    if not _are_naturals(offsets) or len(offsets) != 2:
-        raise _malformed(where, "two data_offsets", offsets)
+    if not _are_naturals(shape) or not is_shape(shape):
+        raise _malformed(where, f"a shape of at most {MOST_DIMENSIONS} natural numbers and 2^63 - 1 elements", shape)
     spec = TensorSpec(kind, name, tuple(shape), StoredDtype[dtype], tuple(shape))
-    if offsets[1] - offsets[0] != spec.total_bytes:
-        raise _malformed(where, f"{spec.total_bytes} B for {dtype} of shape {shape}", f"data_offsets {offsets}")
+    if not _are_naturals(offsets) or len(offsets) != 2 or offsets[1] - offsets[0] != spec.total_bytes:
+        raise _malformed(where, f"two data_offsets {spec.total_bytes} B apart", offsets)
     return spec, offsets[0]
 
 

@@ -17,8 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from reprise.format.box import Box, whole
-from reprise.format.dtype import StoredDtype
+from reprise.format.box import Box
 from reprise.format.layout import MOST_ELEMENTS, is_shape
 from reprise.format.names import MANIFEST_FORMAT
 from reprise.storage import json_file
@@ -29,7 +28,6 @@ FORMAT = MANIFEST_FORMAT
 BLOCK_BYTES = 4 << 20
 DIGEST_BYTES = 8
 _MOST_REMEMBERED = 64
-_ITEMSIZES = sorted({dtype.itemsize for dtype in StoredDtype})
 
 
 def block_ranges(lo: int, hi: int, *, begin: int = 0, end: int | None = None) -> Iterator[tuple[int, int]]:
@@ -81,11 +79,6 @@ class TensorEntry:
     cuts: tuple[tuple[int, ...], ...]
     shares: Mapping[int, tuple[int, ...]]
     digests: bytes
-
-    def pieces(self, itemsize: int) -> Iterator[WrittenPiece]:
-        """Yield every piece with its digests."""
-        for _, piece in self.pieces_in(whole(self.view), itemsize):
-            yield piece
 
     def pieces_in(self, box: Box, itemsize: int) -> Iterator[tuple[int, WrittenPiece]]:
         """Yield the pieces in all cells overlapping `box`, each with its number among all pieces."""
@@ -244,17 +237,12 @@ def _tensor_entry(entry: Mapping[str, Any]) -> TensorEntry:
         raise ValueError(f"a view of {len(view)} dimensions has too many dimensions or elements")
     cuts = tuple(_marks(marks) for marks in entry["cuts"])
     if len(cuts) != len(view) or any(
-        marks[0] != 0 or marks[-1] != n or not _is_ascending(marks) for marks, n in zip(cuts, view, strict=True)
+        marks[0] != 0 or marks[-1] != n or (_distances(marks) <= 0).any() for marks, n in zip(cuts, view, strict=True)
     ):
         raise ValueError(f"cuts {cuts} do not fit a tensor of {view}")
     shares = {_cell(key): tuple(_size(n) for n in offsets) for key, offsets in entry.get("shares", {}).items()}
-    parsed = TensorEntry(view, cuts, shares, bytes.fromhex(entry["digests"]))
-    # Only the headers know the item size; `reader.read_places` checks again with it.
-    if not any(parsed.fits(itemsize) for itemsize in _ITEMSIZES):
-        raise ValueError(
-            f"{len(parsed.digests)} B of digests and shares {shares} do not fit a tensor of {view} cut at {cuts}"
-        )
-    return parsed
+    # Only the headers know the item size, with which `reader.read_places` checks digests and shares.
+    return TensorEntry(view, cuts, shares, bytes.fromhex(entry["digests"]))
 
 
 def _size(value: object) -> int:
@@ -270,11 +258,6 @@ def _marks(values: Iterable[object]) -> tuple[int, ...]:
     for number in (min(numbers, default=0), max(numbers, default=0)):
         _size(number)
     return numbers
-
-
-@functools.lru_cache(maxsize=_MOST_REMEMBERED)
-def _is_ascending(marks: tuple[int, ...]) -> bool:
-    return all(lo < hi for lo, hi in itertools.pairwise(marks))
 
 
 def _cell(key: str) -> int:

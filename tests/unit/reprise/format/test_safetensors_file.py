@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,9 +14,8 @@ from torch import nn
 
 from reprise import load, save
 from reprise.errors import CheckpointError
-from reprise.format import layout as header
 from reprise.format import manifest
-from reprise.format.layout import TensorKind
+from reprise.format.layout import TensorKind, header_places
 from tests.messages import refused
 
 A = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
@@ -25,8 +25,9 @@ GOOD: dict[str, Any] = {"__metadata__": {"format": "pt"}, "b": B, "none": EMPTY,
 
 
 def parse(table: dict[str, Any], data_bytes: int = 26) -> list[tuple[str, int]]:
-    found = header.parse(table, TensorKind.MODEL, data_bytes=data_bytes, where="x.safetensors")
-    return [(spec.name, offset) for spec, offset in found]
+    data = bytes(8) + json.dumps(table).encode()
+    places = header_places(data, "x", TensorKind.MODEL, len(data) + data_bytes, where="x.safetensors")
+    return [(place.spec.name, place.offset - len(data)) for place in places]
 
 
 def test_tensors_come_in_order_of_the_file() -> None:
