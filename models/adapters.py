@@ -8,7 +8,8 @@ from dataclasses import replace
 from math import sqrt
 
 from models.config import Initial, InitialKind, LoraConfig, ModelConfig, StoredTensor
-from models.families import generation_config, hf_config, spec_of, stored_tensors
+from models.families import hf_config, spec_of, stored_tensors
+from models.hf_config import generation_members
 
 PREFIX = "base_model.model."
 A, B = ".lora_A.weight", ".lora_B.weight"
@@ -85,17 +86,10 @@ def adapter_problems(config: ModelConfig) -> list[str]:
         messages.append(
             f"model.lora.rank={lora.rank}: must be at most {widest}, the largest width of an adapted matrix"
         )
-    modules = {name.rpartition(".")[0] for name in stored_tensors(config)} | {"lm_head"}
     for target in lora.target_modules or ():
-        unadaptable = sorted(name for name in modules - projections.keys() if _fits(name, (target,)))
-        ends = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in projections))
-        if unadaptable:
-            messages.append(
-                f"model.lora.target_modules: {target!r} matches {unadaptable[0]}, which cannot have an adapter; "
-                f"choose from {ends}"
-            )
-        elif not any(_fits(name, (target,)) for name in projections):
-            messages.append(f"model.lora.target_modules: {target!r} matches no module; choose from {ends}")
+        if not any(_fits(name, (target,)) for name in projections):
+            ends = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in projections))
+            messages.append(f"model.lora.target_modules: {target!r} matches no projection; choose from {ends}")
     return messages
 
 
@@ -120,7 +114,7 @@ def model_documents(config: ModelConfig) -> dict[str, dict[str, object]]:
     """Return the JSON files by which transformers or PEFT opens a checkpoint, by file name."""
     if config.is_adapted:
         return {"adapter_config.json": peft_config(config)}
-    return {"config.json": hf_config(config), "generation_config.json": generation_config(config)}
+    return {"config.json": hf_config(config), "generation_config.json": generation_members(config)}
 
 
 def scale_of(config: ModelConfig) -> float:

@@ -199,6 +199,8 @@ def _size_problems(config: ModelConfig) -> list[str]:
     names = ("n_layer", "n_head", "n_kv_head", "n_embd", "intermediate_size", "vocab_size", "max_position_embeddings")
     sizes = {name: getattr(config, name) for name in (*names, "pad_vocab_multiple")}
     messages = [f"model.{name}={size}: must be at least 1" for name, size in sizes.items() if size < 1]
+    if config.n_layer > _MOST_LAYERS:
+        messages.append(f"model.n_layer={config.n_layer}: must be at most {_MOST_LAYERS}")
     stops = [("stop_token_ids", token) for token in config.stop_token_ids or ()]
     for name, token in [("bos_token_id", config.bos_token_id), ("eos_token_id", config.eos_token_id), *stops]:
         if not 0 <= token < config.vocab_size:
@@ -233,6 +235,7 @@ def _number_problems(config: ModelConfig) -> list[str]:
 # Far beyond any model's values, and within float32's range.
 _RANGES = {"norm_eps": (1e-30, 1.0), "initializer_range": (1e-30, 1e3), "rope_theta": (1e-3, 1e18)}
 _MOST_FACTOR = 1e9
+_MOST_LAYERS = 10_000  # all their tensors' names are listed
 
 
 def rotary_problems(config: ModelConfig) -> list[str]:

@@ -6,8 +6,7 @@ from math import prod
 from typing import Any
 
 from models import gpt2_spec, llama3_spec, qwen3_spec
-from models.config import ADDED, Family, Initial, ModelConfig, StoredTensor, common_problems, rotary_problems
-from models.hf_config import generation_members
+from models.config import Family, Initial, ModelConfig, StoredTensor, common_problems, rotary_problems
 from models.spec import OUTPUT, FamilySpec
 
 FAMILIES: dict[Family, FamilySpec] = {
@@ -16,7 +15,6 @@ FAMILIES: dict[Family, FamilySpec] = {
     Family.qwen3: qwen3_spec.SPEC,
 }
 _DEFAULTS = {field.name: field.default for field in fields(ModelConfig)}
-_ADDED = {field.name for field in fields(ModelConfig) if field.metadata.get(ADDED)}
 
 
 def spec_of(config: ModelConfig) -> FamilySpec:
@@ -38,23 +36,16 @@ def problems(config: ModelConfig) -> list[str]:
         if value != expected:
             messages.append(f"model.{name}={value}: {family} needs it equal to model.{origin}={expected}")
     messages += [f"model.{name}=null: {family} needs it" for name in spec.needs if getattr(config, name) is None]
-    for name, reason in _unused(config.family).items():
+    for name, reason in spec.unused.items():
         value = getattr(config, name)
         if value != _DEFAULTS[name]:
             messages.append(f"model.{name}={value.value if isinstance(value, Enum) else value}: {reason}")
     return messages + rotary_problems(config) if spec.is_rotary else messages
 
 
-def _unused(family: Family) -> dict[str, str]:
-    """Return the `ModelConfig` fields that must keep their default in a family, and why."""
-    spec = FAMILIES[family]
-    unused = dict.fromkeys(_ADDED - spec.hf.names().keys(), f"{family.value} does not have it; omit the key")
-    return unused | dict(spec.unused)
-
-
 def has_field(family: Family, name: str) -> bool:
     """Return whether a `ModelConfig` field applies to a family."""
-    return name not in _unused(family)
+    return name not in FAMILIES[family].unused
 
 
 def default_of(name: str) -> Any:
@@ -117,8 +108,3 @@ def flops_per_token(config: ModelConfig, seq_length: int) -> int:
 def hf_config(config: ModelConfig) -> dict[str, object]:
     """Return the `config.json` with which transformers opens the stored tensors."""
     return spec_of(config).hf.write(config)
-
-
-def generation_config(config: ModelConfig) -> dict[str, object]:
-    """Return the `generation_config.json` with which transformers stops at an end token."""
-    return generation_members(config)

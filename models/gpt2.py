@@ -1,6 +1,6 @@
 """The GPT-2 network. Its names, shapes and plan are in `gpt2_spec`."""
 
-from typing import assert_never, cast
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -42,11 +42,6 @@ class GPT2(Model):
         if stage.last:
             self.lm_head = OutputLayer(width, rows, config.vocab_size)
         self.tie_weights()
-
-    @property
-    def blocks(self) -> nn.ModuleDict:
-        """Return this stage's blocks by global layer number."""
-        return cast(nn.ModuleDict, self.transformer["h"])
 
     def forward(self, x: Tensor, *, dropout_key: int | Tensor | None = None, starts: Tensor | None = None) -> Tensor:
         """Run this stage, see `Model`."""
@@ -123,13 +118,7 @@ class GPT2MLP(nn.Module):
         super().__init__()
         self.c_fc = Conv1D(config.n_embd, config.intermediate_size)
         self.c_proj = Conv1D(config.intermediate_size, config.n_embd)
-        match config.activation:
-            case Activation.gelu_tanh:
-                self.approximate = "tanh"
-            case Activation.gelu:
-                self.approximate = "none"
-            case activation:
-                assert_never(activation)
+        self.approximate = "tanh" if config.activation is Activation.gelu_tanh else "none"
         self.dropout = Dropout(config.dropout, Site.mlp_residual, layer=layer)
 
     def forward(self, x: Tensor, key: int | None) -> Tensor:

@@ -106,14 +106,6 @@ _HF = HfConfig(
     ),
     tokens={"bos_token_id": 50256, "eos_token_id": 50256},
     neutral={"reorder_and_upcast_attn": False},
-    # For heads other than the language model's.
-    inert=(
-        "summary_activation",
-        "summary_first_dropout",
-        "summary_proj_to_labels",
-        "summary_type",
-        "summary_use_proj",
-    ),
 )
 _MEGATRON = MegatronNames(
     arguments={
@@ -160,7 +152,10 @@ SPEC = FamilySpec(
     hf=_HF,
     is_rotary=False,
     lora_targets=("c_attn",),
-    unused={"rope_scaling": "gpt2 has learned positions; set it to null"},
+    unused={
+        "rope_scaling": "gpt2 has learned positions; set it to null",
+        "head_dim": "gpt2 does not have it; omit the key",
+    },
     follows={"n_kv_head": "n_head"},
     fan_in_fan_out=True,
     megatron=_MEGATRON,

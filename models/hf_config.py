@@ -10,14 +10,8 @@ from models.config import ModelConfig, RopeScaling
 Json: TypeAlias = Mapping[str, Any]
 _MOST = 1e30  # for any number in a configuration; `families.problems` has each number's bounds
 _THETA = 10000.0  # where a file names none
+_WHOLE = ("partial_rotary_factor", 1.0)
 BEGIN, END = "bos_token_id", "eos_token_id"
-# Members of `config.json` and `generation_config.json` that change neither a model's numbers nor its text.
-_INERT = frozenset({
-    "_commit_hash", "_from_model_config", "_name_or_path", "architectures", "chunk_size_feed_forward", "id2label",
-    "label2id", "model_type", "output_attentions", "output_hidden_states", "output_logits", "output_scores",
-    "problem_type", "return_dict", "return_dict_in_generate", "transformers_version", "transformers_weights",
-    "use_cache",
-})  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +30,6 @@ class HfField:
     default: Any = None
     names: Mapping[str, Enum] | None = None
     is_read: bool = True
-
-    def decided(self) -> tuple[str, ...]:
-        """Return the carried or refused `config.json` members."""
-        return (self.hf_name,) if self.is_read else ()
 
     def write(self, config: ModelConfig) -> dict[str, object]:
         """Return the `config.json` members."""
@@ -62,53 +52,28 @@ class HfField:
 
 @dataclass(frozen=True, slots=True)
 class HfConstant:
-    """A member independent of our fields. Our models write the first value; the others mean the same."""
+    """A member independent of our fields, or computed from them. Our models write its first value.
+
+    Args:
+        allowed: The values with the same meaning, or a function that computes them from the fields.
+    """
 
     hf_name: str
-    allowed: tuple[object, ...]
+    allowed: tuple[object, ...] | Callable[[Json], tuple[object, ...]]
     is_written: bool = True
-
-    def decided(self) -> tuple[str, ...]:
-        """Return the carried or refused `config.json` members."""
-        return (self.hf_name,)
-
-    def write(self, _: ModelConfig) -> dict[str, object]:
-        """Return the `config.json` members."""
-        return {self.hf_name: self.allowed[0]} if self.is_written else {}
-
-    def read(self, table: Json, _: Json, problems: list[str]) -> dict[str, object]:
-        """Return no field; add a value not allowed to `problems`."""
-        _refuse_others(table, self.hf_name, self.allowed, problems)
-        return {}
-
-
-@dataclass(frozen=True, slots=True)
-class HfDerived:
-    """A member computed from other `ModelConfig` fields; `meaning` is its formula in transformers' names."""
-
-    hf_name: str
-    value: Callable[[Json], object]
-    meaning: str
-    is_written: bool = True
-
-    def decided(self) -> tuple[str, ...]:
-        """Return the carried or refused `config.json` members."""
-        return (self.hf_name,)
 
     def write(self, config: ModelConfig) -> dict[str, object]:
         """Return the `config.json` members."""
-        return {self.hf_name: self.value(vars(config))} if self.is_written else {}
+        return {self.hf_name: self._values(vars(config))[0]} if self.is_written else {}
 
     def read(self, table: Json, values: Json, problems: list[str]) -> dict[str, object]:
-        """Return no field; add any other value to `problems`."""
-        value = table.get(self.hf_name)
-        if value is not None and (isinstance(value, bool) or value != self.value(values)):
-            problems.append(f"{self.hf_name}={value!r}: only {self.meaning} is supported")
+        """Return no field; add a value not allowed to `problems`."""
+        if self.hf_name in table:
+            _refuse_others(table, self.hf_name, self._values(values), problems)
         return {}
 
-
-_PARTIAL = "partial_rotary_factor"
-_WHOLE = ((_PARTIAL, None), (_PARTIAL, 1.0))
+    def _values(self, values: Json) -> tuple[object, ...]:
+        return self.allowed(values) if callable(self.allowed) else self.allowed
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,10 +82,6 @@ class HfRope:
 
     If a file has both, `rope_scaling` wins, as in version 5's `convert_rope_params_to_dict`.
     """
-
-    def decided(self) -> tuple[str, ...]:
-        """Return the carried or refused `config.json` members."""
-        return ("rope_parameters", "rope_scaling", "rope_theta", _PARTIAL)
 
     def write(self, config: ModelConfig) -> dict[str, object]:
         """Return the `config.json` members for both versions."""
@@ -142,14 +103,13 @@ class HfRope:
         theta = _checked("rope_theta", scaling.get("rope_theta", theta), 1.0, problems)
         like = asdict(RopeScaling())
         names = {"rope_type", "type", "rope_theta", *(like if kind == "llama3" else ())}
-        extras = {_PARTIAL: table.get(_PARTIAL), **{name: scaling[name] for name in scaling.keys() - names}}
-        if kind in ("default", "llama3"):
-            problems += [f"rope_parameters.{n}={v!r}: not supported" for n, v in extras.items() if (n, v) not in _WHOLE]
-        if kind == "default":
-            return {"rope_theta": theta, "rope_scaling": None}
-        if kind != "llama3":
+        if kind not in ("default", "llama3"):
             problems.append(f"rope_type={kind!r}: must be default or llama3")
             return {}
+        extras = {name: scaling[name] for name in sorted(scaling.keys() - names)}
+        problems += [f"rope_parameters.{n}={v!r}: not supported" for n, v in extras.items() if (n, v) != _WHOLE]
+        if kind == "default":
+            return {"rope_theta": theta, "rope_scaling": None}
         missing = like.keys() - scaling.keys()
         if missing:
             problems.append(f"rope_parameters: {', '.join(sorted(missing))} missing")
@@ -165,15 +125,13 @@ class HfConfig:
     Args:
         tokens: Transformers' token ids for a file without them.
         neutral: Members without a counterpart in our models, with their neutral value. The log names any other value.
-        inert: Members without effect on our models' numbers and text.
     """
 
     architecture: str
     model_type: str
-    members: tuple[HfField | HfConstant | HfDerived | HfRope, ...]
+    members: tuple[HfField | HfConstant | HfRope, ...]
     tokens: Json = field(default_factory=dict)
     neutral: Json = field(default_factory=dict)
-    inert: tuple[str, ...] = ()
 
     def write(self, config: ModelConfig) -> dict[str, object]:
         """Return the `config.json` with which transformers opens the stored tensors."""
@@ -199,27 +157,20 @@ class HfConfig:
             values |= member.read(table, values, problems)
         return values | _tokens({**self.tokens, **table}, generation, values["vocab_size"])
 
-    def lost(self, table: Json, generation: Json | None, config: ModelConfig) -> dict[str, object]:
+    def lost(self, table: Json, config: ModelConfig) -> dict[str, object]:
         """Return the `config.json` members, with their values, whose effect the model lacks."""
-        decided = {name for member in (*self.members, *_REFUSED) for name in member.decided()}
-        members = {"torch_dtype": "float32", **self.neutral, **self.write(config)}
-        ends = set(_ids(table.get(END, self.tokens.get(END))))
-        if generation is not None and ends <= set(config.end_tokens):
-            decided.add(END)
-        return _lost({**self.tokens, **table}, members, decided | set(self.inert))
-
-    def names(self) -> dict[str, str]:
-        """Return transformers' names for the `ModelConfig` fields; some fields have none."""
-        names = {m.field: m.hf_name for m in self.members if isinstance(m, HfField) and m.is_read}
-        names["stop_token_ids"] = END
-        rotates = any(isinstance(member, HfRope) for member in self.members)
-        return names | (dict.fromkeys(("rope_theta", "rope_scaling"), "rope_parameters") if rotates else {})
+        second = {m.hf_name: getattr(config, m.field) for m in self.members if isinstance(m, HfField) and not m.is_read}
+        members = {**self.neutral, **second}
+        return {name: table[name] for name in members if table.get(name) not in (None, members[name])}
 
 
 # transformers applies them to every family.
 _REFUSED = (
     HfConstant("is_encoder_decoder", (False, None), is_written=False),
+    HfConstant("partial_rotary_factor", (1.0, None), is_written=False),
     HfConstant("per_layer_config", (None,), is_written=False),
+    HfConstant("quantization_config", (None,), is_written=False),
+    HfConstant("transformers_weights", (None,), is_written=False),
 )
 
 
@@ -227,25 +178,6 @@ def generation_members(config: ModelConfig) -> dict[str, object]:
     """Return the `generation_config.json` members; transformers stops generating at each end token."""
     ends = list(config.end_tokens)
     return {BEGIN: config.bos_token_id, END: ends if len(ends) > 1 else config.eos_token_id}
-
-
-def lost_generation(table: Json, config: ModelConfig) -> dict[str, object]:
-    """Return the `generation_config.json` members, with their values, whose effect the model lacks."""
-    return _lost({END: None, **table}, generation_members(config), set())
-
-
-def _lost(table: Json, members: Json, decided: set[str]) -> dict[str, object]:
-    """Return undecided members with an effect and a value other than the one in `members`."""
-    lost = {}
-    for name in table.keys() - decided - _INERT:
-        value = table[name]
-        if name in (BEGIN, END):
-            is_lost = set(_ids(value)) != set(_ids(members[name]))
-        else:
-            is_lost = value is not None and value != members.get(name)
-        if is_lost:
-            lost[name] = value
-    return {name: lost[name] for name in sorted(lost)}
 
 
 def _depends_on_others(member: object) -> bool:

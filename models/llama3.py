@@ -1,4 +1,4 @@
-"""The LLaMA-3 network. Its names, shapes and plan are in `llama3_spec`."""
+"""The LLaMA-3 and Qwen3 network. Names, shapes and plans are in `llama3_spec` and `qwen3_spec`."""
 
 from math import pi
 from typing import cast
@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.config import ModelConfig, RopeScaling, Stage
+from models.families import spec_of
 from models.layers import (
     Embedding,
     Linear,
@@ -23,7 +24,7 @@ from models.network import Model
 
 
 class Llama3(Model):
-    """A LLaMA-3 language model, or a pipeline stage."""
+    """A LLaMA-3 or Qwen3 language model, or a pipeline stage."""
 
     def __init__(self, config: ModelConfig, stage: Stage, compute_dtype: torch.dtype) -> None:
         super().__init__(config, stage, compute_dtype)
@@ -32,23 +33,13 @@ class Llama3(Model):
         parts: dict[str, nn.Module] = {}
         if stage.first:
             parts["embed_tokens"] = Embedding(rows, config.n_embd)
-        parts["layers"] = nn.ModuleDict({str(layer): self.build_block(config) for layer in stage.layers})
+        parts["layers"] = nn.ModuleDict({str(layer): Llama3Block(config) for layer in stage.layers})
         if stage.last:
             parts["norm"] = RMSNorm(config.n_embd, config.norm_eps)
         self.model = nn.ModuleDict(parts)
         if stage.last:
             self.lm_head = OutputLayer(config.n_embd, rows, config.vocab_size)
         self.tie_weights()
-
-    @staticmethod
-    def build_block(config: ModelConfig) -> nn.Module:
-        """Return a layer; a family with its own layers overrides this."""
-        return Llama3Block(config)
-
-    @property
-    def blocks(self) -> nn.ModuleDict:
-        """Return this stage's blocks by global layer number."""
-        return cast(nn.ModuleDict, self.model["layers"])
 
     def forward(self, x: Tensor, *, dropout_key: int | Tensor | None = None, starts: Tensor | None = None) -> Tensor:
         """Run this stage, see `Model`; only adapters have dropout."""
@@ -77,7 +68,10 @@ class Llama3(Model):
 
 
 class Llama3Attention(nn.Module):
-    """Causal grouped-query attention; the heads are counted in the weights, which tensor parallelism may have cut."""
+    """Causal grouped-query attention; the heads are counted in the weights, which tensor parallelism may have cut.
+
+    Qwen3 normalizes every query and key head before the rotation. Query heads share a norm weight, key heads another.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -87,12 +81,16 @@ class Llama3Attention(nn.Module):
         self.k_proj = Linear(config.n_embd, kv_width)
         self.v_proj = Linear(config.n_embd, kv_width)
         self.o_proj = Linear(q_width, config.n_embd)
+        has_norms = "self_attn.q_norm.weight" in spec_of(config).block(config)
+        self.q_norm, self.k_norm = (
+            RMSNorm(config.head_width, config.norm_eps) if has_norms else nn.Identity() for _ in range(2)
+        )
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
         """Map [B, T, n_embd] to the same shape; `mask` as for `causal_attention`."""
         heads = (-1, self.head_dim)
-        q = rotate(self.q_proj(x).unflatten(-1, heads), cos, sin)
-        k = rotate(self.k_proj(x).unflatten(-1, heads), cos, sin)
+        q = rotate(self.q_norm(self.q_proj(x).unflatten(-1, heads)), cos, sin)
+        k = rotate(self.k_norm(self.k_proj(x).unflatten(-1, heads)), cos, sin)
         v = self.v_proj(x).unflatten(-1, heads)
         return cast(Tensor, self.o_proj(causal_attention(q, k, v, mask)))
 
@@ -117,11 +115,9 @@ class Llama3MLP(nn.Module):
 class Llama3Block(nn.Module):
     """A layer: attention and MLP, each behind its norm and added to the residual stream."""
 
-    attention_class: type[Llama3Attention] = Llama3Attention  # a family that differs in its attention sets its own
-
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.self_attn = self.attention_class(config)
+        self.self_attn = Llama3Attention(config)
         self.mlp = Llama3MLP(config)
         self.input_layernorm = RMSNorm(config.n_embd, config.norm_eps)
         self.post_attention_layernorm = RMSNorm(config.n_embd, config.norm_eps)

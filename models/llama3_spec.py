@@ -4,7 +4,7 @@ Sources: Dubey et al. 2024, "The Llama 3 Herd of Models"; transformers' `LlamaFo
 """
 
 from models.config import Initial, InitialKind, ModelConfig, StoredTensor
-from models.hf_config import HfConfig, HfConstant, HfDerived, HfField, HfRope
+from models.hf_config import HfConfig, HfConstant, HfField, HfRope
 from models.megatron_names import ABSENT, POSITIONS, MegatronForm, MegatronNames, MegatronPart, norm_parts
 from models.spec import Cut, FamilySpec, TensorParallelPlan
 
@@ -66,7 +66,7 @@ _HF = HfConfig(
         HfField("n_layer", "num_hidden_layers", 32),
         HfField("n_head", "num_attention_heads", 32),
         HfField("n_kv_head", "num_key_value_heads", lambda values: values["n_head"]),
-        HfDerived("head_dim", lambda values: values["n_embd"] // values["n_head"], "hidden_size / num_attention_heads"),
+        HfConstant("head_dim", lambda values: (values["n_embd"] // values["n_head"], None)),
         HfField("n_embd", "hidden_size", 4096),
         HfField("intermediate_size", "intermediate_size", 11008),
         HfField("vocab_size", "vocab_size", 32000),
@@ -80,7 +80,6 @@ _HF = HfConfig(
     ),
     tokens={"bos_token_id": 1, "eos_token_id": 2},
     neutral={"attention_dropout": 0.0},
-    inert=("pretraining_tp",),  # the summation order in version 4
 )
 MEGATRON = MegatronNames(
     arguments={
@@ -125,6 +124,10 @@ SPEC = FamilySpec(
     hf=_HF,
     is_rotary=True,
     lora_targets=("q_proj", "v_proj"),
-    unused={"dropout": "llama3 does not have it; set it to 0", "activation": "llama3 always uses SwiGLU; omit the key"},
+    unused={
+        "dropout": "llama3 does not have it; set it to 0",
+        "activation": "llama3 always uses SwiGLU; omit the key",
+        "head_dim": "llama3 does not have it; omit the key",
+    },
     megatron=MEGATRON,
 )

@@ -33,7 +33,7 @@ class Model(nn.Module):
     @property
     def blocks(self) -> nn.ModuleDict:
         """Return this stage's blocks by global layer number."""
-        raise NotImplementedError
+        return cast(nn.ModuleDict, self.get_submodule(spec_of(self.config).blocks))
 
     def tie_weights(self) -> None:
         """Make the output weight the embedding Parameter itself, where both are here and tied.

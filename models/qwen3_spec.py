@@ -1,4 +1,4 @@
-"""Qwen3 as data, under transformers' names and orientation. The network is in `qwen3`.
+"""Qwen3 as data, under transformers' names and orientation. The network is in `llama3`.
 
 Sources: Yang et al. 2025, "Qwen3 Technical Report"; transformers' `Qwen3ForCausalLM`.
 """
@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from models import llama3_spec
 from models.config import ModelConfig, StoredTensor
-from models.hf_config import HfConfig, HfConstant, HfDerived, HfField, HfRope
+from models.hf_config import HfConfig, HfConstant, HfField, HfRope
 from models.megatron_names import MegatronPart
 from models.spec import Cut, TensorParallelPlan
 
@@ -47,16 +47,10 @@ _HF = HfConfig(
         HfConstant("use_sliding_window", (False,)),
         HfRope(),
         HfField("tie_word_embeddings", "tie_word_embeddings", False),
-        HfDerived(
-            "layer_types",
-            lambda values: ["full_attention"] * values["n_layer"],
-            "full_attention in every layer",
-            is_written=False,
-        ),
+        HfConstant("layer_types", lambda values: (["full_attention"] * values["n_layer"], None), is_written=False),
     ),
     tokens={"bos_token_id": None, "eos_token_id": None},
     neutral={"attention_dropout": 0.0},
-    inert=("max_window_layers", "sliding_window"),  # without use_sliding_window, which is refused
 )
 _HEAD_NORMS = (
     MegatronPart("self_attention.q_layernorm.weight", ("self_attn.q_norm.weight",)),
@@ -73,7 +67,6 @@ _MEGATRON = replace(
 )
 SPEC = replace(
     _LIKE,
-    network=("models.qwen3", "Qwen3"),
     block=_block,
     plan=_PLAN,
     hf=_HF,

@@ -51,8 +51,7 @@ class FamilySpec:
         initial: Returns a stored tensor's initial values, by its name.
         is_rotary: Whether positions rotate queries and keys.
         lora_targets: Name suffixes that select the projections adapted by default, as in PEFT.
-        unused: The `ModelConfig` fields that must keep their default, and why. Fields added later must keep it too,
-            unless `hf` names them.
+        unused: The `ModelConfig` fields that must keep their default, and why.
         follows: The `ModelConfig` fields that must equal another field.
         needs: The optional `ModelConfig` fields required by this family.
         fan_in_fan_out: Whether projection weights are stored as [in, out] (PEFT's term).

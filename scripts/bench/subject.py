@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 import xxhash
 
-from models import families
+from models.adapters import model_documents
 from reprise.format import STATE, TensorKind
 from reprise.storage import Json
 from reprise.tensors import Contents, LiveTensor
@@ -101,8 +101,7 @@ class Subject:
         """Return the contents that the trainer saves after `iteration`."""
         progress = Progress(iteration, iteration, tokens_of(self.config) * iteration)
         documents: dict[str, Json] = {
-            "config.json": families.hf_config(self.config.model),
-            "generation_config.json": families.generation_config(self.config.model),
+            **model_documents(self.config.model),
             STATE: progress.state_record(1e-3, {}),
         }
         return self.state.contents(documents, with_optimizer=True)

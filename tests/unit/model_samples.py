@@ -9,8 +9,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from models.adapters import model_documents
 from models.config import Activation, Family, InitialKind, ModelConfig, RopeScaling
-from models.families import aliases, generation_config, hf_config, initial_values, stored_tensors
+from models.families import aliases, initial_values, stored_tensors
 from models.layers import token_loss
 from models.network import Model
 
@@ -106,8 +107,8 @@ def backward(model: Model, batch: tuple[Tensor, Tensor], dropout_key: int | None
 
 def save_as_transformers(folder: Path, config: ModelConfig, values: dict[str, Tensor]) -> None:
     """Write a model folder from our own declarations alone."""
-    (folder / "config.json").write_text(json.dumps(hf_config(config)))
-    (folder / "generation_config.json").write_text(json.dumps(generation_config(config)))
+    for name, document in model_documents(config).items():
+        (folder / name).write_text(json.dumps(document))
     save_file(values, folder / "model.safetensors", metadata={"format": "pt"})
 
 

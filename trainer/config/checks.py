@@ -29,8 +29,7 @@ from trainer.parallel.lanes import invariant_ranks_problems, listed
 from trainer.parallel.topology import ACCELERATORS, Topology
 from trainer.schedules.lr import problems as schedule_problems
 
-# Practical limits for a model built from modules.
-_MOST_LAYERS, _MOST_PARAMETERS = 10_000, 10**16
+_MOST_PARAMETERS = 10**16  # a practical limit
 _MOST_TRIED = 1 << 16  # micro-batch sizes
 
 
@@ -123,9 +122,7 @@ def _size_type_problems(train: TrainSection) -> Iterator[str]:
 
 def _size_problems(model: ModelConfig) -> Iterator[str]:
     """Explain why a valid model is too large for every machine, even in a dry run."""
-    if model.n_layer > _MOST_LAYERS:
-        yield f"model.n_layer={model.n_layer}: must be at most {_MOST_LAYERS}"
-    elif (count := parameter_count(model)) > _MOST_PARAMETERS:
+    if (count := parameter_count(model)) > _MOST_PARAMETERS:
         yield f"model: {count:,} parameters, must be at most {_MOST_PARAMETERS:,}"
 
 

@@ -64,7 +64,7 @@ def read_source(path: Path, options: ImportOptions) -> StateSource:
     folder = _tag(path)
     saved, zero = _model_file(folder), folder / _ZERO
     kinds = {child.name: {f.stem for f in matching(child, "*.pt")} for child in sorted(zero.iterdir()) if is_dir(child)}
-    model = model_beside(folder.parent, len(kinds), options.config.model)
+    model = model_beside(folder.parent, options.config.model)
     names, stored = _names(kinds, model, where=folder), stored_tensors(model)
     trained = {name for name, origin in names.items() if kinds[origin] >= {*MOMENTS}}
     # The model's own weights in its dtype. There are none at stage 3.

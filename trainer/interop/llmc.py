@@ -10,7 +10,8 @@ from __future__ import annotations
 import os
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from math import prod
 from pathlib import Path
 
@@ -18,14 +19,16 @@ import numpy as np
 import torch
 
 from models.config import Family, ModelConfig, RopeScaling
+from models.families import parameter_count, spec_of
 from models.families import problems as model_problems
-from models.families import spec_of
 from models.spec import OUTPUT
 from reprise.errors import CheckpointError
 from reprise.storage import open_regular
 from trainer.interop.formats import Format, ImportOptions
+from trainer.interop.hf.folder import weights_source
 from trainer.interop.projections import halves_from_pairs
 from trainer.interop.source import StateSource
+from trainer.interop.stored import FileTensor, ForeignWeights
 
 _HEADER = struct.Struct("<256i")
 _VERSIONS = {3: torch.float32, 5: torch.bfloat16}
@@ -34,9 +37,9 @@ _FAMILIES = {
     20240326: (Family.gpt2, ("max_seq_len", "vocab_size", "n_layer", "n_head", "n_embd", "padded_vocab_size")),
     20240803: (Family.llama3, ("max_seq_len", "vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd")),
 }
-WEIGHTS = f"a magic number of {' or '.join(map(str, _FAMILIES))}"
+_WEIGHTS = f"a magic number of {' or '.join(map(str, _FAMILIES))}"
 _TOKENS = (20240520, 20240801)
-_MOST_LAYERS, _MOST = 10_000, 1 << 24
+_MOST = 1 << 24
 _NORM_EPS = 1e-5  # for both models, if the file does not state it
 _SCALED = RopeScaling(8.0, 1.0, 4.0, 8192)  # the scaling that `use_scaled_rope` selects: LLaMA 3.1
 # Token ids for the start and end of text, by vocabulary size.
@@ -58,33 +61,8 @@ _GROUPS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class WeightsFile:
-    """A file with a valid header and size.
-
-    Args:
-        tensors: Each tensor as it lies in the mapped file, by stored name.
-    """
-
-    model: ModelConfig
-    tensors: Mapping[str, torch.Tensor]
-
-    def read(self, name: str) -> torch.Tensor:
-        """Return a tensor in the stored layout, without padding rows. It is a view of the file unless its rows move."""
-        tensor, spec = self.tensors[name], spec_of(self.model)
-        if name.endswith(_ROTATED):
-            return halves_from_pairs(tensor, self.model.head_width)
-        if name in (spec.embedding, OUTPUT):
-            return tensor[: self.model.vocab_size]
-        return tensor.T if tensor.dim() == 2 and name.startswith(spec.blocks) and spec.fan_in_fan_out else tensor
-
-
-def foreign(path: Path) -> str | None:
-    """Describe a file by its first bytes. Return None for an llm.c weight file.
-
-    Raises:
-        OSError: The file cannot be read.
-    """
+def _foreign(path: Path) -> str | None:
+    """Describe a file by its first bytes. Return None for an llm.c weight file."""
     with os.fdopen(open_regular(path), "rb") as file:
         data = file.read(16)
     number = int.from_bytes(data[:4], "little")
@@ -97,26 +75,25 @@ def foreign(path: Path) -> str | None:
     return f"{number}, bytes {data[:8].hex(' ') or 'none'}"
 
 
-def open_file(path: Path) -> WeightsFile:
+def open_file(path: Path) -> ForeignWeights:
     """Read a weight file's header and check the file size against it.
 
     Raises:
         CheckpointError: The file is not a weight file, is truncated, or describes no valid model.
     """
     try:
-        problem, size = foreign(path), path.stat().st_size
+        problem, size = _foreign(path), path.stat().st_size
         if problem is None and size < _HEADER.size:
             problem = f"{size} B"
         if problem is not None:
-            raise CheckpointError("The file is not an llm.c weight file", where=path, expected=WEIGHTS, found=problem)
+            raise CheckpointError("The file is not an llm.c weight file", where=path, expected=_WEIGHTS, found=problem)
         data = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
     except OSError as error:
         raise CheckpointError("A weight file cannot be read", where=path, found=error.strerror) from error
     header, content = list(_HEADER.unpack(data[: _HEADER.size].numpy().tobytes())), data[_HEADER.size :]
     family, names = _FAMILIES[header[0]]
     sizes = dict(zip(names, header[2:], strict=False))
-    most = {name: _MOST_LAYERS if name == "n_layer" else _MOST for name in names}
-    problems = [f"{name}={n}: must be 1 to {most[name]}" for name, n in sizes.items() if not 1 <= n <= most[name]]
+    problems = [f"{name}={n}: must be 1 to {_MOST}" for name, n in sizes.items() if not 1 <= n <= _MOST]
     if header[1] not in _VERSIONS:
         problems.append(f"version {header[1]}: must be {' or '.join(map(str, _VERSIONS))}")
     rows = sizes.get("padded_vocab_size", sizes["vocab_size"])
@@ -128,7 +105,7 @@ def open_file(path: Path) -> WeightsFile:
         problems = model_problems(model)
     if problems:
         raise CheckpointError("A weight file describes no valid model", where=path, found="; ".join(problems))
-    tensors, at = dict[str, torch.Tensor](), 0
+    tensors, at = dict[str, FileTensor](), 0
     shapes = dict(_tensors(model, rows))
     expected = dtype.itemsize * sum(map(prod, shapes.values()))
     if expected != len(content):
@@ -137,8 +114,8 @@ def open_file(path: Path) -> WeightsFile:
         )
     for name, shape in shapes.items():
         end = at + prod(shape) * dtype.itemsize
-        tensors[name], at = content[at:end].view(dtype).view(shape), end
-    return WeightsFile(model, tensors)
+        tensors[name], at = _stored(name, content[at:end].view(dtype).view(shape), model), end
+    return ForeignWeights(path, model, tensors, dict.fromkeys(tensors, path))
 
 
 def read_source(path: Path, options: ImportOptions) -> StateSource:
@@ -148,8 +125,19 @@ def read_source(path: Path, options: ImportOptions) -> StateSource:
         CheckpointError: The file is not a weight file, is truncated, or describes no valid model.
     """
     del options  # a file is complete
-    file = open_file(path)
-    return StateSource(file.model, 0, has_optimizer=False, read=file.read)
+    return weights_source(open_file(path))
+
+
+def _stored(name: str, tensor: torch.Tensor, model: ModelConfig) -> FileTensor:
+    """Return a tensor in the stored layout, without padding rows. It is a view of the file unless its rows move."""
+    spec = spec_of(model)
+    if name.endswith(_ROTATED):
+        return FileTensor(tuple(tensor.shape), tensor.dtype, partial(halves_from_pairs, tensor, model.head_width))
+    if name in (spec.embedding, OUTPUT):
+        tensor = tensor[: model.vocab_size]
+    elif tensor.dim() == 2 and name.startswith(spec.blocks) and spec.fan_in_fan_out:
+        tensor = tensor.T
+    return FileTensor.of(tensor)
 
 
 def _model(family: Family, sizes: Mapping[str, int], header: Sequence[int], items: int) -> ModelConfig:
@@ -182,10 +170,7 @@ def _model(family: Family, sizes: Mapping[str, int], header: Sequence[int], item
         rope_theta=_number(header[11]) or 500000.0,
         rope_scaling=_SCALED if header[12] else None,
     )
-    narrow, wide = (
-        sum(prod(shape) for _, shape in _tensors(replace(llama, intermediate_size=width), vocab_size))
-        for width in (1, 2)
-    )
+    narrow, wide = (parameter_count(replace(llama, intermediate_size=width)) for width in (1, 2))
     return replace(llama, intermediate_size=1 + (items - narrow) // (wide - narrow))
 
 

@@ -22,7 +22,7 @@ from reprise.storage import Files, is_file
 from trainer.config.checkpoint import CheckpointSection
 from trainer.interop.hf.config import is_folder
 from trainer.interop.source import StateSource, holds_adapters, of_checkpoint
-from trainer.interop.start import open_weights, weights_identity
+from trainer.interop.start import fit_weights, open_weights, weights_identity
 
 _log = logging.getLogger(__name__)
 
@@ -90,11 +90,12 @@ def _open_base(path: Path, model: ModelConfig, digest: object, files: Files) -> 
     """
     plain = base_of(model)
     if is_file(path) or is_folder(path):
-        weights = open_weights(path, plain, CheckpointSection())
-        for note in weights.notes:
+        weights = open_weights(path)
+        fitting = fit_weights(weights, plain, CheckpointSection(finetune=True))
+        for note in fitting.notes:
             _log.warning(note)
-        identity = weights_identity(path, weights.files.values())
-        return StateSource(plain, 0, has_optimizer=False, read=weights.read), identity
+        source = StateSource(plain, 0, has_optimizer=False, read=lambda name: fitting.tensors[name].read())
+        return source, weights_identity(weights)
     chooser = Chooser(LoadSource.named(path, terms=LoadTerms("the base")), files, lambda _: None)
     same = (candidate for candidate in chooser.openable() if candidate.digest == digest)
     checkpoint = next(same, None) or open_checkpoint(chooser.pick(), files, may_lack=True)

@@ -16,7 +16,7 @@ from reprise.errors import CheckpointError
 from reprise.loading import Chooser, LoadSource, open_checkpoint
 from reprise.storage import FILE_SYSTEM, Files
 from trainer.interop.hf.config import is_folder
-from trainer.interop.hf.folder import folder_source, open_folder
+from trainer.interop.hf.folder import open_folder, weights_source
 from trainer.interop.merge import check_adapters, merged
 from trainer.interop.source import of_checkpoint
 
@@ -42,7 +42,7 @@ def open_model(
         TrainerError: There is no model, it is damaged, or its family is not supported.
     """
     if is_folder(path) and not averages:
-        source = folder_source(open_folder(path))
+        source = weights_source(open_folder(path))
         return _filled(source.model, source.read, device), path
     chooser = Chooser(LoadSource.named(path), files, lambda _: None)
     while True:

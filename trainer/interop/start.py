@@ -3,70 +3,68 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-
-import torch
 
 from models import families
 from models.config import ModelConfig
 from reprise.commit import check_replicas
 from reprise.errors import MismatchError
-from reprise.format import MANIFEST, STATE
-from reprise.storage import ProgressLine, exists, is_file, on_this_host, unreadable
+from reprise.format import MANIFEST
+from reprise.storage import ProgressLine, is_file, on_this_host, unreadable
 from reprise.tensors import LiveTensor
 from trainer.config.checkpoint import CheckpointSection
 from trainer.interop import llmc
 from trainer.interop.finite import require_finite
-from trainer.interop.hf.config import CONFIG, differences
-from trainer.interop.hf.folder import (
-    check_tied,
-    open_folder,
-    other_files_notes,
-    stored_tensors,
-    trainer_checkpoints,
-)
+from trainer.interop.hf.folder import check_tied, open_folder, other_files_notes, stored_tensors
 from trainer.interop.samples import digest_of_samples
+from trainer.interop.stored import FileTensor, ForeignWeights
 from trainer.launch.process_group import Cluster
+from trainer.record.resume_rules import TABLE_SIZES, Rule, Verdict, differences, rules_for, settle
+from trainer.record.run_record import model_record
 from trainer.run.fitting import Fit, Fitting, fill_unstored
 
 _log = logging.getLogger(__name__)
 
 
-def weights_identity(path: Path, files: Iterable[Path] | None = None) -> dict[str, str]:
-    """Return the format of another program's weights, and a digest that does not depend on the path.
+def open_weights(path: Path) -> ForeignWeights:
+    """Open another program's weight files, mapped into memory.
 
-    Args:
-        files: The weight files. By default they are searched.
+    Raises:
+        TrainerError: They are missing, damaged, or hold an unsupported model.
+    """
+    return llmc.open_file(path) if is_file(path) else open_folder(path)
+
+
+def weights_identity(weights: ForeignWeights) -> dict[str, str]:
+    """Return the format of another program's weights, and a digest that does not depend on the path.
 
     Raises:
         CheckpointError: A file cannot be read.
     """
-    owner = "llm.c" if is_file(path) else "transformers"
-    if files is None:
-        files = [path] if is_file(path) else list(open_folder(path).files.values())
+    owner = "llm.c" if is_file(weights.path) else "transformers"
     try:
-        return {"format": owner, "xxh3_64": digest_of_samples(sorted(set(files))).hex()}
+        return {"format": owner, "xxh3_64": digest_of_samples(sorted(set(weights.files.values()))).hex()}
     except OSError as error:
-        raise unreadable(error, where=path) from error
+        raise unreadable(error, where=weights.path) from error
 
 
 @dataclass(frozen=True, slots=True)
-class ForeignWeights:
+class FittedWeights:
     """Weights for the configured model.
 
     Args:
         fit: How they may differ from the model's tensors.
+        tensors: The tensors to load, by stored name.
+        files: Their files.
         notes: Log lines on allowed differences from the configuration.
-        files: Each tensor's file, by stored name.
-        read: Returns a tensor by its stored name, as a view of a mapped file where possible.
     """
 
     fit: Fit
-    notes: Sequence[str]
+    tensors: Mapping[str, FileTensor]
     files: Mapping[str, Path]
-    read: Callable[[str], torch.Tensor]
+    notes: Sequence[str]
 
     def fill(self, live: Sequence[LiveTensor], progress: Callable[[int], object] = lambda _: None) -> None:
         """Copy each box in `live` from its file, reading nothing else. `progress` receives the copied bytes.
@@ -75,7 +73,7 @@ class ForeignWeights:
             CheckpointError: A number is NaN or infinite.
         """
         for tensor in live:
-            spec, values = tensor.spec, self.read(tensor.spec.name)
+            spec, values = tensor.spec, self.tensors[tensor.spec.name].read()
             part = values.reshape(spec.view)[tensor.box.slices]
             tensor.local.detach().copy_(part.reshape(tensor.local.shape))
             require_finite(tensor.local, where=f"{self.files[spec.name]}, {spec.name}")
@@ -107,8 +105,9 @@ def load_pretrained(
     channel = cluster.channel
     with channel.agreed("pretrained/open"):
         _require_finetune(path, section)
-        weights = open_weights(path, model, section, is_first=cluster.rank == 0)
-        identity = weights_identity(path, weights.files.values())
+        files = open_weights(path)
+        weights = fit_weights(files, model, section, is_first=cluster.rank == 0)
+        identity = weights_identity(files)
     digest = identity["xxh3_64"]
     expected = channel.from_first("pretrained/digest", lambda: digest)
     with channel.agreed("pretrained/same"):
@@ -127,10 +126,10 @@ def load_pretrained(
     return fitting.requests, identity
 
 
-def open_weights(
-    path: Path, model: ModelConfig, section: CheckpointSection, *, is_first: bool = True
-) -> ForeignWeights:
-    """Open a model's weight files, mapped into memory.
+def fit_weights(
+    weights: ForeignWeights, model: ModelConfig, section: CheckpointSection, *, is_first: bool = True
+) -> FittedWeights:
+    """Return the tensors to load for a model. They may differ as `section` allows.
 
     Args:
         is_first: Whether to compare the values of tied tensors. That reads them, so once per run is enough.
@@ -138,38 +137,29 @@ def open_weights(
     Raises:
         TrainerError: The weights do not fit the model.
     """
-    if is_file(path):
-        return _open_file(path, model, section)
-    folder = open_folder(path)
-    same = _with_stored_sizes(folder.model, model) if section.resize else model
+    path, stored = weights.path, replace(weights.model, pad_vocab_multiple=model.pad_vocab_multiple)
+    notes = [*weights.lost, *other_files_notes(path)]
+    if stored.vocab_size == model.padded_vocab_size != model.vocab_size:
+        notes.append(f"rows {model.vocab_size} to {stored.vocab_size} of the vocabulary are padding, left out")
+        stored = replace(stored, vocab_size=model.vocab_size)
+    notes += settle(
+        differences({"model": model_record(stored)}, {"model": model_record(model)}, [*rules_for(section), *_TOKENS]),
+        where=path,
+        problem="The weights do not hold the configured model",
+        fix="Set the saved model values, or set checkpoint.load to other weights.",
+    )
+    sizes = {name: getattr(stored, name) for name in TABLE_SIZES} if section.resize else {}
+    same = replace(model, **sizes)
     fit = replace(Fit.of(section, same, model), casts=False)  # every dtype is copied as float32
-    notes = [] if fit.patterns else differences(folder.model, same, where=path / CONFIG)
     fit.unselected(list(families.stored_tensors(model)))
-    tensors = stored_tensors(folder, same, fit.selects)
+    tensors = stored_tensors(weights, same, fit.selects)
     if is_first and not fit.patterns:
-        check_tied(folder, model)
-    notes += [*folder.lost, *other_files_notes(path)]
-    return ForeignWeights(fit, notes, folder.files, tensors.__getitem__)
+        check_tied(weights, model)
+    return FittedWeights(fit, tensors, weights.files, notes)
 
 
-def _with_stored_sizes(stored: ModelConfig, model: ModelConfig) -> ModelConfig:
-    """Return the model with the stored table sizes. Vocabulary padding rows do not count as a size difference."""
-    vocab_size = model.vocab_size if stored.vocab_size == model.padded_vocab_size else stored.vocab_size
-    return replace(model, vocab_size=vocab_size, max_position_embeddings=stored.max_position_embeddings)
-
-
-def _open_file(path: Path, model: ModelConfig, section: CheckpointSection) -> ForeignWeights:
-    for name in ("resize", "partial"):
-        if getattr(section, name):
-            raise MismatchError(
-                "An llm.c file must be loaded in full",
-                where=path,
-                found=f"checkpoint.{name}={getattr(section, name)}",
-                fix="Convert it first with `reprise convert import llmc`, and load the checkpoint.",
-            )
-    file = llmc.open_file(path)
-    notes = differences(file.model, model, where=path, kind="file")
-    return ForeignWeights(Fit(), notes, dict.fromkeys(file.tensors, path), file.read)
+# No tensor depends on them.
+_TOKENS = [Rule(f"model.{name}", Verdict.LOGGED, "it affects only texts") for name in ("bos_token_id", "eos_token_id")]
 
 
 def _other_weights(path: Path, digest: str, first: str) -> MismatchError:
@@ -182,19 +172,12 @@ def _other_weights(path: Path, digest: str, first: str) -> MismatchError:
     )
 
 
-def _trainer_note(path: Path) -> str:
-    """Describe the Trainer's files in a folder mistaken for a run."""
-    note = f"; the {STATE} is that of transformers' Trainer, which `reprise convert import trainer` takes"
-    saved = [f"; {name} beside it has the Trainer's newest checkpoint" for name in trainer_checkpoints(path)]
-    return "".join([note] * exists(path / STATE) + saved[-1:])
-
-
 def _require_finetune(path: Path, section: CheckpointSection) -> None:
     if not section.finetune:
         raise MismatchError(
             "The path holds another program's weights, not a run to continue",
             where=path,
-            found=f"no {MANIFEST}, which every checkpoint has{_trainer_note(path)}",
+            found=f"no {MANIFEST}, which every checkpoint has",
             fix="To start at iteration 0 from its weights, set checkpoint.finetune=true.",
         )
     if section.ckpt_step is not None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import torch
 
+from models.config import ModelConfig
 from reprise.errors import MismatchError
+from trainer.interop.finite import require_finite
 from trainer.interop.formats import listed
 from trainer.interop.torch_file import FLOATS
 
@@ -44,6 +47,28 @@ class FileTensor:
         """Return a tensor, usually in a mapped file, as one to read."""
         return cls(tuple(tensor.shape), tensor.dtype, lambda: tensor)
 
+    def head(self, rows: int) -> FileTensor:
+        """Return the tensor's first rows."""
+        return FileTensor((rows, *self.shape[1:]), self.dtype, lambda: self.read()[:rows])
+
+
+@dataclass(frozen=True, slots=True)
+class ForeignWeights:
+    """Another program's weights: a transformers folder, or an llm.c file.
+
+    Args:
+        path: The folder or file.
+        tensors: Its tensors, by stored name.
+        files: Each tensor's file.
+        lost: Log lines on settings missing from `model`.
+    """
+
+    path: Path
+    model: ModelConfig
+    tensors: Mapping[str, FileTensor]
+    files: Mapping[str, Path]
+    lost: Sequence[str] = ()
+
 
 def require_fit(
     stored: Mapping[str, Sized],
@@ -74,3 +99,19 @@ def require_fit(
     if problems := [*problems, *differences]:
         content = listed(problems, "difference")
         raise MismatchError("The files hold a different model", where=where, found=content, fix=fix)
+
+
+def require_tied(stored: torch.Tensor, alias: torch.Tensor, *, where: object) -> None:
+    """Refuse an output layer that differs from its tied embedding.
+
+    Raises:
+        MismatchError: They differ.
+        CheckpointError: They hold NaN or infinity.
+    """
+    if not torch.equal(stored.float(), alias.float()):
+        require_finite(stored, where=where)  # NaN is never equal to itself
+        raise MismatchError(
+            "The embedding and the output layer differ, so they are not tied",
+            where=where,
+            fix="Set model.tie_word_embeddings=false, and tie_word_embeddings to false in a config.json beside.",
+        )

@@ -15,7 +15,7 @@ from reprise.stores import files_of, location
 from trainer.config import terms
 from trainer.config.checkpoint import CheckpointSection
 from trainer.interop.source import refuse_adapters
-from trainer.interop.start import weights_identity
+from trainer.interop.start import open_weights, weights_identity
 from trainer.record import resume_rules, run_record
 from trainer.record.resume_rules import differences, settle
 from trainer.run.build import Run
@@ -48,7 +48,7 @@ def load_base(run: Run, adapters: TensorSource) -> Json:
         if saved is None:
             return choice
         if choice["kind"] != "checkpoint":
-            _require_base(saved, weights_identity(Path(choice["path"])))
+            _require_base(saved, weights_identity(open_weights(Path(choice["path"]))))
             return choice
         folder = LoadSource(location(choice["path"]), step, loading)
         files = files_of(folder.path)

@@ -96,8 +96,6 @@ def named_source(path: Path, *, with_weights: bool = True) -> Json:
         MismatchError: It is a Megatron checkpoint, PEFT adapters, or weights where these are not allowed.
     """
     from trainer.interop.hf.config import is_folder
-    from trainer.interop.hf.folder import no_folder, trainer_checkpoints
-    from trainer.interop.llmc import WEIGHTS, foreign
     from trainer.interop.megatron.refuse import refuse_megatron
 
     if is_stored(path):
@@ -117,21 +115,9 @@ def named_source(path: Path, *, with_weights: bool = True) -> Json:
             found="weights of another program",
             fix="Set checkpoint.base to these weights, and checkpoint.load to a checkpoint or leave it out.",
         )
-    if is_file(path) and (form := foreign(path)) is not None:
-        raise CheckpointError(
-            "A run cannot start from a file of this format",
-            where=path,
-            expected=f"weights of llm.c, with {WEIGHTS}",
-            found=form,
-            fix="Set checkpoint.load to a run, a checkpoint, a transformers folder or such a file; "
-            "`reprise convert import` reads other formats.",
-        )
     if is_file(path) or is_folder(path):
         return {"kind": "weights", "path": str(path)}
-    source = LoadSource.named(path).path
-    if source == path and trainer_checkpoints(path) and not CheckpointFolder(path, files_of(path)).committed():
-        raise no_folder(path)
-    return {"kind": "checkpoint", "path": str(source)}
+    return {"kind": "checkpoint", "path": str(LoadSource.named(path).path)}
 
 
 def require_batches(config: Config, world_size: int, consumed_samples: int) -> None:

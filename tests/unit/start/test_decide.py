@@ -9,15 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from reprise.errors import CheckpointError, MismatchError
+from reprise.errors import CheckpointError
 from reprise.format import FRESH, Branch, Journal, Lineage
 from reprise.ranks import StoreChannel, single_rank_channel
 from tests.fakes import run_ranks
 from tests.harness import TINY, built, compose, filled
 from tests.messages import refused, says
-from trainer.config.checkpoint import CheckpointSection
 from trainer.config.schema import Config
-from trainer.interop.start import load_pretrained
 from trainer.launch.process_group import Cluster
 from trainer.launch.relaunch import Launch
 from trainer.saves.targets import build_saves
@@ -262,34 +260,3 @@ def test_no_rank_starts_if_rank_0_cannot(tmp_path: Path) -> None:
     outcomes = run_ranks(2, lambda channel: started(config, channel))
     assert [type(outcome) for outcome in outcomes] == [CheckpointError] * 2
     says(str(outcomes[0]))
-
-
-def trainer_output(path: Path, *names: str) -> Path:
-    """Write what transformers' Trainer leaves in an output folder: `names` are its model folders, "" itself."""
-    for name in names:
-        (path / name).mkdir(parents=True, exist_ok=True)
-        for file in ("config.json", "trainer_state.json"):
-            (path / name / file).write_text("{}")
-    return path
-
-
-@pytest.mark.parametrize("more", [["checkpoint.finetune=true"], []])
-def test_an_output_folder_of_the_trainer_names_its_newest(tmp_path: Path, more: list[str]) -> None:
-    output = trainer_output(tmp_path / "output", "checkpoint-9", "checkpoint-20")
-    with refused(CheckpointError, "checkpoint-9, checkpoint-20") as caught:
-        started(config_in(tmp_path / "run", f"checkpoint.load={output}", *more))
-    assert caught.value.fix == f"Pass the newest, {output}/checkpoint-20."
-
-
-def test_a_state_of_the_trainer_is_called_another_program_s(tmp_path: Path) -> None:
-    output = trainer_output(tmp_path / "output", "", "checkpoint-20")
-    with refused(MismatchError, "checkpoint.finetune=true", "checkpoint-20 beside it") as caught:
-        load_pretrained(
-            output,
-            [],
-            config_in(tmp_path / "run").model,
-            cluster_of(single_rank_channel()),
-            CheckpointSection(),
-            seed=1,
-        )
-    assert "no trainer_state.json" not in str(caught.value.found)

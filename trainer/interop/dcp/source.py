@@ -9,15 +9,15 @@ from pathlib import Path
 
 import torch
 
-from reprise.errors import MismatchError, count_of
+from reprise.errors import count_of
 from trainer.interop.dcp import export as dcp_export
 from trainer.interop.dcp.by_rank import open_any
 from trainer.interop.dcp.folder import DcpFolder
 from trainer.interop.dcp.names import LocatedKeys, locate, optimizer_keys
-from trainer.interop.finite import require_finite
 from trainer.interop.formats import Format, ImportOptions, common_step, require_moments
 from trainer.interop.hf.folder import model_beside
 from trainer.interop.source import STEP, StateSource
+from trainer.interop.stored import require_tied
 
 _log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ def read_source(path: Path, options: ImportOptions) -> StateSource:
 def source_of(folder: DcpFolder, options: ImportOptions) -> StateSource:
     """Return an open folder as a source. See `read_source`."""
     path = folder.path
-    model = model_beside(path, len(folder.tensors), options.config.model)
+    model = model_beside(path, options.config.model)
     located = locate(folder.tensors, folder.values, model, where=path, with_optimizer=not options.weights_only)
     if not located.has_optimizer and (signs := optimizer_keys(folder.tensors)):
         require_moments([f"{count_of(len(signs), 'tensor')} such as {signs[0]}"], options, where=path)
@@ -61,13 +61,9 @@ def source_of(folder: DcpFolder, options: ImportOptions) -> StateSource:
 def _read(folder: DcpFolder, located: LocatedKeys, name: str) -> torch.Tensor:
     key, origin = located.keys[name]
     tensor = folder.read_tensor(key)
-    if name in located.tied and not torch.equal(tensor, folder.read_tensor(located.tied[name])):
-        require_finite(tensor, where=name)  # NaN is never equal to itself
-        raise MismatchError(
-            "The embedding and the output layer differ, so they are not tied",
-            where=f"{folder.path}, {key} and {located.tied[name]}",
-            fix="Import it with model.tie_word_embeddings=false.",
-        )
+    if name in located.tied:
+        alias = located.tied[name]
+        require_tied(tensor, folder.read_tensor(alias), where=f"{folder.path}, {key} and {alias}")
     return origin.take(tensor)
 
 

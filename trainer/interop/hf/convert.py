@@ -21,7 +21,7 @@ from trainer.data.tokenizer_beside import TOKENIZER_FILES, tokenizer_files_in
 from trainer.data.tokenizer_files import require_rows
 from trainer.interop.formats import ExportOptions, Format, ImportOptions
 from trainer.interop.hf.config import CONFIG
-from trainer.interop.hf.folder import folder_source, open_folder, other_files_notes
+from trainer.interop.hf.folder import open_folder, other_files_notes, weights_source
 from trainer.interop.merge import merged
 from trainer.interop.new_output import new_output
 from trainer.interop.source import StateSource, of_checkpoint
@@ -41,7 +41,7 @@ def read_source(path: Path, options: ImportOptions) -> StateSource:
         MismatchError: The model is not supported.
     """
     del options  # a folder is complete
-    source = folder_source(open_folder(path))
+    source = weights_source(open_folder(path))
     for line in other_files_notes(path):
         _log.warning(line)
     return source

@@ -24,7 +24,7 @@ from trainer.interop.dcp import source as dcp
 from trainer.interop.formats import Format, ImportOptions, common_step, few, require_moments, require_trust
 from trainer.interop.hf import trainer_export
 from trainer.interop.hf.config import CONFIG, is_folder
-from trainer.interop.hf.folder import SINGLE, folder_source, mapped, open_folder
+from trainer.interop.hf.folder import SINGLE, mapped, open_folder, weights_source
 from trainer.interop.hf.trainer_settings import with_settings
 from trainer.interop.numbered import Table, entries_by_name
 from trainer.interop.source import STEP, StateSource, by_kind
@@ -90,7 +90,7 @@ def _open(path: Path, options: ImportOptions) -> tuple[StateSource, Sequence[Tab
         values = {key: value for shard in shards for key, value in shard.values.items()}
         return dcp.source_of(dcp_folder.DcpFolder(path, tensors, values), options), ()
     has_adapters = is_file(path / _ADAPTERS) and not is_file(path / CONFIG)
-    source = _adapters(path, options) if has_adapters else folder_source(open_folder(path))
+    source = _adapters(path, options) if has_adapters else weights_source(open_folder(path))
     file = next((path / name for name in _OPTIMIZERS if is_file(path / name)), None)
     if options.weights_only or file is None:
         require_moments([STATE], options, where=path)
@@ -132,11 +132,11 @@ def _adapters(path: Path, options: ImportOptions) -> StateSource:
         targets = [name.removeprefix(PREFIX).removesuffix(A) for name in tensors if name.endswith(A)]
     alpha, dropout = (finite_number(table[name]) for name in ("lora_alpha", "lora_dropout"))
     lora = LoraConfig(integer(table["r"]), alpha, dropout, list(targets))
-    model = replace(open_folder(Path(base)).model, lora=lora)
+    weights = open_folder(Path(base))
+    model = replace(weights.model, lora=lora)
     shapes = {name: stored.shape for name, stored in adapter_tensors(model).items()}
     require_fit(tensors, shapes, where=path / _ADAPTER_TENSORS)
-    identity = weights_identity(Path(base))
-    return StateSource(model, 0, False, tensors.__getitem__, tokenizer_files_in(path), base=identity)
+    return StateSource(model, 0, False, tensors.__getitem__, tokenizer_files_in(path), base=weights_identity(weights))
 
 
 def _entries(optimizer: Table, shapes: Mapping[str, Sequence[int]], *, where: Path) -> Mapping[str, Table]:
