@@ -71,7 +71,6 @@ def _import_options(options: argparse.Namespace) -> ImportOptions:
         options.trust_pickle,
         options.weights_only,
         options.overrides,
-        options.from_rank0,
     )
 
 
@@ -106,7 +105,7 @@ def _parser() -> argparse.ArgumentParser:
         for name, form in FORMATS.items():
             if command == "import" or form.write is not None:
                 format_parser = formats.add_parser(name, help=form.summary, description=form.summary)
-                format_parser.set_defaults(call=call, from_rank0=False, dtype="float32", tokenizer=None)
+                format_parser.set_defaults(call=call, dtype="float32", tokenizer=None)
                 format_parser.set_defaults(merge=None, ema=False)
                 add_arguments(format_parser, form)
     return parser
@@ -121,10 +120,6 @@ def _add_import_arguments(parser: argparse.ArgumentParser, form: Format) -> None
         "--trust-pickle", action="store_true", help="read pickles, without importing their classes or running code"
     )
     parser.add_argument("--weights-only", action="store_true", help="leave out the optimizer state: iteration 0")
-    if form.has_copies:
-        parser.add_argument(
-            "--from-rank0", action="store_true", help="take a tensor's first copy where the ranks' copies differ"
-        )
 
 
 def _add_export_arguments(parser: argparse.ArgumentParser, form: Format) -> None:

@@ -31,14 +31,12 @@ class ImportOptions:
         trusts_pickle: Whether pickles may be read. Their classes are not imported, and no code in them runs.
         weights_only: Whether to leave out optimizer state.
         overrides: The command-line overrides in `config`.
-        from_rank0: Whether to take the first copy of a tensor if ranks hold different copies.
     """
 
     config: Config
     trusts_pickle: bool = False
     weights_only: bool = False
     overrides: Sequence[str] = ()
-    from_rank0: bool = False
 
 
 @contextmanager
@@ -156,7 +154,6 @@ class Format:
             `model=NAME` may differ from the stored model.
         has_dtypes: Whether an export may have another dtype than float32, and a tokenizer.
         merges: Whether an export can merge adapters with their base, or write moving averages.
-        has_copies: Whether several ranks may keep copies of a tensor: `ImportOptions.from_rank0` applies.
     """
 
     program: str
@@ -167,7 +164,6 @@ class Format:
     completes_model: bool = False
     has_dtypes: bool = False
     merges: bool = False
-    has_copies: bool = False
 
     def read(self, path: Path, options: ImportOptions) -> StateSource:
         """Open a path for import. Its tensors are read later.

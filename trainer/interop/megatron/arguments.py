@@ -16,7 +16,7 @@ from models.config import Activation, Family, ModelConfig, RopeScaling
 from models.families import FAMILIES, default_of, has_field, spec_of
 from models.megatron_names import POSITIONS
 from reprise.errors import MismatchError
-from reprise.storage import finite_number, integer, shown
+from reprise.storage import shown
 from trainer.interop.formats import ImportOptions, listed
 from trainer.interop.megatron.hybrid import as_gpt
 from trainer.interop.megatron.names import names_of
@@ -32,13 +32,6 @@ REQUIRED = {
     "tie_word_embeddings": "untie_embeddings_and_output_weights",
 }
 OTHERS = {"initializer_range": "init_method_std", "vocab_size": "vocab_size"}
-_FRACTIONS = """
-    norm_epsilon init_method_std rotary_base rope_scaling_factor hidden_dropout attention_dropout
-""".split()  # noqa: SIM905
-_INTEGERS = """
-    num_layers num_attention_heads hidden_size ffn_hidden_size max_position_embeddings vocab_size num_query_groups
-    kv_channels consumed_train_samples
-""".split()  # noqa: SIM905
 # Fields whose overrides win over the arguments.
 _CHOSEN = ("vocab_size", "dropout", "bos_token_id", "eos_token_id")
 # Fields that no tensor shows: an assumed value is logged.
@@ -77,11 +70,10 @@ class DescribedModel:
 def describe(
     args: Mapping[str, Any],
     rows: int,
-    layers: int,
     options: ImportOptions,
     *,
     where: object,
-    is_hybrid: bool = False,
+    hybrid_layers: int | None = None,
 ) -> DescribedModel:
     """Return the model described by `args`.
 
@@ -91,20 +83,19 @@ def describe(
     Args:
         args: Attributes of `args`. Empty if the checkpoint has none.
         rows: Embedding rows in the checkpoint, with padding.
-        layers: Layers with tensors in the checkpoint. A model with more layers is refused.
-        is_hybrid: Whether the model is a `HybridModel`.
+        hybrid_layers: A `HybridModel`'s pairs of sub-blocks. None for a `GPTModel`.
 
     Raises:
         MismatchError: Our models lack an option, or a field has no value. The error lists all such options and fields.
     """
-    args, problems = as_gpt(args, layers if is_hybrid else None)
+    args, problems = as_gpt(args, hybrid_layers)
     if args.get("use_rotary_position_embeddings"):  # older spelling
         args = {**args, POSITIONS: "rope"}
     configured = options.config.model
     overridden = {override.partition("=")[0].lstrip("+").removeprefix("model.") for override in options.overrides}
     settable = {field.name for field in fields(ModelConfig)} if "model" in overridden else overridden
     family, family_problems = _family(args, configured.family if "family" in settable else None, where=where)
-    problems += [*family_problems, *_out_of_range(args), *_unsupported(args, family)]
+    problems += [*family_problems, *_unsupported(args, family)]
     lacking = {key: name for key, name in REQUIRED.items() if args.get(name) is None and key not in settable}
     problems += [f"args have no {name}: set model.{key}" for key, name in lacking.items()]
     if problems or family is None:
@@ -119,8 +110,6 @@ def describe(
     model = replace(model, **{"bos_token_id": begin, "eos_token_id": end, **chosen})
     if "n_head" not in stated and "n_kv_head" in spec_of(model).follows:
         model = replace(model, n_kv_head=model.n_head)
-    if model.n_layer > layers:
-        problems.append(f"num_layers={model.n_layer}: the checkpoint has {layers}")
     if not 0 < model.vocab_size <= rows:
         problems.append(f"vocab_size={model.vocab_size}: the embedding has {rows} rows; set model.vocab_size=N")
     if args.get("kv_channels") not in (None, model.head_width):
@@ -199,30 +188,18 @@ def _family(args: Mapping[str, Any], configured: Family | None, *, where: object
     expected = " or ".join(dict.fromkeys(str(table[POSITIONS][0]) for table in tables.values()))
     if positions is None:
         return None, [f"args have no {POSITIONS}, {expected}: set model=NAME"]
-    fits = {family: _fit(args, table) for family, table in tables.items() if positions in table[POSITIONS]}
-    if not fits:
+    misfits = {family: _misfits(args, table) for family, table in tables.items() if positions in table[POSITIONS]}
+    if not misfits:
         return None, [f"{POSITIONS}={shown(positions)}: must be {expected}"]
-    nearest = [family for family, fit in fits.items() if fit == min(fits.values())]
+    nearest = [family for family, count in misfits.items() if count == min(misfits.values())]
     if len(nearest) > 1:
         return None, [f"args match {' and '.join(family.value for family in nearest)} equally well: set model=NAME"]
     return nearest[0], []
 
 
-def _fit(args: Mapping[str, Any], table: Mapping[str, tuple[object, ...]]) -> tuple[int, int]:
-    """Count a family's arguments contradicted by `args`, and those not confirmed by `args`."""
-    values = {name: args.get(name) in allowed for name, allowed in table.items()}
-    return sum(name in args and not fits for name, fits in values.items()), sum(not fits for fits in values.values())
-
-
-def _out_of_range(args: Mapping[str, Any]) -> Iterator[str]:
-    """Yield arguments outside the usable range."""
-    for check, names in ((integer, _INTEGERS), (finite_number, _FRACTIONS)):
-        for name in names:
-            try:
-                if args.get(name) is not None:
-                    check(args[name])
-            except ValueError as error:
-                yield f"{name}: {error}"
+def _misfits(args: Mapping[str, Any], table: Mapping[str, tuple[object, ...]]) -> int:
+    """Count a family's arguments that `args` contradict or lack."""
+    return sum(args.get(name) not in allowed for name, allowed in table.items())
 
 
 def _unsupported(args: Mapping[str, Any], family: Family | None) -> Iterator[str]:

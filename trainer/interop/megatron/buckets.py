@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from math import prod
 from typing import Protocol
 
@@ -22,7 +21,7 @@ import torch
 
 from reprise.errors import CheckpointError, MismatchError
 from trainer.interop.finite import require_finite
-from trainer.interop.masters import rounding_to
+from trainer.interop.masters import is_rounded
 from trainer.interop.stored import FileTensor
 
 _ALIGNMENT, _MOST_PADDING = 64, 1 << 20  # elements
@@ -120,8 +119,8 @@ def locate(
 
 def _holds(buckets: Sequence[Bucket], start: _End, piece: FileTensor) -> bool:
     is_inside = start.offset + prod(piece.shape) <= len(buckets[start.bucket])
-    read = partial(Slot(start.bucket, start.offset).take, buckets, piece.shape)
-    return is_inside and rounding_to(piece.read, read) is not None
+    slot = Slot(start.bucket, start.offset)
+    return is_inside and is_rounded(slot.take(buckets, piece.shape), piece.read())
 
 
 def _is_end(buckets: Sequence[Bucket], end: _End) -> bool:

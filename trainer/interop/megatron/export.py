@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import io
 import logging
-from collections import Counter
 from collections.abc import Iterator
 from math import prod
 from pathlib import Path
@@ -159,12 +158,11 @@ def _item(key: str, offset: tuple[int, ...], sizes: tuple[int, ...], full: tuple
 
 
 def _steps(run: SavedRun) -> float:
-    """Return the optimizer's step count. Megatron keeps a single count, so this is the most common count."""
-    counts = Counter(float(run.source.read(f"step.{name}")) for name in run.trained)
+    """Return the optimizer's step count. Megatron keeps a single count."""
+    counts = {float(run.source.read(f"step.{name}")) for name in run.trained}
     if len(counts) > 1:
-        text = ", ".join(f"{steps:.0f} of {count_of(number, 'parameter')}" for steps, number in counts.most_common())
-        _log.warning(f"AdamW's step counts differ: {text}. Megatron keeps a single count, and the first is written")
-    return max(counts, key=counts.__getitem__, default=0.0)
+        _log.warning(f"AdamW's step counts differ, {sorted(counts)}: the largest is written")
+    return max(counts, default=0.0)
 
 
 def _common(run: SavedRun) -> dict[str, Any]:

@@ -161,25 +161,13 @@ def _form(form: MegatronForm, first: Shape, config: ModelConfig, rows: int) -> t
         case MegatronForm.query_groups:
             fused = (config.n_head + 2 * config.n_kv_head) * config.head_width
             return (fused, *dims), partial(split_groups, config=config), partial(join_groups, config=config)
-        case MegatronForm.fused_query_groups:
-            return first[::-1], partial(_split_fused, config=config), partial(_join_fused, config=config)
+        case MegatronForm.fused_query_groups:  # a group per head; the stored rows are the last dimension
+            return (
+                first[::-1],
+                lambda tensor: (torch.cat(split_groups(tensor, config)).movedim(0, -1),),
+                lambda parts: join_groups(parts[0].movedim(-1, 0).chunk(3), config),
+            )
         case MegatronForm.gated:
             return (2 * first[0], *dims), lambda tensor: tensor.chunk(2), lambda parts: torch.cat(list(parts))
         case _:
             assert_never(form)
-
-
-def _split_fused(fused: torch.Tensor, config: ModelConfig) -> Sequence[torch.Tensor]:
-    """Return GPT-2's `c_attn`: all queries, keys and values, along the last dimension.
-
-    GPT-2 has a group per head. The three are transposed in one copy, so two tensors are in memory.
-    """
-    heads = fused.reshape(config.n_head, 3, config.head_width, *fused.shape[1:])
-    joined = heads.transpose(0, 1).reshape(fused.shape)
-    return (joined.T if joined.dim() == 2 else joined,)
-
-
-def _join_fused(parts: Sequence[torch.Tensor], config: ModelConfig) -> torch.Tensor:
-    """Undo `_split_fused`."""
-    rows_first = parts[0].T if parts[0].dim() == 2 else parts[0]
-    return join_groups(rows_first.chunk(3), config)

@@ -10,11 +10,10 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from itertools import chain
 
 import torch
 
-from reprise.errors import CheckpointError
 from trainer.interop.formats import few
 from trainer.interop.stored import FileTensor, Shape
 
@@ -23,47 +22,18 @@ _log = logging.getLogger(__name__)
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 
 
-@dataclass(slots=True)
-class RankCopies:
-    """Compares a tensor's copies on several ranks. The sign of a zero does not count.
+def compare_copies(first: torch.Tensor, second: torch.Tensor, *, what: str, where: object) -> None:
+    """Log a warning if a tensor's copies differ. The sign of a zero does not count.
 
     Megatron's ranks each compute a norm's or bias's gradient themselves, so copies drift apart if kernels add in
-    varying order. Megatron-Core's own `torch_dist` stores the first copy without comparing.
-
-    Args:
-        takes_first: Whether to take the first copy and log the difference if others differ. Otherwise they are
-            refused.
+    varying order. Like Megatron-Core's own `torch_dist`, an import takes the first copy.
     """
-
-    takes_first: bool = False
-    _named: set[str] = field(default_factory=set)
-
-    def compare(self, first: torch.Tensor, second: torch.Tensor, *, what: str, where: object) -> None:
-        """Compare two copies.
-
-        Raises:
-            CheckpointError: The numbers differ and `takes_first` is not set, or the shapes or dtypes differ.
-        """
-        has_one_form = first.shape == second.shape and first.dtype == second.dtype
-        if not has_one_form:
-            difference = f"{list(first.shape)} of {first.dtype}, {list(second.shape)} of {second.dtype}"
-        elif torch.equal(first, second) or torch.equal(first.nan_to_num(), second.nan_to_num()):
-            return
-        else:
-            difference = f"{int((first != second).count_nonzero())} of {first.numel()} numbers differ"
-        if not has_one_form or not self.takes_first:
-            raise CheckpointError(
-                f"A tensor's copies on {what} differ",
-                where=where,
-                expected="the same bits on each",
-                found=difference,
-                fix="The ranks of that run diverged, or the files come from different saves. --from-rank0 takes "
-                "the first copy, as Megatron-Core's torch_dist does.",
-            )
-        if str(where) not in self._named:  # a tensor may be read several times
-            self._named.add(str(where))
-            most = float((first.double() - second.double()).abs().max())
-            _log.warning(f"{where}: {difference} on {what}, by at most {most:.2g}: the first copy is taken")
+    if not torch.equal(first, second):
+        count = int((first != second).count_nonzero())
+        most = float((first.double() - second.double()).abs().max())
+        _log.warning(
+            f"{where}: {count} of {first.numel()} numbers differ on {what}, by at most {most:.2g}; first taken"
+        )
 
 
 # One rank's tensors in a stage, by their names there.
@@ -117,45 +87,19 @@ def joined_shape(pieces: Sequence[FileTensor], cut: int | None) -> Shape:
     return tuple(shape)
 
 
-def join(
-    pieces: Sequence[FileTensor], *, cut: int | None, is_gated: bool, copies: RankCopies, where: object
-) -> torch.Tensor:
+def join(pieces: Sequence[FileTensor], *, cut: int | None, is_gated: bool, where: object) -> torch.Tensor:
     """Return a full tensor from the tensor-parallel ranks' parts. A single part is returned as a view.
 
     Args:
         cut: The dimension split by tensor parallelism. None if every rank holds the full tensor.
         is_gated: Whether each part stacks a part of the gate above a part of the up projection.
-        copies: Compares the ranks' copies of a full tensor.
-
-    Raises:
-        CheckpointError: Copies differ, and `copies` refuses them; or parts do not fit together.
     """
     if len(pieces) == 1:
         return pieces[0].read()
     if cut is None:
         first = pieces[0].read()
         for rank, piece in enumerate(pieces[1:], start=1):
-            copies.compare(first, piece.read(), what=f"tensor-parallel ranks 0 and {rank}", where=where)
+            compare_copies(first, piece.read(), what=f"tensor-parallel ranks 0 and {rank}", where=where)
         return first
-    return _concatenated(pieces, cut, 2 if is_gated else 1, where=where)
-
-
-def _concatenated(pieces: Sequence[FileTensor], cut: int, halves: int, *, where: object) -> torch.Tensor:
-    """Return the parts' first halves, then their second halves. Only a single part is in memory beside the result."""
-    shape, at = joined_shape(pieces, cut), 0
-    joined = torch.empty(shape, dtype=pieces[0].dtype)
-    for rank, piece in enumerate(pieces):
-        for half, values in enumerate(piece.read().chunk(halves, dim=cut)):
-            target = joined.narrow(cut, half * (shape[cut] // halves) + at, values.shape[cut])
-            if (target.shape, target.dtype) != (values.shape, values.dtype):
-                raise CheckpointError(
-                    "A tensor's parts on the tensor-parallel ranks do not fit together",
-                    where=where,
-                    expected=f"{list(target.shape)} of {target.dtype}, as on rank 0",
-                    found=f"{list(values.shape)} of {values.dtype} on rank {rank}",
-                    fix="The files come from different saves.",
-                )
-            target.copy_(values)
-        at += values.shape[cut]
-        del values  # free the part before reading the next
-    return joined
+    parts = [piece.read().chunk(2 if is_gated else 1, dim=cut) for piece in pieces]
+    return torch.cat(list(chain.from_iterable(zip(*parts, strict=True))), dim=cut)

@@ -71,5 +71,4 @@ FORMAT = Format(
     read_source,
     export.write,
     completes_model=True,
-    has_copies=True,
 )

@@ -17,7 +17,7 @@ from trainer.interop.masters import checked_master
 from trainer.interop.megatron.arguments import describe
 from trainer.interop.megatron.hybrid import in_layers, is_hybrid
 from trainer.interop.megatron.names import MegatronTensor, correspondences, is_norm
-from trainer.interop.megatron.shards import Pieces, RankCopies, join, joined_shape, layers_of
+from trainer.interop.megatron.shards import Pieces, compare_copies, join, joined_shape, layers_of
 from trainer.interop.source import MOMENTS, StateSource, by_kind
 from trainer.interop.stored import FileTensor, require_fit
 
@@ -71,8 +71,8 @@ class MegatronCheckpoint:
 def as_source(saved: MegatronCheckpoint, options: ImportOptions) -> StateSource:
     """Return a Megatron checkpoint as our source.
 
-    Weights are the optimizer's copies, which must round to the model's own. One Megatron tensor is in memory at a time,
-    beside ours.
+    Weights are the optimizer's copies, which must round to the model's own. At most two Megatron tensors are in
+    memory at a time, beside ours.
 
     Raises:
         CheckpointError: Step counts differ.
@@ -80,16 +80,11 @@ def as_source(saved: MegatronCheckpoint, options: ImportOptions) -> StateSource:
     """
     where, weights = saved.path, in_layers(saved.weights)
     rows = sum(piece.shape[0] for piece in weights[EMBEDDING])
-    described = describe(saved.args, rows, layers_of(weights), options, where=where, is_hybrid=is_hybrid(saved.weights))
+    hybrid_layers = layers_of(weights) if is_hybrid(saved.weights) else None
+    described = describe(saved.args, rows, options, where=where, hybrid_layers=hybrid_layers)
     model, every = described.model, correspondences(described.model, rows)
     tensors = [correspondence.tensor for correspondence in every]
-    joined_of = partial(
-        _joined,
-        tensors,
-        copies=RankCopies(options.from_rank0),
-        has_copy=model.tie_word_embeddings and saved.stages > 1,
-        where=where,
-    )
+    joined_of = partial(_joined, tensors, has_copy=model.tie_word_embeddings and saved.stages > 1, where=where)
     joined = {WEIGHTS: joined_of(WEIGHTS, weights)}
     optimizer = None if options.weights_only else saved.optimizer(tensors, joined[WEIGHTS])
     for note in described.notes:
@@ -122,15 +117,13 @@ def as_source(saved: MegatronCheckpoint, options: ImportOptions) -> StateSource:
     return StateSource(model, iteration, optimizer is not None, read, consumed_samples=samples)
 
 
-def _joined(
-    tensors: Sequence[MegatronTensor], kind: str, pieces: Pieces, *, copies: RankCopies, has_copy: bool, where: Path
-) -> Joined:
-    """Return a kind's tensors, joined when they are read. A tied embedding may have a copy, which must be equal."""
+def _joined(tensors: Sequence[MegatronTensor], kind: str, pieces: Pieces, *, has_copy: bool, where: Path) -> Joined:
+    """Return a kind's tensors, joined when they are read. A tied embedding may have a copy on the last stage."""
     expected, joined = {tensor.numbered: tensor for tensor in tensors}, dict[str, FileTensor]()
     for name, parts in pieces.items():
         tensor = expected.get(EMBEDDING if name == OUTPUT and has_copy else name)
         cut, is_gated = (None, False) if tensor is None else (tensor.cut, tensor.is_gated)
-        read = partial(join, parts, cut=cut, is_gated=is_gated, copies=copies, where=f"{where}, {kind} of {name}")
+        read = partial(join, parts, cut=cut, is_gated=is_gated, where=f"{where}, {kind} of {name}")
         joined[name] = FileTensor(joined_shape(parts, cut), parts[0].dtype, read)
     shapes = {name: tensor.shape for name, tensor in expected.items()}
     fix = "If its arguments do not describe the model, set model.KEY=VALUE, such as model.tie_word_embeddings=false."
@@ -142,7 +135,7 @@ def _joined(
 
         def read_same() -> torch.Tensor:
             table = first.read()
-            copies.compare(table, last.read(), what="the first and the last stage", where=place)
+            compare_copies(table, last.read(), what="the first and the last stage", where=place)
             return table
 
         joined[EMBEDDING] = replace(first, read=read_same)
