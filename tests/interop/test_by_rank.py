@@ -21,7 +21,7 @@ from tests.interop.states import assert_carried, opened, weights_of
 from tests.interop.test_dcp import assert_same, losses_of
 from tests.messages import refused
 from trainer.commands import convert
-from trainer.interop.torch_file import unpickle_records
+from trainer.interop.torch_file import read_records
 
 OURS, STATE = states.overrides_of("gpt2"), states.state_of("gpt2")
 ABSENT = importlib.util.find_spec("torch_checkpointing") is None
@@ -90,7 +90,7 @@ def test_every_tensor_of_four_ranks_comes_in(tmp_path: Path) -> None:
 
 def edited(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], object]:
     def edit(folder: Path) -> None:
-        table = unpickle_records((folder / "metadata.pkl").read_bytes())
+        table = read_records(folder / "metadata.pkl")
         change(table)
         (folder / "metadata.pkl").write_bytes(pickle.dumps(table))
 

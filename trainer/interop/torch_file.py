@@ -47,10 +47,6 @@ _DAMAGE = (
 _REASON = re.compile(r"(?:error: |\n)([^\n]+?)(?: Please [^\n]*)?\n\nCheck the documentation")
 
 
-class PickleProblem(ValueError):
-    """A damaged pickle, or a pickle with unexpected content."""
-
-
 class PlainObject:
     """Stand-in for an object whose class is not loaded.
 
@@ -79,40 +75,10 @@ class PlainObject:
         return ", ".join(map(shown, self.values)) or "an object of a class that is not loaded"
 
 
-class _FilePart(io.RawIOBase):
-    """A byte range presented as a separate file."""
-
-    def __init__(self, path: Path, offset: int, length: int) -> None:
-        self._file, self._begin, self._length, self._at = os.fdopen(open_regular(path), "rb"), offset, length, 0
-
-    def readable(self) -> bool:
-        """Return True."""
-        return True
-
-    def seekable(self) -> bool:
-        """Return True."""
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Move to an offset in the part."""
-        self._at = offset + (0, self._at, self._length)[whence]
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        """Read the part's next bytes into memory, and return their count."""
-        count = max(0, min(len(buffer), self._length - self._at))
-        count = os.preadv(self._file.fileno(), [memoryview(buffer)[:count]], self._begin + self._at)
-        self._at += count
-        return count
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
-        super().close()
-
-
 def read_torch_file(path: Path, part: tuple[int, int] | None = None) -> Any:
-    """Return a file's content, with memory-mapped tensors.
+    """Return a file's content, with memory-mapped tensors. Objects with other classes become `PlainObject`.
+
+    Checksums are verified.
 
     Args:
         part: The offset and length of a `torch.save` file within the file. Its tensors are read.
@@ -121,19 +87,35 @@ def read_torch_file(path: Path, part: tuple[int, int] | None = None) -> Any:
         CheckpointError: The file is damaged.
         UnreadableError: The file cannot be read at the moment.
     """
-    with _reading(path), _FilePart(path, *part) if part else os.fdopen(open_regular(path), "rb") as file:
-        return load_plain(file, None if part else path)
+    with _reading(path), os.fdopen(open_regular(path), "rb") as file:
+        if part is not None:
+            file.seek(part[0])
+        content = file if part is None else io.BytesIO(file.read(part[1]))
+        with zipfile.ZipFile(content) as archive:
+            members = archive.infolist()
+            if packed := [member.filename for member in members if member.compress_type]:
+                raise pickle.UnpicklingError(f"{shown(packed[0])} is compressed, which torch never does")
+            # torch writes 0 everywhere if it is set to omit checksums.
+            if any(member.CRC for member in members) and (name := archive.testzip()):
+                raise pickle.UnpicklingError(f"another checksum of {shown(name)}")
+        content.seek(0)
+        names = get_unsafe_globals_in_checkpoint(content)
+        content.seek(0)
+        with safe_globals([(PlainObject, name) for name in names]):
+            return torch.load(
+                path if part is None else content, map_location="cpu", weights_only=True, mmap=part is None
+            )
 
 
 def read_records(path: Path) -> Any:
-    """Return the content of DCP's metadata. See `unpickle_records`.
+    """Return the content of DCP's metadata, with plain objects in place of torch's classes.
 
     Raises:
         CheckpointError: The file is damaged, or names other programs' classes.
         UnreadableError: The file cannot be read at the moment.
     """
     with _reading(path):
-        return unpickle_records(read_regular(path, limit_bytes=_MOST_METADATA_BYTES))
+        return _Reader(io.BytesIO(read_regular(path, limit_bytes=_MOST_METADATA_BYTES))).load()
 
 
 @contextmanager
@@ -142,51 +124,15 @@ def _reading(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise failed_read("A torch file cannot be read", error, where=path) from error
-    except PickleProblem as error:
+    except _DAMAGE as error:
+        reason = _REASON.search(text := str(error))
         raise CheckpointError(
             "A torch file cannot be read",
             where=path,
-            found=str(error),
+            found=f"{type(error).__name__}: {(reason[1] if reason else text)[:200]}",
             fix="The file is truncated or damaged, or another program wrote it: copy it again, or import another "
             "checkpoint or form, such as a Hugging Face folder.",
-        ) from error
-
-
-@contextmanager
-def _sound() -> Iterator[None]:
-    """Raise a `PickleProblem` for whatever a reader raises for damaged bytes."""
-    try:
-        yield
-    except PickleProblem:
-        raise
-    except _DAMAGE as error:
-        reason = _REASON.search(text := str(error))
-        raise PickleProblem(f"{type(error).__name__}: {(reason[1] if reason else text)[:200]}") from None
-
-
-def load_plain(file: Any, path: Path | None = None) -> Any:
-    """Return the value written by a `torch.save`. Objects with other classes become `PlainObject`.
-
-    Args:
-        file: The bytes. Their checksums are verified.
-        path: A path to the same bytes, which are then memory-mapped. Without it they are read.
-
-    Raises:
-        PickleProblem: The bytes are damaged.
-    """
-    with _sound():
-        with zipfile.ZipFile(file) as archive:
-            members = archive.infolist()
-            if packed := [member.filename for member in members if member.compress_type]:
-                raise PickleProblem(f"{shown(packed[0])} is compressed, which torch never does")
-            # torch writes 0 everywhere if it is set to omit checksums.
-            if any(member.CRC for member in members) and (name := archive.testzip()):
-                raise PickleProblem(f"another checksum of {shown(name)}")
-        file.seek(0)
-        names = get_unsafe_globals_in_checkpoint(file)
-        file.seek(0)
-        with safe_globals([(PlainObject, name) for name in names]):
-            return torch.load(path or file, map_location="cpu", weights_only=True, mmap=path is not None)
+        ) from None
 
 
 # Packages with classes in DCP metadata: torch, Megatron-Core, and pathlib. Python 3.11.0 to 3.11.3 pickles enumeration
@@ -206,17 +152,7 @@ class _Reader(pickle.Unpickler):
             return member
         if module.startswith(_RECORDS) or (module, name) == ("builtins", "getattr"):
             return PlainObject
-        raise PickleProblem(f"{module[:200]}.{name[:200]}, which is not part of DCP metadata")
-
-
-def unpickle_records(data: bytes) -> Any:
-    """Return the value in DCP metadata, with plain objects in place of torch's classes.
-
-    Raises:
-        PickleProblem: The pickle is damaged, or names another class.
-    """
-    with _sound():
-        return _Reader(io.BytesIO(data)).load()
+        raise pickle.UnpicklingError(f"{module[:100]}.{name[:100]}, which is not part of DCP metadata")
 
 
 def is_plain(value: object) -> TypeGuard[torch.Tensor]:

@@ -15,7 +15,7 @@ from reprise.errors import CheckpointError
 from reprise.format import Box, intersect, relative, whole
 from reprise.storage import is_file, is_file_name, matching, shown
 from reprise.tensors import canonical_name
-from trainer.interop.formats import ImportOptions, listed, require_trust
+from trainer.interop.formats import ImportOptions, few, listed, require_trust
 from trainer.interop.torch_file import attributes_of, read_records, read_torch_file
 
 METADATA = ".metadata"
@@ -61,7 +61,7 @@ class DcpFolder:
     values: Mapping[str, Part]
 
     def read_tensor(self, key: str) -> torch.Tensor:
-        """Return a full tensor on the CPU. Only a single chunk is in memory beside it.
+        """Return a full tensor on the CPU. A single chunk and its bytes are in memory beside it.
 
         Raises:
             CheckpointError: A chunk is damaged.
@@ -122,16 +122,13 @@ def require_whole(folder: DcpFolder, problems: Iterable[str] = ()) -> DcpFolder:
 
 
 def _no_folder(path: Path) -> CheckpointError:
-    below = sorted(child.name for child in path.iterdir() if is_file(child / METADATA))
-    if below:
-        return CheckpointError(
-            "A folder is not a DCP checkpoint, but contains some",
-            where=path,
-            found=", ".join(below),
-            fix="Pass one of them.",
-        )
-    fix = next((advice for pattern, advice in _OTHER_FORMS.items() if matching(path, pattern)), None)
-    return CheckpointError("A folder is not a DCP checkpoint", where=path, expected=f"a file {METADATA}", fix=fix)
+    return CheckpointError(
+        "A folder is not a DCP checkpoint",
+        where=path,
+        expected=f"a file {METADATA}",
+        found=few(child.name for child in path.iterdir()),
+        fix=next((advice for pattern, advice in _OTHER_FORMS.items() if matching(path, pattern)), None),
+    )
 
 
 def _described(path: Path, metadata: Mapping[str, Any]) -> tuple[DcpFolder, Mapping[Path, int]]:
