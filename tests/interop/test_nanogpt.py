@@ -69,8 +69,6 @@ REFUSED: dict[str, tuple[Change, str]] = {
     ),
     "two steps": (lambda t: t["optimizer"]["state"][3].update(step=torch.tensor(2.0)), "[2.0, 3.0]"),
     "a derived model": (lambda t: t["model_args"].update(use_softermax=True), "use_softermax=True"),
-    "other sizes": (lambda t: t["model_args"].update(n_embd=24), "n_embd=24"),
-    "impossible heads": (lambda t: t["model_args"].update(n_head=3), "n_head=3"),
     "a missing tensor": (lambda t: t["model"].pop(f"{MLP}.weight"), f"{MLP}.weight"),
     "RMSNorm": (
         lambda t: t["model"].update({"transformer.h.1.ln_1.gain": torch.ones(8)}),

@@ -19,7 +19,7 @@ import torch
 from models.config import Activation, Family, ModelConfig
 from models.families import stored_tensors
 from models.spec import OUTPUT
-from reprise.errors import CheckpointError, MismatchError
+from reprise.errors import MismatchError
 from reprise.storage import finite_number, integer, is_dir, shown
 from reprise.tensors import canonical_name
 from trainer.config.frozen import frozen_names
@@ -97,7 +97,7 @@ def _weights(module: Table) -> dict[str, torch.Tensor]:
 
 
 def _model(arguments: Table, weights: Mapping[str, torch.Tensor], *, where: Path) -> ModelConfig:
-    """Return the model, with sizes from the tensors. `model_args` must not contradict them."""
+    """Return the model, with sizes from the tensors."""
     if unknown := sorted(set(map(str, arguments)) - _ARGUMENTS):
         raise MismatchError(
             "The model has settings that nanoGPT lacks",
@@ -108,31 +108,17 @@ def _model(arguments: Table, weights: Mapping[str, torch.Tensor], *, where: Path
             "imported.",
         )
     vocab_size, width = weights[_EMBEDDING].shape
-    positions, heads = len(weights[_POSITIONS]), integer(arguments.get("n_head"))
-    n_layer = len({match[1] for name in weights if (match := _LAYER.match(name))})
-    has_bias = any(name.endswith(".bias") for name in weights)
-    sizes = {"n_layer": n_layer, "n_embd": width, "block_size": positions, "vocab_size": vocab_size, "bias": has_bias}
-    problems = [
-        f"{name}={shown(arguments[name])}, the tensors have {size}"
-        for name, size in sizes.items()
-        if arguments.get(name, size) not in (size, None)
-    ]
-    if heads < 1 or width % heads:
-        problems.append(f"n_head={heads} of n_embd={width}")
-    if problems:
-        raise CheckpointError(
-            "model_args and the tensors describe different models", where=where, found="; ".join(problems)
-        )
+    heads = integer(arguments.get("n_head"))
     end = _END_OF_TEXT if vocab_size > _END_OF_TEXT else vocab_size - 1
     return ModelConfig(
         family=Family.gpt2,
-        n_layer=n_layer,
+        n_layer=len({match[1] for name in weights if (match := _LAYER.match(name))}),
         n_head=heads,
         n_kv_head=heads,
         n_embd=width,
         intermediate_size=4 * width,
         vocab_size=vocab_size,
-        max_position_embeddings=positions,
+        max_position_embeddings=len(weights[_POSITIONS]),
         bos_token_id=end,
         eos_token_id=end,
         tie_word_embeddings=OUTPUT not in weights,
