@@ -18,7 +18,6 @@ from tests.harness import TINY, checkpoint, curve, run_ok, tensor_files
 from tests.messages import refused
 from tests.profiles import nightly
 from tests.resume.starts import start
-from trainer.commands import checkpoint as command
 from trainer.interop.open_model import open_model
 
 BASE = [*TINY, "train.micro_batch_size=3", "train.threads=1", "checkpoint.save_interval=2", "schedule.lr_decay_iters=8"]
@@ -169,16 +168,6 @@ def test_a_base_that_cannot_be_read_for_a_moment_is_no_other(
     run = start(tmp_path / "run", *GPT2, f"checkpoint.base={newest.parents[1]}")
     assert run.state.progress.iteration == 4
     assert not failures
-
-
-def test_merged_adapters_begin_a_run_on_their_base(bases: dict[str, Path], tuned: Path, tmp_path: Path) -> None:
-    assert command.main(["merge", str(tuned), str(tmp_path / "out"), "--from", "2", "--to", "4"]) == 0
-    base = f"checkpoint.base={bases['gpt2'].with_name('iter_0000002')}"
-    run = start(tmp_path / "run", *GPT2, base, f"checkpoint.load={tmp_path / 'out'}", "checkpoint.finetune=true")
-    parts = [load_file(checkpoint(tuned, number) / "adapter_model.safetensors") for number in (2, 4)]
-    name = "base_model.model.transformer.h.0.attn.c_proj.lora_A.weight"
-    (shard,) = (shard for shard in run.state.shards() if shard.spec.name == name)
-    assert torch.equal(shard.local, ((parts[0][name].double() + parts[1][name].double()) / 2).float())
 
 
 def test_a_base_of_another_model_names_no_other_run(bases: dict[str, Path], tmp_path: Path) -> None:

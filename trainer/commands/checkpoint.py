@@ -1,4 +1,4 @@
-"""Work with checkpoints: `reprise checkpoint ls|show|verify|diff|merge|gather|copy|mirror|prune`.
+"""Work with checkpoints: `reprise checkpoint ls|show|verify|diff|gather|copy|mirror|prune`.
 
 Needs no GPU and no process group. The exit status is 0 when all is well, 1 when something is damaged, differs or is not
 mirrored, 2 when the command fails. A temporarily unreadable file is not damaged.
@@ -23,7 +23,7 @@ import reprise
 from reprise import CheckpointStatus, CheckpointSummary, ProgressCallback, VerifiedCheckpoint
 from reprise.errors import ConfigError, TrainerError, count_of
 from reprise.format import INTERIM
-from reprise.storage import FILE_SYSTEM, dumps, exists, integer, is_url, json_file, shown_name
+from reprise.storage import dumps, exists, integer, is_url, json_file, shown_name
 from reprise.stores import is_stored
 from trainer.commands.arguments import any_path, local_path, natural, natural_or_all, positive
 from trainer.commands.frame import FINE, IMPOSSIBLE, framed
@@ -234,25 +234,6 @@ def gather(options: argparse.Namespace) -> int:
     return FINE
 
 
-def merge(options: argparse.Namespace) -> int:
-    """Write a weighted mean of a run's checkpoints as a weights-only checkpoint."""
-    from trainer.interop import average
-
-    report = average.merge(
-        options.run, options.out, first=options.first, last=options.last, rule=options.weights, files=FILE_SYSTEM
-    )
-    rows: list[Row] = [
-        {"checkpoint": shown_name(part), "share": share}
-        for part, share in zip(report.parts, report.shares, strict=True)
-    ]
-    if options.json:
-        print(dumps({"checkpoint": str(report.path), "of": rows}))
-    else:
-        _print_rows(rows, as_json=False)
-        print(report.path)
-    return FINE
-
-
 def prune(options: argparse.Namespace) -> int:
     """Delete all but the newest checkpoints, or old ones' optimizer state. Checkpoints with a `hold` file stay."""
     if options.optimizer != (options.before is not None):
@@ -358,14 +339,6 @@ def _parser() -> argparse.ArgumentParser:
     gathered.add_argument("hosts", type=local_path, nargs="+", metavar="HOSTFOLDER", help=host_help)
     gathered.add_argument("out", type=local_path, metavar="OUT", help="the checkpoint folder to write to")
     gathered.add_argument("--iteration", type=natural, metavar="N", help="default: the newest complete iteration")
-    merged = command("merge", merge)
-    merged.add_argument("run", type=local_path, metavar="RUN", help="a run, or a run's checkpoints/weights folder")
-    merged.add_argument("out", type=local_path, metavar="OUT", help="the checkpoint folder to write to")
-    merged.add_argument("--from", type=natural, required=True, dest="first", metavar="A", help="the first iteration")
-    merged.add_argument("--to", type=natural, required=True, dest="last", metavar="B", help="the last iteration")
-    merged.add_argument(
-        "--weights", default="mean", metavar="RULE", help="mean, ema:D, minus-sqrt, or W1,W2,... (%(default)s)"
-    )
     copied = command("copy", copy)
     copied.add_argument("source", type=any_path, metavar="SRC", help="a checkpoint folder or a run folder, or a URL")
     copied.add_argument("target", type=any_path, metavar="DST", help="the folder or URL to write iter_ folders to")

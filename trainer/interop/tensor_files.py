@@ -90,7 +90,7 @@ def blocks_of(tensor: torch.Tensor, dtype: torch.dtype, *, where: str) -> Iterat
     count = BLOCK_BYTES // dtype.itemsize
     for lo in range(0, flat.numel(), count):
         values = flat[lo : lo + count]
-        cast = _rounded(values, dtype).contiguous()
+        cast = values.to(dtype).contiguous()
         if dtype.itemsize < values.dtype.itemsize and bool((cast.isinf() & values.isfinite()).any()):
             raise CheckpointError(
                 "A value is out of the dtype's range",
@@ -100,17 +100,3 @@ def blocks_of(tensor: torch.Tensor, dtype: torch.dtype, *, where: str) -> Iterat
                 fix="Use bfloat16 or float32.",
             )
         yield memoryview(cast.view(torch.uint8).numpy())  # type: ignore[arg-type]
-
-
-def _rounded(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return values in another dtype, rounded once.
-
-    torch rounds float64 to float32 before rounding to 16 bits. So float32 is rounded to odd here: an inexact value is
-    truncated and its last bit set, which breaks every tie in the second rounding as the exact value would.
-    """
-    if values.dtype is not torch.float64 or dtype.itemsize >= torch.float32.itemsize:
-        return values.to(dtype)
-    single = values.to(torch.float32)
-    exact, bits = single.double(), single.view(torch.int32)
-    bits = torch.where(exact.abs() > values.abs(), bits - 1, bits)
-    return torch.where(exact != values, bits | 1, bits).view(torch.float32).to(dtype)
