@@ -34,7 +34,7 @@ import trainer.__main__
 import trainer.config.compose
 import trainer.training.loop
 from reprise.storage import iteration_name
-from scripts.faults.ranks import become_rank, free_port
+from scripts.faults.ranks import free_port
 from tests.composed import answer_with, composed
 from trainer.config.schema import Config
 from trainer.launch.process_group import Cluster
@@ -348,6 +348,29 @@ def around_iterations(
         return result
 
     trainer.training.loop.iterate = acting
+
+
+def rank_variables(rank: int, ranks: int, *, port: int) -> dict[str, str]:
+    """Return the environment variables that torchrun gives a rank of this host."""
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
+def become_rank(rank: int, ranks: int, *, port: int, output: str) -> None:
+    """Make this process rank `rank` of `ranks` on this host, with stdout and stderr at the end of `output`."""
+    descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    if ranks > 1:
+        os.environ |= rank_variables(rank, ranks, port=port)
 
 
 def _rank(

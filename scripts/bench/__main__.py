@@ -15,6 +15,7 @@ import argparse
 import importlib
 import logging
 import os
+import subprocess
 import sys
 import tempfile
 import warnings
@@ -22,11 +23,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from scripts.bench.machine import describe
-from scripts.faults.ranks import run_ranks
+from scripts.faults.ranks import launcher
 from trainer.commands.arguments import existing_folder
 
 SUBJECTS = ("checkpoint", "small_states", "train", "startup", "scale", "stores", "cuda")
-_TIMEOUT_S = 1800.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -41,7 +41,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--rounds", type=int, default=5, metavar="N", help="in which all sides take turns (%(default)d)"
     )
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="also write the tables to FILE")
     parser.set_defaults(ranks=1)
     subject.add_arguments(parser)
     options = parser.parse_args(words[1:])
@@ -56,15 +55,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         folder = Path(name).absolute()
         machine = [f"- {line}" for line in describe(folder)]
         if options.ranks > 1:
-            command = [sys.executable, "-m", "scripts.bench", *words, "--folder", str(folder)]
             print("\n".join([*machine, ""]), flush=True)
-            run_ranks(command, options.ranks, timeout_s=_TIMEOUT_S)
-            return 0
+            command = [*launcher(options.ranks), "-m", "scripts.bench", *words, "--folder", str(folder)]
+            return subprocess.run(command, check=False).returncode
         tables = subject.measure(options, folder)
-    lines = [*machine, "", *tables] if tables else []
-    print("\n".join(lines), end="\n" if lines else "")
-    if options.markdown:
-        options.markdown.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    print("\n".join([*machine, "", *tables]))
     return 0
 
 

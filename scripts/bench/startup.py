@@ -10,16 +10,14 @@ import argparse
 import json
 import os
 import shutil
-import signal
 import subprocess
-import sys
-import threading
 import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from scripts.bench.harness import BenchSide, Figures, Goal, report, take_turns
+from scripts.bench.harness import Figures, Goal, report, take_turns
+from scripts.faults.ranks import launcher
 
 BARE, FRESH, RESUME = "import torch and rendezvous", "fresh", "resume"
 _TO_BEGIN = "first iteration, s"
@@ -36,7 +34,6 @@ if dist.is_initialized():
 """
 _PHASES = ("imports", "rendezvous", "data", "build", "load")
 _OVERRIDES = ("model=gpt2_tiny", "train.exit_interval=1", "train.train_iters=100000", "train.threads=1")
-_TIMEOUT_S = 120.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,18 +48,17 @@ def measure(options: argparse.Namespace, folder: Path) -> list[str]:
     (folder / "bare.py").write_text(_BARE_START)
     for ranks in options.of:
         start = partial(_start, ranks=ranks, folder=folder, overrides=options.overrides)
-        sides = {side: BenchSide(partial(start, side)) for side in (BARE, FRESH, RESUME)}
+        sides = {side: partial(start, side) for side in (BARE, FRESH, RESUME)}
         rows = take_turns(sides, options.rounds, warm_up=1)  # which fills caches, and leaves a run to resume
         bound = 1.3 if ranks == 1 else 1.4
-        goals = [Goal(f"{side}, {ranks} ranks", side, _TO_BEGIN, [BARE], bound) for side in (FRESH, RESUME)]
+        goals = [Goal(f"{side}, {ranks} ranks", side, _TO_BEGIN, BARE, bound) for side in (FRESH, RESUME)]
         lines += [*report(rows, BARE, goals), ""]
     return lines
 
 
 def _start(side: str, *, ranks: int, folder: Path, overrides: Sequence[str]) -> Figures:
     """Start a side; a fresh run replaces that of this number of ranks, a resume goes on with it."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    command = launcher if ranks > 1 else [sys.executable]
+    command = launcher(ranks)
     if side == BARE:
         return {_TO_BEGIN: _seconds_to_line([*command, str(folder / "bare.py")], _READY)}
     run = folder / str(ranks)
@@ -80,16 +76,11 @@ def _seconds_to_line(command: Sequence[str], beginning: str) -> float:
     # environment does not turn it off.
     variables = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONDONTWRITEBYTECODE": ""}
     start, elapsed = time.perf_counter(), None
-    with subprocess.Popen(command, env=variables, text=True, start_new_session=True, stdout=subprocess.PIPE) as process:
-        killer = threading.Timer(_TIMEOUT_S, os.killpg, (process.pid, signal.SIGKILL))
-        killer.start()
-        try:
-            assert process.stdout is not None
-            for line in process.stdout:
-                if elapsed is None and line.startswith(beginning):
-                    elapsed = time.perf_counter() - start
-        finally:
-            killer.cancel()
+    with subprocess.Popen(command, env=variables, text=True, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if elapsed is None and line.startswith(beginning):
+                elapsed = time.perf_counter() - start
     if process.returncode or elapsed is None:
         raise SystemExit(f"{' '.join(command)} ended with status {process.returncode}")
     return elapsed

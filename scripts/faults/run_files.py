@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ def curve_of(run: Path) -> list[tuple[object, ...]]:
     return [tuple(row[key] for key in keys) for row in rows_of(run)]
 
 
-def contents_of(checkpoint: Path) -> dict[str, bytes]:
+def _contents_of(checkpoint: Path) -> dict[str, bytes]:
     """Return the files of a checkpoint by name; the manifest without the attempt and its own digest.
 
     The settings of the run are left out, since an unbroken run keeps every checkpoint and a killed one does not, and
@@ -52,9 +52,9 @@ def contents_of(checkpoint: Path) -> dict[str, bytes]:
     return {**contents, MANIFEST: json.dumps(members).encode()}
 
 
-def differences(checkpoint: Path, expected: Mapping[str, bytes]) -> list[str]:
-    """Return a line if a checkpoint differs from the files of the unbroken run's."""
-    actual = contents_of(checkpoint)
+def differences(checkpoint: Path, reference: Path) -> list[str]:
+    """Return a line if a checkpoint differs from that of the unbroken run."""
+    actual, expected = _contents_of(checkpoint), _contents_of(reference)
     names = sorted(name for name in actual.keys() | expected.keys() if actual.get(name) != expected.get(name))
     return [f"{checkpoint.name} differs from the unbroken run's in {', '.join(names)}"] if names else []
 

@@ -14,27 +14,21 @@ bit by bit. The exit status is 0 if all is equal and no committed checkpoint was
 from __future__ import annotations
 
 import argparse
-import contextlib
-import os
 import random
 import shutil
-import signal
-import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 from reprise.storage import CheckpointFolder, Files, iteration_name
-from scripts.faults.run_files import contents_of, curve_of, differences, differing_pieces, leftovers, rows_of
+from scripts.faults.job import SoakJob, TrainerJob, ended, finish, wait_until
+from scripts.faults.run_files import curve_of, differences, differing_pieces, leftovers, rows_of
 from trainer.commands.arguments import local_path
 
-_POLL_S = 0.005
 _MOST_LOST = 2  # iterations, where each is saved: one is written, the next one waits for it
-_TIMEOUT_S = 300.0
 # A model that trains a hundred iterations in a second or two on two cores.
 MODEL = (
     "model=gpt2_tiny",
@@ -51,16 +45,6 @@ MODEL = (
     "logging.tensorboard=false",
     "checkpoint.save_interval=3",
 )
-
-
-class SoakJob(Protocol):
-    """A job that was started."""
-
-    def status(self) -> int | None:
-        """Return its exit status, or None while it runs."""
-
-    def kill(self) -> None:
-        """Kill all its processes and wait for their end."""
 
 
 Launch = Callable[[Path, Sequence[str]], SoakJob]
@@ -82,8 +66,9 @@ class Soak:
     iterations: int = 200
     keep: int = 2
     seed: int = 0
-    overrides: tuple[str, ...] = ()
+    overrides: Sequence[str] = ()
     local: Path | None = None
+    ranks: int = 2
     hosts: int = 1
 
     def settings(self, keep: int) -> list[str]:
@@ -144,7 +129,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="soak_kill", description="Kill a training job at random times.")
     parser.add_argument("kills", type=int, help="how often")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--topology", nargs="*", default=[], metavar="KEY=VALUE", help="overrides for both runs")
+    parser.add_argument(
+        "--topology", dest="overrides", nargs="*", default=[], metavar="KEY=VALUE", help="overrides for both runs"
+    )
     parser.add_argument("--iterations", type=int, default=200)
     parser.add_argument("--keep", type=int, default=2, help="checkpoint.max_checkpoint_keep of the killed run")
     parser.add_argument("--seed", type=int, default=0, help="of the times")
@@ -153,16 +140,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     for folder in filter(None, (options.folder, options.local)):
         shutil.rmtree(folder, ignore_errors=True)
-    plan = Soak(
-        options.folder,
-        options.kills,
-        options.iterations,
-        options.keep,
-        options.seed,
-        overrides=tuple(options.topology),
-        local=options.local,
-    )
-    tally = soak(plan, lambda run, overrides: Torchrun(run, overrides, ranks=options.ranks))
+        folder.mkdir(parents=True)
+    plan = Soak(**vars(options))
+
+    def launch(run: Path, overrides: Sequence[str]) -> SoakJob:
+        command = [f"run.dir={run.resolve()}", *overrides]
+        return TrainerJob(command, run.with_name(f"{run.name}.log"), ranks=plan.ranks)
+
+    tally = soak(plan, launch)
     print(f"soak_kill: {tally.line()}", flush=True)
     return 1 if tally.problems else 0
 
@@ -172,10 +157,10 @@ def soak(plan: Soak, launch: Launch) -> Tally:
     unbroken, tally, chance = plan.folder / "unbroken", Tally(), random.Random(plan.seed)
     start = time.monotonic()
     job = launch(unbroken, plan.settings(0))
-    with _ended(job):
-        _await(lambda: bool(curve_of(unbroken)) or job.status() is not None)
+    with ended(job):
+        wait_until(lambda: bool(curve_of(unbroken)) or job.status() is not None)
         startup_s = time.monotonic() - start
-        _await_end(job)
+        finish(job)
     if job.status() != 0 or len(curve_of(unbroken)) != plan.iterations:
         tally.problems.append(f"the unbroken run ended with status {job.status()}")
     while tally.kills < plan.kills and not tally.problems:
@@ -200,15 +185,14 @@ class _Broken:
         while not self.tally.problems:
             before, stamp, resumes = self._committed(), self._stamp(), self._resumes()
             job = launch(self.run, settings)
-            with _ended(job):
+            with ended(job):
                 if self.tally.kills < self.plan.kills:
                     self._await_moment(job, startup_s, stamp)
                 else:
-                    _await_end(job)
+                    finish(job)
                 status = job.status()
             if status is None:
-                moment = self._moment(stamp)
-                self.tally.moments[moment] += 1
+                self.tally.moments[self._moment(stamp)] += 1
                 self._check_checkpoints(before)
                 self._check_resume(before, resumes)
                 self._look_at_loss()
@@ -227,7 +211,7 @@ class _Broken:
         newest = max(self._committed(), default=0)
         share = 2 * (self.plan.iterations - newest) // (self.plan.kills - self.tally.kills + 1)
         target = newest + self.chance.randint(1, max(2, share))
-        _await(
+        wait_until(
             lambda: (
                 job.status() is not None
                 or bool(self._stamp() != stamp and self._committed() and len(curve_of(self.run)) >= target)
@@ -237,7 +221,7 @@ class _Broken:
 
     def _pass(self, job: SoakJob, seconds: float) -> None:
         end = time.monotonic() + seconds
-        _await(lambda: time.monotonic() >= end or job.status() is not None)
+        wait_until(lambda: time.monotonic() >= end or job.status() is not None)
 
     def _stamp(self) -> int:
         """Return a value that changes with every record."""
@@ -282,15 +266,13 @@ class _Broken:
             self._compare(iteration)
 
     def _compare(self, iteration: int) -> None:
-        if self.plan.local is not None:
-            for folder in self.plan.folders(self.run):
-                path = folder / iteration_name(iteration)
-                if path.exists():  # else it is prepared, for the next start
-                    self.tally.problems += differing_pieces(path, self.unbroken / "checkpoints" / path.name)
-            return
-        name = iteration_name(iteration)
-        expected = contents_of(self.unbroken / "checkpoints" / name)
-        self.tally.problems += differences(self.run / "checkpoints" / name, expected)
+        for folder in self.plan.folders(self.run):
+            path = folder / iteration_name(iteration)
+            reference = self.unbroken / "checkpoints" / path.name
+            if self.plan.local is None:
+                self.tally.problems += differences(path, reference)
+            elif path.exists():  # else it is prepared, for the next start
+                self.tally.problems += differing_pieces(path, reference)
 
     def _check_end(self) -> None:
         self.tally.runs += 1
@@ -300,75 +282,6 @@ class _Broken:
         if curve_of(self.run) != curve_of(self.unbroken):
             self.tally.problems.append("the curves differ")
         self.tally.problems += leftovers(self.run, *self.plan.folders(self.run))
-
-
-class Torchrun:
-    """A job of `torchrun`, in its own session; its output file is beside its folder."""
-
-    def __init__(self, run: Path, overrides: Sequence[str], *, ranks: int) -> None:
-        run.parent.mkdir(parents=True, exist_ok=True)
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-        with run.with_name(f"{run.name}.log").open("ab") as log:
-            self._process = subprocess.Popen(
-                [*launcher, "-m", "trainer", f"run.dir={run.resolve()}", *overrides],
-                start_new_session=True,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-            )
-
-    def status(self) -> int | None:
-        """Return torchrun's exit status, or None while it runs."""
-        return self._process.poll()
-
-    def kill(self) -> None:
-        """End torchrun and its ranks; it is stopped first, so that it does not restart them."""
-        if self._process.poll() is not None:
-            return
-        self._process.send_signal(signal.SIGSTOP)
-        below = descendants(self._process.pid)
-        for pid in (self._process.pid, *below):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        self._process.wait()
-        _await(lambda: not any(_is_alive(pid) for pid in below))
-
-
-def descendants(pid: int) -> list[int]:
-    """Return the processes below a process."""
-    try:
-        tasks = list(Path(f"/proc/{pid}/task").iterdir())
-        children = [int(child) for task in tasks for child in (task / "children").read_text().split()]
-    except OSError:
-        return []
-    return [*children, *(below for child in children for below in descendants(child))]
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-@contextlib.contextmanager
-def _ended(job: SoakJob) -> Iterator[None]:
-    """End the job on exit."""
-    try:
-        yield
-    finally:
-        job.kill()
-
-
-def _await_end(job: SoakJob) -> None:
-    _await(lambda: job.status() is not None)
-
-
-def _await(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + _TIMEOUT_S
-    while not is_so():
-        if time.monotonic() > deadline:
-            raise TimeoutError("a job did not come to where it was expected in time")
-        time.sleep(_POLL_S)
 
 
 if __name__ == "__main__":

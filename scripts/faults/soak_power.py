@@ -13,8 +13,8 @@ and these properties are checked:
   unless newer ones have replaced it.
 * After every `--resume-every` cuts, the same command ends like the unbroken run.
 
-The exit status is 0 if all hold and 1 if not. The log and the disk at its start then stay in the folder, and a `Replay`
-recreates the disk of the cut. It is 77 if mounting is not possible. Needs root; nothing stays mounted.
+The exit status is 0 if all hold and 1 if not. The log and the disk at its start then stay in the folder, and
+`write_disk` recreates the disk of the cut. It is 77 if mounting is not possible. Needs root; nothing stays mounted.
 """
 
 from __future__ import annotations
@@ -27,19 +27,20 @@ import shutil
 import signal
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from reprise.errors import TrainerError
 from reprise.loading import open_checkpoint, verify_share
 from reprise.storage import CheckpointFolder, Files
+from scripts.faults.job import finish
 from scripts.faults.power import mounting
-from scripts.faults.power.job import PowerJob
 from scripts.faults.power.mounting import FILE_SYSTEMS, CannotMount, FileSystem
-from scripts.faults.power.recording import TIMEOUT_S, RecordedSoak, Recording, StartDisk, record
-from scripts.faults.power.replay import PowerCut, Replay, Survival, copy_sparse
-from scripts.faults.run_files import contents_of, curve_of, differences, leftovers
+from scripts.faults.power.recording import RecordedSoak, Recording, record
+from scripts.faults.power.replay import PowerCut, Survival, write_disk
+from scripts.faults.run_files import curve_of, differences, leftovers
+from trainer.commands.arguments import local_path
 
 _MOST_PROBLEMS = 5  # until a soak ends
 CANNOT_MOUNT = 77  # the exit status of a test that cannot be made, for automake and others
@@ -68,47 +69,35 @@ class PowerTally:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Unbroken:
-    """The results of a run without a cut: the files of each checkpoint, and the curve."""
-
-    checkpoints: dict[int, dict[str, bytes]]
-    curve: list[tuple[object, ...]]
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the soak, print a summary of each file system and return the exit status."""
     parser = argparse.ArgumentParser(prog="soak_power", description="Cut the power of a disk that a job saves to.")
     parser.add_argument("cuts", type=int, help="how many on each file system")
-    parser.add_argument("--on", nargs="*", default=[*FILE_SYSTEMS], choices=[*FILE_SYSTEMS], metavar="FILE_SYSTEM")
+    parser.add_argument(
+        "--on", dest="systems", nargs="*", default=[*FILE_SYSTEMS], choices=[*FILE_SYSTEMS], metavar="FILE_SYSTEM"
+    )
     parser.add_argument("--recordings", type=int, default=2, help="jobs on each file system")
     parser.add_argument("--resume-every", type=int, default=20, help="resume after every so many cuts")
     parser.add_argument("--iterations", type=int, default=40)
     parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--topology", nargs="*", default=[], metavar="KEY=VALUE", help="overrides for all jobs")
+    parser.add_argument(
+        "--topology", dest="overrides", nargs="*", default=[], metavar="KEY=VALUE", help="overrides for all jobs"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the cuts")
     parser.add_argument("--lies", action="store_true", help="let the disk forget what it flushed: must end with 1")
-    parser.add_argument("--folder", type=Path, default=Path("/dev/shm/soak_power"), help="deleted first, then created")
+    parser.add_argument(
+        "--folder", type=local_path, default=Path("/dev/shm/soak_power"), help="deleted first, then created"
+    )
     options = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # and unmount on the way out
     shutil.rmtree(options.folder, ignore_errors=True)
     options.folder.mkdir(parents=True)
-    plan = RecordedSoak(
-        folder=options.folder.resolve(),
-        cuts=options.cuts,
-        recordings=options.recordings,
-        resume_every=options.resume_every,
-        iterations=options.iterations,
-        ranks=options.ranks,
-        seed=options.seed,
-        overrides=tuple(options.topology),
-        lies=options.lies,
-    )
+    plan = RecordedSoak(**vars(options))
     is_fine = True
     try:
         mounting.mount_for_this_process_alone()
         unbroken = train_unbroken(plan)
-        for name in options.on:
+        for name in plan.systems:
             tally = soak(plan, FILE_SYSTEMS[name], unbroken)
             print(f"soak_power: {tally.line()}", flush=True)
             is_fine = is_fine and not tally.problems
@@ -121,29 +110,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def train_unbroken(plan: RecordedSoak) -> Unbroken:
-    """Train without a cut on an existing file system, and keep every checkpoint."""
-    run = plan.folder / "unbroken"
-    job = PowerJob(plan.command(run, keep=0), plan.folder / "unbroken.log", ranks=plan.ranks)
-    statuses = job.end(TIMEOUT_S)
-    if any(status != 0 for status in statuses):
-        raise RuntimeError(f"the unbroken run ended with {statuses}, see {plan.folder}/unbroken.log")
-    folder = CheckpointFolder(run / "checkpoints", Files())
-    return Unbroken(
-        {iteration: contents_of(folder.iteration(iteration)) for iteration in folder.committed()}, curve_of(run)
-    )
+def train_unbroken(plan: RecordedSoak) -> Path:
+    """Train without a cut on an existing file system, keep every checkpoint and return the run's folder."""
+    run, output = plan.folder / "unbroken", plan.folder / "unbroken.log"
+    if status := finish(plan.job(run, output, keep=0)):
+        raise RuntimeError(f"the unbroken run ended with {status}, see {output}")
+    return run
 
 
-def soak(plan: RecordedSoak, system: FileSystem, unbroken: Unbroken) -> PowerTally:
-    """Record jobs on a file system and try cuts of each."""
-    tally, cut_short = PowerTally(system.name), plan.folder / f"{system.name}.cut"
-    start: StartDisk | None = None
+def soak(plan: RecordedSoak, system: FileSystem, unbroken: Path) -> PowerTally:
+    """Record jobs on a file system and try cuts of each; every second one resumes from a cut in the one before it."""
+    tally, next_disk, told = PowerTally(system.name), plan.folder / f"{system.name}.cut", list[int]()
     for number in range(plan.recordings):
         folder = plan.folder / f"{system.name}-{number}"
         folder.mkdir()
         chance = random.Random(f"{plan.seed} {system.name} {number}")
-        recording = record(plan, system, folder, chance, start)
-        start = None if start else cut_in_the_middle(recording, cut_short, chance)
+        if next_disk.exists():
+            next_disk.rename(folder / "start")
+        else:
+            mounting.make(system, folder / "start")
+            told = []
+        recording = record(plan, system, folder, chance, told)
+        saved = recording.saved()
+        middle = saved[len(saved) // 4 : -1]
+        if number % 2 == 0 and middle:
+            cut = cut_at(chance.randint(middle[0][0], middle[-1][0]) + 1, chance)
+            write_disk(recording.entries, cut, recording.disk, next_disk)
+            told = recording.told(cut)
         share = plan.cuts // plan.recordings + (number < plan.cuts % plan.recordings)
         Trial(plan, system, folder, unbroken, tally).go(recording, cuts(recording, share, chance))
         if tally.problems:
@@ -152,32 +145,19 @@ def soak(plan: RecordedSoak, system: FileSystem, unbroken: Unbroken) -> PowerTal
     return tally
 
 
-def cut_in_the_middle(recording: Recording, disk: Path, chance: random.Random) -> StartDisk | None:
-    """Create and return the disk of a cut after a save that is not the last; None if there is none."""
-    middle = recording.saved[len(recording.saved) // 4 : -1]
-    if not middle:
-        return None
-    cut = PowerCut(chance.randint(middle[0][0], middle[-1][0]) + 1, chance.choice([*Survival]), chance.getrandbits(32))
-    flushed = disk.with_suffix(".flushed")
-    copy_sparse(recording.start.disk, flushed)
-    replay = Replay(recording.entries, flushed)
-    replay.advance(cut.entries)
-    replay.make(cut, disk)
-    replay.close()
-    flushed.unlink()
-    return StartDisk(disk, tuple(recording.told(cut)))
+def cut_at(entries: int, chance: random.Random) -> PowerCut:
+    """Return a cut of any kind after so many entries."""
+    return PowerCut(entries, chance.choice([*Survival]), chance.getrandbits(32))
 
 
 def cuts(recording: Recording, count: int, chance: random.Random) -> Iterator[PowerCut]:
-    """Yield cuts in the order of the log: a third right after a reported save, the others anywhere."""
-    places = []
+    """Yield cuts: a third right after a reported save, the others anywhere."""
+    saved = recording.saved()
     for number in range(count):
-        if number % 3 == 0 and recording.saved:
-            place = chance.choice(recording.saved)[0] + 1
+        if number % 3 == 0 and saved:
+            yield cut_at(chance.choice(saved)[0] + 1, chance)
         else:
-            place = chance.randint(0, len(recording.entries))
-        places.append((place, chance.choice([*Survival]), chance.getrandbits(32)))
-    yield from (PowerCut(*point) for point in sorted(places, key=lambda point: point[0]))
+            yield cut_at(chance.randint(0, len(recording.entries)), chance)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,39 +167,29 @@ class Trial:
     plan: RecordedSoak
     system: FileSystem
     folder: Path
-    unbroken: Unbroken
+    unbroken: Path
     tally: PowerTally
 
-    def go(self, recording: Recording, tried: Iterable[PowerCut]) -> None:
-        """Try cuts in the order of the log; stop after too many problems."""
-        flushed, image = self.folder / "flushed", self.folder / "image"
-        copy_sparse(recording.start.disk, flushed)
-        replay = Replay(recording.entries, flushed)
+    def go(self, recording: Recording, tried: Iterator[PowerCut]) -> None:
+        """Try cuts; stop after too many problems."""
+        image = self.folder / "image"
         for number, cut in enumerate(tried, start=1):
-            replay.advance(cut.entries)
-            replay.make(cut, image)
+            write_disk(recording.entries, cut, recording.disk, image)
             problems = self._after(image, recording.told(cut), resumes=number % self.plan.resume_every == 0)
             self.tally.survivals[cut.survival.value] += 1
             self.tally.problems += [f"{cut} of {self.folder}: {problem}" for problem in problems]
             if len(self.tally.problems) >= _MOST_PROBLEMS:
                 break
-        replay.close()
 
-    def _after(self, image: Path, told: list[int], *, resumes: bool) -> list[str]:
+    def _after(self, image: Path, told: list[int], *, resumes: bool, is_repaired: bool = False) -> list[str]:
         try:
-            return self._mounted(image, told, resumes=resumes)
+            with mounting.mounted(self.system, image, self.folder / "mount"):
+                return self._problems_on_disk(told) + (self._resume(told) if resumes else [])
         except CannotMount as refused:  # as ext4 does where half of its superblock was written
-            if not mounting.repair(self.system, image):
-                return [str(refused)]
+            if is_repaired or not mounting.repair(self.system, image):
+                return [f"{refused}, {'also after a repair' if is_repaired else 'and no repair'}"]
         self.tally.repaired += 1
-        try:
-            return self._mounted(image, told, resumes=resumes)
-        except CannotMount as refused:
-            return [f"also after a repair: {refused}"]
-
-    def _mounted(self, image: Path, told: list[int], *, resumes: bool) -> list[str]:
-        with mounting.mounted(self.system, image, self.folder / "mount"):
-            return self._problems_on_disk(told) + (self._resume(told) if resumes else [])
+        return self._after(image, told, resumes=resumes, is_repaired=True)
 
     def _problems_on_disk(self, told: list[int]) -> list[str]:
         """Return the problems of the checkpoints on the disk, and the reported saves that are missing."""
@@ -227,9 +197,7 @@ class Trial:
         committed = checkpoints.committed()
         self.tally.told += len(told)
         self.tally.checkpoints += len(committed)
-        problems = [
-            problem for iteration in committed for problem in self._compare(checkpoints.iteration(iteration), iteration)
-        ]
+        problems = [problem for iteration in committed for problem in self._compare(checkpoints.iteration(iteration))]
         recorded = recorded_saves(self._run / "metrics.jsonl")
         for saves, who in ((told, "the job's output"), (recorded, "metrics.jsonl")):
             if missing := lost(saves, committed, keep=self.plan.keep):
@@ -239,17 +207,16 @@ class Trial:
     def _resume(self, told: list[int]) -> list[str]:
         """Resume the job, and return its differences from the unbroken run."""
         self.tally.resumed += 1
-        command, output = self.plan.command(self._run, keep=self.plan.keep), self.folder / "resumed.log"
-        if not self._checkpoints.committed():
-            command.append("checkpoint.load=none")  # a run with records and no checkpoint asks for it
+        output = self.folder / "resumed.log"
         output.unlink(missing_ok=True)
-        statuses = PowerJob(command, output, ranks=self.plan.ranks).end(TIMEOUT_S)
-        if any(status != 0 for status in statuses):
-            return [f"the resumed job ended with {statuses}: {output.read_text()[-2000:]}"]
+        # A run with records and no checkpoint asks for it.
+        more = [] if self._checkpoints.committed() else ["checkpoint.load=none"]
+        if status := finish(self.plan.job(self._run, output, *more, keep=self.plan.keep)):
+            return [f"the resumed job ended with {status}: {output.read_text()[-2000:]}"]
         problems = self._problems_on_disk(told)
         if self.plan.iterations not in self._checkpoints.committed():
             problems.append(f"the resumed run has no last checkpoint: {self._checkpoints.committed()}")
-        if curve_of(self._run) != self.unbroken.curve:
+        if curve_of(self._run) != curve_of(self.unbroken):
             problems.append("the curve of the resumed run is not the unbroken one")
         return problems + leftovers(self._run)
 
@@ -261,13 +228,13 @@ class Trial:
     def _checkpoints(self) -> CheckpointFolder:
         return CheckpointFolder(self._run / "checkpoints", Files())
 
-    def _compare(self, path: Path, iteration: int) -> list[str]:
+    def _compare(self, path: Path) -> list[str]:
         try:
             checkpoint = open_checkpoint(path, Files())
             verify_share(checkpoint)
         except TrainerError as error:
             return [f"{path.name} is damaged: {error}"]
-        return differences(path, self.unbroken.checkpoints[iteration])
+        return differences(path, self.unbroken / "checkpoints" / path.name)
 
 
 def recorded_saves(metrics: Path) -> list[int]:

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from scripts.faults.soak_kill import Launch, Soak, SoakJob, Torchrun, main, soak
+from scripts.faults.job import SoakJob, TrainerJob
+from scripts.faults.soak_kill import Launch, Soak, main, soak
 from tests.crash.hosts import Mount, on_hosts, run_trainer
 from tests.harness import Running, started
 from tests.profiles import nightly
@@ -76,7 +77,7 @@ def test_a_job_of_torchrun_loses_nothing(tmp_path: Path, capsys: pytest.CaptureF
 
 @pytest.mark.slow
 def test_no_process_of_a_killed_job_is_left(tmp_path: Path) -> None:
-    job = Torchrun(tmp_path / "run", ["train.train_itres=1"], ranks=1)
+    job = TrainerJob(["train.train_itres=1"], tmp_path / "log", ranks=2)
     job.kill()
     assert job.status() is not None
     job.kill()

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from scripts.faults.soak_kill import descendants
+from scripts.faults.job import descendants
 from tests import ROOT
 from tests.crash.moments import Gate, describe
 

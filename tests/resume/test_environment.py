@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from reprise.format import STATE
-from scripts.faults.ranks import free_port, rank_variables
-from tests.harness import DEADLINE_S, TINY, checkpoint, curve, run_ok
+from scripts.faults.ranks import free_port
+from tests.harness import DEADLINE_S, TINY, checkpoint, curve, rank_variables, run_ok
 from tests.resume.starts import REFERENCE
 
 # The kernels that torch has for any processor: a process takes them for good as it starts.

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.faults.soak_kill import descendants
+from scripts.faults.job import descendants
 from tests.harness import DEADLINE_S, TINY, curve, last_iteration, run_ok
 from tests.profiles import nightly
 from tests.resume.starts import REFERENCE

@@ -5,7 +5,6 @@ from __future__ import annotations
 import enum
 import mmap
 import struct
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,19 +39,19 @@ def encode(entry: Entry) -> bytes:
     return _ENTRY.pack(entry.kind, entry.at, len(entry.data)) + bytes(entry.data)
 
 
-def decode(data: bytes | memoryview) -> Iterator[Entry]:
-    """Yield the entries of a log; a truncated last entry, as a killed server leaves it, is omitted."""
-    view, at = memoryview(data), 0
+def read(path: Path) -> list[Entry]:
+    """Return the entries of a log file; a truncated last entry, as a killed server leaves it, is omitted.
+
+    Their data stays in the file, which is mapped.
+    """
+    with path.open("rb") as file:
+        view = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+    entries, at = list[Entry](), 0
     while at + _ENTRY.size <= len(view):
         kind, offset, size = _ENTRY.unpack_from(view, at)
         at += _ENTRY.size
         if at + size > len(view):
-            return
-        yield Entry(LogKind(kind), offset, view[at : at + size])
+            break
+        entries.append(Entry(LogKind(kind), offset, view[at : at + size]))
         at += size
-
-
-def read(path: Path) -> list[Entry]:
-    """Return the entries of a log file. Their data stays in the file, which is mapped."""
-    with path.open("rb") as file:
-        return list(decode(memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))))
+    return entries

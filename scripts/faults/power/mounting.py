@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from scripts.faults.job import wait_until
 from scripts.faults.power.logged_disk import DISK, SAID
 
 _CLONE_NEWNS, _MS_REC, _MS_PRIVATE = 0x20000, 0x4000, 1 << 18
@@ -116,7 +115,9 @@ def logged_device(image: Path, log: Path, folder: Path) -> Iterator[Path]:
         [sys.executable, "-m", "scripts.faults.power.logged_disk", *map(str, (folder, image, log))]
     )
     try:
-        _await_file(folder / DISK, server)
+        wait_until(lambda: (folder / DISK).exists() or server.poll() is not None)
+        if server.poll() is not None:
+            raise CannotMount(f"a FUSE file system cannot be mounted on {folder}")
         try:
             attach = ["losetup", "--direct-io=on", "--find", "--show", str(folder / DISK)]
             device = Path(_run(attach).strip())
@@ -137,19 +138,11 @@ def said_in(folder: Path) -> Path:
     return folder / SAID
 
 
-def _await_file(path: Path, server: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + _START_S
-    while not path.exists():
-        if server.poll() is not None or time.monotonic() > deadline:
-            raise CannotMount(f"a FUSE file system cannot be mounted on {path.parent}")
-        time.sleep(0.01)
-
-
 def _run(command: Sequence[str]) -> str:
     """Run a command and return its output."""
-    if shutil.which(command[0]) is None:
-        raise CannotMount(f"there is no {command[0]}")
-    process = subprocess.run(command, capture_output=True, text=True, check=False)
-    if process.returncode:
-        raise CannotMount(f"{' '.join(command)}: {process.stderr.strip()}")
-    return process.stdout
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    except FileNotFoundError:
+        raise CannotMount(f"there is no {command[0]}") from None
+    except subprocess.CalledProcessError as error:
+        raise CannotMount(f"{' '.join(command)}: {error.stderr.strip()}") from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import os
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,49 +60,26 @@ def _sectors(write: Entry, chance: random.Random) -> Iterator[tuple[int, bytes |
             yield write.at + start, write.data[start : start + SECTOR_BYTES]
 
 
-class Replay:
-    """Replays a log and creates the disk of each cut.
+def write_disk(entries: Sequence[Entry], cut: PowerCut, start: Path, image: Path) -> None:
+    """Write the disk after a cut to a file `image`.
 
     Args:
-        flushed: a file with the disk at the start of the log; it is updated with all flushed data.
+        entries: the log.
+        start: a file with the disk at the start of the log.
     """
-
-    def __init__(self, entries: Iterable[Entry], flushed: Path) -> None:
-        self._entries, self._path = iter(entries), flushed
-        self._flushed = os.open(flushed, os.O_RDWR)
-        self._at = 0
-        self._waiting: list[tuple[int, Entry]] = []  # writes that are not flushed, with their numbers
-
-    def advance(self, entries: int) -> None:
-        """Advance to `entries` entries of the log; going back is not possible."""
-        while self._at < entries:
-            entry = next(self._entries)
+    image.unlink(missing_ok=True)
+    copy_sparse(start, image)
+    waiting = list[tuple[int, Entry]]()  # writes that are not flushed, with their numbers
+    with image.open("r+b") as disk:
+        for number, entry in enumerate(entries[: cut.entries]):
             if entry.kind is LogKind.WRITE:
-                self._waiting.append((self._at, entry))
+                waiting.append((number, entry))
             elif entry.kind is LogKind.FLUSH:
-                for _, write in self._take_flushed(entry.at):
-                    os.pwrite(self._flushed, write.data, write.at)
-            self._at += 1
-
-    def make(self, cut: PowerCut, image: Path) -> None:
-        """Write the disk after `cut`, to which the log has advanced, to a new file `image`."""
-        image.unlink(missing_ok=True)
-        copy_sparse(self._path, image)
-        target = os.open(image, os.O_WRONLY)
-        try:
-            for offset, data in survivors([write for _, write in self._waiting], cut):
-                os.pwrite(target, data, offset)
-        finally:
-            os.close(target)
-
-    def close(self) -> None:
-        """Close the file."""
-        os.close(self._flushed)
-
-    def _take_flushed(self, covered: int) -> list[tuple[int, Entry]]:
-        flushed = [(number, write) for number, write in self._waiting if number < covered]
-        self._waiting = [(number, write) for number, write in self._waiting if number >= covered]
-        return flushed
+                for _, write in (flushed for flushed in waiting if flushed[0] < entry.at):
+                    os.pwrite(disk.fileno(), write.data, write.at)
+                waiting = [write for write in waiting if write[0] >= entry.at]
+        for offset, data in survivors([write for _, write in waiting], cut):
+            os.pwrite(disk.fileno(), data, offset)
 
 
 def copy_sparse(source: Path, target: Path) -> None:

@@ -10,8 +10,8 @@ import pytest
 
 from scripts.faults.power.block_log import Entry, LogKind, read
 from scripts.faults.power.logged_disk import LoggedDisk, Opcode, Request
-from scripts.faults.power.recording import Recording, StartDisk, saved_in
-from scripts.faults.power.replay import SECTOR_BYTES, PowerCut, Replay, Survival
+from scripts.faults.power.recording import Recording
+from scripts.faults.power.replay import SECTOR_BYTES, PowerCut, Survival, write_disk
 from scripts.faults.soak_power import lost
 
 PAGE = 4096
@@ -32,12 +32,8 @@ def syncing() -> Request:
 
 def disk_after(log: list[Entry], cut: PowerCut, folder: Path, *, pages: int = 4) -> bytes:
     """Return the content of a disk, which was all zeros, after a cut."""
-    flushed = folder / "flushed"
-    flushed.write_bytes(bytes(pages * PAGE))
-    replay = Replay(log, flushed)
-    replay.advance(cut.entries)
-    replay.make(cut, folder / "image")
-    replay.close()
+    (folder / "start").write_bytes(bytes(pages * PAGE))
+    write_disk(log, cut, folder / "start", folder / "image")
     return (folder / "image").read_bytes()
 
 
@@ -125,9 +121,8 @@ class TestWhatIsLookedFor:
         said = [b"step 1\nsaved iter", b"ation 2 in 0.1 s\nsaved iteration 4 in 0.2", b" s\n"]
         log = [Entry(LogKind.SAID, 0, text) for text in said]
         log.insert(1, Entry(LogKind.FLUSH, 0))
-        saved = saved_in(log)
-        assert saved == [(2, 2), (3, 4)]
-        recording = Recording(StartDisk(Path(), (1,)), log, saved)
+        recording = Recording(Path(), [1], log)
+        assert recording.saved() == [(2, 2), (3, 4)]
         told = [recording.told(PowerCut(entries, Survival.none, 0)) for entries in range(5)]
         assert told == [[1], [1], [1], [1, 2], [1, 2, 4]]
 
