@@ -10,30 +10,22 @@ The exit status is 0 if the two loss curves have equal bits, else not 0.
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
-from reprise.errors import TrainerError
+from scripts.faults.ranks import launcher
+from scripts.faults.run_files import rows_of
 from trainer.commands.arguments import local_path
-from trainer.commands.report import write_report
-from trainer.compare.curves import compare, report
-from trainer.compare.figure import write_figure
-from trainer.compare.plot import draw_comparisons
-from trainer.compare.read import read_curve
 
 KILL_AFTER = 49
 MOVE_AFTER = 80
 # With `invariant_ranks` of the experiment: the same bits at tensor parallelism too.
 SHARDS = ("parallel.invariant_tensor_ranks=2", "model.pad_vocab_multiple=2")
-ONE_RANK = (sys.executable, "-m", "trainer")
-TWO_RANKS = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "trainer")
+ONE_RANK, TWO_RANKS = ([*launcher(ranks), "-m", "trainer"] for ranks in (1, 2))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -48,65 +40,43 @@ def main(arguments: Sequence[str] | None = None) -> int:
     say("1. a run of 100 iterations on one rank, undisturbed")
     subprocess.run([*ONE_RANK, *overrides, f"run.dir={unbroken}"], check=True)
     say(f"2. the same in another folder, killed (SIGKILL) inside iteration {KILL_AFTER + 1}")
-    last = kill_inside_iteration([*ONE_RANK, *overrides, f"run.dir={killed}"], killed / "metrics.jsonl")
+    kill_inside_iteration([*ONE_RANK, *overrides, f"run.dir={killed}"], killed)
     resumed = [*TWO_RANKS, *overrides, f"run.dir={killed}", "checkpoint.reshard=true"]
     say(f"3. the killed run is resumed on two tensor-parallel ranks, up to iteration {MOVE_AFTER}")
     subprocess.run([*resumed, "parallel=tp2_sp", f"train.exit_interval={MOVE_AFTER}"], check=True)
     say("4. and from there on two data-parallel ranks")
     subprocess.run(resumed, check=True)
     say("5. both curves compared")
-    return compare_runs(unbroken, killed, last, folder / "overlay.png")
+    return compare_runs(unbroken, killed)
 
 
-def kill_inside_iteration(run: Sequence[str], metrics: Path) -> int:
-    """Start a run, kill it with SIGKILL halfway through the iteration after `KILL_AFTER`; return the last recorded."""
-    process = subprocess.Popen(run)
+def kill_inside_iteration(command: Sequence[str], run: Path) -> None:
+    """Start a run, and kill it with SIGKILL halfway through the iteration after `KILL_AFTER`."""
+    process = subprocess.Popen(command)
     try:
-        while not (rows := training_rows(metrics)) or rows[-1]["iteration"] < KILL_AFTER:
+        while not (rows := rows_of(run)) or rows[-1]["iteration"] < KILL_AFTER:
             if process.poll() is not None:
                 raise SystemExit(f"the run ended before it could be killed, status {process.returncode}")
             time.sleep(0.005)
         time.sleep(0.5 * rows[-1]["seconds"])
     finally:
-        process.send_signal(signal.SIGKILL)
+        process.kill()
         process.wait()
-    last = int(training_rows(metrics)[-1]["iteration"])
-    say(f"   killed, the last recorded iteration is {last}")
-    return last
+    say(f"   killed, the last recorded iteration is {rows_of(run)[-1]['iteration']}")
 
 
-def compare_runs(unbroken: Path, killed: Path, last: int, picture: Path) -> int:
-    """Print the comparison of both curves, draw it if it can be, and return 0 if they have equal bits.
-
-    Args:
-        last: the last iteration recorded before the kill.
-    """
-    first = next(int(row["iteration"]) for row in training_rows(killed / "metrics.jsonl") if row.get("resumed"))
-    names = ("one rank", f"one rank, killed in iteration {last + 1}; resumed from {first - 1} on two ranks")
-    try:
-        comparison = compare(read_curve(unbroken), read_curve(killed), tolerance=None)
-    except TrainerError as error:
-        raise SystemExit(str(error)) from error
-
-    def draw() -> None:
-        write_figure(draw_comparisons([comparison], names), picture)
-
-    write_page = partial(write_report, [unbroken, killed], page := picture.with_name("report.html"))
-    for path, write in ((picture, draw), (page, write_page)):
-        try:
-            write()
-            print(f"wrote {path}")
-        except TrainerError as error:
-            print(f"did not write {path}: {error}")
-    print(report(comparison))
-    return 0 if comparison.equal else 1
+def compare_runs(unbroken: Path, killed: Path) -> int:
+    """Print the comparison of both curves, draw it if it can be, and return 0 if they have equal bits."""
+    compare = ["compare-loss", str(unbroken), str(killed), "--bitwise"]
+    picture, page = (str(unbroken.with_name(name)) for name in ("overlay.png", "report.html"))
+    reprise("report", str(unbroken), str(killed), "--output", page)
+    reprise(*compare, "--plot", picture, output=subprocess.DEVNULL)
+    return reprise(*compare)
 
 
-def training_rows(metrics: Path) -> list[dict[str, float]]:
-    """Return the completely recorded training iterations."""
-    lines = metrics.read_text().splitlines(keepends=True) if metrics.exists() else []
-    rows = [json.loads(line) for line in lines if line.endswith("\n")]
-    return [row for row in rows if "loss" in row]
+def reprise(*words: str, output: int | None = None) -> int:
+    """Run a command and return its exit status; it says itself what is missing."""
+    return subprocess.run([sys.executable, "-m", "reprise", *words], stdout=output, check=False).returncode
 
 
 def say(line: str) -> None:
