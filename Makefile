@@ -125,7 +125,7 @@ test-cuda: $(if $(CUDA_PYTHON),,setup)
 	$(or $(CUDA_PYTHON),$(BIN)/python) -m pytest -m cuda -rs --durations=0 $(if $(OUT),--junitxml="$(OUT)/test-cuda.xml") tests/cuda
 
 bench-cuda: $(if $(CUDA_PYTHON),,setup)
-	$(or $(CUDA_PYTHON),$(BIN)/python) -m scripts.bench cuda $(if $(GROUPS),--only "$(GROUPS)")
+	$(or $(CUDA_PYTHON),$(BIN)/python) -m scripts.bench cuda $(if $(GROUPS),--only $(GROUPS))
 
 # Some minutes, 8 GB of memory and 10 GB of disk: best with nothing beside it.
 bench: setup

@@ -17,9 +17,8 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-import torch.distributed as dist
 
-from scripts.bench.harness import BenchSide, Figures, Goal, WrongBytesError, report, seconds_of, take_turns
+from scripts.bench.harness import Figures, Goal, Side, barrier, report, seconds_of, take_turns
 from scripts.bench.probe import Loop, evict, files_of, peak_memory, read_through, trim
 from scripts.bench.subject import Subject, build_subject, config_of
 from scripts.bench.ways import (
@@ -29,9 +28,9 @@ from scripts.bench.ways import (
     DIRECT,
     INLINE,
     RAW,
+    WAYS,
     Way,
     opened_checkpointer,
-    ways,
 )
 from trainer.launch import process_group as launch
 
@@ -46,19 +45,13 @@ _OF_RANKS = (RAW, DIRECT, INLINE, BACKGROUND)
 _MOST = {"zero3": 1.15, "tp2": 1.3}  # of an inline save of ranks over their raw write
 
 GOALS = (
-    Goal("inline save / raw write", INLINE, DURABLE, [RAW], 0.85),
-    Goal("load with digests / raw read", INLINE, LOAD, [RAW], 0.5),
-    Goal("blocked, step after the write / one copy", BACKGROUND, BLOCKED, [COPY], 0.1),
-    Goal("blocked, step at once / one copy", AT_ONCE, BLOCKED, [COPY], 1.3),
-    Goal("cost to training / raw write", BACKGROUND, COST, [RAW], 0.3, base_figure=DURABLE),
-    Goal("peak memory / state", BACKGROUND, _PEAK, [COPY], 1.1),
-    Goal("bytes on disk / state", INLINE, DISK, [COPY], 1.0005),
-)
-NOTES = (
-    "- Durable: until files and folder are synced. Blocked: time of the main thread. Cost to training: that, and the "
-    "slowdown of matrix products on all cores during the save. The row of one copy has the bytes of the state.",
-    "- Load: from the page cache. One thread reads raw into used memory; ours fills the state and checks every digest.",
-    "- The optimizer step comes after the background save has ended, or at once. The third save is measured.",
+    Goal("inline save / raw write", INLINE, DURABLE, RAW, 0.85),
+    Goal("load with digests / raw read", INLINE, LOAD, RAW, 0.5),
+    Goal("blocked, step after the write / one copy", BACKGROUND, BLOCKED, COPY, 0.1),
+    Goal("blocked, step at once / one copy", AT_ONCE, BLOCKED, COPY, 1.3),
+    Goal("cost to training / raw write", BACKGROUND, COST, RAW, 0.3),
+    Goal("peak memory / state", BACKGROUND, _PEAK, COPY, 1.1),
+    Goal("bytes on disk / state", INLINE, DISK, COPY, 1.0005),
 )
 
 
@@ -81,27 +74,25 @@ def measure(options: argparse.Namespace, folder: Path) -> list[str]:
         goals: Sequence[Goal] = GOALS
         if cluster.world_size > 1:
             name = f"inline save / raw write, {options.parallel}"
-            goals = (Goal(name, INLINE, DURABLE, [RAW], _MOST.get(options.parallel)),)
+            goals = (Goal(name, INLINE, DURABLE, RAW, _MOST.get(options.parallel)),)
         if options.size != _HELD_SIZE:
             goals = [replace(goal, bound=None) for goal in goals]
-        lines += ["", *report(take_turns(sides, options.rounds), RAW, goals), "", *NOTES]
+        lines += ["", *report(take_turns(sides, options.rounds), RAW, goals)]
     if "training" in options.only and cluster.world_size == 1:
         rows = take_turns(training_sides(subject, folder / "training"), options.rounds)
-        goal = Goal("iteration with a save each / without", SAVING, ITERATION, [QUIET], 1.15)
+        goal = Goal("iteration with a save each / without", SAVING, ITERATION, QUIET, 1.15)
         lines += ["", *report(rows, QUIET, [goal])]
     launch.shutdown(cluster)
     return lines
 
 
-def _sides(subject: Subject, folder: Path) -> Mapping[str, BenchSide]:
-    subject.fill()
+def _sides(subject: Subject, folder: Path) -> Mapping[str, Side]:
     is_alone, loop = subject.cluster.world_size == 1, Loop(width=768 if subject.total_bytes > 1e9 else 64)
-    chosen = {name: way for name, way in ways(subject).items() if is_alone or name in _OF_RANKS}
-    sides = {
-        name: BenchSide(partial(_measure, subject, way, folder / "way", loop if is_alone else None))
-        for name, way in chosen.items()
+    sides: Mapping[str, Side] = {
+        name: partial(_measure, subject, WAYS[name], folder / "way", loop if is_alone else None)
+        for name in (WAYS if is_alone else _OF_RANKS)
     }
-    return {COPY: BenchSide(partial(_copy, subject)), **sides} if is_alone else sides
+    return {COPY: partial(_copy, subject), **sides} if is_alone else sides
 
 
 def _copy(subject: Subject) -> Figures:
@@ -125,28 +116,28 @@ def _measure(subject: Subject, way: Way, folder: Path, loop: Loop | None) -> Fig
     try:
         if is_first:
             folder.mkdir()
-        _barrier()
-        with way.opened(folder) as begin:
+        barrier()
+        with way.opened(subject, folder) as begin:
             for number in range(1, _MEASURED_SAVE + 1):
-                _barrier()
+                barrier()
                 if is_first:
                     for path in filter(Path.is_dir, list(folder.iterdir())):
                         shutil.rmtree(path)
                 os.sync()
                 figures = _save(subject, way, partial(begin, number), loop)
             figures |= {**grown(), DISK: sum(path.stat().st_size for path in files_of(folder)) / 1e9}
-        _barrier()
+        barrier()
         read_through(folder)
         for name in (LOAD, LOAD, "cold load, s"):
             if way.fills:
                 subject.spoil()
             if name != LOAD:
                 evict(folder)
-            figures[name] = seconds_of(lambda: way.load(folder, _MEASURED_SAVE))
+            figures[name] = seconds_of(lambda: way.load(subject, folder, _MEASURED_SAVE))
             if subject.digest() != digest:
-                raise WrongBytesError("what was loaded is not what was saved")
+                raise SystemExit("what was loaded is not what was saved")
     finally:
-        _barrier()
+        barrier()
         subject.fill()  # a way that failed may have changed the state
         if is_first:
             shutil.rmtree(folder)
@@ -175,14 +166,8 @@ def _save(subject: Subject, way: Way, begin: partial, loop: Loop | None) -> Figu
     return {DURABLE: durable_s, BLOCKED: blocked_s, COST: blocked_s + slowed_s}
 
 
-def _barrier() -> None:
-    if dist.is_initialized():
-        dist.barrier()
-
-
-def training_sides(subject: Subject, folder: Path) -> Mapping[str, BenchSide]:
+def training_sides(subject: Subject, folder: Path) -> Mapping[str, Side]:
     """Return some iterations without saves, and some with a save of each."""
-    subject.initialize()
     iterate, numbers = subject.iteration(), itertools.count(1)
 
     def quiet() -> Figures:
@@ -201,4 +186,4 @@ def training_sides(subject: Subject, folder: Path) -> Mapping[str, BenchSide]:
             begin(next(numbers)).settle()
         return {ITERATION: statistics.median(seconds)}
 
-    return {QUIET: BenchSide(quiet), SAVING: BenchSide(saving)}
+    return {QUIET: quiet, SAVING: saving}

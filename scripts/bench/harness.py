@@ -6,9 +6,9 @@ figure is compared with that of another side of the same round only, so a slow o
 
 from __future__ import annotations
 
-import json
-import math
 import multiprocessing
+import os
+import signal
 import statistics
 import time
 import traceback
@@ -16,55 +16,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from pathlib import Path
-from subprocess import SubprocessError
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 
 from reprise.errors import TrainerError
 
 Figures = dict[str, float]
-Row = dict[str, Any]  # `group`, `side`, `round`, and `figures` or the reason under `left out`
+Side = Callable[[], Figures]
+Row = dict[str, Any]  # `side`, `round`, and `figures` or the reason under `left out`
 LEFT_OUT = "left out"
-# By which a side is left out. RuntimeError is that of torch's devices and compilers too; CheckpointException of DCP is
-# no Exception; Triton calls a C compiler as a process.
-_REASONS = (
-    RuntimeError,
-    OSError,
-    MemoryError,
-    AssertionError,
-    TypeError,
-    AttributeError,
-    ValueError,
-    LookupError,
-    ImportError,
-    EOFError,
-    SubprocessError,
-    CheckpointException,
-    SafetensorError,
-    TrainerError,
-)
-
-
-class WrongBytesError(Exception):
-    """A side has loaded other bytes than it saved: no figure counts."""
-
-
-@dataclass(frozen=True, slots=True)
-class BenchSide:
-    """A row of a table.
-
-    Args:
-        measure: measures once and returns figures by name.
-        least_s: the least seconds with which it is begun.
-    """
-
-    measure: Callable[[], Figures]
-    least_s: float = 0.0
+# By which a side is left out. CheckpointException of DCP is no Exception.
+_REASONS = (RuntimeError, OSError, MemoryError, ImportError, CheckpointException, TrainerError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,73 +37,60 @@ class Goal:
     """The median over rounds of a side's figure over another side's, and its bound; without a bound it is only shown.
 
     Args:
-        base: the compared sides, all of them measured; the least figure among them counts.
-        base_figure: the compared figure, if another.
+        base: the other side.
+        bound: the largest ratio that meets the goal.
     """
 
     name: str
     side: str
     figure: str
-    base: Sequence[str]
+    base: str
     bound: float | None = None
-    base_figure: str = ""
-    is_least: bool = False
 
     def value(self, rows: Sequence[Row]) -> float | None:
         """Return the ratio, or None if a side is not measured."""
-        figures = [_by_round(rows, side, self.base_figure or self.figure) for side in self.base]
-        values = _by_round(rows, self.side, self.figure)
-        ratios = [
-            values[at] / min(base[at] for base in figures) for at in values if all(base.get(at) for base in figures)
-        ]
+        values, base = (_by_round(rows, side, self.figure) for side in (self.side, self.base))
+        ratios = [values[number] / base[number] for number in values if base.get(number)]
         return statistics.median(ratios) if ratios else None
 
     def cells(self, rows: Sequence[Row]) -> list[str]:
         """Return the name, the ratio, its bound and the verdict."""
         value = self.value(rows)
-        bound = "" if self.bound is None else f"{'>=' if self.is_least else '<='} {self.bound:g}"
+        bound = "" if self.bound is None else f"<= {self.bound:g}"
         if value is None:
             return [self.name, "not measured", bound, ""]
-        is_met = self.bound is None or (value >= self.bound if self.is_least else value <= self.bound)
-        return [self.name, f"{value:.3f}", bound, "" if self.bound is None else "met" if is_met else "MISSED"]
+        verdict = "" if self.bound is None else "met" if value <= self.bound else "MISSED"
+        return [self.name, f"{value:.3f}", bound, verdict]
 
 
 def take_turns(
-    sides: Mapping[str, BenchSide],
+    sides: Mapping[str, Side],
     rounds: int,
     *,
-    tell: Callable[[Row], None] = lambda row: None,
-    seconds: float = math.inf,
     warm_up: int = 0,
 ) -> list[Row]:
     """Measure every side in each round, each round in another order, and return a row for each.
 
-    All ranks make the same calls; a figure is that of the rank with the largest. A side for which there is no time, or
-    that fails with an error that does not end the benchmark, is left out from then on.
+    All ranks make the same calls; a figure is that of the rank with the largest. A side that fails with an error that
+    does not end the benchmark is left out from then on.
 
     Args:
-        tell: is called with each row at once.
         warm_up: rounds before the first that counts.
     """
-    rows, names, end = list[Row](), list(sides), time.monotonic() + seconds
+    rows, names = list[Row](), list(sides)
     for number in range(-warm_up, rounds):
         first = max(0, number) % len(names)
         for name in [*names[first:], *names[:first]]:
             if any(row["side"] == name and LEFT_OUT in row for row in rows):
                 continue
             row: Row = {"side": name, "round": number}
-            left_s = end - time.monotonic()
-            if left_s < sides[name].least_s:
-                row[LEFT_OUT] = f"begins with {sides[name].least_s:.0f} s, {max(0.0, left_s):.0f} s were left"
-            else:
-                try:
-                    row["figures"] = _largest(sides[name].measure())
-                except _REASONS as error:  # the other sides are measured all the same
-                    traceback.print_exc()
-                    row[LEFT_OUT] = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            try:
+                row["figures"] = _largest(sides[name]())
+            except _REASONS as error:  # the other sides are measured all the same
+                traceback.print_exc()
+                row[LEFT_OUT] = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             if number >= 0 or LEFT_OUT in row:
                 rows.append(row)
-                tell(row)
     return rows
 
 
@@ -150,10 +102,15 @@ def _largest(figures: Figures) -> Figures:
     return dict(zip(figures, values.tolist(), strict=True))
 
 
-def seconds_of(call: Callable[[], object]) -> float:
-    """Return the seconds of a call, which all ranks begin together."""
+def barrier() -> None:
+    """Wait for all ranks."""
     if dist.is_initialized():
         dist.barrier()
+
+
+def seconds_of(call: Callable[[], object]) -> float:
+    """Return the seconds of a call, which all ranks begin together."""
+    barrier()
     start = time.perf_counter()
     call()
     return time.perf_counter() - start
@@ -175,7 +132,7 @@ def _cell(rows: Sequence[Row], side: str, name: str, base: str) -> str:
     values = _by_round(rows, side, name)
     if not values:
         return ""
-    ratio = Goal("", side, name, [base]).value(rows) if side != base else None
+    ratio = Goal("", side, name, base).value(rows) if side != base else None
     return f"{statistics.median(values.values()):,.4g}" + ("" if ratio is None else f" ({ratio:.3f})")
 
 
@@ -195,53 +152,50 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     return [line(head), "|" + "|".join("-" * (width + 2) for width in widths) + "|", *map(line, rows)]
 
 
-def append(path: Path, row: Row) -> None:
-    """Add a row to a file of JSON lines."""
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(row) + "\n")
-
-
-def read(path: Path) -> list[Row]:
-    """Return the rows of a file, of which the last may be cut off."""
-    rows = []
-    with suppress(FileNotFoundError, json.JSONDecodeError):
-        for line in path.read_text(encoding="utf-8").splitlines():
-            rows.append(json.loads(line))
-    return rows
-
-
 @contextmanager
-def apart(build: Callable[..., Callable[[], Figures]], *arguments: object) -> Iterator[BenchSide]:
-    """Yield a side that is built and measured in a process of its own, with memory and allocator of its own.
+def apart(
+    build: Callable[..., Callable[..., Any]], *arguments: object, timeout_s: float | None = None
+) -> Iterator[Callable[..., Any]]:
+    """Yield a function that is built and called in a process of its own, with memory and allocator of its own.
+
+    The process has a session of its own, and whatever it started ends with it.
+
+    Args:
+        timeout_s: the most seconds of a call, that of the building included.
 
     Raises:
-        SystemExit: if that process ends.
+        RuntimeError: if that process ends; from the call.
+        TimeoutError: if it takes too long; from the call.
     """
     context = multiprocessing.get_context("spawn")
     pipe, other_end = context.Pipe()
-    process = context.Process(target=_serve, args=(other_end, build, arguments), daemon=True)
+    process = context.Process(target=_serve, args=(other_end, build, arguments))
     process.start()
+    assert process.pid is not None
     other_end.close()  # so that a process that has died is noticed
 
-    def measure() -> Figures:
+    def call(*words: object) -> Any:
         try:
-            pipe.send(True)
-            figures: Figures = pipe.recv()
+            pipe.send(words)
+            if not pipe.poll(timeout_s):
+                raise TimeoutError(f"took more than {timeout_s} s")
+            return pipe.recv()
         except (EOFError, ConnectionError):
             process.join()
-            raise SystemExit(f"the process of a side ended, status {process.exitcode}") from None
-        return figures
+            raise RuntimeError(f"its process ended with status {process.exitcode}") from None
 
     try:
-        yield BenchSide(measure)
+        yield call
     finally:
-        pipe.close()
-        process.terminate()
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.kill()
         process.join()
 
 
-def _serve(pipe: Connection, build: Callable[..., Callable[[], Figures]], arguments: Sequence[object]) -> None:
-    measure = build(*arguments)
-    with suppress(EOFError, ConnectionError, KeyboardInterrupt):
-        while pipe.recv():
-            pipe.send(measure())
+def _serve(pipe: Connection, build: Callable[..., Callable[..., Any]], arguments: Sequence[object]) -> None:
+    os.setsid()
+    call = build(*arguments)
+    with suppress(EOFError):
+        while True:
+            pipe.send(call(*pipe.recv()))

@@ -13,7 +13,9 @@ from pathlib import Path
 
 import torch
 
+from reprise.storage import FILE_SYSTEM
 from scripts.bench.harness import Figures
+from trainer.launch.device import CPU
 
 _libc = ctypes.CDLL(None)
 _READ_BYTES = 8 << 20
@@ -80,6 +82,20 @@ def peak_memory() -> Callable[[], Figures]:
     return grown
 
 
+def device_peak(device: torch.device) -> Callable[[], Figures]:
+    """Begin to measure the most memory that tensors take on a device; there is no figure on a CPU."""
+    if device.type == CPU:
+        return dict
+    torch.accelerator.reset_peak_memory_stats(device)
+    return lambda: {"device's peak, GB": torch.accelerator.max_memory_allocated(device) / 1e9}
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the work of a device."""
+    if device.type != CPU:
+        torch.accelerator.synchronize(device)
+
+
 def trim() -> None:
     """Return free memory to the system, so that the next allocation is visible. Source: malloc_trim(3)."""
     if hasattr(_libc, "malloc_trim"):  # glibc's
@@ -124,18 +140,9 @@ def evict(folder: Path) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def sync_folder(path: Path) -> None:
-    """Make the names in a folder durable."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def sync_all(folder: Path) -> None:
     """Sync files that were written without a sync, and their folders."""
     for path in files_of(folder):
         with path.open("rb") as file:
             os.fsync(file.fileno())
-    sync_folder(folder)
+    FILE_SYSTEM.sync_folder(folder)

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import math
-import multiprocessing
 import sys
 import tempfile
 import threading
@@ -19,9 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing.connection import Connection
 from pathlib import Path
-from statistics import fmean
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -40,7 +36,8 @@ from reprise.ranks import StoreChannel
 from reprise.saving import Holding, pieces_of
 from reprise.storage import CheckpointFolder, Files
 from reprise.tensors import Contents, placed_box
-from scripts.bench.harness import Figures, table
+from scripts.bench.harness import Figures, apart, report, take_turns
+from scripts.faults.ranks import free_port
 from trainer.config.compose import compose
 from trainer.config.derived import topology_of
 from trainer.launch.process_group import SWITCH_INTERVAL_S
@@ -198,45 +195,38 @@ def _find_hosts(hosts: Sequence[int], channel: StoreChannel) -> object:
     return find_hosts(channel, hosts, "k")
 
 
-def _serve(measure: str, ranks: int, pipe: Connection) -> None:
-    """Make the calls of all ranks but rank 0, at each name from the pipe."""
-    store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-    pipe.send(store.port)
+def _peers(measure: str, ranks: int, port: int) -> Callable[[str], float]:
+    """Serve the store, and return what makes a call of all ranks but rank 0: it returns the bytes that one sends."""
+    store = TCPStore("127.0.0.1", port, None, True, wait_for_workers=False)
     peers, spare = dict(_calls(measure, ranks, is_first=False)), [store.clone()]  # type: ignore[attr-defined]
-    pipe.send(None)
-    while name := pipe.recv():
+
+    def call(name: str) -> float:
         before = _PeerChannel.sent_bytes
         for rank in range(1, ranks):
             channel = _PeerChannel(store, rank, world_size=ranks, timeout_s=_TIMEOUT_S, spare=spare)
             with suppress(LaunchError):
                 peers[rank][name](channel)
             channel.release()
-        pipe.send((_PeerChannel.sent_bytes - before) / (ranks - 1))
+        return (_PeerChannel.sent_bytes - before) / (ranks - 1)
+
+    return call
 
 
 def measure_ranks(measure: str, ranks: int) -> Figures:
     """Return the figures of a measure at a number of ranks."""
-    context = multiprocessing.get_context("spawn")
-    pipe, other_end = context.Pipe()
-    process = context.Process(target=_serve, args=(measure, ranks, other_end), daemon=True)
-    process.start()
-    try:
-        store = TCPStore("127.0.0.1", pipe.recv(), None, False, wait_for_workers=False)
-        channel, figures = StoreChannel(store, 0, world_size=ranks, timeout_s=_TIMEOUT_S), Figures()
+    figures, port = Figures(), free_port()
+    with apart(_peers, measure, ranks, port) as call_peers:
+        store = TCPStore("127.0.0.1", port, None, False, wait_for_workers=False)
+        channel = StoreChannel(store, 0, world_size=ranks, timeout_s=_TIMEOUT_S)
         (_, calls) = next(_calls(measure, ranks, is_first=True))
-        pipe.recv()
         for name, call in calls.items():
-            pipe.send(name)
-            figures[f"{name}, B/rank"] = pipe.recv()
+            figures[f"{name}, B/rank"] = call_peers(name)
             with _pauses() as pauses:
                 start, start_cpu = time.perf_counter(), time.thread_time()
                 call(channel)
                 seconds = {"s": time.perf_counter() - start, "CPU s": time.thread_time() - start_cpu}
             figures |= {f"{name}, {unit}": value for unit, value in seconds.items()}
             figures[f"{name}, pause ms"] = 1e3 * max(pauses)
-    finally:
-        pipe.send("")
-        process.join(_TIMEOUT_S)
     return figures
 
 
@@ -268,15 +258,6 @@ MEASURES = {
 }
 
 
-def exponent(sizes: Sequence[int], values: Sequence[float]) -> float:
-    """Return the slope of the logarithms of positive values over those of the sizes; NaN if any value is 0."""
-    if len(sizes) < 2 or min(values) <= 0:
-        return math.nan
-    x, y = [math.log(size) for size in sizes], [math.log(value) for value in values]
-    mean_x, mean_y = fmean(x), fmean(y)
-    return sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True)) / sum((a - mean_x) ** 2 for a in x)
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this subject."""
     parser.add_argument("measures", nargs="*", metavar="MEASURE", help=f"of {', '.join(MEASURES)}; all by default")
@@ -284,16 +265,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(options: argparse.Namespace, _: Path) -> list[str]:
-    """Return a table for each measure, with the exponent with which each figure grows."""
+    """Return a table for each measure."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)  # as in the trainer, and so is the exemption of modules from collections
     gc.freeze()
     lines = []
     for name in options.measures or MEASURES:
         sizes = [size for size in MEASURES[name] if size <= options.most]
-        columns = [measure_ranks(name, size) for size in sizes]
-        body = []
-        for figure in columns[0]:
-            values = [column[figure] for column in columns]
-            body.append([figure, *(f"{value:,.4g}" for value in values), f"{exponent(sizes, values):.2f}"])
-        lines += ["", *table([name, *(f"{size:,} ranks" for size in sizes), "exponent"], body)]
+        sides = {f"{name}, {size:,} ranks": partial(measure_ranks, name, size) for size in sizes}
+        lines += ["", *report(take_turns(sides, 1))]
     return lines

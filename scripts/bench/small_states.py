@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 
 from reprise import load_state_dict, save_state_dict
-from scripts.bench.harness import BenchSide, Figures, report, seconds_of, take_turns
+from scripts.bench.harness import Figures, report, seconds_of, take_turns
 
 _WARM_UP = 2  # rounds that are not counted: imports, connections, the first plan
 _TENSORS, _ELEMENTS = 4, 16
@@ -33,16 +33,12 @@ def measure(options: argparse.Namespace, folder: Path) -> list[str]:
     """Return the table."""
     dist.init_process_group("gloo")
     sides = {
-        OURS: BenchSide(
-            partial(_side, folder, lambda path, state: save_state_dict(path, state, iteration=1), load_state_dict)
-        ),
-        DCP: BenchSide(
-            partial(
-                _side,
-                folder,
-                lambda path, state: state_dict_saver.save(state, checkpoint_id=path),
-                lambda path, state: state_dict_loader.load(state, checkpoint_id=path),
-            )
+        OURS: partial(_side, folder, lambda path, state: save_state_dict(path, state, iteration=1), load_state_dict),
+        DCP: partial(
+            _side,
+            folder,
+            lambda path, state: state_dict_saver.save(state, checkpoint_id=path),
+            lambda path, state: state_dict_loader.load(state, checkpoint_id=path),
         ),
     }
     rows = take_turns(sides, options.rounds, warm_up=_WARM_UP)

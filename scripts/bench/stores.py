@@ -48,8 +48,8 @@ def measure(options: argparse.Namespace, folder: Path) -> list[str]:
     with ExitStack() as stack:
         sides = {name: stack.enter_context(apart(_build, name, path, options.url, layers)) for name in names}
         rows = take_turns(sides, options.rounds, warm_up=1)  # whose uploads the downloads of each round find
-        stack.enter_context(apart(_build, "", path, options.url, layers)).measure()
-    goals = [Goal(f"{name} / {_BASE[name]}", name, _SECONDS, [_BASE[name]]) for name in names if name in _BASE]
+        stack.enter_context(apart(_build, "", path, options.url, layers))()
+    goals = [Goal(f"{name} / {_BASE[name]}", name, _SECONDS, _BASE[name]) for name in names if name in _BASE]
     size = sum(file.stat().st_size for file in files_of(path))
     return [f"{options.url}: {size / 1e6:.0f} MB", "", *report(rows, goals=goals)]
 

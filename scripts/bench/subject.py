@@ -47,7 +47,7 @@ def windows_of(config: Config, device: torch.device) -> torch.Tensor:
     return torch.randint(config.model.vocab_size, shape, generator=generator).to(device)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Subject:
     """A training state on one rank."""
 
@@ -117,19 +117,11 @@ class Subject:
         return sum(spec.total_bytes for spec in self.contents(0).specs)
 
     def fill(self) -> None:
-        """Fill every tensor with noise, equal on ranks that hold the same box."""
-        generator = torch.Generator()
+        """Fill every tensor with noise, equal on ranks that hold the same box; moments are positive."""
         for number, tensor in enumerate(self.tensors()):
-            generator.manual_seed(number)
-            tensor.local.detach().uniform_(-1, 1, generator=generator)
-
-    def initialize(self) -> None:
-        """Set initial values for training, since noise in the moments would lead to NaN."""
-        for tensor in self.tensors():
-            if tensor.spec.kind is TensorKind.MODEL:
-                tensor.local.detach().normal_(0.0, 0.02)
-            else:
-                tensor.local.detach().zero_()
+            least = -0.02 if tensor.spec.kind is TensorKind.MODEL else 0.0
+            torch.manual_seed(number)
+            tensor.local.detach().uniform_(least, 0.02)
 
     def spoil(self) -> None:
         """Set every tensor to zero before a load."""
@@ -153,5 +145,5 @@ def build_subject(config: Config, cluster: Cluster) -> Subject:
     state = TrainerState(config.model, [build_part(config, stage, grid) for stage in stages], grid)
     context = build_context(config, state, topology=topology, mesh=mesh, cluster=cluster)
     subject = Subject(config, cluster, state, context)
-    subject.initialize()
+    subject.fill()
     return subject

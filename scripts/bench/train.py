@@ -8,12 +8,10 @@ eager attention. The losses of the first step have to agree.
 from __future__ import annotations
 
 import argparse
-import os
-import resource
-import statistics
 import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,19 +19,23 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from models import families
-from scripts.bench.harness import LEFT_OUT, Figures, Goal, apart, report, take_turns
+from scripts.bench.harness import LEFT_OUT, Figures, Goal, Side, apart, report, take_turns
 from scripts.bench.nanogpt import NanoGPT
+from scripts.bench.probe import device_peak, synchronize
 from scripts.bench.subject import build_subject, config_of, tokens_of, windows_of
 from trainer.config.dtype import Dtype
 from trainer.config.schema import Config
 from trainer.launch import process_group as launch
+from trainer.launch.device import CPU, device_name
 from trainer.launch.process_group import Cluster
+from trainer.metrics.run_log import peak_flops
 from trainer.optim.table import no_decay_names
 
 OURS, THEIRS, EAGER = "reprise", "transformers", "transformers, eager attention"
-RATE, FIRST_LOSS = "tokens/s", "first loss"
-# Presets of configs/model with the samples of an iteration, the iterations of a round, and the bound of the speed.
-SIZES: Mapping[str, tuple[int, int, float]] = {"gpt2_tiny": (12, 30, 1.25), "gpt2_124m": (4, 3, 1.08)}
+NANOGPT = "nanoGPT's way"
+STEP, RATE, FIRST_LOSS = "step, ms", "tokens/s", "first loss"
+# Presets of configs/model with the samples of an iteration, the iterations of a round, and the bound of the time.
+SIZES: Mapping[str, tuple[int, int, float]] = {"gpt2_tiny": (12, 30, 0.8), "gpt2_124m": (4, 3, 0.926)}
 _LR = 1e-4
 
 Step = Callable[[], float | torch.Tensor]
@@ -56,71 +58,61 @@ def measure(options: argparse.Namespace, _: Path) -> list[str]:
     """
     lines = []
     for size in options.sizes or SIZES:
+        samples, steps, bound = SIZES[size]
+        train = (f"train.dtype={options.dtype}", f"train.compile={str(options.compile).lower()}")
+        common = (config_of(size, *train, samples=samples), options.device, options.threads, steps)
         with ExitStack() as stack:
-            sides = {side: stack.enter_context(apart(_build, side, size, options)) for side in (OURS, THEIRS, EAGER)}
+            sides = {side: stack.enter_context(apart(build_side, side, *common)) for side in (OURS, THEIRS, EAGER)}
             rows = take_turns(sides, options.rounds, warm_up=1)
-        goals = [Goal(f"speed, {size}", OURS, RATE, [THEIRS], SIZES[size][2], is_least=True)]
-        goals.append(Goal(f"speed, {size}, to eager attention", OURS, RATE, [EAGER]))
-        lines += [*report(rows, THEIRS, goals), ""]
+        lines += [*report(rows, THEIRS, [Goal(f"step, {size}", OURS, STEP, THEIRS, bound)]), ""]
         losses = [row["figures"][FIRST_LOSS] for row in rows if LEFT_OUT not in row]
         if max(losses) - min(losses) > (1e-5 if options.dtype == "float32" else 1e-2):
             raise SystemExit("\n".join([*lines, "The losses of the first step differ."]))
     return lines
 
 
-def _build(side: str, size: str, options: argparse.Namespace) -> Callable[[], Figures]:
-    """Return the measurement of a side, in a process of its own."""
-    samples, steps, _ = SIZES[size]
-    train = (f"train.dtype={options.dtype}", f"train.compile={str(options.compile).lower()}")
-    config, cluster = config_of(size, *train, samples=samples), launch.start(options.device, deterministic=False)
+def build_side(side: str, config: Config, device: str, threads: int, steps: int) -> Side:
+    """Return the measurement of a side after its first step, in a process of its own."""
     # The sides' own defaults differ where OMP_NUM_THREADS is set.
-    torch.set_num_threads(options.threads or len(os.sched_getaffinity(0)))
-    if side == OURS:
-        values = their_model(config, cluster.device, None).state_dict()
-        launch.keep_freed_memory(cluster.device)  # as the training loop does
-        step = our_step(config, cluster, values)
-    else:
-        step = their_step(config, cluster, "eager" if side == EAGER else None)
-    first_loss = float(step())
-    return lambda: time_steps(step, config, steps, cluster.device) | {FIRST_LOSS: first_loss}
-
-
-def time_steps(step: Step, config: Config, steps: int, device: torch.device, *, blocks: int = 1) -> Figures:
-    """Time blocks of steps between two waits for the device; the median of the blocks counts."""
-    seconds, before = list[float](), resource.getrusage(resource.RUSAGE_SELF)
-    for _ in range(blocks):
-        start = time.perf_counter()
-        for _ in range(steps):
-            loss = step()
-        synchronize(device)
-        seconds.append((time.perf_counter() - start) / steps)
-    after, count, step_s = resource.getrusage(resource.RUSAGE_SELF), blocks * steps, statistics.median(seconds)
-    return {
-        "step, ms": step_s * 1e3,
-        RATE: tokens_of(config) / step_s,
-        "page faults": (after.ru_minflt - before.ru_minflt) / count,
-        "system, ms": 1e3 * (after.ru_stime - before.ru_stime) / count,
-        "last loss": float(loss),
+    cluster = launch.start(device, deterministic=False, threads=threads, variables={})
+    if cluster.device.type != CPU:
+        torch.set_float32_matmul_precision("high")  # as in nanoGPT; what is left in float32 is small on every side
+    builds: dict[str, Callable[[Config, Cluster], Step]] = {
+        OURS: _our_step,
+        NANOGPT: _nanogpt_step,
+        THEIRS: _their_step,
+        EAGER: partial(_their_step, attention="eager"),
     }
+    step = builds[side](config, cluster)
+    first_loss = float(step())
+    return lambda: _time(step, config, steps, cluster.device) | {FIRST_LOSS: first_loss}
 
 
-def synchronize(device: torch.device) -> None:
-    """Wait for the work of a device."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
+def _time(step: Step, config: Config, steps: int, device: torch.device) -> Figures:
+    peak, start = device_peak(device), time.perf_counter()
+    for _ in range(steps):
+        step()
+    synchronize(device)
+    step_s = (time.perf_counter() - start) / steps
+    figures, flops = {STEP: step_s * 1e3, RATE: tokens_of(config) / step_s, **peak()}, peak_flops(device_name(device))
+    if flops is not None:
+        needed = families.flops_per_token(config.model, config.train.seq_length)
+        figures["MFU, %"] = 100 * figures[RATE] * needed / flops
+    return figures
 
 
-def our_step(config: Config, cluster: Cluster, values: Mapping[str, torch.Tensor] | None = None) -> Step:
-    """Return the trainer's step, from these values."""
+def _our_step(config: Config, cluster: Cluster) -> Step:
+    """Return the trainer's step, from the values of transformers."""
+    values = _their_model(config, cluster.device, None).state_dict()
+    launch.keep_freed_memory(cluster.device)  # as the training loop does
     subject = build_subject(config, cluster)
-    if values is not None:
-        for name, parameter in subject.state.parts[0].model.named_parameters():
-            value = values[name].flatten()
-            parameter.detach().zero_().view(-1)[: value.numel()].copy_(value)  # rows that pad the vocabulary are last
+    for name, parameter in subject.state.parts[0].model.named_parameters():
+        value = values[name].flatten()
+        parameter.detach().zero_().view(-1)[: value.numel()].copy_(value)  # rows that pad the vocabulary are last
     return subject.iteration()
 
 
-def their_model(config: Config, device: torch.device, attention: str | None) -> nn.Module:
+def _their_model(config: Config, device: torch.device, attention: str | None) -> nn.Module:
     """Return the model of transformers, with the same values each time."""
     torch.manual_seed(1234)
     table = dict(families.hf_config(config.model))
@@ -130,9 +122,9 @@ def their_model(config: Config, device: torch.device, attention: str | None) -> 
     return built.train()
 
 
-def their_step(config: Config, cluster: Cluster, attention: str | None = None) -> Step:
+def _their_step(config: Config, cluster: Cluster, attention: str | None = None) -> Step:
     """Return a step of transformers."""
-    built = their_model(config, cluster.device, attention)
+    built = _their_model(config, cluster.device, attention)
 
     def loss(module: nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         # transformers shifts `labels` itself, which would leave out the last target of every sample.
@@ -142,7 +134,7 @@ def their_step(config: Config, cluster: Cluster, attention: str | None = None) -
     return _step(built, loss, no_decay_names(config.model), config, cluster)
 
 
-def nanogpt_step(config: Config, cluster: Cluster) -> Step:
+def _nanogpt_step(config: Config, cluster: Cluster) -> Step:
     """Return a step of GPT-2 in the way of nanoGPT."""
     torch.manual_seed(1234)
     with cluster.device:

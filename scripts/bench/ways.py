@@ -32,12 +32,13 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType,
 from reprise import AsyncSaver, load_state_dict
 from reprise.loading import LoadSource, Restorer
 from reprise.saving import Checkpointer, Retention, SavePolicy
-from scripts.bench.probe import sync_all, sync_folder
+from reprise.storage import FILE_SYSTEM
+from scripts.bench.probe import sync_all
 from scripts.bench.subject import Subject
 
 RAW, DIRECT, COPY = "raw write + fsync", "raw write, O_DIRECT", "one copy of the state"
 INLINE, BACKGROUND, AT_ONCE, LIBRARY = "ours, inline", "ours, background", "ours, step at once", "ours, AsyncSaver"
-DCP, THREAD, PROCESS = "DCP save", "DCP async_save, thread", "DCP async_save, process"
+THREAD, PROCESS = "DCP async_save, thread", "DCP async_save, process"
 _DIRECT_BYTES = 8 << 20  # in one call
 _NONCES = count()  # no two savers of a run have one nonce
 _START_S = 300  # for the process of torch_checkpointing, which takes more than its own 30 s beside other programs
@@ -76,51 +77,20 @@ class Way:
         steps_at_once: whether the optimizer's next step comes at once after the call of a save.
     """
 
-    opened: Callable[[Path], AbstractContextManager[Begin]]
-    load: Callable[[Path, int], object]
+    opened: Callable[[Subject, Path], AbstractContextManager[Begin]]
+    load: Callable[[Subject, Path, int], object]
     fills: bool = True
     steps_at_once: bool = False
 
 
-def ways(subject: Subject) -> Mapping[str, Way]:
-    """Return all ways of saving and loading a state."""
-    data = _page_aligned(subject.total_bytes // subject.cluster.world_size)
-    engine = functools.partial(opened_checkpointer, subject)
-    load, library = functools.partial(load_ours, subject), functools.partial(_opened_library, subject)
-    save_raw = functools.partial(_write_raw, subject.cluster.rank, data, 0)
-    save_direct = functools.partial(_write_raw, subject.cluster.rank, data, os.O_DIRECT)
-    read_raw = functools.partial(_read_raw, subject.cluster.rank, data)
-    dcp = {kind: functools.partial(opened_dcp, subject, kind) for kind in AsyncCheckpointerType}
-    load_dcp = functools.partial(_load_dcp, subject)
-    return {
-        RAW: Way(_blocking(save_raw), read_raw, fills=False),
-        DIRECT: Way(_blocking(save_direct), read_raw, fills=False),
-        INLINE: Way(functools.partial(engine, async_save=False), load),
-        BACKGROUND: Way(engine, load),
-        AT_ONCE: Way(engine, load, steps_at_once=True),
-        LIBRARY: Way(library, functools.partial(_load_library, subject), steps_at_once=True),
-        **{
-            name: Way(_blocking(functools.partial(save, subject)), functools.partial(read, subject))
-            for name, (save, read) in _PEERS.items()
-        },
-        THREAD: Way(dcp[AsyncCheckpointerType.THREAD], load_dcp, steps_at_once=True),
-        PROCESS: Way(dcp[AsyncCheckpointerType.PROCESS], load_dcp, steps_at_once=True),
-        "torch_checkpointing": Way(
-            functools.partial(_opened_torch_checkpointing, subject),
-            functools.partial(_load_torch_checkpointing, subject),
-            steps_at_once=True,
-        ),
-    }
-
-
-def _blocking(write: Callable[[Path], object]) -> Callable[[Path], AbstractContextManager[Begin]]:
+def _blocking(write: Callable[[Subject, Path], object]) -> Callable[[Subject, Path], AbstractContextManager[Begin]]:
     """Return the way of `write`, which returns when all in a folder is durable."""
 
     @contextmanager
-    def opened(folder: Path) -> Iterator[Begin]:
+    def opened(subject: Subject, folder: Path) -> Iterator[Begin]:
         def begin(number: int) -> Begun:
             (folder / str(number)).mkdir(exist_ok=True)
-            write(folder / str(number))
+            write(subject, folder / str(number))
             return Begun()
 
         yield begin
@@ -128,16 +98,19 @@ def _blocking(write: Callable[[Path], object]) -> Callable[[Path], AbstractConte
     return opened
 
 
-def _page_aligned(size: int) -> memoryview:
-    """Return memory that begins with a page, whose pages are there."""
+@functools.cache
+def _raw_memory(subject: Subject) -> memoryview:
+    """Return memory for a rank's share of the state, which begins with a page, and whose pages are there."""
+    size = subject.total_bytes // subject.cluster.world_size
     memory = memoryview(mmap.mmap(-1, -(-size // mmap.PAGESIZE) * mmap.PAGESIZE))
     np.frombuffer(memory, np.uint8)[:] = 1
     return memory
 
 
-def _write_raw(rank: int, data: memoryview, flags: int, folder: Path) -> None:
+def _write_raw(flags: int, subject: Subject, folder: Path) -> None:
     """Write a rank's share of the state's bytes to a file."""
-    descriptor = os.open(folder / f"raw{rank}", os.O_WRONLY | os.O_CREAT | flags)
+    data = _raw_memory(subject)
+    descriptor = os.open(folder / f"raw{subject.cluster.rank}", os.O_WRONLY | os.O_CREAT | flags)
     try:
         os.posix_fallocate(descriptor, 0, data.nbytes)
         for at in range(0, data.nbytes, _DIRECT_BYTES):
@@ -145,13 +118,13 @@ def _write_raw(rank: int, data: memoryview, flags: int, folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-    sync_folder(folder)
+    FILE_SYSTEM.sync_folder(folder)
 
 
-def _read_raw(rank: int, data: memoryview, folder: Path, number: int) -> None:
-    """Read a rank's file into memory whose pages are there."""
-    memory = data
-    with (folder / str(number) / f"raw{rank}").open("rb", buffering=0) as file:
+def _read_raw(subject: Subject, folder: Path, number: int) -> None:
+    """Read a rank's file."""
+    memory = _raw_memory(subject)
+    with (folder / str(number) / f"raw{subject.cluster.rank}").open("rb", buffering=0) as file:
         while count := file.readinto(memory):
             memory = memory[count:]
 
@@ -182,7 +155,7 @@ def opened_checkpointer(subject: Subject, folder: Path, *, async_save: bool = Tr
         saver.close()
 
 
-def load_ours(subject: Subject, folder: Path, _: int = 0) -> None:
+def _load_ours(subject: Subject, folder: Path, _: int) -> None:
     """Load the newest checkpoint of a folder, checking every digest."""
     live = list(subject.state.shards())
     restorer = Restorer(subject.cluster.channel, nonce=f"load-{next(_NONCES)}")
@@ -229,22 +202,15 @@ def _copy(tensors: Mapping[str, torch.Tensor], subject: Subject) -> None:
 
 def _save_dcp(subject: Subject, folder: Path) -> None:
     state_dict_saver.save(subject.named(), checkpoint_id=folder, no_dist=True)  # syncs its files itself
-    sync_folder(folder)
+    FILE_SYSTEM.sync_folder(folder)
 
 
 def _load_dcp(subject: Subject, folder: Path, number: int) -> None:
     state_dict_loader.load(subject.named(), checkpoint_id=folder / str(number), no_dist=True)
 
 
-_PEERS = {
-    "torch.save": (_save_torch, _load_torch),
-    "safetensors save_file": (_save_safetensors, _load_safetensors),
-    DCP: (_save_dcp, _load_dcp),
-}
-
-
 @contextmanager
-def opened_dcp(subject: Subject, kind: AsyncCheckpointerType, folder: Path) -> Iterator[Begin]:
+def _opened_dcp(kind: AsyncCheckpointerType, subject: Subject, folder: Path) -> Iterator[Begin]:
     """Yield what begins a save of DCP with its own fastest staging: pinned memory, in the background on a device."""
     is_process, is_on = kind is AsyncCheckpointerType.PROCESS, subject.cluster.device.type != "cpu"
     if is_process:
@@ -329,3 +295,19 @@ def _opened_torch_checkpointing(subject: Subject, folder: Path) -> Iterator[Begi
 def _load_torch_checkpointing(subject: Subject, folder: Path, number: int) -> None:
     with _manager() as manager:
         _copy(manager.load(str(folder / str(number)), into={"state": subject.named()})["state"], subject)
+
+
+WAYS: Mapping[str, Way] = {
+    RAW: Way(_blocking(functools.partial(_write_raw, 0)), _read_raw, fills=False),
+    DIRECT: Way(_blocking(functools.partial(_write_raw, os.O_DIRECT)), _read_raw, fills=False),
+    INLINE: Way(functools.partial(opened_checkpointer, async_save=False), _load_ours),
+    BACKGROUND: Way(opened_checkpointer, _load_ours),
+    AT_ONCE: Way(opened_checkpointer, _load_ours, steps_at_once=True),
+    LIBRARY: Way(_opened_library, _load_library, steps_at_once=True),
+    "torch.save": Way(_blocking(_save_torch), _load_torch),
+    "safetensors save_file": Way(_blocking(_save_safetensors), _load_safetensors),
+    "DCP save": Way(_blocking(_save_dcp), _load_dcp),
+    THREAD: Way(functools.partial(_opened_dcp, AsyncCheckpointerType.THREAD), _load_dcp, steps_at_once=True),
+    PROCESS: Way(functools.partial(_opened_dcp, AsyncCheckpointerType.PROCESS), _load_dcp, steps_at_once=True),
+    "torch_checkpointing": Way(_opened_torch_checkpointing, _load_torch_checkpointing, steps_at_once=True),
+}

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from scripts.bench.__main__ import main
-from scripts.bench.harness import BenchSide, Goal, report, take_turns
+from scripts.bench.harness import Goal, apart, report, take_turns
 
 
 def test_sides_take_turns_and_ratios_are_of_the_same_round() -> None:
@@ -17,21 +20,36 @@ def test_sides_take_turns_and_ratios_are_of_the_same_round() -> None:
         order.append(name)
         return {"load, s": values[name].pop(0)}
 
-    sides = {name: BenchSide(lambda name=name: measure(name)) for name in values}
-    late, broken = BenchSide(dict, least_s=60.0), BenchSide(lambda: {}["planted"])
-    rows = take_turns({**sides, "late": late, "broken": broken}, 3, warm_up=1, seconds=50.0)
+    def fail() -> dict[str, float]:
+        raise OSError("planted")
+
+    rows = take_turns({**{name: partial(measure, name) for name in values}, "broken": fail}, 3, warm_up=1)
     assert order == ["ours", "theirs", "ours", "theirs", "theirs", "ours", "ours", "theirs"]
     for goal, verdict in (
-        (Goal("", "ours", "load, s", ["theirs"], 2.0), "met"),
-        (Goal("", "ours", "load, s", ["theirs"], 1.9), "MISSED"),
+        (Goal("", "ours", "load, s", "theirs", 2.0), "met"),
+        (Goal("", "ours", "load, s", "theirs", 1.9), "MISSED"),
     ):
         assert goal.value(rows) == 2
         assert goal.cells(rows)[-1] == verdict
-    assert Goal("", "ours", "load, s", ["theirs", "late"], 2.0).value(rows) is None
+    assert Goal("", "ours", "load, s", "broken", 2.0).value(rows) is None
     text = "\n".join(report(rows, "theirs"))
     assert "| 4 (2.000) |" in text
-    assert "late is left out: begins with 60 s" in text
-    assert text.count("broken is left out: KeyError") == 1
+    assert text.count("broken is left out: OSError") == 1
+
+
+def sleeper(seconds: float) -> Callable[[], float]:
+    """Return a call that takes so many seconds; a negative number ends the process."""
+    if seconds < 0:
+        raise SystemExit(3)
+    return partial(time.sleep, seconds)
+
+
+@pytest.mark.slow
+def test_a_side_apart_is_left_out_if_it_ends_or_takes_too_long() -> None:
+    for seconds, words in ((-1.0, "its process ended with status 3"), (60.0, "took more than 5.0 s")):
+        with apart(sleeper, seconds, timeout_s=5.0) as call:
+            (row,) = take_turns({"side": call}, 2)
+        assert words in row["left out"]
 
 
 @pytest.mark.slow
