@@ -27,7 +27,6 @@ NAMES = {
     "torch.distributed.distributed_c10d": "_get_default_store",
     "torch.distributed.fsdp._fully_shard._fsdp_api": "ReduceScatter",
     "torch.distributed.tensor._dtensor_spec": "DTensorSpec TensorMeta",
-    "torch.distributed.tensor._shards_wrapper": "LocalShardsWrapper",
     "torch.distributed.tensor.placement_types": "_StridedShard",
     "torch.testing._internal.distributed.fake_pg": "FakeStore",
 }

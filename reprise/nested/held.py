@@ -6,15 +6,13 @@ import fnmatch
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-import torch
-
 from reprise.errors import CheckpointError
 from reprise.format.layout import TensorKind, refuse_unstorable
 from reprise.nested.agreement import KnownTables
 from reprise.nested.stored_names import MODEL, Keys, pointer, stored_name
 from reprise.nested.table import JointTable, table_of
 from reprise.nested.tree import Tree
-from reprise.tensors.live import LiveTensor, check_disjoint, check_memory, local_of, memory_holder
+from reprise.tensors.live import LiveTensor, check_disjoint, identity_of, memory_holder
 
 # The first of several tied tensors is stored, and PEFT expects all its adapter's tensors in its file.
 _ORDER = sorted(TensorKind, key=lambda kind: kind is not TensorKind.ADAPTER)
@@ -81,7 +79,7 @@ def local_tensors(tree: Tree) -> tuple[dict[str, LiveTensor], dict[str, str]]:
     """Return this rank's part of every tensor in a state dict, and the second names for tied tensors.
 
     Raises:
-        CheckpointError: A tensor cannot be stored, a part is not a box, or a tensor shares memory with another.
+        CheckpointError: A tensor cannot be stored, its part is not a box, or it shares memory with another.
     """
     live: dict[str, LiveTensor] = {}
     aliases: dict[str, str] = {}
@@ -90,12 +88,7 @@ def local_tensors(tree: Tree) -> tuple[dict[str, LiveTensor], dict[str, str]]:
     rows = [(*places.get(keys, stored_name(keys)), keys) for keys in tree.tensors]
     for kind, name, keys in sorted(rows, key=lambda row: _ORDER.index(row[0])):
         stored = tree.tensors[keys]
-        tensor = stored.tensor
-        local = local_of(tensor)
-        if local.is_meta:
-            raise CheckpointError("A tensor has no memory", where=name, found="device meta", fix="Materialize it.")
-        check_memory(name, local)
-        identity = _identity(tensor, local)
+        identity = identity_of(stored.tensor)
         if keys in places and (own_name := stored_name(keys)[1]) != name:
             aliases[own_name] = names_by_identity.get(identity, name)
         first_name = names_by_identity.get(identity)
@@ -117,20 +110,12 @@ def local_tensors(tree: Tree) -> tuple[dict[str, LiveTensor], dict[str, str]]:
     return live, aliases
 
 
-def _identity(tensor: torch.Tensor, local: torch.Tensor) -> object:
-    """Return a value equal for two tensors exactly if they have the same memory and shape."""
-    return local.untyped_storage()._cdata, local.data_ptr(), tensor.shape, local.shape, local.stride(), local.dtype
-
-
 def _marks(tree: Tree) -> object:
     """Return a value that changes if a tensor's memory, position in memory or name changes."""
     marks: list[object] = [*tree.tensors, *tree.form.stored_as.items()]
-    try:
-        for stored in tree.tensors.values():
-            tensor, local = stored.tensor, memory_holder(stored.tensor)
-            if local is not tensor:
-                marks += (tensor.device_mesh, tensor.placements)  # type: ignore[attr-defined]
-            marks += (_identity(tensor, local), stored.box, stored.shape, local.device)
-    except RuntimeError:  # a tensor without plain memory: `local_tensors` reports it
-        return object()
+    for stored in tree.tensors.values():
+        tensor, local = stored.tensor, memory_holder(stored.tensor)
+        if local is not tensor:
+            marks += (tensor.device_mesh, tensor.placements)  # type: ignore[attr-defined]
+        marks += (identity_of(tensor), stored.box, stored.shape, local.device)
     return marks

@@ -18,8 +18,8 @@ from reprise.tensors.live import (
     GLOBAL_PLACE,
     Grid,
     LiveTensor,
+    check_memory,
     is_described,
-    is_dtensor,
     local_of,
     locate,
     memory_holder,
@@ -72,40 +72,31 @@ def resolve(
         parameter: The parameter whose optimizer state this is. State with its local shape has its shards.
 
     Raises:
-        CheckpointError: Names a lazy tensor, one whose class keeps its memory elsewhere, one whose description
-            contradicts itself, or one whose shards on this rank are not a box together.
+        CheckpointError: Names a tensor that is not plain memory, one whose description contradicts itself, or one
+            whose shards on this rank are not a box together.
     """
     local = memory_holder(tensor)
     is_local, is_async = local is tensor, False
     if type(local) not in _PLAIN:  # plain ones take the fast path: each save calls this for each tensor
         if is_async := is_a(local, "AsyncCollectiveTensor"):
             local = local.trigger_wait()  # type: ignore[attr-defined]
-        if is_dtensor(tensor) and is_a(local, "LocalShardsWrapper"):
-            shards, offsets = local.local_shards(), local.local_offsets()  # type: ignore[attr-defined]
-            return _joined(shards, offsets, tuple(tensor.shape), where())
-        if is_lazy(local):
-            raise CheckpointError(
-                "A tensor of a lazy module has no shape yet",
-                where=where(),
-                found=type(local).__name__,
-                fix="Run the model on a sample before the call.",
-            )
-        if type(local).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        if is_lazy(local) or type(local).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
             raise CheckpointError(
                 "A tensor is of a class that keeps its memory elsewhere",
                 where=where(),
                 expected="a plain tensor or a DTensor",
                 found=type(local).__name__,
-                fix="Pass its parts as tensors of their own.",
+                fix="Run a lazy module on a sample before the call. Pass other tensors' parts under their own keys.",
             )
     place = local if is_described(local) else parameter
     if is_described(place) and place.shape == local.shape:
+        check_memory(where, local)
         return _described(local, place, where())
     local = source = local.detach()
-    if local.is_nested or local.layout is not torch.strided or local.is_quantized:
-        return StorableTensor(tensor.detach())  # `check_memory` refuses it by name
-    if local.is_neg() or local.is_conj() or _repeated(local):
+    is_strided = local.layout is torch.strided and not local.is_nested
+    if is_strided and (local.is_neg() or local.is_conj() or _repeated(local)):
         local = torch.empty(source.shape, dtype=source.dtype, device=source.device).copy_(source)
+    check_memory(where, local)
     stored = _stored(local)
     if stored is source and not is_async:  # its version, too, is the given tensor's
         return StorableTensor(source if is_local else tensor.detach())
@@ -123,7 +114,7 @@ def _described(local: torch.Tensor, place: torch.Tensor, where: str) -> Storable
         where: The tensor's place, for errors.
 
     Raises:
-        CheckpointError: The description contradicts itself; or see `_joined`.
+        CheckpointError: The description contradicts itself, or the shards leave gaps or overlap.
     """
     shape, offsets, starts, sizes = (getattr(place, name) for name in GLOBAL_PLACE)
     dims = {len(each) for each in (shape, *offsets, *starts, *sizes)}
@@ -135,8 +126,28 @@ def _described(local: torch.Tensor, place: torch.Tensor, where: str) -> Storable
             found=f"{len(offsets)}, {len(starts)} and {len(sizes)} of them, in {sorted(dims)}",
             fix=f"Correct its {', '.join(GLOBAL_PLACE[1:])}.",
         )
-    boxes = [Box(tuple(start), tuple(size)) for start, size in zip(starts, sizes, strict=True)]
-    return _joined([local[box.slices] for box in boxes], offsets, tuple(shape), where)
+    if not offsets:
+        return None
+    boxes = [Box(tuple(offset), tuple(size)) for offset, size in zip(offsets, sizes, strict=True)]
+    parts = [local.detach()[Box(tuple(start), tuple(size)).slices] for start, size in zip(starts, sizes, strict=True)]
+    start, end = np.min([box.offset for box in boxes], 0), np.max([box.end for box in boxes], 0)
+    box = Box(tuple(start.tolist()), tuple((end - start).tolist()))
+    overlaps = (intersect(a, b).numel for number, a in enumerate(boxes) for b in boxes[:number])
+    if box.numel != sum(each.numel for each in boxes) or any(overlaps):
+        raise CheckpointError(
+            "A tensor's shards on this rank do not form a box",
+            where=where,
+            found=", ".join(map(str, boxes)),
+            fix="Pass them as separate tensors.",
+        )
+    if len(parts) == 1:
+        return StorableTensor(parts[0], box=box, shape=tuple(shape))
+    packed = torch.empty(box.shape, dtype=local.dtype, device=local.device)
+    views = [packed[relative(each, box).slices] for each in boxes]
+    for view, part in zip(views, parts, strict=True):
+        view.copy_(part)
+    copy_back = partial(_copy_back, views, parts, where)
+    return StorableTensor(packed, box=box, shape=tuple(shape), copy_back=copy_back)
 
 
 def in_memory(stored: torch.Tensor, dtype: str | None) -> torch.Tensor:
@@ -162,45 +173,6 @@ def _stored(local: torch.Tensor) -> torch.Tensor:
     if not is_storable(local.dtype) and local.dtype.is_floating_point and local.dtype.itemsize == 1:
         return local.view(torch.uint8)
     return local
-
-
-def _joined(
-    shards: Sequence[torch.Tensor], offsets: Sequence[Sequence[int]], shape: tuple[int, ...], where: str
-) -> StorableTensor | None:
-    """Return a rank's shards of a tensor shaped `shape` as a box; None without shards.
-
-    Args:
-        shards: The shards on this rank.
-        offsets: Each shard's offset in the whole tensor.
-        shape: The whole tensor's shape.
-        where: The tensor's place, for errors.
-
-    Raises:
-        CheckpointError: The shards leave gaps or overlap.
-    """
-    if not shards:
-        return None
-    boxes = [Box(tuple(at), tuple(shard.shape)) for at, shard in zip(offsets, shards, strict=True)]
-    start, end = np.min([box.offset for box in boxes], 0), np.max([box.end for box in boxes], 0)
-    box = Box(tuple(start.tolist()), tuple((end - start).tolist()))
-    overlaps = (intersect(a, b).numel for number, a in enumerate(boxes) for b in boxes[:number])
-    if box.numel != sum(each.numel for each in boxes) or any(overlaps):
-        raise CheckpointError(
-            "A tensor's shards on this rank do not form a box",
-            where=where,
-            found=", ".join(map(str, boxes)),
-            fix="Pass them as separate tensors.",
-        )
-    parts = [shard.detach() for shard in shards]
-    packed = parts[0]
-    copy_back = None
-    if len(parts) > 1:
-        packed = torch.empty(box.shape, dtype=packed.dtype, device=packed.device)
-        views = [packed[relative(each, box).slices] for each in boxes]
-        for view, part in zip(views, parts, strict=True):
-            view.copy_(part)
-        copy_back = partial(_copy_back, views, parts, where)
-    return StorableTensor(packed, box=box, shape=shape, copy_back=copy_back)
 
 
 def _copy_back(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], where: str) -> None:

@@ -26,7 +26,7 @@ if sys.byteorder != "little":  # memory is written unconverted
     raise ImportError("Checkpoints are little-endian, and this host is not")
 
 Array = npt.NDArray[np.void]
-Marks = tuple[tuple[int, int, torch.Size, tuple[int, ...], torch.dtype], ...]
+Marks = tuple[object, ...]
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 # The attributes of torch.distributed.checkpoint.protocol.CheckpointableTensor, new in torch 2.14: DCP saves a tensor
@@ -234,16 +234,19 @@ def with_memory(tensor: torch.Tensor, local: torch.Tensor, shape: tuple[int, ...
     return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
+def identity_of(tensor: torch.Tensor) -> object:
+    """Return a value equal for two tensors exactly if they have the same memory and shape."""
+    local = memory_holder(tensor)
+    return local.untyped_storage()._cdata, local.data_ptr(), tensor.shape, local.shape, local.stride(), local.dtype
+
+
 def memory_marks(model: nn.Module, optimizer: torch.optim.Optimizer) -> Marks:
     """Return a value that changes if a tensor in the state was replaced or moved.
 
     Frees gathered FSDP2 parameters first, as enumerating the state does.
     """
     free_gathered_parameters(model)
-    return tuple(
-        (id(tensor), memory_holder(tensor).data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
-        for tensor in (*model.parameters(), *model.buffers(), *_stepped_tensors(optimizer))
-    )
+    return tuple(map(identity_of, (*model.parameters(), *model.buffers(), *_stepped_tensors(optimizer))))
 
 
 def storages_of(optimizers: Iterable[torch.optim.Optimizer], constant: Iterable[torch.Tensor] = ()) -> frozenset[int]:
@@ -368,22 +371,33 @@ def _axes(mesh: Any) -> tuple[str, ...]:
     return tuple(mesh.mesh_dim_names or (f"axis {number}" for number in range(mesh.ndim)))
 
 
-def check_memory(name: str, local: torch.Tensor) -> None:
+def check_memory(where: Callable[[], str], local: torch.Tensor) -> None:
     """Require strided memory with separate bytes for each element.
 
+    Args:
+        where: Returns the tensor's place, for errors.
+
     Raises:
-        CheckpointError: Names a sparse, nested or quantized tensor, or a tensor whose elements share memory.
+        CheckpointError: Names a meta, sparse, nested or quantized tensor, or a tensor whose elements share memory.
     """
-    if local.layout is not torch.strided or local.is_quantized or local.is_nested:
-        kind = "a nested tensor" if local.is_nested else local.dtype if local.is_quantized else local.layout
-        fix = "Keep it out of the state, or store its parts as tensors of their own."
+    kinds = {
+        "sparse": local.layout is not torch.strided,
+        "nested": local.is_nested,
+        "quantized": local.is_quantized,
+        "meta": local.is_meta,
+    }
+    if True in kinds.values():
         raise CheckpointError(
-            "A tensor is not plain memory", where=name, expected="a strided tensor of numbers", found=kind, fix=fix
+            "A tensor is not plain memory",
+            where=where(),
+            expected="a strided tensor of numbers",
+            found=", ".join(kind for kind, is_one in kinds.items() if is_one),
+            fix="Materialize or clone it, store its parts as tensors of their own, or keep it out of the state.",
         )
-    if _may_overlap_itself(local):
+    if not local.is_contiguous() and _may_overlap_itself(local):
         raise CheckpointError(
             "Elements of a tensor share memory",
-            where=name,
+            where=where(),
             found=f"strides {local.stride()} for a shape of {tuple(local.shape)}",
             fix="Make it contiguous (an expanded tensor is stored as the one it was expanded from).",
         )

@@ -26,8 +26,8 @@ def test_torch_has_removed_no_private_member(owner: str) -> None:
 
 
 def test_a_class_is_known_without_an_import(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = "torch.distributed.tensor._shards_wrapper"
+    module = "torch.distributed._functional_collectives"
     monkeypatch.delitem(torch_private.sys.modules, module, raising=False)
-    assert not torch_private.is_a(1, "LocalShardsWrapper")
-    monkeypatch.setitem(torch_private.sys.modules, module, SimpleNamespace(LocalShardsWrapper=int))
-    assert torch_private.is_a(1, "LocalShardsWrapper")
+    assert not torch_private.is_a(1, "AsyncCollectiveTensor")
+    monkeypatch.setitem(torch_private.sys.modules, module, SimpleNamespace(AsyncCollectiveTensor=int))
+    assert torch_private.is_a(1, "AsyncCollectiveTensor")
