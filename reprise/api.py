@@ -11,13 +11,10 @@ import torch.distributed as dist
 from torch import nn
 
 from reprise.format.layout import DEFAULT_FILE_BYTES
-from reprise.loading.reader import Checkpoint
 from reprise.nested.calls import fill, save_now
 from reprise.nested.loaded import LoadedState, Strictness
-from reprise.nested.optimizers import check_optimizer
-from reprise.nested.tree import LoadedRandomState, Tree, tree_of, tree_of_dict
+from reprise.nested.tree import LoadedRandomState, tree_of, tree_of_dict
 from reprise.ranks.group import CALL_TIMEOUT_S, open_call
-from reprise.tensors.live import free_gathered_parameters
 
 
 def save(
@@ -121,20 +118,16 @@ def load(
         TrainerError: The checkpoint is damaged, a tensor has another shape or dtype, the saved optimizer has another
             class, or `strict` refuses a name.
     """
-    values = state if isinstance(state, dict) else dict(state or {})
-    with open_call(f"load(missing_ok={missing_ok})" if missing_ok else "load()", timeout_s=timeout_s) as call:
-
-        def make_tree() -> Tree:
-            members = None if state is None else values
-            rank = call.channel.rank
-            return tree_of(model, optimizer, members, rank=rank, per_rank=per_rank, rng=rng, is_load=True)
-
-        def check(checkpoint: Checkpoint) -> None:
-            if optimizer is not None:
-                check_optimizer(checkpoint, optimizer)
-
-        result = fill(call, path, make_tree, strict=strict, iteration=iteration, missing_ok=missing_ok, check=check)
-    return LoadedState({**values, **result}, result.missing_keys, result.unexpected_keys)
+    with open_call("load()", timeout_s=timeout_s) as call:
+        rank = call.channel.rank
+        return fill(
+            call,
+            path,
+            lambda: tree_of(model, optimizer, state, rank=rank, per_rank=per_rank, rng=rng, is_load=True),
+            strict=strict,
+            iteration=iteration,
+            missing_ok=missing_ok,
+        )
 
 
 def save_state_dict(
@@ -236,16 +229,17 @@ def load_state_dict(
         TrainerError: The checkpoint is damaged or does not fit. Values are replaced only after every rank has filled
             all its tensors.
     """
-
-    def make_tree() -> Tree:
-        if model is not None:
-            free_gathered_parameters(model)
-        return tree_of_dict(state_dict, model=model, is_load=True)
-
     with open_call(
-        f"load_state_dict(missing_ok={missing_ok})" if missing_ok else "load_state_dict()",
+        "load_state_dict()",
         timeout_s=timeout_s,
         process_group=process_group,
         coordinator_rank=coordinator_rank,
     ) as call:
-        return fill(call, path, make_tree, strict=strict, iteration=iteration, missing_ok=missing_ok)
+        return fill(
+            call,
+            path,
+            lambda: tree_of_dict(state_dict, model=model, is_load=True),
+            strict=strict,
+            iteration=iteration,
+            missing_ok=missing_ok,
+        )

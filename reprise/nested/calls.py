@@ -21,6 +21,7 @@ from reprise.nested.documents import document, read_state
 from reprise.nested.filling import Filling
 from reprise.nested.held import HeldTensors
 from reprise.nested.loaded import LoadedState, Strictness
+from reprise.nested.optimizers import check_optimizer
 from reprise.nested.save_arguments import (
     check_iteration,
     check_options,
@@ -29,7 +30,7 @@ from reprise.nested.save_arguments import (
     require_path,
     target_folder,
 )
-from reprise.nested.stored_names import PER_RANK, RNG
+from reprise.nested.stored_names import OPTIMIZER, PER_RANK, RNG
 from reprise.nested.tree import Tree
 from reprise.ranks.joint_call import JointCall
 from reprise.saving.checkpointer import Checkpointer
@@ -139,14 +140,13 @@ def fill(
     strict: Strictness,
     iteration: int | None,
     missing_ok: bool,
-    check: Callable[[Checkpoint], None] = lambda _: None,
 ) -> LoadedState:
-    """Fill a tree from a checkpoint, and return the names missing on either side.
+    """Fill a tree from a checkpoint, and return its values, with the names missing on either side.
 
     Args:
         iteration: The iteration to load from a run's folder. None loads the newest valid checkpoint.
-        missing_ok: Whether to fill nothing and return iteration 0 if there is no checkpoint. Equal on all ranks.
-        check: Refuses a checkpoint before its tensors are compared with the tree's.
+        missing_ok: Whether to fill nothing and return iteration 0 if there is no checkpoint. Only the coordinator's
+            value counts.
 
     Raises:
         PartialLoadError: The load failed while it changed the tree. Every rank raises.
@@ -162,11 +162,12 @@ def fill(
         table = local.table_of(tree)
     joint, _ = agree_on_state(call, table, to_bytes({}), local.known)
     look = partial(Patience().look, partial(has_no_checkpoint, source), where=source)
-    if missing_ok and channel.from_first("missing", look):
-        return LoadedState({"iteration": 0})
+    if channel.from_first("missing", lambda: missing_ok and look()):
+        return LoadedState({**tree.given, "iteration": 0})
     tensors, fillings = local.with_replicas(joint, channel.rank), list[Filling]()
 
     def live(checkpoint: Checkpoint) -> Sequence[LiveTensor]:
+        check_optimizer(checkpoint, tree.optimizers.get(OPTIMIZER[:1]))
         stored, requested = read_state(checkpoint), joint
         saved = len(stored.members(PER_RANK))
         if tree.may_drop_random_state and saved != channel.world_size:
@@ -188,6 +189,6 @@ def fill(
         return fillings[-1].live()
 
     Restorer(channel, nonce=call.nonce).restore(
-        LoadSource(source, iteration), check=check, live=live, finish=lambda: fillings[-1].finish()
+        LoadSource(source, iteration), check=lambda _: None, live=live, finish=lambda: fillings[-1].finish()
     )
     return fillings[-1].result(is_first=channel.coordinates)

@@ -147,7 +147,7 @@ class Filling:
             is_first: Whether this rank logs the lines common to all ranks.
         """
         checkpoint = self._checkpoint
-        values = {**self._returned, "iteration": checkpoint.iteration}
+        values = {**self._tree.given, **self._returned, "iteration": checkpoint.iteration}
         result = LoadedState(values, self._missing, self._unexpected)
         log_result(checkpoint.path, result, self._stored, self._tree, self._joint.entries, is_first=is_first)
         return result

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from reprise.errors import CheckpointError, MismatchError, count_of
 from reprise.loading.reader import Checkpoint
 from reprise.nested.modules import Receiver
 from reprise.nested.stored_names import OPTIMIZER, Keys, pointer
-from reprise.nested.typed_values import decode_number, encode_number, leaves, require_text_keys
+from reprise.nested.typed_values import decode_number, encode_number, require_text_keys
 from reprise.storage.json_file import Json
 from reprise.tensors.live import canonical_name, parameter_names
 
@@ -154,7 +154,7 @@ def of_optimizer(keys: Keys, modules: Mapping[Keys, nn.Module], optimizer: torch
     """
     parameters = dict.fromkeys(parameter for group in optimizer.param_groups for parameter in group["params"])
     if type(optimizer).state_dict is not torch.optim.Optimizer.state_dict:
-        _refuse_extra_state(optimizer, parameters)
+        _refuse_extra_state(optimizer)
     names = _names_in(modules, parameters)
     foreign = sum(parameter not in names for parameter in parameters)
     if foreign:
@@ -184,19 +184,16 @@ def _names_in(modules: Mapping[Keys, nn.Module], parameters: Collection[nn.Param
     return names
 
 
-def _refuse_extra_state(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> None:
+def _refuse_extra_state(optimizer: torch.optim.Optimizer) -> None:
     """Refuse an optimizer whose own `state_dict()` has content beyond its groups and its parameters' state.
 
     Raises:
         CheckpointError: Names the first such content.
     """
-    state = {number: optimizer.state.get(parameter) for number, parameter in enumerate(parameters)}
-    content = {"state": state, "param_groups": [*optimizer.param_groups]}
-    expected = {keys for keys, _ in leaves(content, OPTIMIZER[:1])}
-    if extra := [keys for keys, _ in leaves(dict(optimizer.state_dict()), OPTIMIZER[:1]) if keys not in expected]:
+    if extra := [key for key in optimizer.state_dict() if key not in ("state", "param_groups")]:
         raise CheckpointError(
             "An optimizer's own state_dict() has content beyond its groups and its parameters' state",
-            where=pointer(extra[0]),
+            where=pointer((*OPTIMIZER[:1], extra[0])),
             found=type(optimizer).__name__,
             fix="Save the additional content in `state`, or the whole dict with `save_state_dict`.",
         )
@@ -258,23 +255,25 @@ def _names_of_numbers(
     )
 
 
-def check_optimizer(checkpoint: Checkpoint, optimizer: torch.optim.Optimizer) -> None:
+def check_optimizer(checkpoint: Checkpoint, optimizer: OptimizerState | None) -> None:
     """Refuse state from another optimizer class, with which the next step would fail or be wrong.
 
     Raises:
         MismatchError: The checkpoint was saved without an optimizer, or with another optimizer class.
     """
+    if optimizer is None or not optimizer.kind:
+        return
     if not checkpoint.has_optimizer and not checkpoint.state.get("groups"):
         raise MismatchError(
             "The checkpoint was saved without an optimizer", where=checkpoint.path, fix="Load the model alone."
         )
-    record, current = checkpoint.state.get("optimizer", {}), type(optimizer).__name__
+    record = checkpoint.state.get("optimizer", {})
     saved = record.get("name") if isinstance(record, dict) else record
-    if saved is not None and saved != current:
+    if saved not in (None, optimizer.kind):
         raise MismatchError(
             "The checkpoint was saved with another optimizer class",
             where=checkpoint.path,
-            expected=current,
+            expected=optimizer.kind,
             found=saved,
             fix=f"Pass an optimizer of class {saved}, or load the model alone.",
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter, OrderedDict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -54,6 +55,7 @@ class Tree:
         returns: Whether a load returns the `state` values under outermost keys missing from the call. The values of a
             save then refer to their tensors.
         model: Names the parameters in `optimizer.state_dict()`, which numbers them.
+        given: The `state` values in the call, which a load returns too.
         tensors: By keys, the tensors in storable form, in dict order.
         values: In a save, all other content as JSON by JSON Pointer. A list without tensors is a single value. So is a
             dict without tensors if it is a subclass instance or has non-string keys.
@@ -70,6 +72,7 @@ class Tree:
     is_load: bool
     returns: bool = False
     model: nn.Module | None = None
+    given: Mapping[str, object] = field(default_factory=dict)
     tensors: dict[Keys, StorableTensor] = field(default_factory=dict)
     values: Json = field(default_factory=dict)
     optimizers: dict[Keys, OptimizerState] = field(default_factory=dict)
@@ -111,14 +114,13 @@ class Tree:
             CheckpointError: See `add_dict`.
         """
         single = {"value", "tensor"} if self.is_whole and not isinstance(value, dict) else {"value"}
-        is_own_class = self.is_load or type(value) is dict or not (self.is_whole or type(value) in DICTS.values())
-        is_by_leaf = isinstance(value, dict) and has_text_keys(value) and is_own_class
+        is_by_leaf = isinstance(value, dict) and has_text_keys(value)
+        is_by_leaf = is_by_leaf and (self.is_load or type(value) not in (OrderedDict, Counter))
         if {_kind(leaf) for _, leaf in leaves(value, keys)} <= single and not (is_by_leaf and value):
             if self.is_load and isinstance(place[0], tuple):
                 where = pointer(keys)
                 raise CheckpointError("A value in a tuple cannot be filled in place", where=where, fix="Pass a list.")
-            current = {} if is_by_leaf else value
-            self._add_receiver(keys, Receiver(lambda: current, partial(_replace, *place), True))
+            self._add_receiver(keys, Receiver(lambda: value, partial(_replace, *place), is_value=True))
         elif isinstance(value, dict):
             self.add_dict(keys, value)
         elif isinstance(value, (list, tuple)):
@@ -283,7 +285,9 @@ def tree_of(
     declined = [name for name, value in arguments if value is not None and not value]
     is_valid = not isinstance(rng, str) or (is_load and rng == IF_SAME_RANKS)
     require("`rng`", is_valid, f'True, False or, for a load, "{IF_SAME_RANKS}"', rng)
-    tree = Tree(is_load, returns=True, declined=declined, may_drop_random_state=rng == IF_SAME_RANKS and not per_rank)
+    own_keys, given, own = (PER_RANK, str(rank)), _as_dict(state), _as_dict(per_rank)
+    may_drop = rng == IF_SAME_RANKS and not per_rank
+    tree = Tree(is_load, returns=True, given=given, declined=declined, may_drop_random_state=may_drop)
     tree.objects[MODEL,] = model
     if optimizer is not None:
         tree.objects[OPTIMIZER[:1]] = optimizer
@@ -295,12 +299,10 @@ def tree_of(
                 found=type(member).__name__,
                 fix="Pass the module or the optimizer itself; `save_state_dict` and `load_state_dict` take dicts.",
             )
-    own_keys = (PER_RANK, str(rank))
     for argument, keys, members, names in (
-        ("state", (), state, (MODEL, OPTIMIZER[0], PER_RANK)),
-        ("per_rank", own_keys, per_rank, (RNG,) if rng else ()),
+        ("state", (), given, (MODEL, OPTIMIZER[0], PER_RANK)),
+        ("per_rank", own_keys, own, (RNG,) if rng else ()),
     ):
-        members = members if isinstance(members, dict) else dict(members or {})
         if reserved := [key for key in names if key in members]:
             raise CheckpointError(f"`{argument}` has a reserved key", found=", ".join(reserved), fix="Rename it.")
         tree.add_dict(keys, members)
@@ -308,6 +310,11 @@ def tree_of(
         tree.objects[*own_keys, RNG] = RandomState()
     tree.add_objects(files)
     return tree
+
+
+def _as_dict(values: Mapping[str, object] | None) -> dict[str, Any]:
+    """Return the caller's own dict, in which a load replaces values, or a copy of another mapping."""
+    return values if isinstance(values, dict) else dict(values or {})
 
 
 def tree_of_dict(
@@ -320,7 +327,7 @@ def tree_of_dict(
     """Return the tree for a nested state dict and the objects in it.
 
     Args:
-        model: Names the parameters in `optimizer.state_dict()`, which numbers them.
+        model: Names the parameters in `optimizer.state_dict()`, which numbers them. A load frees its gathered ones.
         files: See `tree_of`, also for `is_load`.
 
     Raises:
@@ -328,6 +335,8 @@ def tree_of_dict(
     """
     if not isinstance(state_dict, dict):
         raise CheckpointError("A state dict is a dict", found=type(state_dict).__name__)
+    if is_load and model is not None:
+        free_gathered_parameters(model)
     tree = Tree(is_load, model=model)
     tree.add_dict((), state_dict)
     tree.add_objects(files)
