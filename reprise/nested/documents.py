@@ -89,12 +89,10 @@ class StoredState:
 
     Args:
         root: The state. Its dicts stored by leaf have the class `ByLeaf`.
-        values: By JSON Pointer, what the checkpoint holds as a single value.
         groups: See `Section`, also for `dtypes` and `orders`.
     """
 
     root: ByLeaf
-    values: Json
     groups: Mapping[str, list[Json]]
     dtypes: Mapping[str, str]
     orders: Mapping[str, list[int]]
@@ -144,9 +142,9 @@ def _upgraded(state: Json) -> Section:
 
 
 def _parsed(section: Section) -> StoredState:
-    root, values = ByLeaf(), {where: decode(value) for where, value in section["values"].items()}
-    for where, value in values.items():
-        _insert(root, keys_of_pointer(where), value)
+    root = ByLeaf()
+    for where, value in section["values"].items():
+        _insert(root, keys_of_pointer(where), decode(value))
     for groups in section["groups"].values():
         for group in groups:
             is_group = isinstance(group["numbers"], dict) and all(isinstance(name, str) for name in group["names"])
@@ -160,7 +158,7 @@ def _parsed(section: Section) -> StoredState:
     for order in section["orders"].values():
         _require(sorted(order) == [*range(len(order))], order)
     groups = {where: members for where, members in section["groups"].items() if members}
-    return StoredState(root, values, groups, section["dtypes"], section["orders"])
+    return StoredState(root, groups, section["dtypes"], section["orders"])
 
 
 def _require(is_valid: bool, content: object) -> None:

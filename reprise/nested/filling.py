@@ -29,7 +29,7 @@ from reprise.nested.stored_names import (
 )
 from reprise.nested.table import JointTable
 from reprise.nested.tree import Tree
-from reprise.nested.typed_values import ByLeaf, TensorReference, leaves, rebuilt, references, without_tensors
+from reprise.nested.typed_values import TensorReference, leaves, needs_template, rebuilt, references
 from reprise.tensors.dtypes import torch_dtype
 from reprise.tensors.file_form import in_memory, resolve
 from reprise.tensors.live import LiveTensor, is_sharded, local_of
@@ -86,8 +86,9 @@ class Filling:
         values = [keys for keys, receiver in self._tree.receivers.items() if not receiver.is_open]
         self._missing = dict.fromkeys(map(pointer, (*self._take_groups(), *values)))
         self._visit((), self._stored.root, is_requested=False)
-        for key, value in without_tensors(self._stored.root).items() if self._tree.returns else ():
-            if key not in {MODEL, OPTIMIZER[0], PER_RANK, *joint.entries}:
+        requested = {MODEL, OPTIMIZER[0], PER_RANK, *joint.entries}
+        for key, value in self._stored.root.items() if self._tree.returns else ():
+            if key not in requested and not needs_template(value):
                 self._take((key,), value, Receiver(dict, partial(self._returned.__setitem__, key)))
         replaced = {stored_name(keys)[1] for keys in self._taken}
         pairs = [(self._target(each.spec.name), each) for each in self._own if each.spec.name not in replaced]
@@ -192,22 +193,17 @@ class Filling:
     def _visit(self, keys: Keys, value: Any, *, is_requested: bool) -> None:
         """Take a stored value if the tree has a receiver for it, and otherwise visit its members.
 
-        A value containing tensors is split: a template finds a tensor in a list by its name, and a number beside it as
-        a separate value.
-
         Args:
             is_requested: Whether some rank requests a value around it.
         """
         if isinstance(value, TensorReference) and value.name in self._live_names:
             return
-        where = pointer(keys)
+        where, receiver = pointer(keys), self._tree.receiver(keys, value)
         is_declined = RNG in self._tree.declined and keys[::2] == (PER_RANK, RNG)  # between them is the rank
-        is_requested = is_requested or is_declined or where in self._joint.values
-        receiver = self._tree.receiver(keys, value)
-        part = without_tensors(value) if receiver is not None and receiver.is_value else value
-        if receiver is not None and (not receiver.is_value or type(part) is not ByLeaf or receiver.is_open):
+        is_requested = is_requested or is_declined or (receiver is None and where in self._joint.values)
+        if receiver is not None and not (receiver.is_value and needs_template(value)):
             self._missing.pop(where, None)
-            self._take(keys, part, receiver)
+            self._take(keys, value, receiver)
         elif isinstance(value, TensorReference):
             self._requested |= {self._aliases.get(value.name, value.name)} if is_requested else set()
         elif isinstance(value, dict) or (isinstance(value, (list, tuple)) and any(references(value))):

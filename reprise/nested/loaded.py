@@ -11,6 +11,7 @@ from reprise.errors import count_of, first_of
 from reprise.nested.documents import StoredState
 from reprise.nested.stored_names import MODEL, OPTIMIZER, PER_RANK, RNG, keys_of_pointer
 from reprise.nested.tree import Tree
+from reprise.nested.typed_values import ByLeaf
 
 _log = logging.getLogger(__name__)
 
@@ -53,7 +54,7 @@ def log_result(
         )
     if missing:
         _log.warning(f"not in {path}, and kept: {count_of(len(missing), 'name')}: {first_of(missing, 5)}")
-    objects = {keys_of_pointer(where)[0] for where, value in stored.values.items() if isinstance(value, dict) and value}
+    objects = {key for key, value in stored.root.items() if isinstance(value, dict) and type(value) is not ByLeaf}
     requested = {MODEL, OPTIMIZER[0], PER_RANK, *entries, *(result.keys() - objects)}
     tops = [*stored.root, *(keys_of_pointer(where)[0] for where in stored.groups if where)]
     unrequested = [("state", top) for top in tops if top not in requested]

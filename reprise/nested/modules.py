@@ -29,8 +29,7 @@ class Receiver:
     Args:
         template: Returns the current state, whose sharded tensors are filled in place.
         put: Receives the checkpoint's state.
-        is_value: Whether the state is a value in a container. A load needs a template for tensors, so it reads no
-            sharded tensor for it.
+        is_value: Whether the state is a value in a container, which is no template for tensors.
         owner: The parameter whose optimizer state this is, which a load creates.
         on_host: Whether the state is a step counter on the host.
     """
@@ -43,7 +42,7 @@ class Receiver:
 
     @property
     def is_open(self) -> bool:
-        """Return whether the current value is an empty dict, which takes whatever needs no template."""
+        """Return whether the current value is an empty dict, which requires nothing."""
         return self.is_value and isinstance(current := self.template(), dict) and not current
 
 

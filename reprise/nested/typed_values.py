@@ -167,15 +167,9 @@ def rebuilt(value: Any, change: Callable[[Any], Any], template: object = None) -
     return {key: rebuilt(member, change, inner.get(key)) for key, member in value.items()}
 
 
-def without_tensors(value: Any) -> Any:
-    """Return a value as far as a load needs no template for it, or an empty `ByLeaf`.
-
-    Sharded tensors, and tensors stored by leaf, need one. So does a single value with a sharded tensor.
-    """
-    if type(value) is not ByLeaf:
-        return ByLeaf() if any(each.is_sharded or each.is_implied for each in references(value)) else value
-    members = {key: without_tensors(member) for key, member in value.items()}
-    return ByLeaf({key: member for key, member in members.items() if type(member) is not ByLeaf or member})
+def needs_template(value: object) -> bool:
+    """Return whether a value has tensors that a load reads only into current ones: shards, or those stored by leaf."""
+    return any(reference.is_sharded or reference.is_implied for reference in references(value))
 
 
 def encode(value: Any, keys: Keys, tensors: dict[Keys, torch.Tensor] | None = None, *, is_tagged: bool = False) -> Any:
