@@ -65,8 +65,7 @@ def _renamed(files: dict[str, bytes], prefix: str, adapter: Mapping[str, str], n
         name: (TensorKind.ADAPTER, adapter[bare]) if bare in adapter else (TensorKind.MODEL, bare)
         for name, bare in bare_names.items()
     }
-    stored, adapter_names = {name for _, name in places.values()}, {*adapter.values()}
-    if not adapter_names <= stored or len(stored) < len(places) - len(adapter) + len(adapter_names):
+    if not {*adapter.values()} <= {name for _, name in places.values()}:
         return PretrainedForm()
     renamed = {name: place for name, place in places.items() if place != (TensorKind.MODEL, name)}
     return PretrainedForm(files, renamed)
