@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence, Set
 from pathlib import Path
 
-from reprise.errors import ConfigError
+from reprise.errors import CheckpointError, ConfigError
 from reprise.format.layout import MOST_ELEMENTS
 from reprise.ranks.group import check_seconds
 from reprise.storage.folder import iteration_name, require_vacant
@@ -28,9 +28,10 @@ def check_iteration(iteration: int) -> None:
     """Refuse an invalid iteration number.
 
     Raises:
-        ConfigError: It is not an int, is negative, or is too large.
+        CheckpointError: It is not an int, is negative, or is too large.
     """
-    require("iteration", _is_int(iteration, 0) and iteration <= MOST_ELEMENTS, "an int of 0 or more", iteration)
+    if not _is_int(iteration, 0) or iteration > MOST_ELEMENTS:
+        raise CheckpointError("The iteration is invalid", expected="an int of 0 or more", found=repr(iteration))
 
 
 def check_options(
