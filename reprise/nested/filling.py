@@ -57,11 +57,14 @@ class Filling:
     ) -> None:
         self._tree, self._own, self._joint, self._strict = tree, tensors, joint, strict
         self._checkpoint, self._stored, self._places = checkpoint, stored, read_places(checkpoint)
-        self._aliases = checkpoint.manifest.aliases
-        names = {*self._places, *self._aliases}
-        self._other_names = {
-            name: alias for alias, name in joint.aliases.items() if alias in names and name not in names
-        }
+        aliases = checkpoint.manifest.aliases
+        names = {*self._places, *aliases}
+        # By second names, the names in the files: here, tied tensors may have others.
+        self._targets = {
+            name: aliases.get(alias, alias)
+            for alias, name in joint.aliases.items()
+            if alias in names and name not in names
+        } | {**aliases}
         # The names that one side alone has, as keys, in the order in which they are listed.
         self._missing, self._unexpected = dict[str, None](), dict[str, None]()
         # By keys, the new values with tensor references, their templates, and their receivers.
@@ -155,8 +158,7 @@ class Filling:
 
     def _target(self, name: str) -> str:
         """Return the name under which the checkpoint stores a rank's tensor. A tied tensor's may be another."""
-        name = self._other_names.get(name, name)
-        return self._aliases.get(name, name)
+        return self._targets.get(name, name)
 
     def _take_groups(self) -> Iterator[Keys]:
         """Take the parameter groups' hyperparameters. Yield what the checkpoint lacks.
@@ -205,7 +207,7 @@ class Filling:
             self._missing.pop(where, None)
             self._take(keys, value, receiver)
         elif isinstance(value, TensorReference):
-            self._requested |= {self._aliases.get(value.name, value.name)} if is_requested else set()
+            self._requested |= {self._target(value.name)} if is_requested else set()
         elif isinstance(value, dict) or (isinstance(value, (list, tuple)) and any(references(value))):
             for key, member in value.items() if isinstance(value, dict) else enumerate(value):
                 self._visit((*keys, str(key)), member, is_requested=is_requested)
@@ -228,7 +230,7 @@ class Filling:
         Raises:
             CheckpointError: The checkpoint lacks the tensor.
         """
-        target, dtype, owner = self._aliases.get(name, name), self._stored.dtypes.get(name), receiver.owner
+        target, dtype, owner = self._target(name), self._stored.dtypes.get(name), receiver.owner
         self._requested.add(target)
         if owner is not None and target in self._tied:
             return in_memory(self._tied[target].detach(), dtype)
