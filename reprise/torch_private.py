@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
     from torch.distributed.tensor._dtensor_spec import TensorMeta as TensorMeta
     from torch.distributed.tensor.placement_types import _StridedShard as _StridedShard
+    from torch.optim._muon import _zeropower_via_newtonschulz as _zeropower_via_newtonschulz
     from torch.testing._internal.distributed.fake_pg import FakeStore as FakeStore
 
 NAMES = {
@@ -28,6 +29,7 @@ NAMES = {
     "torch.distributed.fsdp._fully_shard._fsdp_api": "ReduceScatter",
     "torch.distributed.tensor._dtensor_spec": "DTensorSpec TensorMeta",
     "torch.distributed.tensor.placement_types": "_StridedShard",
+    "torch.optim._muon": "_zeropower_via_newtonschulz",
     "torch.testing._internal.distributed.fake_pg": "FakeStore",
 }
 

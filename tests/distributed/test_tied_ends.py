@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from reprise.errors import CheckpointError
 from tests.harness import TINY, built, call_on_ranks, compose, filled
 from trainer.launch import process_group as launch
-from trainer.optim import offloaded_average
 from trainer.run.parallelize import check_tied_copies
-from trainer.training.loop import train
 
 BASE = (
     "model=gpt2_tiny",
@@ -46,32 +40,3 @@ def test_copies_that_differ_are_never_saved(tmp_path: Path) -> None:
     ended = call_on_ranks(_spoil_one_copy, arguments, folder=tmp_path / "run", ranks=2, timeout_s=60.0)
     assert ended.ok, ended.text
     assert all("equal at first" in output for output in ended.outputs)
-
-
-@dataclass(frozen=True, slots=True)
-class _Thread:
-    """Calls a function at once, or, as a thread that has no core, only when its result is asked for."""
-
-    is_late: bool
-
-    def submit(self, function: Callable[..., None], *arguments: object, **named: object) -> SimpleNamespace:
-        call = partial(function, *arguments, **named)
-        return SimpleNamespace(result=call if self.is_late else partial(list, [call()]))
-
-
-def _train_with_late_averages(arguments: list[str]) -> None:
-    """Train and save while the last stage's averages lag behind its steps, and compare the copies once more."""
-    cluster = launch.start("cpu", deterministic=False)
-    offloaded_average.ThreadPoolExecutor = lambda *_, **__: _Thread(is_late=cluster.rank == 1)
-    run = filled(built(compose(arguments), cluster))
-    train(run)
-    check_tied_copies(run.state, run.context.embedding_group)
-    run.saves.close()
-    launch.shutdown(cluster)
-
-
-def test_copies_are_compared_after_the_moves_of_averages(tmp_path: Path) -> None:
-    averages = ["train.ema_decay=0.9", "train.ema_offload=true"]
-    arguments = [*BASE, *averages, "checkpoint.save_interval=2", f"run.dir={tmp_path}/run"]
-    ended = call_on_ranks(_train_with_late_averages, arguments, folder=tmp_path / "run", ranks=2, timeout_s=120.0)
-    assert ended.ok, ended.text

@@ -205,10 +205,7 @@ def _model(draw: random.Random, family: str) -> tuple[list[str], bool]:
 def _further(draw: random.Random, *, has_base: bool) -> list[str]:
     """Return values of keys that no topology depends on. A base has the sizes of its run."""
     table = _FURTHER if has_base else _FURTHER | _FURTHER_OF_THE_MODEL
-    values = {name: draw.choice(choices) for name, choices in table.items()}
-    if values["train.ema_decay"] != "0.0":
-        values["train.ema_offload"] = draw.choice(["false", "true"])
-    return [f"{name}={value}" for name, value in values.items()]
+    return [f"{name}={draw.choice(choices)}" for name, choices in table.items()]
 
 
 def _length(draw: random.Random, iterations: int, *, by_samples: bool, ramps: bool) -> list[str]:

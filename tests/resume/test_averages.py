@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.harness import TINY, checkpoint, curve, run_ok, tensor_files
+from tests.harness import TINY, checkpoint, curve, run_ok
 from tests.resume.differential import rows_of
 from trainer.commands import convert, generate
 from trainer.interop.open_model import open_model
@@ -72,12 +72,6 @@ def test_both_are_evaluated_exported_and_sampled(
     capsys.readouterr()
     assert convert.main(["export", "hf", str(tmp_path / "still"), str(tmp_path / "none"), "--ema"]) == 2
     assert "no moving averages" in capsys.readouterr().err
-
-
-def test_offloaded_averages_have_the_same_bits(averaged: Path, tmp_path: Path) -> None:
-    run_ok(tmp_path / "run", [*EMA, "train.ema_offload=true"])
-    assert rows_of(tmp_path / "run") == rows_of(averaged)
-    assert tensor_files(checkpoint(tmp_path / "run", 6)) == tensor_files(checkpoint(averaged, 6))
 
 
 @pytest.mark.slow

@@ -42,7 +42,6 @@ CASES: dict[str, tuple[int, list[str]]] = {
     "averages zero3": (2, [*GPT2, *AVERAGES, ZERO3]),
     "averages pp2": (2, [*GPT2, *AVERAGES, "parallel=pp2"]),
     "averages tp2": (2, [*GPT2, *AVERAGES, "parallel=tp2"]),
-    "offloaded averages": (1, [*GPT2, *AVERAGES, "train.ema_offload=true"]),
     "adapters zero3": (2, [*LORA, ZERO3]),
     "adapters tp2": (2, [*LORA, "parallel=tp2"]),
     "a growing batch": (1, [*GPT2, *GROWS]),

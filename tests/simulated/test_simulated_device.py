@@ -77,18 +77,3 @@ def test_a_run_moves_between_its_ranks_and_a_cpu(tmp_path: Path, variables: dict
     again = [*TRAINER, cpu, f"run.dir={tmp_path / 'again'}", f"checkpoint.load={saved}", "checkpoint.reshard=true"]
     ran([*again, "train.train_iters=5"], variables)
     assert tensor_files(tmp_path / "again/checkpoints/iter_0000005") == tensor_files(saved)
-
-
-@pytest.mark.slow
-@pytest.mark.nightly
-def test_offloaded_averages_have_the_bits_of_those_on_the_device(tmp_path: Path, variables: dict[str, str]) -> None:
-    overrides = ["parallel.zero_stage=3", "train.device=simulated", "train.train_iters=3", "train.ema_decay=0.9"]
-    overrides += ["train.eval_interval=2", "train.eval_iters=1"]
-    for name, more in (("device", []), ("host", ["train.ema_offload=true"])):
-        ran([*TORCHRUN, *TRAINER, *overrides, *more, f"run.dir={tmp_path / name}"], variables)
-    assert curve(tmp_path / "host") == curve(tmp_path / "device")
-    saved = "checkpoints/iter_0000003"
-    assert tensor_files(tmp_path / "host" / saved) == tensor_files(tmp_path / "device" / saved)
-    logs = [(tmp_path / name / "metrics.jsonl").read_text() for name in ("host", "device")]
-    losses = [re.findall(r'"ema_loss_hex": ?"(\S+?)"', log) for log in logs]
-    assert losses[0] == losses[1] != []

@@ -1,13 +1,12 @@
 """A checkpoint's configuration, `run_config.json`: written by a run, and the base for a run that loads it.
 
-It holds only the run's settings. It leaves out a machine's paths for writing and loading, keys acting on a single
-start, and secrets. It also leaves out the parallel layout, which is `topology` in `trainer_state.json`. So the file has
+It holds only the run's settings. It leaves out a machine's paths for writing and loading, and keys acting on a single
+start. It also leaves out the parallel layout, which is `topology` in `trainer_state.json`. So the file has
 the same bytes at every topology and in every folder.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
 from enum import Enum
@@ -43,9 +42,7 @@ _EXCLUDED = (
     *(f"checkpoint.{field.name}" for keys in (LoadKeys, FinetuneKeys, ResumeKeys) for field in fields(keys)),
 )
 # Keys of earlier versions, which have no effect any more.
-_REMOVED = {"data.verify", "data.vocab_size", "logging.sinks"}
-# Last words in secret keys' names; `eos_token_id` and `sample_tokens` do not match.
-_SECRET = re.compile(r"(^|_)(token|secret|password|passwd|credentials?|key)$")
+_REMOVED = {"data.verify", "data.vocab_size", "logging.sinks", "train.ema_offload"}
 
 # `topology` members in trainer_state.json, and their keys in the `parallel` section.
 PARALLEL_KEYS = {
@@ -66,11 +63,6 @@ def model_values(model: ModelConfig) -> dict[str, object]:
     return {f"model.{name}": _plain(getattr(model, name)) for name in names}
 
 
-def is_secret(key: str) -> bool:
-    """Return whether a key's name, dotted or not, marks a secret."""
-    return _SECRET.search(key.rpartition(".")[2]) is not None
-
-
 def saved_config(config: Config) -> Json:
     """Return a run's settings by section and key, as JSON.
 
@@ -86,8 +78,7 @@ def saved_config(config: Config) -> Json:
     config = replace(config, schedule=resolved)
     sections: Json = {}
     for section, key in _keys():
-        if not is_secret(key):
-            sections.setdefault(section, {})[key] = _plain(getattr(getattr(config, section), key))
+        sections.setdefault(section, {})[key] = _plain(getattr(getattr(config, section), key))
     return sections
 
 

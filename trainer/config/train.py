@@ -53,7 +53,6 @@ class TrainSection:
         freeze: Shell patterns matching stored names, as in `["transformer.h.0.*"]`. Those parameters stay unchanged.
         ema_decay: Decay rate for an exponential moving average of the parameters, such as 0.999. The average is also
             saved, loaded and evaluated. 0 disables it.
-        ema_offload: Keep the averages in host memory, with the same bits.
         clip_grad: Maximum L2 norm for gradients. 0 disables clipping.
         seed: Seed for initial weights, sample order and dropout.
         dtype: Dtype for activations and matrix products. Parameters are float32, moments `optimizer.moments_dtype`.
@@ -64,9 +63,9 @@ class TrainSection:
         activation_checkpointing: Recompute transformer blocks in the backward pass.
         eval_interval: Iterations between evaluations. 0 disables them.
         eval_iters: Global batches per evaluation. A smaller validation set repeats, and the log says so.
-        sample_interval: Iterations between sampled texts. 0 disables them.
+        sample_interval: Iterations between sampled texts. 0 disables them, as does a pipeline.
         sample_prompt: Prompt for a sampled text. Empty starts a document.
-        sample_tokens: Maximum tokens beyond the prompt. In a pipeline each costs an iteration.
+        sample_tokens: Maximum tokens beyond the prompt.
         exit_interval: Save and exit at the next multiple of this many iterations. 0 disables it.
         exit_duration_in_mins: Save and exit after this many minutes. 0 disables it.
         exit_signal_save_seconds: Seconds to save and exit after SIGTERM, SIGINT, SIGUSR1, SIGUSR2, SIGXCPU or SIGHUP on
@@ -98,7 +97,6 @@ class TrainSection:
     skip_samples: list[str] = field(default_factory=list)
     freeze: list[str] = field(default_factory=list)
     ema_decay: float = 0.0
-    ema_offload: bool = False
     clip_grad: float = 1.0
     seed: int = 1234
     dtype: Dtype = Dtype.float32
@@ -130,8 +128,6 @@ class TrainSection:
 def train_problems(train: TrainSection) -> Iterator[str]:
     """List keys with unknown values, or in conflict with other keys."""
     steps = train.profile_steps
-    if train.ema_offload and not train.ema_decay:
-        yield "train.ema_offload=true: needs train.ema_decay above 0, or train.ema_offload=false"
     if train.device not in ("auto", "cpu", *ACCELERATORS):
         yield f"train.device={train.device}: must be auto, cpu, {' or '.join(ACCELERATORS)}"
     if steps and not (len(steps) == 2 and 1 <= steps[0] <= steps[1]):

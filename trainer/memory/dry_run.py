@@ -79,8 +79,6 @@ def report(config: Config, world_size: int) -> str:
         )
     if itemsize := rounded_itemsize(config.checkpoint):
         notes.append(f"weights-only saves: at most {itemsize * most / _GIB:.2f} GiB more host memory per rank")
-    if config.train.ema_offload:
-        notes.append(f"moving averages: at most {4 * most / _GIB:.2f} GiB more host memory per rank")
     return "\n".join([_headline(config, topology), "", *table, *([""] if notes else []), *notes])
 
 
@@ -112,7 +110,7 @@ def simulated_memory(config: Config, topology: Topology) -> Iterator[tuple[Simul
 def _memory(config: Config, simulated: Simulated, topology: Topology, *, tp: int) -> RankMemory:
     parts, train = simulated.parts, config.train
     boxes_of_parts = [boxes_at(part, simulated.grid, tp=tp) for part in parts]
-    frozen, averages = frozen_names(config.model, train.freeze), train.ema_decay > 0 and not train.ema_offload
+    frozen, averages = frozen_names(config.model, train.freeze), train.ema_decay > 0
     itemsizes = Counter[str]()
     for tensor in state_tensors(config.optimizer, config.model, frozen, averages=averages):
         itemsizes[tensor.parameter] += tensor.dtype.itemsize if tensor.stored.shape else 0

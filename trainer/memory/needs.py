@@ -33,8 +33,7 @@ def least_bytes(config: Config, world_size: int) -> int:
     copies = topology.dp if config.parallel.zero_stage == 0 else topology.replicate
     padded = replace(config.model, vocab_size=config.model.padded_vocab_size)
     frozen = frozen_names(padded, train.freeze)
-    averages = train.ema_decay > 0 and not train.ema_offload
-    state = state_tensors(config.optimizer, padded, frozen, averages=averages)
+    state = state_tensors(config.optimizer, padded, frozen, averages=train.ema_decay > 0)
     moments = sum(tensor.dtype.itemsize * prod(tensor.stored.shape) for tensor in state if tensor.stored.shape)
     gradients = sum(prod(tensor.shape) for name, tensor in saved_tensors(padded).items() if name not in frozen)
     weights = parameter_count(padded) + (gradients if padded.is_adapted else 0)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from importlib import import_module
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from inspect import unwrap
 from itertools import accumulate, groupby
 from typing import Any, cast
@@ -15,38 +13,17 @@ from torch import nn
 from models.adapters import stored_name
 from models.config import ModelConfig
 from reprise.tensors import local_of, memory_holder, parameter_names, torch_dtype, with_memory
-from trainer.config.optimizer import OptimizerName, OptimizerSection
+from trainer.config.dtype import Dtype
+from trainer.config.optimizer import OptimizerSection
 from trainer.optim import exact_sum
-from trainer.optim.table import MOMENTS, OPTIMIZERS, group_options, no_decay_names
+from trainer.optim.table import MOMENTS, group_options, no_decay_names
 
 # Squares are summed in float32 within a chunk and in float64 between chunks: as exact as float64, eight times faster.
 _CHUNK = 1 << 16
-_SMALL = 1 << 14  # gradients up to this many elements are squared together
 
-# A parameter's moments in AdamW: all state in its shape.
-_MOMENTS = tuple(key for key, shape in OPTIMIZERS[OptimizerName.adamw].state((1,), False).items() if shape)
+_MOMENTS = ("exp_avg", "exp_avg_sq")
 # How many bfloat16 moments are in float32 at once: fits a processor's cache; takes few launches on a device.
 _ITEMS_CPU, _ITEMS_DEVICE = 1 << 17, 1 << 24
-
-
-def build_optimizer(
-    config: ModelConfig,
-    model: nn.Module,
-    section: OptimizerSection,
-    memory: Mapping[str, torch.Tensor] | None = None,
-    *,
-    is_invariant: bool = False,
-) -> torch.optim.Optimizer:
-    """Return the optimizer for a model stage, with its full state from the start.
-
-    Args:
-        memory: Zeros for the state's local part, by `<key>.<name>`. State without an entry gets new memory.
-        is_invariant: Whether a step has the same bits however the parameters are sharded over ranks.
-    """
-    module, function = OPTIMIZERS[section.name].build
-    build = getattr(import_module(module), function)
-    optimizer: torch.optim.Optimizer = build(config, model, section, memory or {}, is_invariant)
-    return optimizer
 
 
 def apply_settings(
@@ -66,39 +43,10 @@ def stored_names(model: nn.Module) -> dict[nn.Parameter, str]:
     return {parameter: stored_name(name) for parameter, name in parameter_names(model).items()}
 
 
-@dataclass(frozen=True, slots=True)
-class AdamSettings:
-    """AdamW's hyperparameters and its moments' dtype. `no_decay` names the parameters without weight decay."""
-
-    lr: float
-    weight_decay: float
-    beta1: float
-    beta2: float
-    eps: float
-    no_decay: frozenset[str]
-    moments_dtype: torch.dtype = torch.float32
-
-    @classmethod
-    def of(cls, config: ModelConfig, section: OptimizerSection) -> AdamSettings:
-        """Return a configuration's settings."""
-        numbers = section.lr, section.weight_decay, section.adam_beta1, section.adam_beta2, section.adam_eps
-        return cls(*numbers, no_decay_names(config), torch_dtype(MOMENTS[section.moments_dtype]))
-
-
-def adamw(
-    config: ModelConfig,
-    model: nn.Module,
-    section: OptimizerSection,
-    memory: Mapping[str, torch.Tensor],
-    is_invariant: bool,
-) -> torch.optim.Optimizer:
-    """Return the AdamW for a model stage, see `build_optimizer`."""
-    return build_adamw(model, AdamSettings.of(config, section), memory, is_invariant=is_invariant)
-
-
 def build_adamw(
     model: nn.Module,
-    settings: AdamSettings,
+    section: OptimizerSection,
+    no_decay: Collection[str],
     memory: Mapping[str, torch.Tensor] | None = None,
     *,
     without: Collection[str] = (),
@@ -110,6 +58,7 @@ def build_adamw(
     the first step.
 
     Args:
+        no_decay: Names of parameters without weight decay.
         memory: Zeros for the moments' local part, by `exp_avg.<name>` and `exp_avg_sq.<name>`. Moments without an entry
             get new memory.
         without: Names of parameters in another optimizer.
@@ -119,25 +68,25 @@ def build_adamw(
     names = {p: name for p, name in stored_names(model).items() if p.requires_grad and name not in without}
     groups: dict[bool, list[tuple[str, nn.Parameter]]] = {}
     for parameter, name in names.items():
-        groups.setdefault(name not in settings.no_decay, []).append((name, parameter))
+        groups.setdefault(name not in no_decay, []).append((name, parameter))
     groups = groups or {True: []}  # for a frozen stage: torch refuses an optimizer without groups
     kind = InvariantAdamW if is_invariant else EagerAdamW
-    kind = kind if settings.moments_dtype is torch.float32 else RoundingAdamW
+    kind = kind if section.moments_dtype is Dtype.float32 else RoundingAdamW
     optimizer = kind(
         [
-            {"params": members, "weight_decay": settings.weight_decay if decays else 0.0}
+            {"params": members, "weight_decay": section.weight_decay if decays else 0.0}
             for decays, members in groups.items()
         ],
-        lr=settings.lr,
-        betas=(settings.beta1, settings.beta2),
-        eps=settings.eps,
+        lr=section.lr,
+        betas=(section.adam_beta1, section.adam_beta2),
+        eps=section.adam_eps,
         fused=True,
     )
+    dtype = moments_dtype(section)
     for parameter in names:
         optimizer.state[parameter] = {"step": torch.zeros((), dtype=torch.float32, device=local_of(parameter).device)}
         for key in _MOMENTS:
-            zeros = zeros_for(parameter, memory.get(f"{key}.{names[parameter]}"), settings.moments_dtype)
-            optimizer.state[parameter][key] = zeros
+            optimizer.state[parameter][key] = zeros_for(parameter, memory.get(f"{key}.{names[parameter]}"), dtype)
     return optimizer
 
 
@@ -264,6 +213,11 @@ class _Tails:
         torch._foreach_copy_(self._originals, self._copies)
 
 
+def moments_dtype(section: OptimizerSection) -> torch.dtype:
+    """Return the moments' dtype in memory."""
+    return torch_dtype(MOMENTS[section.moments_dtype])
+
+
 def zeros_for(parameter: nn.Parameter, local: torch.Tensor | None, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Return zeros with a parameter's placements, in the given local memory or newly allocated."""
     like = parameter.detach()
@@ -298,24 +252,21 @@ def row_squares(shares: Iterable[exact_sum.NormShare], device: torch.device) -> 
 
     Ranks with the same rows divide them among themselves: the exact sum does not depend on how.
     """
-    rows, small = list[torch.Tensor](), list[torch.Tensor]()
-    for share in shares:
-        gradient = share.parameter.grad
-        if gradient is None:
-            continue
-        rows_of_rank = local_of(gradient) if share.count == 1 else _share_of(local_of(gradient), share)
-        for part in rows_of_rank.chunk(share.shards, share.dimension) if share.dimension else [rows_of_rank]:
-            if part.numel() > _SMALL:  # squared at once: reshaping a column part may copy it
-                rows.append(exact_sum.row_squares(part))
-            elif part.numel():  # a call costs more than a copy
-                small.append(part.reshape(part.shape[0], -1))
-    rows += [exact_sum.joint_row_squares(small)] if small else []
+    rows = exact_sum.row_squares(_tables(shares))
     return torch.cat(rows) if rows else torch.zeros(0, device=device)
 
 
-def _share_of(gradient: torch.Tensor, share: exact_sum.NormShare) -> torch.Tensor:
-    count = -(-gradient.shape[0] // share.count)
-    return gradient[share.index * count : (share.index + 1) * count]
+def _tables(shares: Iterable[exact_sum.NormShare]) -> Iterator[torch.Tensor]:
+    """Yield gradients as tables [rows, columns], virtual shards' parts separately."""
+    for share in shares:
+        if share.parameter.grad is None:
+            continue
+        gradient = local_of(share.parameter.grad)
+        count = -(-gradient.shape[0] // share.count)
+        gradient = gradient[share.index * count : (share.index + 1) * count]
+        for part in gradient.chunk(share.shards, share.dimension) if share.dimension else [gradient]:
+            if part.numel():
+                yield part.reshape(part.shape[0], -1)
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], norm: float, clip_grad: float) -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -17,11 +15,6 @@ from trainer.optim.table import AVERAGE
 
 # How many elements are moved at once: the difference stays in a processor's cache; a device needs few launches.
 _ITEMS_CPU, _ITEMS_DEVICE = 1 << 16, 1 << 24
-
-Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]  # (average, parameter)
-
-# Moves under way on a thread after the step, by optimizer.
-moves: WeakKeyDictionary[torch.optim.Optimizer, Future[None]] = WeakKeyDictionary()
 
 
 def keep_average(
@@ -57,44 +50,29 @@ def begin_average(
 @contextmanager
 def averages_in_place(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[None]:
     """Exchange parameters and averages within the block. No save may be under way, and no parameter gathered."""
-    pairs = list[tuple[torch.Tensor, torch.Tensor]]()
-    for optimizer in optimizers:
-        finish_move(optimizer)
-        pairs += local_pairs(optimizer)
-    _by_chunks(pairs, _exchange)
+    exchanged = list(optimizers)
+    for optimizer in exchanged:
+        _by_chunks(optimizer, _exchange)
     try:
         yield
     finally:
-        _by_chunks(pairs, _exchange)
+        for optimizer in exchanged:
+            _by_chunks(optimizer, _exchange)
 
 
 def move_averages(share: float, optimizer: torch.optim.Optimizer, *_: object) -> None:
     """Move an optimizer's averages toward the parameters, by a share of their difference."""
-    _by_chunks(local_pairs(optimizer), partial(_move, share))
-
-
-def finish_move(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    """Wait until an optimizer's averages include its last step."""
-    if optimizer in moves:
-        moves.pop(optimizer).result()
-
-
-def local_pairs(optimizer: torch.optim.Optimizer) -> Pairs:
-    """Return the local part of each average, with its parameter's."""
-    return [
-        (local_of(state[AVERAGE]).view(-1), local_of(parameter.detach()).view(-1))
-        for parameter, state in optimizer.state.items()
-    ]
+    _by_chunks(optimizer, partial(_move, share))
 
 
 @torch.no_grad()
 def _by_chunks(
-    pairs: Pairs,
-    call: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object],
+    optimizer: torch.optim.Optimizer, call: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]
 ) -> None:
-    """Call a function with chunks of each pair's tensors, and scratch memory of the same size."""
+    """Call a function with chunks of each average and its parameter, and scratch memory of the same size."""
     memory: torch.Tensor | None = None
-    for average, parameter in pairs:
+    for key, state in optimizer.state.items():
+        average, parameter = local_of(state[AVERAGE]).view(-1), local_of(key.detach()).view(-1)
         items = _ITEMS_CPU if parameter.device.type == "cpu" else _ITEMS_DEVICE
         for lo in range(0, average.numel(), items):
             part = average[lo : lo + items]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +24,7 @@ COLUMNS = _LIMBS + 3
 _BINS, _BIN_OF_0 = 277, 148
 _SIGNIFICAND_BITS = 24
 _CHUNK = 1 << 18  # elements squared at a time, to stay in a core's cache
+_SMALL = 1 << 14  # tables up to this many elements are squared together
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,44 +131,26 @@ def _bin_scales(device: torch.device) -> torch.Tensor:
     return torch.tensor(units, dtype=torch.float64, device=device).unsqueeze(1) * _scales(device)
 
 
-def row_squares(gradient: torch.Tensor) -> torch.Tensor:
-    """Return each row's sum of squares, float32 [rows], in an order depending only on the row length.
+def row_squares(tables: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return each row's sum of squares, float32, over tables [rows, columns], in no given order of rows.
 
-    A library reduction may change the order with the row count. Here every addition is an elementwise kernel.
-
-    Args:
-        gradient: [rows, ...]. With a single dimension, every element is a row.
+    The order of a row's additions depends only on its length. A library reduction may change it with the row count.
+    Here every addition is an elementwise kernel.
     """
-    table = gradient.reshape(gradient.shape[0], -1)
-    at_once = max(1, _CHUNK // max(1, table.shape[1]))
-    return torch.cat([_fold(table[at : at + at_once].square()) for at in range(0, len(table), at_once)])
-
-
-def joint_row_squares(tables: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return each row's sum of squares, as `row_squares` does, over small tables [rows, columns], in no given order.
-
-    Rows are folded together from the widest on: kernels are few, and a kernel's call costs more than its additions.
-    """
-    by_width: dict[int, list[torch.Tensor]] = {}
+    sums, small = list[torch.Tensor](), dict[int, list[torch.Tensor]]()
     for table in tables:
-        by_width.setdefault(table.shape[1], []).append(table)
-    squares = {width: torch.cat(group).square_() for width, group in by_width.items()}
-    while (width := max(squares)) > 1:
-        folded = _halve(squares.pop(width))
-        half = folded.shape[1]
-        squares[half] = torch.cat([squares[half], folded]) if half in squares else folded
-    return squares[1][:, 0]
+        if table.numel() <= _SMALL:  # a call costs more than a copy
+            small.setdefault(table.shape[1], []).append(table)
+            continue
+        rows = max(1, _CHUNK // table.shape[1])
+        sums += [_fold(part.square()) for part in table.split(rows)]
+    return sums + [_fold(torch.cat(group).square_()) for group in small.values()]
 
 
 def _fold(squares: torch.Tensor) -> torch.Tensor:
-    """Halve the columns until a single column is left."""
+    """Add the second half of the columns to the first until a single column is left. A middle column waits."""
     while squares.shape[1] > 1:
-        squares = _halve(squares)
+        first, second = squares.chunk(2, dim=1)
+        first.narrow(1, 0, second.shape[1]).add_(second)
+        squares = first
     return squares[:, 0]
-
-
-def _halve(squares: torch.Tensor) -> torch.Tensor:
-    """Add the second half of the columns to the first, and return it. A middle column waits for the next call."""
-    first, second = squares.chunk(2, dim=1)
-    first.narrow(1, 0, second.shape[1]).add_(second)
-    return first

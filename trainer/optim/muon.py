@@ -17,31 +17,32 @@ from torch import nn
 from models.config import ModelConfig
 from models.families import block_matrices
 from reprise.tensors import Grid, is_dtensor, local_of, parameter_names, placed_box, with_memory
+from reprise.torch_private import _zeropower_via_newtonschulz
 from trainer.config.optimizer import OptimizerSection
-from trainer.optim.adamw import AdamSettings, EagerOptimizer, build_adamw, zeros_for
-from trainer.optim.table import group_options
+from trainer.optim.adamw import EagerOptimizer, build_adamw, moments_dtype, zeros_for
+from trainer.optim.table import group_options, no_decay_names
 
 _NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # Jordan et al.: the steepest slope at zero
 _EPS = 1e-7
 
 
-def muon(
+def build_muon(
     config: ModelConfig,
     model: nn.Module,
     section: OptimizerSection,
     memory: Mapping[str, torch.Tensor],
+    *,
     is_invariant: bool,
 ) -> torch.optim.Optimizer:
-    """Return Muon for a model stage, with AdamW for its other parameters, see `optim.build_optimizer`."""
-    matrices = block_matrices(config)
-    settings = AdamSettings.of(config, section)
-    adamw = build_adamw(model, settings, memory, without=matrices, is_invariant=is_invariant)
+    """Return Muon for a model stage, with AdamW for its other parameters, see `build_optimizer`."""
+    matrices, no_decay = block_matrices(config), no_decay_names(config)
+    adamw = build_adamw(model, section, no_decay, memory, without=matrices, is_invariant=is_invariant)
     names = {p: name for p, name in parameter_names(model).items() if p.requires_grad and name in matrices}
     options = group_options(section, ("momentum", "ns_steps", "match_rms_adamw"))
     group = {"params": list(names), "weight_decay": section.weight_decay, **options}
     optimizer = Muon(group, adamw, lr=section.lr)
     for parameter, name in names.items():
-        zeros = zeros_for(parameter, memory.get(f"momentum_buffer.{name}"), settings.moments_dtype)
+        zeros = zeros_for(parameter, memory.get(f"momentum_buffer.{name}"), moments_dtype(section))
         optimizer.state[parameter] = {"momentum_buffer": zeros}
     return optimizer
 
@@ -79,7 +80,7 @@ def _step_matrix(parameter: nn.Parameter, momentum_buffer: torch.Tensor, group: 
     buffer.copy_(momentum)
     full = _gather(parameter, gradient.lerp(momentum, group["momentum"]))
     matrix = full.flatten(1)
-    update = _own_part(parameter, orthogonalized(matrix, group["ns_steps"]).view(full.shape))
+    update = _own_part(parameter, orthogonalized(matrix, group["ns_steps"]).reshape(full.shape))
     rows, columns = matrix.shape
     scale = 0.2 * sqrt(max(rows, columns)) if group["match_rms_adamw"] else sqrt(max(1, rows / columns))
     weight.mul_(1 - group["lr"] * group["weight_decay"])
@@ -87,15 +88,8 @@ def _step_matrix(parameter: nn.Parameter, momentum_buffer: torch.Tensor, group: 
 
 
 def orthogonalized(matrix: torch.Tensor, steps: int) -> torch.Tensor:
-    """Return a matrix with the same singular vectors and singular values near 1, in bfloat16."""
-    a, b, c = _NEWTON_SCHULZ
-    is_tall = matrix.shape[0] > matrix.shape[1]
-    x = matrix.bfloat16().T if is_tall else matrix.bfloat16()
-    x = x / x.norm().clamp(min=_EPS)  # so no singular value exceeds 1
-    for _ in range(steps):
-        gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return (x.T if is_tall else x).contiguous()
+    """Return a float32 matrix with the same singular vectors and singular values near 1, in bfloat16."""
+    return _zeropower_via_newtonschulz(matrix, _NEWTON_SCHULZ, steps, _EPS)
 
 
 def _gather(parameter: nn.Parameter, local: torch.Tensor) -> torch.Tensor:

@@ -24,45 +24,29 @@ class OptimizerSpec:
 
     Args:
         name: The name in `trainer_state.json`.
-        build: The module and function that builds it, see `optim.build_optimizer`.
         state: Returns the tensors it keeps for a parameter, by torch's key, given the parameter's shape and whether it
             is a block matrix. A tensor either has the parameter's shape and `moments_dtype`, or is a float32 scalar.
         numbers: The sections in `trainer_state.json` with its settings. Each maps names there to `optimizer` keys.
-        options: Returns its parameter group options, without `lr` and `weight_decay`.
     """
 
     name: str
-    build: tuple[str, str]
     state: Callable[[Shape, bool], dict[str, Shape]]
     numbers: Mapping[str, Mapping[str, str]]
-    options: Callable[[OptimizerSection], dict[str, object]]
 
 
 def _adamw_state(shape: Shape, _: bool) -> dict[str, Shape]:
     return {"exp_avg": shape, "exp_avg_sq": shape, "step": ()}
 
 
-def _adamw_options(section: OptimizerSection) -> dict[str, object]:
-    return {"betas": (section.adam_beta1, section.adam_beta2), "eps": section.adam_eps}
-
-
 def _muon_state(shape: Shape, is_block_matrix: bool) -> dict[str, Shape]:
     return {"momentum_buffer": shape} if is_block_matrix else _adamw_state(shape, is_block_matrix)
-
-
-def _muon_options(section: OptimizerSection) -> dict[str, object]:
-    return {**_adamw_options(section), **{name: getattr(section, key) for name, key in _MUON.items()}}
 
 
 _MUON = {key: f"muon_{key}" for key in ("momentum", "ns_steps", "match_rms_adamw")}
 _ADAM = {"weight_decay": "weight_decay", "beta1": "adam_beta1", "beta2": "adam_beta2", "eps": "adam_eps"}
 OPTIMIZERS: dict[OptimizerName, OptimizerSpec] = {
-    OptimizerName.adamw: OptimizerSpec(
-        "AdamW", ("trainer.optim.adamw", "adamw"), _adamw_state, {"adam": _ADAM}, _adamw_options
-    ),
-    OptimizerName.muon: OptimizerSpec(
-        "Muon", ("trainer.optim.muon", "muon"), _muon_state, {"adam": _ADAM, "muon": _MUON}, _muon_options
-    ),
+    OptimizerName.adamw: OptimizerSpec("AdamW", _adamw_state, {"adam": _ADAM}),
+    OptimizerName.muon: OptimizerSpec("Muon", _muon_state, {"adam": _ADAM, "muon": _MUON}),
 }
 # All sections in `trainer_state.json` with optimizer settings.
 SECTIONS = tuple(dict.fromkeys(section for spec in OPTIMIZERS.values() for section in spec.numbers))
@@ -139,5 +123,6 @@ def optimizer_record(model: ModelConfig, section: OptimizerSection, frozen: Coll
 
 def group_options(section: OptimizerSection, group: Collection[str]) -> dict[str, object]:
     """Return the options for a parameter group with the keys `group`, without `lr` and `weight_decay`."""
-    options = OPTIMIZERS[section.name].options(section)
+    muon = {name: getattr(section, key) for name, key in _MUON.items()}
+    options = {"betas": (section.adam_beta1, section.adam_beta2), "eps": section.adam_eps, **muon}
     return {key: value for key, value in options.items() if key in group}

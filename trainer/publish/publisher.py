@@ -26,7 +26,7 @@ from reprise.storage import (
     replace_file,
 )
 from trainer.config.compose import read_resolved
-from trainer.config.saved import flattened, is_secret
+from trainer.config.saved import flattened
 from trainer.metrics.json_lines import METRICS, record_of
 from trainer.metrics.publish_sink import PUBLISH
 from trainer.publish.tracker import RemoteRun, Tracker, row_of
@@ -197,9 +197,9 @@ class Publisher:
 
 
 def read_config(run: Path) -> Json:
-    """Return a run's configuration by dotted keys, without secrets or values from environment variables."""
+    """Return a run's configuration by dotted keys, without values from environment variables."""
     sections, environment_keys = read_resolved(run / "config.yaml")
-    return {k: value for k, value in flattened(sections).items() if not is_secret(k) and k not in environment_keys}
+    return {key: value for key, value in flattened(sections).items() if key not in environment_keys}
 
 
 def read_branches(run: Path) -> Branches:

@@ -29,8 +29,9 @@ from reprise.tensors import (
 from trainer.config.frozen import frozen_names
 from trainer.config.optimizer import OptimizerSection
 from trainer.config.schema import Config
-from trainer.optim.adamw import build_optimizer, stored_names
-from trainer.optim.average import finish_move, keep_average
+from trainer.optim.adamw import stored_names
+from trainer.optim.average import keep_average
+from trainer.optim.build import build_optimizer
 from trainer.optim.table import state_tensors
 from trainer.schedules.progress import Progress
 
@@ -80,7 +81,6 @@ class TrainerState:
         A save reads the parts, and a load fills them. The base beneath adapters is not among them.
         """
         is_base = {TensorKind.MODEL} if self.config.is_adapted else set()
-        self.finish_averages()
         for part in self.parts:
             for tensor in self._live(part, part.optimizer if with_optimizer else None):
                 if tensor.spec.kind not in is_base:
@@ -92,11 +92,6 @@ class TrainerState:
             for tensor in self._live(part, None):
                 if tensor.spec.kind is TensorKind.MODEL:
                     yield tensor
-
-    def finish_averages(self) -> None:
-        """Wait until the moving averages include the last step."""
-        for part in self.parts if self.averages else ():
-            finish_move(part.optimizer)
 
     def _live(self, part: ModelPart, optimizer: torch.optim.Optimizer | None) -> Iterator[LiveTensor]:
         names, stored = aliases(self.config), _stored_forms(self.config)
@@ -125,7 +120,6 @@ class TrainerState:
             notes: See `Contents`.
         """
         optimizers = tuple(part.optimizer for part in self.parts)
-        self.finish_averages()
         marks = tuple(memory_marks(part.model, part.optimizer) for part in self.parts)
         enumerated = self._enumerated.get(with_optimizer)
         if enumerated is None or enumerated.marks != marks:
@@ -161,11 +155,7 @@ def build_part(config: Config, model: Model, grid: Grid) -> ModelPart:
     keys = dict.fromkeys(tensor.key for tensor in state if tensor.stored.shape)
     zeros = zeros_like_files(pairs, [f"{key}." for key in keys], layout)
     optimizer = build_optimizer(config.model, model, section, zeros, is_invariant=config.parallel.invariant_ranks > 0)
-    if averages and train.ema_offload:
-        from trainer.optim.offloaded_average import keep_average_on_host
-
-        keep_average_on_host(optimizer, model, train.ema_decay, zeros)
-    elif averages:
+    if averages:
         keep_average(optimizer, model, train.ema_decay, zeros)
     return ModelPart(model, optimizer)
 

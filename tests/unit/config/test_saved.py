@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -14,8 +14,7 @@ from tests.harness import compose
 from tests.messages import refused
 from trainer.config.compose import keys_from_environment
 from trainer.config.derived import length_of
-from trainer.config.saved import FORMAT, is_secret, saved_config, saved_values, with_schedule, without_keys
-from trainer.config.schema import Config
+from trainer.config.saved import FORMAT, saved_config, saved_values, with_schedule, without_keys
 from trainer.config.train import TrainSection
 from trainer.schedules.lr import resolve
 
@@ -49,19 +48,6 @@ def test_a_schedule_taken_from_a_checkpoint_is_written_out() -> None:
     taken = replace(resolve(CONFIG.schedule, length_of(CONFIG.train), 0.5), warmup=3, wsd_decay=9)
     config = with_schedule(CONFIG, taken)
     assert resolve(config.schedule, length_of(TrainSection(train_iters=1)), config.optimizer.lr) == taken
-
-
-@pytest.mark.parametrize("key", ["hub.token", "hf_token", "wandb.api_key", "db.password", "x.client_secret"])
-def test_a_key_of_a_secret_is_known_by_its_name(key: str) -> None:
-    assert is_secret(key)
-
-
-def test_no_key_of_today_is_taken_for_a_secret() -> None:
-    keys = [
-        f"{s.name}.{f.name}" for s in fields(Config) if s.name != "experiment" for f in fields(getattr(CONFIG, s.name))
-    ]
-    assert len(keys) > 80
-    assert not [key for key in keys if is_secret(key)]
 
 
 def test_text_with_the_form_of_an_expression_is_carried() -> None:

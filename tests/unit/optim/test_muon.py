@@ -12,7 +12,7 @@ from models.families import block_matrices
 from tests.unit.model_samples import GPT2, QWEN3, backward, fill, random_values, samples
 from trainer.config.dtype import Dtype
 from trainer.config.optimizer import OptimizerName, OptimizerSection
-from trainer.optim.adamw import build_optimizer
+from trainer.optim.build import build_optimizer
 from trainer.optim.muon import orthogonalized
 from trainer.optim.table import state_tensors
 

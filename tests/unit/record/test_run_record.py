@@ -19,7 +19,8 @@ from tests.unit.model_samples import QWEN3
 from trainer.config.derived import length_of, topology_of
 from trainer.config.optimizer import OptimizerName, OptimizerSection
 from trainer.config.schema import Config
-from trainer.optim.adamw import apply_settings, build_optimizer
+from trainer.optim.adamw import apply_settings
+from trainer.optim.build import build_optimizer
 from trainer.optim.table import settings_record
 from trainer.record import run_record
 from trainer.schedules.lr import DecayStyle, Schedule, resolve
@@ -41,7 +42,7 @@ RUNS: tuple[tuple[str, ...], ...] = (
 # In the record's environment; with the same bits by a test; at a fault alone; or of one launch.
 UNRECORDED = {
     "train.compile", "train.deterministic", "train.device", "train.threads",
-    "train.activation_checkpointing", "train.ema_offload", "train.max_micro_batch_size",
+    "train.activation_checkpointing", "train.max_micro_batch_size",
     "train.sample_interval", "train.sample_prompt", "train.sample_tokens",
     "train.on_nonfinite", "train.on_spike", "train.spike_factor", "train.spike_window", "train.max_rewinds",
     "train.check_replicas_interval", "train.distributed_timeout_minutes",

@@ -33,7 +33,8 @@ from tests.crash.small_run import aliases_of
 from tests.fakes import JOIN_S, FailingFiles, StuckFiles, run_ranks
 from tests.messages import says
 from tests.unit.model_samples import GPT2
-from trainer.optim.adamw import AdamSettings, build_adamw
+from trainer.config.optimizer import OptimizerSection
+from trainer.optim.adamw import build_adamw
 from trainer.run.state import ModelPart, TrainerState
 
 SMALL_CHUNK = 1 << 16
@@ -287,7 +288,7 @@ def test_a_stalled_disk_of_one_rank_ends_the_attempt_of_all(tmp_path: Path, culp
 
 def test_a_state_that_moved_in_memory_is_planned_anew(tmp_path: Path) -> None:
     model = build_model(GPT2)
-    optimizer = build_adamw(model, AdamSettings(0.1, 0.1, 0.9, 0.95, 1e-8, frozenset()))
+    optimizer = build_adamw(model, OptimizerSection(), ())
     state = TrainerState(GPT2, [ModelPart(model, optimizer)], Grid.flat(1))
     first = state.contents({}, with_optimizer=True).live
     assert state.contents({}, with_optimizer=True).live is first
