@@ -15,11 +15,11 @@ from tensorboard.backend.event_processing.plugin_event_accumulator import EventA
 import trainer.__main__
 import trainer.generate.during_training
 from reprise.errors import TrainerError
+from tests.bpe import train_bpe
 from tests.harness import TINY, call_on_ranks, compose, curve, launch, run_ok, tensor_files
 from tests.messages import refused
 from tests.profiles import nightly
 from trainer.config.checks import validate
-from trainer.data.bpe import train_bpe
 from trainer.generate.sampling import Sampling, choose
 
 GPT2 = ["model=gpt2_tiny", "model.dropout=0.1", "model.pad_vocab_multiple=4"]
@@ -28,17 +28,15 @@ BASE = [*TINY, "model.n_layer=4", "train.train_iters=4"]
 SAMPLES = ["train.sample_interval=2", "train.sample_prompt='def f(x):'", "train.sample_tokens=10"]
 
 _TP, _SP = "parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true"
-_PP, _VPP = "parallel.pipeline_model_parallel_size=2", "parallel.num_virtual_stages_per_pipeline_rank=2"
 TOPOLOGIES: dict[str, tuple[int, list[str]]] = {
     "one rank": (1, []),
     "zero 3": (2, ["parallel.zero_stage=3"]),
     "tp sp": (2, [_TP, _SP]),
-    "pp vpp": (2, [_PP, _VPP]),
     "zero 2": (3, ["parallel.zero_stage=2"]),
     "tp zero 3": (4, [_TP, "parallel.zero_stage=3"]),
-    "tp sp pp dp": (8, [_TP, _SP, _PP]),
+    "tp sp dp": (4, [_TP, _SP]),
 }
-GATE = ("zero 3", "pp vpp")
+GATE = ("zero 3", "tp sp")
 
 
 def samples(text: str) -> list[tuple[str, str]]:
@@ -78,6 +76,13 @@ def test_samples_are_those_of_one_rank_and_change_no_bit(
 ) -> None:
     ranks, overrides = TOPOLOGIES[name]
     assert compare(tmp_path, [*LLAMA3, *overrides], ranks) == on_one_rank
+
+
+def test_a_pipeline_samples_nothing(tmp_path: Path) -> None:
+    ended = launch(tmp_path / "run", [*BASE, *LLAMA3, *SAMPLES, "parallel=pp2"], ranks=2)
+    assert ended.ok, ended.text
+    assert samples(ended.text) == []
+    assert ended.text.count("a pipeline samples no texts") == 1
 
 
 @pytest.mark.slow

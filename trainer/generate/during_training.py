@@ -13,9 +13,6 @@ from trainer.launch.process_group import Cluster
 from trainer.parallel.context import ParallelContext
 from trainer.run.state import TrainerState
 
-_TOKEN_BITS = 32
-_NO_TOKEN = (1 << 63) - 1  # above every rank with a token
-
 
 @dataclass(frozen=True, slots=True)
 class Sampler:
@@ -68,13 +65,12 @@ def sample(
     def next_token(tokens: Sequence[int]) -> int | None:
         nonlocal is_stopped
         logits = _last_logits(sampler, state, tokens[-sampler.seq_length :], context)
-        token = 0 if logits is None else choose(logits, sampling, number=len(tokens))
-        # Replicas may round differently on other hardware: all ranks use the choice of the first with logits.
-        ranked = (cluster.rank << _TOKEN_BITS | token) if logits is not None else _NO_TOKEN
-        numbers = torch.tensor([-ranked, should_stop()], dtype=torch.int64, device=cluster.device)
+        token = choose(logits, sampling, number=len(tokens))
+        # Replicas may round differently on other hardware: all ranks use rank 0's choice.
+        numbers = torch.tensor([0 if cluster.rank else token, should_stop()], device=cluster.device)
         first, stop = cluster.largest(numbers).tolist()
         is_stopped = bool(stop)
-        return None if is_stopped else -first & ((1 << _TOKEN_BITS) - 1)
+        return None if is_stopped else first
 
     ends = state.config.end_tokens
     generated = list(generate(next_token, sampler.prompt, max_new_tokens=sampler.max_new_tokens, ends=ends))
@@ -85,20 +81,13 @@ def sample(
 
 def _last_logits(
     sampler: Sampler, state: TrainerState, tokens: Sequence[int], context: ParallelContext
-) -> torch.Tensor | None:
-    """Return the logits [vocabulary] after the last token, or None on ranks without logits.
+) -> torch.Tensor:
+    """Return the logits [vocabulary] after the last token.
 
     The window has the training shape and is padded at the end; attention is causal.
     """
     device = next(state.parts[0].model.parameters()).device
-    window = torch.zeros(1, sampler.seq_length + 1, dtype=torch.int64, device=device)
+    window = torch.zeros(1, sampler.seq_length, dtype=torch.int64, device=device)
     window[0, : len(tokens)] = torch.tensor(tokens)
-    at = len(tokens) - 1
-    if context.pipeline is not None:
-        with context.loss_context():
-            logits = context.pipeline.logits(window, at)
-        if logits is None:
-            return None
-    else:
-        logits = state.parts[0].model(window[:, :-1].expand(sampler.rows, -1))[:1, at]
+    logits = state.parts[0].model(window.expand(sampler.rows, -1))[:1, len(tokens) - 1]
     return context.gather_logits(logits)[0, : state.config.vocab_size]

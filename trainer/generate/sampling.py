@@ -1,6 +1,6 @@
 """Token-by-token generation: samples the next token from logits, and ends the text.
 
-A choice is a function of the seed and the choice number; torch's random generators are not used.
+A choice is a function of the seed and the choice number; torch's own random generator is not used.
 """
 
 from __future__ import annotations
@@ -39,10 +39,8 @@ def choose(logits: torch.Tensor, sampling: Sampling, *, number: int) -> int:
     scaled = logits.double().cpu() / sampling.temperature
     if 0 < sampling.top_k < scaled.numel():
         scaled = scaled.masked_fill(scaled < scaled.topk(sampling.top_k).values[-1], -torch.inf)
-    shares = scaled.softmax(-1).cumsum(-1)
-    draw = (splitmix64(sampling.seed ^ splitmix64(number)) >> 11) * 2.0**-53  # in [0, 1), as doubles have 53 bits
-    token = int(torch.searchsorted(shares, draw * shares[-1], right=True))
-    return min(token, int(shares.argmax()))  # rounding may pass the last token with a nonzero share
+    generator = torch.Generator().manual_seed(splitmix64(sampling.seed ^ splitmix64(number)))
+    return int(torch.multinomial(scaled.softmax(-1), 1, generator=generator))
 
 
 def generate(

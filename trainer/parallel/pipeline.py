@@ -103,11 +103,10 @@ class Pipeline:
             for index, part in enumerate(parts)
         ]
         self._is_first, self._is_last = rank == 0, rank == pp - 1
-        self._samples, self._micro_batch_size = shape.micro_batches * shape.micro_batch_size, shape.micro_batch_size
+        self._micro_batch_size = shape.micro_batch_size
         self._stages, self._takes_mean = stages, takes_mean
         self._loss = loss
         self._form = form
-        self._on_logits: Callable[[torch.Tensor], None] | None = None
         # By micro-batch count. They share the stages, which keep receive buffers for each micro-batch.
         self._schedules: dict[int, PipelineScheduleSingle | PipelineScheduleMulti] = {}
 
@@ -127,32 +126,13 @@ class Pipeline:
             _require_gradients(stage)
         return losses
 
-    def logits(self, window: torch.Tensor, at: int) -> torch.Tensor | None:
-        """Return a window's logits [1, local rows] at position `at` on the last stage, else None.
-
-        Args:
-            window: int64 [1, seq_length + 1], repeated to fill the training batch.
-        """
-        captured: list[torch.Tensor] = []
-
-        def capture(logits: torch.Tensor) -> None:
-            if not captured:
-                captured.append(logits[:1, at].clone())
-
-        self._on_logits = capture
-        try:
-            self.evaluate(window.repeat(self._samples, 1))
-        finally:
-            self._on_logits = None
-        return captured[0] if captured else None
-
     def _schedule_of(self, windows: torch.Tensor) -> PipelineScheduleSingle | PipelineScheduleMulti:
         """Return a batch's schedule, and prepare the stages for its micro-batch count."""
         from torch.distributed.pipelining import Schedule1F1B, ScheduleInterleaved1F1B
 
         count = windows.shape[0] // self._micro_batch_size
         if count not in self._schedules:
-            shared: dict[str, Any] = {"loss_fn": self._seen_loss, "scale_grads": self._takes_mean}
+            shared: dict[str, Any] = {"loss_fn": self._loss, "scale_grads": self._takes_mean}
             self._schedules[count] = (
                 Schedule1F1B(self._stages[0], count, **shared)
                 if len(self._stages) == 1
@@ -161,11 +141,6 @@ class Pipeline:
         for stage in self._stages:
             stage.chunks = count  # torch sets it at a schedule's first step only
         return self._schedules[count]
-
-    def _seen_loss(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        if self._on_logits is not None:
-            self._on_logits(logits)
-        return self._loss(logits, targets)
 
     def _run(
         self, call: Callable[..., object], windows: torch.Tensor, extra: dict[str, torch.Tensor]

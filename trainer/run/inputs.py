@@ -5,6 +5,7 @@ All are read before a lock is taken, so a run without an input leaves nothing be
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -17,6 +18,8 @@ from trainer.generate.during_training import NO_SAMPLES, Sampler
 from trainer.launch.process_group import Cluster
 from trainer.run.batch_loaders import ValidData, build_loaders
 from trainer.run.run_data import RunData, open_data
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +48,12 @@ def open_inputs(config: Config, cluster: Cluster, *, is_evaluation: bool = False
     """
     data = open_data(config, cluster, is_evaluation=is_evaluation)
     train, valid = build_loaders(config, cluster, topology_of(config, cluster.world_size), data)
-    sampler = _build_sampler(config, cluster) if config.train.sample_interval else NO_SAMPLES
+    samples = config.train.sample_interval > 0
+    if samples and config.parallel.pipeline_model_parallel_size > 1:
+        samples = False
+        if cluster.rank == 0:
+            _log.warning("train.sample_interval: a pipeline samples no texts; use `reprise generate`")
+    sampler = _build_sampler(config, cluster) if samples else NO_SAMPLES
     return RunInputs(data, train, valid, sampler, _read_tokenizer(config, cluster))
 
 
