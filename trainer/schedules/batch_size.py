@@ -36,7 +36,7 @@ class BatchSchedule:
 
     def at(self, consumed_samples: int) -> int:
         """Return the size for the iteration starting at this sample count."""
-        return self.steps[bisect_right(self.steps, consumed_samples, key=lambda step: step[0]) - 1][1]
+        return self.steps_from(consumed_samples)[0][1]
 
     def steps_from(self, consumed_samples: int) -> tuple[tuple[int, int], ...]:
         """Return the steps in force from a consumed sample count on, without those already over."""

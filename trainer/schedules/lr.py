@@ -91,8 +91,7 @@ class Schedule:
         count = consumed_samples if self.is_in_samples else iteration
         if count < 1:
             return 0.0
-        rate = self._after_warmup(count)
-        return self.lr * count / self.warmup if count <= self.warmup else rate
+        return self.lr * count / self.warmup if count <= self.warmup else self._after_warmup(count)
 
     def _after_warmup(self, count: int) -> float:
         match self.style:
@@ -137,64 +136,34 @@ COUNTS = ("warmup", "decay", "wsd_decay")  # schedule fields counting iterations
 
 def resolve(section: ScheduleSection, length: RunLength, lr: float) -> Schedule:
     """Resolve a section into a schedule for a run, with peak rate `lr`."""
-    counts = _Counts.of(section, length)
-    wsd = counts.decay // 10 if counts.wsd_decay is None else counts.wsd_decay
-    return Schedule(
-        style=section.lr_decay_style,
-        lr=lr,
-        min_lr=section.min_lr,
-        warmup=counts.warmup,
-        decay=counts.decay,
-        wsd_decay=wsd if section.lr_decay_style is DecayStyle.wsd else 0,
-        is_in_samples=counts.unit == "samples",
-    )
+    unit = _unit(section, length)
+    warmup, decay, wsd = (getattr(section, f"lr_{name}_{unit}") for name in COUNTS)
+    is_in_samples = unit == "samples"
+    if decay is None:
+        decay = length.samples if is_in_samples else length.iters
+    if warmup is None:
+        most = _WARMUP_ITERS * (length.batch_size if is_in_samples else 1)
+        warmup = most if decay >= most else max(0, decay // 2)
+    if section.lr_decay_style is not DecayStyle.wsd:
+        wsd = 0
+    elif wsd is None:
+        wsd = decay // 10
+    return Schedule(section.lr_decay_style, lr, section.min_lr, warmup, decay, wsd, is_in_samples)
 
 
 def section_of(schedule: Schedule) -> ScheduleSection:
     """Convert a schedule back to a section that does not depend on the run's length and unit."""
-    wsd = schedule.wsd_decay if schedule.style is DecayStyle.wsd else None
-    wsd = None if wsd == schedule.decay // 10 else wsd
-    section = ScheduleSection(lr_decay_style=schedule.style, min_lr=schedule.min_lr)
-    if schedule.is_in_samples:
-        section.lr_warmup_samples, section.lr_decay_samples, section.lr_wsd_decay_samples = (
-            schedule.warmup,
-            schedule.decay,
-            wsd,
-        )
-    else:
-        section.lr_warmup_iters, section.lr_decay_iters, section.lr_wsd_decay_iters = (
-            schedule.warmup,
-            schedule.decay,
-            wsd,
-        )
-    return section
+    unit = "samples" if schedule.is_in_samples else "iters"
+    counts = {f"lr_{name}_{unit}": getattr(schedule, name) for name in COUNTS}
+    if not schedule.wsd_decay:
+        counts[f"lr_wsd_decay_{unit}"] = None
+    return ScheduleSection(schedule.style, min_lr=schedule.min_lr, **counts)
 
 
-@dataclass(frozen=True, slots=True)
-class _Counts:
-    """A section's counts in a unit, `iters` or `samples`, and the run's length in the same unit."""
-
-    unit: str
-    length: int
-    warmup: int
-    decay: int
-    wsd_decay: int | None
-    has_warmup: bool
-    has_decay: bool
-
-    @staticmethod
-    def of(section: ScheduleSection, length: RunLength) -> _Counts:
-        is_in_samples = bool(
-            _set_keys(section, "samples") or (length.is_in_samples and not _set_keys(section, "iters"))
-        )
-        unit = "samples" if is_in_samples else "iters"
-        warmup, decay, wsd = (getattr(section, f"lr_{name}_{unit}") for name in COUNTS)
-        run_length = length.samples if is_in_samples else length.iters
-        end = run_length if decay is None else decay
-        default = _WARMUP_ITERS * (length.batch_size if is_in_samples else 1)
-        default = default if end >= default else max(0, end // 2)
-        rise = default if warmup is None else warmup
-        return _Counts(unit, run_length, rise, end, wsd, has_warmup=warmup is not None, has_decay=decay is not None)
+def _unit(section: ScheduleSection, length: RunLength) -> str:
+    """Return `samples` or `iters`, in which the section counts."""
+    is_in_samples = _set_keys(section, "samples") or (length.is_in_samples and not _set_keys(section, "iters"))
+    return "samples" if is_in_samples else "iters"
 
 
 def _set_keys(section: ScheduleSection, unit: str) -> list[str]:
@@ -206,40 +175,20 @@ def problems(section: ScheduleSection, length: RunLength, lr: float) -> list[str
     """Return all problems in a section, each with its key and value."""
     lines = []
     in_samples, in_iters = (_set_keys(section, unit) for unit in ("samples", "iters"))
-    if in_iters and in_samples:
-        samples_key = f"schedule.{in_samples[0]}"
+    follows_samples = length.is_in_samples and section.lr_decay_iters is None
+    if in_iters and (in_samples or follows_samples):
+        samples_key = f"schedule.{in_samples[0]}" if in_samples else "train.train_samples"
         return [
             f"schedule.{key}: counts iterations, while {samples_key} counts samples; set one unit" for key in in_iters
         ]
-    if in_iters and length.is_in_samples and section.lr_decay_iters is None:
-        return [
-            f"schedule.{key}: counts iterations, while train.train_samples counts samples; set schedule.lr_decay_iters "
-            "too, or samples"
-            for key in in_iters
-        ]
-    counts = _Counts.of(section, length)
-    decay, warmup, wsd = (f"schedule.lr_{name}_{counts.unit}" for name in ("decay", "warmup", "wsd_decay"))
-    if counts.has_decay and counts.decay < 1:
-        lines.append(f"{decay}={counts.decay}: must be at least 1")
-    if counts.warmup < 0:
-        lines.append(f"{warmup}={counts.warmup}: must be 0 or more")
-    if counts.has_warmup and counts.warmup > counts.length:
-        lines.append(f"{warmup}={counts.warmup}: longer than the run, {_length_text(length, counts)}")
-    elif counts.warmup > counts.decay:
-        lines.append(f"{warmup}={counts.warmup}: longer than {decay}={counts.decay}")
+    schedule, unit = resolve(section, length, lr), _unit(section, length)
+    wsd = getattr(section, f"lr_wsd_decay_{unit}")
+    if schedule.warmup > schedule.decay:
+        lines.append(f"schedule.lr_warmup_{unit}={schedule.warmup}: longer than the decay, {schedule.decay}")
     if not 0 <= section.min_lr <= lr:
         lines.append(f"schedule.min_lr={section.min_lr}: must be between 0 and optimizer.lr={lr}")
-    if counts.wsd_decay is not None and section.lr_decay_style is not DecayStyle.wsd:
-        lines.append(f"{wsd}={counts.wsd_decay}: belongs to schedule.lr_decay_style=wsd")
-    elif counts.wsd_decay is not None and not 0 < counts.wsd_decay <= counts.decay - max(counts.warmup, 0):
-        end = decay.removeprefix("schedule.")
-        lines.append(f"{wsd}={counts.wsd_decay}: must fit between the warmup and {end}={counts.decay}")
+    if wsd is not None and section.lr_decay_style is not DecayStyle.wsd:
+        lines.append(f"schedule.lr_wsd_decay_{unit}={wsd}: belongs to schedule.lr_decay_style=wsd")
+    elif wsd is not None and wsd > schedule.decay - schedule.warmup:
+        lines.append(f"schedule.lr_wsd_decay_{unit}={wsd}: must fit between the warmup and the decay, {schedule.decay}")
     return lines
-
-
-def _length_text(length: RunLength, counts: _Counts) -> str:
-    """Describe the run's length in the schedule's unit, with its key."""
-    unit = "samples" if length.is_in_samples else "iters"
-    if counts.unit == unit:
-        return f"train.train_{unit}={counts.length}"
-    return f"the {counts.length} {'samples' if counts.unit == 'samples' else 'iterations'} of train.train_{unit}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 from reprise.format import FORMAT
 from reprise.storage import Json, finite_number, integer
@@ -47,14 +47,7 @@ class Progress:
 
     def record(self) -> dict[str, object]:
         """Return the progress as `trainer_state.json` members."""
-        return {
-            "iteration": self.iteration,
-            "consumed_samples": self.consumed_samples,
-            "consumed_tokens": self.consumed_tokens,
-            "best_loss": self.best_loss,
-            "valid_loss": self.valid_loss,
-            "owes_evaluation": self.owes_evaluation,
-        }
+        return asdict(self)
 
     def state_record(self, lr: float, description: Json) -> Json:
         """Return the complete `trainer_state.json`.
