@@ -93,7 +93,7 @@ def run(resolved: Resolved, environment: Environment) -> None:
     if config.train.dry_run:
         _dry_run(config, environment.world_size)
         return
-    validate(config, environment.world_size, resolved.words)
+    validate(config, environment.world_size)
     config = with_micro_batch(config, environment.world_size)
     if config is not resolved.config:
         _log.info(f"train.micro_batch_size=auto: {config.train.micro_batch_size}")

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import math
-import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 
 from models.adapters import adapter_problems
-from models.config import ModelConfig
-from models.families import parameter_count
 from models.families import problems as model_problems
 from reprise.errors import ConfigError, count_of
 from trainer.config.checkpoint import checkpoint_problems
-from trainer.config.derived import batch_schedule_of, command_line, length_of, share_of, topology_of
+from trainer.config.derived import batch_schedule_of, length_of, share_of, topology_of
 from trainer.config.frozen import freeze_problems
 from trainer.config.logging import logging_problems
 from trainer.config.optimizer import OptimizerName, optimizer_problems
@@ -25,46 +22,38 @@ from trainer.config.values import path_problems, range_problems, value_problems
 from trainer.data.position_map import parse_ranges
 from trainer.data.section import TOKEN_KINDS
 from trainer.data.section import problems as data_problems
-from trainer.parallel.lanes import invariant_ranks_problems, listed
+from trainer.parallel.lanes import count_problems
 from trainer.parallel.topology import ACCELERATORS, Topology
 from trainer.schedules.lr import problems as schedule_problems
 
-_MOST_PARAMETERS = 10**16  # a practical limit
 _MOST_TRIED = 1 << 16  # micro-batch sizes
 
 
-def validate(config: Config, world_size: int, words: Sequence[str] | None = None) -> None:
+def validate(config: Config, world_size: int) -> None:
     """Refuse a configuration that cannot run on `world_size` ranks, before anything is built.
-
-    Args:
-        words: The command's words, for a torchrun command if a single process cannot hold the parallel layout.
 
     Raises:
         ConfigError: The configuration cannot run. The message lists every problem with its key.
     """
-    ranks = config.parallel.tensor_model_parallel_size * config.parallel.pipeline_model_parallel_size
-    lacks_ranks = words is not None and world_size == 1 < ranks
-    world_size = ranks if lacks_ranks else world_size  # find the other problems as under torchrun
-    config = with_micro_batch(config, world_size)
+    enough = max(world_size, _model_ranks(config.parallel))  # the other problems are those on enough ranks
+    config = with_micro_batch(config, enough)
     problems = [*value_problems(config), *_size_type_problems(config.train)] or [  # comparisons with NaN are false
         *range_problems(config),
         *path_problems(config),
-        *(model_problems(config.model) or [*_size_problems(config.model)] or _trained_problems(config)),
+        *(model_problems(config.model) or _trained_problems(config)),
         *data_problems(config.data),
         *train_problems(config.train),
         *_data_needs(config),
         *_length_problems(config),
         *_skip_problems(config.train),
-        *_parallel_problems(config, world_size),
-        *batch_problems(config, world_size, _first_known_position(config)),
+        *_rank_problems(config.parallel, world_size),
+        *_parallel_problems(config, enough),
+        *batch_problems(config, enough, _first_known_position(config)),
         *optimizer_problems(config.optimizer),
         *checkpoint_problems(config.checkpoint),
         *_save_needs(config),
         *logging_problems(config.logging),
     ]
-    if lacks_ranks:
-        command = command_line(shlex.join(words or ()), ranks)
-        problems.append(f"1 process: the parallel layout needs {ranks} or a multiple; start it with `{command}`")
     if problems:
         lines = "\n".join(f"  {problem}" for problem in problems)
         raise ConfigError(f"The configuration cannot run:\n{lines}\nNothing was started")
@@ -118,12 +107,6 @@ def _size_type_problems(train: TrainSection) -> Iterator[str]:
     size: object = train.micro_batch_size
     if type(size) is not int:
         yield f"train.micro_batch_size={size}: must be an integer, or {AUTO}"
-
-
-def _size_problems(model: ModelConfig) -> Iterator[str]:
-    """Explain why a valid model is too large for every machine, even in a dry run."""
-    if (count := parameter_count(model)) > _MOST_PARAMETERS:
-        yield f"model: {count:,} parameters, must be at most {_MOST_PARAMETERS:,}"
 
 
 def _trained_problems(config: Config) -> Iterator[str]:
@@ -197,17 +180,28 @@ def _skip_problems(train: TrainSection) -> Iterator[str]:
         yield f"train.skip_samples: {error}"
 
 
+def _model_ranks(parallel: ParallelSection) -> int:
+    """Return how many ranks hold a copy of the model."""
+    return parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
+
+
+def _rank_problems(parallel: ParallelSection, world_size: int) -> Iterator[str]:
+    ranks = _model_ranks(parallel)
+    if _are_positive(parallel) and world_size % ranks:
+        yield (
+            f"{count_of(world_size, 'rank')}: must be a multiple of "
+            f"parallel.tensor_model_parallel_size={parallel.tensor_model_parallel_size} times "
+            f"parallel.pipeline_model_parallel_size={parallel.pipeline_model_parallel_size}, as with "
+            f"`torchrun --no-python --nproc-per-node {ranks} reprise train ...`"
+        )
+
+
 def _parallel_problems(config: Config, world_size: int) -> Iterator[str]:
     parallel, model = config.parallel, config.model
     if not _are_positive(parallel):  # reported by `range_problems`
         return
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     vpp = parallel.num_virtual_stages_per_pipeline_rank
-    if world_size % (tp * pp):
-        yield (
-            f"{count_of(world_size, 'rank')}: must be a multiple of parallel.tensor_model_parallel_size={tp} times "
-            f"parallel.pipeline_model_parallel_size={pp}, that is of {tp * pp}"
-        )
     for name in ("n_head", "n_kv_head", "intermediate_size"):
         if getattr(model, name) % tp:
             size = getattr(model, name)
@@ -237,7 +231,7 @@ def _copies_problems(copies: int, zero_stage: int, *, data_ranks: int) -> Iterat
 
 
 def _invariant_tensor_problems(config: Config) -> Iterator[str]:
-    """List problems with `parallel.invariant_tensor_ranks`, with the valid numbers."""
+    """List problems with `parallel.invariant_tensor_ranks`."""
     parallel, model, train = config.parallel, config.model, config.train
     count, tp = parallel.invariant_tensor_ranks, parallel.tensor_model_parallel_size
     if count == 0:
@@ -250,17 +244,9 @@ def _invariant_tensor_problems(config: Config) -> Iterator[str]:
     }
     if parallel.sequence_parallel:
         sizes["train.seq_length"] = train.seq_length
-    powers = [1 << power for power in range(model.n_head.bit_length())]
-    counts = [power for power in powers if power % tp == 0 and not any(size % power for size in sizes.values())]
-    key = f"parallel.invariant_tensor_ranks={count}"
-    if count not in counts:
-        divided = ", ".join(f"{name}={size}" for name, size in sizes.items())
-        is_unpadded = count in powers and model.padded_vocab_size % count != 0
-        padding = f"; model.pad_vocab_multiple={count} pads the vocabulary" if is_unpadded else ""
-        yield (
-            f"{key}: must be {listed([0, *counts])}: 0 is off, the others are powers of two that divide {divided} and "
-            f"are multiples of parallel.tensor_model_parallel_size={tp}{padding}"
-        )
+    key = "parallel.invariant_tensor_ranks"
+    yield from count_problems(key, count, sizes, ("parallel.tensor_model_parallel_size", tp))
+    key = f"{key}={count}"
     if parallel.invariant_ranks == 0:
         yield f"{key}: needs parallel.invariant_ranks, which fixes the sums over micro-batches and ranks"
     if train.compile:
@@ -298,8 +284,7 @@ def batch_problems(config: Config, world_size: int, consumed_samples: int) -> It
 def _has_shares(config: Config, world_size: int) -> bool:
     """Return whether an iteration can be shared among data-parallel ranks. If not, other checks say why."""
     parallel, batch_size = config.parallel, config.train.global_batch_size
-    ranks = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
-    return batch_size >= 1 and world_size >= 1 and _are_positive(parallel) and world_size % ranks == 0
+    return batch_size >= 1 and world_size >= 1 and _are_positive(parallel) and world_size % _model_ranks(parallel) == 0
 
 
 def _are_positive(parallel: ParallelSection) -> bool:
@@ -333,8 +318,9 @@ def _batch_size_problems(config: Config, topology: Topology, size: int, key: str
         yield f"{key.format(size)}: must be {reason}{hint}"
         return
     count = size // least
+    sizes = {"micro-batches (train.global_batch_size / train.micro_batch_size)": size // train.micro_batch_size}
     lanes = config.parallel.invariant_ranks
-    yield from invariant_ranks_problems(lanes, ranks=topology.dp, micro_batches=size // train.micro_batch_size)
+    yield from count_problems("parallel.invariant_ranks", lanes, sizes, ("data-parallel ranks", topology.dp))
     name = key.format(size) if train.batch_schedule is not None else "train.global_batch_size"
     if topology.pp > 1 and count < topology.pp:
         yield (

@@ -11,7 +11,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
@@ -69,12 +69,10 @@ class CommandLine:
     Args:
         overrides: The command's overrides.
         folders: Folders with groups, besides the project's.
-        words: The command's words as typed.
     """
 
     overrides: tuple[str, ...]
     folders: tuple[Path, ...] = ()
-    words: tuple[str, ...] = ()
 
     def compose(self) -> DictConfig:
         """Return the configuration, with its interpolations unresolved.
@@ -140,7 +138,7 @@ def read_command(words: Sequence[str]) -> CommandLine | None:
     if missing := [str(path) for path in options.config_dir if not is_dir(path)]:
         raise ConfigError("A configuration folder does not exist", found=", ".join(missing))
     folders = tuple(path.resolve() for path in options.config_dir)
-    command = CommandLine(tuple(readable(options.overrides)), folders, tuple(words))
+    command = CommandLine(tuple(readable(options.overrides)), folders)
     if not (options.help or options.cfg):
         return command
     try:
@@ -158,13 +156,11 @@ class Resolved:
         config: The configuration.
         text: The configuration as YAML, with `environment_keys` in a final comment.
         environment_keys: Dotted keys whose values come from environment variables.
-        words: The command's words. None without a command.
     """
 
     config: Config
     text: str
     environment_keys: frozenset[str]
-    words: tuple[str, ...] | None = None
 
 
 def unlike(text: str, first: str, *, rank: int) -> ConfigError:
@@ -226,7 +222,7 @@ def resolve_command(command: CommandLine, files: Files) -> Resolved:
         TrainerError: See `resolve`. Also, a checkpoint is damaged, or its tokenizer has another form.
     """
     raw = over_saved(command, files)
-    resolved = replace(resolve(raw), words=command.words)
+    resolved = resolve(raw)
     if resolved.config.data.kind in TOKEN_KINDS or any(path_problems(resolved.config)):
         return resolved
     values: Mapping[str, object]
@@ -242,7 +238,7 @@ def resolve_command(command: CommandLine, files: Files) -> Resolved:
     for key, value in values.items():
         _log.info(f"{key}={value}, from {origin}")
     _merge(raw, {key: escape(value) for key, value in values.items()})
-    return replace(resolve(raw), words=command.words)
+    return resolve(raw)
 
 
 def _vocabulary(config: Config, command: CommandLine) -> dict[str, int]:
@@ -311,7 +307,7 @@ def _reported(words: Sequence[str] = ()) -> Iterator[None]:
 
 
 def _suggestion(error: BaseException) -> str | None:
-    """Return advice with the key or choice most similar to a misspelled name."""
+    """Return advice with the key or group choice most similar to a misspelled name."""
     below = error.__cause__ or error
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         group, _, choice = error.missing_cfg_file.rpartition("/")
@@ -320,9 +316,6 @@ def _suggestion(error: BaseException) -> str | None:
     if isinstance(below, ConfigKeyError | ConfigAttributeError):
         suggestion = closest(str(below.full_key), keys())
         return suggestion and f"Did you mean {suggestion}?"
-    if wrong := re.search(r"Invalid value '(.*)', expected one of \[(.*)\]", str(below)):
-        suggestion = closest(wrong[1], wrong[2].split(", "), cutoff=0.5)
-        return suggestion and f"Did you mean {getattr(below, 'full_key', 'KEY')}={suggestion}?"
     return None
 
 

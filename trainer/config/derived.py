@@ -26,12 +26,6 @@ def save_folder(section: CheckpointSection) -> Path | None:
     return None if folder is None else Path(folder)
 
 
-def command_line(words: str, ranks: int) -> str:
-    """Return the command to train with these words on `ranks` ranks on a single host."""
-    launcher = f"torchrun --no-python --nproc-per-node {ranks} " if ranks > 1 else ""
-    return f"{launcher}reprise train {words}"
-
-
 def topology_of(config: Config, world_size: int) -> Topology:
     """Return the topology for `world_size` ranks, a multiple of the model-parallel sizes."""
     parallel = config.parallel

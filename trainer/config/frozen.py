@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 
 from models.config import ModelConfig
-from models.families import aliases, stored_tensors
+from models.families import stored_tensors
 
 
 def frozen_names(model: ModelConfig, patterns: Sequence[str]) -> frozenset[str]:
@@ -25,13 +25,9 @@ def freeze_problems(model: ModelConfig, patterns: Sequence[str]) -> Iterator[str
         reason = f"model.lora.rank={model.lora.rank} freezes everything except the adapters; omit the key"
         yield from [f"train.freeze={list(patterns)}: {reason}"] * bool(patterns)
         return
-    stored, second = stored_tensors(model), aliases(model)
+    stored = stored_tensors(model)
     for pattern in patterns:
-        if any(fnmatchcase(name, pattern) for name in stored):
-            continue
-        tied = next(
-            (f"; {alias} is tied, use {name}" for alias, name in second.items() if fnmatchcase(alias, pattern)), ""
-        )
-        yield f"train.freeze: {pattern!r} matches no parameter; a valid name is {next(iter(stored))}{tied}"
+        if not any(fnmatchcase(name, pattern) for name in stored):
+            yield f"train.freeze: {pattern!r} matches no parameter; a valid name is {next(iter(stored))}"
     if len(frozen_names(model, patterns)) == len(stored):
         yield "train.freeze: matches every parameter, so nothing would be trained"

@@ -26,7 +26,6 @@ from reprise.storage import (
 )
 from reprise.stores import files_of, is_stored, location
 from trainer.config.checkpoint import Allowed, CheckpointSection
-from trainer.config.derived import command_line
 from trainer.config.overrides import text_value
 from trainer.config.run import RunSection
 from trainer.config.saved import RUN_CONFIG, model_values, saved_values
@@ -116,13 +115,8 @@ def own_command(checkpoint: Checkpoint, run: RunSection) -> str:
         return ""
     folder = checkpoint.path.parent
     load = folder.parent if folder.name == "checkpoints" else folder
-    is_default = Path(run.dir) == Path("runs") / run.name
-    name = f"run.name={text_value(run.name)}" if is_default else f"run.dir={text_value(run.dir)}"
-    topology = checkpoint.state.get("topology")
-    ranks = topology.get("world_size") if isinstance(topology, dict) else None
-    words = shlex.join([name, f"checkpoint.load={text_value(str(load))}", "train.train_iters=N"])
-    command = command_line(words, ranks if isinstance(ranks, int) else 1)
-    return f"To continue with the run's own configuration: `{command}`."
+    words = [f"run.dir={text_value(run.dir)}", f"checkpoint.load={text_value(str(load))}", "train.train_iters=N"]
+    return f"To continue with the run's own configuration: `reprise train {shlex.join(words)}`."
 
 
 def _with_tokenizer(values: dict[str, object], checkpoint: Checkpoint) -> dict[str, object]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
 from collections.abc import Iterator
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
@@ -95,17 +96,8 @@ def _default(field: Field[object]) -> str:
         return "`[]`"
     if field.default is MISSING:
         return "by `model=`" if field.default_factory is MISSING else "below"
-    match field.default:
-        case None:
-            return "`null`"
-        case bool(value):
-            return f"`{str(value).lower()}`"
-        case Enum(value=value):
-            return f"`{value}`"
-        case "":
-            return '`""`'
-        case value:
-            return f"`{value}`"
+    default = field.default.value if isinstance(field.default, Enum) else field.default
+    return f"`{default}`" if isinstance(default, str) and default else f"`{json.dumps(default)}`"
 
 
 def _summary(section: Any) -> str:

@@ -11,18 +11,18 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.errors import HydraException
 
-from reprise.errors import ConfigError
 from trainer.config.schema import Config
 
+_QUOTED = re.compile(r"""(['"]).*\1""", re.DOTALL)
 # A member of a list or a mapping, quoted or not.
 _MEMBER = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|[^\s,:\[\]{}'"](?:[^,:\[\]{}'"]*[^\s,:\[\]{}'"])?""")
 
 
 def readable(overrides: Sequence[str]) -> list[str]:
-    """Quote text in overrides that Hydra would refuse or read differently. Other overrides stay.
+    """Return overrides as Hydra must read them: a text key's value is literal, unless it is quoted or null.
 
-    Raises:
-        ConfigError: An override is not valid UTF-8.
+    Members of lists and mappings are quoted if Hydra would refuse or change them. A list may be given as a single
+    member.
     """
     return [_readable(word) for word in overrides]
 
@@ -57,22 +57,21 @@ def escape(value: object) -> object:
 
 
 def _readable(word: str) -> str:
-    try:
-        word.encode()
-    except UnicodeEncodeError as error:
-        escaped = word.encode("utf-8", "backslashreplace").decode()
-        raise ConfigError("An override is not valid UTF-8", found=escaped, fix="Rename the file or folder.") from error
     key, equals, value = word.lstrip("+").partition("=")  # every key is there, so none is appended
+    if not equals:
+        return word
     hint = hint_of(key)
     kinds = (hint, *get_args(hint))
-    if any(get_origin(kind) is list for kind in kinds) and re.match(r"[^\[$'\"]", value) and value != "null":
-        return _readable(f"{key}=[{value}]")  # a list with a single member
-    override, has_members = _parse(word), value.startswith(("[", "{"))
-    is_text = Any in kinds or (str in kinds and int not in kinds)
-    if not equals or (override is not None and not has_members and not (is_text and _is_other(override, hint))):
-        return f"{key}{equals}{value}"
-    texts = [_MEMBER.sub(_readable_member, value)] if has_members else []
-    return next((quoted for text in (*texts, quote(value)) if _parse(quoted := f"{key}={text}") is not None), word)
+    is_list = any(get_origin(kind) is list for kind in kinds)
+    if is_list and re.match(r"[^\[$'\"]", value) and value != "null":
+        value = f"[{value}]"  # a list with a single member
+    has_members = value.startswith(("[", "{"))
+    is_text = str in kinds and int not in kinds and not is_list
+    if is_text or (Any in kinds and not has_members):
+        is_null = value.lower() == "null" and hint is not str
+        return f"{key}={value if is_null or _QUOTED.fullmatch(value) else quote(value)}"
+    value = _MEMBER.sub(_readable_member, value) if has_members else value
+    return f"{key}={value if _parse(f'{key}={value}') else quote(value)}"
 
 
 def _readable_member(member: re.Match[str]) -> str:
@@ -81,12 +80,6 @@ def _readable_member(member: re.Match[str]) -> str:
     value = None if override is None else override.value()
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return quote(member[0]) if override is None or (is_number and str(value) != member[0]) else member[0]
-
-
-def _is_other(override: Override, hint: Any) -> bool:
-    """Return whether Hydra reads a text as a number, a boolean, several values, or a null where there must be one."""
-    value = override.value()
-    return override.is_sweep_override() or isinstance(value, int | float) or (value is None and hint is str)
 
 
 def quote(text: str) -> str:

@@ -33,10 +33,11 @@ _PATHS = (
 _MAY_BE_STORED = ("checkpoint.load", "checkpoint.mirror", "data.tokenizer")
 _MUST_BE_STORED = ("checkpoint.mirror",)
 _INT64 = 1 << 63
-# Clocks, timers and torch's stores count small units in 64 bits: 30 years are enough.
-_MOST_SECONDS, _MOST_MINUTES = 1e9, 1e7
+# Clocks, timers and torch's stores count small units in 64 bits: 19 years of minutes are enough.
+_MOST_TIME = 1e7
 _MOST_WINDOW = 10_000  # values in every checkpoint
 _MOST_RANKS = 1 << 20  # rows in a dry run's table
+_MOST_LAYERS = 10_000  # each is a module
 
 # Rules for numbers and list members that are not null, and the keys they hold for.
 _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
@@ -48,7 +49,8 @@ _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         train.eval_iters train.sample_tokens train.max_rewinds train.dry_run_ranks parallel.tensor_model_parallel_size
         parallel.pipeline_model_parallel_size parallel.num_virtual_stages_per_pipeline_rank parallel.replicate
         checkpoint.file_bytes checkpoint.full_steps checkpoint.mirror_interval checkpoint.local.keep
-        logging.log_interval
+        logging.log_interval schedule.lr_decay_iters schedule.lr_decay_samples schedule.lr_wsd_decay_iters
+        schedule.lr_wsd_decay_samples
         """,
     ),
     (
@@ -61,6 +63,7 @@ _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         checkpoint.save_retain_interval checkpoint.save_weights_interval checkpoint.save_steps checkpoint.weights_keep
         checkpoint.staging_bytes checkpoint.check_replicas checkpoint.exit_on_save_failure checkpoint.mirror_keep
         checkpoint.ckpt_step checkpoint.local.save_interval checkpoint.local.copies data.end_of_text
+        schedule.lr_warmup_iters schedule.lr_warmup_samples
         """,
     ),
     ("above 0", lambda value: value > 0, "optimizer.adam_eps train.spike_factor"),
@@ -71,21 +74,20 @@ _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ),
     ("above 0 and below 1", lambda value: 0 < value < 1, "data.valid_fraction"),
     (
-        f"above 0 and at most {_MOST_SECONDS:g}",
-        lambda value: 0 < value <= _MOST_SECONDS,
-        "train.exit_signal_save_seconds checkpoint.commit_timeout_s checkpoint.stall_timeout_s",
+        f"above 0 and at most {_MOST_TIME:g}",
+        lambda value: 0 < value <= _MOST_TIME,
+        """
+        train.exit_signal_save_seconds train.distributed_timeout_minutes checkpoint.commit_timeout_s
+        checkpoint.stall_timeout_s
+        """,
     ),
-    (f"from 0 to {_MOST_SECONDS:g}", lambda value: 0 <= value <= _MOST_SECONDS, "checkpoint.mirror_wait_s"),
-    (
-        f"above 0 and at most {_MOST_MINUTES:g}",
-        lambda value: 0 < value <= _MOST_MINUTES,
-        "train.distributed_timeout_minutes",
-    ),
+    (f"from 0 to {_MOST_TIME:g}", lambda value: 0 <= value <= _MOST_TIME, "checkpoint.mirror_wait_s"),
     ("0, 1, 2 or 3", lambda value: value in range(4), "parallel.zero_stage"),
     ("from 1 to 99", lambda value: 1 <= value < 100, "optimizer.muon_ns_steps"),
     (f"from 0 to {MOST_THREADS}", lambda value: 0 <= value <= MOST_THREADS, "train.threads"),
     (f"from 2 to {_MOST_WINDOW}", lambda value: 2 <= value <= _MOST_WINDOW, "train.spike_window"),
     (f"at most {_MOST_RANKS}", lambda value: value <= _MOST_RANKS, "train.dry_run_ranks"),
+    (f"at most {_MOST_LAYERS}", lambda value: value <= _MOST_LAYERS, "model.n_layer"),
 )
 
 
@@ -123,8 +125,8 @@ def path_problems(config: object) -> Iterator[str]:
     for key, value, _ in _leaves(config):
         if not isinstance(value, str):
             continue
-        if not _is_utf8(value):
-            yield f"{key}={value.encode('utf-8', 'backslashreplace').decode()}: is not valid UTF-8"
+        if (escaped := value.encode(errors="backslashreplace").decode()) != value:
+            yield f"{key}={escaped}: is not valid UTF-8"
         elif key in _PATHS and not value.strip():
             yield f"{key}={value}: is empty; omit it to use the default"
         elif key in _MUST_BE_STORED and not is_store_url(value):
@@ -150,11 +152,3 @@ def _leaves(section: Any, prefix: str = "") -> Iterator[tuple[str, object, tuple
         yield key, value, get_args(hint) if isinstance(hint, UnionType) else (hint,)
         if is_dataclass(value):
             yield from _leaves(value, f"{key}.")
-
-
-def _is_utf8(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -75,25 +75,18 @@ class PairwiseSum(Generic[_Value]):
         return total
 
 
-def invariant_ranks_problems(count: int, *, ranks: int, micro_batches: int) -> list[str]:
-    """Return the problems with `parallel.invariant_ranks=count`, naming the possible values.
+def count_problems(key: str, count: int, sizes: Mapping[str, int], ranks: tuple[str, int]) -> Iterator[str]:
+    """Explain why a key that keeps bits equal over ranks cannot have a value.
 
     Args:
-        ranks: The number of data-parallel ranks.
-        micro_batches: The micro-batch count in an iteration over all ranks.
+        sizes: The sizes that the value must divide, by name.
+        ranks: The name and number of the ranks, of which the value must be a multiple.
     """
-    powers = [1 << power for power in range(micro_batches.bit_length()) if micro_batches % (1 << power) == 0]
-    counts = [power for power in powers if power % ranks == 0]
-    if count in (0, *counts):
-        return []
-    divided = f"the {micro_batches} micro-batches of an iteration (train.global_batch_size / train.micro_batch_size)"
-    if counts:
-        rule = f"0 is off, the others are powers of two that divide {divided} and are multiples of the"
-        return [f"parallel.invariant_ranks={count}: must be {listed([0, *counts])}: {rule} {ranks} data-parallel ranks"]
-    rule = f"no multiple of {ranks} is a power of two dividing {divided}; use {listed(powers)} ranks"
-    return [f"parallel.invariant_ranks={count}: must be 0 (off) on {ranks} data-parallel ranks; {rule}"]
-
-
-def listed(numbers: list[int]) -> str:
-    """Format numbers as "1, 2 or 4"."""
-    return " or ".join(", ".join(map(str, numbers)).rsplit(", ", 1))
+    is_power = count > 0 and count & (count - 1) == 0
+    name, least = ranks
+    if count and not (is_power and count % least == 0 and all(size % count == 0 for size in sizes.values())):
+        divided = ", ".join(f"{size_name}={size}" for size_name, size in sizes.items())
+        yield (
+            f"{key}={count}: must be 0 (off), or a power of two that divides {divided} and is a multiple of "
+            f"{name}={least}"
+        )

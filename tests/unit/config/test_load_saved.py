@@ -19,6 +19,7 @@ import torch
 from models.config import LoraConfig, ModelConfig
 from reprise.errors import DataError
 from reprise.storage import FILE_SYSTEM
+from tests.bpe import train_bpe
 from tests.harness import TINY, launch, run_ok
 from tests.interop.test_import_checks import values, write_hf
 from tests.messages import refused
@@ -29,7 +30,6 @@ from trainer.config.load_saved import own_command
 from trainer.config.run import RunSection
 from trainer.config.saved import RUN_CONFIG
 from trainer.data import corpus
-from trainer.data.bpe import train_bpe
 from trainer.data.byte_level import bytes_tokenizer
 from trainer.data.sources import text_sources
 from trainer.data.token_file import write_token_file

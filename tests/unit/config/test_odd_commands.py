@@ -25,13 +25,14 @@ from trainer.memory.needs import require_host_memory
 # Commands that cannot run, one a paragraph, most of them on one rank. The message names each key, or each after a bar.
 ODD = """
 optimizer.adam_eps=0 optimizer.adam_beta1=1 optimizer.adam_beta2=-0.1 optimizer.weight_decay=-0.1
-optimizer.muon_ns_steps=0 optimizer.muon_momentum=1 train.ema_offload=true train.clip_grad=-0.5 train.eval_interval=-1
+optimizer.muon_ns_steps=0 optimizer.muon_momentum=1 train.clip_grad=-0.5 train.eval_interval=-1
 train.exit_interval=-2 train.seq_length=257 train.device=tpu train.threads=-1 logging.log_interval=0
 logging.publish=wandbb checkpoint.save_interval=-1 checkpoint.max_checkpoint_keep=-1 checkpoint.file_bytes=0
 checkpoint.save_retain_interval=-1 checkpoint.save_weights_interval=-1 checkpoint.weights_keep=-1
 checkpoint.commit_timeout_s=0 checkpoint.stall_timeout_s=0 checkpoint.local.save_interval=-1 checkpoint.local.keep=0
 checkpoint.local.copies=-1 checkpoint.save_steps=[4,-1] checkpoint.full_steps=[4,0] train.max_micro_batch_size=0
 checkpoint.ckpt_step=-1 train.seed=-1 parallel.zero_stage=4 parallel.replicate=0 data.valid_fraction=1
+schedule.lr_decay_iters=0 schedule.lr_warmup_iters=-1
 
 train.train_iters=0 optimizer.muon_ns_steps=100 train.threads=4097 train.micro_batch_size=-1 model.n_layer=0
 
@@ -118,8 +119,6 @@ train=null
 
 train.seed=null
 
-run.name=[1,2]
-
 hydra.run.dir=elsewhere
 
 hydra.mode=MULTIRUN
@@ -167,8 +166,6 @@ data=token_file | data.train=hf://datasets/o/d data.valid=s3://b
 
 train.dry_run=true | model.n_layer=1000000
 
-model.n_embd=1000000000 |
-
 model.head_dim=3
 
 model.stop_token_ids=[[1]]
@@ -193,7 +190,7 @@ checkpoint.base=b model.lora.rank=4 | model.lora.target_modules=[q_proj]
 
 train.dry_run_ranks=1099511627776
 
-schedule.min_lr=1 schedule.lr_wsd_decay_iters=10 schedule.lr_decay_iters=5 schedule.lr_warmup_iters=10
+schedule.lr_decay_iters=5 | schedule.min_lr=1 schedule.lr_wsd_decay_iters=10 schedule.lr_warmup_iters=10
 
 schedule.lr_warmup_iters=101
 
@@ -286,6 +283,7 @@ def test_an_odd_command_is_refused_in_one_message(command: str) -> None:
     [
         ("model=llama3_405b", "405,853,388,800 parameters"),
         ("model.vocab_size=100000000000", "memory of this host"),
+        ("model.n_embd=1000000000", "memory of this host"),
         ("model.pad_vocab_multiple=100000000000", "memory of this host"),
         ("train.global_batch_size=100000000000", "100,000,000,000 samples"),
     ],
@@ -297,11 +295,8 @@ def test_models_and_batches_that_no_host_holds_are_refused(word: str, name: str)
 
 def test_a_wrong_number_of_processes_hides_no_other_problem() -> None:
     words = ["parallel=tp2", "train.seed=-1", "train.global_batch_size=7"]
-    command = f"torchrun --no-python --nproc-per-node 2 reprise train {' '.join(words)}"
-    with refused(ConfigError, "train.seed=-1", "train.global_batch_size=7", command):
-        validate(compose(words), 1, words)
-    with refused(ConfigError, "1 rank"):  # of a dry run
-        validate(compose(words[:1]), 1)
+    with refused(ConfigError, "train.seed=-1", "train.global_batch_size=7", "--nproc-per-node 2"):
+        validate(compose(words), 1)
 
 
 ODD_VALUES = [
@@ -335,11 +330,7 @@ def test_odd_variables_of_a_launcher_are_refused(variables: str) -> None:
 
 def test_surrogates_in_an_override_are_refused() -> None:
     with refused(ConfigError, "run.name"):
-        compose([f"run.name={os.fsdecode(bytes([0xFF]))}"])
-    config = compose([])
-    config.run.name = os.fsdecode(b"a\xff")
-    with refused(ConfigError, "run.name"):
-        validate(config, 1)
+        validate(compose([f"run.name={os.fsdecode(bytes([0xFF]))}"]), 1)
 
 
 @pytest.mark.parametrize(
