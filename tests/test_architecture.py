@@ -186,7 +186,7 @@ ANSWERS_NO = (
 # What a package may import besides the standard library and itself.
 ALLOWED = {
     "models": "torch",
-    "trainer.data": "numpy pyarrow reprise.errors reprise.storage reprise.stores tokenizers torch trainer.workers "
+    "trainer.data": "numpy pyarrow reprise.errors reprise.storage reprise.stores tokenizers torch tqdm trainer.workers "
     "xxhash zstandard",
     "reprise": "numpy obstore torch xxhash",
 }

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from reprise.errors import DataError
+from tests.bpe import train_bpe
 from tests.engines.programs import example, kill, needs, run_ok, started, wait_until
 from trainer.data.blocks import TextForm
 from trainer.data.datatrove_file import open_datatrove_file
@@ -41,7 +42,9 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def prepared(texts: Path) -> Prepared:
     """Return what `prepare-data` makes of the files, with a tokenizer of their own."""
-    options = PrepareOptions(TextForm.jsonl, train_vocab_size=400, kind=DataKind.megatron)
+    tokenizer = texts.parent / "tokenizer.json"
+    tokenizer.write_bytes(train_bpe((line for path in sorted(texts.iterdir()) for line in path.open()), 400))
+    options = PrepareOptions(TextForm.jsonl, tokenizer=tokenizer, kind=DataKind.megatron)
     return write_prepared(texts.parent / "prepared", text_sources(f"{texts}/*"), options, workers=1)
 
 

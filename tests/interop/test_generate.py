@@ -15,11 +15,11 @@ from transformers import AutoModelForCausalLM
 
 from models.config import ModelConfig
 from models.families import hf_config
+from tests.bpe import train_bpe
 from tests.harness import compose
 from tests.interop.states import overrides_of, state_of
 from tests.unit.model_samples import FAMILIES, open_with_transformers, random_values, save_as_transformers
 from trainer.commands.generate import main
-from trainer.data.bpe import train_bpe
 from trainer.generate.sampling import Sampling, continue_with
 from trainer.interop.open_model import open_model
 from trainer.interop.output import write_checkpoint

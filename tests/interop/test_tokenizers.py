@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer, pipeline
 
+from tests.bpe import train_bpe
 from tests.harness import TINY, run_ok
 from trainer.commands import checkpoint as look
 from trainer.commands import generate
-from trainer.data.bpe import train_bpe
 from trainer.data.text import END_OF_TEXT_NAMES, open_encoder, prompt_tokens
 
 pytestmark = pytest.mark.slow

@@ -15,6 +15,7 @@ from tests import ROOT
 from tests.interop import states
 from tests.local_folders import save_on_two_hosts
 from tests.pages.page import PageRunner
+from trainer.data.byte_level import bytes_tokenizer
 from trainer.interop.source import of_checkpoint
 
 # GPT-2 124M becomes the model of the demo, stores become folders, and eight ranks two.
@@ -89,6 +90,7 @@ def token_files(folder: Path) -> None:
     tokens = np.frombuffer((ROOT / "docs" / "design.md").read_bytes(), dtype=np.uint8).astype("<u2")
     tokens.tofile(folder / "train.bin")
     tokens[:4000].tofile(folder / "val.bin")
+    (folder / "data" / "tokenizer.json").write_bytes(bytes_tokenizer())
     for name, document in (("web_0", "interop"), ("code", "reliability")):
         bash(
             folder,
@@ -98,7 +100,7 @@ def token_files(folder: Path) -> None:
 
 def corpus(folder: Path) -> None:
     texts(folder, "texts/a.jsonl", "texts/b.jsonl")
-    bash(folder, "reprise prepare-data 'texts/*' --output made --tokenizer train-bpe 257; mv made/tokenizer.json .")
+    (folder / "tokenizer.json").write_bytes(bytes_tokenizer())
 
 
 def megatron(folder: Path) -> None:
@@ -148,7 +150,7 @@ PAGES = [
     Page(
         "data.md",
         4,
-        {"/data/": "$PWD/data/", "8000": "300"},
+        {"/data/": "$PWD/data/", "50257": "257", "50256": "256"},
         token_files,
     ),
     Page(

@@ -14,21 +14,16 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Callable
-from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
-from typing import NoReturn
 
 import numpy as np
-from tqdm import tqdm
 
 from reprise.errors import ConfigError, count_of
 from trainer.commands.arguments import local_path, positive, share
 from trainer.commands.frame import FINE, framed
 from trainer.config.overrides import text_value
 from trainer.data.blocks import TextForm
-from trainer.data.prepared import FILE_TOKENS, Prepared, PrepareOptions, Progress, write_prepared
+from trainer.data.prepared import FILE_TOKENS, Prepared, PrepareOptions, write_prepared
 from trainer.data.section import DataKind
 from trainer.data.sources import text_sources
 from trainer.data.text import BYTES
@@ -41,8 +36,7 @@ _FORMS, _DTYPES = ("text", "jsonl"), ("uint16", "uint32")
 def prepare(options: argparse.Namespace) -> int:
     """Write the files, and print a summary."""
     try:
-        with ExitStack() as bars:
-            prepared = _prepare(options, partial(_start_bar, bars))
+        prepared = _prepare(options)
     except KeyboardInterrupt:
         print("reprise prepare-data: interrupted; no output was written", file=sys.stderr)
         return INTERRUPTED
@@ -70,35 +64,15 @@ def overrides(prepared: Prepared, kind: str) -> list[str]:
     ]
 
 
-def _start_bar(bars: ExitStack, title: str) -> Callable[[int], object]:
-    """Show a progress bar for the current step in place of the last step's, on a terminal only."""
-    bars.close()
-    bar: tqdm[NoReturn] = tqdm(desc=title, unit="B", unit_scale=True, disable=None, leave=False)
-    bars.enter_context(bar)
-    return lambda read_bytes: bar.update(read_bytes)
-
-
-def _prepare(options: argparse.Namespace, progress: Progress) -> Prepared:
-    tokenizer, train = None, 0
-    match options.tokenizer:
-        case None:
-            pass
-        case ["train-bpe", number] if number.isdecimal():
-            train = int(number)
-        case [name] if name != "train-bpe":
-            tokenizer = name if name == BYTES else Path(name).expanduser()
-        case words:
-            raise ConfigError(
-                "--tokenizer has an unknown form",
-                expected="bytes, a tokenizer.json, or train-bpe N",
-                found=" ".join(words),
-            )
+def _prepare(options: argparse.Namespace) -> Prepared:
+    name = options.tokenizer
+    tokenizer = name if name in (None, BYTES) else Path(name).expanduser()
     if options.valid and not options.raw:
         raise ConfigError("--valid needs --raw", fix="To hold out some of the texts, use --valid-fraction.")
-    if options.raw and (options.form or options.valid_fraction or train or options.format != KIND):
+    if options.raw and (options.form or options.valid_fraction or options.format != KIND):
         raise ConfigError(
             "--raw reads tokens, not texts",
-            expected="--valid and --tokenizer PATH, and no --form, --format, --valid-fraction or train-bpe",
+            expected="--valid and --tokenizer PATH, and no --form, --format or --valid-fraction",
         )
     inputs, held_out = (
         [source for pattern in patterns for source in text_sources(pattern)]
@@ -108,7 +82,6 @@ def _prepare(options: argparse.Namespace, progress: Progress) -> Prepared:
         form=TextForm(options.form) if options.form else None,
         key=options.key,
         tokenizer=tokenizer,
-        train_vocab_size=train,
         valid_fraction=options.valid_fraction,
         held_out=held_out,
         file_tokens=options.file_tokens,
@@ -116,22 +89,16 @@ def _prepare(options: argparse.Namespace, progress: Progress) -> Prepared:
         array=np.dtype(options.raw).newbyteorder("<") if options.raw else None,
     )
     # Passing bytes between processes takes longer than encoding them.
-    is_slow = not options.raw and (isinstance(tokenizer, Path) or train > 0)
+    is_slow = not options.raw and isinstance(tokenizer, Path)
     workers = options.workers or (len(os.sched_getaffinity(0)) if is_slow else 1)
-    return write_prepared(options.output, inputs, prepare_options, workers=workers, progress=progress)
+    return write_prepared(options.output, inputs, prepare_options, workers=workers)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="reprise prepare-data", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("inputs", nargs="+", metavar="INPUT", help="files or quoted globs, read in this order")
     parser.add_argument("--output", type=local_path, required=True, metavar="FOLDER", help="the folder to create")
-    parser.add_argument(
-        "--tokenizer",
-        nargs="+",
-        metavar="WORD",
-        help="bytes (the default), a tokenizer.json, or train-bpe N: "
-        "train a tokenizer with N tokens on the training documents",
-    )
+    parser.add_argument("--tokenizer", metavar="FILE", help="bytes (the default), or a tokenizer.json")
     parser.add_argument(
         "--form",
         choices=_FORMS,

@@ -192,7 +192,7 @@ def _rank_problems(parallel: ParallelSection, world_size: int) -> Iterator[str]:
             f"{count_of(world_size, 'rank')}: must be a multiple of "
             f"parallel.tensor_model_parallel_size={parallel.tensor_model_parallel_size} times "
             f"parallel.pipeline_model_parallel_size={parallel.pipeline_model_parallel_size}, as with "
-            f"`torchrun --no-python --nproc-per-node {ranks} reprise train ...`"
+            f"`torchrun --no-python --nproc-per-node {ranks}`"
         )
 
 

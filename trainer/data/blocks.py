@@ -17,7 +17,7 @@ import xxhash
 
 from reprise.errors import DataError
 from trainer.data import text_file
-from trainer.data.cuts import CHARACTERS, LINES, SIDE_BYTES, Cuts
+from trainer.data.cuts import CHARACTERS, LINES, Cuts
 from trainer.data.sources import TextSource
 from trainer.data.text_file import PARQUET, packing, plain_name, read_text
 
@@ -155,15 +155,14 @@ def read_blocks(parts: Iterable[TextPart], cuts: Cuts) -> Iterator[TextBlock]:
     """
     for part in parts:
         allowed = LINES if part.form is TextForm.jsonl else cuts
-        waiting, searched, line, offset = bytearray(), 0, 1, part.start
+        waiting, least, line, offset = bytearray(), text_file.BLOCK_BYTES, 1, part.start
         pieces = read_text(part.source.path, start=part.start, stop=part.stop, key=part.key)
         for piece in itertools.chain(pieces, [b""]):  # no more bytes: the text has ended
             waiting += piece
-            if piece and len(waiting) < text_file.BLOCK_BYTES:
+            if piece and len(waiting) < least:
                 continue
-            cut = allowed.last(waiting, searched) if piece else len(waiting)
-            # New bytes may allow a cut near the last byte read before.
-            searched = 0 if cut else max(0, len(waiting) - 1 - SIDE_BYTES)
+            cut = allowed.last(waiting) if piece else len(waiting)
+            least = text_file.BLOCK_BYTES if cut else min(2 * len(waiting), MOST_BLOCK_BYTES)  # a search takes time
             if cut or not piece:
                 yield TextBlock(part, offset, line, bytes(waiting[:cut]), ends_text=not piece)
                 offset += cut

@@ -24,10 +24,10 @@ class Cuts:
     pattern: re.Pattern[bytes]
     encode: Callable[[str], TokenArray] | None = None
 
-    def last(self, text: bytes | bytearray, start: int = 0) -> int:
-        """Return the last cut in a text from byte `start` on, or 0 if the tokenizer allows none there."""
+    def last(self, text: bytes | bytearray) -> int:
+        """Return the last cut in a text, or 0 if the tokenizer allows none there."""
         encode = self.encode
-        match = self.pattern.match(text, start, len(text) - (SIDE_BYTES if encode else 0))
+        match = self.pattern.match(text, 0, len(text) - (SIDE_BYTES if encode else 0))
         place = 0 if match is None else match.end()
         if encode is None or not place:
             return place

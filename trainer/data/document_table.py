@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import numpy as np
 import xxhash
 
-from reprise.errors import DataError
 from trainer.data.data_file import Ints
 from trainer.data.document_index import READ_DOCUMENTS, DocumentIndex, damaged
 from trainer.data.token_file import TokenFile
@@ -54,8 +53,6 @@ class DocumentTable:
         block = int(self.counts.searchsorted(sample, side="right")) - 1
         borders = self._borders(block)
         bounds = self.counts[block] + np.append(0, np.cumsum(_sample_counts(borders, self.seq_length)))
-        if bounds[-1] != self.counts[block + 1]:
-            raise self._overwritten()
         number = int(bounds.searchsorted(sample, side="right")) - 1
         return int(borders[number] + (sample - bounds[number]) * self.seq_length), int(borders[number + 1])
 
@@ -76,13 +73,9 @@ class DocumentTable:
         first = block * STRIDE
         borders = self.documents.borders(first, min(first + STRIDE, self.documents.count))
         if (borders[0], borders[-1]) != (self.starts[block], self.starts[block + 1]):
-            raise self._overwritten()
+            changed = "different documents: it was overwritten"
+            raise damaged(self.documents.path, "the documents read at the start", changed)
         return borders
-
-    def _overwritten(self) -> DataError:
-        return damaged(
-            self.documents.path, "the documents read at the start", "different documents: it was overwritten"
-        )
 
 
 def _sample_counts(borders: Ints, seq_length: int) -> Ints:

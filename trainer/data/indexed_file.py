@@ -31,7 +31,7 @@ _MOST_TOKEN = 2**31 - 1  # int32's maximum
 
 
 class IndexedDocuments(DocumentIndex):
-    """A `.bin` file's documents, from its `.idx` file, which is checked at both ends, in constant time.
+    """A `.bin` file's documents, from its `.idx` file, whose header and size are checked.
 
     ``end`` is the byte offset in `.bin` at which the last sequence ends.
     """
@@ -54,13 +54,9 @@ class IndexedDocuments(DocumentIndex):
         # Without borders, every sequence is a document.
         self.count, self.end = borders - 1 if self._has_borders else self._sequences, 0
         if self._sequences:
-            first, last = (int(self._array(at, 1)[0]) for at in (self._offsets_at, self._borders_at - _OFFSET_BYTES))
+            last = int(self._array(self._borders_at - _OFFSET_BYTES, 1)[0])
             length = int(self._array(self._offsets_at - _LENGTH_BYTES, 1, "<i4")[0])
-            border = int(self._array(end - _BORDER_BYTES, 1)[0]) if borders else 0
             self.end = last + length * self.dtype.itemsize
-            if first != 0 or length < 0 or last < 0 or border not in (0, self._sequences):
-                actual = f"byte {first}, the last of {length} tokens at byte {last}, border {border}"
-                raise damaged(path, f"{self._sequences} sequences that start at byte 0", actual)
 
     def borders(self, first: int, stop: int) -> Ints:
         """Return the documents' first positions and the last document's end, ascending, shape [stop - first + 1]."""

@@ -16,24 +16,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tqdm import tqdm
 
 from reprise.errors import DataError
 from reprise.storage import FILE_SYSTEM, atomic_output, lexists
-from trainer.data.blocks import SplitOptions, TextPart, read_blocks, split, texts
-from trainer.data.bpe import train_bpe
-from trainer.data.cuts import WORDS
+from trainer.data.blocks import SplitOptions, read_blocks, split
 from trainer.data.data_file import TokenArray, unwritable
 from trainer.data.encoding import Encoded, encoding
 from trainer.data.indexed_file import write_indexed_file
 from trainer.data.section import DataKind
 from trainer.data.sources import TextSource
-from trainer.data.text import BYTES, TOKENIZER, open_encoder
+from trainer.data.text import BYTES, open_encoder
 from trainer.data.token_file import MAX_TOKENS, open_token_array, open_token_files, write_token_file
 
 FILE_TOKENS = 1 << 30
-
-# Takes a step's name. Returns a function that counts the bytes read.
-Progress = Callable[[str], Callable[[int], object]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +39,6 @@ class PrepareOptions(SplitOptions):
     Args:
         tokenizer: A ``tokenizer.json``, or `BYTES`. None means bytes for texts, and an unknown tokenizer for token
             arrays: the largest token is taken as end of text, and ends the vocabulary.
-        train_vocab_size: Train a tokenizer with this vocabulary size on the training documents. 0 trains none.
         file_tokens: Maximum tokens per file.
         kind: File format, `token_file` or `megatron`.
         array: The inputs are token arrays with this dtype, not texts.
@@ -51,7 +46,6 @@ class PrepareOptions(SplitOptions):
     """
 
     tokenizer: str | Path | None = None
-    train_vocab_size: int = 0
     file_tokens: int = FILE_TOKENS
     kind: DataKind = DataKind.token_file
     array: np.dtype[Any] | None = None
@@ -88,15 +82,10 @@ class Prepared:
     end_of_text: int
 
 
-def write_prepared(
-    folder: Path,
-    inputs: Sequence[TextSource],
-    options: PrepareOptions,
-    *,
-    workers: int,
-    progress: Progress = lambda _title: lambda _count: None,
-) -> Prepared:
+def write_prepared(folder: Path, inputs: Sequence[TextSource], options: PrepareOptions, *, workers: int) -> Prepared:
     """Write the inputs' token files, in order, as a folder, which appears by a single rename.
+
+    A terminal shows the bytes read.
 
     Args:
         workers: Encoding processes. The folder's bytes never depend on their number.
@@ -106,12 +95,9 @@ def write_prepared(
     """
     folder, array, sides = Path(os.path.realpath(folder)), options.array, list[Side]()
     tokenizer = options.tokenizer or (None if array else BYTES)
+    encoder = open_encoder(tokenizer)
     with _new_folder(folder) as new:
         parts = {} if array else split(inputs, options)
-        if options.train_vocab_size:
-            tokenizer = new / TOKENIZER
-            _train(parts["train"], options.train_vocab_size, tokenizer, progress)
-        encoder = open_encoder(tokenizer)
         write = partial(write_token_file, dtype=array or encoder.dtype)
         if options.kind is DataKind.megatron:
             write = partial(write_indexed_file, dtype=encoder.dtype, end_of_text=encoder.end_of_text)
@@ -121,7 +107,7 @@ def write_prepared(
                 arrays = {"train": inputs, "valid": options.held_out}
                 blocks = {name: _read_arrays(files, array) for name, files in arrays.items() if files}
             for name, members in blocks.items():
-                sides.append(_write_side(new, name, members, write=write, options=options, count=progress(name)))
+                sides.append(_write_side(new, name, members, write, options))
         largest = max(side.largest for side in sides)
         if tokenizer is None:
             return Prepared(folder, sides, None, largest + 1, largest)
@@ -134,7 +120,7 @@ def write_prepared(
                 fix="Pass the tokenizer that made the tokens, or the other dtype.",
             )
     if isinstance(tokenizer, Path):
-        tokenizer = folder / TOKENIZER if options.train_vocab_size else tokenizer.absolute()
+        tokenizer = tokenizer.absolute()
     return Prepared(folder, sides, tokenizer, encoder.vocab_size, encoder.end_of_text)
 
 
@@ -173,32 +159,17 @@ def _new_folder(folder: Path) -> Iterator[Path]:
         raise unwritable(folder, error) from error
 
 
-def _train(parts: Sequence[TextPart], vocab_size: int, path: Path, progress: Progress) -> None:
-    """Train a tokenizer on a side's documents and write it."""
-    count = progress("tokenizer")
-
-    def training_texts() -> Iterator[str]:
-        for block in read_blocks(parts, WORDS):
-            yield from texts(block)
-            count(len(block.data))
-
-    FILE_SYSTEM.write_whole(path, train_bpe(training_texts(), vocab_size))
-
-
 def _write_side(
     folder: Path,
     name: str,
     blocks: Iterable[Encoded],
-    *,
     write: Callable[[Path, Iterable[TokenArray]], None],
     options: PrepareOptions,
-    count: Callable[[int], object],
 ) -> Side:
     """Write a side of the split as token files with at most `options.file_tokens` tokens.
 
     Args:
         write: Writes a token file.
-        count: Called with the number of input bytes consumed since the last call.
 
     Raises:
         DataError: A file cannot be written, or there is no document.
@@ -215,11 +186,12 @@ def _write_side(
                 piece = chunk[: file_tokens - side.tokens % file_tokens]
                 yield side.tokens // file_tokens, piece
                 side.tokens, chunk = side.tokens + piece.size, chunk[piece.size :]
-            count(block.read_bytes)
+            bar.update(block.read_bytes)
 
-    for number, members in itertools.groupby(pieces(), itemgetter(0)):
-        write(folder / f"{name}_{number:06d}.bin", map(itemgetter(1), members))
-        side.files += 1
+    with tqdm(desc=name, unit="B", unit_scale=True, disable=None, leave=False) as bar:
+        for number, members in itertools.groupby(pieces(), itemgetter(0)):
+            write(folder / f"{name}_{number:06d}.bin", map(itemgetter(1), members))
+            side.files += 1
     if not (side.documents or options.array):
         raise DataError(
             f"The {name} split has no document",

@@ -168,19 +168,14 @@ def _blend_problems(entries: list[object]) -> Iterator[str]:
     if not 1 <= len(entries) <= MOST_SOURCES:
         yield f"data.train={'[]' if not entries else 'a list'}: must have 1 to {MOST_SOURCES} sources"
         return
-    seen = dict[str, int]()
     for number, entry in enumerate(entries):
         name = f"data.train[{number}]"
         if not isinstance(entry, dict) or entry.keys() != {"path", "weight"}:
             yield f"{name}={entry}: must be {{path: PATH, weight: NUMBER}}"
             continue
-        path = entry["path"]
-        yield from _path_problems(f"train[{number}].path", [path])
+        yield from _path_problems(f"train[{number}].path", [entry["path"]])
         if weight_of(entry["weight"]) is None:
             yield f"{name}.weight={entry['weight']}: must be a number above 0, or a fraction such as 1/3"
-        first = seen.setdefault(str(path), number)
-        if first != number:
-            yield (f"{name}.path={path}: is also the path of data.train[{first}]; list it once, with the summed weight")
 
 
 def _path_problems(key: str, value: object) -> Iterator[str]:

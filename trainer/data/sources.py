@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import glob
-import logging
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
 from reprise.errors import DataError, count_of
 from reprise.storage import is_dir, is_file
 from trainer.data.data_file import changed, unreadable
-from trainer.data.token_file import listed
-
-_log = logging.getLogger(__name__)
 
 # Tests show fixtures more than the language; the other folders hold programs and their tests.
 _STDLIB_EXCLUDED_FOLDERS = frozenset(
@@ -49,23 +44,20 @@ def find_files(pattern: str) -> list[Path]:
     """Return the regular files matching a path or a glob (``**`` allowed), sorted, without duplicates.
 
     Raises:
-        DataError: Nothing matches, a match is neither a file nor a folder, or a folder cannot be listed.
+        DataError: Nothing matches, or a match is neither a file nor a folder.
     """
     expanded = Path(pattern).expanduser()
     # A file name containing glob characters still matches itself.
     if is_file(expanded):
         return [expanded]
-    _require_listable(expanded)
     paths = sorted({Path(hit) for hit in glob.glob(str(expanded), recursive=True)})
-    files = [path for path in paths if is_file(path)]
-    unusable = [path for path in paths if not is_file(path) and not is_dir(path)]
-    if unusable:
+    files = [path for path in paths if not is_dir(path)]
+    if unusable := [path for path in files if not is_file(path)]:
         raise DataError(
             "A glob match is not a file",
             where=unusable[0],
             expected="files (folders are skipped)",
             found="a broken link, a pipe or a device",
-            fix="Restore the file, or remove the match.",
         )
     if not files:
         raise DataError(
@@ -74,26 +66,7 @@ def find_files(pattern: str) -> list[Path]:
             found=count_of(len(paths), "folder") if paths else None,
             fix=f"Relative paths start at {Path.cwd()}. Quote globs; '**/*.txt' searches subfolders.",
         )
-    if empty := [path for path in files if not path.stat().st_size]:
-        _log.warning(f"{len(empty)} of {len(files)} files are empty: {listed(empty)}")
     return files
-
-
-def _require_listable(pattern: Path) -> None:
-    """Raise DataError for an unreadable folder: a glob would silently skip its files."""
-    for depth, part in enumerate(pattern.parts):
-        if not glob.has_magic(part):
-            continue
-        ends = depth + 1 if part == "**" else depth
-        for folder in glob.glob(os.path.join(".", *pattern.parts[:ends], ""), recursive=True):
-            try:
-                os.scandir(folder).close()
-            except OSError as error:
-                _refuse_folder(error)
-
-
-def _refuse_folder(error: OSError) -> NoReturn:
-    raise unreadable(Path(str(error.filename)), error) from error
 
 
 def text_sources(pattern: str) -> list[TextSource]:
@@ -119,10 +92,10 @@ def stdlib_sources(root: Path) -> list[TextSource]:
         root: The library folder, ``sysconfig.get_paths()["stdlib"]`` for the running interpreter.
 
     Raises:
-        DataError: There are no files, or a folder cannot be listed.
+        DataError: There are no files.
     """
     paths = []
-    for folder, folders, names in os.walk(root, onerror=_refuse_folder):
+    for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if name not in _STDLIB_EXCLUDED_FOLDERS]
         for name in names:
             path = Path(folder, name)

@@ -7,7 +7,6 @@ truncates, pads or drops out: a run trains without all this, and so does the cop
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 
 from reprise.errors import DataError
 from trainer.data.section import TOKEN_KINDS, DataSection
@@ -43,7 +42,7 @@ def tokenizer_files(section: DataSection, *, rows: int, bos: int, eos: int, posi
         return {}
     path = tokenizer_path(section.tokenizer)
     file, where = open_tokenizer(path), path or BYTES
-    _require_rows(file, where, rows)
+    require_rows(file, where, rows)
     # transformers would turn any other token into a special token, and tokenize texts differently.
     ends = {file.ids[name]: name for name in (*END_OF_TEXT_NAMES, file.end) if name in file.ids}
     special = file.special | ends
@@ -70,16 +69,12 @@ def tokenizer_files(section: DataSection, *, rows: int, bos: int, eos: int, posi
     return {TOKENIZER: file.raw, TOKENIZER_CONFIG: json_bytes(config)}
 
 
-def require_rows(tokenizer: Path, rows: int) -> None:
-    """Refuse a ``tokenizer.json`` with more tokens than a model has rows.
+def require_rows(file: TokenizerFile, where: object, rows: int) -> None:
+    """Refuse a tokenizer with more tokens than a model has rows.
 
-    Raises:
-        DataError: The tokenizer has more tokens, or cannot be read.
+    Args:
+        where: The tokenizer's path, to name in the error.
     """
-    _require_rows(open_tokenizer(tokenizer), tokenizer, rows)
-
-
-def _require_rows(file: TokenizerFile, where: object, rows: int) -> None:
     if file.rows > rows:
         raise DataError(
             "A tokenizer has more tokens than the model's vocabulary",

@@ -20,6 +20,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from tests.bpe import train_bpe
 from tests.harness import compose
 from tests.messages import Printed
 from tests.profiles import examples
@@ -27,7 +28,6 @@ from tests.unit.data.doors import WORDS, content, prepared, prose, refusal, toke
 from trainer.commands.prepare_data import main
 from trainer.data import corpus, text_file
 from trainer.data.blocks import TextForm
-from trainer.data.bpe import train_bpe
 from trainer.data.encoding import Encoded, in_order
 from trainer.data.indexed_file import open_indexed_file
 from trainer.data.prepared import PrepareOptions, write_prepared
@@ -46,14 +46,16 @@ def test_the_files_do_not_depend_on_the_number_of_processes(tmp_path: Path, form
     for number, path in enumerate(paths):
         texts = [prose(40, seed=100 * number + part) for part in range(20)]
         path.write_text(lines(texts) if form is TextForm.jsonl else "".join(texts), newline="")
-    wanted = PrepareOptions(form, train_vocab_size=400, valid_fraction=0.4, file_tokens=2000)
+    tokenizer = tmp_path / "tokenizer.json"
+    tokenizer.write_bytes(small_tokenizer())
+    wanted = PrepareOptions(form, tokenizer=tokenizer, valid_fraction=0.4, file_tokens=2000)
     for workers in (1, 3):
         with mock.patch.object(text_file, "BLOCK_BYTES", 500):
             sources = text_sources(f"{tmp_path}/*.{form.value}")
             write_prepared(tmp_path / f"by{workers}", sources, wanted, workers=workers)
     found = content(tmp_path / "by1")
     assert found == content(tmp_path / "by3")
-    assert {"tokenizer.json", "train_000000.bin", "train_000001.bin", "valid_000000.bin"} <= set(found)
+    assert {"train_000000.bin", "train_000001.bin", "valid_000000.bin"} <= set(found)
     assert open_token_file(tmp_path / "by1/train_000000.bin").count == 2000
     assert not list(tmp_path.glob(".*"))
 
@@ -128,10 +130,8 @@ def test_a_bad_line_is_named_and_leaves_nothing(tmp_path: Path, capsys: Printed,
 
 REFUSED = {
     "no such file": ("none.txt", "(none.txt)"),
-    "tokenizer": ("a.txt --tokenizer train-bpe", "train-bpe N"),
-    "a small vocabulary": ("a.txt --tokenizer train-bpe 256", "257"),
     "no tokenizer": ("a.txt --tokenizer b.jsonl", "(b.jsonl)"),
-    "bytes that are no text": ("c.txt --tokenizer train-bpe 300", "c.txt, byte 5000"),
+    "bytes that are no text": ("c.txt", "c.txt, byte 5000"),
     "the root": ("a.txt --output /", "(/)"),
     "a side without documents": ("b.jsonl --valid-fraction 0.001", "--valid-fraction"),
 }
@@ -222,7 +222,7 @@ def _die_at_call(calls: int, arguments: list[str]) -> None:
 
 def test_a_call_killed_anywhere_leaves_no_half_of_a_folder(tmp_path: Path) -> None:
     (tmp_path / "new.jsonl").write_text(lines([prose(10, seed) for seed in range(20)]))
-    command = [f"{tmp_path}/new.jsonl", "--valid-fraction", "0.5", "--tokenizer", "train-bpe", "300"]
+    command = [f"{tmp_path}/new.jsonl", "--valid-fraction", "0.5"]
     prepared(tmp_path / "new", *command)
     new = content(tmp_path / "new")
     seen, statuses = [], list[int | None]()

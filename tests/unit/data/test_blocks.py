@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from reprise.errors import DataError
+from tests.bpe import train_bpe
 from tests.messages import refused
 from tests.unit.data.doors import of_texts, prepared, trained
 from tests.unit.data.test_text_file import gzipped, zstd
@@ -49,7 +50,8 @@ def test_a_byte_order_mark_is_no_token(tmp_path: Path, suffix: str, text: bytes)
     plain, marked = tmp_path / f"plain{suffix}", tmp_path / f"marked{suffix}"
     plain.write_bytes(PACK[suffix](text))
     marked.write_bytes(PACK[suffix](codecs.BOM_UTF8 + text))
-    for words in ((), ("--tokenizer", "train-bpe", "260")):
+    (tmp_path / "tokenizer.json").write_bytes(train_bpe(["some text naïve"], 260))
+    for words in ((), ("--tokenizer", tmp_path / "tokenizer.json")):
         tokens = prepared(tmp_path / "out", plain, plain, *words)
         assert prepared(tmp_path / "out", marked, plain, *words) == tokens
     for fraction in (0.01, 0.25, 0.9):

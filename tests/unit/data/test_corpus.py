@@ -19,6 +19,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from reprise.errors import DataError
+from tests.bpe import train_bpe
 from tests.messages import refused
 from tests.unit.data.doors import (
     corpus_of,
@@ -31,7 +32,6 @@ from tests.unit.data.doors import (
     tokens_of,
     trained,
 )
-from trainer.data.bpe import train_bpe
 from trainer.data.corpus import Corpus, default_cache, prepare
 from trainer.data.section import DataKind, DataSection, SampleCut, problems
 from trainer.data.token_file import open_token_file
@@ -205,7 +205,6 @@ SECTIONS = {
     "kind: token_file, train: [a]": "data.train[0]",
     "kind: token_file, train: [{path: a, weight: 0}]": "data.train[0].weight",
     "kind: token_file, train: [{path: 's3://a', weight: 1}]": "data.train[0].path",
-    "kind: megatron, train: [{path: a, weight: 1}, {path: a, weight: 1}]": "data.train[1].path",
     "train: [{path: a, weight: 1}]": "data.train",
     "kind: megatron, train: a, document_mask: true": "",
     "kind: token_file, train: a, document_mask: true": "data.document_mask",

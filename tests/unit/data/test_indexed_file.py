@@ -73,8 +73,6 @@ DAMAGE = [
     (".idx", 9, b"\2", "version 2"),
     (".idx", 17, b"\7", "code 7"),
     (".idx", 17, b"\4", "expected 14 bytes"),
-    (".idx", 42, b"\1", "a.idx"),
-    (".idx", 74, b"\7", "a.idx"),
 ]
 
 

@@ -5,19 +5,20 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
-from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
 
 from reprise.errors import DataError
+from tests.bpe import train_bpe
 from tests.harness import TINY, compose
 from tests.messages import Printed, refused
 from tests.unit.data.doors import refusal, tokens_of
 from trainer.commands.prepare_data import main
 from trainer.data import corpus as corpus_module
-from trainer.data.bpe import train_bpe
+from trainer.data import prepared as module
 from trainer.data.data_file import TokenArray
 from trainer.data.prepared import PrepareOptions, write_prepared
 from trainer.data.sources import text_sources
@@ -101,16 +102,10 @@ def test_files_that_are_no_arrays_are_refused_and_leave_nothing(arrays: Path, ca
 def test_a_wrong_file_is_refused_before_others_are_read(tmp_path: Path, kind: str) -> None:
     (tmp_path / "a").write_text("a text of many bytes")
     (tmp_path / "b").write_bytes(b"\x89PNG\r\n\x1a\n\0")
-    dtype, read = np.dtype("<u2") if kind == "array" else None, list[str]()
-
-    def progress(name: str) -> Callable[[int], object]:
-        read.append(name)
-        return lambda count: read.append(str(count))
-
-    with refused(DataError, str(tmp_path / "b")):
-        options = PrepareOptions(array=dtype)
-        write_prepared(tmp_path / "out", text_sources(f"{tmp_path}/?"), options, workers=1, progress=progress)
-    assert not read
+    options, written = PrepareOptions(array=np.dtype("<u2") if kind == "array" else None), mock.Mock()
+    with mock.patch.object(module, "write_token_file", written), refused(DataError, str(tmp_path / "b")):
+        write_prepared(tmp_path / "out", text_sources(f"{tmp_path}/?"), options, workers=1)
+    assert not written.called
 
 
 def test_an_array_cut_off_while_it_is_read_is_named(arrays: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,7 +125,7 @@ RAW = "--raw uint16"
 
 
 @pytest.mark.parametrize(
-    "options", [f"{RAW} --form text", f"{RAW} --valid-fraction 0.1", f"{RAW} --tokenizer train-bpe 300", "--valid x"]
+    "options", [f"{RAW} --form text", f"{RAW} --valid-fraction 0.1", f"{RAW} --format megatron", "--valid x"]
 )
 def test_what_is_said_of_texts_is_refused(arrays: Path, capsys: Printed, options: str) -> None:
     assert "--raw" in refusal(capsys, arrays / "train.bin", "--output", arrays / "out", *options.split())

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import sysconfig
 from pathlib import Path
-
-import pytest
 
 from reprise.errors import DataError
 from tests.messages import refused
@@ -31,26 +28,6 @@ def test_a_match_that_gives_nothing_is_refused_by_name(tmp_path: Path) -> None:
             with refused(DataError, f"{odd}"):
                 find_files(pattern)
         odd.unlink()
-
-
-@pytest.mark.parametrize("pattern", ["*/*.txt", "**/*.txt", "a?/[0-9]*.txt"])
-def test_a_folder_that_cannot_be_listed_is_no_smaller_corpus(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pattern: str
-) -> None:
-    for name in ("a1", "a2"):
-        write_texts(tmp_path / name, 3)
-    listed = os.scandir
-    assert len(find_files(str(tmp_path / pattern))) == 6
-
-    def scandir(path: str) -> object:
-        if str(path).rstrip("/").endswith("a2"):
-            raise OSError(errno.EIO, "the disk fails", str(path))
-        return listed(path)
-
-    monkeypatch.setattr(os, "scandir", scandir)
-    for find in (lambda: find_files(str(tmp_path / pattern)), lambda: stdlib_sources(tmp_path)):
-        with refused(DataError, "a2", "the disk fails"):
-            find()
 
 
 def test_stdlib_leaves_out_packages_and_tests(tmp_path: Path) -> None:

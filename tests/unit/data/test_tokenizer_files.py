@@ -18,8 +18,8 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from reprise.errors import DataError
+from tests.bpe import train_bpe
 from tests.messages import refused
-from trainer.data.bpe import train_bpe
 from trainer.data.byte_level import bytes_tokenizer
 from trainer.data.section import DataKind, DataSection
 from trainer.data.text import bytes_encoder, open_encoder, prompt_tokens

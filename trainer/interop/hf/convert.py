@@ -16,7 +16,7 @@ from reprise.format import DEFAULT_FILE_BYTES, INDEX, build_layout, model_index
 from reprise.loading import Checkpoint
 from reprise.storage import Json, is_dir, is_file, json_file
 from reprise.tensors import stored_dtype
-from trainer.data.text import TOKENIZER, read_tokenizer
+from trainer.data.text import TOKENIZER, open_tokenizer, read_tokenizer
 from trainer.data.tokenizer_beside import TOKENIZER_FILES, tokenizer_files_in
 from trainer.data.tokenizer_files import require_rows
 from trainer.interop.formats import ExportOptions, Format, ImportOptions
@@ -78,7 +78,7 @@ def fill_folder(folder: Path, source: StateSource, options: ExportOptions) -> No
         documents[INDEX] = model_index(layout)
     tokenizer = source.tokenizer if options.tokenizer is None else _tokenizer_files(options.tokenizer)
     if options.tokenizer is not None and TOKENIZER in tokenizer:
-        require_rows(tokenizer[TOKENIZER], source.model.vocab_size)
+        require_rows(open_tokenizer(tokenizer[TOKENIZER]), tokenizer[TOKENIZER], source.model.vocab_size)
     files.make_folder(folder)
     write_tensor_files(folder, files, layout, source.read)
     for name, document in documents.items():
