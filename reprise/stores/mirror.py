@@ -10,16 +10,18 @@ import contextlib
 import errno
 import logging
 import os
-import random
 import secrets
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
-from reprise.errors import CheckpointError, TrainerError
+from reprise.errors import CheckpointError, LockError, TrainerError, UnreadableError
 from reprise.format.mirror_record import MirrorRule
 from reprise.storage.files import FILE_SYSTEM
 from reprise.storage.folder import WEIGHTS, CheckpointFolder
@@ -27,8 +29,7 @@ from reprise.storage.lease import leases
 from reprise.storage.lock import FolderLock
 from reprise.storage.paths import is_dir
 from reprise.stores.mirror_pass import MirrorPass
-from reprise.stores.store import CHILD_CLIENT, require_obstore, start_process
-from reprise.stores.upload import retried
+from reprise.stores.store import require_obstore, start_process
 from reprise.stores.url import StoreUrl
 
 _log = logging.getLogger(__name__)
@@ -39,7 +40,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 _NICENESS = 10
 _NICE_THREADS = "2"  # of obstore
 _END_S = 5.0
-FINE, _REFUSED = 0, 1
+T = TypeVar("T")
 
 
 def mirror_rule(url: str, *, interval: int, keep: int) -> MirrorRule:
@@ -52,7 +53,7 @@ def mirror_rule(url: str, *, interval: int, keep: int) -> MirrorRule:
 
 
 def mirror_run(run: Path, url: str, *, keep: int, interval: int, once: bool) -> int:
-    """Mirror a run until nothing is left to do, or forever, and log each step. An interrupt ends it at once.
+    """Mirror a run until an interrupt, in a process that logs each step.
 
     Args:
         run: The run's folder, or its checkpoint folder.
@@ -61,83 +62,62 @@ def mirror_run(run: Path, url: str, *, keep: int, interval: int, once: bool) -> 
         once: End once the store has everything now in the folder.
 
     Returns:
-        The exit status: 1 if a checkpoint in the folder is not mirrored, which the log explains.
+        The exit status: 1 if the mirror failed, or the store lacks a checkpoint. The log says why.
 
     Raises:
-        CheckpointError: The folder does not exist, or the URL belongs to another run.
+        CheckpointError: The folder does not exist.
         ConfigError: The URL is malformed or lies in the folder, or obstore is not installed.
-        LockError: Another process mirrors the folder.
-        OSError: With `once`, the store fails; without, it refuses a request until a user fixes the cause.
     """
     if not is_dir(run):
         raise CheckpointError("The folder does not exist", where=run)
     logging.getLogger(__package__).setLevel(logging.INFO)
     folder = run / "checkpoints" if is_dir(run / "checkpoints") else run
-    rule = mirror_rule(url, interval=interval, keep=keep)
-    passes = MirrorPass(CHILD_CLIENT, _checked(rule, folder), folder.absolute(), rule)
-    with contextlib.suppress(KeyboardInterrupt):
-        if once:
-            with _lock(folder):
-                while not retried(lambda: passes.run(at_end=True)):
-                    pass
-        else:
-            follow(passes, folder, threading.Event())
-    return _REFUSED if passes.refused else FINE
+    mirror = Mirror(folder, mirror_rule(url, interval=interval, keep=keep))
+    try:
+        return bool(mirror.finish(None)) if once else mirror.process.wait()
+    except KeyboardInterrupt:
+        return 0
+    finally:
+        mirror.end()
 
 
-def _checked(rule: MirrorRule, folder: Path) -> StoreUrl:
-    require_obstore()
-    url = StoreUrl.parse(rule.url)
-    url.require_outside(folder)
-    return url
-
-
-def _lock(folder: Path) -> FolderLock:
-    return FolderLock(folder / LOCK_FOLDER, secrets.token_hex(4), kind="mirror of a run", another="another run")
-
-
-def follow(passes: MirrorPass, folder: Path, finishing: threading.Event, *, is_patient: bool = False) -> None:
-    """Upload checkpoints until nothing is left to do after `finishing` is set. Retry after failures.
-
-    Args:
-        is_patient: Whether to retry also where the store refuses a request until a user fixes the cause.
+def follow(passes: MirrorPass, folder: Path, finishing: threading.Event) -> None:
+    """Upload checkpoints until nothing is left to do after `finishing` is set.
 
     Raises:
-        OSError: The store refuses a request.
+        OSError: The store refuses a request until a user fixes the cause, or is still away at the end.
+        LockError: Another process still mirrors the folder at the end.
+        CheckpointError: The URL belongs to another run.
     """
-    problem, pause_s, is_locked = "", _FIRST_PAUSE_S, False
+    new_lock = partial(FolderLock, folder / LOCK_FOLDER, kind="mirror of a run", another="another run")
     with contextlib.ExitStack() as stack:
-        while True:
-            is_last = finishing.is_set()
-            wait = time.sleep if is_last else finishing.wait
-            try:
-                if not is_locked:
-                    stack.enter_context(_lock(folder))
-                    is_locked = True
-                is_done = passes.run(at_end=is_last)
-            except (OSError, TrainerError) as error:
-                number = error.errno if isinstance(error, OSError) else None
-                if number == errno.EACCES and not is_patient:
-                    raise
-                kind = f"{type(error).__name__} {number}"
-                if kind != problem:
-                    text = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else error
-                    _log.warning("the mirror is waiting: %s; it will retry, and training continues", text)
-                problem = kind
-                wait(pause_s * random.uniform(0.5, 1.5))
-                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-                continue
-            if problem:
-                _log.info("the mirror continues: %s", passes.url)
-            problem, pause_s = "", _FIRST_PAUSE_S
-            if is_done and is_last:
-                return
+        _patiently(lambda: stack.enter_context(new_lock(secrets.token_hex(4))), finishing)
+        is_last = is_done = False
+        while not (is_last and is_done):
             if is_done:
-                wait(POLL_S)
+                finishing.wait(POLL_S)
+            is_last = finishing.is_set()
+            is_done = _patiently(partial(passes.run, at_end=is_last), finishing)
+
+
+def _patiently(call: Callable[[], T], finishing: threading.Event) -> T:
+    """Return the result of `call`. Repeat it while the store is away, or another process has the lock."""
+    pause_s = 0.0
+    while True:
+        try:
+            return call()
+        except (OSError, LockError, UnreadableError) as error:
+            is_refused = isinstance(error, OSError) and error.errno == errno.EACCES
+            if is_refused or (finishing.is_set() and pause_s == _LONGEST_PAUSE_S):
+                raise
+            if not pause_s:
+                _log.warning("the mirror is waiting: %s; it will retry, and training continues", error)
+        pause_s = min(2 * pause_s or _FIRST_PAUSE_S, _LONGEST_PAUSE_S)
+        (time.sleep if finishing.is_set() else finishing.wait)(pause_s)
 
 
 class Mirror:
-    """A run's mirror: a child process, which retries forever. No method waits for the store, except `finish`.
+    """A run's mirror: a child process. No method waits for the store, except `finish`.
 
     Args:
         folder: The run's checkpoint folder.
@@ -147,7 +127,8 @@ class Mirror:
     """
 
     def __init__(self, folder: Path, rule: MirrorRule) -> None:
-        _checked(rule, folder)
+        require_obstore()
+        StoreUrl.parse(rule.url).require_outside(folder)
         self._folder, self._rule = folder.absolute(), rule
         self._start()
 
@@ -166,11 +147,11 @@ class Mirror:
             except OSError as error:
                 _log.warning("the mirror cannot be restarted: %s; the next save tries again", error)
 
-    def finish(self, wait_s: float) -> bool:
-        """Wait until the mirror has uploaded all missing checkpoints. Return whether it has.
+    def finish(self, wait_s: float | None) -> list[str]:
+        """Wait until the mirror has uploaded all missing checkpoints, and return those still missing.
 
         Args:
-            wait_s: The longest wait, in seconds.
+            wait_s: The longest wait, in seconds. None waits until the mirror ends.
         """
         self.wake()
         with contextlib.suppress(BrokenPipeError):  # it has ended again
@@ -178,7 +159,7 @@ class Mirror:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(wait_s)
         self.end()
-        return self.process.returncode == FINE
+        return self.missing()
 
     def missing(self) -> list[str]:
         """Return the checkpoints missing in the store: iterations, with `weights/` before weights-only saves."""
@@ -205,7 +186,7 @@ def _obey(finishing: threading.Event) -> None:
         os.read(standard_input, 1)
     for lease in tuple(leases):  # another host would watch a dead one for a while
         lease.release()
-    os._exit(_REFUSED)  # whatever request is under way
+    os._exit(1)  # whatever request is under way
 
 
 def main(folder: str, url: str, *numbers: str) -> None:
@@ -219,7 +200,10 @@ def main(folder: str, url: str, *numbers: str) -> None:
     finishing = threading.Event()
     threading.Thread(target=_obey, args=(finishing,), daemon=True).start()
     passes = MirrorPass(StoreClient(), StoreUrl.parse(url), Path(folder), MirrorRule(url, interval, keep))
-    follow(passes, Path(folder), finishing, is_patient=True)
+    try:
+        follow(passes, Path(folder), finishing)
+    except (OSError, TrainerError) as error:
+        sys.exit(f"the mirror has failed: {error}")
 
 
 if __name__ == "__main__":

@@ -286,7 +286,7 @@ def test_a_mirror_that_waits_for_the_lock_of_another_tries_again(
 
     with other:
         monkeypatch.setattr(FolderLock, "__enter__", count_tries)
-        follow(site.passes(), site.folder, finishing, is_patient=True)
+        follow(site.passes(), site.folder, finishing)
     assert len(tries) == 3
     assert site.names() == names_of(5)
     assert caplog.text.count("the mirror is waiting") == 1
@@ -308,7 +308,7 @@ def test_an_ended_mirror_leaves_no_process_and_no_lock(tmp_path: Path, monkeypat
             os._exit(not mirror.process.stdin.closed)
         assert os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1]) == 0
         with connected:
-            assert not mirror.finish(0.01)
+            assert mirror.finish(0.01) == ["5"]
             assert mirror.process.poll() is not None
             assert not is_locked(tmp_path / LOCK_FOLDER)  # which another host would watch
             with FolderLock(tmp_path / LOCK_FOLDER, "another"):

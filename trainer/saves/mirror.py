@@ -61,7 +61,7 @@ def mirrored(
         if is_rewound():
             return
         wait_s = section.mirror_wait_s * (_WAIT_SHARE_AFTER_SIGNAL if is_stopped() else 1.0)
-        names = [name for mirror in mirrors if not mirror.finish(wait_s) for name in mirror.missing()]
+        names = [name for mirror in mirrors for name in mirror.finish(wait_s)]
     if names:
         by_hand = f"`reprise checkpoint mirror {folder} {rule.url} --once` uploads them, and so does the next start"
         _log.warning("not in %s yet: iteration %s. %s", rule.url, ", ".join(names), by_hand)

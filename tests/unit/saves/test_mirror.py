@@ -24,7 +24,12 @@ def test_a_run_waits_for_its_mirror_at_its_end_alone(
     section = CheckpointSection(save=str(tmp_path / "run"), mirror=f"file://{tmp_path}/store", mirror_wait_s=50.0)
     cluster: Any = SimpleNamespace(channel=single_rank_channel(), rank=0)
     waited = list[float]()
-    monkeypatch.setattr(Mirror, "finish", lambda _, wait_s: not waited.append(wait_s))
+
+    def finish(_: Mirror, wait_s: float) -> list[str]:
+        waited.append(wait_s)
+        return []
+
+    monkeypatch.setattr(Mirror, "finish", finish)
     with mirrored(section, cluster, is_stopped=lambda: is_stopped, is_rewound=lambda: is_rewound) as (mirror,):
         pass
     assert waited == waits

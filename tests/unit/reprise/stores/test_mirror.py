@@ -25,8 +25,7 @@ def test_a_mirror_goes_on_after_its_process_is_killed(tmp_path: Path, words: lis
     if "wake" in words:
         mirror.wake()
         assert mirror.process is not killed
-    assert mirror.finish(JOIN_S)
-    assert mirror.missing() == []
+    assert mirror.finish(JOIN_S) == []
     assert committed(tmp_path / "store") == ["iter_0000005"]
 
 
@@ -53,6 +52,5 @@ def test_a_mirror_that_cannot_be_restarted_ends_no_run(
     with monkeypatch.context() as patch:
         patch.setattr(subprocess, "Popen", refuse)
         mirror.wake()
-        assert not mirror.finish(JOIN_S)
-    assert mirror.missing() == ["5"]
+        assert mirror.finish(JOIN_S) == ["5"]
     assert "the mirror cannot be restarted: [Errno 12]" in caplog.text
