@@ -18,7 +18,7 @@ from reprise.loading.verify import check_first_blocks
 from reprise.storage.files import Files
 from reprise.storage.folder import CheckpointFolder, is_iteration_name, iteration_of, kind_of
 from reprise.storage.paths import exists, is_dir
-from reprise.storage.patience import Patience
+from reprise.storage.patience import look
 
 _log = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ def committed_in(folder: CheckpointFolder) -> list[int]:
         OSError: The folder cannot be listed.
     """
     committed = folder.committed()
-    for iteration in reversed(folder.non_folders()):
+    for iteration in sorted({*folder.taken()} - {*committed}, reverse=True):
         path = folder.iteration(iteration)
         if iteration > max(committed, default=-1):
             raise CheckpointError(
@@ -146,7 +146,6 @@ class Chooser:
 
     Args:
         check: Raises MismatchError for another run's valid checkpoint, before any tensor file is opened.
-        patience: How long to retry listing the folder. By default there are no retries.
         local: The local checkpoints, which are further candidates. None without local checkpoints.
 
     Attributes:
@@ -159,12 +158,10 @@ class Chooser:
         files: Files,
         check: Callable[[Checkpoint], None],
         *,
-        patience: Patience | None = None,
         local: LocalFolders | None = None,
     ) -> None:
         self._local = local
         self._source, self._files, self._check = source, files, check
-        self._patience = patience or Patience(0.0)
         self._candidates: list[Path] | None = None
         self._is_exact = False
         self._skipped: list[str] = []  # each skipped checkpoint's name and problem
@@ -198,7 +195,7 @@ class Chooser:
             CheckpointError: None is left. Lists the skipped checkpoints with the reasons.
         """
         if self._candidates is None:
-            self._candidates = self._patience.look(self._find, where=self._source.path)
+            self._candidates = look(self._find, where=self._source.path)
         if not self._candidates:
             raise CheckpointError(
                 "No valid checkpoint is left",
@@ -268,7 +265,7 @@ class Chooser:
         folder, iteration = CheckpointFolder(self._source.path, self._files), self._source.iteration
         local = self._local.paths(iteration)
         has_shared = not self._local.owns(folder.iteration(0))
-        names = [*folder.committed(), *folder.non_folders()] if has_shared else []
+        names = folder.taken() if has_shared else []
         shared = self._find_shared() if names and (iteration is None or iteration in names or not local) else []
         if not local and not shared:
             raise CheckpointError(

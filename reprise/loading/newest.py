@@ -45,8 +45,7 @@ def has_no_checkpoint(path: Path) -> bool:
     if not lexists(path):
         return True
     checkpoints = CheckpointFolder(path, files_of(path))
-    is_checkpoint = exists(path / MANIFEST)
-    is_empty = not is_checkpoint and not checkpoints.committed() and not checkpoints.non_folders()
+    is_empty = not exists(path / MANIFEST) and not checkpoints.taken()
     return is_dir(path) and is_empty and not advice_on_other_program(path)
 
 

@@ -19,7 +19,7 @@ from reprise.loading.same_checkpoint import open_same
 from reprise.ranks.channel import StoreChannel
 from reprise.ranks.error_message import as_problem
 from reprise.storage.files import FILE_SYSTEM, Files, T
-from reprise.storage.patience import Patience, PatientFiles
+from reprise.storage.patience import PatientFiles
 from reprise.storage.progress_line import ProgressLine
 from reprise.stores.locations import files_of, location
 from reprise.tensors.live import LiveTensor
@@ -46,7 +46,6 @@ class Restorer:
 
     Args:
         nonce: This launch's random name, equal on all ranks. Message keys contain it.
-        patience: How long to retry a failed read.
         local: The hosts' local checkpoints. None without local checkpoints.
     """
 
@@ -56,12 +55,10 @@ class Restorer:
         *,
         nonce: str,
         files: Files | None = None,
-        patience: Patience | None = None,
         local: LocalFolders | None = None,
     ) -> None:
         self._local = local
         self._channel, self._nonce = channel, nonce
-        self._patience = patience or Patience()
         self._system = files or FILE_SYSTEM
         self._messages = 0
 
@@ -95,8 +92,8 @@ class Restorer:
             MismatchError: A rank finds another checkpoint under the path than rank 0. Every rank raises.
         """
         shared_load = self._key("store").replace("/", "-") if self._channel.world_size > 1 or not is_new else None
-        files = PatientFiles(files_of(source.path, self._system, load=shared_load), self._patience)
-        chooser = Chooser(source, files, check, patience=self._patience, local=self._local if with_local else None)
+        files = PatientFiles(files_of(source.path, self._system, load=shared_load))
+        chooser = Chooser(source, files, check, local=self._local if with_local else None)
 
         def prepare(checkpoint: Checkpoint) -> Sequence[LiveTensor]:
             tensors = live(checkpoint)

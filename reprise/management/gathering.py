@@ -81,7 +81,7 @@ def gather(
     """
     parts = _newest_whole([part for host in hosts for part in _parts_in(Path(host).absolute())], iteration)
     folder = CheckpointFolder(Path(out), FILE_SYSTEM)
-    lock = FolderLock(folder.root, secrets.token_hex(4), files=folder.files)
+    lock = FolderLock(folder.root, secrets.token_hex(4))
     with lock, lock:
         for number, attempt in folder.partials():  # left by a killed call; others may be a copy under way
             if attempt.startswith(_ATTEMPT):

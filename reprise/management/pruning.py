@@ -20,7 +20,7 @@ from reprise.saving.policy import Retention
 from reprise.storage.files import FILE_SYSTEM
 from reprise.storage.folder import CheckpointFolder
 from reprise.storage.lock import FolderLock
-from reprise.storage.paths import exists, read_regular
+from reprise.storage.paths import read_regular
 from reprise.stores.locations import files_of, is_stored, location
 from reprise.stores.path import url_of
 from reprise.stores.store import CHILD_CLIENT
@@ -229,7 +229,7 @@ def _owned(place: Path, *, dry_run: bool) -> Iterator[tuple[CheckpointFolder, Fo
         yield CheckpointFolder(place, files_of(place)), None
         return
     folder = CheckpointFolder(checkpoint_folder(place), FILE_SYSTEM)
-    lock = None if dry_run else FolderLock(folder.root, secrets.token_hex(4), files=folder.files)
+    lock = None if dry_run else FolderLock(folder.root, secrets.token_hex(4))
     hold = contextlib.nullcontext() if lock is None else lock
     with folder.writing(), hold, hold:
         yield folder, lock
@@ -242,12 +242,8 @@ def _require_whole(folder: CheckpointFolder, retained: Iterable[int], *, has_opt
         checkpoint = whole_checkpoint(path)
         if checkpoint is not None and (checkpoint.has_optimizer or not has_optimizer):
             return
-    fix = "The folder of one host holds parts, which its run deletes."
-    if has_optimizer:
-        fix = "Name an iteration up to that of the newest whole checkpoint."
     raise CheckpointError(
         f"None of the checkpoints that would stay {'has an optimizer and ' * has_optimizer}is whole",
         where=folder.root,
         found=[path.name for path in paths],
-        fix=fix if has_optimizer or any(exists(path / HOST) for path in paths) else None,
     )

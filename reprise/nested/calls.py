@@ -36,7 +36,7 @@ from reprise.ranks.joint_call import JointCall
 from reprise.saving.checkpointer import Checkpointer
 from reprise.saving.policy import Retention, SavePolicy
 from reprise.storage.json_file import to_bytes
-from reprise.storage.patience import Patience
+from reprise.storage.patience import look
 from reprise.stores.locations import location
 from reprise.tensors.live import Contents, LiveTensor
 from reprise.tensors.modes import own_modes
@@ -161,8 +161,8 @@ def fill(
         tree, local = make_tree(), HeldTensors()
         table = local.table_of(tree)
     joint, _ = agree_on_state(call, table, to_bytes({}), local.known)
-    look = partial(Patience().look, partial(has_no_checkpoint, source), where=source)
-    if channel.from_first("missing", lambda: missing_ok and look()):
+    is_missing = partial(look, partial(has_no_checkpoint, source), where=source)
+    if channel.from_first("missing", lambda: missing_ok and is_missing()):
         return LoadedState({**tree.given, "iteration": 0})
     tensors, fillings = local.with_replicas(joint, channel.rank), list[Filling]()
 

@@ -44,7 +44,7 @@ def write_checkpoint(
     """
     nonce, files = secrets.token_hex(4), folder.files
     attempt = Attempt(iteration, f"{nonce}-1", folder, layout)
-    lock = FolderLock(folder.root, nonce, files=files)
+    lock = FolderLock(folder.root, nonce)
     with folder.writing(), lock, lock:
         folder.sweep()
         require_vacant(attempt.target)

@@ -42,7 +42,7 @@ class OwnedFolder:
         self.hosts = hosts or Hosts.of(channel.ranks)
         self._channel, self._nonce = channel, nonce
         self._is_local = hosts is not None
-        lock = partial(FolderLock, files=folder.files, another=folder.terms.another, is_local=self._is_local)
+        lock = partial(FolderLock, another=folder.terms.another, is_local=self._is_local)
         self.lock = lock(folder.root, nonce, owner=self) if channel.rank in self.hosts.leaders else None
         self._key = f"folder/{nonce}"
         self._agreements = 0
@@ -125,8 +125,7 @@ class OwnedFolder:
         with self._leading() as lock:
             if lock is None:
                 return
-            names = [*self.folder.committed(), *self.folder.non_folders()]
-            overtaken = [number for number in names if number > iteration or number in given_up]
+            overtaken = [number for number in self.folder.taken() if number > iteration or number in given_up]
             for path in self.folder.supersede(overtaken):
                 _log.info("an overtaken checkpoint of this run is kept as %s", path.name)
             expired = decide_expired(self.folder, retention)

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from reprise.storage.json_file import step_count as step_count
     from reprise.storage.lock import FolderLock as FolderLock
     from reprise.storage.lock import is_locked as is_locked
+    from reprise.storage.paths import IS_URL as IS_URL
     from reprise.storage.paths import SMALL_BYTES as SMALL_BYTES
     from reprise.storage.paths import exists as exists
     from reprise.storage.paths import is_dir as is_dir
@@ -46,11 +47,10 @@ if TYPE_CHECKING:
     from reprise.storage.paths import matching as matching
     from reprise.storage.paths import open_regular as open_regular
     from reprise.storage.paths import read_regular as read_regular
-    from reprise.storage.paths import url_problem as url_problem
-    from reprise.storage.patience import Patience as Patience
     from reprise.storage.patience import PatientFiles as PatientFiles
     from reprise.storage.patience import failed_read as failed_read
     from reprise.storage.patience import is_damage as is_damage
+    from reprise.storage.patience import retry as retry
     from reprise.storage.patience import unreadable as unreadable
     from reprise.storage.progress_line import ProgressLine as ProgressLine
     from reprise.storage.shared_folder import on_this_host as on_this_host
@@ -67,10 +67,10 @@ _NAMES = {
     "storage.json_file": "Document Json MAX_INTEGER dumps finite_number integer shown step_count",
     "storage.lock": "FolderLock is_locked",
     "storage.paths": (
-        "SMALL_BYTES exists is_dir is_file is_file_name is_symlink is_url lexists matching open_regular "
-        "read_regular url_problem"
+        "IS_URL SMALL_BYTES exists is_dir is_file is_file_name is_symlink is_url lexists matching open_regular "
+        "read_regular"
     ),
-    "storage.patience": "Patience PatientFiles failed_read is_damage unreadable",
+    "storage.patience": "PatientFiles failed_read is_damage retry unreadable",
     "storage.progress_line": "ProgressLine",
     "storage.shared_folder": "on_this_host why_unseen",
 }

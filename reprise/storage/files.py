@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import errno
 import os
-import resource
 import shutil
 import stat
 from collections.abc import Callable, Iterable, Sequence
@@ -269,22 +268,15 @@ def cannot_write(
         another: What the user should name to write elsewhere.
         room: How many bytes are being written. Then the free space is shown whatever the error.
     """
-    where = Path(error.filename) if isinstance(error.filename, str) else path
     is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-    fix = "Make room there" if is_full else "Fix the file system"
-    found = describe_free_space(files, path.parent) if is_full or room else None
+    fix = "Make room there" if is_full else "Correct the path, its permissions or the file system"
     if error.errno in (errno.EMFILE, errno.ENFILE):
-        fix, room = "Raise the open file limit with `ulimit -n`", None
-        found = f"a limit of {resource.getrlimit(resource.RLIMIT_NOFILE)[0]} open files in this process"
-    elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        fix = "Correct the permissions"
-    elif error.errno == errno.ENOENT:  # for example in /proc, where users cannot create folders
-        fix = "Correct the path"
+        fix = "Raise the open file limit with `ulimit -n`"
     return CheckpointError(
         f"{what} cannot be written: {error.strerror} (errno {error.errno})",
-        where=where,
+        where=error.filename2 or error.filename or path,
         expected=f"room for {room} B" if room else None,
-        found=found,
+        found=describe_free_space(files, path.parent) if is_full or room else None,
         fix=f"{fix}, or name {another}.",
     )
 

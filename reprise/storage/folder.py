@@ -126,12 +126,12 @@ class CheckpointFolder:
         # The inode alone is not unique: a freed inode is reused.
         return {i: (status.st_ino, status.st_mtime_ns) for i, status in self._statuses() if S_ISDIR(status.st_mode)}
 
-    def non_folders(self) -> list[int]:
-        """Return, in ascending order, the iterations whose name belongs to a link or a file, not a checkpoint.
+    def taken(self) -> list[int]:
+        """Return the iterations whose name is taken, in ascending order: by a checkpoint, or by a link or a file.
 
         Another run may write to a link's target, and another host may not see it.
         """
-        return [iteration for iteration, status in self._statuses() if not S_ISDIR(status.st_mode)]
+        return [iteration for iteration, _ in self._statuses()]
 
     def _statuses(self) -> list[tuple[int, os.stat_result]]:
         """Return each iteration's name's status, in ascending order, except those deleted meanwhile."""
@@ -188,23 +188,14 @@ class CheckpointFolder:
                 but a power failure may remove it.
 
         Raises:
-            OSError: The rename failed, or was undone because it could not be made durable. An existing checkpoint with
-                the final name is unchanged.
-            CheckpointError: A link or a file has the final name.
+            OSError: The rename failed, as where a link or a file has the final name, or was undone because it could not
+                be made durable. An existing checkpoint with the final name is unchanged.
         """
         source, target = self.partial(iteration, attempt), self.iteration(iteration)
         aside: Path | None = None
         try:
             self.files.rename(source, target)
         except OSError as error:
-            if error.errno == errno.ENOTDIR and lexists(target):
-                raise CheckpointError(
-                    "A save cannot be renamed to its final name",
-                    where=target,
-                    expected="nothing, or a checkpoint",
-                    found=kind_of(target),
-                    fix="Remove it or move it away. Committed checkpoints are untouched.",
-                ) from error
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
             aside = self.root / f".{target.name}.{attempt}{_OUTDATED if replaces else ''}.replaced"
@@ -283,14 +274,7 @@ class CheckpointFolder:
             with _errors_logged("%s could not be swept", path):
                 self.files.remove_tree(path)
                 removed.append(path)
-        if committed := self.committed():  # otherwise only the tracker shows that there was a run
-            if (tracked := self.tracker() or 0) > committed[-1]:
-                _log.warning(
-                    "%s names iteration %d, but the newest checkpoint is %s: newer ones were removed or are hidden",
-                    self.root / TRACKER,
-                    tracked,
-                    iteration_name(committed[-1]),
-                )
+        if self.committed():  # otherwise only the tracker shows that there was a run
             self._update_tracker()
         return removed
 

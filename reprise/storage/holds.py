@@ -89,18 +89,12 @@ class Hold(Lease):
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):
                 if not is_symlink(folder):
                     hold.begin(hold._create)
-                    is_kept = hold.is_in_place()
+                    # Whether the folder is still at its path.
+                    is_kept = os.path.samestat(os.stat(hold.path), os.fstat(hold.descriptor))
         finally:
             if not is_kept:  # also after an interrupt: the caller has no hold to release
                 hold.release()
         return hold if is_kept else None
-
-    def is_in_place(self) -> bool:
-        """Return whether the folder is still at the path where the hold was taken."""
-        try:
-            return os.path.samestat(os.stat(self.path), os.fstat(self.descriptor))
-        except OSError:
-            return False
 
     def _create(self) -> None:
         """Remove expired holds, and write the record for other processes to read."""

@@ -15,7 +15,7 @@ from types import TracebackType
 from reprise.errors import LockError
 from reprise.storage import lease
 from reprise.storage.atomic import make_folders
-from reprise.storage.files import FILE_SYSTEM, Files, keep_block
+from reprise.storage.files import FILE_SYSTEM, keep_block
 from reprise.storage.lease import Holder, Lease, leases
 from reprise.storage.paths import exists
 from reprise.storage.worker import Job, ending_with
@@ -74,11 +74,9 @@ class FolderLock:
         kind: str = "checkpoint folder",
         another: str = "another folder",
         is_local: bool = False,
-        files: Files = FILE_SYSTEM,
         name: str = LOCK,
         owner: object = None,
     ) -> None:
-        self._files = files
         self._file = file = _LockFile(folder.absolute() / name, nonce)
         file.kind, file.another, file.is_local = kind, another, is_local
         file.owner = weakref.ref(self if owner is None else owner)
@@ -95,7 +93,7 @@ class FolderLock:
                 flock.
         """
         if self._file.descriptor < 0:
-            make_folders(self._files, self._file.path.parent)
+            make_folders(FILE_SYSTEM, self._file.path.parent)
             self._file.await_dropped()
             self._file.begin(self._file.take)
 

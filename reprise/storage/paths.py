@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import fnmatch
+import itertools
 import os
 import re
 import stat
@@ -20,7 +21,8 @@ SMALL_BYTES = 256 << 20
 _MAX_NAME_BYTES = 255  # on common file systems
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
-_HUB = re.compile(r"(?:hf:/|ms:/|modelscope:/|https?://(?:huggingface\.co|(?:www\.)?modelscope\.cn))/[^/]")
+# Why a URL is refused as a path, as a predicate.
+IS_URL = "is a URL, not a path; `hf download` fetches a hub's folder"
 
 _MISSING = (errno.ENOENT, errno.ENOTDIR, errno.EBADF, errno.ELOOP)  # as in pathlib before Python 3.14
 
@@ -81,7 +83,8 @@ def matching(folder: Path, pattern: str) -> list[Path]:
     """
     paths = [folder]
     for part in pattern.split("/"):
-        paths = [child for path in paths for child in _children(path, part)]
+        children = itertools.chain.from_iterable(path.iterdir() for path in paths if is_dir(path))
+        paths = [child for child in children if fnmatch.fnmatchcase(child.name, part)]
     return sorted(paths)
 
 
@@ -97,10 +100,7 @@ def open_regular(path: Path, *, follows_links: bool = True) -> int:
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe without a writer would block otherwise
     descriptor = os.open(path, flags if follows_links else flags | os.O_NOFOLLOW)
     try:
-        mode = os.fstat(descriptor).st_mode
-        if stat.S_ISDIR(mode):
-            raise OSError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-        if not stat.S_ISREG(mode):
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise OSError(errno.EINVAL, "not a regular file", str(path))
     except OSError:
         os.close(descriptor)
@@ -140,32 +140,13 @@ def is_url(text: str) -> bool:
     return _URL.match(text.strip()) is not None
 
 
-def url_problem(text: str) -> str:
-    """Say why a URL is refused as a path, as a predicate. For a hub's URL, name its download command."""
-    if _HUB.match(text.strip()):
-        return "is a hub URL: run `hf download` or `modelscope download` with a folder, and use the folder here"
-    return "is a URL; only paths of mounted file systems can be used"
-
-
 def _mode(path: Path, *, follows_links: bool = True) -> int:
     """Return a path's mode (type and permissions), or 0 if nothing is there."""
     try:
         return path.stat(follow_symlinks=follows_links).st_mode
-    except (OSError, ValueError) as error:
-        if _is_missing(error):
+    except ValueError:  # nothing can have this name, as with a null byte
+        return 0
+    except OSError as error:
+        if error.errno in _MISSING:
             return 0
-        raise
-
-
-def _is_missing(error: OSError | ValueError) -> bool:
-    """Return whether an error means that nothing has this name, or can have it, as with a null byte."""
-    return not isinstance(error, OSError) or error.errno in _MISSING
-
-
-def _children(folder: Path, pattern: str) -> list[Path]:
-    try:
-        return [child for child in folder.iterdir() if fnmatch.fnmatchcase(child.name, pattern)]
-    except (OSError, ValueError) as error:
-        if _is_missing(error):
-            return []
         raise

@@ -51,92 +51,69 @@ def unreadable(error: OSError, *, where: object) -> UnreadableError:
     )
 
 
-class Patience:
-    """How long failing reads are retried.
+def retry(call: Callable[[], T], *, where: object = None) -> T:
+    """Return the result of `call`, retrying for `RETRY_S` while it fails.
 
     Args:
-        seconds: Seconds to retry each read. `RETRY_S` by default.
-        pauses_s: First and longest pause between tries, in seconds. Pauses double in between.
-        clock: Returns the time in seconds.
-        sleep: Sleeps for the given seconds.
+        where: The path to log, if the error does not name it.
+
+    Raises:
+        OSError: The error proves damage, or was the last when time ran out.
     """
-
-    def __init__(
-        self,
-        seconds: float | None = None,
-        *,
-        pauses_s: tuple[float, float] = (0.05, 1.0),
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
-        self._seconds = RETRY_S if seconds is None else seconds
-        self._pauses_s, self._clock, self._sleep = pauses_s, clock, sleep
-
-    def retry(self, call: Callable[[], T], *, where: object = None) -> T:
-        """Return the result of `call`, retrying while it fails.
-
-        Args:
-            where: The path to log, if the error does not name it.
-
-        Raises:
-            OSError: The error proves damage, or was the last when time ran out.
-        """
-        waits, is_first = self.waits(), True
-        while True:
-            try:
-                return call()
-            except OSError as error:
-                if is_damage(error):
-                    raise
-                if is_first:
-                    text = f"{error.strerror} (errno {error.errno})"
-                    _log.warning("%s cannot be read, retrying: %s", error.filename or where, text)
-                is_first = False
-                if not next(waits, False):
-                    raise
-
-    def look(self, call: Callable[[], T], *, where: object) -> T:
-        """Return the result of `call`, retrying while it fails.
-
-        Args:
-            where: The path, if the error does not name it.
-
-        Raises:
-            UnreadableError: The error proves damage, or was the last when time ran out.
-        """
+    tries, is_first = waits(RETRY_S), True
+    while True:
         try:
-            return self.retry(call, where=where)
+            return call()
         except OSError as error:
-            raise unreadable(error, where=where) from error
+            if is_damage(error):
+                raise
+            if is_first:
+                text = f"{error.strerror} (errno {error.errno})"
+                _log.warning("%s cannot be read, retrying: %s", error.filename or where, text)
+            is_first = False
+            if not next(tries, False):
+                raise
 
-    def waits(self) -> Iterator[bool]:
-        """Pause, then yield True for another try, until time is up. It starts with the first pause."""
-        pause_s, longest_s = self._pauses_s
-        deadline = self._clock() + self._seconds
-        while (now := self._clock()) < deadline:
-            self._sleep(min(pause_s, deadline - now))
-            pause_s = min(2 * pause_s, longest_s)
-            yield True
+
+def look(call: Callable[[], T], *, where: object) -> T:
+    """Return the result of `call`, retrying as `retry` does.
+
+    Args:
+        where: The path, if the error does not name it.
+
+    Raises:
+        UnreadableError: The error proves damage, or was the last when time ran out.
+    """
+    try:
+        return retry(call, where=where)
+    except OSError as error:
+        raise unreadable(error, where=where) from error
+
+
+def waits(seconds: float, *, pause_s: float = 0.05, longest_s: float = 1.0) -> Iterator[bool]:
+    """Pause, then yield True for another try, until time is up. Pauses double, up to `longest_s`."""
+    deadline = time.monotonic() + seconds
+    while (now := time.monotonic()) < deadline:
+        time.sleep(min(pause_s, deadline - now))
+        pause_s = min(2 * pause_s, longest_s)
+        yield True
 
 
 class PatientFiles(Files):
     """Wraps `files` and retries failing reads for a limited time."""
 
-    def __init__(self, files: Files, patience: Patience) -> None:
-        self._files, self._patience = files, patience
+    def __init__(self, files: Files) -> None:
+        self._files = files
         self.reading_threads, self.step_bytes = files.reading_threads, files.step_bytes
         for name in ("map", "end", "close"):  # without retries
             setattr(self, name, getattr(files, name))
         for name in ("size", "is_folder"):
-            setattr(self, name, partial(self._retry, getattr(files, name)))
+            setattr(self, name, partial(_patiently, getattr(files, name)))
         self._paths: dict[int, Path] = {}  # files opened so far, by descriptor
-
-    def _retry(self, call: Callable[[Path], T], path: Path) -> T:
-        return self._patience.retry(lambda: call(path), where=path)
 
     def open_for_reading(self, path: Path) -> int:
         """Open a file for reading; see `Files.open_for_reading`."""
-        descriptor = self._retry(self._files.open_for_reading, path)
+        descriptor = _patiently(self._files.open_for_reading, path)
         self._paths[descriptor] = path
         return descriptor
 
@@ -149,4 +126,8 @@ class PatientFiles(Files):
                 self._files.reopen(descriptor, path)
             return self._files.read(descriptor, buffer, offset=offset)
 
-        return self._patience.retry(read, where=path)
+        return retry(read, where=path)
+
+
+def _patiently(call: Callable[[Path], T], path: Path) -> T:
+    return retry(partial(call, path), where=path)

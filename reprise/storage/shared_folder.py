@@ -14,11 +14,10 @@ from pathlib import Path
 from reprise.errors import CheckpointError
 from reprise.storage.folder import CheckpointFolder
 from reprise.storage.lock import LOCK
-from reprise.storage.patience import Patience
+from reprise.storage.patience import waits
 
 # How long a rank looks for what its leader made. A network file system may show it late.
 SEEN_WITHIN_S = 5.0
-_PAUSES_S = (0.005, 0.25)
 
 
 def require_lock(folder: CheckpointFolder, nonce: str, *, leader: int) -> None:
@@ -93,8 +92,8 @@ def look_again(problem: Callable[[], str], folder: Path) -> str:
     Args:
         folder: The folder to revalidate before each further call.
     """
-    waits = Patience(SEEN_WITHIN_S, pauses_s=_PAUSES_S).waits()
-    while (answer := problem()) and next(waits, False):
+    tries = waits(SEEN_WITHIN_S, pause_s=0.005, longest_s=0.25)
+    while (answer := problem()) and next(tries, False):
         _revalidate(folder)
     return answer
 

@@ -109,9 +109,6 @@ class Worker:
 
     def __init__(self, name: str, *, threads: int = 1) -> None:
         self._name, self._count = name, threads
-        self._open()
-
-    def _open(self) -> None:
         self._threads: list[threading.Thread] = []
         self._queue: SimpleQueue[Job | None] = SimpleQueue()
         self._dropped = ending_with(self, self._queue)
@@ -128,11 +125,10 @@ class Worker:
         return job
 
     def close(self, timeout_s: float | None = None) -> None:
-        """End the threads after the queued jobs. Wait at most `timeout_s` for each, then leave it behind."""
+        """End the threads after the queued jobs, the last. Wait at most `timeout_s` for each, then leave it behind."""
         self._queue.put(None)
         for thread in self._threads:
             thread.join(timeout_s)
-        self._open()
 
 
 def ending_with(owner: T, queue: SimpleQueue[Job | None]) -> weakref.ref[T]:

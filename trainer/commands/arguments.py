@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 
 from reprise.errors import ConfigError
-from reprise.storage import is_dir, is_url, url_problem
+from reprise.storage import IS_URL, is_dir, is_url
 from reprise.stores import is_store_url, location
 
 
@@ -49,7 +49,7 @@ def local_path(text: str) -> Path:
     if not text.strip():
         raise argparse.ArgumentTypeError("must not be empty")
     if is_url(text):
-        raise argparse.ArgumentTypeError(f"{text} {url_problem(text)}")
+        raise argparse.ArgumentTypeError(f"{text} {IS_URL}")
     return Path(text)
 
 

@@ -16,7 +16,6 @@ from reprise.storage import (
     CheckpointFolder,
     Files,
     Json,
-    Patience,
     PatientFiles,
     exists,
     failed_read,
@@ -150,7 +149,7 @@ def _exists(load: Path, save: Path, files: Files) -> bool:
 
 
 def _open(load: Path, iteration: int | None, own_files: Files) -> Checkpoint | None:
-    files = PatientFiles(files_of(load, own_files), Patience())
+    files = PatientFiles(files_of(load, own_files))
     path = LoadSource.named(load).path
     if is_file(path / MANIFEST) or is_iteration_name(path.name):
         return open_checkpoint(path, files, may_lack=True)

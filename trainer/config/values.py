@@ -10,7 +10,7 @@ from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from reprise.errors import ConfigError
-from reprise.storage import is_url, url_problem
+from reprise.storage import IS_URL, is_url
 from reprise.stores import is_store_url, location
 from trainer.parallel.topology import MOST_THREADS
 
@@ -134,7 +134,7 @@ def path_problems(config: object) -> Iterator[str]:
         elif key in _MAY_BE_STORED and is_store_url(value):
             yield from _store_problems(key, value)
         elif key in _PATHS and is_url(value):
-            yield f"{key}={value}: {url_problem(value)}"
+            yield f"{key}={value}: {IS_URL}"
 
 
 def _store_problems(key: str, value: str) -> Iterator[str]:

@@ -9,7 +9,7 @@ from enum import Enum
 from fractions import Fraction
 from typing import Any
 
-from reprise.storage import is_url, url_problem
+from reprise.storage import IS_URL, is_url
 
 MOST_SOURCES = 4096  # in a blend
 # A fraction with more digits than any float takes minutes.
@@ -189,4 +189,4 @@ def _path_problems(key: str, value: object) -> Iterator[str]:
         if not isinstance(path, str) or not path.strip():
             yield f"data.{key}={path}: must be a path"
         elif is_url(path):
-            yield f"data.{key}={path}: {url_problem(path)}"
+            yield f"data.{key}={path}: {IS_URL}"

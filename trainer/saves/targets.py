@@ -135,8 +135,7 @@ class Saves:
 
     def iterations(self) -> list[int]:
         """Return the iterations from which a start could resume. Rank 0 only."""
-        # Includes non-folders, which a load refuses.
-        shared = [] if self.shared is None else [*self.shared.committed(), *self.shared.non_folders()]
+        shared = [] if self.shared is None else self.shared.taken()
         return shared if self.local is None else [*shared, *self.local.folders.iterations]
 
     @property

@@ -10,7 +10,7 @@ from pathlib import Path
 from models.adapters import base_of
 from reprise.errors import TrainerError
 from reprise.loading import Checkpoint, Chooser, LoadSource
-from reprise.storage import Json, Patience, PatientFiles, failed_read
+from reprise.storage import Json, PatientFiles, failed_read, retry
 from reprise.stores import files_of, location
 from trainer.config import terms
 from trainer.config.checkpoint import CheckpointSection
@@ -54,12 +54,12 @@ def load_base(run: Run, adapters: TensorSource) -> Json:
         files = files_of(folder.path)
         same = (c.path for c in Chooser(folder, files, lambda _: None).openable() if identity_of(c) == saved[1])
         # The newest may be unreadable for a moment. If it is read and differs, it is refused.
-        newest = Chooser(folder, PatientFiles(files, Patience()), lambda c: _require_base(saved, identity_of(c)))
+        newest = Chooser(folder, PatientFiles(files), lambda c: _require_base(saved, identity_of(c)))
         return {"kind": "checkpoint", "path": str(next(same, None) or newest.pick()), "step": None}
 
     def find() -> Json:
         try:
-            return Patience().retry(choose)
+            return retry(choose)
         except OSError as error:
             raise failed_read("The base cannot be read", error, where=path, fix="Correct checkpoint.base.") from error
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from reprise.errors import CheckpointError, MismatchError, count_of
 from reprise.format import ADAPTERS, FRESH, MANIFEST, Journal
 from reprise.loading import LoadSource
-from reprise.storage import CheckpointFolder, Json, Patience, exists, failed_read, is_file
+from reprise.storage import CheckpointFolder, Json, exists, failed_read, is_file, retry
 from reprise.stores import files_of, is_stored, location
 from trainer.config import terms
 from trainer.config.checkpoint import CheckpointSection
@@ -66,7 +66,7 @@ def decide(config: Config, cluster: Cluster, saves: Saves) -> Start:
 
     def find() -> Json:
         try:
-            return Patience().retry(lambda: _find(config, saves, journal, cluster.launch))
+            return retry(lambda: _find(config, saves, journal, cluster.launch))
         except OSError as error:
             raise failed_read(
                 "A path cannot be read", error, where=section.load, fix="Correct checkpoint.load."

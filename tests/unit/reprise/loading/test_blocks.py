@@ -15,7 +15,7 @@ from reprise.format.manifest import BLOCK_BYTES, digest_of
 from reprise.loading.blocks import PieceBlock
 from reprise.loading.reader import Gatherer, OpenFile
 from reprise.storage.files import FILE_SYSTEM, Files
-from reprise.storage.patience import Patience, PatientFiles
+from reprise.storage.patience import PatientFiles
 from reprise.stores.files import StoreFiles
 
 
@@ -31,9 +31,7 @@ def test_a_block_in_a_part_has_its_elements(box: Box, name: str) -> None:
     assert str(PieceBlock(Place(spec, "a", 0), 0, spec.image(box), 0, 8, "")) == f"a, tensor w, {name}"
 
 
-@pytest.mark.parametrize(
-    ("files", "count"), [(FILE_SYSTEM, 8), (StoreFiles(), 1), (PatientFiles(StoreFiles(), Patience()), 1)]
-)
+@pytest.mark.parametrize(("files", "count"), [(FILE_SYSTEM, 8), (StoreFiles(), 1), (PatientFiles(StoreFiles()), 1)])
 def test_a_block_in_a_store_is_one_request(files: Files, count: int) -> None:
     class Read(OpenFile):
         def read(self, buffer: memoryview, offset: int) -> None:

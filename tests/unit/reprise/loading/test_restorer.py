@@ -17,8 +17,8 @@ from reprise.loading.choose import LoadSource
 from reprise.loading.reader import open_checkpoint, read_places
 from reprise.loading.restorer import Restorer
 from reprise.ranks.channel import StoreChannel
+from reprise.storage import patience
 from reprise.storage.files import FILE_SYSTEM, Files
-from reprise.storage.patience import Patience
 from tests.fakes import SHARDINGS, CountedReads, all_ranks, flip_bit, sample_specs, sample_state, save_sample
 
 LARGE = BLOCK_BYTES // 4 + 3  # elements of float32: two blocks
@@ -127,7 +127,7 @@ def restore(path: Path, files: Files, *, is_new: bool = False) -> None:
     live = ONE.live(0, SPECS, sample_state(SPECS, seed=2))
 
     def call(channel: StoreChannel) -> None:
-        restorer = Restorer(channel, nonce="n", files=files, patience=Patience(0.0))
+        restorer = Restorer(channel, nonce="n", files=files)
         restorer.restore(LoadSource(path), check=lambda _: None, live=lambda _: live, is_new=is_new)
 
     all_ranks(1, call)
@@ -141,7 +141,8 @@ def test_tensors_that_nobody_has_seen_are_read_once(tmp_path: Path) -> None:
     assert twice.read_bytes - once.read_bytes == sum(spec.total_bytes for spec in SPECS)
 
 
-def test_a_read_that_fails_after_the_first_change_says_so(tmp_path: Path) -> None:
+def test_a_read_that_fails_after_the_first_change_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patience, "RETRY_S", 0.0)
     path, complete = save_sample(tmp_path), CountedReads()
     restore(path, complete)
     with pytest.raises(PartialLoadError, match="it failed") as caught:

@@ -40,7 +40,7 @@ def test_only_folders_of_the_exact_name_are_checkpoints(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_looked_at_does_not_hold_nothing(tmp_path: Path) -> None:
     folder = CheckpointFolder(tmp_path / ("x" * 300), Files())
-    for look in (folder.committed, folder.stamps, folder.non_folders, folder.superseded):
+    for look in (folder.committed, folder.stamps, folder.taken, folder.superseded):
         with pytest.raises(OSError, match="too long"):
             look()
 
@@ -69,17 +69,14 @@ def test_what_cannot_be_swept_is_named_and_in_nobodys_way(tmp_path: Path, caplog
     assert folder.committed() == [2]
 
 
-@pytest.mark.parametrize("left", [None, "7\n", "40\n", "41\n", "", "7.5", "pipe"])
-def test_sweep_lets_the_tracker_name_the_newest_checkpoint(
-    tmp_path: Path, left: str | None, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.mark.parametrize("left", [None, "7\n", "40\n", "", "7.5", "pipe"])
+def test_sweep_lets_the_tracker_name_the_newest_checkpoint(tmp_path: Path, left: str | None) -> None:
     folder = folder_with(tmp_path, "iter_0000007", "iter_0000040", "iter_0000050.superseded-1")
     if left == "pipe":
         os.mkfifo(tmp_path / TRACKER)
     elif left is not None:
         (tmp_path / TRACKER).write_text(left)
     folder.sweep()
-    assert ("names iteration 41, but the newest checkpoint is iter_0000040" in caplog.text) == (left == "41\n")
     assert (tmp_path / TRACKER).read_text() == "40\n"
     folder.supersede([40])
     assert folder.tracker() == 7

@@ -51,7 +51,7 @@ def test_a_hold_lasts_until_it_is_released(tmp_path: Path) -> None:
     assert not is_held(tmp_path)
     hold = Hold.take(tmp_path)
     assert hold is not None
-    assert hold.is_in_place()
+    assert hold.path.exists()
     assert hold.path.name.startswith(f"hold.{os.getpid()}.")
     assert is_held(tmp_path)
     hold.release()
@@ -168,7 +168,7 @@ def test_a_hold_wins_until_the_folder_is_renamed(tmp_path: Path, moment: str) ->
         return
     assert moment == "before the rename" or renamed == []  # its reader does not miss it for a moment
     assert hold is not None
-    assert hold.is_in_place()
+    assert hold.path.exists()
     assert (folder.iteration(1) / "content").exists()
     assert folder.committed() == [1, 2, 3]
     hold.release()
@@ -180,7 +180,7 @@ def test_a_hold_follows_a_checkpoint_that_is_superseded(tmp_path: Path) -> None:
     hold = Hold.take(folder.iteration(1))
     assert hold is not None
     (renamed,) = folder.supersede([1])
-    assert not hold.is_in_place()
+    assert not hold.path.exists()
     assert is_held(renamed)
     hold.release()
     assert [path.name for path in renamed.iterdir()] == ["content"]

@@ -17,10 +17,10 @@ from reprise.ranks.channel import StoreChannel, single_rank_channel
 from reprise.saving.checkpointer import Checkpointer
 from reprise.saving.owned_folder import decide_expired
 from reprise.saving.policy import Retention, SavePolicy
-from reprise.storage import json_file
+from reprise.storage import json_file, patience
 from reprise.storage.files import Files
 from reprise.storage.folder import CheckpointFolder
-from reprise.storage.patience import RETRY_S, Patience, unreadable
+from reprise.storage.patience import RETRY_S, unreadable
 from tests.fakes import FailingFiles, run_ranks
 from tests.messages import refused
 from tests.unit.reprise.loading.test_reader import contents, save
@@ -31,7 +31,7 @@ READS = ("open_for_reading", "read", "size")
 
 
 class Clock:
-    """A clock that only sleeping moves; `wakes` maps a number of sleeps to what is done after it."""
+    """A clock that only sleeping moves, in place of `time`; `wakes` maps a number of sleeps to what comes after it."""
 
     def __init__(self) -> None:
         self.now_s, self.sleeps = 0.0, 0
@@ -42,8 +42,15 @@ class Clock:
         self.sleeps += 1
         self.wakes.get(self.sleeps, lambda: None)()
 
-    def patience(self) -> Patience:
-        return Patience(clock=lambda: self.now_s, sleep=self.sleep)
+    def monotonic(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(patience, "time", clock)
+    return clock
 
 
 class Failing(FailingFiles):
@@ -70,11 +77,11 @@ def names(run: Path) -> Sequence[str]:
     return sorted(path.name for path in run.iterdir() if path.is_dir())
 
 
-def resume(run: Path, files: Files, clock: Clock, channel: StoreChannel | None = None) -> int:
+def resume(run: Path, files: Files, channel: StoreChannel | None = None) -> int:
     """Load the newest and rewind to it, as the trainer does; return the iteration."""
     channel = channel or single_rank_channel()
     checkpointer = Checkpointer(SavePolicy(run), channel, nonce="m", files=files)
-    restorer = Restorer(channel, nonce="m", files=files, patience=clock.patience())
+    restorer = Restorer(channel, nonce="m", files=files)
     checkpointer.start()
     try:
         target = contents(0)
@@ -96,16 +103,18 @@ def run(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("passes", [False, True])
 @pytest.mark.parametrize(("number", "code"), [*enumerate(CODES)], ids=[errno.errorcode[code] for code in CODES])
-def test_a_read_error_ends_the_load_or_passes_with_no_rename(run: Path, number: int, code: int, passes: bool) -> None:
-    kind, before, clock = READS[number % 3], names(run), Clock()
+def test_a_read_error_ends_the_load_or_passes_with_no_rename(
+    run: Path, clock: Clock, number: int, code: int, passes: bool
+) -> None:
+    kind, before = READS[number % 3], names(run)
     files = Failing(kind, code)
     if passes:
         clock.wakes = {4: lambda: setattr(files, "is_armed", False)}
-        assert resume(run, files, clock) == 11
+        assert resume(run, files) == 11
         assert files.failures > 3
     else:
         with refused(UnreadableError, f"errno {code}", str(run / "iter_0000011")):
-            resume(run, files, clock)
+            resume(run, files)
         assert RETRY_S <= clock.now_s <= 2 * RETRY_S
     assert names(run) == before
 
@@ -131,7 +140,7 @@ def test_a_stale_handle_is_opened_again(run: Path) -> None:
             return super().read(descriptor, buffer, offset=offset)
 
     files, before = Stale(), len(os.listdir("/proc/self/fd"))
-    assert resume(run, files, Clock()) == 11
+    assert resume(run, files) == 11
     assert files.opened > 1
     assert len(os.listdir("/proc/self/fd")) == before
 
@@ -142,7 +151,7 @@ def test_what_one_rank_cannot_read_ends_every_rank_alike(run: Path, culprit: int
 
     def call(channel: StoreChannel) -> int:
         files = Failing(kind if channel.rank == culprit else "none", errno.EIO)
-        return resume(run, files, Clock(), channel)
+        return resume(run, files, channel)
 
     outcomes = run_ranks(2, call)
     assert [type(outcome) for outcome in outcomes] == [UnreadableError, UnreadableError]
@@ -151,10 +160,9 @@ def test_what_one_rank_cannot_read_ends_every_rank_alike(run: Path, culprit: int
     assert names(run) == before
 
 
-def test_damage_is_not_waited_for_and_goes_back_to_the_older_one(run: Path) -> None:
-    clock = Clock()
+def test_damage_is_not_waited_for_and_goes_back_to_the_older_one(run: Path, clock: Clock) -> None:
     (run / "iter_0000011" / STATE).unlink()
-    assert resume(run, Files(), clock) == 10
+    assert resume(run, Files()) == 10
     assert clock.sleeps == 0
     assert names(run) == ["iter_0000009", "iter_0000010", "iter_0000011.superseded-1"]
 
