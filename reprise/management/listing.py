@@ -6,6 +6,7 @@ import os
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
@@ -18,14 +19,12 @@ from reprise.management.host_share import share_of
 from reprise.management.paths import checkpoint_folder, checkpoints_in, examined
 from reprise.management.summary import CheckpointStatus, CheckpointSummary
 from reprise.storage import json_file
-from reprise.storage.files import Files
-from reprise.storage.folder import WEIGHTS, iteration_of, named_iteration
+from reprise.storage.folder import iteration_of, named_iteration
 from reprise.storage.holds import HOLD, is_held
 from reprise.storage.json_file import Json
 from reprise.storage.paths import is_symlink
 from reprise.storage.patience import unreadable
-from reprise.stores.locations import files_of, is_stored, location
-from reprise.stores.path import by_checkpoint
+from reprise.stores.locations import files_of, location
 
 CHECKED = 100  # how many of a folder's newest checkpoints, by default
 Tree = Mapping[str, os.stat_result]  # a checkpoint's files by name
@@ -45,46 +44,30 @@ def list_checkpoints(*folders: str | Path, check: int | None = CHECKED) -> tuple
     """
     summaries = list[CheckpointSummary]()
     for root in [checkpoint_folder(folder) for folder in map(location, folders)]:
-        trees = trees_in(root, files_of(root))
-        checked = {path for _, group in groupby(trees, attrgetter("parent")) for path in deque(group, maxlen=check)}
-        for path, tree in trees.items():
-            summary = _listed(root, path, tree)
-            summaries.append(_checked(summary) if path in checked or summary.problem is not None else summary)
+        paths = checkpoints_in(root)
+        checked = {path for _, group in groupby(paths, attrgetter("parent")) for path in deque(group, maxlen=check)}
+        for summary in files_of(root).map(partial(_listed, root), paths):
+            is_checked = summary.path in checked or summary.problem is not None
+            summaries.append(_checked(summary) if is_checked else summary)
     return tuple(summaries)
 
 
-def trees_in(folder: Path, files: Files) -> dict[Path, Tree | None]:
-    """Return a folder's checkpoints in order. In a store, a single listing gives their objects too.
-
-    Raises:
-        CheckpointError: There is no checkpoint.
-    """
-    trees = by_checkpoint(files.tree(folder)) if is_stored(folder) else {}
-    names = sorted((name for name, tree in trees.items() if MANIFEST in tree), key=lambda n: (n.startswith(WEIGHTS), n))
-    return {folder / name: trees[name] for name in names} or dict.fromkeys(checkpoints_in(folder))
-
-
-def _listed(folder: Path, path: Path, tree: Tree | None) -> CheckpointSummary:
-    """Return an unchecked summary, with a problem if only a check can classify the checkpoint.
-
-    Args:
-        tree: Its objects in a store. There the state is not read, which would take a request per checkpoint.
-    """
+def _listed(folder: Path, path: Path) -> CheckpointSummary:
+    """Return an unchecked summary, with a problem if only a check can classify the checkpoint."""
+    tree: Tree = {}
     state: Json | None = None
     problem: TrainerError | None = None
     files = files_of(path)
     try:
-        if tree is None:
-            tree = {} if is_symlink(path) else files.tree(path)
-            state = json_file.parse(read_content(path / STATE, files), where=path / STATE)
-            check_state(state, path)
+        tree = {} if is_symlink(path) else files.tree(path)
+        state = json_file.parse(read_content(path / STATE, files), where=path / STATE)
+        check_state(state, path)
         if MANIFEST not in tree:
             problem = CheckpointError("A checkpoint has no manifest", where=path)
     except OSError as error:
         problem = unreadable(error, where=path)
     except TrainerError as error:
         problem = error
-    tree = tree or {}
     return CheckpointSummary(
         folder,
         path,

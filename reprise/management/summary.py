@@ -37,7 +37,7 @@ class CheckpointSummary:
         written_at: When it was saved, in Unix time.
         status: Whether it is whole, judged by its JSON files, headers and each file's first block.
         problem: The damage, or the failed read.
-        state: The parsed `trainer_state.json`. None if it is damaged, unreadable, or unchecked in a store.
+        state: The parsed `trainer_state.json`. None if it is damaged or unreadable.
         share: The pieces in its folder, if it is a host's folder and checked.
         has_adapters: Whether it holds low-rank adapters.
         is_lightened: Whether its optimizer state was dropped.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from reprise.errors import TrainerError
@@ -56,16 +56,16 @@ def verify(*checkpoints: str | Path, progress: ProgressCallback = ignore_progres
 
 
 def _verify(path: Path, is_named: bool, progress: ProgressCallback) -> VerifiedCheckpoint:
-    result = VerifiedCheckpoint(path, named_iteration(path.name), CheckpointStatus.WHOLE, None)
+    checked_bytes: int | None = None
 
     def check(checkpoint: Checkpoint) -> None:
-        nonlocal result
-        share, name = share_of(checkpoint), path.name
-        result = replace(result, iteration=checkpoint.iteration, share=share)
+        nonlocal checked_bytes
+        share = share_of(checkpoint)
         total = tensor_bytes(checkpoint) if share is None else share.present_bytes
-        progress(name, 0, total)
-        count = verify_share(checkpoint, progress=lambda n: progress(name, n, total))
-        result = replace(result, checked_bytes=count)
+        progress(path.name, 0, total)
+        checked_bytes = verify_share(checkpoint, progress=lambda n: progress(path.name, n, total))
 
-    status, problem, _ = examined(path, check, is_named=is_named)
-    return replace(result, status=status, problem=problem)
+    status, problem, checkpoint = examined(path, check, is_named=is_named)
+    if checkpoint is None:
+        return VerifiedCheckpoint(path, named_iteration(path.name), status, problem)
+    return VerifiedCheckpoint(path, checkpoint.iteration, status, problem, checked_bytes, share_of(checkpoint))
