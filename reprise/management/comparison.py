@@ -11,9 +11,10 @@ import torch
 
 from reprise.format.layout import Place
 from reprise.loading.reader import Checkpoint, open_tensor_file, read_places
-from reprise.management.paths import open_newest, part_of_host
+from reprise.management.paths import open_newest
 from reprise.management.progress import ProgressCallback, ignore_progress
 from reprise.storage.json_file import Json
+from reprise.stores.checkpoint_files import part_of_host
 from reprise.tensors.dtypes import torch_dtype
 
 ITEMS = 1 << 20  # compared at a time

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from reprise.errors import CheckpointError
 from reprise.format.names import MANIFEST, OPTIMIZER_DROPPED
-from reprise.loading.reader import Checkpoint, open_checkpoint, read_content
+from reprise.loading.reader import open_checkpoint, read_content
 from reprise.loading.verify import verify_share
-from reprise.management.paths import all_checkpoints, part_of_host
+from reprise.management.paths import all_checkpoints
 from reprise.management.progress import ProgressCallback, ignore_progress
 from reprise.storage.atomic import make_folders, sync_folders
 from reprise.storage.files import FILE_SYSTEM
@@ -20,7 +20,7 @@ from reprise.stores.checkpoint_files import CheckpointFiles
 from reprise.stores.locations import files_of, is_stored, location
 from reprise.stores.path import url_of
 from reprise.stores.store import CHILD_CLIENT
-from reprise.stores.upload import Upload, retried
+from reprise.stores.upload import Upload
 
 _COPY_BYTES = 8 << 20
 
@@ -73,9 +73,6 @@ def copy(
 
 def _copy(source: Path, target: Path, progress: ProgressCallback) -> CopiedCheckpoint:
     """Copy one checkpoint's files missing at the target, and verify."""
-    checkpoint = open_checkpoint(source, files_of(source))
-    if checkpoint.host is not None:
-        raise part_of_host(source)
     content, copied = CheckpointFiles.at(source), [0]
 
     def count(size: int) -> None:
@@ -84,7 +81,7 @@ def _copy(source: Path, target: Path, progress: ProgressCallback) -> CopiedCheck
 
     count(0)
     if not _is_there(target, content):
-        (_upload if is_stored(target) else _download)(checkpoint, target, content, count)
+        (_upload if is_stored(target) else _download)(source, target, content, count)
     return CopiedCheckpoint(str(source), str(target), content.total_bytes, copied[-1])
 
 
@@ -105,24 +102,16 @@ def _is_there(target: Path, content: CheckpointFiles) -> bool:
     return True
 
 
-def _upload(checkpoint: Checkpoint, target: Path, content: CheckpointFiles, count: Callable[[int], None]) -> None:
+def _upload(source: Path, target: Path, content: CheckpointFiles, count: Callable[[int], None]) -> None:
     """Upload to a store through this host's child process."""
-    source = checkpoint.path
     if not is_stored(source):
-        verify_share(checkpoint)
-    upload = Upload(CHILD_CLIENT, url_of(target), source)
-    sent = list[str]()
-
-    def send(name: str) -> None:
-        sent.append(name)
-        count(content.sizes[name])
-
-    retried(lambda: upload.run(send), lambda: len(sent))
+        verify_share(open_checkpoint(source, FILE_SYSTEM))
+    Upload(CHILD_CLIENT, url_of(target), source).run(lambda name: count(content.sizes[name]))
     if is_stored(source):  # both sides are remote: read the copy back
         verify_share(open_checkpoint(target, files_of(target)))
 
 
-def _download(checkpoint: Checkpoint, target: Path, content: CheckpointFiles, count: Callable[[int], None]) -> None:
+def _download(source: Path, target: Path, content: CheckpointFiles, count: Callable[[int], None]) -> None:
     """Write to a hidden folder beside the target, verify it, and rename it."""
     partial, files = target.with_name(f".{target.name}.{content.digest}.copy.partial"), FILE_SYSTEM
     make_folders(files, partial)
@@ -130,7 +119,7 @@ def _download(checkpoint: Checkpoint, target: Path, content: CheckpointFiles, co
         path = partial / name
         make_folders(files, path.parent)
         if not exists(path) or path.stat().st_size != size:
-            _fetch(checkpoint, name, size, path, count)
+            _fetch(source / name, path, size, count)
     files.write_whole(partial / MANIFEST, content.manifest)
     try:
         verify_share(open_checkpoint(partial, files))
@@ -142,18 +131,18 @@ def _download(checkpoint: Checkpoint, target: Path, content: CheckpointFiles, co
     files.sync_folder(target.parent)
 
 
-def _fetch(checkpoint: Checkpoint, name: str, size: int, path: Path, count: Callable[[int], None]) -> None:
+def _fetch(source: Path, target: Path, size: int, count: Callable[[int], None]) -> None:
     """Copy a file. Until its end, it is shorter than `size`."""
-    source = checkpoint.files
-    reading, writing = source.open_for_reading(checkpoint.path / name), FILE_SYSTEM.write_new(path, b"")
+    files = files_of(source)
+    reading, writing = files.open_for_reading(source), FILE_SYSTEM.write_new(target, b"")
     try:
         for offset in range(0, size, _COPY_BYTES):
             part = memoryview(bytearray(min(_COPY_BYTES, size - offset)))
-            if source.read(reading, part, offset=offset) != part.nbytes:
-                raise CheckpointError("A file ended early", where=checkpoint.path / name, expected=f"{size} B")
+            if files.read(reading, part, offset=offset) != part.nbytes:
+                raise CheckpointError("A file ended early", where=source, expected=f"{size} B")
             FILE_SYSTEM.write(writing, part, offset=offset)
             count(part.nbytes)
         FILE_SYSTEM.sync(writing)
     finally:
         FILE_SYSTEM.close(writing)
-        source.close(reading)
+        files.close(reading)

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from reprise.errors import CheckpointError, TrainerError, UnreadableError
-from reprise.format.names import HOST
 from reprise.loading.choose import LoadSource, committed_in, no_folder
 from reprise.loading.reader import Checkpoint, open_checkpoint
 from reprise.management.summary import CheckpointStatus
@@ -61,13 +60,6 @@ def open_newest(checkpoint: str | Path) -> Checkpoint:
             raise _no_checkpoint(folder.root)
         path = folder.iteration(committed[-1])
     return open_checkpoint(path, files)
-
-
-def part_of_host(path: Path) -> CheckpointError:
-    """Return the error for a checkpoint that a single host's folder has in part."""
-    return CheckpointError(
-        "A folder holds the part of one host", where=path, found=HOST, fix="Join the hosts: `gather`."
-    )
 
 
 Examined = tuple[CheckpointStatus, TrainerError | None, Checkpoint | None]

@@ -5,12 +5,11 @@ from typing import TYPE_CHECKING
 from reprise.lazy import importer
 
 if TYPE_CHECKING:
-    from reprise.stores.holds import ManifestVersion as ManifestVersion
-    from reprise.stores.holds import manifest_version as manifest_version
-    from reprise.stores.holds import take_hold as take_hold
+    from reprise.stores.locations import ManifestVersion as ManifestVersion
     from reprise.stores.locations import files_of as files_of
     from reprise.stores.locations import is_stored as is_stored
     from reprise.stores.locations import location as location
+    from reprise.stores.locations import manifest_version as manifest_version
     from reprise.stores.mirror import Mirror as Mirror
     from reprise.stores.mirror import mirror_rule as mirror_rule
     from reprise.stores.mirror import mirror_run as mirror_run
@@ -18,8 +17,7 @@ if TYPE_CHECKING:
     from reprise.stores.url import is_store_url as is_store_url
 
 _NAMES = {
-    "stores.holds": "ManifestVersion manifest_version take_hold",
-    "stores.locations": "files_of is_stored location",
+    "stores.locations": "ManifestVersion files_of is_stored location manifest_version",
     "stores.mirror": "Mirror mirror_rule mirror_run",
     "stores.probe": "probe_store",
     "stores.url": "is_store_url",

@@ -7,9 +7,16 @@ from pathlib import Path
 
 import xxhash
 
+from reprise.errors import CheckpointError
 from reprise.format.manifest import from_bytes
-from reprise.format.names import MANIFEST, OPTIMIZER_DROPPED, OPTIMIZER_FILES, is_lightened
+from reprise.format.names import HOST, MANIFEST, OPTIMIZER_DROPPED, OPTIMIZER_FILES, is_lightened
 from reprise.stores.locations import files_of
+
+
+def part_of_host(path: Path) -> CheckpointError:
+    """Return the error for a checkpoint that a single host's folder has in part."""
+    fix = "Join the hosts' folders: `reprise checkpoint gather FOLDER... OUT`."
+    return CheckpointError("A folder holds the part of one host", where=path, found=HOST, fix=fix)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +40,16 @@ class CheckpointFiles:
         Raises:
             FileNotFoundError: The checkpoint is gone.
             MismatchError: It has another format version.
-            CheckpointError: It is damaged or malformed.
+            CheckpointError: It is damaged, malformed or a single host's part.
         """
         files = files_of(path)
+        tree = files.tree(path)
+        if HOST in tree:
+            raise part_of_host(path)
         data = files.read_whole(path / MANIFEST)
         manifest = from_bytes(data, where=path / MANIFEST)
         sizes = {name: entry.total_bytes for name, entry in manifest.files.items()}
-        if is_lightened(files.tree(path)):  # a marker explains the missing files
+        if is_lightened(tree):  # a marker explains the missing files
             sizes = {name: size for name, size in sizes.items() if not name.startswith(OPTIMIZER_FILES)}
             sizes[OPTIMIZER_DROPPED] = 0
         return CheckpointFiles(data, xxhash.xxh3_64_hexdigest(data), sizes)

@@ -23,7 +23,6 @@ from obstore import exceptions
 from obstore import store as stores
 
 from reprise.storage.paths import exists
-from reprise.stores.ranges import CELL_BYTES
 from reprise.stores.url import StoreUrl, is_store_url
 
 # An upload's grid: 8 MiB parts, or larger ones if a file would have more than MOST_PARTS. S3 and R2 take 10,000 parts,
@@ -34,22 +33,16 @@ PARTS_AT_ONCE = 8
 # obstore's timeout covers a whole request with its body: 8 MiB at 256 KiB/s, after 30 s.
 REQUEST_S = 62
 RETRY_S = 120
-_NO_BUCKET = "the bucket does not exist: create it, or correct the URL"
-_REFUSES = "the store refuses the credentials"
-_REGION = "the bucket is in another region: set AWS_REGION"
-# Failures that only a user can fix, by the code in the store's answer.
+# The codes of failures that only a user can fix, besides refused permissions.
 _REFUSALS = {
-    "NoSuchBucket": _NO_BUCKET,
-    "ContainerNotFound": _NO_BUCKET,
-    "AccessDenied": f"{_REFUSES}: allow them to list, read, write and delete there",
-    "InvalidAccessKeyId": f"{_REFUSES}: correct AWS_ACCESS_KEY_ID, or AWS_ENDPOINT_URL",
-    "SignatureDoesNotMatch": f"{_REFUSES}: correct AWS_SECRET_ACCESS_KEY",
-    "ExpiredToken": f"{_REFUSES}: renew them",
-    "InvalidToken": f"{_REFUSES}: renew them",
-    "RequestTimeTooSkewed": "this host's clock differs from the store's: set it",
-    "PermanentRedirect": _REGION,
-    "AuthorizationHeaderMalformed": _REGION,
+    "NoSuchBucket",
+    "ContainerNotFound",
+    "ExpiredToken",
+    "InvalidToken",
+    "PermanentRedirect",
+    "AuthorizationHeaderMalformed",
 }
+_ADVICE = "check the URL, the endpoint, the region (AWS_REGION), the credentials, their rights and this host's clock"
 
 
 class StoreClient:
@@ -66,8 +59,8 @@ class StoreClient:
             meta: Any = obstore.head(_open_store(url.root), url.key)
         return meta["size"], meta["e_tag"], meta["last_modified"].timestamp()
 
-    def read(self, url: StoreUrl, offset: int, size: int, etag: str | None = None) -> memoryview:
-        """Return exactly `size` bytes from an object, starting at `offset`, in requests that end within `REQUEST_S`.
+    def read(self, url: StoreUrl, offset: int, size: int, etag: str | None) -> memoryview:
+        """Return exactly `size` bytes from an object, starting at `offset`.
 
         Args:
             etag: The version to read. None reads any.
@@ -75,25 +68,19 @@ class StoreClient:
         Raises:
             OSError: EIO also if the body has another length.
         """
-        if size == 0:
-            return memoryview(b"")
-        if size > CELL_BYTES:  # more than a request may take
-            starts = range(offset, offset + size, PART_BYTES)
-            parts = (self.read(url, at, min(PART_BYTES, offset + size - at), etag) for at in starts)
-            return memoryview(b"".join(parts))
         options: Any = {"range": (offset, offset + size)}
         if etag is not None:
             options["if_match"] = etag
         with _translated(url):
             body = memoryview(obstore.get(_open_store(url.root), url.key, options=options).bytes())
         if body.nbytes != size:
-            raise _error(errno.EIO, f"{body.nbytes} B of {size} B at {offset} arrived", url)
+            raise OSError(errno.EIO, f"{body.nbytes} B of {size} B at {offset} arrived", str(url))
         return body
 
     def read_text(self, url: StoreUrl) -> str:
         """Return a small object's content."""
-        size, etag, _ = self.head(url)
-        return str(self.read(url, 0, size, etag), errors="replace")
+        with _translated(url):
+            return str(obstore.get(_open_store(url.root), url.key).bytes(), errors="replace")
 
     def objects(self, folder: StoreUrl) -> dict[str, tuple[int, float]]:
         """Return each object's size and modification time below a folder, by name in it."""
@@ -206,18 +193,13 @@ def _os_error(error: Exception, url: StoreUrl) -> OSError:
     answer = re.search(r"<Code>(\w+)</Code>(?:\s*<Message>([^<]*))?", str(error))
     code, message = answer.groups("") if answer else ("", "")
     text = ": ".join(filter(None, [code, message])) or " ".join(str(error).split("\n", 1)[0].split())[:300]
-    if code in _REFUSALS:
-        return _error(errno.EACCES, f"{_REFUSALS[code]} ({text})", url)
-    if not code and "400 Bad Request" in text:  # of a HEAD request, whose answer names no reason
-        return _error(errno.EACCES, f"{_REFUSES}, or is in another region: correct AWS_REGION, or renew them", url)
-    if isinstance(error, (exceptions.NotFoundError, FileNotFoundError)):
-        return _error(errno.ENOENT, os.strerror(errno.ENOENT), url)
-    if isinstance(error, exceptions.PreconditionError):
-        return _error(errno.ESTALE, "the object was replaced while it was read", url)
-    if isinstance(error, (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError)):
-        return _error(errno.EACCES, f"{_REFUSES}: {text}", url)
-    return _error(errno.EIO, text, url)
-
-
-def _error(number: int, text: str, url: StoreUrl) -> OSError:
+    is_denied = isinstance(error, (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError))
+    number = errno.EIO
+    # The answer to a HEAD request names no code.
+    if code in _REFUSALS or is_denied or (not code and "400 Bad Request" in text):
+        number, text = errno.EACCES, f"the store refuses the request ({text}): {_ADVICE}"
+    elif isinstance(error, (exceptions.NotFoundError, FileNotFoundError)):
+        number, text = errno.ENOENT, os.strerror(errno.ENOENT)
+    elif isinstance(error, exceptions.PreconditionError):
+        number, text = errno.ESTALE, "the object was replaced while it was read"
     return OSError(number, text, str(url))

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from reprise.format.names import MANIFEST
 from reprise.storage.files import FILE_SYSTEM, Files
 from reprise.storage.paths import is_stored as is_stored
 from reprise.storage.paths import is_url
+
+ManifestVersion = tuple[object, ...]
 
 
 def location(text: str | Path) -> Path:
@@ -37,3 +40,16 @@ def files_of(path: Path, files: Files = FILE_SYSTEM, *, load: str | None = None)
     from reprise.stores.files import StoreFiles
 
     return StoreFiles(load)
+
+
+def manifest_version(path: Path) -> ManifestVersion | None:
+    """Return a value that identifies the checkpoint at a path without reading it, or None without a checkpoint.
+
+    Raises:
+        OSError: The store or the file system fails.
+    """
+    try:
+        status = (path / MANIFEST).stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return status.st_ino, status.st_size, status.st_mtime, status.st_mtime_ns  # a store may have no ETag

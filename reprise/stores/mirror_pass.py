@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,14 +27,14 @@ from reprise.format.mirror_record import (
     iteration_in,
     read_record,
 )
-from reprise.format.names import HOST, MANIFEST, STATE, STILL_MIRRORED
+from reprise.format.names import MANIFEST, STATE, STILL_MIRRORED
 from reprise.storage import json_file
 from reprise.storage.atomic import replace_file
 from reprise.storage.files import FILE_SYSTEM
 from reprise.storage.folder import WEIGHTS, CheckpointFolder, iteration_name, iteration_of
 from reprise.storage.lock import is_locked
-from reprise.storage.paths import exists, read_regular
-from reprise.stores.holds import ManifestVersion
+from reprise.storage.paths import read_regular
+from reprise.stores.locations import ManifestVersion, manifest_version
 from reprise.stores.path import by_checkpoint
 from reprise.stores.upload import MARK, SourceChangedError, Upload, remove
 from reprise.stores.url import StoreUrl
@@ -46,7 +45,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 CLAIM = ".run"  # an object at a run's URL with the id of the run
-_OF_PARTS = "it is the part of one host. `reprise checkpoint gather FOLDER... OUT` makes a whole one of all hosts'"
 
 
 class MirrorPass:
@@ -100,8 +98,9 @@ class MirrorPass:
         for prefix in ("", f"{WEIGHTS}/"):
             for number in CheckpointFolder(self._root / prefix, FILE_SYSTEM).committed():
                 name = f"{prefix}{iteration_name(number)}"
+                version = manifest_version(self._root / name)
                 with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # retention has deleted it
-                    digests[name] = _digest(self._root / name)
+                    digests |= {} if version is None else {name: _digest_at(self._root / name, version)}
         return digests
 
     def _survey(self, local: Mapping[str, str]) -> None:
@@ -155,10 +154,8 @@ class MirrorPass:
         start, path = time.monotonic(), self._root / name
         try:
             lineage = _lineage_at(path, digest)
-            if exists(path / HOST):
-                raise CheckpointError(_OF_PARTS)
-            self._remove(name)  # saved again since
             upload = Upload(self._client, self.url.child(name), path)
+            self._remove(name)  # saved again since
             upload.run()
         except (SourceChangedError, FileNotFoundError):
             _log.info("%s was replaced or deleted: its upload is canceled", name)
@@ -211,15 +208,9 @@ def _stored_checkpoint(client: StoreClient, folder: StoreUrl) -> MirroredCheckpo
     return MirroredCheckpoint(xxhash.xxh3_64_hexdigest(manifest), lineage)
 
 
-def _digest(path: Path) -> str:
-    """Return a checkpoint manifest's digest."""
-    status = os.stat(path / MANIFEST)
-    return _digest_of(path / MANIFEST, (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns))
-
-
 @functools.cache
-def _digest_of(path: Path, _version: ManifestVersion) -> str:
-    return xxhash.xxh3_64_hexdigest(read_regular(path))
+def _digest_at(path: Path, _version: ManifestVersion) -> str:
+    return xxhash.xxh3_64_hexdigest(read_regular(path / MANIFEST))
 
 
 @functools.cache

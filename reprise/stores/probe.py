@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import secrets
-from pathlib import Path
 from typing import NamedTuple
 
-from reprise.storage.paths import exists
 from reprise.stores.store import CHILD_CLIENT
 from reprise.stores.url import StoreUrl
 
@@ -24,26 +20,20 @@ class StoreFinding(NamedTuple):
 
 
 def probe_store(text: str) -> list[StoreFinding]:
-    """Test a store below a URL, leave nothing in it, and return the findings.
+    """Test a store below a URL, and return the findings. If a request fails, an object may stay there.
 
     Raises:
         ConfigError: The URL is malformed, or obstore is not installed.
     """
-    folder, once, what = StoreUrl.parse(text).child(f".doctor-{secrets.token_hex(4)}"), "once", "objects"
-    parents = Path("/", folder.key).parents if folder.root == "file://" else ()
-    new_folders = [parent for parent in parents if not exists(parent)]
+    folder = StoreUrl.parse(text).child(f".doctor-{secrets.token_hex(4)}")
+    once, what = folder.child("once"), "objects"
     try:
-        CHILD_CLIENT.create(folder.child(once), "first")
-        is_twice = CHILD_CLIENT.create(folder.child(once), "second")
-        CHILD_CLIENT.read_text(folder.child(once))
-        CHILD_CLIENT.delete(folder, [once])
+        CHILD_CLIENT.create(once, "first")
+        is_twice = CHILD_CLIENT.create(once, "second")
+        CHILD_CLIENT.read_text(once)
+        CHILD_CLIENT.delete(folder, ["once"])
     except OSError as error:
         return [StoreFinding(what, False, str(error.strerror))]
-    finally:
-        with contextlib.suppress(OSError):
-            CHILD_CLIENT.delete(folder, [once])
-            for parent in new_folders:
-                os.rmdir(parent)
     found = _NOT_HONORED if is_twice else "a second creation of an object is refused"
     return [
         StoreFinding(what, True, "can be created, read and deleted"),

@@ -34,7 +34,7 @@ def cell_at(at: int, size: int) -> tuple[int, int]:
 
 
 class RangeCache:
-    """The newest fetched ranges of all objects, in an unnamed file used as a ring. Several threads may call it.
+    """The newest fetched ranges of all objects, each in a cell of an unnamed file. Several threads may call it.
 
     Without room there, it keeps the newest range in memory.
 
@@ -46,8 +46,8 @@ class RangeCache:
         self._most_bytes, self._lock = most_bytes, threading.Lock()
         # Where ranges begin in the file, by key. For the one in memory, its bytes.
         self._places: dict[Hashable, Future[int | memoryview]] = {}
-        self._kept = deque[tuple[int, Hashable]]()  # where ranges in the ring begin, oldest first; never wraps
-        self._end = 0  # of the newest range in the ring
+        self._kept = deque[Hashable]()  # the file's ranges, oldest first
+        self._count = 0  # of ranges that were written there
         self._in_memory: Hashable = None
 
     def fill(self, buffer: memoryview, key: Hashable, at: int, fetch: Callable[[], memoryview]) -> None:
@@ -65,54 +65,54 @@ class RangeCache:
                 if is_new := place is None:
                     place = self._places[key] = Future()
             if is_new:
-                buffer[:] = self._fetched(key, place, fetch)[at : at + buffer.nbytes]
-                return
+                self._fetch(key, place, fetch)
             result = place.result()
             if isinstance(result, memoryview):
                 buffer[:] = result[at : at + buffer.nbytes]
                 return
-            file, _ = self._ring
+            file, _ = self._cells
             if FILE_SYSTEM.read(file.fileno(), buffer, offset=result + at) != buffer.nbytes:
                 raise OSError(errno.EIO, "a file of fetched bytes ends early", str(file.name))
             with self._lock:
                 if self._places.get(key) is place:  # otherwise a newer range may have taken its place meanwhile
                     return
 
-    def _fetched(self, key: Hashable, place: Future[int | memoryview], fetch: Callable[[], memoryview]) -> memoryview:
-        """Fetch a new range, keep it for all who wait for it, and return its bytes."""
+    def _fetch(self, key: Hashable, place: Future[int | memoryview], fetch: Callable[[], memoryview]) -> None:
+        """Fetch a new range, and keep it for all who wait for it."""
         try:
-            body = fetch()
-            offset = self._keep(key, body)
-        except Exception as error:
+            place.set_result(self._keep(key, fetch()))
+        except Exception as error:  # noqa: BLE001 - raised by all who wait
             with self._lock:
                 del self._places[key]
             place.set_exception(error)
-            raise
-        place.set_result(offset)
-        return body
 
     def _keep(self, key: Hashable, body: memoryview) -> int | memoryview:
-        """Write a range over the oldest ones, and return where it begins in the file. Without room, return it."""
+        """Write a range over the oldest one, and return where it begins in the file. Without room, return it."""
         with self._lock:
             try:
-                file, limit = self._ring
-                if body.nbytes > limit:
-                    raise OSError(errno.ENOSPC, "no room for a range", str(file.name))
-                start = self._end + (-self._end % limit if self._end % limit + body.nbytes > limit else 0)
-                while self._kept and self._kept[0][0] < start + body.nbytes - limit:
-                    del self._places[self._kept.popleft()[1]]
-                FILE_SYSTEM.write(file.fileno(), body, offset=start % limit)
+                file, most = self._cells
+                if len(self._kept) == most:
+                    del self._places[self._kept.popleft()]
+                start = self._count % most * CELL_BYTES
+                FILE_SYSTEM.write(file.fileno(), body, offset=start)
             except OSError:
                 self._places.pop(self._in_memory, None)
                 self._in_memory = key
                 return body
-            self._kept.append((start, key))
-            self._end = start + body.nbytes
-            return start % limit
+            self._kept.append(key)
+            self._count += 1
+            return start
 
     @functools.cached_property
-    def _ring(self) -> tuple[IO[bytes], int]:
-        """Return the file, and the most bytes in it."""
+    def _cells(self) -> tuple[IO[bytes], int]:
+        """Return the file, and how many cells it may have.
+
+        Raises:
+            OSError: There is no room for one.
+        """
         file = tempfile.TemporaryFile(prefix="reprise-store-")  # noqa: SIM115 - for this process
         free = FILE_SYSTEM.free_bytes(Path(tempfile.gettempdir()))
-        return file, min(self._most_bytes, KEPT_BYTES if free is None else free // 2)
+        most = min(self._most_bytes, KEPT_BYTES if free is None else free // 2) // CELL_BYTES
+        if not most:
+            raise OSError(errno.ENOSPC, "no room for a range", str(file.name))
+        return file, most

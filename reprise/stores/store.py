@@ -19,7 +19,7 @@ import struct
 import subprocess
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, cast
@@ -34,41 +34,13 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 CONNECTIONS = 16
-_ANSWER_S = 300.0  # after which a living child counts as hung
-_LONG_CALLS = ("put", "delete")  # of many requests: they take as long as they need
 MOST_TRIES = 4
-
-
-class ChildLink:
-    """A connection to a child process: one request at a time, with shared memory for an object's bytes."""
-
-    def __init__(self, connected: socket.socket) -> None:
-        memory = os.memfd_create("reprise-store", os.MFD_CLOEXEC)
-        try:
-            os.ftruncate(memory, CELL_BYTES)
-            self._memory = memoryview(mmap.mmap(memory, CELL_BYTES))
-            socket.send_fds(connected, [b"memory"], [memory])
-        finally:
-            os.close(memory)
-        self.connection = Connection(connected.detach())
-
-    def ask(self, request: Sequence[object], wait_s: float | None, into: memoryview | None) -> Any:
-        """Return the answer to a request, whose bytes go into the buffer `into`.
-
-        Raises:
-            OSError, EOFError: The child is gone, or silent for too long (TimeoutError).
-        """
-        self.connection.send(request)
-        if not self.connection.poll(wait_s):
-            raise TimeoutError
-        answer = self.connection.recv()
-        if into is not None:
-            into[:] = self._memory[: into.nbytes]
-        return answer
+# A connection to a child, and the memory shared with it for an object's bytes. It makes one request at a time.
+Link = tuple[Connection, memoryview]
 
 
 class Child:
-    """A child process, started at its first use. A dead or hung one is replaced, up to `MOST_TRIES` times per request.
+    """A child process, started at its first use. A dead one is replaced, up to `MOST_TRIES` times per request.
 
     Args:
         load: The load whose ranks share it, found by this name. Empty for this process alone.
@@ -80,17 +52,17 @@ class Child:
     def __init__(self, load: str = "") -> None:
         require_obstore()
         self.load, self._address = load, f"\0reprise-store-{os.getuid()}-{load or secrets.token_hex(8)}"
-        self._idle: list[ChildLink] = []
+        self._idle: list[Link] = []
         self.process: subprocess.Popen[bytes] | None = None
 
-    def link(self) -> ChildLink:
+    def link(self) -> Link:
         """Return a new connection."""
         while True:
             with socket.socket(socket.AF_UNIX) as connected, contextlib.suppress(ConnectionError):
                 connected.connect(self._address)
                 if not is_of_this_user(connected):
                     raise PermissionError(errno.EACCES, "a process of another user answered", "a store")
-                return ChildLink(connected)
+                return _share_memory(connected)
             with socket.socket(socket.AF_UNIX) as listener:
                 try:
                     listener.bind(self._address)
@@ -111,24 +83,25 @@ class Child:
             OSError: The child exits again and again.
         """
         for _ in range(MOST_TRIES):
-            link, answer = self._idle.pop() if self._idle else self.link(), None
+            connection, memory = self._idle.pop() if self._idle else self.link()
             try:
-                answer = link.ask((call, url, *details), None if call in _LONG_CALLS else _ANSWER_S, into)
-                self._idle.append(link)
-            except (OSError, EOFError) as error:
+                connection.send((call, url, *details))
+                answer = connection.recv()
+            except (OSError, EOFError):
                 self.forget()  # the other connections ended with this one
-                if isinstance(error, TimeoutError) and self.process is not None:
-                    self.process.kill()
+                continue
+            if into is not None:
+                into[:] = memory[: into.nbytes]
+            self._idle.append((connection, memory))
             if isinstance(answer, Exception):
                 raise answer
-            if answer is not None:
-                return answer[0]
+            return answer[0]
         raise OSError(errno.EIO, f"the store reader process exited {MOST_TRIES} times", str(url))
 
     def forget(self) -> None:
         """Close this process's ends of the connections."""
         while self._idle:
-            self._idle.pop().connection.close()
+            self._idle.pop()[0].close()
 
     def end(self) -> None:
         """End the child, if this process has started it. Another rank still using it starts its own."""
@@ -136,6 +109,17 @@ class Child:
         if self.process is not None:
             self.process.kill()
             self.process.wait()
+
+
+def _share_memory(connected: socket.socket) -> Link:
+    """Send the other end new memory for an object's bytes, and return the link."""
+    memory = os.memfd_create("reprise-store", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(memory, CELL_BYTES)
+        socket.send_fds(connected, [b"memory"], [memory])
+        return Connection(connected.detach()), memoryview(mmap.mmap(memory, CELL_BYTES))
+    finally:
+        os.close(memory)
 
 
 def require_obstore() -> None:

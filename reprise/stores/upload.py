@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import random
-import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from reprise.errors import CheckpointError
 from reprise.format.names import MANIFEST
@@ -26,8 +24,6 @@ if TYPE_CHECKING:
 
 MARK = ".upload-"
 _REMOVAL = f"{MARK}removed"
-_PAUSES_S = (0.25, 0.5, 1, 2, 4)
-T = TypeVar("T")
 
 
 class SourceChangedError(CheckpointError):
@@ -129,25 +125,3 @@ def remove(client: StoreClient, folder: StoreUrl) -> None:
     if objects := client.objects(folder):
         client.create(folder.child(_REMOVAL), "")
         clear(client, folder, [*objects, _REMOVAL])
-
-
-def retried(call: Callable[[], T], progress: Callable[[], object] = lambda: None) -> T:
-    """Return a repeatable call's result. A store may fail for seconds beyond obstore's own retries.
-
-    Args:
-        progress: Shows how far the call has come. Tries are counted from its last change.
-
-    Raises:
-        OSError: From the last try, or at once for refused credentials and missing objects.
-    """
-    pauses, before = iter(_PAUSES_S), progress()
-    while True:
-        try:
-            return call()
-        except OSError as error:
-            if progress() != before:
-                pauses, before = iter(_PAUSES_S), progress()
-            pause_s = next(pauses, None)
-            if error.errno != errno.EIO or pause_s is None:
-                raise
-        time.sleep(pause_s * random.uniform(0.5, 1.5))

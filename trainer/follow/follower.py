@@ -19,6 +19,7 @@ from reprise.storage import (
     WEIGHTS,
     CheckpointFolder,
     FolderLock,
+    Hold,
     Json,
     dumps,
     exists,
@@ -29,7 +30,7 @@ from reprise.storage import (
     read_regular,
     shown_name,
 )
-from reprise.stores import ManifestVersion, files_of, is_store_url, is_stored, manifest_version, take_hold
+from reprise.stores import ManifestVersion, files_of, is_store_url, is_stored, manifest_version
 from trainer.compare.evaluations import FOLLOW
 from trainer.config.saved import RUN_CONFIG
 from trainer.follow.runner import CommandOutcome, Commands, number_at
@@ -183,13 +184,14 @@ class Follower:
 
     def _evaluate(self, path: Path) -> None:
         """Hold a checkpoint, run the command on it, and append its line."""
-        hold = take_hold(path)
-        if hold is None:
-            _log.info("%s was deleted before it could be held", shown_name(path))
-            return
+        hold = None if is_stored(path) else Hold.take(path)  # in a store, nothing protects a checkpoint
         try:
+            version = manifest_version(path)
+            if version is None:
+                _log.info("%s was deleted before it could be held", shown_name(path))
+                return
             checkpoint = self._open(path)
-            if checkpoint is None or checkpoint.digest in self._log.digests or not hold.is_in_place():
+            if checkpoint is None or checkpoint.digest in self._log.digests or manifest_version(path) != version:
                 return
             self._problems.pop(path.name, None)
             command = [word.replace(PLACE, str(path)) for word in self._command]
@@ -197,12 +199,13 @@ class Follower:
             outcome = self._runner.run(command)
             if self._runner.is_stopped:
                 return
-            if hold.is_in_place():
+            if manifest_version(path) == version:
                 self._log.append(self._record(checkpoint, command, outcome))
             else:
                 _log.warning("%s was renamed while the command read it: the result is discarded", shown_name(path))
         finally:
-            hold.release()
+            if hold is not None:
+                hold.release()
 
     def _record(self, checkpoint: Checkpoint, command: list[str], outcome: CommandOutcome) -> Json:
         branches = saved_lineage(checkpoint.state, where=checkpoint.path).branches

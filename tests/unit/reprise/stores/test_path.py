@@ -7,8 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from reprise.stores import path as path_module
-from reprise.stores.holds import manifest_version
-from reprise.stores.locations import location
+from reprise.stores.locations import location, manifest_version
 
 
 def test_a_folder_of_a_store_is_found_among_the_parents() -> None:
