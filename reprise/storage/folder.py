@@ -188,14 +188,23 @@ class CheckpointFolder:
                 but a power failure may remove it.
 
         Raises:
-            OSError: The rename failed, as where a link or a file has the final name, or was undone because it could not
-                be made durable. An existing checkpoint with the final name is unchanged.
+            OSError: The rename failed, or was undone because it could not be made durable. An existing checkpoint with
+                the final name is unchanged.
+            CheckpointError: A link or a file has the final name.
         """
         source, target = self.partial(iteration, attempt), self.iteration(iteration)
         aside: Path | None = None
         try:
             self.files.rename(source, target)
         except OSError as error:
+            if error.errno == errno.ENOTDIR and lexists(target):
+                raise CheckpointError(
+                    "A save cannot be renamed to its final name",
+                    where=target,
+                    expected="nothing, or a checkpoint",
+                    found=kind_of(target),
+                    fix="Remove it or move it away. Committed checkpoints are untouched.",
+                ) from error
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
             aside = self.root / f".{target.name}.{attempt}{_OUTDATED if replaces else ''}.replaced"

@@ -59,7 +59,7 @@ class StoreClient:
             meta: Any = obstore.head(_open_store(url.root), url.key)
         return meta["size"], meta["e_tag"], meta["last_modified"].timestamp()
 
-    def read(self, url: StoreUrl, offset: int, size: int, etag: str | None) -> memoryview:
+    def read(self, url: StoreUrl, offset: int, size: int, etag: str | None = None) -> memoryview:
         """Return exactly `size` bytes from an object, starting at `offset`.
 
         Args:

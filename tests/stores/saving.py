@@ -27,7 +27,7 @@ class WatchedClient(StoreClient):
     """A client whose every request, and every deletion of an object, is made by `watch`, from a call and its values."""
 
     def __init__(self, watch: Callable[..., Any]) -> None:
-        for name in ("head", "read", "objects", "put", "create", "delete"):
+        for name in ("head", "read", "read_text", "objects", "put", "create", "delete"):
             setattr(self, name, partial(watch, getattr(self, name)))
         delete_one = self.delete
         self.delete = lambda folder, names: [delete_one(folder, [name]) for name in names] and None  # type: ignore[method-assign, assignment]

@@ -184,7 +184,7 @@ def test_an_iteration_that_is_saved_again_is_replaced(site: Site, is_partial: bo
 def test_an_upload_goes_on_where_it_was_cut_off(site: Site) -> None:
     save(site.folder, [10], files=4)
     with pytest.raises(OSError, match="fails once"):
-        site.passes(fails_at=11).run()
+        site.passes(fails_at=10).run()
     sent = len([name for name in site.puts if name.endswith(".safetensors")])
     assert committed(site.store) == []
     site.mirror()
