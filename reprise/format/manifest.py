@@ -225,8 +225,6 @@ def _from_table(table: Mapping[str, Any]) -> Manifest:
         is_tensor_file = "header_xxh3_64" in entry
         digest = entry["header_xxh3_64" if is_tensor_file else "xxh3_64"]
         files[_inside(name)] = FileEntry(_size(entry["bytes"]), str(digest), is_tensor_file)
-    if sum(entry.total_bytes for entry in files.values() if not entry.is_tensor_file) > json_file.MAX_BYTES:
-        raise ValueError(f"the files that hold no tensors are larger than {json_file.MAX_BYTES} B")
     tensors = {name: _tensor_entry(entry) for name, entry in table["tensors"].items()}
     return Manifest(str(table["attempt"]), files, tensors, dict(table["aliases"]))
 

@@ -18,6 +18,7 @@ from reprise.format.box import Box, intersect, whole
 from reprise.format.dtype import StoredDtype
 from reprise.format.layout import Layout, TensorKind, TensorSpec, build_layout
 from reprise.format.manifest import BLOCK_BYTES, FileEntry, Manifest, TensorEntry, WrittenPiece, digest_of
+from reprise.storage import json_file
 from tests.messages import refused
 
 A, B = b"12345678", b"abcdefgh"
@@ -54,6 +55,12 @@ def resealed(**members: object) -> bytes:
 def test_manifest_round_trips() -> None:
     assert manifest.from_bytes(manifest.to_bytes(sample()), where="x") == sample()
     assert manifest.from_bytes(resealed(), where="x") == sample()
+
+
+def test_files_without_tensors_may_be_larger_together() -> None:
+    """A save limits each, not their sum."""
+    files = {name: FileEntry(json_file.MAX_BYTES, "0" * 16, is_tensor_file=False) for name in ("a.bin", "b.bin")}
+    assert manifest.from_bytes(manifest.to_bytes(replace(sample(), files=files)), where="x").files == files
 
 
 @pytest.mark.parametrize("cuts", [[], [[]], [[1, 4]]])
