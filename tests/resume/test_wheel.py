@@ -165,11 +165,11 @@ def test_the_library_leaves_a_users_modules_alone(plain: Path, project: Path) ->
 def test_a_plain_install_inspects_and_says_what_training_needs(plain: Path, tmp_path: Path) -> None:
     for words in (["train", "experiment=demo"], ["convert", "export", "dcp", "a", "b"], ["prepare-data", "a"]):
         ended = call([plain / "bin/reprise", *words], tmp_path)
-        assert ended.returncode == 1
+        assert ended.returncode == 2
         (line,) = ended.stderr.splitlines()
-        assert line.endswith("pip install hydra-core omegaconf" + " tensorboard" * (words[0] == "train"))
+        assert line.endswith("pip install hydra-core")
     assert run(plain, tmp_path, "--version") == f"reprise {reprise.__version__}\n"
-    assert "O_DIRECT" in run(plain, tmp_path, "doctor", ".")
+    assert "GB/s" in run(plain, tmp_path, "doctor", ".")
     assert "train.seed" in run(plain, tmp_path, "options", "train.seed")
     assert list(tmp_path.iterdir()) == []
 

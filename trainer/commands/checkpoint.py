@@ -10,10 +10,7 @@ import argparse
 import contextlib
 import logging
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import groupby
-from operator import attrgetter
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -21,23 +18,16 @@ from tqdm import tqdm
 
 import reprise
 from reprise import CheckpointStatus, CheckpointSummary, ProgressCallback, VerifiedCheckpoint
-from reprise.errors import ConfigError, TrainerError, count_of
-from reprise.format import INTERIM
-from reprise.storage import dumps, exists, integer, is_url, json_file, shown_name
-from reprise.stores import is_stored
+from reprise.errors import ConfigError, count_of
+from reprise.storage import dumps, shown_name
 from trainer.commands.arguments import any_path, local_path, natural, natural_or_all, positive
-from trainer.commands.frame import FINE, IMPOSSIBLE, framed
+from trainer.commands.frame import BAD, FINE, IMPOSSIBLE, framed
 from trainer.compare.text_table import duration, format_table
-from trainer.config.saved import RUN_CONFIG, flattened
-from trainer.metrics.json_lines import METRICS
-from trainer.report.goodput import measure_goodput
-from trainer.report.history import read_history, run_folder, topology_text
+from trainer.config.saved import flattened
+from trainer.report.history import topology_text
 
-BAD = 1
 _PART = "a part"  # for a checkpoint whose other pieces are on other hosts
-_MOST_SHOWN = 10
 _WIDEST = 60  # characters per list in a table
-_LONG_LOG_BYTES = 32 << 20  # about 100,000 iterations, which take a second to read
 Row = dict[str, Any]
 
 _log = logging.getLogger(__name__)
@@ -46,7 +36,7 @@ _log = logging.getLogger(__name__)
 def list_run(options: argparse.Namespace) -> int:
     """List the checkpoints of runs, checking only each file's header and first block."""
     summaries = reprise.list(*options.runs, check=options.check)
-    rows, marks = list[Row](), _marks(summaries)
+    rows, best = list[Row](), _best(summaries)
     whole = "yes" if options.json else "headers, first blocks"  # a later byte may be damaged
     for summary in summaries:
         state = summary.state
@@ -60,39 +50,15 @@ def list_run(options: argparse.Namespace) -> int:
                 "topology": "" if state is None else topology_text(state.get("topology", {})),
                 "valid_loss": None if state is None else state.get("valid_loss"),
                 "intact": _finding(summary, options, whole=whole, part=_PART, damaged="no"),
-                "notes": ", ".join([*marks.get(summary.path, ()), *_notes(summary)]),
+                "notes": ", ".join(_notes(summary, is_best=summary.path in best)),
                 "held": str(summary.share or ""),
             }
         )
-    if len(options.runs) == 1:
-        rows = _without_columns(rows, "folder")
     status = _report(options, rows, summaries)
     unchecked = [summary.status for summary in summaries].count(CheckpointStatus.UNCHECKED)
     if unchecked and not options.json:
-        verb = "was" if unchecked == 1 else "were"
-        print(
-            f"{unchecked} of {count_of(len(summaries), 'checkpoint')} {verb} not checked; --check all checks them too"
-        )
-    for run in () if options.json else options.runs:
-        _print_goodput(run, name=f"{run}: " if len(options.runs) > 1 else "")
+        print(f"not checked: {unchecked} of {count_of(len(summaries), 'checkpoint')}; --check all checks them too")
     return status
-
-
-def _print_goodput(run: Path, *, name: str) -> None:
-    """Print the breakdown of a run's wall time, if it has a log. For a long log, print the command to read it."""
-    log = run_folder(run) / METRICS
-    if is_url(str(run)) or not exists(log):
-        return
-    if (log_bytes := log.stat().st_size) > _LONG_LOG_BYTES:
-        print(f"{name}goodput: `reprise report {run}` reads the {log_bytes / 1e6:.0f} MB of {METRICS}")
-        return
-    try:
-        goodput = measure_goodput(read_history(run))
-    except TrainerError as error:
-        _log.warning("%s", error)
-        return
-    if goodput is not None:
-        print(f"{name}{goodput}")
 
 
 def verify(options: argparse.Namespace) -> int:
@@ -111,8 +77,6 @@ def verify(options: argparse.Namespace) -> int:
         }
         for result in results
     ]
-    if len(options.checkpoints) == 1 or all(result.share is None for result in results):
-        rows = _without_columns(rows, "folder", "iteration")
     return _report(options, rows, results)
 
 
@@ -143,13 +107,10 @@ def _report(
     options: argparse.Namespace, rows: list[Row], checkpoints: Sequence[CheckpointSummary | VerifiedCheckpoint]
 ) -> int:
     """Print the rows, and return the exit status."""
-    if not any(row["held"] for row in rows):
-        rows = _without_columns(rows, "held")
-    _print_rows(rows, as_json=options.json)
+    is_in_one = len({row["folder"] for row in rows}) <= 1
     damaged = (CheckpointStatus.DAMAGED, CheckpointStatus.UNREADABLE)
-    for checkpoint in () if options.json else checkpoints:
-        if checkpoint.status in damaged:
-            print(f"{checkpoint.path}: {checkpoint.problem}")
+    problems = [f"{found.path}: {found.problem}" for found in checkpoints if found.status in damaged]
+    _print(options, rows, _without(rows, "folder") if is_in_one else rows, *problems)
     statuses = {checkpoint.status for checkpoint in checkpoints}
     if CheckpointStatus.DAMAGED in statuses:
         return BAD
@@ -173,20 +134,12 @@ def show(options: argparse.Namespace) -> int:
     ]
     files = [{"file": file.name, "bytes": file.total_bytes} for file in contents.files]
     share = str(contents.share or "")
-    if options.json:
-        document = {"state": contents.state, "files": files, "tensors": tensors, "aliases": contents.aliases}
-        print(dumps({**document, "held": share} if share else document))
-        return FINE
-    print(f"{contents.path}\n")
-    if share:
-        print(f"A single host's folder, {share}\n")
-    _print_rows([{"field": name, "value": value} for name, value in flattened(contents.state).items()], as_json=False)
-    print()
-    _print_rows(files, as_json=False)
-    print()
-    _print_rows(tensors, as_json=False)
-    for alias, stored in contents.aliases.items():
-        print(f"{alias} is {stored}")
+    document = {"state": contents.state, "files": files, "tensors": tensors, "aliases": contents.aliases}
+    fields = [{"field": name, "value": value} for name, value in flattened(contents.state).items()]
+    host = (f"A single host's folder, {share}", "") if share else ()
+    aliases = [f"{alias} is {stored}" for alias, stored in contents.aliases.items()]
+    held = {"held": share} if share else {}
+    _print(options, document | held, str(contents.path), "", *host, fields, "", files, "", tensors, *aliases)
     return FINE
 
 
@@ -206,13 +159,10 @@ def diff(options: argparse.Namespace) -> int:
         for tensor in difference.tensors
     ]
     state = [{"field": field.name, "A": field.a, "B": field.b} for field in difference.state]
-    if options.json:
-        print(dumps({"equal_tensors": difference.equal_tensors, "tensors": tensors, "state": state}))
-    else:
-        unequal = [row for row in tensors if options.all or row["found"] != "equal"]
-        _print_rows(unequal, as_json=False)
-        print(f"{difference.equal_tensors} of {len(tensors)} tensors are equal, bit for bit")
-        _print_rows(state, as_json=False)
+    document = {"equal_tensors": difference.equal_tensors, "tensors": tensors, "state": state}
+    unequal = [row for row in tensors if options.all or row["found"] != "equal"]
+    equal = f"{difference.equal_tensors} of {len(tensors)} tensors are equal, bit for bit"
+    _print(options, document, unequal, equal, state)
     return FINE if difference.is_empty else BAD
 
 
@@ -220,17 +170,12 @@ def gather(options: argparse.Namespace) -> int:
     """Join several hosts' folders into a single folder with the whole checkpoint."""
     with _progress_bar() as progress:
         report = reprise.gather(options.hosts, options.out, iteration=options.iteration, progress=progress)
-    for problem in report.damage[:_MOST_SHOWN]:
-        _log.warning("damaged, and taken from another folder: %s", problem)
-    if len(report.damage) > _MOST_SHOWN:
-        _log.warning("%d more damaged blocks were taken from other folders", len(report.damage) - _MOST_SHOWN)
+    if report.damage:
+        _log.warning("%d damaged blocks were taken from other folders: %s", len(report.damage), report.damage[0])
     sources: list[Row] = [{"from": str(source.path), "bytes": source.copied_bytes} for source in report.sources]
-    if options.json:
-        document = {"checkpoint": str(report.path), "iteration": report.iteration, "bytes": report.total_bytes}
-        print(dumps({**document, "sources": sources, "damage": report.damage}))
-    else:
-        _print_rows(sources, as_json=False)
-        print(f"{report.path}: iteration {report.iteration}, whole")
+    document = {"checkpoint": str(report.path), "iteration": report.iteration, "bytes": report.total_bytes}
+    document |= {"sources": sources, "damage": report.damage}
+    _print(options, document, sources, f"{report.path}: iteration {report.iteration}, whole")
     return FINE
 
 
@@ -247,12 +192,9 @@ def prune(options: argparse.Namespace) -> int:
         {"iteration": checkpoint.iteration, "bytes": checkpoint.total_bytes, "deleted": not report.is_dry_run}
         for checkpoint in report.expired
     ]
-    _print_rows(rows if options.json else _without_columns(rows, "deleted"), as_json=options.json)
-    if not (rows or report.retained or options.json):
-        print(f"{options.run} has no checkpoints")
-    elif not options.json:
-        verb = "would be" if report.is_dry_run else "was" if len(rows) == 1 else "were"
-        print(f"{len(rows)} {verb} deleted, {len(report.retained)} {'stays' if len(report.retained) == 1 else 'stay'}")
+    verb = "would be deleted" if report.is_dry_run else "deleted"
+    total = f"{len(rows)} of {len(rows) + len(report.retained)} checkpoints {verb}"
+    _print(options, rows, _without(rows, "deleted"), total)
     return FINE
 
 
@@ -267,11 +209,7 @@ def _drop_optimizer(options: argparse.Namespace) -> int:
         }
         for checkpoint in checkpoints
     ]
-    if not any(checkpoint.reason for checkpoint in checkpoints):
-        rows = _without_columns(rows, "stays")
-    if options.dry_run and not options.json:
-        rows = _without_columns(rows, "dropped")
-    _print_rows(rows, as_json=options.json)
+    _print(options, rows, rows)
     return FINE
 
 
@@ -283,7 +221,7 @@ def copy(options: argparse.Namespace) -> int:
         {"from": result.source, "to": result.target, "bytes": result.total_bytes, "copied": result.copied_bytes}
         for result in results
     ]
-    _print_rows(rows, as_json=options.json)
+    _print(options, rows, rows)
     return FINE
 
 
@@ -360,34 +298,21 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _marks(summaries: Iterable[CheckpointSummary]) -> dict[Path, list[str]]:
-    """Return notes on each folder's checkpoint with the lowest validation loss, and on those kept by a rule.
-
-    Retention deletes all but the newest, so a rule keeps an older one, unless a `hold` file does.
-    """
-    marks = defaultdict[Path, list[str]](list)
-    for _, group in groupby(summaries, attrgetter("folder")):
-        table = {s.iteration or 0: s for s in group if s.path.parent == s.folder and not (s.is_superseded or s.is_link)}
-        losses = {number: (row.state or {}).get("valid_loss") for number, row in table.items()}
-        for _, number in sorted((loss, -n) for n, loss in losses.items() if loss is not None)[:1]:
-            marks[table[-number].path].append("best")
-        numbers = [number for number in sorted(table) if INTERIM not in (table[number].state or ())]
-        for number in numbers[: -_kept(table[numbers[-1]].path)] if numbers else ():
-            marks[table[number].path] += [] if table[number].is_pinned else ["kept by a rule"]
-    return marks
+def _best(summaries: Iterable[CheckpointSummary]) -> set[Path]:
+    """Return each folder's checkpoint with the lowest validation loss."""
+    best = dict[Path, tuple[float, int, Path]]()
+    for summary in summaries:
+        loss = (summary.state or {}).get("valid_loss")
+        is_own = summary.path.parent == summary.folder and not (summary.is_superseded or summary.is_link)
+        if is_own and isinstance(loss, float):
+            row = (loss, -(summary.iteration or 0), summary.path)
+            best[summary.folder] = min(best.get(summary.folder, row), row)
+    return {path for _, _, path in best.values()}
 
 
-def _kept(path: Path) -> int:
-    """Return how many of the newest checkpoints a run keeps, from a checkpoint's configuration. 0 keeps all."""
-    try:
-        document = {} if is_stored(path) else json_file.read(path / RUN_CONFIG)  # a store has a rule of its own
-        return integer(document["config"]["checkpoint"]["max_checkpoint_keep"])
-    except (OSError, TrainerError, LookupError, TypeError, ValueError):
-        return 0
-
-
-def _notes(summary: CheckpointSummary) -> list[str]:
+def _notes(summary: CheckpointSummary, *, is_best: bool) -> list[str]:
     notes = {
+        "best": is_best,
         "link": summary.is_link,
         "held": summary.is_pinned,
         "superseded": summary.is_superseded,
@@ -397,16 +322,22 @@ def _notes(summary: CheckpointSummary) -> list[str]:
     return [note for note, is_so in notes.items() if is_so]
 
 
-def _print_rows(rows: Sequence[Row], *, as_json: bool) -> None:
-    """Print rows with equal columns as JSON or as a table."""
-    if as_json:
-        print(dumps(rows))
+def _print(options: argparse.Namespace, document: object, *parts: str | Sequence[Row]) -> None:
+    """Print a document as JSON, or the parts for people: lines, and rows as tables without their empty columns."""
+    if options.json:
+        print(dumps(document))
         return
-    if not rows:
-        return
-    head = ["size" if name == "bytes" else name for name in rows[0]]
-    cells = [head, *([_cell(name, value) for name, value in row.items()] for row in rows)]
-    print("\n".join(format_table(cells, align="<")))
+    for part in parts:
+        if isinstance(part, str):
+            print(part)
+        elif part:
+            print("\n".join(_table(part)))
+
+
+def _table(rows: Sequence[Row]) -> list[str]:
+    names = [name for name in rows[0] if any(row[name] not in ("", None) for row in rows)]
+    head = ["size" if name == "bytes" else name for name in names]
+    return format_table([head, *([_cell(name, row[name]) for name in names] for row in rows)], align="<")
 
 
 def _cell(name: str, value: object) -> str:
@@ -421,9 +352,9 @@ def _cell(name: str, value: object) -> str:
     return "" if value is None else str(value)
 
 
-def _without_columns(rows: Iterable[Row], *names: str) -> list[Row]:
-    """Return rows without the given columns."""
-    return [{name: value for name, value in row.items() if name not in names} for row in rows]
+def _without(rows: Iterable[Row], name: str) -> list[Row]:
+    """Return rows without a column."""
+    return [{key: value for key, value in row.items() if key != name} for row in rows]
 
 
 main = framed(_parser, lambda options: options.call(options))

@@ -14,9 +14,7 @@ from dataclasses import asdict
 from reprise.errors import DataError
 from reprise.storage import dumps
 from trainer.commands.arguments import existing_folder, local_path, natural
-from trainer.commands.frame import FINE, framed
-
-DIFFERENT = 1
+from trainer.commands.frame import BAD, FINE, framed
 
 
 def compare(options: argparse.Namespace) -> int:
@@ -35,7 +33,7 @@ def compare(options: argparse.Namespace) -> int:
         print(dumps(asdict(report)))
     else:
         print("\n".join(search.report_lines(report)))
-    return FINE if report.is_equal else DIFFERENT
+    return FINE if report.is_equal else BAD
 
 
 def _parser() -> argparse.ArgumentParser:

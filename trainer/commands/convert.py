@@ -49,7 +49,9 @@ def import_checkpoint(options: argparse.Namespace) -> int:
     if options.format != MEGATRON:
         refuse_megatron(options.source)
     refuse_pointers(options.source)
-    source = form.read(options.source, _import_options(options))
+    trust_pickle, weights_only, words = options.trust_pickle, options.weights_only, options.overrides
+    import_options = ImportOptions(compose(words), trust_pickle, weights_only, words)
+    source = form.read(options.source, import_options)
     overrides = [word for word in options.overrides if not (form.completes_model and word.startswith("model="))]
     has_experiment = any(word.startswith("experiment=") for word in overrides)
     settings = {} if has_experiment else source.settings
@@ -63,15 +65,6 @@ def import_checkpoint(options: argparse.Namespace) -> int:
         write_log(source.log, options.folder)
     print(f"{path}: iteration {source.iteration}, {'weights and moments' if source.has_optimizer else 'weights'}")
     return FINE
-
-
-def _import_options(options: argparse.Namespace) -> ImportOptions:
-    return ImportOptions(
-        compose(options.overrides),
-        options.trust_pickle,
-        options.weights_only,
-        options.overrides,
-    )
 
 
 def export_checkpoint(options: argparse.Namespace) -> int:
@@ -105,8 +98,8 @@ def _parser() -> argparse.ArgumentParser:
         for name, form in FORMATS.items():
             if command == "import" or form.write is not None:
                 format_parser = formats.add_parser(name, help=form.summary, description=form.summary)
-                format_parser.set_defaults(call=call, dtype="float32", tokenizer=None)
-                format_parser.set_defaults(merge=None, ema=False)
+                defaults = {"dtype": "float32", "tokenizer": None, "merge": None, "ema": False}
+                format_parser.set_defaults(call=call, **defaults)
                 add_arguments(format_parser, form)
     return parser
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import argparse
 import logging
+import signal
 import sys
 from collections.abc import Callable, Sequence
 
 from reprise.errors import TrainerError
 
-FINE, IMPOSSIBLE = 0, 2  # exit statuses
+# Exit statuses: all is well; a finding, such as a difference; the command failed; as shells have it.
+FINE, BAD, IMPOSSIBLE, INTERRUPTED = 0, 1, 2, 128 + signal.SIGINT
 
+_PACKAGES = {"hydra": "hydra-core"}  # names on PyPI, where they differ from the module's
 Main = Callable[[Sequence[str] | None], int]
 
 
@@ -25,8 +28,7 @@ def framed(
 
     def main(arguments: Sequence[str] | None = None) -> int:
         parsing = parser()
-        options = parsing.parse_args(arguments)
-        return reporting(parsing.prog, lambda: call(options), form=form)
+        return reporting(parsing.prog, lambda: call(parsing.parse_args(arguments)), form=form)
 
     return main
 
@@ -44,3 +46,9 @@ def reporting(name: str, call: Callable[[], int], *, form: str = "") -> int:
         problem = ": ".join(str(part) for part in (error.filename, error.strerror) if part is not None)
     print(f"{name}: {problem}", file=sys.stderr)
     return IMPOSSIBLE
+
+
+def install_command(error: ModuleNotFoundError) -> str:
+    """Return the command that installs a missing module's package."""
+    module = str(error.name).partition(".")[0]
+    return f"pip install {_PACKAGES.get(module, module)}"

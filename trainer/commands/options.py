@@ -10,11 +10,9 @@ import sys
 import textwrap
 from collections.abc import Iterator
 
-from trainer.commands.frame import FINE, framed
+from trainer.commands.frame import FINE, IMPOSSIBLE, framed
 from trainer.config.options import Row, groups, keys, sections
 from trainer.config.suggest import closest
-
-UNKNOWN = 2
 
 
 def describe(options: argparse.Namespace) -> int:
@@ -26,7 +24,7 @@ def describe(options: argparse.Namespace) -> int:
     closest_name = closest(key, [*keys(), *(group for group, _ in groups())])
     hint = f"did you mean {closest_name}?" if closest_name else "`reprise options` lists all"
     print(f"reprise options: no key starts with {key!r}; {hint}", file=sys.stderr)
-    return UNKNOWN
+    return IMPOSSIBLE
 
 
 def _lines(key: str) -> Iterator[str]:

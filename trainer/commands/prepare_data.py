@@ -12,8 +12,6 @@ import argparse
 import glob
 import os
 import shlex
-import signal
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -28,18 +26,13 @@ from trainer.data.section import DataKind
 from trainer.data.sources import text_sources
 from trainer.data.text import BYTES
 
-INTERRUPTED = 128 + signal.SIGINT  # the exit status that shells use
 KIND = DataKind.token_file.value
 _FORMS, _DTYPES = ("text", "jsonl"), ("uint16", "uint32")
 
 
 def prepare(options: argparse.Namespace) -> int:
     """Write the files, and print a summary."""
-    try:
-        prepared = _prepare(options)
-    except KeyboardInterrupt:
-        print("reprise prepare-data: interrupted; no output was written", file=sys.stderr)
-        return INTERRUPTED
+    prepared = _prepare(options)
     for side in prepared.sides:
         documents = f"{count_of(side.documents, 'document', form=',')}, " if side.documents else ""
         tokens = count_of(side.tokens, "token", form=",")

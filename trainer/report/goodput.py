@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import numpy
 
-from trainer.compare.text_table import duration
 from trainer.metrics.json_lines import time_of
 from trainer.metrics.log_file import MetricsLog
 from trainer.report.history import (
@@ -22,7 +21,6 @@ from trainer.report.history import (
 )
 
 _TRAINED = "trained forward"
-_LEAST_SHARE = 0.0005  # the smallest share listed in the summary line
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +43,6 @@ class Goodput:
     def share(self) -> float:
         """The share of wall time spent training forward."""
         return self.parts[_TRAINED] / self.wall if self.wall > 0 else 0.0
-
-    def __str__(self) -> str:
-        """Return the summary line for `reprise checkpoint ls`."""
-        parts = {name: seconds / self.wall for name, seconds in self.parts.items() if name != _TRAINED}
-        shares = [f"{name} {share:.1%}" for name, share in parts.items() if share >= _LEAST_SHARE]
-        return f"goodput {self.share:.1%} of {duration(self.wall)}" + (f": {', '.join(shares)}" if shares else "")
 
 
 def measure_goodput(history: History) -> Goodput | None:

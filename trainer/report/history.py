@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,8 +19,8 @@ from trainer.metrics.log_file import Floats, Integers, MetricsLog, read_log
 SPEED, SECONDS = "tokens_per_second", "seconds"
 BLOCKED, DATA, TIME = "checkpoint_seconds", "data_seconds", "time"
 SAVES = ("save", "local_save", "weights_save")  # names of save events
-_SIZES = ("world_size", "dp", "replicate", "tp", "pp", "vpp", "zero_stage")  # integers in a topology
-_WIDEST = 60  # characters of an unknown topology
+# Integers in a topology, and from which size they are shown.
+_AXES = {"world_size": 1, "dp": 2, "replicate": 2, "tp": 2, "pp": 2, "vpp": 2, "zero_stage": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,13 +78,11 @@ class History:
 
 
 def topology_text(topology: object) -> str:
-    """Describe a record's rank count and the axes longer than 1. An unknown topology is shown as is."""
-    if not isinstance(topology, dict) or any(type(topology.get(name, 1)) is not int for name in _SIZES):
-        return json.dumps(topology)[:_WIDEST]
-    ranks, *axes, zero = (topology.get(name, 1) for name in _SIZES)
-    texts = [f"{name}={size}" for name, size in zip(_SIZES[1:], axes, strict=False) if size > 1]
-    stage = [f"zero_stage={zero}"] if axes[0] > 1 and "zero_stage" in topology else []
-    return " ".join([count_of(ranks, "rank"), *texts, *stage])
+    """Describe a record's rank count, its axes longer than 1, and its ZeRO stage. Other members are left out."""
+    table = topology if isinstance(topology, dict) else {}
+    sizes = {name: table[name] for name in _AXES if type(table.get(name)) is int}
+    ranks = [count_of(sizes.pop("world_size"), "rank")] if "world_size" in sizes else []
+    return " ".join([*ranks, *(f"{name}={size}" for name, size in sizes.items() if size >= _AXES[name])])
 
 
 def run_folder(path: str | Path) -> Path:
@@ -112,14 +109,13 @@ def read_history(path: str | Path) -> History:
     if not len(log.columns):
         raise DataError("The run's log has no iteration", where=folder / METRICS)
     sides = matching(folder, f"{Path(METRICS).stem}.abandoned-*.jsonl")
-    abandoned = tuple(_read_log(side, is_abandoned=True) for side in sides)
+    abandoned = tuple(map(_read_log, sides))
     records = read_records(folder / LAUNCHES) if exists(folder / LAUNCHES) else []
     return History(folder, log, abandoned, _launches(records, [log, *abandoned]))
 
 
-def _read_log(path: Path, *, is_abandoned: bool = False) -> MetricsLog:
-    names = (*QUANTITIES, SPEED, SECONDS, BLOCKED, DATA, TIME)
-    log = read_log(path, names, skips_damaged=is_abandoned)
+def _read_log(path: Path) -> MetricsLog:
+    log = read_log(path, (*QUANTITIES, SPEED, SECONDS, BLOCKED, DATA, TIME))
     times = log.columns.column(TIME)
     times[times > LATEST] = math.nan
     return log

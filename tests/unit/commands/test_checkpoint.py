@@ -11,9 +11,7 @@ import torch
 
 from reprise.format import FORMAT, MANIFEST, STATE
 from tests.fakes import flip_bit, lone_contents, save_parts
-from tests.harness import TINY, run_ok
 from tests.messages import Printed
-from tests.reported_runs import steady_run
 from trainer.commands.checkpoint import BAD, FINE, IMPOSSIBLE, main
 
 VALUES = {"a.weight": torch.arange(6.0).reshape(2, 3), "b.weight": torch.ones(5, dtype=torch.bfloat16)}
@@ -59,19 +57,6 @@ def test_ls_says_what_there_is(tmp_path: Path, capsys: Printed) -> None:
     assert main(["ls", str(tmp_path / "run")]) == BAD
     assert "headers, first blocks  best" in capsys.readouterr().out.splitlines()[4]
     assert f"{folder}/iter_0000005: {rows[0]['intact'].removeprefix('no: ')}" in table[5:]
-
-
-def test_ls_says_that_a_rule_keeps_a_checkpoint(tmp_path: Path, capsys: Printed) -> None:
-    run = tmp_path / "run"
-    keys = ["max_checkpoint_keep=1", "keep_best=1", "save_retain_interval=3", "full_steps=2", "save_interval=1"]
-    words = ["train.train_iters=6", "train.eval_interval=3", "schedule.lr_decay_style=constant"]
-    words.append("optimizer.weight_decay=6000")  # makes weights grow fivefold an iteration: the first loss is best
-    run_ok(run, ["model=gpt2_tiny", *TINY, *words, *(f"checkpoint.{key}" for key in keys)])
-    notes = {row["iteration"]: (row["valid_loss"], row["notes"]) for row in shown(capsys, FINE, "ls", run)}
-    assert {number: note for number, (_, note) in notes.items()} == {
-        2: "kept by a rule", 3: "best, kept by a rule", 6: "",
-    }  # fmt: skip
-    assert notes[3] < notes[6]
 
 
 def test_ls_says_how_many_it_has_not_checked(tmp_path: Path, capsys: Printed) -> None:
@@ -165,11 +150,10 @@ def test_diff_tells_how_tensors_and_state_differ(tmp_path: Path, capsys: Printed
 @pytest.mark.parametrize("topology", [
     7, "dp=2", {"dp": "2"}, {"dp": None, "world_size": [1]}, {"world_size": "x" * 100}, {"tp": True},
 ])  # fmt: skip
-def test_a_topology_of_odd_types_is_shown_as_it_is(tmp_path: Path, topology: object, capsys: Printed) -> None:
+def test_a_topology_of_odd_types_is_left_out(tmp_path: Path, topology: object, capsys: Printed) -> None:
     save(tmp_path / "run", [5], topology=topology, valid_loss=topology)
     (row,) = shown(capsys, FINE, "ls", tmp_path / "run")
-    assert row["topology"].startswith(json.dumps(topology)[:40])
-    assert len(row["topology"]) < 70
+    assert row["topology"] == ""
     for command in ("ls", "show"):
         assert main([command, str(tmp_path / "run")]) == FINE
 
@@ -189,7 +173,7 @@ def test_prune_keeps_what_it_says_and_says_what_it_deletes(tmp_path: Path, capsy
 def test_prune_says_that_there_is_nothing(tmp_path: Path, capsys: Printed) -> None:
     for run in (tmp_path, f"file://{tmp_path}/absent"):
         assert main(["prune", str(run), "--keep", "1"]) == FINE
-        assert capsys.readouterr().out == f"{run} has no checkpoints\n"
+        assert capsys.readouterr().out == "0 of 0 checkpoints deleted\n"
 
 
 def test_prune_refuses_to_leave_no_whole_checkpoint(tmp_path: Path, capsys: Printed) -> None:
@@ -201,14 +185,3 @@ def test_prune_refuses_to_leave_no_whole_checkpoint(tmp_path: Path, capsys: Prin
         with pytest.raises(SystemExit):
             main(["prune", str(folder), *options.split()])
     assert len(list(folder.glob("iter_*"))) == 3
-
-
-def test_a_list_ends_with_the_goodput_of_the_run(
-    tmp_path: Path, capsys: Printed, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    save(steady_run(tmp_path, [1.0] * 8), [5])
-    assert main(["ls", str(tmp_path)]) == FINE
-    assert capsys.readouterr().out.splitlines()[-1] == "goodput 80.0% of 10.0 s: started 20.0%"
-    monkeypatch.setattr("trainer.commands.checkpoint._LONG_LOG_BYTES", 10)
-    assert main(["ls", str(tmp_path)]) == FINE
-    assert f"`reprise report {tmp_path}`" in capsys.readouterr().out.splitlines()[-1]

@@ -13,8 +13,8 @@ import pytest
 
 from tests.messages import Printed
 from tests.unit.compare.test_curves import record
-from trainer.commands.compare_steps import DIFFERENT, main
-from trainer.commands.frame import IMPOSSIBLE
+from trainer.commands.compare_steps import main
+from trainer.commands.frame import BAD, IMPOSSIBLE
 from trainer.steps import search
 from trainer.steps.replay import RecordedRun
 from trainer.steps.search import StepReport, launch_replay
@@ -44,7 +44,7 @@ def test_records_of_other_iterations_are_not_equal(tmp_path: Path, capsys: Print
 def test_a_difference_that_is_not_finite_is_json(tmp_path: Path, capsys: Printed) -> None:
     status = main([make_record(tmp_path / "a", 1, 2.0), make_record(tmp_path / "b", 1, math.nan), "--json"])
     report = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
-    assert (status, report["difference"]["largest"]) == (DIFFERENT, None)
+    assert (status, report["difference"]["largest"]) == (BAD, None)
 
 
 def test_logs_that_neither_run_repeats_are_a_difference(
@@ -52,7 +52,7 @@ def test_logs_that_neither_run_repeats_are_a_difference(
 ) -> None:
     report = StepReport(None, "", None, first=(2, 2), unrepeated=((3,), (3,)))
     monkeypatch.setattr(search, "compare_steps", lambda *_, **options: report)
-    assert main([str(tmp_path), str(tmp_path)]) == DIFFERENT
+    assert main([str(tmp_path), str(tmp_path)]) == BAD
     assert "B does not reproduce: its log has different figures at iteration 3" in capsys.readouterr().out
 
 

@@ -54,14 +54,6 @@ def test_the_parts_of_a_killed_run_add_up_to_the_wall_time(tmp_path: Path) -> No
     )
 
 
-def test_the_line_names_the_parts(tmp_path: Path) -> None:
-    goodput = measure_goodput(read_history(killed_run(tmp_path)))
-    assert str(goodput) == (
-        "goodput 9.4% of 40.0 s: repeated 5.0%, waited for data 0.6%, blocked by saves 1.2%, evaluated 7.5%, "
-        "started 15.0%, between launches 51.2%, other 10.0%"
-    )
-
-
 def test_a_launch_killed_in_its_start_counts_as_a_start(tmp_path: Path) -> None:
     folder = killed_run(tmp_path)
     record = f'{{"event": "begin", "launch": "c", "iteration": 4, "began": {BEGAN + 50}, "time": {BEGAN + 51.5}}}\n'
