@@ -13,14 +13,14 @@ import argparse
 import io
 import logging
 import re
+import signal
 import sys
 from collections.abc import Sequence
 
 from reprise.stores import is_stored
-from trainer.commands.arguments import amount, any_path, natural, positive
-from trainer.commands.frame import reporting
-from trainer.follow.follower import PLACE, Choice, follow_run
-from trainer.follow.runner import Commands
+from trainer.commands.arguments import any_path, natural, positive
+from trainer.commands.frame import BAD, FINE, reporting
+from trainer.follow.follower import PLACE, Follower
 from trainer.metrics.log_file import VALID_LOSS
 
 _EVALUATE = [sys.executable, "-m", "reprise", "evaluate", PLACE]
@@ -37,25 +37,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command, options.json_metric = _EVALUATE, options.json_metric or VALID_LOSS
     if not any(PLACE in word for word in command):
         parser.error(f"expected a command with {PLACE} for the checkpoint's folder: -- COMMAND {PLACE}")
-    logging.getLogger(follow_run.__module__).setLevel(logging.INFO)
+    logging.getLogger("trainer.follow").setLevel(logging.INFO)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
+    before = {number: signal.signal(number, signal.default_int_handler) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        return reporting(parser.prog, lambda: _follow(options, command))
+    except KeyboardInterrupt:
+        return FINE
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _follow(options: argparse.Namespace, command: Sequence[str]) -> int:
+    follower = Follower(
+        options.run,
+        command,
+        every=options.every,
+        first=options.first,
+        weights=options.weights,
+        metric=options.json_metric,
+    )
     poll_s = _STORE_S if is_stored(options.run) else _FOLDER_S
-
-    def follow() -> int:
-        with Commands() as runner:
-            return follow_run(
-                options.run,
-                command,
-                runner,
-                choice=Choice(options.every, options.first, weights=options.weights),
-                metric=options.json_metric,
-                name=options.name,
-                once=options.once,
-                poll_s=poll_s if options.poll_seconds is None else options.poll_seconds,
-            )
-
-    return reporting(parser.prog, follow)
+    return FINE if follower.follow(name=options.name, once=options.once, poll_s=poll_s) else BAD
 
 
 def _name(text: str) -> str:
@@ -86,10 +91,4 @@ def _parser() -> argparse.ArgumentParser:
         "--name", type=_name, help="write a separate log, follow.NAME.jsonl, to run beside other followers"
     )
     parser.add_argument("--once", action="store_true", help="exit after the existing checkpoints")
-    parser.add_argument(
-        "--poll-seconds",
-        type=amount,
-        metavar="S",
-        help=f"seconds between checks, by default {_FOLDER_S:g} for a folder and {_STORE_S:g} for a store",
-    )
     return parser

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -19,8 +20,8 @@ from tests.messages import Printed, refused
 from tests.unit.reprise.management.test_listing import save
 from tests.unit.reprise.management.test_pruning import full_run
 from trainer.commands.follow import main
-from trainer.follow.follower import Choice, Follower, FollowLog
-from trainer.follow.runner import CommandOutcome, Commands, number_at
+from trainer.follow.follower import Follower
+from trainer.follow.runner import CommandOutcome, number_at
 
 TEXT = """
 import sys
@@ -32,7 +33,7 @@ ECHO = [sys.executable, "-S", "-c", TEXT, "{}"]
 
 
 class FakeRunner:
-    """Counts time, and calls what is to happen at each pause and during each command; stops when nothing is left."""
+    """Counts time, and calls what is to happen at each pause and during each command, then interrupts."""
 
     def __init__(
         self, *events: Callable[[], object], during: Callable[[Path], CommandOutcome | None] = lambda path: None
@@ -52,15 +53,18 @@ class FakeRunner:
             self._events.pop(0)()
         else:
             self.is_stopped = True
+            raise KeyboardInterrupt
 
 
 def run_follower(
-    run: Path, runner: FakeRunner, *, once: bool = False, metric: str | None = None, choice: Choice | None = None
-) -> int:
-    with FollowLog(run / "follow.jsonl") as log:
-        return Follower(run, ["evaluate", "{}"], log, runner, choice=choice or Choice(), metric=metric).follow(
-            once=once, poll_s=3
-        )
+    run: Path, runner: FakeRunner, *, once: bool = False, metric: str | None = None, weights: bool = False
+) -> bool:
+    """Return whether all went well, also if the runner interrupts the follower."""
+    command = ["evaluate", "{}"]
+    follower = Follower(run, command, weights=weights, metric=metric, execute=runner.run, pause=runner.pause)
+    with contextlib.suppress(KeyboardInterrupt):
+        return follower.follow(once=once, poll_s=3)
+    return True
 
 
 def lines(run: Path, name: str = "follow.jsonl") -> list[Json]:
@@ -75,7 +79,7 @@ def test_each_checkpoint_has_one_line_as_they_come(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     save(folder, 1)
     runner = FakeRunner(lambda: None, lambda: save(folder, 2), lambda: None, lambda: save(folder, 3, 4))
-    assert run_follower(tmp_path, runner) == 0
+    assert run_follower(tmp_path, runner)
     assert iterations(tmp_path) == [1, 2, 3, 4]
     assert runner.folders == [f"iter_000000{n}" for n in (1, 2, 3, 4)]
     assert runner.now == 15.0
@@ -101,7 +105,7 @@ def test_a_follower_goes_on_where_the_last_one_ended(tmp_path: Path) -> None:
         if len(expected) > 1:
             save(tmp_path, 2)  # the second time another checkpoint
         runner = FakeRunner()
-        assert run_follower(tmp_path, runner, once=True) == 0
+        assert run_follower(tmp_path, runner, once=True)
         assert (iterations(tmp_path), len(runner.folders), runner.now) == (expected, 1, 0.0)
     assert len({line["digest"] for line in lines(tmp_path)}) == 3
 
@@ -147,7 +151,7 @@ def test_a_checkpoint_that_vanishes_is_passed_over(
 
     monkeypatch.setattr(Hold, "take", delete_and_take)
     caplog.set_level("INFO")
-    assert run_follower(tmp_path, FakeRunner(), once=True) == 0
+    assert run_follower(tmp_path, FakeRunner(), once=True)
     assert iterations(tmp_path) == [2]
     assert "iter_0000001 was deleted before it could be held" in caplog.text
 
@@ -173,7 +177,7 @@ def test_the_result_of_a_renamed_checkpoint_is_dropped(tmp_path: Path) -> None:
             save(tmp_path, 1)
 
     runner = FakeRunner(during=rewind)
-    assert run_follower(tmp_path, runner, once=True) == 0
+    assert run_follower(tmp_path, runner, once=True)
     (line,) = lines(tmp_path)
     assert line["result"]["n"] == 2
     assert not list(tmp_path.rglob("hold*"))
@@ -182,10 +186,10 @@ def test_the_result_of_a_renamed_checkpoint_is_dropped(tmp_path: Path) -> None:
 def test_a_damaged_checkpoint_is_named_once_and_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     save(tmp_path, 1, 2)
     (tmp_path / "iter_0000001" / "trainer_state.json").write_text("{}")
-    assert run_follower(tmp_path, FakeRunner(lambda: None, lambda: None)) == 0
+    assert run_follower(tmp_path, FakeRunner(lambda: None, lambda: None))
     assert caplog.text.count("iter_0000001 cannot be opened") == 1
     assert iterations(tmp_path) == [2]
-    assert run_follower(tmp_path, FakeRunner(), once=True) == 1
+    assert not run_follower(tmp_path, FakeRunner(), once=True)
 
 
 def end_run(folder: Path, iteration: int, **train: object) -> None:
@@ -198,7 +202,7 @@ def test_a_follower_ends_with_the_run(tmp_path: Path, train: dict[str, int], is_
     save(tmp_path, 1, 2)
     end_run(tmp_path, 2, **train)
     runner = FakeRunner()
-    assert run_follower(tmp_path, runner) == 0
+    assert run_follower(tmp_path, runner)
     assert runner.is_stopped == (not is_over)
     assert iterations(tmp_path) == [1, 2]
 
@@ -220,7 +224,7 @@ def test_a_last_save_between_two_looks_is_not_missed(
         return listed
 
     monkeypatch.setattr(CheckpointFolder, "committed", list_then_save)
-    assert run_follower(tmp_path, FakeRunner(*[lambda: None] * 3)) == 0
+    assert run_follower(tmp_path, FakeRunner(*[lambda: None] * 3))
     assert iterations(tmp_path) == [1, 2]
 
 
@@ -235,18 +239,19 @@ def test_light_saves_are_over_when_their_lock_is_released(tmp_path: Path) -> Non
         save(tmp_path / "weights", 2)
 
     runner = FakeRunner(lambda: None, end)
-    assert run_follower(tmp_path, runner, choice=Choice(weights=True)) == 0
+    assert run_follower(tmp_path, runner, weights=True)
     assert not runner.is_stopped
     assert iterations(tmp_path) == [2]
 
 
 def test_a_metric_is_stored_by_its_dotted_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     save(tmp_path, 1)
-    result = {"results": {"arc.easy": {"acc,none": 0.25, "nan": float("nan"), "flag": True}}}
-    metric, runner = "results.arc.easy.acc,none", FakeRunner(during=lambda _: CommandOutcome(0, 1.0, result))
+    result = {"results": {"arc_easy": {"acc,none": 0.25, "nan": float("nan"), "flag": True, "text": "1"}}}
+    metric, runner = "results.arc_easy.acc,none", FakeRunner(during=lambda _: CommandOutcome(0, 1.0, result))
     run_follower(tmp_path, runner, once=True, metric=metric)
     assert [(line["metric"], line["value"]) for line in lines(tmp_path)] == [(metric, 0.25)]
-    others = ("results", "results.arc.easy.nan", "results.arc.easy.flag", "acc,none", "", f"{metric}.x")
+    odd = ("results.arc_easy.nan", "results.arc_easy.flag", "results.arc_easy.text", "results.arc_easy.text.x")
+    others = ("results", *odd, "acc,none", "", f"{metric}.x")
     assert {number_at(result, name) for name in others} | {number_at(None, "a")} == {None}
     save(tmp_path, 3)
     run_follower(tmp_path, FakeRunner(), once=True, metric="missing")
@@ -267,13 +272,15 @@ def test_the_command_line_runs_a_real_command(tmp_path: Path, capfd: Printed) ->
     assert [line["iteration"] for line in lines(tmp_path, "follow.b.jsonl")] == [2]
 
 
-def test_two_followers_need_two_names(tmp_path: Path, capsys: Printed) -> None:
-    def refuse() -> None:
+def test_two_followers_need_two_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Printed) -> None:
+    def refuse(_: FolderLock) -> None:
         raise LockError("taken")
 
     save(tmp_path, 1)
-    with FollowLog(tmp_path / "follow.jsonl", check=refuse) as log, pytest.raises(LockError):
-        Follower(tmp_path, ["c", "{}"], log, FakeRunner()).follow(once=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(FolderLock, "check", refuse)
+        with pytest.raises(LockError):
+            run_follower(tmp_path, FakeRunner(), once=True)
     assert lines(tmp_path) == []
     lock = FolderLock(tmp_path, "another", name="follow.lock")
     lock.acquire()
@@ -330,12 +337,10 @@ def test_a_signal_ends_the_command_and_the_follower(tmp_path: Path, text: str) -
     assert not list(tmp_path.rglob("hold*"))
 
 
-def test_a_signal_ends_a_pause_and_the_handlers_come_back() -> None:
+def test_a_signal_ends_a_pause_and_the_handlers_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    with Commands() as commands:
-        os.kill(os.getpid(), signal.SIGINT)
-        commands.pause(600.0)
-        assert commands.is_stopped
+    monkeypatch.setattr("trainer.follow.follower.is_dir", lambda _: os.kill(os.getpid(), signal.SIGTERM))
+    assert main([str(tmp_path / "absent")]) == 0
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
 
 
