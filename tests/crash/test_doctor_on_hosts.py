@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 def run_doctor(arguments: list[str]) -> None:
     """Run the command with short writes and little patience."""
-    looks._SPEED_BYTES = 1 << 20
+    looks._SAVED_BYTES = 1 << 20
     shared_folder.SEEN_WITHIN_S = 0.5
     sys.exit(doctor.main(arguments))
 
@@ -38,7 +38,7 @@ def test_hosts_that_share_no_folder_are_named(tmp_path: Path, has_folder: bool) 
     ended = look(shared / "runs", tmp_path, [Mount(shared, other)])
     assert ended.statuses == (1, 1), ended.text
     line = ended.outputs[0].splitlines()[-1]
-    assert line.startswith(f"MISSING  one folder for all hosts     {shared / 'runs'}/.shared.")
-    assert ".mark of rank 0 cannot be seen by host host1 (rank 1): No such file or directory. Mount the same" in line
+    assert line.startswith(f"MISSING  one folder for all hosts     {shared / 'runs'}/.doctor-")
+    assert " of rank 0 cannot be seen by host host1: No such file or directory. Mount the same" in line
     assert line.endswith(terms.WAY_OUT)
     assert sorted(path.name for path in [*shared.rglob("*"), *other.rglob("*")]) == ["runs"] * (1 + has_folder)

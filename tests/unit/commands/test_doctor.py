@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 from reprise.storage import Files
 from tests.messages import Printed
@@ -18,7 +17,7 @@ from trainer.doctor import looks
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(looks, "_SPEED_BYTES", 1 << 20)
+    monkeypatch.setattr(looks, "_SAVED_BYTES", 1 << 20)
 
 
 def verdicts(text: str) -> dict[str, str]:
@@ -29,13 +28,10 @@ def test_all_is_well_here_and_nothing_is_left(tmp_path: Path, capsys: Printed) -
     assert doctor.main([str(tmp_path / "runs")]) == 0
     text = capsys.readouterr().out
     found = verdicts(text)
-    assert {"torch 2.11 or newer", "backend gloo", "free space", "atomic rename", "lock"} <= {
+    assert {"torch 2.11 or newer", "backend gloo", "free space", "a checkpoint"} <= {
         what for what, verdict in found.items() if verdict == looks.FINE
     }
     assert "GB/s" in text
-    kernels = next(line for line in text.splitlines() if line[9:].startswith("kernels"))
-    assert torch.backends.cpu.get_cpu_capability() in kernels
-    assert "processor" in found
     assert list(tmp_path.iterdir()) == []
 
 
@@ -50,11 +46,9 @@ def nothing(*_: object) -> None:
 @pytest.mark.parametrize(
     ("call", "answer", "what", "verdict"),
     [
-        ("rename", refuse, "atomic rename", looks.BAD),
-        ("sync_folder", refuse, "atomic rename", looks.BAD),
-        ("reserve", refuse, "blocks can be reserved", looks.BAD),
-        ("open_direct", nothing, "O_DIRECT, and speed", looks.WORSE),
-        ("free_inodes", lambda *_: 0, "free space", looks.BAD),
+        ("rename", refuse, "a checkpoint", looks.BAD),
+        ("sync_folder", refuse, "a checkpoint", looks.BAD),
+        ("free_bytes", lambda *_: 0, "free space", looks.BAD),
         ("free_bytes", nothing, "free space", looks.WORSE),
     ],
 )
@@ -71,7 +65,7 @@ def test_what_a_file_system_lacks_is_named(
     assert doctor.main([str(tmp_path)]) == (verdict == looks.BAD)
     text = capsys.readouterr().out
     assert verdicts(text)[what] == verdict
-    assert ("(errno 1)" in text) == (answer is refuse)
+    assert ("errno 1" in text) == (answer is refuse)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -86,15 +80,6 @@ def test_the_check_removes_its_own_files_and_no_others(tmp_path: Path, capsys: P
         assert doctor.main([str(folder)]) == 1
         assert verdicts(capsys.readouterr().out)["a folder can be created"] == looks.BAD
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "there"]
-
-
-def test_a_folder_that_others_use_meanwhile_stays(tmp_path: Path) -> None:
-    findings = looks.folder(tmp_path / "runs" / "new")
-    next(findings)
-    (tmp_path / "runs" / "other").touch()
-    for _ in findings:
-        pass
-    assert [path.name for path in tmp_path.rglob("*")] == ["runs", "other"]
 
 
 @pytest.mark.parametrize("url", ["kept", "kept/new/run"])
