@@ -100,25 +100,9 @@ def read_swanlab(folder: Path, _: Path) -> dict[str, Curves]:
     return runs
 
 
-def read_tensorboard(folder: Path, _: Path) -> dict[str, Curves]:
-    """Read the event files."""
-    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
-    from tensorboard.util.tensor_util import make_ndarray
-
-    runs: dict[str, Curves] = {}
-    for path in sorted((folder / "publish/tensorboard").glob("*/events.*")):
-        curves = runs.setdefault(path.parent.name, defaultdict(list))
-        for event in EventFileLoader(str(path)).Load():
-            for value in event.summary.value:
-                if value.metadata.plugin_data.plugin_name == "scalars":
-                    curves[value.tag].append((event.step, float(make_ndarray(value.tensor)).hex()))
-    return runs
-
-
 READERS: dict[str, Callable[[Path, Path], dict[str, Curves]]] = {
     "wandb": read_wandb,
     "mlflow": read_mlflow,
     "trackio": read_trackio,
     "swanlab": read_swanlab,
-    "tensorboard": read_tensorboard,
 }

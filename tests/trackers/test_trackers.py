@@ -141,7 +141,7 @@ def test_a_follower_that_is_ended_has_sent_all(tracker: str, tmp_path: Path) -> 
     run.train(1, 25)
     command = [sys.executable, "-m", "reprise", "publish", str(run.folder), "--to", tracker, "--follow"]
     follower = subprocess.Popen(
-        [*command, "--until-input-ends", "--interval", "0.05"],
+        [*command, "--until-input-ends"],
         stdin=subprocess.PIPE,
         stderr=subprocess.PIPE,
         env=processes.environment,
@@ -164,8 +164,7 @@ def test_a_store_that_mlflow_refuses_is_told_with_its_fix(tmp_path: Path) -> Non
     run.start(0)
     run.train(1, 3)
     ended = processes.publish(run.folder, MLFLOW_TRACKING_URI=f"file://{tmp_path}/mlruns")
-    assert ended.returncode == 2
-    assert "The tracker refuses the run" in ended.stderr
+    assert ended.returncode == 1
     assert "MLFLOW_ALLOW_FILE_STORE" in ended.stderr
 
 

@@ -1,7 +1,7 @@
 """Send a run's metrics to a tracker: `reprise publish RUN --to TRACKER [--follow]`.
 
-The exit status is 0 when the tracker has every line, 1 when it cannot be reached, 2 when the run cannot be published or
-the tracker refuses it.
+The exit status is 0 when the tracker has every line, 1 when it cannot be reached or refuses the run, 2 when the run
+cannot be published.
 """
 
 from __future__ import annotations
@@ -13,18 +13,17 @@ import select
 import signal
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack, closing
+from contextlib import closing
 
 from reprise.errors import DataError, LockError
 from reprise.storage import exists
-from trainer.commands.arguments import amount, existing_folder
-from trainer.commands.frame import FINE, framed
+from trainer.commands.arguments import existing_folder
+from trainer.commands.frame import BAD, FINE, framed
 from trainer.config.logging import TRACKERS
 from trainer.metrics.json_lines import METRICS
 from trainer.publish.publisher import Publisher, publish
 from trainer.publish.tracker import load_tracker
 
-UNREACHABLE = 1
 _INTERVAL_S, _MOST_WAIT_S = 5.0, 60.0
 _LEAST_PRIORITY = 19
 
@@ -34,18 +33,17 @@ def send(options: argparse.Namespace) -> int:
     logging.getLogger("trainer.publish").setLevel(logging.INFO)
     if options.until_input_ends:
         os.nice(_LEAST_PRIORITY)
-    with ExitStack() as stack:
-        return _publish(options, stack)
+    if options.follow:
+        with _Pause(until_input_ends=options.until_input_ends) as pause:
+            return _publish(options, pause)
+    return _publish(options, lambda _: False)
 
 
-def _publish(options: argparse.Namespace, stack: ExitStack) -> int:
-    """Publish the run on the command line, and return the exit status."""
+def _publish(options: argparse.Namespace, pause: Callable[[float], bool]) -> int:
     if not options.follow and not exists(options.run / METRICS):
         raise DataError("The folder is not a run folder", where=options.run, expected=METRICS)
     tracker = load_tracker(options.to)
     title = options.name or options.run.resolve().name
-    timer = _Pause(options.interval, until_input_ends=options.until_input_ends)
-    pause = stack.enter_context(timer) if options.follow else _stop_at_once
     while True:
         try:
             sender = Publisher(options.run, options.to, tracker, project=options.project, title=title)
@@ -56,22 +54,17 @@ def _publish(options: argparse.Namespace, stack: ExitStack) -> int:
     with closing(sender):
         error = publish(sender, tracker, pause)
     if error is not None:
-        print(f"reprise publish: the tracker cannot be reached: {error!r}. Try again later", file=sys.stderr)
-        return UNREACHABLE
+        print(f"reprise publish: the tracker does not take the run: {error!r}", file=sys.stderr)
+        return BAD
     place = f" in {tracker.place}" if tracker.place else ""
     print(f"the remote run is {sender.remote_id or 'not started'}{place}")
     return FINE
 
 
-def _stop_at_once(_: float) -> bool:
-    return False
-
-
 class _Pause:
     """Waits between checks of the log, until a signal arrives or the input ends."""
 
-    def __init__(self, interval_s: float, *, until_input_ends: bool) -> None:
-        self._interval_s = interval_s
+    def __init__(self, *, until_input_ends: bool) -> None:
         self._read, self._write = os.pipe()
         self._inputs = [self._read, *([sys.stdin.fileno()] if until_input_ends else [])]
 
@@ -85,7 +78,7 @@ class _Pause:
             signal.signal(number, signal.SIG_DFL)
 
     def _wait(self, times: float) -> bool:
-        ready, _, _ = select.select(self._inputs, [], [], min(self._interval_s * times, _MOST_WAIT_S))
+        ready, _, _ = select.select(self._inputs, [], [], min(_INTERVAL_S * times, _MOST_WAIT_S))
         return not ready
 
 
@@ -93,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="reprise publish",
         description="Send a run's metrics to a tracker, each line once, even after kills and restarts.",
-        epilog="Exit status: 0 the tracker has every line, 1 it cannot be reached, 2 it refuses the run.",
+        epilog="Exit status: 0 the tracker has every line, 1 it does not take the run, 2 the command failed.",
     )
     parser.add_argument("run", metavar="RUN", type=existing_folder, help="run folder")
     parser.add_argument("--to", metavar="TRACKER", required=True, choices=tuple(TRACKERS), help=", ".join(TRACKERS))
@@ -101,9 +94,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--name", default=None, help="the remote run's name; default: the folder's name")
     parser.add_argument(
         "--follow", action="store_true", help="keep sending while the run trains, until SIGTERM or Ctrl-C"
-    )
-    parser.add_argument(
-        "--interval", type=amount, default=_INTERVAL_S, metavar="S", help="seconds between checks (%(default)g)"
     )
     parser.add_argument("--until-input-ends", action="store_true", help=argparse.SUPPRESS)
     return parser

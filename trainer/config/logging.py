@@ -8,7 +8,7 @@ from dataclasses import dataclass
 # Trackers for `reprise publish`, by name: each value is the path of a `Tracker` class.
 TRACKERS = {
     name: f"trainer.publish.{name}_tracker.{name.capitalize()}Tracker"
-    for name in ("wandb", "swanlab", "mlflow", "trackio", "tensorboard")
+    for name in ("wandb", "swanlab", "mlflow", "trackio")
 }
 
 
@@ -20,7 +20,7 @@ class LoggingSection:
         log_interval: Iterations between log lines.
         tensorboard: Write TensorBoard files into the run's folder.
         publish: Tracker to which a process beside the run sends metrics (docs/trackers.md): `wandb`, `swanlab`,
-            `mlflow`, `trackio` or `tensorboard`.
+            `mlflow` or `trackio`.
     """
 
     log_interval: int = 1

@@ -43,6 +43,7 @@ _EXCLUDED = (
 )
 # Keys of earlier versions, which have no effect any more.
 _REMOVED = {"data.verify", "data.vocab_size", "logging.sinks", "train.ema_offload"}
+_REMOVED_TRACKER = ("logging.publish", "tensorboard")
 
 # `topology` members in trainer_state.json, and their keys in the `parallel` section.
 PARALLEL_KEYS = {
@@ -136,6 +137,7 @@ def saved_values(document: Json, state: Json, *, where: object) -> dict[str, obj
         raise CheckpointError("The checkpoint's configuration is malformed", where=where, expected="sections of keys")
     values = {f"{name}.{key}": value for name, section in config.items() for key, value in section.items()}
     values = {key: value for key, value in values.items() if key not in _REMOVED}
+    values = {key: value for key, value in values.items() if (key, value) != _REMOVED_TRACKER}
     unknown = values.keys() - {f"{section}.{key}" for section, key in _keys()}
     if unknown:
         raise MismatchError(

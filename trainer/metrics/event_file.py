@@ -13,7 +13,6 @@ import socket
 import struct
 import time
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -21,8 +20,7 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.compat.proto.tensor_pb2 import TensorProto
 from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
-from tensorboard.compat.proto.types_pb2 import DT_DOUBLE, DT_STRING
-from tensorboard.plugins.scalar.metadata import create_summary_metadata as scalar_metadata
+from tensorboard.compat.proto.types_pb2 import DT_STRING
 from tensorboard.plugins.text.metadata import create_summary_metadata as text_metadata
 
 from reprise.storage import matching
@@ -40,64 +38,40 @@ class EventFile:
 
     Args:
         folder: The folder, created if missing.
-        purge_step: The step from which TensorBoard drops points in earlier files. None keeps them.
+        purge_step: The step from which TensorBoard drops points in earlier files.
 
     Raises:
         OSError: The file cannot be created or written.
     """
 
-    def __init__(self, folder: Path, *, purge_step: int | None = None) -> None:
+    def __init__(self, folder: Path, *, purge_step: int) -> None:
         folder.mkdir(exist_ok=True)
         names = [_NAME.match(path.name) for path in matching(folder, "events.out.tfevents.*")]
         second = max([int(time.time()), *(int(name[1]) + 1 for name in names if name)])
         path = folder / f"events.out.tfevents.{second:010d}.{socket.gethostname()}.{os.getpid()}.{time.time_ns()}"
         self._file = path.open("xb")
-        head = [Event(wall_time=time.time(), file_version="brain.Event:2")]
-        if purge_step is not None:
-            start = SessionLog(status=SessionLog.START)
-            head.append(Event(wall_time=time.time(), step=purge_step, session_log=start))
-        try:
-            self.write(head)
-        except OSError:  # the next attempt has its own file
-            with suppress(OSError):
-                self._file.close()
-            path.unlink(missing_ok=True)
-            raise
+        version = Event(wall_time=time.time(), file_version="brain.Event:2")
+        start = SessionLog(status=SessionLog.START)
+        self.write([version, Event(wall_time=time.time(), step=purge_step, session_log=start)])
 
     def write(self, events: Iterable[Event]) -> None:
         """Append events and flush them to the operating system."""
         self._file.write(b"".join(_record(event.SerializeToString()) for event in events))
         self._file.flush()
 
-    def sync(self) -> None:
-        """Wait until the events are on disk."""
-        os.fsync(self._file.fileno())
-
     def close(self) -> None:
         """Close the file."""
         self._file.close()
 
 
-def event(iteration: int, values: Sequence[Summary.Value], *, seconds: float | None = None) -> Event:
-    """Return an event holding the given values.
-
-    Args:
-        iteration: The step at which TensorBoard shows the values.
-        values: The points and texts.
-        seconds: The event's Unix time. None means now.
-    """
-    return Event(step=iteration, wall_time=time.time() if seconds is None else seconds, summary=Summary(value=values))
+def event(iteration: int, values: Sequence[Summary.Value]) -> Event:
+    """Return an event of now, holding the given points and texts at a step."""
+    return Event(step=iteration, wall_time=time.time(), summary=Summary(value=values))
 
 
 def point(tag: str, value: float) -> Summary.Value:
     """Return a curve point in single precision, which every event file reader supports."""
     return Summary.Value(tag=tag, simple_value=value)
-
-
-def double_point(tag: str, value: float) -> Summary.Value:
-    """Return a curve point in double precision, which TensorBoard 2 supports."""
-    tensor = TensorProto(dtype=DT_DOUBLE, double_val=[value], tensor_shape=TensorShapeProto())
-    return Summary.Value(tag=tag, tensor=tensor, metadata=scalar_metadata("", ""))
 
 
 def verbatim(tag: str, text: str) -> Summary.Value:

@@ -28,7 +28,7 @@ class JsonlFile(MetricSink):
     """
 
     def __init__(self, path: Path, clock: Callable[[], float]) -> None:
-        self._path, self._clock = path, clock
+        self.name, self._path, self._clock = path.name, path, clock
         self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
         self._waiting = bytearray()
         self._lock = threading.Lock()  # guards the waiting lines

@@ -26,7 +26,7 @@ class PublishSink(MetricSink):
     """
 
     def __init__(self, tracker: str) -> None:
-        self._tracker = tracker
+        self.name = tracker
         self._process: subprocess.Popen[bytes] | None = None
         self._output = Path()
 
@@ -36,9 +36,9 @@ class PublishSink(MetricSink):
         Raises:
             OSError: The process cannot be started.
         """
-        self._output = folder / PUBLISH / self._tracker / "publish.log"
+        self._output = folder / PUBLISH / self.name / "publish.log"
         make_folders(FILE_SYSTEM, self._output.parent)
-        command = [sys.executable, "-m", "reprise", "publish", str(folder), "--to", self._tracker]
+        command = [sys.executable, "-m", "reprise", "publish", str(folder), "--to", self.name]
         with self._output.open("ab") as output:
             self._process = subprocess.Popen(
                 [*command, "--follow", "--until-input-ends"],
@@ -53,7 +53,7 @@ class PublishSink(MetricSink):
         if self._process is not None and self._process.poll() is not None:
             _log.warning(
                 "the process sending metrics to %s has ended with status %d, and the run continues without it: %s",
-                self._tracker,
+                self.name,
                 self._process.returncode,
                 self._output,
             )

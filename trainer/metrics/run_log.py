@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -19,7 +20,6 @@ from trainer.metrics.json_lines import METRICS
 from trainer.metrics.jsonl_file import JsonlFile, cut_after
 from trainer.metrics.launch_log import LAUNCHES, LaunchOutcome
 from trainer.metrics.memory import MemoryPeaks
-from trainer.metrics.publish_sink import PublishSink
 from trainer.metrics.run_clock import run_clock
 from trainer.metrics.sink import MetricSink
 
@@ -61,14 +61,11 @@ class IterationRecord:
 
     def line(self) -> Json:
         """Return the iteration's `metrics.jsonl` record. `<name>_hex` preserves every bit of a figure."""
-        record: Json = {
-            "iteration": self.iteration,
-            "loss": self.loss,
-            "loss_hex": self.loss.hex(),
-            "grad_norm": self.grad_norm,
-            "grad_norm_hex": self.grad_norm.hex(),
-            "lr": self.lr,
-            "lr_hex": self.lr.hex(),
+        exact = {"loss": self.loss, "grad_norm": self.grad_norm, "lr": self.lr}
+        record: Json = {"iteration": self.iteration}
+        for name, figure in exact.items():
+            record |= {name: figure, f"{name}_hex": figure.hex()}
+        record |= {
             "consumed_samples": self.consumed_samples,
             "tokens_per_second": round(self.tokens_per_second, 1),
             "seconds": round(self.seconds, 6),
@@ -111,8 +108,7 @@ class RunLog:
     """A run's log, also across resumes: lines for the terminal, and records for the sinks.
 
     Args:
-        sinks: Metric sinks with their names. `metrics.jsonl` is always written.
-        publish: The tracker to which a separate process sends the log. None disables it.
+        sinks: Metric sinks. `metrics.jsonl` is always written.
         clock: A monotonic clock in seconds.
 
     Attributes:
@@ -125,8 +121,7 @@ class RunLog:
         *,
         train_iters: int,
         mfu_scale: float | None,
-        sinks: Sequence[tuple[str, MetricSink]] = (),
-        publish: str | None = None,
+        sinks: Sequence[MetricSink] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock = clock
@@ -134,10 +129,8 @@ class RunLog:
         self._folder = folder
         self.train_iters = train_iters
         self._mfu_scale = mfu_scale
-        self._others = [*sinks]
-        if publish is not None:
-            self._others.insert(0, (publish, PublishSink(publish)))
-        self._sinks = list[tuple[str, MetricSink]]()
+        self._sinks = [*sinks]
+        self._lines: JsonlFile | None = None
         self._failed = set[str]()  # the sinks whose first exception was logged
         self._launches: JsonlFile | None = None
         # Extra members for the next iteration's line: whether it is the first after a resume, and the startup times.
@@ -171,7 +164,7 @@ class RunLog:
             began = round(clock() - age_s, 3)
             replace_file(FILE_SYSTEM, self._folder / "config.yaml", config.encode())
             cut_after(self._folder / METRICS, iteration, owes_evaluation=owes_evaluation)
-            lines = JsonlFile(self._folder / METRICS, clock)
+            self._lines = JsonlFile(self._folder / METRICS, clock)
             # The first checkpoint makes the records durable. Make the file's name durable too.
             FILE_SYSTEM.sync_folder(self._folder)
             if launch:
@@ -179,10 +172,8 @@ class RunLog:
         except OSError as error:
             raise run_folder_failed(self._folder, error) from error
         # `metrics.jsonl` comes last: a save it records, from which a killed run may resume, is then in all other sinks.
-        self._sinks = [
-            pair for pair in self._others if self._attempt(*pair, lambda sink: sink.start(self._folder, iteration))
-        ]
-        self._sinks.append((METRICS, lines))
+        started = [sink for sink in self._sinks if self._attempt(sink, partial(sink.start, self._folder, iteration))]
+        self._sinks = [*started, self._lines]
         self._first = {"resumed": True} if iteration > 0 else {}
         if launch:
             self._first["launch"] = self._launch = launch
@@ -270,11 +261,7 @@ class RunLog:
             "gigabytes_per_second": rate / 1e9,
         }
         rounded = {name: round(figure, 6) for name, figure in figures.items()}
-        record = {"iteration": report.iteration, "event": event, **rounded}
-        for name, sink in self._sinks:
-            self._attempt(name, sink, lambda sink: sink.write(record))
-            if name != METRICS:
-                self._attempt(name, sink, lambda sink: sink.sync())
+        self._write({"iteration": report.iteration, "event": event, **rounded})
         _log.info(
             f"saved iteration {report.iteration}{_SAVED[event]} in {report.seconds:.2f} s "
             f"({report.written_bytes / 1e6:.1f} MB by this rank), training paused for "
@@ -283,29 +270,27 @@ class RunLog:
 
     def sync(self) -> None:
         """Make all lines durable, unless the disk fails. No checkpoint may be newer than the log. Thread-safe."""
-        self._each(lambda sink: sink.sync())
+        if self._lines is not None:
+            self._lines.sync()
 
     def close(self) -> None:
         """Close the sinks. A save that ends later has nothing to sync."""
         sinks, self._sinks = self._sinks, []
-        for pair in sinks:
-            self._attempt(*pair, lambda sink: sink.close())
+        for sink in sinks:
+            self._attempt(sink, sink.close)
 
     def _write(self, record: Json) -> None:
-        self._each(lambda sink: sink.write(record))
+        for sink in self._sinks:
+            self._attempt(sink, partial(sink.write, record))
 
-    def _each(self, call: Callable[[MetricSink], None]) -> None:
-        for pair in self._sinks:
-            self._attempt(*pair, call)
-
-    def _attempt(self, name: str, sink: MetricSink, call: Callable[[MetricSink], None]) -> bool:
+    def _attempt(self, sink: MetricSink, call: Callable[[], None]) -> bool:
         """Call a sink, and return whether it succeeded. Its first exception is logged."""
         try:
-            call(sink)
+            call()
         except Exception as error:  # noqa: BLE001 - whatever its library raises, training goes on
-            if name not in self._failed:
-                _log.error("Metrics could not be written to %s, and the run continues: %r", name, error)
-            self._failed.add(name)
+            if sink.name not in self._failed:
+                _log.error("Metrics could not be written to %s, and the run continues: %r", sink.name, error)
+            self._failed.add(sink.name)
             return False
         return True
 

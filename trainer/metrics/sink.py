@@ -9,13 +9,18 @@ from reprise.storage import Json
 
 
 class MetricSink(ABC):
-    """A metric output. Only rank 0 has sinks; it calls them from the training thread, except for `sync`.
+    """A metric output. Only rank 0 has sinks; it calls them from the training thread.
 
     An exception never ends the run. If `start` raises, the sink is not called again; otherwise it is, because the
     output may recover.
 
     Import the sink's library in `start` or later, so that only runs with this sink need it.
+
+    Attributes:
+        name: The sink's name in messages.
     """
+
+    name: str
 
     def start(self, folder: Path, iteration: int) -> None:  # noqa: B027
         """Open the output of the run in `folder`, and drop earlier launches' records after `iteration`."""
@@ -23,12 +28,6 @@ class MetricSink(ABC):
     @abstractmethod
     def write(self, record: Json) -> None:
         """Write a record for `metrics.jsonl`, whose figures `figures_of` names. Training waits for it."""
-
-    def sync(self) -> None:  # noqa: B027
-        """Make all records so far durable, because no checkpoint may be newer than its metrics.
-
-        Saves call this from another thread, while training may write more records.
-        """
 
     @abstractmethod
     def close(self) -> None:

@@ -14,7 +14,6 @@ from trainer.metrics.sink import MetricSink
 if TYPE_CHECKING:
     from trainer.metrics.event_file import EventFile
 
-_EVENTS = "tensorboard"  # the event file folder
 # TensorBoard sorts tag groups by name. These names put the losses first.
 _TAGS = {
     "train/loss": "loss/train",
@@ -33,13 +32,14 @@ class TensorboardSink(MetricSink):
     other readers still see them.
     """
 
+    name = "tensorboard"
     _folder = Path()
     _file: EventFile | None = None
     _purge_step = 1
     _is_broken = False
 
     def start(self, folder: Path, iteration: int) -> None:
-        self._folder, self._purge_step = folder / _EVENTS, iteration + 1
+        self._folder, self._purge_step = folder / self.name, iteration + 1
 
     def write(self, record: Json) -> None:
         figures, texts = figures_of(record)

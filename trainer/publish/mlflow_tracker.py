@@ -25,11 +25,6 @@ class MlflowTracker(Tracker):
 
     failures = (OSError, MlflowException, requests.RequestException)
 
-    def http_status(self, error: Exception) -> int:
-        if isinstance(error, MlflowException):
-            return int(error.get_http_status_code())
-        return super().http_status(error)
-
     def open(self, run: RemoteRun) -> None:
         client = self._client = MlflowClient()
         experiment = client.get_experiment_by_name(run.project)

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import secrets
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import islice
@@ -19,7 +20,6 @@ from reprise.storage import (
     FolderLock,
     Json,
     exists,
-    integer,
     json_file,
     open_regular,
     read_regular,
@@ -34,6 +34,7 @@ from trainer.publish.tracker import RemoteRun, Tracker, row_of
 _log = logging.getLogger(__name__)
 
 _BATCH = 1000
+_FIRST_ATTEMPTS = 5
 Branches = Sequence[tuple[str, int]]  # each branch's id and start iteration
 
 
@@ -51,13 +52,6 @@ class Cursor:
     id: str
     lines: int = 0
     last: dict[str, int] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        """Check the types in a stored cursor."""
-        if type(self.id) is not str:
-            raise TypeError(f"the id is {self.id!r}")
-        for number in (self.lines, *self.last.values()):
-            integer(number)
 
     def passes(self, record: Json) -> bool:
         """Return whether a record is new, and mark it as sent."""
@@ -178,7 +172,7 @@ class Publisher:
         if exists(path):
             try:
                 return Cursor(**json_file.read(path))
-            except (AttributeError, TypeError, ValueError) as error:
+            except TypeError as error:
                 raise DataError("A published run's cursor is damaged", where=path, found=error) from error
         first = branches[0][0] if branches else secrets.token_hex(8)
         return Cursor(f"{self._read(0, branches).id}-{number}" if number else first)
@@ -224,16 +218,16 @@ def _is_at(path: Path, file: BinaryIO) -> bool:
 def publish(publisher: Publisher, tracker: Tracker, pause: Callable[[float], bool]) -> Exception | None:
     """Send lines as a run writes them, until `pause` returns False, and then the last ones.
 
+    After a failure the lines wait for the next attempt. A tracker that takes nothing in the first attempts is given up:
+    a key or a name may be wrong.
+
     Args:
         pause: Waits for the given multiple of the polling interval, and returns whether to continue.
 
     Returns:
-        The error if the tracker cannot be reached at the end.
-
-    Raises:
-        DataError: The tracker refuses the run from the start, or at the end.
+        The last attempt's error, or None.
     """
-    failures, is_accepted, continues = 0, False, True
+    failures, attempts, continues = 0, _FIRST_ATTEMPTS, True
     while continues:
         continues = pause(min(2.0**failures, 2.0**6))
         try:
@@ -241,17 +235,13 @@ def publish(publisher: Publisher, tracker: Tracker, pause: Callable[[float], boo
             if not continues:
                 publisher.finish()
             if failures:
-                _log.info("the tracker can be reached again")
-            failures, is_accepted = 0, True
+                _log.info("the tracker takes lines again")
+            failures, attempts = 0, sys.maxsize
         except tracker.failures as error:
-            is_refusal = tracker.is_refusal(error)
-            if is_refusal and not (is_accepted and continues):
-                raise DataError("The tracker refuses the run", found=f"{type(error).__name__}: {error}") from error
-            if not continues:
-                return error
-            if not failures:
-                state = "refuses" if is_refusal else "cannot be reached"
-                _log.warning("the tracker %s, and its lines wait: %r", state, error)
             failures += 1
+            if not continues or failures == attempts:
+                return error
+            if failures == 1:
+                _log.warning("the tracker takes no lines, which wait: %r", error)
             publisher.reopen()
     return None

@@ -23,7 +23,6 @@ class SwanlabTracker(Tracker):
     is_durable = False
 
     failures = (OSError, requests.RequestException, AuthenticationError)
-    refusals = (AuthenticationError,)
 
     def open(self, run: RemoteRun) -> None:
         if self._run is not None:

@@ -12,7 +12,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from reprise.errors import ConfigError
 from reprise.storage import Json
 from trainer.config.logging import TRACKERS
 from trainer.metrics.figures import figures_of
@@ -58,21 +57,10 @@ class TrackerRow:
 class Tracker(ABC):
     """A tracker with at most one open run. Creating it imports the tracker's library."""
 
-    failures: tuple[type[Exception], ...] = (OSError,)  # exceptions raised when the tracker cannot be reached
-    refusals: tuple[type[Exception], ...] = ()  # failures that only a user can fix
+    failures: tuple[type[Exception], ...] = (OSError,)  # exceptions raised when the tracker cannot take lines
     place = ""  # where the open run is, for people
     is_durable = True  # whether lines are stored once `send` returns, rather than `close`
     _run: Any = None  # the open run, in the library's form
-
-    def is_refusal(self, error: Exception) -> bool:
-        """Return whether only a user can fix a failure, judged by its class or HTTP status."""
-        status = self.http_status(error)
-        is_busy = status in (408, 429)
-        return isinstance(error, self.refusals) or (400 <= status < 500 and not is_busy)
-
-    def http_status(self, error: Exception) -> int:
-        """Return the HTTP status in a server's answer, or 0."""
-        return int(getattr(getattr(error, "response", None), "status_code", 0))
 
     @abstractmethod
     def open(self, run: RemoteRun) -> None:
@@ -88,17 +76,9 @@ class Tracker(ABC):
 
 
 def load_tracker(name: str) -> Tracker:
-    """Create the tracker listed in `TRACKERS` under `name`.
-
-    Raises:
-        ConfigError: The tracker's library is not installed.
-    """
+    """Create the tracker listed in `TRACKERS` under `name`, which imports its library."""
     module, _, member = TRACKERS[name].rpartition(".")
-    try:
-        tracker: Tracker = getattr(import_module(module), member)()
-    except ImportError as error:
-        fix = f"Install it with: pip install {name}"
-        raise ConfigError(f"The tracker {name} cannot be imported", found=error, fix=fix) from error
+    tracker: Tracker = getattr(import_module(module), member)()
     return tracker
 
 

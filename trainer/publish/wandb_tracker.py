@@ -9,7 +9,6 @@ import os
 from collections.abc import Sequence
 
 import wandb
-from wandb.errors import AuthenticationError, UsageError
 
 from trainer.publish.tracker import RemoteRun, Tracker, TrackerRow
 
@@ -21,7 +20,6 @@ class WandbTracker(Tracker):
     """
 
     failures = (OSError, wandb.Error)
-    refusals = (AuthenticationError, UsageError)
     is_durable = False
 
     def open(self, run: RemoteRun) -> None:

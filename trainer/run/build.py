@@ -29,7 +29,9 @@ from trainer.launch.device import device_name
 from trainer.launch.process_group import Cluster, thread_count
 from trainer.launch.start_times import StartTimes
 from trainer.metrics.profile import Profiler
+from trainer.metrics.publish_sink import PublishSink
 from trainer.metrics.run_log import RunLog, Slowdown, peak_flops
+from trainer.metrics.sink import MetricSink
 from trainer.metrics.slow_ranks import OwnTime
 from trainer.metrics.spikes import SpikeWatch
 from trainer.metrics.tensorboard_sink import TensorboardSink
@@ -214,10 +216,11 @@ def build_log(run: Run) -> RunLog:
     config, cluster = run.config, run.cluster
     peak = peak_flops(device_name(cluster.device))
     flops = families.flops_per_token(config.model, config.train.seq_length)
+    sinks: list[MetricSink] = [] if config.logging.publish is None else [PublishSink(config.logging.publish)]
+    sinks += [TensorboardSink()] if config.logging.tensorboard else []
     return RunLog(
         Path(config.run.dir),
         train_iters=run.train_iters,
-        sinks=[("tensorboard", TensorboardSink())] if config.logging.tensorboard else [],
-        publish=config.logging.publish,
+        sinks=sinks,
         mfu_scale=None if peak is None else flops / (peak * cluster.world_size),
     )

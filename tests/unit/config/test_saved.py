@@ -56,7 +56,8 @@ def test_text_with_the_form_of_an_expression_is_carried() -> None:
 
 
 def test_keys_that_are_gone_have_no_effect() -> None:
-    gone = {"data": {"verify": "full", "vocab_size": 320, "kind": "text"}, "logging": {"sinks": ["tensorboard"]}}
+    logging = {"sinks": ["tensorboard"], "publish": "tensorboard"}
+    gone = {"data": {"verify": "full", "vocab_size": 320, "kind": "text"}, "logging": logging}
     assert saved_values(document(gone), {}, where="here") == {"data.kind": "text"}
 
 

@@ -40,8 +40,8 @@ def records(draw: st.DrawFn) -> dict[str, object]:
     return record if draw(st.integers(0, 9)) else {"iteration": 7, "event": "evaluation", "valid_loss": 2.5}
 
 
-def read(text: str, *quantities: str, skips_damaged: bool = False) -> MetricsLog:
-    return read_lines(io.BytesIO(text.encode()), "m", quantities, skips_damaged=skips_damaged)
+def read(text: str, *quantities: str) -> MetricsLog:
+    return read_lines(io.BytesIO(text.encode()), "m", quantities)
 
 
 def cells(log: MetricsLog) -> list[tuple[str, int]]:
@@ -104,11 +104,10 @@ def test_chunks_and_empty_lines_move_no_line(monkeypatch: pytest.MonkeyPatch, ch
 @pytest.mark.parametrize(
     "damaged", ['{"iteration": 2, "lo{"iteration": 2}', "[2]", '{"event": "x"}', '{"iteration": true}']
 )
-def test_a_damaged_line_is_refused_or_left_out(damaged: str) -> None:
+def test_a_damaged_line_is_refused(damaged: str) -> None:
     text = f'{{"iteration": 1, "loss": 0.5}}\n{damaged}\n'
     with refused(DataError, "m, line 2"):
         read(text, "loss")
-    assert read(text, "loss", skips_damaged=True).columns.iterations.tolist() == [1]
 
 
 @given(st.binary(max_size=400), st.integers(1, 9))

@@ -6,10 +6,10 @@ import logging
 from pathlib import Path
 
 import pytest
-from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
 from tests.fakes import iteration_record
 from tests.messages import says
+from tests.published_runs import fake_trackio, tracked
 from trainer.config.logging import LoggingSection, logging_problems
 from trainer.metrics.publish_sink import PublishSink
 from trainer.metrics.run_log import RunLog
@@ -17,14 +17,22 @@ from trainer.metrics.run_log import RunLog
 DEADLINE_S = 100
 
 
+@pytest.fixture(autouse=True)
+def store(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the tracker's folder."""
+    folder = tmp_path_factory.mktemp("store")
+    for name, value in fake_trackio(folder).items():
+        monkeypatch.setenv(name, value)
+    return folder
+
+
 def start(folder: Path) -> PublishSink:
-    folder.mkdir(exist_ok=True)
-    sink = PublishSink("tensorboard")
+    sink = PublishSink("trackio")
     sink.start(folder, 0)
     return sink
 
 
-def test_it_sends_the_log_and_ends_after_the_run(tmp_path: Path) -> None:
+def test_it_sends_the_log_and_ends_after_the_run(tmp_path: Path, store: Path) -> None:
     log = RunLog(tmp_path, train_iters=9, mfu_scale=None)
     log.open(0, "train: {}")
     sink = start(tmp_path)
@@ -34,9 +42,8 @@ def test_it_sends_the_log_and_ends_after_the_run(tmp_path: Path) -> None:
     process = sink._process
     sink.close()
     assert process is not None
-    assert process.wait(DEADLINE_S) == 0, (tmp_path / "publish/tensorboard/publish.log").read_text()
-    (events,) = (tmp_path / "publish/tensorboard").glob("*/events.*")
-    assert len(list(EventFileLoader(str(events)).Load())) == 2 + 9
+    assert process.wait(DEADLINE_S) == 0, (tmp_path / "publish/trackio/publish.log").read_text()
+    assert list(tracked(store)["train/loss"]) == list(range(1, 10))
 
 
 def test_its_end_is_a_warning_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -148,7 +148,7 @@ def test_lines_wait_for_a_disk_that_fails(
 def test_a_failing_disk_costs_tensorboard_points_not_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    log = run_log(tmp_path, sinks=[("tensorboard", TensorboardSink())])
+    log = run_log(tmp_path, sinks=[TensorboardSink()])
     log.open(0, "a: 1\n")
     (tmp_path / "tensorboard").write_text("a file where the folder is to be")
     for iteration in (1, 2):
@@ -172,7 +172,7 @@ def test_a_failing_disk_costs_tensorboard_points_not_the_run(
 def test_a_broken_tensorboard_is_imported_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    log, tried = run_log(tmp_path, sinks=[("tensorboard", TensorboardSink())]), list[str]()
+    log, tried = run_log(tmp_path, sinks=[TensorboardSink()]), list[str]()
     log.open(0, "a: 1\n")
 
     def find_spec(name: str, *_: object) -> None:
@@ -191,7 +191,7 @@ def test_a_broken_tensorboard_is_imported_once(
 
 
 def test_training_goes_on_while_a_save_syncs_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    log = run_log(tmp_path, sinks=[("tensorboard", TensorboardSink())])
+    log = run_log(tmp_path, sinks=[TensorboardSink()])
     log.open(0, "a: 1\n")
     log.iteration(iteration_record(1))
     is_syncing, may_end = threading.Event(), threading.Event()

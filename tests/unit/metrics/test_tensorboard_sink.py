@@ -20,7 +20,7 @@ def points(folder: Path) -> dict[str, list[int]]:
 
 def train(folder: Path, first: int, last: int, *, is_killed: bool = False) -> None:
     """Record iterations as the loop does, with an evaluation before every fourth save."""
-    log = RunLog(folder, train_iters=20, sinks=[("tensorboard", TensorboardSink())], mfu_scale=None)
+    log = RunLog(folder, train_iters=20, sinks=[TensorboardSink()], mfu_scale=None)
     log.open(first - 1, "a: 1\n")
     for iteration in range(first, last + 1):
         log.iteration(iteration_record(iteration))

@@ -155,9 +155,7 @@ def test_values_of_the_environment_are_not_sent(tmp_path: Path, monkeypatch: pyt
     }
 
 
-@pytest.mark.parametrize(
-    "cursor", ['{"lines": [', '{"id": 4}', '{"id": "a", "lines": "x"}', '{"id": "a", "last": null}', '{"ids": "a"}']
-)
+@pytest.mark.parametrize("cursor", ['{"lines": [', '{"ids": "a"}'])
 def test_a_damaged_cursor_is_named(run: LoggedRun, tracker: MemoryTracker, cursor: str) -> None:
     run.train(1, 3)
     publish(run.folder, tracker)
