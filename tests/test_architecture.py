@@ -195,7 +195,7 @@ ALLOWED = {
 ONLY_IN = {
     "hydra": "trainer.config.compose trainer.config.overrides",
     "omegaconf": "trainer.config.compose",
-    "matplotlib": "trainer.compare.figure",
+    "matplotlib": "trainer.compare.plot",
     "pyarrow": "trainer.data.text_file",
     "zstandard": "trainer.data.text_file",
     "obstore": "reprise.stores.client",

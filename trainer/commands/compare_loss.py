@@ -1,8 +1,8 @@
 """Compare the training losses of runs with a base run: `reprise compare-loss BASE TEST [TEST ...]`.
 
 Each argument is a run folder, a metrics.jsonl or a text log. Or BASE and TEST are two folders with logs, which are
-compared by name. Metrics recorded by `reprise follow` are shown with the validation loss and do not affect the exit
-status: 0 when all curves equal BASE, 1 when a curve differs, 2 when an input cannot be used.
+compared by name. The exit status is 0 when all curves equal BASE, 1 when a curve differs, 2 when an input cannot be
+used.
 """
 
 from __future__ import annotations
@@ -11,10 +11,8 @@ import argparse
 import sys
 
 from trainer.commands.arguments import amount, natural
-from trainer.commands.frame import FINE, framed
+from trainer.commands.frame import BAD, FINE, framed
 from trainer.compare.defaults import TOLERANCES
-
-DIFFERENT = 1
 
 
 def compare(options: argparse.Namespace) -> int:
@@ -25,7 +23,7 @@ def compare(options: argparse.Namespace) -> int:
     if options.plot:
         print(f"reprise compare-loss: wrote {options.plot}", file=sys.stderr)
     print(text)
-    return FINE if is_equal else DIFFERENT
+    return FINE if is_equal else BAD
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -69,11 +67,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--allow-missing-prefix", action="store_true", help="TEST may start later than BASE, as after a resume"
-    )
-    parser.add_argument(
-        "--last-wins",
-        action="store_true",
-        help="in a resumed run's log, a later launch replaces earlier lines from its own first iteration on",
     )
     parser.add_argument("--plot", metavar="FILE", default=None, help="plot all curves and their differences from BASE")
     parser.add_argument(

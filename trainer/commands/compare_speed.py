@@ -8,36 +8,29 @@ an input cannot be used.
 from __future__ import annotations
 
 import argparse
-import sys
 
 from reprise.storage import dumps
 from trainer.commands.arguments import natural, positive, share
-from trainer.commands.frame import FINE, framed
+from trainer.commands.frame import BAD, FINE, framed
 from trainer.compare.defaults import SKIPPED, THRESHOLD
-
-SLOWER = 1
 
 
 def compare(options: argparse.Namespace) -> int:
     """Print the figures and return the exit status."""
     from trainer.compare import speed as engine
-    from trainer.compare.speed_plot import plot_speeds
     from trainer.compare.table import name_runs
 
     timings = [engine.read_timing(path, options.tokens).without_first(options.skip) for path in options.runs]
     names = name_runs([timing.source for timing in timings])
     by_name = dict(zip(names, timings, strict=True))
     summary = engine.summarize_speeds(by_name, skipped=options.skip, threshold=options.threshold)
-    if options.plot:
-        plot_speeds(summary["runs"], timings, options.plot)
-        print(f"reprise compare-speed: wrote {options.plot}", file=sys.stderr)
     if options.json:
         print(dumps(summary))
     else:
         for note in dict.fromkeys(note for timing in timings for note in timing.notes):
             print(f"note: {note}")
         print(engine.report_speeds(summary))
-    return SLOWER if summary["slower"] else FINE
+    return BAD if summary["slower"] else FINE
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -66,7 +59,6 @@ def _parser() -> argparse.ArgumentParser:
         "(%(default)g); 0.2 suits a shared machine",
     )
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
-    parser.add_argument("--plot", metavar="FILE", default=None, help="plot tok/s by iteration, and the spread")
     return parser
 
 

@@ -126,7 +126,6 @@ class Comparison:
         points, evaluations: The compared training values and validation losses at common iterations.
         different: Every compared iteration with an unequal value, in order.
         missing_in_base, missing_in_test: Iterations only on the other side. Curves with any are not equal.
-        unlike: Excluded iterations: the two losses are means over different iteration counts.
         allowed_prefix: Iterations before the test side's first, allowed to be missing there.
         bit_equal: How many compared iterations are known to have equal bits in all values.
         largest: The largest loss difference, within the tolerance or not. None when all are equal.
@@ -141,7 +140,6 @@ class Comparison:
     missing_in_base: Integers
     missing_in_test: Integers
     allowed_prefix: Integers
-    unlike: Integers
     bit_equal: int
     largest: CurveDifference | None
 
@@ -190,7 +188,7 @@ def compare(base: Curve, test: Curve, *, tolerance: Tolerance | None, allow_miss
     """Compare two curves iteration by iteration.
 
     A tolerance applies to training and validation losses. Without one, bits must be equal in losses, grad_norm and lr
-    wherever both sides have them. Losses averaged over different iteration counts are excluded.
+    wherever both sides have them.
 
     Args:
         base: The reference.
@@ -199,25 +197,19 @@ def compare(base: Curve, test: Curve, *, tolerance: Tolerance | None, allow_miss
         allow_missing_prefix: Ignore iterations before the first in `test`, as for a resumed run.
 
     Raises:
-        DataError: Equal bits are required but a loss is known only as a decimal, or no losses are comparable.
+        DataError: Equal bits are required but a loss is known only as a decimal, or the sides average their losses over
+            different numbers of iterations.
     """
-    unlike = _unlike_iterations(base, test)
-    base_points, test_points = (
-        curve.points.take(~numpy.isin(curve.points.iterations, unlike)) if unlike.size else curve.points
-        for curve in (base, test)
-    )
+    _require_like(base, test)
     if tolerance is None:
-        _require_exact(base.source, base_points)
-        _require_exact(test.source, test_points)
-    points, evaluations = (
-        Sides.of(base_points, test_points, tolerance),
-        Sides.of(base.evaluations, test.evaluations, tolerance),
-    )
+        _require_exact(base)
+        _require_exact(test)
+    points = Sides.of(base.points, test.points, tolerance)
+    evaluations = Sides.of(base.evaluations, test.evaluations, tolerance)
     common = points.base.iterations
     different = numpy.union1d(points.iterations, evaluations.iterations)
-    missing, missing_in_base = (numpy.setdiff1d(side.iterations, common) for side in (base_points, test_points))
-    start = test_points.iterations.min() if len(test_points) else 0
-    prefix = int((missing < start).sum()) if allow_missing_prefix else 0
+    missing, missing_in_base = (numpy.setdiff1d(curve.points.iterations, common) for curve in (base, test))
+    prefix = int((missing < test.points.iterations[0]).sum()) if allow_missing_prefix else 0
     is_equal = (points.base.kinds[0] == EXACT) & (points.test.kinds[0] == EXACT)
     other_bits, other_losses = (
         sides.unequal if tolerance is None else certainly_differ(sides.base, sides.test)
@@ -237,7 +229,6 @@ def compare(base: Curve, test: Curve, *, tolerance: Tolerance | None, allow_miss
         missing_in_base=missing_in_base,
         missing_in_test=missing[prefix:],
         allowed_prefix=missing[:prefix],
-        unlike=unlike,
         bit_equal=int(is_equal.sum()),
         largest=largest if largest and largest.size > 0 else None,
     )
@@ -263,37 +254,26 @@ def certainly_differ(base: MetricColumns, test: MetricColumns) -> Mask:
     return differs
 
 
-def _unlike_iterations(base: Curve, test: Curve) -> Integers:
-    """Return the common iterations whose losses are means over different iteration counts."""
-    if not (base.meaning.is_mean or test.meaning.is_mean):
-        return numpy.array([], dtype=numpy.int64)
-    a, b = base.points.iterations, test.points.iterations
-    common, *places = numpy.intersect1d(a, b, assume_unique=True, return_indices=True)
-    base_windows, test_windows = (_windows(curve)[at] for curve, at in zip((base, test), places, strict=True))
-    is_unlike = (base_windows != test_windows) & (base_windows > 0) & (test_windows > 0)
-    if common.size and is_unlike.all():
+def _require_like(base: Curve, test: Curve) -> None:
+    windows = _window(base), _window(test)
+    if all(windows) and windows[0] != windows[1]:
         single = (base if base.meaning.is_mean else test).meaning
         raise DataError(
             "The two sides average their losses over different numbers of iterations",
             where=f"{base.source} and {test.source}",
             expected="a loss per iteration on both sides, or means over equally many",
-            found=f"means of {base_windows[-1]} and {test_windows[-1]} at iteration {common[-1]}",
+            found=f"means of {windows[0]} and {windows[1]}",
             fix=f"Compare a run that logs every iteration (in {single.program}: {single.single}).",
         )
-    unlike: Integers = common[is_unlike]
-    return unlike
 
 
-def _windows(curve: Curve) -> Integers:
-    """Return how many iterations each loss averages, or 0 if unknown."""
-    iterations = curve.points.iterations
+def _window(curve: Curve) -> int:
+    """Return how many iterations most losses average, or 0 if unknown."""
     if not curve.meaning.is_mean:
-        return numpy.full(len(iterations), 0 if curve.meaning.is_mean is None else 1)
-    steps = numpy.diff(iterations, prepend=0)
+        return 0 if curve.meaning.is_mean is None else 1
+    steps = numpy.diff(curve.points.iterations, prepend=0)
     intervals, counts = numpy.unique(steps[1:] if len(steps) > 1 else steps, return_counts=True)
-    # A lost line does not widen a mean.
-    means: Integers = numpy.minimum(steps, intervals[counts.argmax()])
-    return means
+    return int(intervals[counts.argmax()])
 
 
 def about(curves: Mapping[str, Curve]) -> list[tuple[str, str]]:
@@ -311,7 +291,7 @@ def about(curves: Mapping[str, Curve]) -> list[tuple[str, str]]:
 
 def meaning_of(curve: Curve) -> str:
     """Describe what a curve's losses mean."""
-    return curve.meaning.describe(int(_windows(curve).max(initial=0)))
+    return curve.meaning.describe(_window(curve))
 
 
 def report(comparison: Comparison, *, max_rows: int = 20) -> str:
@@ -332,7 +312,6 @@ def report(comparison: Comparison, *, max_rows: int = 20) -> str:
         ("allowed", "missing at the start of test", comparison.allowed_prefix, ""),
         ("missing", "in test", comparison.missing_in_test, hint if is_late.any() else ""),
         ("missing", "in base", comparison.missing_in_base, ""),
-        ("left out", "means over different numbers of iterations", comparison.unlike, ""),
     ):
         if iterations.size:
             rows.append((title, f"{words}: {_ranges(iterations, max_rows)}{advice}"))
@@ -360,12 +339,12 @@ def common_dtype(base: Curve, test: Curve) -> str | None:
     return "bfloat16" if "bfloat16" in dtypes else next(iter(dtypes), None)
 
 
-def _require_exact(source: str, points: MetricColumns) -> None:
-    is_exact = points.kinds[0] == EXACT
+def _require_exact(curve: Curve) -> None:
+    is_exact = curve.points.kinds[0] == EXACT
     if not is_exact.all():
         raise DataError(
             "Equal bits cannot be proved from decimals",
-            where=f"{source}, iteration {points.iterations[is_exact.argmin()]}",
+            where=f"{curve.source}, iteration {curve.points.iterations[is_exact.argmin()]}",
             expected="loss_hex in every record",
             fix="Compare the metrics.jsonl of both runs, or drop --bitwise.",
         )

@@ -42,14 +42,13 @@ class Meaning:
 
 @dataclass(frozen=True)
 class LineForm:
-    """How a program formats its training lines. Indented `name=value` lines belong to the line above.
+    """How a program formats its training lines.
 
     Args:
         example: An example for messages.
         head: Matches a line up to its fields. COUNT stands for the iteration.
         separator: Separates fields.
         labels: Regular expressions for the text before each number, by quantity.
-        has_groups: Whether a comma in a number separates thousands.
     """
 
     meaning: Meaning
@@ -57,13 +56,11 @@ class LineForm:
     head: str
     separator: str
     labels: dict[str, str]
-    has_groups: bool = False
 
     @cached_property
     def pattern(self) -> re.Pattern[str]:
         """Matches a line: its iteration, and its fields."""
-        pattern = rf"{self.head.replace('COUNT', f'({COUNT})')}([^\n]*(?:\n {{4}}\S[^\n]*=[^\n]*)*)"
-        return re.compile(pattern, re.IGNORECASE | re.MULTILINE)
+        return re.compile(rf"{self.head.replace('COUNT', f'({COUNT})')}([^\n]*)", re.IGNORECASE | re.MULTILINE)
 
     @cached_property
     def fields(self) -> dict[str, re.Pattern[str]]:
@@ -104,7 +101,6 @@ def _matching(pattern: str, names: list[str]) -> list[str]:
 
 
 OURS = Meaning("metrics.jsonl")
-_HF = Meaning("HF Trainer", is_mean=True, single="logging_steps=1")
 _STEP, _LOSS = r"step|iteration|iter|(?:.*/)?global_step", r"(?:train[/_ ])?(?:lm[ _])?loss(?:_step)?(?:/train)?"
 _RATES = {"grad_norm": "grad_norm", "lr": "lr|learning_rate"}
 
@@ -143,30 +139,11 @@ LINE_FORMS = (
         {"loss": "trl:", "grad_norm": "norm:", "lr": "lr:"},
     ),
     LineForm(
-        Meaning("llm.c", first=0),
-        "step 9: train loss 4.2 (took 8 ms)",
-        r"\bstep\s+COUNT:(?=\s*train\s+loss\s[^,(\n]*\(took\b)",
-        ",",
-        {"loss": r"train\s+loss\s"},
-    ),
-    LineForm(
         Meaning("torchtitan"),
         "step:  1  loss:  4.2",
         r"(?<!validate )\bstep:\s+COUNT\s",
         r"\s",
         {"loss": "loss:", "grad_norm": "grad_norm:"},
-    ),
-    LineForm(
-        Meaning("OLMo-core"),
-        "[step=1/100,epoch=1]",
-        r"\[step=COUNT/[^\]\n]*\]",
-        r"\n",
-        {
-            "loss": "train/(?:CE |CrossEntropy)loss=",
-            "grad_norm": "optim/total[ _]grad[ _]norm=",
-            "lr": r"optim/LR[^=\n]*=",
-        },
-        has_groups=True,
     ),
 )
 
@@ -179,21 +156,10 @@ COLUMN_FORMS = (
         beside=("wall_time",),
     ),
     ColumnForm(
-        Meaning("LLaMA-Factory", is_mean=True, single="logging_steps: 1"),
-        "trainer_log.jsonl (LLaMA-Factory)",
-        {"iteration": "current_steps", "loss": "loss", **_RATES},
-    ),
-    ColumnForm(
-        _HF,
+        Meaning("HF Trainer", is_mean=True, single="logging_steps=1"),
         "trainer_state.json (HF Trainer)",
         {"iteration": "step", "loss": "loss", **_RATES},
         beside=("epoch", "learning_rate"),
-    ),
-    ColumnForm(
-        Meaning("TensorBoard", is_mean=None),
-        "a CSV or JSON download of TensorBoard",
-        {"iteration": "step", "loss": "value", CLOCK: "wall time"},
-        beside=("wall time",),
     ),
     ColumnForm(
         Meaning("W&B", is_mean=None),

@@ -24,13 +24,11 @@ from trainer.compare.formats import (
     Meaning,
     column_form_of,
 )
-from trainer.metrics.json_lines import read_chunks
 from trainer.metrics.log_file import VALID_LOSS, columns_of
 
 _CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
 # The time before a line, as written by Python's logging and Megatron.
 _CLOCK = re.compile(r"\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d(?:[.,]\d{1,6})?")
-_TENSORBOARD = ("Wall time", "Step", "Value")  # a row's cells in TensorBoard's JSON
 _HEAD = 1 << 20  # how many characters to search for the log's form at first
 
 Entry = tuple[str, Json]  # the place, and the record as in a metrics.jsonl
@@ -43,27 +41,24 @@ class TextLog(NamedTuple):
     Attributes:
         source: The file, for messages.
         notes: Remarks on the file, such as damage.
-        has_launches: Whether a launch that goes back replaces points of earlier ones.
     """
 
     text: str
     source: str
     notes: Sequence[str] = ()
-    has_launches: bool = False
 
 
-def parse_log(log: TextLog, *, last_wins: bool = False) -> Curve:
+def parse_log(log: TextLog) -> Curve:
     """Parse a log in a format listed in `trainer.compare.formats`.
 
-    If the last line lacks its newline, it may end inside a number, so it is read only up to its last `|`, `,` or space.
-
-    Args:
-        last_wins: Whether a later launch replaces an earlier launch's points from its own first iteration on.
+    A later launch replaces an earlier launch's points from its own first iteration on. If the last line lacks its
+    newline, it may end inside a number, so it is read only up to its last `|`, `,` or space.
 
     Raises:
-        DataError: There is no training loss, a loss is not a number, or an iteration repeats with different values.
+        DataError: There is no training loss, a loss is not a number, or a launch repeats iterations with different
+            values.
     """
-    meaning, points, notes = _parse(log, QUANTITIES, last_wins=last_wins or log.has_launches)
+    meaning, points, notes = _parse(log, QUANTITIES)
     if meaning.first == 0:
         notes.append(f"{log.source} counts from 0, as {meaning.program} does: its step 0 is iteration 1")
     if max(points) > MAX_INTEGER:
@@ -75,13 +70,13 @@ def parse_log(log: TextLog, *, last_wins: bool = False) -> Curve:
 def parse_times(log: TextLog) -> tuple[Meaning, dict[int, float], list[str]]:
     """Parse seconds by iteration from a log, and notes: logged durations, or else the differences between line times.
 
-    A difference between lines averages over their iterations, including saves and evaluations. A later launch replaces
-    an earlier launch's points from its own first iteration on.
+    A difference between lines averages over their iterations, including saves and evaluations. Launches count as in
+    `parse_log`.
 
     Raises:
         DataError: As for `parse_log`, or the log has no times.
     """
-    meaning, points, notes = _parse(log, (*QUANTITIES, ELAPSED, CLOCK), last_wins=True)
+    meaning, points, notes = _parse(log, (*QUANTITIES, ELAPSED, CLOCK))
     clocks = sorted((n, point[CLOCK]) for n, point in points.items() if CLOCK in point)
     seconds = {n: point[ELAPSED] / 1000 for n, point in points.items() if ELAPSED in point} or {
         n: (end - begin) / (n - before)
@@ -100,13 +95,13 @@ def parse_times(log: TextLog) -> tuple[Meaning, dict[int, float], list[str]]:
     return meaning, seconds, notes
 
 
-def _parse(log: TextLog, quantities: Sequence[str], *, last_wins: bool) -> tuple[Meaning, dict[int, Json], list[str]]:
+def _parse(log: TextLog, quantities: Sequence[str]) -> tuple[Meaning, dict[int, Json], list[str]]:
     """Return what a log's losses mean, the records by iteration, and notes."""
     text = _CONTROL.sub("", log.text).replace("\r\n", "\n").replace("\r", "\n")
     source, notes = log.source, [*log.notes]
     table = _entries_of_table(text, source, notes, quantities)
     meaning, entries = table or _entries_of_lines(text, source, notes, quantities)
-    points = _collect(entries, source, notes, last_wins=last_wins)
+    points = _collect(entries, source, notes)
     require_points(points, source)
     return meaning, points, notes
 
@@ -121,25 +116,32 @@ def require_points(points: Sized, source: str) -> None:
         raise DataError("There is no training loss", where=source, expected=FORMATS, found="none of these")
 
 
-def _collect(entries: Iterator[Entry], source: str, notes: list[str], *, last_wins: bool) -> dict[int, Json]:
-    """Return the records by iteration. Refuse different losses for an iteration, unless a later launch logged them."""
+def _collect(entries: Iterator[Entry], source: str, notes: list[str]) -> dict[int, Json]:
+    """Return the records by iteration. A launch that goes back replaces what an earlier one logged from there on.
+
+    Raises:
+        DataError: Two iterations repeat in a row with different losses, as where several ranks log.
+    """
     points, repeated, last, replaced = dict[int, Json](), set[int](), -1, 0
     for where, record in entries:
         iteration = record["iteration"]
         earlier = points.get(iteration)
-        if earlier is not None and repr(earlier["loss"]) != repr(record["loss"]):  # NaN equals itself
+        if earlier is not None:
+            if repr(earlier["loss"]) == repr(record["loss"]):  # NaN equals itself
+                last = iteration
+                continue
             repeated |= {iteration} if iteration == last else set()
-            if len(repeated) > 1 or not last_wins:  # two launches repeat at most one iteration at once
+            if len(repeated) > 1:  # two launches repeat at most one iteration at once
                 raise DataError(
                     f"Iteration {iteration} comes twice with different values",
                     where=where,
                     expected=f"loss {earlier['loss']:.9g}",
                     found=f"loss {record['loss']:.9g}",
-                    fix="For several ranks, keep one rank's lines. For a resumed run, --last-wins takes the later "
-                    "launch.",
+                    fix="For several ranks, keep one rank's lines.",
                 )
-        while last_wins and points and next(reversed(points)) >= iteration:  # points are in order, as each launch's are
-            replaced += repr(points.popitem()[1]["loss"]) != repr(record["loss"])
+        while points and next(reversed(points)) >= iteration:  # points are in order, as each launch's are
+            points.popitem()
+            replaced += 1
         points[iteration], last = record, iteration
     if replaced:
         notes.append(f"{source}: {count_of(replaced, 'line')} from launches that a later launch replaced were left out")
@@ -170,7 +172,7 @@ def _read_lines(text: str, form: LineForm, source: str, notes: list[str], quanti
         if "loss" in cells:
             clock = _CLOCK.search(text, text.rfind("\n", 0, start) + 1, start) if CLOCK in quantities else None
             time = {CLOCK: datetime.fromisoformat(clock[0]).timestamp()} if clock else {}
-            yield where, _record(match[1], cells, form.meaning, where, has_groups=form.has_groups) | time
+            yield where, _record(match[1], cells, form.meaning, where) | time
         elif is_torn:
             notes.append(f"{where} is torn (no newline at its end) and was left out")
 
@@ -216,15 +218,15 @@ def _rows_of_json(text: str, source: str, notes: list[str]) -> list[Row]:
     try:
         document = json.loads(text)
     except (ValueError, RecursionError):
+        lines = text.splitlines()
         if not column_form_of([*(first_object(text) or ())]):
             return []
-        chunks = read_chunks(io.BytesIO(text.encode()), source, notes, is_log=False)
-        numbered = (pair for first, objects in chunks for pair in enumerate(objects, first))
-        return [(f"{source}, line {number}", row) for number, row in numbered if row]
+        rows = {number: _object(line) for number, line in enumerate(lines, 1) if line.strip()}
+        notes += [f"{source}, line {number} is torn or damaged and was left out" for number in rows if not rows[number]]
+        return [(f"{source}, line {number}", row) for number, row in rows.items() if row]
     entries = document.get("log_history", [document]) if isinstance(document, dict) else document
     entries = entries if isinstance(entries, list) else []
-    rows = [dict(zip(_TENSORBOARD, entry, strict=False)) if isinstance(entry, list) else entry for entry in entries]
-    return [(f"{source}, entry {number}", row) for number, row in enumerate(rows, 1) if isinstance(row, dict)]
+    return [(f"{source}, entry {number}", row) for number, row in enumerate(entries, 1) if isinstance(row, dict)]
 
 
 def _rows_of_csv(text: str, delimiter: str, source: str, notes: list[str]) -> Iterator[Row]:
@@ -238,14 +240,18 @@ def _rows_of_csv(text: str, delimiter: str, source: str, notes: list[str]) -> It
 
 def first_object(text: str) -> dict[str, object] | None:
     """Return the JSON object in a text's first line, or None."""
+    return _object(text[:_HEAD].lstrip().partition("\n")[0])
+
+
+def _object(line: str) -> dict[str, object] | None:
     try:
-        record = json.loads(text[:_HEAD].lstrip().partition("\n")[0])
+        record = json.loads(line)
     except (ValueError, RecursionError):
         return None
     return record if isinstance(record, dict) else None
 
 
-def _record(count: str, cells: Mapping[str, str], meaning: Meaning, where: str, *, has_groups: bool = False) -> Json:
+def _record(count: str, cells: Mapping[str, str], meaning: Meaning, where: str) -> Json:
     """Return a record as in a metrics.jsonl.
 
     Raises:
@@ -254,7 +260,7 @@ def _record(count: str, cells: Mapping[str, str], meaning: Meaning, where: str, 
     record: Json = {"iteration": int(re.sub(r"\D", "", count)) + 1 - meaning.first}
     for quantity, cell in cells.items():
         try:
-            record[quantity] = float(cell.replace(",", "") if has_groups else cell)
+            record[quantity] = float(cell)
         except ValueError as error:
             fix = "Write the log with decimal points, for example with LC_ALL=C." if "," in cell else None
             raise DataError("Cannot read a number", where=where, found=repr(cell[:60]), fix=fix) from error

@@ -10,9 +10,7 @@ from pathlib import Path
 from reprise.errors import DataError
 from reprise.storage import dumps, exists, is_dir, is_file
 from trainer.compare.curves import Comparison, Curve, Tolerance, common_dtype, compare, report
-from trainer.compare.evaluations import evaluation_table, read_evaluations, with_losses
-from trainer.compare.figure import write_figure
-from trainer.compare.plot import draw_comparisons
+from trainer.compare.plot import draw_comparisons, write_figure
 from trainer.compare.read import DTYPES, read_curves, run_file
 from trainer.compare.table import name_runs, summarize, summarize_all
 from trainer.metrics.json_lines import METRICS
@@ -35,20 +33,14 @@ def compare_losses(options: Namespace) -> tuple[str, bool]:
     base, *tests = curves = _read(sources, options)
     names = name_runs([curve.source for curve in curves])
     comparisons = {name: _compare(options, base, test) for name, test in zip(names[1:], tests, strict=True)}
-    evaluations = [read_evaluations(curve.source) for curve in curves]
-    if any(evaluations):  # then list the validation losses too
-        evaluations = [with_losses(curve.evaluations, run) for curve, run in zip(curves, evaluations, strict=True)]
     if options.plot:
         write_figure(draw_comparisons([*comparisons.values()], names), options.plot)
-    metrics = dict(zip(names, evaluations, strict=True)) if any(evaluations) else {}
     is_equal = all(comparison.equal for comparison in comparisons.values())
     if options.json:
-        runs = summarize_all(comparisons, names[0])
-        return dumps(runs | ({"evaluations": metrics} if metrics else {})), is_equal
-    lines = [*evaluation_table(metrics), ""] if metrics else []
+        return dumps(summarize_all(comparisons, names[0])), is_equal
     if len(comparisons) == 1:
-        return "\n".join([*lines, report(*comparisons.values(), max_rows=options.max_rows)]), is_equal
-    return "\n".join([*lines, *_reports(comparisons, options, f"runs are equal to {names[0]}")]), is_equal
+        return report(*comparisons.values(), max_rows=options.max_rows), is_equal
+    return "\n".join(_reports(comparisons, options, f"runs are equal to {names[0]}")), is_equal
 
 
 def _compare_folders(options: Namespace) -> tuple[str, bool]:
@@ -95,7 +87,7 @@ def _compare(options: Namespace, base: Curve, test: Curve) -> Comparison:
 
 
 def _read(paths: Sequence[str], options: Namespace) -> list[Curve]:
-    curves = zip(paths, read_curves(paths, last_wins=options.last_wins), strict=True)
+    curves = zip(paths, read_curves(paths), strict=True)
     return [replace(curve, dtype=options.dtype or curve.dtype or _dtype_in_name(path)) for path, curve in curves]
 
 

@@ -1,19 +1,23 @@
-"""Draws several runs' loss curves over their base, and the differences below."""
+"""Draws several runs' loss curves over their base, and the differences below. Imports matplotlib when it draws."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy
 
+from reprise.errors import TrainerError
 from trainer.compare.curves import Comparison
-from trainer.compare.figure import BASE_COLOR, COLORS, make_figure
 from trainer.metrics.log_file import Floats, Integers
 
+# Colors distinguishable with any common color blindness: M. Okabe and K. Ito, Color Universal Design, 2008. Their
+# yellow is omitted because it is too light for a line on white. Lines also differ in style.
+_COLORS = ("#d55e00", "#0072b2", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000")
 _DASHES = ("-", (0, (5, 1.5)), (0, (1.5, 1)), (0, (6, 1.5, 1.5, 1.5)))
-_BASE_STYLE = {"color": BASE_COLOR, "linewidth": 6.0}
+_BASE_STYLE = {"color": "#b0b0b0", "linewidth": 6.0}
 
 
 def draw_comparisons(comparisons: Sequence[Comparison], names: Sequence[str]) -> Any:
@@ -25,12 +29,11 @@ def draw_comparisons(comparisons: Sequence[Comparison], names: Sequence[str]) ->
     Args:
         comparisons: Results from `compare`, all with the same base.
         names: The base's name, then the test runs' names in order.
-
-    Raises:
-        TrainerError: matplotlib is not installed.
     """
+    from matplotlib.figure import Figure
+
     single = comparisons[0] if len(comparisons) == 1 else None
-    figure = make_figure(height=7.5)
+    figure = Figure(figsize=(10, 7.5), dpi=120, layout="constrained")
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     equal = sum(comparison.equal for comparison in comparisons)
     title = single.verdict if single else f"{equal} of {len(comparisons)} runs are equal to {names[0]}"
@@ -59,10 +62,22 @@ def draw_comparisons(comparisons: Sequence[Comparison], names: Sequence[str]) ->
     return figure
 
 
+def write_figure(figure: Any, path: str | Path) -> None:
+    """Write a figure to a file. The suffix determines the format.
+
+    Raises:
+        TrainerError: The file cannot be written, or the format is not supported.
+    """
+    try:
+        figure.savefig(path)
+    except (OSError, ValueError) as error:
+        raise TrainerError("Cannot write the plot", where=path, found=error) from error
+
+
 def _style(number: int, total: int) -> dict[str, Any]:
     """Return a test run's line style. Later runs get thinner lines, from 3.8 to 1.2 points."""
     return {
-        "color": COLORS[number % len(COLORS)],
+        "color": _COLORS[number % len(_COLORS)],
         "linestyle": _DASHES[number % len(_DASHES)],
         "linewidth": 3.8 - 2.6 * number / max(1, total - 1),
         "zorder": 3 + number,

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Sequence
 from dataclasses import replace
 from fnmatch import fnmatch
-from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 
 import numpy
@@ -23,16 +20,14 @@ from trainer.metrics.json_lines import ABSENT, METRICS, open_log
 from trainer.metrics.log_file import MetricsLog, read_lines
 from trainer.workers import spawned_pool
 
-LLMC_LOG = "main.log"
 CONFIG_FILE = "config.yaml"
 DTYPES = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float32": "float32", "fp32": "float32"}  # by name
 _EVENTS = "*tfevents*"
 _HEAD_BYTES = 1 << 16
-_MOST_BYTES = 4 << 30  # the limit for a text log, which is held in memory
 _LARGE_BYTES = 64 << 20  # reading a larger file takes longer than starting a process
 
 
-def read_curve(path: str | Path, *, last_wins: bool = False) -> Curve:
+def read_curve(path: str | Path) -> Curve:
     """Read training losses from a run folder (its metrics.jsonl), a metrics.jsonl, or a log in a known format.
 
     If a program counts from 0, its step 0 becomes iteration 1, and a note reports the shift. Evaluation lines in logs
@@ -40,25 +35,24 @@ def read_curve(path: str | Path, *, last_wins: bool = False) -> Curve:
 
     Args:
         path: The file or folder. The dtype comes from a config.yaml beside the metrics.jsonl.
-        last_wins: Whether a later launch in a log replaces an earlier launch's points from its own first iteration on.
 
     Raises:
-        DataError: The file cannot be read, has no training loss, repeats an iteration (in a text log: with different
-            values), or has a malformed record. The message names the file and line.
+        DataError: The file cannot be read, has no training loss, repeats an iteration (in a text log: in a launch, with
+            different values), or has a malformed record. The message names the file and line.
     """
     run = read_run(path, QUANTITIES)
     if isinstance(run, MetricsLog):
         return replace(curve_of(run), dtype=read_dtype(Path(run.source).parent / CONFIG_FILE))
-    return parse_log(run, last_wins=last_wins)
+    return parse_log(run)
 
 
-def read_curves(paths: Sequence[str], *, last_wins: bool = False) -> list[Curve]:
+def read_curves(paths: Sequence[str]) -> list[Curve]:
     """Read several files' curves as `read_curve` does. Large files are read in parallel, up to one process per core."""
     workers = min(len(paths), os.cpu_count() or 1)
     if workers < 2 or min(map(_size_of, paths)) < _LARGE_BYTES:
-        return [read_curve(path, last_wins=last_wins) for path in paths]
+        return [*map(read_curve, paths)]
     with spawned_pool(workers) as pool:
-        return [*pool.map(partial(read_curve, last_wins=last_wins), paths)]
+        return [*pool.map(read_curve, paths)]
 
 
 def _size_of(path: str) -> int:
@@ -67,14 +61,11 @@ def _size_of(path: str) -> int:
 
 
 def run_file(path: str | Path) -> Path:
-    """Return a run's log file: metrics.jsonl, else llm.c's main.log, else the folder itself if it has event files."""
+    """Return a run's log file: metrics.jsonl, or the folder itself if it has event files."""
     path = Path(path)
-    if not is_dir(path):
+    if not is_dir(path) or (not exists(path / METRICS) and event_files(path)):
         return path
-    for name in (METRICS, LLMC_LOG):
-        if exists(path / name):
-            return path / name
-    return path if event_files(path) else path / METRICS
+    return path / METRICS
 
 
 def event_files(path: Path) -> list[Path]:
@@ -90,23 +81,19 @@ def read_run(path: str | Path, quantities: Sequence[str]) -> MetricsLog | TextLo
         quantities: The columns to read.
 
     Raises:
-        DataError: The file cannot be read, is not a regular file, is a text larger than 4 GiB, or has a damaged line.
+        DataError: The file cannot be read, is not a regular file, or has a damaged line.
     """
     file = run_file(path)
     if events := event_files(file):
-        if find_spec("tensorboard") is None:
-            raise DataError("Event files need tensorboard", where=file, fix="Install it with: pip install tensorboard")
         from trainer.compare.events import table_of
 
         notes = list[str]()
-        return TextLog(table_of(events, notes), str(file), notes, has_launches=True)
+        return TextLog(table_of(events, notes), str(file), notes)
     with open_log(file) as stream:
         head = stream.read(_HEAD_BYTES)
         stream.seek(0)
         if _is_metrics(_decode(head), file):
             return read_lines(stream, str(file), quantities)
-        if os.fstat(stream.fileno()).st_size > _MOST_BYTES:
-            raise OSError(errno.EFBIG, f"larger than {_MOST_BYTES} B", str(file))
         return TextLog(_decode(stream.read()), str(file))
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from trainer.compare.curves import Comparison, Curve, meaning_of
-from trainer.compare.read import LLMC_LOG
 from trainer.metrics.json_lines import METRICS
 
 Row = dict[str, Any]
@@ -20,7 +19,7 @@ def name_runs(sources: Sequence[str]) -> list[str]:
     If the same file is passed twice, it is numbered.
     """
     paths = [Path(source) for source in sources]
-    paths = [path.parent if path.name in (METRICS, LLMC_LOG) else path for path in paths]
+    paths = [path.parent if path.name == METRICS else path for path in paths]
     names = [path.resolve().name or str(path) for path in paths]
     if len({*names}) < len({*paths}):
         names = [*map(str, paths)]

@@ -29,31 +29,26 @@ _BLOCK_BYTES = 1 << 16
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
-def read_chunks(
-    lines: Iterable[bytes], source: object, notes: list[str], *, skips_damaged: bool = False, is_log: bool = True
-) -> Iterator[tuple[int, list[Json]]]:
-    """Yield chunks: the first line's number, and an object per line, empty for blank or skipped lines.
+def read_chunks(lines: Iterable[bytes], source: object, notes: list[str]) -> Iterator[tuple[int, list[Json]]]:
+    """Yield chunks: the first line's number, and an object per line, empty for blank or torn lines.
 
     Args:
         source: The file's name in messages.
         notes: Gets a remark on a torn last line.
-        skips_damaged: Whether to skip damaged lines instead of raising.
-        is_log: Whether this is a run's file, where each object has an iteration.
 
     Raises:
         DataError: A line is not a JSON object, or lacks its iteration.
     """
 
     def single(number: int, line: bytes) -> Json:
-        record = _object(line, is_log=is_log)
+        record = _object(line)
         if record is None and line.strip():
             where = f"{source}, line {number}"
-            if not line.endswith(b"\n"):
-                notes.append(f"{where} is torn (no newline at its end) and was left out")
-            elif not skips_damaged:
-                expected = "a JSON object with an iteration" if is_log else "a JSON object"
+            if line.endswith(b"\n"):
                 text = repr(line.strip()[:60].decode(errors="replace"))
+                expected = "a JSON object with an iteration"
                 raise DataError("Cannot read a metrics record", where=where, expected=expected, found=text)
+            notes.append(f"{where} is torn (no newline at its end) and was left out")
         return record or {}
 
     first, remaining = 1, iter(lines)
@@ -61,14 +56,14 @@ def read_chunks(
         if first == 1:
             chunk[0] = chunk[0].removeprefix(_BYTE_ORDER_MARK)
         objects = _parsed(b"[" + b",".join(chunk) + b"]")
-        is_whole = isinstance(objects, list) and len(objects) == len(chunk) and _are_records(objects, is_log=is_log)
+        is_whole = isinstance(objects, list) and len(objects) == len(chunk) and _are_records(objects)
         yield first, objects if is_whole else [single(number, line) for number, line in enumerate(chunk, first)]
         first += len(chunk)
 
 
-def _object(line: bytes, *, is_log: bool = True) -> Json | None:
+def _object(line: bytes) -> Json | None:
     record = _parsed(line)
-    return record if _are_records([record], is_log=is_log) else None
+    return record if _are_records([record]) else None
 
 
 def _parsed(data: bytes) -> Any:
@@ -78,11 +73,11 @@ def _parsed(data: bytes) -> Any:
         return None
 
 
-def _are_records(values: Sequence[Any], *, is_log: bool) -> bool:
-    """Return whether all values are objects, with an iteration in a log."""
+def _are_records(values: Sequence[Any]) -> bool:
+    """Return whether all values are objects with an iteration."""
     if {*map(type, values)} != {dict}:
         return False
-    numbers = [record.get("iteration") for record in values] if is_log else [0]
+    numbers = [record.get("iteration") for record in values]
     return {*map(type, numbers)} == {int} and 0 <= min(numbers) <= max(numbers) <= MAX_INTEGER
 
 

@@ -101,23 +101,22 @@ class MetricsLog:
         return f"{self.source}, line {line}"
 
 
-def read_log(path: str | Path, quantities: Sequence[str], *, skips_damaged: bool = False) -> MetricsLog:
+def read_log(path: str | Path, quantities: Sequence[str]) -> MetricsLog:
     """Read a `metrics.jsonl`. See `read_lines`.
 
     Raises:
         DataError: The file cannot be read, or a line is not a JSON object with an iteration.
     """
     with open_log(path) as file:
-        return read_lines(file, str(path), quantities, skips_damaged=skips_damaged)
+        return read_lines(file, str(path), quantities)
 
 
-def read_lines(file: BinaryIO, source: str, quantities: Sequence[str], *, skips_damaged: bool = False) -> MetricsLog:
+def read_lines(file: BinaryIO, source: str, quantities: Sequence[str]) -> MetricsLog:
     """Parse a `metrics.jsonl` in chunks.
 
     Args:
         source: The file's name in messages.
         quantities: The columns to read.
-        skips_damaged: Whether to skip damaged lines instead of raising.
 
     Raises:
         DataError: A line is not a JSON object with an iteration.
@@ -125,7 +124,7 @@ def read_lines(file: BinaryIO, source: str, quantities: Sequence[str], *, skips_
     events, starts = list[tuple[int, Json]](), list[tuple[int, Json]]()
     parts = [columns_of([], quantities)]
     notes = list[str]()
-    for first, records in read_chunks(file, source, notes, skips_damaged=skips_damaged):
+    for first, records in read_chunks(file, source, notes):
         trained = list[tuple[int, Json]]()
         for pair in enumerate(records, first):
             if "event" in pair[1]:

@@ -27,8 +27,6 @@ def test_metrics_have_the_name_of_their_follower(tmp_path: Path) -> None:
     expected = {"hard: acc": {2: 0.125}, "acc": {1: 0.25, 3: 0.5}}
     (tmp_path / "followers.jsonl").write_text("not of a follower\n")
     assert read_evaluations(tmp_path) == expected
-    assert read_evaluations(tmp_path / "metrics.jsonl") == expected
-    assert read_evaluations(tmp_path / "run.log") == {}
 
 
 def test_lines_of_an_abandoned_branch_are_left_out(tmp_path: Path) -> None:

@@ -10,8 +10,7 @@ import pytest
 
 from reprise.storage import Json
 from trainer.compare.curves import Comparison, Curve, Tolerance, compare
-from trainer.compare.figure import write_figure
-from trainer.compare.plot import draw_comparisons
+from trainer.compare.plot import draw_comparisons, write_figure
 from trainer.compare.table import name_runs
 from trainer.metrics.log_file import columns_of
 
