@@ -13,7 +13,7 @@ from trainer.compare.read import CONFIG_FILE, curve_of, read_dtype
 from trainer.compare.text_table import duration
 from trainer.config.saved import flattened
 from trainer.metrics.log_file import Floats, Integers
-from trainer.report.charts import COLORS, CurveLine, curve_document, library, life_document
+from trainer.report.charts import COLORS, CurveLine, curve_document, life_document
 from trainer.report.goodput import Goodput, measure_goodput
 from trainer.report.history import SPEED, TIME, History
 from trainer.report.life import life_of, life_rows, progress_lines
@@ -31,9 +31,8 @@ def report_sections(runs: Runs) -> list[PageSection]:
     """Return the page's sections for these runs.
 
     Raises:
-        TrainerError: bokeh is missing, or a run's values cannot be compared.
+        TrainerError: A run's values cannot be compared.
     """
-    library()
     goodputs = {name: measure_goodput(history) for name, history in runs}
     return [
         _summary(runs, goodputs),

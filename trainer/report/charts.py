@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy
 
-from reprise.errors import TrainerError
 from reprise.storage import Json
 from trainer.metrics.log_file import Floats
 from trainer.report.life import LifeEvent
@@ -29,10 +28,7 @@ HEIGHT = 320  # of a chart, in pixels
 MARKS = {
     "evaluation": ("circle", "#56b4e9", 5, True),
     "save kept": ("triangle", "#009e73", 10, True),
-    "save pruned": ("triangle", "#009e73", 10, False),
-    "save elsewhere": ("triangle", "#0072b2", 10, False),
-    "save given up": ("triangle", "#909090", 10, False),
-    "save damaged": ("triangle", "#d00000", 12, True),
+    "save": ("triangle", "#009e73", 10, False),
     "weights save": ("inverted_triangle", "#e69f00", 8, True),
     "local save": ("inverted_triangle", "#cc79a7", 8, True),
     "spike": ("star", "#d00000", 12, False),
@@ -57,24 +53,12 @@ class CurveLine:
     is_dotted: bool = False
 
 
-def library() -> Any:
-    """Return bokeh's plotting module.
-
-    Raises:
-        TrainerError: bokeh is not installed.
-    """
-    try:
-        from bokeh import plotting
-    except ImportError as error:
-        fix = "Install it with: pip install bokeh"
-        raise TrainerError("A report needs bokeh", fix=fix) from error
-    return plotting
-
-
 def new_figure(title: str, **settings: Any) -> Any:
     """Return an empty figure as wide as the page. Its tools zoom only along the x axis."""
+    from bokeh.plotting import figure as make_figure
+
     tools = "xpan,xwheel_zoom,xbox_zoom,reset"
-    figure = library().figure(
+    figure = make_figure(
         sizing_mode="stretch_width",
         height=HEIGHT,
         min_width=240,

@@ -9,14 +9,11 @@ from typing import NamedTuple
 import numpy
 
 import reprise
-from reprise import CheckpointStatus
 from reprise.errors import TrainerError, count_of
 from reprise.storage import is_locked
 from trainer.compare.text_table import duration
 from trainer.metrics.json_lines import time_of
 from trainer.report.history import SAVES, TIME, History, events_of, sum_of
-
-_DAMAGED = (CheckpointStatus.DAMAGED, CheckpointStatus.UNREADABLE)
 
 
 class LifeEvent(NamedTuple):
@@ -44,17 +41,15 @@ def life_of(history: History) -> list[LifeEvent]:
 
 
 def _saves(history: History) -> Iterator[LifeEvent]:
-    """Yield the saves, with what has become of them."""
+    """Yield the saves, and whether the run's folder still has them."""
     try:
-        summaries = [summary for summary in reprise.list(history.folder) if not summary.is_superseded]
+        kept = {summary.iteration for summary in reprise.list(history.folder, check=0) if not summary.is_superseded}
     except (TrainerError, OSError):  # no saves, or saves in another folder
-        summaries = []
-    states = {summary.iteration: "damaged" if summary.status in _DAMAGED else "kept" for summary in summaries}
+        kept = set()
     for log in history.logs:
         for event in events_of([log], *SAVES):
-            state = states.get(event["iteration"], "pruned" if states else "elsewhere")
             kind = event["event"].replace("_", " ")
-            kind += f" {state if log is history.log else 'given up'}" if kind == "save" else ""
+            kind += " kept" if kind == "save" and log is history.log and event["iteration"] in kept else ""
             blocked = sum_of(event, "blocked_seconds", "waited_seconds")
             size, seconds = sum_of(event, "written_bytes") / 1e6, sum_of(event, "seconds")
             text = f"{size:,.1f} MB by rank 0, {seconds:.2f} s, blocked {blocked:.3f} s"

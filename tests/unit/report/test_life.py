@@ -11,9 +11,9 @@ from trainer.report.life import life_of, progress_lines
 def test_a_life_has_kills_resumes_and_saves_in_order(tmp_path: Path) -> None:
     events = life_of(read_history(twice_killed_run(tmp_path)))
     assert [(event.kind, event.iteration) for event in events if event.kind != "evaluation"] == [
-        ("launch", 0), ("save elsewhere", 100), ("save elsewhere", 200), ("kill", 260),
-        ("launch", 200), ("save elsewhere", 300), ("kill", 340),
-        ("launch", 300), ("save elsewhere", 400), ("save elsewhere", 500), ("end", 500),
+        ("launch", 0), ("save", 100), ("save", 200), ("kill", 260),
+        ("launch", 200), ("save", 300), ("kill", 340),
+        ("launch", 300), ("save", 400), ("save", 500), ("end", 500),
     ]  # fmt: skip
     launches = [event.text for event in events if event.kind == "launch"]
     assert launches[0] == "launch 1 on 1 rank, started in 30.0 s, from the beginning"
@@ -35,6 +35,6 @@ def test_events_of_a_branch_given_up_stand_where_they_were(tmp_path: Path) -> No
     lost = [event(name, 2, 9.0, written_bytes=10) for name in ("save", "weights_save", "local_save")] + [spike]
     write(steady_run(tmp_path, [1.0]) / "metrics.abandoned-1.jsonl", lost)
     found = {event.kind: event for event in life_of(read_history(tmp_path))}
-    assert {"save given up", "weights save", "local save", "spike", "kill"} == found.keys() & MARKS.keys()
-    assert found["save given up"].iteration == 2
+    assert {"save", "weights save", "local save", "spike", "kill"} == found.keys() & MARKS.keys()
+    assert found["save"].iteration == 2
     assert (found["spike"].iteration, found["spike"].text) == (2, "loss 9.5")
