@@ -77,14 +77,14 @@ class LoggedRun:
         self._log.open(iteration, config)
 
     def train(self, first: int, last: int, *, branch: int = 0) -> None:
-        """Log iterations, an evaluation at every tenth, and a sample at every twentieth."""
+        """Log iterations, an evaluation at every tenth, and a spike at every twentieth."""
         assert self._log is not None
         for iteration in range(first, last + 1):
             self._log.iteration(iteration_record(iteration, loss=loss_at(iteration, branch=branch)))
             if iteration % 10 == 0:
                 self._log.evaluation(iteration, loss_at(iteration, branch=branch) / 2, None)
             if iteration % 20 == 0:
-                self._log.sample(iteration, f"text of {iteration}")
+                self._log.note(iteration, "spike", {"figure": f"loss of {iteration}"}, "a spike")
 
     def kill(self) -> None:
         """End the log as a kill does: in the middle of a line."""

@@ -27,10 +27,8 @@ from trainer.config.derived import topology_of
 from trainer.config.schema import Config
 from trainer.launch.environment import Environment
 from trainer.launch.exit_with_error import exit_with_error
-from trainer.launch.start_times import StartTimes, importing
-from trainer.launch.streams import replace_closed
+from trainer.launch.start_times import BEGAN, StartTimes, importing
 from trainer.launch.torch_library import load_torch_library
-from trainer.memory.needs import out_of_memory, require_host_memory, require_memory
 from trainer.metrics.line_handler import LineHandler
 
 if TYPE_CHECKING:
@@ -55,14 +53,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: The words after `reprise train`. None reads the process's, after `python -m trainer`.
     """
-    is_silent, environment = replace_closed(), None
+    environment = None
     try:
         environment = Environment.read(os.environ)
         with importing():
             command = read_command(sys.argv[1:] if arguments is None else arguments)
         if command is not None:
             load_torch_library()
-            _start_log(environment.rank, is_silent=is_silent)
+            _start_log(environment.rank)
             with importing():
                 resolved = resolve_command(command, FILE_SYSTEM)
             run(resolved, environment)
@@ -73,14 +71,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _start_log(rank: int, *, is_silent: bool) -> None:
-    """Log to stdout on rank 0, or warnings to stderr if stdout is closed. Other ranks log errors to stderr."""
-    if rank == 0 and not is_silent:
-        level, handler = logging.INFO, LineHandler(sys.stdout)
-    else:
-        level, handler = logging.WARNING if rank == 0 else logging.ERROR, LineHandler(sys.stderr)
-    form = "%(message)s" if rank == 0 else f"rank {rank}: %(message)s"
-    logging.basicConfig(level=level, format=form, handlers=[handler], force=True)
+def _start_log(rank: int) -> None:
+    """Log to stdout on rank 0. Other ranks log errors to stderr."""
+    level, stream, form = logging.INFO, sys.stdout, "%(message)s"
+    if rank:
+        level, stream, form = logging.ERROR, sys.stderr, f"rank {rank}: %(message)s"
+    logging.basicConfig(level=level, format=form, handlers=[LineHandler(stream)], force=True)
 
 
 def run(resolved: Resolved, environment: Environment) -> None:
@@ -98,22 +94,22 @@ def run(resolved: Resolved, environment: Environment) -> None:
     if config is not resolved.config:
         _log.info(f"train.micro_batch_size=auto: {config.train.micro_batch_size}")
         resolved = replace(resolved, config=config)
-    require_host_memory(config, environment.world_size, environment.local_world_size)
     for line in [*share_lines(config, environment.world_size), *unpinned_thread_lines(config)]:
         _log.info(line)
-    times = StartTimes.of_process()
+    times = StartTimes(BEGAN)
     _import_training(config, environment.world_size)
     times.end("imports")
     from trainer.launch import process_group as launch
     from trainer.launch.hangs import FOLDER as HANGS
     from trainer.launch.signals import SignalHandler
     from trainer.launch.watchdog import Watchdog
+    from trainer.memory.needs import out_of_memory
 
     train = config.train
     timeout_s = 60 * train.distributed_timeout_minutes
     cluster = launch.start(train.device, deterministic=train.deterministic, threads=train.threads, timeout_s=timeout_s)
     report_channel = cluster.channel.clone(_EXIT_GRACE_S)
-    signals = SignalHandler(config.train.exit_signal_save_seconds, report=report_channel.fail)
+    signals = SignalHandler(report=report_channel.fail)
     watchdog = Watchdog(
         cluster.channel.clone(timeout_s),
         timeout_s,
@@ -159,7 +155,6 @@ def _import_training(config: Config, world_size: int) -> None:
 
 def _train(resolved: Resolved, cluster: Cluster, signals: SignalHandler, times: StartTimes) -> None:
     from trainer.launch.control import RunControl
-    from trainer.launch.device import CPU, memory_bytes
     from trainer.launch.run_folder import hold_run_folder
     from trainer.run.inputs import open_inputs
 
@@ -169,9 +164,6 @@ def _train(resolved: Resolved, cluster: Cluster, signals: SignalHandler, times: 
         if resolved.text != first:
             raise unlike(resolved.text, first, rank=cluster.rank)
     times.end("rendezvous")
-    if cluster.device.type != CPU:
-        total_bytes = memory_bytes(cluster.device)
-        require_memory(config, cluster.world_size, ranks=1, available_bytes=total_bytes, where=str(cluster.device))
     inputs = open_inputs(config, cluster)
     times.end("data")
     checkpoints = None if config.checkpoint.save is None else Path(config.checkpoint.save)

@@ -1,4 +1,4 @@
-"""Proves that replicas of a box hold the same bits: at a save, after a load, and between iterations."""
+"""Proves that replicas of a box hold the same bits: at a save and after a load."""
 
 from __future__ import annotations
 

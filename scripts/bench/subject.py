@@ -17,11 +17,11 @@ from trainer.config.compose import compose
 from trainer.config.derived import topology_of
 from trainer.config.schema import Config
 from trainer.launch.process_group import Cluster
-from trainer.metrics.slow_ranks import OwnTime
 from trainer.parallel.context import ParallelContext
-from trainer.parallel.mesh import build_mesh, stage_grid
+from trainer.parallel.mesh import build_mesh
+from trainer.run.build import build_state
 from trainer.run.parallelize import build_context, build_models
-from trainer.run.state import TrainerState, build_part
+from trainer.run.state import TrainerState
 from trainer.schedules.progress import Progress
 from trainer.training.step import train_step
 
@@ -58,7 +58,7 @@ class Subject:
 
     def tensors(self) -> Iterator[LiveTensor]:
         """Yield this rank's part of every tensor that is saved."""
-        yield from (tensor for tensor in self.state.shards() if not tensor.is_copy)
+        yield from self.state.shards()
 
     def named(self) -> dict[str, torch.Tensor]:
         """Return this rank's tensors by name, the live ones."""
@@ -80,7 +80,7 @@ class Subject:
 
     def iteration(self) -> Callable[[], float]:
         """Return the trainer's iteration on a random batch; it returns the loss."""
-        windows, own_time = windows_of(self.config, self.cluster.device), OwnTime(self.cluster.device)
+        windows = windows_of(self.config, self.cluster.device)
 
         def iterate() -> float:
             return train_step(
@@ -92,7 +92,6 @@ class Subject:
                 clip_grad=1.0,
                 context=self.context,
                 cluster=self.cluster,
-                own_time=own_time,
             ).loss
 
         return iterate
@@ -140,9 +139,8 @@ def build_subject(config: Config, cluster: Cluster) -> Subject:
     """Build a state as `trainer.run.build` does, without data and folders. A call of all ranks."""
     topology = topology_of(config, cluster.world_size)
     mesh = build_mesh(topology, cluster.device.type)
-    stages = build_models(config, cluster.device, topology=topology, mesh=mesh)
-    grid = stage_grid(topology, topology.coordinate(cluster.rank).pp)
-    state = TrainerState(config.model, [build_part(config, stage, grid) for stage in stages], grid)
+    stages = build_models(config, cluster, topology=topology, mesh=mesh)
+    state = build_state(config, stages, topology, topology.coordinate(cluster.rank).pp)
     context = build_context(config, state, topology=topology, mesh=mesh, cluster=cluster)
     subject = Subject(config, cluster, state, context)
     subject.fill()

@@ -1,4 +1,4 @@
-"""What stays and what is asked for in runs of the trainer: the best by validation loss, held ones, saves on request."""
+"""What stays in runs of the trainer: the best by validation loss."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ from typing import Any
 
 import pytest
 
-from reprise.storage import TRACKER
 from tests.crash import troubles
 from tests.crash.outcomes import saved
-from tests.harness import TINY, Ended, checkpoint, curve
+from tests.harness import TINY, Ended, checkpoint
 from tests.profiles import slow
-from trainer.launch.control import SAVE_NOW
 
 BASE = ("model=gpt2_tiny", *TINY, "train.train_iters=8", "schedule.lr_decay_iters=12", "checkpoint.save_interval=1")
 KEEP_1 = "checkpoint.max_checkpoint_keep=1"
@@ -44,15 +42,3 @@ def test_the_best_by_validation_loss_stay_also_over_a_resume(tmp_path: Path, ran
 def test_a_save_without_an_evaluation_is_not_among_the_best(tmp_path: Path) -> None:
     train(tmp_path, ("checkpoint.keep_best=2", KEEP_1, "train.eval_interval=2"), LOSSES)
     assert saved(tmp_path) == [4, 6, 8]  # 3 has the best loss of all, and nobody asked for it
-
-
-@on_one_rank_and_two
-def test_save_now_saves_without_stopping_and_is_taken_away(tmp_path: Path, ranks: int) -> None:
-    run, unbroken, rare = tmp_path / "run", tmp_path / "unbroken", ("checkpoint.save_interval=5",)
-    train(unbroken, rare, ranks=ranks)
-    ended = train(run, rare, {"name": "new files", "names": {"3": SAVE_NOW, "7": SAVE_NOW}}, ranks=ranks)
-    assert saved(unbroken) == [5, 8]
-    assert saved(run) == [3, 5, 7, 8]
-    assert "stopping" not in ended.text
-    assert sorted(path.name for path in (run / "checkpoints").iterdir() if path.is_file()) == [TRACKER, "lock"]
-    assert curve(run) == curve(unbroken)

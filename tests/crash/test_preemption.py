@@ -195,22 +195,6 @@ def test_a_second_signal_ends_the_process_and_soon_its_peers(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_a_disk_that_hangs_does_not_outlast_the_notice(tmp_path: Path) -> None:
-    run, limit = tmp_path / "run", "train.exit_signal_save_seconds"
-    overrides = [*BASE, INLINE, f"{limit}=1.5"]
-    with standing(run, overrides, moment="prepare", iteration=8, ranks=2, gated=[0]) as (running, gate):
-        gate.await_reached()
-        before = all_files(checkpoint(run, 4))
-        running.send(0, USR1)
-        running.join(DEADLINE_S)
-    ended = running.ended()
-    assert ended.statuses == (1, 1), ended.text
-    assert limit in ended.outputs[0]
-    assert all_files(checkpoint(run, 4)) == before
-    assert [path.name for path in (run / "checkpoints").glob("iter_*")] == ["iter_0000004"]
-
-
-@pytest.mark.slow
 def test_a_run_whose_time_is_over_saves_and_the_next_goes_on(unbroken: dict[str, Path], tmp_path: Path) -> None:
     run = tmp_path / "run"
     ended = run_ok(run, [*BASE, "train.exit_duration_in_mins=0.0005"], ranks=2)

@@ -16,7 +16,6 @@ import subprocess
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,6 @@ from tests.crash.hosts import run_trainer
 from tests.harness import Ended, around_iterations, call_on_ranks
 from tests.positions import methods_with
 from trainer.data.data_file import Ints
-from trainer.launch.control import RunControl
 from trainer.run.build import Run
 from trainer.run.state import TrainerState
 from trainer.saves import targets
@@ -221,24 +219,6 @@ def losses(values: Sequence[float]) -> None:
     trainer.training.loop.evaluate = lambda run: values[run.state.progress.iteration - 1]
 
 
-def new_files(names: dict[str, str]) -> None:
-    """Make a file in the checkpoint folder before each of some iterations, when all is saved."""
-
-    def act(run: Run, iteration: int) -> None:
-        name = names.get(str(iteration))
-        if name is not None and run.cluster.rank == 0:
-            for target in run.saves:
-                target.saver.wait()
-            (_checkpoints(run) / name).touch()
-
-    _set_clock(count(1000.0, 10.0).__next__)  # so that each iteration is seconds after the last look at the files
-    around_iterations(before=act)
-
-
-def _set_clock(clock: Callable[[], float]) -> None:
-    trainer.launch.control.RunControl = partial(RunControl, clock=clock)  # type: ignore[assignment, misc]
-
-
 _TROUBLES: dict[str, Callable[..., None]] = {
     trouble.__name__.replace("_", " "): trouble
     for trouble in (
@@ -252,6 +232,5 @@ _TROUBLES: dict[str, Callable[..., None]] = {
         bad_data,
         death,
         losses,
-        new_files,
     )
 }

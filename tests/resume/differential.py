@@ -33,7 +33,6 @@ OF_A_LINE = {
     "mfu": "time",
     "time": "time",
     "data_seconds": "time",
-    "slowest_rank": "time",
     "host_peak_bytes": "of the process and the saves under way",
     "device_peak_bytes": "the same of the device",
     "device_reserved_bytes": "the same of the device",
@@ -144,7 +143,6 @@ def case_of(seed: int, number: int, *, ranks: int = 4) -> Case:
 
 _INTERVALS = {
     "train.eval_interval": [0, 1, 2, 2, 3],
-    "train.sample_interval": [0, 0, 3],
     "checkpoint.save_interval": [0, 1, 2, 3, 4],
     "checkpoint.max_checkpoint_keep": [0, 1, 1, 2, 3],
     "checkpoint.keep_best": [0, 1, 2],
@@ -158,7 +156,6 @@ _FURTHER = {
     "train.ema_decay": ["0.0", "0.0", "0.9"],
     "train.activation_checkpointing": ["false", "false", "true"],
     "train.skip_samples": ["[]", "[]", '["20-30","41-42"]'],
-    "train.check_replicas_interval": ["0", "0", "2"],
     "data.document_mask": ["false", "false", "true"],
     "checkpoint.file_bytes": ["2147483648", "20000", "3000"],
     "checkpoint.staging_bytes": ["null", "null", "0", "5000"],
@@ -173,8 +170,6 @@ _FIXED = (
     f"train.global_batch_size={_BATCH}",
     "train.threads=1",
     "train.eval_iters=2",
-    "train.sample_tokens=3",
-    "train.exit_signal_save_seconds=200",
     "checkpoint.stall_timeout_s=200",
     "checkpoint.reshard=true",
     "logging.tensorboard=false",

@@ -52,7 +52,7 @@ def test_the_values_are_the_recurrence_in_float32(averaged: Path, tmp_path: Path
     assert all(torch.equal(plain[name], tensors[name]) for name in plain)
 
 
-def test_both_are_evaluated_exported_and_sampled(
+def test_both_are_evaluated_exported_and_generate(
     averaged: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"

@@ -130,7 +130,7 @@ def test_local_checkpoints_of_another_run_are_refused(tmp_path: Path, run: Path,
     assert refused.statuses == (1,), refused.text
     assert OTHERS in refused.text
     assert f"those of run {named}" in refused.text
-    assert "checkpoint.local.adopt=true" in refused.text
+    assert "copy run.json from there" in refused.text
     assert all_files(local) == before
     assert not list((tmp_path / "second").glob("checkpoints/iter_*"))
 
@@ -142,7 +142,9 @@ def test_a_run_whose_folder_is_deleted_does_not_go_on_unasked(run: Path, local: 
     first = run_member(local / "iter_0000003")
     shutil.rmtree(run)
     assert OTHERS in launch(run, overrides).text
-    assert "loaded iteration 3: all local" in run_ok(run, [*overrides, "checkpoint.local.adopt=true"]).text
+    run.mkdir(exist_ok=True)
+    shutil.copy(local / "run.json", run)
+    assert "loaded iteration 3: all local" in run_ok(run, overrides).text
     assert run_member(local / "iter_0000006") == first
     assert tensor_files(local / "iter_0000006") == tensor_files(checkpoint(whole, 6))
 

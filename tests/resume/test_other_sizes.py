@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 import shutil
 from pathlib import Path
 
@@ -104,48 +103,13 @@ def test_fewer_positions_cut_the_table_and_the_run_resumes(bases: dict[str, Path
 
 
 @pytest.mark.parametrize(
-    ("family", "change", "patterns", "parts"),
-    [
-        ("gpt2", "model.n_layer=3", "[*.wte.*,*.h.1.*]", (".wte.", ".h.1.")),
-        ("llama3", "model.tie_word_embeddings=true", "[*embed_tokens*,*.0.*]", ("embed_tokens", ".0.")),
-    ],
-    ids=["a checkpoint", "a transformers folder"],
-)
-def test_parts_are_loaded_and_all_others_are_named(
-    bases: dict[str, Path],
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    family: str,
-    change: str,
-    patterns: str,
-    parts: tuple[str, ...],
-) -> None:
-    base, model = bases[family], [*START, f"model={family}_tiny", change]
-    if family == "llama3":
-        base = tmp_path / "theirs"
-        shutil.copytree(bases[family], base, ignore=shutil.ignore_patterns("manifest.json", "optimizer"))
-    load = [f"checkpoint.load={base}", "checkpoint.finetune=true", f"checkpoint.partial={patterns}"]
-    weights = weights_of(start(tmp_path / "run", *model, *load))
-    ((count, names),) = re.findall(r"not loaded from .*, (\d+) tensors keep initial values: (.*)", caplog.text)
-    fresh, old = weights_of(start(tmp_path / "fresh", *model)), load_file(base / "model.safetensors")
-    assert len(names.split(", ")) == int(count)
-    for name, value in weights.items():
-        is_loaded = any(part in name for part in parts)
-        assert torch.equal(value, old[name] if is_loaded else fresh[name]), name
-        assert (name in names.split(", ")) is not is_loaded
-
-
-@pytest.mark.parametrize(
     ("overrides", "text"),
     [
-        (["checkpoint.resize=true"], r"checkpoint\.resize=True.*checkpoint\.finetune=true"),
-        (["checkpoint.partial=[*wte*]"], r"checkpoint\.partial=.*checkpoint\.finetune=true"),
+        (["checkpoint.resize=true"], r"checkpoint\.resize=true.*checkpoint\.finetune=true"),
         (["checkpoint.finetune=true", "model.vocab_size=300"], r"model\.vocab_size"),
         ([*RESIZE, "model.n_embd=24"], r"model\.n_embd"),
-        (["checkpoint.finetune=true", "checkpoint.partial=[*wte*,nothing]"], "nothing"),
-        (["checkpoint.finetune=true", "checkpoint.partial=[*wte*]", "model.n_embd=24"], r"\[257, 20\]"),
     ],
-    ids=["resize", "partial", "no resize", "another width", "no such tensor", "another shape"],
+    ids=["resize", "no resize", "another width"],
 )
 def test_what_cannot_be_fitted_is_refused_by_name(
     bases: dict[str, Path], tmp_path: Path, overrides: list[str], text: str

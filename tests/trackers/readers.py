@@ -79,7 +79,7 @@ def read_trackio(_: Path, store: Path) -> dict[str, Curves]:
     runs: dict[str, Curves] = {}
     for run_id, step, text in rows:
         for name, value in json.loads(text).items():
-            if name != "sample":
+            if name != "spike/figure":
                 runs.setdefault(run_id, defaultdict(list))[name].append((step, float(value).hex()))
     return runs
 

@@ -42,7 +42,6 @@ _FIXED = {
     "run.name": "evaluate",
     "checkpoint.save": None,
     "train.eval_interval": 1,
-    "train.sample_interval": 0,
     "train.on_spike": "off",
     "train.ema_decay": 0.0,
     "logging.tensorboard": False,
@@ -137,16 +136,21 @@ def _build(config: Config, cluster: Cluster) -> Run:
 def _evaluate(run: Run, path: Path, *, averages: bool) -> Json:
     """Fill a run with a checkpoint's weights, or their averages, and return the result line. Call on all ranks."""
     from trainer.interop.source import require_averages
-    from trainer.start.base import load_base
+    from trainer.start.base import load_base, require_base
     from trainer.start.fill import rebind
     from trainer.start.source import Checkpoints, Part
     from trainer.training.evaluate import evaluate
 
     source = Checkpoints(LoadSource.named(path))
     section = CheckpointSection(finetune=True)
-    if run.config.model.is_adapted:
-        load_base(run, source)
-    refuse = require_averages if averages else lambda _: None
+    base = load_base(run) if run.config.model.is_adapted else None
+
+    def refuse(checkpoint: Checkpoint) -> None:
+        if averages:
+            require_averages(checkpoint)
+        if base is not None:
+            require_base(checkpoint, base)
+
     part = Part("", run.config.model, partial(run.state.shards, with_optimizer=False), section, refuse)
     _, restored = source.fill(run, part)
     assert restored is not None

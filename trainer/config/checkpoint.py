@@ -126,14 +126,11 @@ class FinetuneKeys:
             needs the same weights.
         resize: With `finetune`, allow another `model.vocab_size` or `model.max_position_embeddings`. Rows keep their
             numbers, and new ones are initialized as in a fresh run.
-        partial: With `finetune`, shell patterns for the weights to load, such as ``[model.embed_tokens.*]``. Others
-            stay initial. Empty loads all.
     """
 
     finetune: bool = False
     base: str | None = None
     resize: bool = False
-    partial: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -145,7 +142,6 @@ class ResumeKeys:
             `reshard` and `lr` for `override_scheduler`. `all` allows every difference, and logs the ones found.
         reshard: Allow another topology (ranks, parallel sizes, ZeRO stage) or micro_batch_size.
         override_scheduler: Allow another schedule, other optimizer settings or clip_grad.
-        use_checkpoint_scheduler: Take the schedule and optimizer settings from the checkpoint.
         override_batch_size: Allow another global_batch_size, batch_schedule or seq_length.
         override_data: Allow other data or another seed.
         override_dropout: Allow other dropout rates.
@@ -157,7 +153,6 @@ class ResumeKeys:
     allow: list[Allowed] = field(default_factory=list)
     reshard: bool = False
     override_scheduler: bool = False
-    use_checkpoint_scheduler: bool = False
     override_batch_size: bool = False
     override_data: bool = False
     override_dropout: bool = False
@@ -210,7 +205,6 @@ class LocalSection:
         save_interval: Iterations between local saves. 0 saves only when the run stops.
         keep: Newest local checkpoints to keep, beside the newest copied to all hosts.
         copies: How many following hosts in a ring receive each host's saves.
-        adopt: Adopt local checkpoints as the run's own if its folder and shared checkpoints are gone.
         flush_on_exit: Also save into `checkpoint.save` when a run stops early.
     """
 
@@ -218,7 +212,6 @@ class LocalSection:
     save_interval: int = 10
     keep: int = 2
     copies: int = 1
-    adopt: bool = False
     flush_on_exit: bool = True
 
 
@@ -251,13 +244,9 @@ def checkpoint_problems(section: CheckpointSection) -> Iterator[str]:
         yield f"checkpoint.mirror={section.mirror}: needs checkpoint.save, the folder that is mirrored"
     if section.local.dir is not None and section.local.dir == section.save:
         yield f"checkpoint.local.dir={section.local.dir}: must be another folder than checkpoint.save"
-    if section.use_checkpoint_scheduler and (section.override_scheduler or Allowed.lr in section.allow):
-        name = "override_scheduler" if section.override_scheduler else "allow=lr"
-        yield f"checkpoint.{name} and checkpoint.use_checkpoint_scheduler exclude each other"
     if section.finetune and section.load in ("auto", "none"):
         yield f"checkpoint.finetune: needs checkpoint.load=PATH, found {section.load}"
-    for name in ("resize", "partial"):
-        if getattr(section, name) and not section.finetune:
-            yield f"checkpoint.{name}={getattr(section, name)}: needs checkpoint.finetune=true"
+    if section.resize and not section.finetune:
+        yield "checkpoint.resize=true: needs checkpoint.finetune=true"
     if section.ckpt_step is not None and section.load == "none":
         yield f"checkpoint.ckpt_step={section.ckpt_step}: nothing is loaded with checkpoint.load=none"

@@ -118,8 +118,8 @@ def _trained_problems(config: Config) -> Iterator[str]:
         return
     if config.optimizer.name is not OptimizerName.adamw:
         yield f"optimizer.name={config.optimizer.name.value}: adapters need optimizer.name=adamw"
-    if section.resize or section.partial:
-        yield ("checkpoint.resize and checkpoint.partial: need model.lora.rank=0, because a base is loaded in full")
+    if section.resize:
+        yield "checkpoint.resize=true: needs model.lora.rank=0, because a base is loaded in full"
     if model.lora.dropout and config.train.compile:
         yield (
             f"model.lora.dropout={model.lora.dropout}: cannot be used with train.compile; set one of them to 0 or false"
@@ -139,11 +139,6 @@ def _data_needs(config: Config) -> Iterator[str]:
         yield f"train.seq_length={train.seq_length}: above model.max_position_embeddings={limit}"
     if train.eval_interval and config.data.kind in TOKEN_KINDS and config.data.valid is None:
         yield f"train.eval_interval={train.eval_interval}: needs data.valid, or set it to 0"
-    if train.sample_interval and config.data.kind in TOKEN_KINDS and config.data.tokenizer is None:
-        yield (
-            f"train.sample_interval={train.sample_interval}: needs data.tokenizer, the tokenizer.json that wrote the "
-            "token files, or bytes; or set it to 0"
-        )
 
 
 def _length_problems(config: Config) -> Iterator[str]:

@@ -5,19 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from trainer.config.checkpoint import CheckpointSection
-from trainer.config.dtype import Dtype
 from trainer.config.schema import Config
 from trainer.config.train import TrainSection
 from trainer.parallel.lanes import Lanes
 from trainer.parallel.topology import Topology
 from trainer.schedules.batch_size import BatchSchedule, parse_batch_schedule
 from trainer.schedules.lr import RunLength
-
-
-def rounded_itemsize(section: CheckpointSection) -> int:
-    """Return the bytes per element if weights-only saves are rounded into host memory, else 0."""
-    saves = section.save is not None and (section.save_weights_interval > 0 or bool(section.save_steps))
-    return 2 if saves and section.weights_dtype is Dtype.bfloat16 else 0
 
 
 def save_folder(section: CheckpointSection) -> Path | None:

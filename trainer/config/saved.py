@@ -17,7 +17,7 @@ from reprise.errors import CheckpointError, MismatchError
 from trainer.config.checkpoint import FinetuneKeys, LoadKeys, ResumeKeys
 from trainer.config.derived import length_of
 from trainer.config.schema import Config
-from trainer.schedules.lr import Schedule, resolve, section_of
+from trainer.schedules.lr import resolve
 
 Json = dict[str, Any]
 
@@ -42,7 +42,17 @@ _EXCLUDED = (
     *(f"checkpoint.{field.name}" for keys in (LoadKeys, FinetuneKeys, ResumeKeys) for field in fields(keys)),
 )
 # Keys of earlier versions, which have no effect any more.
-_REMOVED = {"data.verify", "data.vocab_size", "logging.sinks", "train.ema_offload"}
+_REMOVED = {
+    "data.verify",
+    "data.vocab_size",
+    "logging.sinks",
+    "train.check_replicas_interval",
+    "train.ema_offload",
+    "train.exit_signal_save_seconds",
+    "train.sample_interval",
+    "train.sample_prompt",
+    "train.sample_tokens",
+}
 _REMOVED_TRACKER = ("logging.publish", "tensorboard")
 
 # `topology` members in trainer_state.json, and their keys in the `parallel` section.
@@ -105,11 +115,6 @@ def flattened(table: Mapping[str, object], prefix: str = "") -> dict[str, object
         else:
             flat[f"{prefix}{key}"] = value
     return flat
-
-
-def with_schedule(config: Config, schedule: Schedule) -> Config:
-    """Return the configuration with a `schedule` section and peak learning rate that resolve to `schedule`."""
-    return replace(config, schedule=section_of(schedule), optimizer=replace(config.optimizer, lr=schedule.lr))
 
 
 def saved_values(document: Json, state: Json, *, where: object) -> dict[str, object]:

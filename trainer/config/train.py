@@ -63,13 +63,8 @@ class TrainSection:
         activation_checkpointing: Recompute transformer blocks in the backward pass.
         eval_interval: Iterations between evaluations. 0 disables them.
         eval_iters: Global batches per evaluation. A smaller validation set repeats, and the log says so.
-        sample_interval: Iterations between sampled texts. 0 disables them, as does a pipeline.
-        sample_prompt: Prompt for a sampled text. Empty starts a document.
-        sample_tokens: Maximum tokens beyond the prompt.
         exit_interval: Save and exit at the next multiple of this many iterations. 0 disables it.
         exit_duration_in_mins: Save and exit after this many minutes. 0 disables it.
-        exit_signal_save_seconds: Seconds to save and exit after SIGTERM, SIGINT, SIGUSR1, SIGUSR2, SIGXCPU or SIGHUP on
-            any rank, else the status is 1. torchrun kills 30 s after SIGTERM.
         on_nonfinite: At a nonfinite loss or gradient norm, `stop` ends the run without saving that iteration, `skip`
             omits its step.
         on_spike: At a loss or gradient norm far above its running median, `warn` logs it. `stop` ends the run without
@@ -78,8 +73,6 @@ class TrainSection:
         spike_factor: Standard deviations above the running median from which a value counts as a spike.
         spike_window: Iterations in the running median. Nothing counts as a spike before this many.
         max_rewinds: Rewinds in a run before a spike stops it.
-        check_replicas_interval: Iterations between the comparisons in `checkpoint.check_replicas`, beside saves. 0
-            disables them.
         distributed_timeout_minutes: Minutes to wait for other ranks before they count as lost.
         device: `cpu`, `cuda` (ROCm too), `xpu`, or `auto`: an accelerator, else the CPU.
         profile_steps: First and last iteration in each rank's torch.profiler trace, as in `[10,13]`.
@@ -106,18 +99,13 @@ class TrainSection:
     activation_checkpointing: bool = False
     eval_interval: int = 0
     eval_iters: int = 4
-    sample_interval: int = 0
-    sample_prompt: str = ""
-    sample_tokens: int = 64
     exit_interval: int = 0
     exit_duration_in_mins: float = 0.0
-    exit_signal_save_seconds: float = 25.0
     on_nonfinite: OnNonfinite = OnNonfinite.stop
     on_spike: OnSpike = OnSpike.off
     spike_factor: float = 6.0
     spike_window: int = 128
     max_rewinds: int = 3
-    check_replicas_interval: int = 0
     distributed_timeout_minutes: float = 10.0
     device: str = "auto"
     profile_steps: list[int] = field(default_factory=list)

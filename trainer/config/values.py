@@ -46,7 +46,7 @@ _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         lambda value: value >= 1,
         """
         train.train_iters train.global_batch_size train.micro_batch_size train.max_micro_batch_size train.seq_length
-        train.eval_iters train.sample_tokens train.max_rewinds train.dry_run_ranks parallel.tensor_model_parallel_size
+        train.eval_iters train.max_rewinds train.dry_run_ranks parallel.tensor_model_parallel_size
         parallel.pipeline_model_parallel_size parallel.num_virtual_stages_per_pipeline_rank parallel.replicate
         checkpoint.file_bytes checkpoint.full_steps checkpoint.mirror_interval checkpoint.local.keep
         logging.log_interval schedule.lr_decay_iters schedule.lr_decay_samples schedule.lr_wsd_decay_iters
@@ -57,8 +57,8 @@ _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         "0 or more",
         lambda value: value >= 0,
         """
-        train.clip_grad train.seed train.eval_interval train.sample_interval train.exit_interval
-        train.exit_duration_in_mins train.check_replicas_interval optimizer.lr optimizer.weight_decay
+        train.clip_grad train.seed train.eval_interval train.exit_interval
+        train.exit_duration_in_mins optimizer.lr optimizer.weight_decay
         checkpoint.save_interval checkpoint.save_interval_mins checkpoint.max_checkpoint_keep checkpoint.keep_best
         checkpoint.save_retain_interval checkpoint.save_weights_interval checkpoint.save_steps checkpoint.weights_keep
         checkpoint.staging_bytes checkpoint.check_replicas checkpoint.exit_on_save_failure checkpoint.mirror_keep
@@ -76,10 +76,7 @@ _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     (
         f"above 0 and at most {_MOST_TIME:g}",
         lambda value: 0 < value <= _MOST_TIME,
-        """
-        train.exit_signal_save_seconds train.distributed_timeout_minutes checkpoint.commit_timeout_s
-        checkpoint.stall_timeout_s
-        """,
+        "train.distributed_timeout_minutes checkpoint.commit_timeout_s checkpoint.stall_timeout_s",
     ),
     (f"from 0 to {_MOST_TIME:g}", lambda value: 0 <= value <= _MOST_TIME, "checkpoint.mirror_wait_s"),
     ("0, 1, 2 or 3", lambda value: value in range(4), "parallel.zero_stage"),

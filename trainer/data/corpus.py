@@ -34,11 +34,10 @@ _FINDERS: Mapping[DataKind, Callable[[str], list[Path]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """Token files in reading order, and their vocabulary (None if unknown)."""
+    """Token files in reading order, and the token after each document (None if unknown)."""
 
     train: tuple[Path, ...]
     valid: tuple[Path, ...]
-    vocab_size: int | None = None
     end_of_text: int | None = None
 
 
@@ -82,7 +81,7 @@ def prepare(section: DataSection, *, cache: Path) -> Corpus:
         from trainer.data.blocks import SplitOptions
 
         _write(folder, sources, SplitOptions(valid_fraction=section.valid_fraction), encoder)
-    return Corpus((train,), (valid,), encoder.vocab_size, encoder.end_of_text)
+    return Corpus((train,), (valid,), encoder.end_of_text)
 
 
 def _key(sources: Sequence[TextSource], encoder: Encoder, valid_fraction: float) -> str:

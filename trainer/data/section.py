@@ -55,7 +55,7 @@ class DataSection:
         tokenizer: A tokenizer.json or ``bytes``, saved in every checkpoint. With `text` and `stdlib`, null takes the
             tokenizer beside the weights that `checkpoint` starts from, else bytes. A new model with the byte
             vocabulary, as in tiny presets, takes the file's vocabulary. With tokenized files, it names the tokenizer
-            that wrote them; sampled texts need it.
+            that wrote them.
         train: With tokenized files (all kinds but `text` and `stdlib`), a file or glob; with `megatron` also a path
             without ``.bin``. A list ``[{path: A, weight: 0.7}, {path: B, weight: 1/3}]`` blends sources, with
             `data.kind=text` too, then without `data.path`. Weights may have any sum.

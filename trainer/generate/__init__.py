@@ -1,1 +1,1 @@
-"""Text generation, from a checkpoint or during training."""
+"""Text generation from a checkpoint."""

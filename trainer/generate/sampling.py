@@ -5,7 +5,7 @@ A choice is a function of the seed and the choice number; torch's own random gen
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -43,40 +43,17 @@ def choose(logits: torch.Tensor, sampling: Sampling, *, number: int) -> int:
     return int(torch.multinomial(scaled.softmax(-1), 1, generator=generator))
 
 
-def generate(
-    next_token: Callable[[Sequence[int]], int | None],
-    prompt: Sequence[int],
-    *,
-    max_new_tokens: int,
-    ends: Collection[int],
-) -> Iterator[int]:
-    """Yield the tokens after a prompt, up to the first in `ends` (which is yielded too) or `max_new_tokens`.
-
-    Args:
-        next_token: Returns the next token, given the tokens so far. None ends the text.
-    """
-    tokens = list(prompt)
-    for _ in range(max_new_tokens):
-        token = next_token(tokens)
-        if token is None:
-            return
-        yield token
-        if token in ends:
-            return
-        tokens.append(token)
-
-
 @torch.no_grad()
 def continue_with(model: Model, prompt: Sequence[int], sampling: Sampling, *, max_new_tokens: int) -> list[int]:
-    """Generate at most `max_new_tokens` tokens after a prompt with an unsharded model.
+    """Generate at most `max_new_tokens` tokens after a prompt, up to an end of text, with an unsharded model.
 
     The model sees the last tokens, up to its maximum position count.
     """
-    config = model.config
+    config, tokens = model.config, list(prompt)
     device = next(model.parameters()).device
-
-    def next_token(tokens: Sequence[int]) -> int:
+    for _ in range(max_new_tokens):
         window = torch.tensor([tokens[-config.max_position_embeddings :]], device=device)
-        return choose(model(window)[0, -1, : config.vocab_size], sampling, number=len(tokens))
-
-    return list(generate(next_token, prompt, max_new_tokens=max_new_tokens, ends=config.end_tokens))
+        tokens.append(choose(model(window)[0, -1, : config.vocab_size], sampling, number=len(tokens)))
+        if tokens[-1] in config.end_tokens:
+            break
+    return tokens[len(prompt) :]

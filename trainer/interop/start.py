@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from models import families
 from models.config import ModelConfig
 from reprise.commit import check_replicas
 from reprise.errors import MismatchError
@@ -23,7 +22,8 @@ from trainer.interop.stored import FileTensor, ForeignWeights
 from trainer.launch.process_group import Cluster
 from trainer.record.resume_rules import TABLE_SIZES, Rule, Verdict, differences, rules_for, settle
 from trainer.record.run_record import model_record
-from trainer.run.fitting import Fit, Fitting, fill_unstored
+from trainer.run.fitting import Fitting
+from trainer.run.state import checkpoint_specs
 
 _log = logging.getLogger(__name__)
 
@@ -55,13 +55,13 @@ class FittedWeights:
     """Weights for the configured model.
 
     Args:
-        fit: How they may differ from the model's tensors.
+        stored: The weights' model, whose tables may have other sizes than the configured model's.
         tensors: The tensors to load, by stored name.
         files: Their files.
         notes: Log lines on allowed differences from the configuration.
     """
 
-    fit: Fit
+    stored: ModelConfig
     tensors: Mapping[str, FileTensor]
     files: Mapping[str, Path]
     notes: Sequence[str]
@@ -91,7 +91,7 @@ def load_pretrained(
 ) -> tuple[Sequence[LiveTensor], dict[str, str]]:
     """Fill parameters from `path`, cast to float32. Return the filled tensors and the weights' identity.
 
-    All ranks must call it. Rows and tensors left out, as `section` allows, keep their initial values for `seed`. Each
+    All ranks must call it. Rows left out, as `section` allows, keep their initial values for `seed`. Each
     rank reads only its boxes' bytes. The log names a trainer's other files in the folder.
 
     Args:
@@ -113,10 +113,8 @@ def load_pretrained(
     with channel.agreed("pretrained/same"):
         if digest != expected:
             raise _other_weights(path, digest, expected)
-    fill_unstored(weights.fit, live, model, seed)
-    fitting = Fitting(weights.fit, live, weights.fit.stored((tensor.spec for tensor in live), {}))
-    names = list(families.stored_tensors(model))
-    for text in [*weights.notes, *fitting.notes(names, where=path)] if cluster.rank == 0 else ():
+    fitting = Fitting(live, {spec.name: spec for spec in checkpoint_specs(weights.stored, None)}, model, seed)
+    for text in [*weights.notes, *fitting.notes(path)] if cluster.rank == 0 else ():
         _log.warning(text)
     with channel.agreed("pretrained/fill"):
         line = ProgressLine(f"loading {path}", sum(tensor.local.nbytes for tensor in live))
@@ -150,12 +148,10 @@ def fit_weights(
     )
     sizes = {name: getattr(stored, name) for name in TABLE_SIZES} if section.resize else {}
     same = replace(model, **sizes)
-    fit = replace(Fit.of(section, same, model), casts=False)  # every dtype is copied as float32
-    fit.unselected(list(families.stored_tensors(model)))
-    tensors = stored_tensors(weights, same, fit.selects)
-    if is_first and not fit.patterns:
+    tensors = stored_tensors(weights, same)
+    if is_first:
         check_tied(weights, model)
-    return FittedWeights(fit, tensors, weights.files, notes)
+    return FittedWeights(same, tensors, weights.files, notes)
 
 
 # No tensor depends on them.

@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from reprise.storage import is_file
-from trainer.config.derived import save_folder
 from trainer.config.schema import Config
 from trainer.launch.signals import SignalHandler
-
-_log = logging.getLogger(__name__)
-
-SAVE_NOW = "save_now"
-_CHECK_INTERVAL_S = 1.0
 
 
 class ControlFlags(NamedTuple):
@@ -34,10 +25,7 @@ class ControlFlags(NamedTuple):
 
 
 class RunControl:
-    """Requests to a rank. Only rank 0 reads the clock and the files, because ranks could see them differ.
-
-    A file named `save_now` in the checkpoint folder requests a save.
-    """
+    """Requests to a rank. Only rank 0 reads the clock, because ranks could see it differ."""
 
     def __init__(
         self,
@@ -48,11 +36,7 @@ class RunControl:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config, self._signals, self._rank, self._clock = config, signals, rank, clock
-        folder = save_folder(config.checkpoint)
-        self._file = None if folder is None else folder / SAVE_NOW
         self._started = self._saved = clock()
-        self._checked_at = clock() - _CHECK_INTERVAL_S
-        self._is_requested = False
 
     def begin(self) -> None:
         """Start the save interval before the first iteration, and tell the signal handler about the loop."""
@@ -69,18 +53,11 @@ class RunControl:
         now = self._clock()
         is_over = 0 < 60 * train.exit_duration_in_mins <= now - self._started
         is_due = 0 < 60 * checkpoint.save_interval_mins <= now - self._saved
-        return ControlFlags(self.is_signalled() or is_over, is_due or self._is_file_touched(now), has_failed)
+        return ControlFlags(self.is_signalled() or is_over, is_due, has_failed)
 
     def saving(self) -> None:
-        """Restart the save interval at a save, and clear the requests for it."""
+        """Restart the save interval at a save."""
         self._saved = self._clock()
-        if self._is_requested and self._file is not None:
-            self._is_requested = False
-            try:
-                self._file.unlink(missing_ok=True)
-            except OSError as error:  # a request must not repeat every second
-                _log.warning("%s is ignored from now on: it cannot be removed: %s", self._file, error.strerror)
-                self._file = None
 
     def exits_after(self, iteration: int) -> bool:
         """Return whether `train.exit_interval` ends the run after `iteration`."""
@@ -102,10 +79,3 @@ class RunControl:
     @property
     def _signal(self) -> str | None:
         return None if self._signals is None else self._signals.name
-
-    def _is_file_touched(self, now: float) -> bool:
-        if self._file is not None and not self._is_requested and now - self._checked_at >= _CHECK_INTERVAL_S:
-            self._checked_at = now
-            with contextlib.suppress(OSError):
-                self._is_requested = is_file(self._file)
-        return self._is_requested

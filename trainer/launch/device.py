@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 from reprise.errors import LaunchError, count_of
@@ -46,5 +48,7 @@ def device_name(device: torch.device) -> str:
 
 
 def memory_bytes(device: torch.device) -> int:
-    """Return an accelerator's memory size in bytes."""
+    """Return an accelerator's memory size in bytes, or the host's for a CPU."""
+    if device.type == CPU:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return int(torch.get_device_module(device).get_device_properties(device).total_memory)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import signal
@@ -16,9 +15,6 @@ from typing import NoReturn
 
 from reprise.errors import TrainerError
 from trainer.launch.environment import Environment
-
-# Errors that a bug in this program can cause, so their traceback is useful.
-_BUG_ERRNOS = (errno.ENOENT, errno.EEXIST, errno.EISDIR, errno.ENOTDIR, errno.EBADF, errno.EINVAL)
 
 # torchrun checks ten times per second for a rank that has ended, then ends the others with SIGTERM.
 _TURN_S = 1.0
@@ -48,11 +44,8 @@ def exit_with_error(error: BaseException, environment: Environment | None) -> No
 
 def describe(error: BaseException) -> str:
     """Return the message for a TrainerError or a failing file system, and the traceback for any other error."""
-    if isinstance(error, TrainerError):
+    if isinstance(error, TrainerError) or (isinstance(error, OSError) and error.filename is not None):
         return f"{type(error).__name__}: {error}"
-    if isinstance(error, OSError) and error.filename is not None and error.errno not in _BUG_ERRNOS:
-        name, reason = type(error).__name__, f"{error.strerror} (errno {error.errno})"
-        return f"{name}: The file system failed ({error.filename}), found {reason}. Fix it, or use another path."
     if isinstance(error, KeyboardInterrupt):
         return "Interrupted before the first iteration. Nothing was saved."
     return "".join(traceback.format_exception(error)).rstrip()

@@ -8,7 +8,7 @@ import secrets
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -111,7 +111,7 @@ def start(
         _make_deterministic(chosen)
     rank, world_size, local_ranks = environment.rank, environment.world_size, environment.local_ranks
     if world_size == 1:
-        channel, name, launch = single_rank_channel(), secrets.token_hex(4), _identify_alone(environment, variables)
+        channel, name, launch = single_rank_channel(), secrets.token_hex(4), identify(variables, None)
     else:
         with _exit_after(environment, 2 * timeout_s + _GRACE_S):
             channel, name, launch = _join(environment, chosen, timeout_s, variables)
@@ -124,24 +124,14 @@ def thread_count(threads: int = 0, variables: Mapping[str, str] = os.environ, lo
     A configured count, `threads`, overrides both unless it is 0.
 
     For several ranks on a host, torchrun sets OMP_NUM_THREADS=1 unless the user has set it, so the value 1 counts only
-    with a single rank. OMP_NUM_THREADS may be a list with a count per nesting level. The first count is used.
-
-    Raises:
-        LaunchError: OMP_NUM_THREADS is not a positive integer.
+    with a single rank. OMP_NUM_THREADS may be a list with a count per nesting level. The first count is used. Other
+    values do not count, as for OpenMP.
     """
     if threads:
         return threads
-    text = variables.get("OMP_NUM_THREADS", "").strip()
-    first = text.partition(",")[0].strip()
-    if text and not (first.isascii() and first.isdigit() and 0 < int(first) <= MOST_THREADS):
-        raise LaunchError(
-            "OMP_NUM_THREADS is not valid",
-            expected=f"a number of threads from 1 to {MOST_THREADS}",
-            found=repr(text),
-            fix="Correct it, or unset it to use the rank's share of the cores.",
-        )
-    if text and (local_world_size == 1 or int(first) > 1):
-        return int(first)
+    first = variables.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    if first.isdecimal() and int(first) > (local_world_size > 1):
+        return min(int(first), MOST_THREADS)
     return max(1, len(os.sched_getaffinity(0)) // local_world_size)
 
 
@@ -209,15 +199,6 @@ def _exit_after(environment: Environment, seconds: float) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
-
-
-def _identify_alone(environment: Environment, variables: Mapping[str, str]) -> Launch:
-    """Return the identity of a single-rank launch. If torchrun's agent does not answer, its store is not used."""
-    address, port, timeout = environment.address, environment.port, timedelta(seconds=_GRACE_S)
-    if environment.has_agent_store:
-        with suppress(dist.DistError, RuntimeError, ValueError):
-            return identify(variables, TCPStore(address, port, None, False, timeout=timeout, wait_for_workers=False))
-    return identify(variables, None)
 
 
 def _join(

@@ -29,26 +29,23 @@ class SignalHandler:
     thread reads it.
 
     Args:
-        notice_s: Seconds from the first signal until the process is ended.
         report: Called with the reason before the process is ended.
         leave: Ends the process with a status.
     """
 
     def __init__(
         self,
-        notice_s: float,
         *,
         report: Callable[[str], object] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
         leave: Callable[[int], None] = os._exit,
     ) -> None:
-        self._notice_s, self._report, self._clock, self._leave = notice_s, report, clock, leave
+        self._report, self._clock, self._leave = report, clock, leave
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
         self._first: tuple[int, float] | None = None
         self._is_awaited = False
         self._status: int | None = None
-        self._is_over = threading.Event()
 
     def start(self) -> None:
         """Start listening. Main thread only."""
@@ -76,7 +73,6 @@ class SignalHandler:
 
     def stop(self) -> None:
         """Stop listening. Main thread only."""
-        self._is_over.set()
         signal.set_wakeup_fd(-1)
         self._writer.close()
 
@@ -96,8 +92,7 @@ class SignalHandler:
             self._first = number, now
             if not self._is_awaited:
                 self._end(128 + number, f"received {self.name} before the first iteration")
-            for call in (self._enforce, self._answer):  # both may block: a stopped terminal accepts no output
-                threading.Thread(target=call, name="notice", daemon=True).start()
+            threading.Thread(target=self._answer, daemon=True).start()  # a stopped terminal accepts no output
         elif now - self._first[1] >= _SECOND_S:
             self._end(128 + number, f"received {signal.Signals(number).name} after {self.name}")
 
@@ -108,14 +103,6 @@ class SignalHandler:
 
     def _answer(self) -> None:
         _log.warning(f"{self.name}: the run ends after this iteration; repeat it after {_SECOND_S:.0f} s to quit now")
-
-    def _enforce(self) -> None:
-        if not self._is_over.wait(self._notice_s):
-            self._end(
-                1,
-                f"the state was not saved within {self._notice_s:.0f} s of {self.name} "
-                "(train.exit_signal_save_seconds); committed checkpoints are untouched",
-            )
 
     def _end(self, status: int, reason: str) -> None:
         print(f"exiting at once: {reason}", file=sys.stderr, flush=True)

@@ -1,33 +1,14 @@
-"""Seconds from a run's launch to its first iteration, by phase. Imports no torch."""
+"""Seconds from a run's launch to its first iteration, by phase. The first module that a launch imports."""
 
 from __future__ import annotations
 
 import gc
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
-_START_TICKS = 19  # the index of `starttime` after the command name in /proc/PID/stat, see proc(5)
-
-
+BEGAN = time.monotonic()
 PHASES = ("imports", "rendezvous", "data", "build", "load")  # in order
-
-
-def since_boot() -> float:
-    """Return the seconds since the host booted, the clock for process start times."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME)
-
-
-def started_at(pid: int, *, proc: Path = Path("/proc")) -> float | None:
-    """Return when a process on this host started, by `since_boot`, or None if /proc does not show it."""
-    try:
-        # The command name is in parentheses and may contain any character.
-        numbers = (proc / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
-        return int(numbers[_START_TICKS]) / os.sysconf("SC_CLK_TCK")
-    except (OSError, ValueError, IndexError):
-        return None
 
 
 @contextmanager
@@ -47,23 +28,18 @@ def importing() -> Iterator[None]:
 
 
 class StartTimes:
-    """Divides the time since this process started among the startup phases.
+    """Divides the time since a start among the startup phases.
 
     Args:
-        began: When this process started, by `clock`. None means now.
+        began: When the start began, by `clock`. None means now.
         clock: A clock in seconds.
     """
 
-    def __init__(self, began: float | None = None, *, clock: Callable[[], float] = since_boot) -> None:
+    def __init__(self, began: float | None = None, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._last = clock() if began is None else began
         self._began = self._last
         self._seconds = dict.fromkeys(PHASES, 0.0)
-
-    @staticmethod
-    def of_process() -> StartTimes:
-        """Return this process's times, counted from its start."""
-        return StartTimes(started_at(os.getpid()))
 
     def end(self, phase: str) -> None:
         """Add the time since the previous phase's end to `phase`. A phase may end several times."""

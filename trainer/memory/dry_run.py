@@ -22,7 +22,7 @@ from reprise.format import Box, build_layout
 from reprise.tensors import Grid, placed_box
 from reprise.torch_private import FakeStore
 from trainer.compare.text_table import format_table
-from trainer.config.derived import batch_schedule_of, lanes_of, reduces_lanes_over_ranks, rounded_itemsize, topology_of
+from trainer.config.derived import batch_schedule_of, lanes_of, reduces_lanes_over_ranks, topology_of
 from trainer.config.frozen import frozen_names
 from trainer.config.schema import Config
 from trainer.optim.adamw import stored_names
@@ -71,15 +71,14 @@ def report(config: Config, world_size: int) -> str:
     rows = list(simulated_memory(config, topology))
     header = ("pp", "tp", "layers", "parameters", "state", "working", "activations", "memory")
     table = format_table([header, *(_cells(*row) for row in rows)], align=">><>>>>>")
-    most, notes = max(memory.parameters for *_, memory in rows), list[str]()
+    lines = [_headline(config, topology), "", *table]
     if topology.pp > 1 and config.parallel.zero_stage >= 2 and topology.dp > 1:
-        notes.append(
+        lines += [
+            "",
             f"zero_stage={config.parallel.zero_stage} with a pipeline: torch's schedules keep a stage's parameters and "
-            "gradients unsharded during an iteration, as stage 1 does; the state between iterations is sharded."
-        )
-    if itemsize := rounded_itemsize(config.checkpoint):
-        notes.append(f"weights-only saves: at most {itemsize * most / _GIB:.2f} GiB more host memory per rank")
-    return "\n".join([_headline(config, topology), "", *table, *([""] if notes else []), *notes])
+            "gradients unsharded during an iteration, as stage 1 does; the state between iterations is sharded.",
+        ]
+    return "\n".join(lines)
 
 
 def simulate(config: Config, topology: Topology) -> Iterator[Simulated]:
@@ -93,8 +92,7 @@ def simulate(config: Config, topology: Topology) -> Iterator[Simulated]:
         mesh = build_mesh(inner, "cpu")
         for pp in range(topology.pp):
             stages = stages_of(config.model.n_layer, pp=topology.pp, vpp=topology.vpp, rank=pp)
-            meta = torch.device("meta")
-            parts = [build_stage(config, meta, stage=stage, topology=inner, mesh=mesh) for stage in stages]
+            parts = [build_stage(config, stage=stage, topology=inner, mesh=mesh) for stage in stages]
             yield Simulated(pp, parts, stage_grid(topology, pp))
     finally:
         dist.destroy_process_group()

@@ -14,7 +14,7 @@ _LEFT_OUT = ("iteration", "event", "time")
 
 
 def figures_of(record: Json) -> tuple[dict[str, float | int], dict[str, str]]:
-    """Return a record's numbers by name, such as `train/loss`, and its texts by name, such as `sample`."""
+    """Return a record's numbers by name, such as `train/loss`, and its texts by name."""
     event = str(record.get("event", ""))
     group = _GROUPS.get(event, event)
     figures, texts = dict[str, float | int](), dict[str, str]()
@@ -27,7 +27,7 @@ def figures_of(record: Json) -> tuple[dict[str, float | int], dict[str, str]]:
         elif isinstance(value, bool):
             figures[label] = int(value)
         elif isinstance(value, str):
-            texts[group if name == "text" else label] = value
+            texts[label] = value
         elif (pair := value_of(record, name))[1] in (DECIMAL, EXACT):
             figures[label] = value if type(value) is int else pair[0]
     return figures, texts

@@ -1,4 +1,4 @@
-"""Memory use by ranks. The reduction shares a message with other figures in a log line."""
+"""A rank's memory use."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _KIB = 1024  # Linux reports a process's peak in KiB, see getrusage(2)
 
 
 class MemoryPeaks(NamedTuple):
-    """Peak memory in bytes since the start, for a rank or as the maximum over ranks. 0 means not recorded.
+    """A rank's peak memory in bytes since the start. 0 means not recorded.
 
     Attributes:
         host_peak: The process's peak resident memory.
@@ -25,7 +25,7 @@ class MemoryPeaks(NamedTuple):
 
     @property
     def limiting(self) -> int:
-        """The run's limiting memory in bytes: reserved memory on an accelerator, the host's peak on a CPU."""
+        """The rank's limiting memory in bytes: reserved memory on an accelerator, the host's peak on a CPU."""
         return self.device_reserved or self.host_peak
 
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 from reprise.storage import file_system_time
-from trainer.launch.start_times import since_boot
 from trainer.metrics.jsonl_file import last_recorded_time
 
 
 def run_clock(
-    folder: Path, names: tuple[str, ...], age_s: float, *, clock: Callable[[], float] = since_boot
+    folder: Path, names: tuple[str, ...], age_s: float, *, clock: Callable[[], float] = time.monotonic
 ) -> Callable[[], float]:
     """Return a Unix-time clock for a launch's records, immune to changes of the host's clock.
 

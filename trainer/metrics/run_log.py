@@ -195,8 +195,8 @@ class RunLog:
         self._first["start"] = {phase: round(seconds, 3) for phase, seconds in times.seconds().items()}
         _log.info(str(times))
 
-    def iteration(self, record: IterationRecord, slowest: str | None = None, memory: MemoryPeaks | None = None) -> None:
-        """Log an iteration. With `memory` it has a line, which also shows the slowest rank since the previous line."""
+    def iteration(self, record: IterationRecord, memory: MemoryPeaks | None = None) -> None:
+        """Log an iteration. With `memory` it has a line."""
         members = record.line()
         if memory is not None:
             members |= {f"{name}_bytes": size for name, size in memory._asdict().items() if size}
@@ -212,8 +212,6 @@ class RunLog:
                 f"norm {record.grad_norm:.4f} | lr {record.lr:.4e} | {record.seconds * 1e3:.1f} ms | "
                 f"{record.tokens_per_second:.0f} tok/s{mfu}{size}{self._remaining_time(record.iteration, now)}"
             )
-            if slowest is not None:
-                _log.info(f"step {record.iteration:5d}/{self.train_iters} | {slowest}")
 
     def _remaining_time(self, iteration: int, now: float) -> str:
         """Estimate the remaining time from the pace since the first iteration, including evaluations and saves."""
@@ -232,11 +230,6 @@ class RunLog:
             text += f" | averaged weights {average_loss:.6f}"
         self._write(members)
         _log.info(f"step {iteration:5d}/{self.train_iters} | valid loss {loss:.6f} | best {text}")
-
-    def sample(self, iteration: int, text: str) -> None:
-        """Log a text sampled from the model."""
-        self._write({"iteration": iteration, "event": "sample", "text": text})
-        _log.info(f"step {iteration:5d}/{self.train_iters} | sample {text!r}")
 
     def note(self, iteration: int, event: str, members: Mapping[str, object], text: str) -> None:
         """Log an event with the given members, and `text` as a warning."""

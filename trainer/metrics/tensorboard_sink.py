@@ -1,4 +1,4 @@
-"""The TensorBoard sink: curves and texts in event files inside the run's folder."""
+"""The TensorBoard sink: curves in event files inside the run's folder."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ class TensorboardSink(MetricSink):
         self._folder, self._purge_step = folder / self.name, iteration + 1
 
     def write(self, record: Json) -> None:
-        figures, texts = figures_of(record)
+        figures, _ = figures_of(record)
         points = {tag: value for name, value in figures.items() if (tag := _tag(name))}
-        if self._is_broken or not (points or "sample" in texts):
+        if self._is_broken or not points:
             return
         self._is_broken = True  # unless the import, which takes as long each time, succeeds
         from trainer.metrics import event_file  # takes 0.07 s, for which the first iteration does not wait
@@ -54,7 +54,6 @@ class TensorboardSink(MetricSink):
             if self._file is None:  # created with the first point, so that a run without points leaves no file
                 self._file = event_file.EventFile(self._folder, purge_step=self._purge_step)
             values = [event_file.point(tag, value) for tag, value in points.items()]
-            values += [event_file.verbatim("sample", text) for name, text in texts.items() if name == "sample"]
             self._file.write([event_file.event(record["iteration"], values)])
         except OSError:
             self.close()

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from trainer.data.documents import WindowForm
@@ -26,27 +25,20 @@ class ParallelContext:
         lanes: An iteration's lanes, if losses and gradients have the same bits on any number of ranks. Otherwise None.
         needs_loss_parallel: Whether torch's `loss_parallel` computes the loss, from logits sharded over ranks.
         loss: Returns the mean cross entropy, given this rank's logits and targets.
-        gather_logits: Gathers a position's logits [batch, local rows] over the vocabulary. A collective call with
-            tensor parallelism, the identity without it.
         pipeline: This rank's stages, or None.
-        embedding_group: The process group in which the first and last stage sum a tied embedding's gradients, or None.
         reports_loss: Whether this rank's losses count in the mean. Among replicas, only a single rank's do.
         grad_norm_shares: This rank's parameters in the gradient norm.
         form: The form of micro-batch windows.
-        waits_in_passes: Whether ranks exchange messages during forward and backward passes.
     """
 
     reduction: GradientReduction
     lanes: Lanes | None
     needs_loss_parallel: bool
     loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-    gather_logits: Callable[[torch.Tensor], torch.Tensor]
     pipeline: Pipeline | None
-    embedding_group: dist.ProcessGroup | None
     reports_loss: bool
     grad_norm_shares: Sequence[NormShare]
     form: WindowForm
-    waits_in_passes: bool = False
 
     @property
     def grad_norm_parameters(self) -> list[nn.Parameter]:

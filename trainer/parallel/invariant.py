@@ -93,7 +93,7 @@ class LocalLanes(GradientReduction):
         models: This rank's stages.
         data: The mesh of the data-parallel ranks, or of a single copy's ranks, or None.
         copies: See `ShardedLanes`.
-        embedding_group: See `ParallelContext`.
+        embedding_group: See `MeanReduction`.
     """
 
     def __init__(

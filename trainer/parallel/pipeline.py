@@ -57,7 +57,6 @@ class BatchShape:
         shards: How many virtual shards divide the rows. 0 without virtual shards.
     """
 
-    micro_batches: int
     micro_batch_size: int
     seq_length: int
     sequence: int

@@ -46,7 +46,7 @@ class MeanReduction(GradientReduction):
     Args:
         parameters: This rank's trainable parameters.
         data: The data-parallel mesh, or None.
-        embedding_group: See `ParallelContext`.
+        embedding_group: The ranks whose first and last stage sum a tied embedding's gradients, or None.
         has_copies: Whether the sharded state has several copies, see `parallel.replicate`.
     """
 

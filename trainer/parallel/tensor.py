@@ -79,17 +79,6 @@ def vocab_parallel_cross_entropy(
     return cast(DTensor, token_loss(full_logits, targets)).to_local()
 
 
-def gather_logits(logits: torch.Tensor, mesh: DeviceMesh, *, rows: int) -> torch.Tensor:
-    """Gather logits [batch, local rows], sharded over the vocabulary, into [batch, rows]. A collective call.
-
-    Args:
-        rows: Rows in the whole vocabulary, including padding.
-    """
-    size = torch.Size((logits.shape[0], rows))
-    cut = DTensor.from_local(logits, mesh, (Shard(-1),), run_check=False, shape=size, stride=(rows, 1))
-    return cut.full_tensor()
-
-
 def reduce_partial_gradients(model: nn.Module) -> None:
     """Sum replicated weights' partial gradients, which each rank computes only for its part of the sequence."""
     for parameter in model.parameters():

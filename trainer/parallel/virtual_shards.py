@@ -285,16 +285,6 @@ class _VocabularyOutput:
         return stacked(logits, memory).permute(1, 2, 0, 3)
 
 
-def gather_logits(logits: torch.Tensor, shards: Shards) -> torch.Tensor:
-    """Gather logits [batch, shards on this rank, rows per shard] into [batch, rows]. Collective with several ranks."""
-    local = logits.flatten(1)
-    if shards.group is None:
-        return local
-    parts = [torch.empty_like(local) for _ in range(shards.ranks)]
-    dist.all_gather(parts, local, group=shards.group)
-    return torch.cat(parts, 1)
-
-
 def cross_entropy(logits: torch.Tensor, targets: torch.Tensor, *, shards: Shards) -> torch.Tensor:
     """Return the mean cross entropy, 0-d float32, equal on all ranks. A collective call with several ranks.
 

@@ -44,7 +44,7 @@ class TrackerRow:
         number: The line's number in its branch, from 0. Identifies the line in the tracker.
         time: Unix time in seconds. For a line without a time, from an older version, the iteration in milliseconds.
         figures: Numbers by name, such as `train/loss`, including NaN and infinity.
-        texts: Texts by name, such as `sample`.
+        texts: Texts by name.
     """
 
     number: int

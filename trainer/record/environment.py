@@ -9,7 +9,6 @@ import re
 from collections.abc import Mapping, Sequence
 
 import torch
-import xxhash
 
 from reprise.storage import Json
 from trainer.config.saved import flattened
@@ -96,21 +95,15 @@ def joint_environment(environment: Json, cluster: Cluster) -> Json:
 
     Rank 0 logs the differences.
     """
-    data = json.dumps(environment, sort_keys=True).encode()
-    digest = xxhash.xxh3_64_intdigest(data) >> 1
-    largest, smallest = cluster.largest(torch.tensor([digest, -digest], device=cluster.device)).tolist()
-    if largest == -smallest:
-        return environment
-    rows = cluster.channel.gather("environment", data)
-    rows = json.loads(cluster.channel.broadcast("environment/ranks", b"[" + b",".join(rows) + b"]"))
-    joined = _joined(rows)
-    if cluster.rank == 0:
-        for name, values in flattened(joined).items():
-            if isinstance(values, list):
-                ranks = [rank for rank, value in enumerate(values) if value != values[0]]
-                more = f" and {len(ranks) - 1} more" if len(ranks) > 1 else ""
-                text = f"{values[0]} on rank 0, {values[ranks[0]]} on rank {ranks[0]}{more}"
-                _log.warning(f"environment.{name}: {text}")
+    rows = cluster.channel.gather("environment", json.dumps(environment).encode())
+    joined: Json = cluster.channel.from_first("environment/ranks", lambda: _joined([json.loads(row) for row in rows]))
+    differing = {name: values for name, values in flattened(joined).items() if isinstance(values, list)}
+    for name, values in differing.items() if cluster.rank == 0 else ():
+        ranks = [rank for rank, value in enumerate(values) if value != values[0]]
+        more = f" and {len(ranks) - 1} more" if len(ranks) > 1 else ""
+        text = f"{values[0]} on rank 0, {values[ranks[0]]} on rank {ranks[0]}{more}"
+        _log.warning(f"environment.{name}: {text}")
+    if differing and cluster.rank == 0:
         _log.warning(
             "the ranks compute in different environments: a resume has the same bits if every rank runs in its old "
             "environment again, and parallel.invariant_ranks does not hold"

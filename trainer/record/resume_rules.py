@@ -71,7 +71,6 @@ _LENGTH = "the position follows the consumed tokens, and all counts are in sampl
 _EXTENDS = "keeps the saved schedule, which stays at schedule.min_lr"
 # Counts that follow other keys while unset, and the effect of setting them to their saved values.
 _KEPT_COUNTS = {"decay_iters": _EXTENDS, "decay_samples": _EXTENDS, "warmup_samples": "keeps the saved warm-up"}
-_PARTS = "only the weights of checkpoint.partial are loaded"
 _ROWS = "checkpoint.resize keeps the rows of its tables by number"
 TABLE_SIZES = ("vocab_size", "max_position_embeddings")  # model fields that set only the row counts of its tables
 
@@ -180,14 +179,10 @@ _OUTSIDE_ITERATIONS = frozenset({"model.initializer_range", "data.valid_fingerpr
 
 
 def rules_for(section: CheckpointSection) -> Sequence[Rule]:
-    """Return the effective rules. A fine-tuning run shares only the model, or parts of it, and the adapters' base."""
+    """Return the effective rules. A fine-tuning run shares only the model and the adapters' base."""
     if section.finetune:
-        rules = weight_rules()
-        if section.partial:
-            return [replace(rule, verdict=Verdict.LOGGED, says=_PARTS) for rule in rules]
-        return [*rules, *(Rule(f"model.{name}", Verdict.LOGGED, says=_ROWS) for name in TABLE_SIZES if section.resize)]
-    if section.use_checkpoint_scheduler:
-        return [rule for rule in RULES if not rule.field.startswith(("schedule", *SECTIONS))]
+        names = TABLE_SIZES if section.resize else ()
+        return [*weight_rules(), *(Rule(f"model.{name}", Verdict.LOGGED, says=_ROWS) for name in names)]
     return RULES
 
 

@@ -6,13 +6,14 @@ import os
 import platform
 import subprocess
 from functools import cache
-from importlib import metadata
 from pathlib import Path
+
+import numpy
+import torch
 
 from reprise import __version__
 
 _ROOT = Path(__file__).resolve().parents[2]
-_PACKAGES = ("torch", "numpy")
 # A work tree on a hanging file system must not hold up a start.
 _TIMEOUT_S = 5.0
 
@@ -22,16 +23,9 @@ def versions() -> dict[str, str]:
     return {
         "python": platform.python_version(),
         "reprise": __version__,
-        **{name: _version(name) for name in _PACKAGES},
+        "torch": str(torch.__version__),
+        "numpy": numpy.__version__,
     }
-
-
-def _version(package: str) -> str:
-    """Return a package's version. Unknown if it was built without metadata."""
-    try:
-        return metadata.version(package) or "unknown"
-    except metadata.PackageNotFoundError:
-        return "unknown"
 
 
 @cache

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
-
-import torch
+from collections.abc import Sequence
+from dataclasses import replace
 
 from trainer.config.derived import batch_schedule_of, micro_batches_of
 from trainer.config.schema import Config
@@ -24,25 +21,10 @@ from trainer.run.run_data import RunData
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class ValidData:
-    """This rank's validation data, and when the run evaluates. By default it never does.
-
-    Args:
-        interval: Iterations between evaluations. 0 for none.
-        batches: Opens an evaluation, which yields each global batch's micro-batches, int64 [b, seq_length + 1].
-    """
-
-    interval: int = 0
-    batches: Callable[[], Iterable[Sequence[torch.Tensor]]] = tuple
-
-    def is_due(self, iteration: int) -> bool:
-        """Return whether the run evaluates after `iteration`."""
-        return self.interval > 0 and iteration % self.interval == 0
-
-
-def build_loaders(config: Config, cluster: Cluster, topology: Topology, data: RunData) -> tuple[BatchLoader, ValidData]:
-    """Return the loaders for this rank's training and validation data.
+def build_loaders(
+    config: Config, cluster: Cluster, topology: Topology, data: RunData
+) -> tuple[BatchLoader, BatchLoader | None]:
+    """Return the loaders for this rank's training and validation data. None without evaluations.
 
     Raises:
         DataError: A source has no sample.
@@ -69,15 +51,14 @@ def build_loaders(config: Config, cluster: Cluster, topology: Topology, data: Ru
         position_map=parse_ranges(train.skip_samples),
     )
     if not train.eval_interval:
-        return training, ValidData()
+        return training, None
     held_out, drawn = samples(data.valid), train.eval_iters * train.global_batch_size
     if cluster.rank == 0 and held_out.count < drawn:
         _log.warning(
             f"an evaluation takes {drawn} samples (train.eval_iters x train.global_batch_size), and the validation "
             f"data has {held_out.count}, which repeat in order"
         )
-    valid = loader(held_out, train.global_batch_size)
-    return training, ValidData(train.eval_interval, partial(valid.eval_batches, train.eval_iters))
+    return training, loader(held_out, train.global_batch_size)
 
 
 def _build_blend(data: RunData, cluster: Cluster) -> Blend:

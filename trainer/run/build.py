@@ -16,14 +16,12 @@ from models.network import Model
 from reprise.loading import Restorer
 from reprise.ranks import single_rank_channel
 from reprise.storage import Json
-from reprise.tensors import Grid
 from trainer.config import saved
 from trainer.config.derived import batch_schedule_of, length_of, save_folder, topology_of
 from trainer.config.frozen import frozen_names
 from trainer.config.schema import Config
 from trainer.config.train import OnSpike
 from trainer.data.loader import BatchLoader
-from trainer.generate.during_training import Sampler
 from trainer.launch.control import RunControl
 from trainer.launch.device import device_name
 from trainer.launch.process_group import Cluster, thread_count
@@ -32,15 +30,14 @@ from trainer.metrics.profile import Profiler
 from trainer.metrics.publish_sink import PublishSink
 from trainer.metrics.run_log import RunLog, Slowdown, peak_flops
 from trainer.metrics.sink import MetricSink
-from trainer.metrics.slow_ranks import OwnTime
 from trainer.metrics.spikes import SpikeWatch
 from trainer.metrics.tensorboard_sink import TensorboardSink
 from trainer.parallel.context import ParallelContext
 from trainer.parallel.mesh import build_mesh, stage_grid
+from trainer.parallel.topology import Topology
 from trainer.record import run_record
 from trainer.record.environment import environment_record, joint_environment
 from trainer.record.versions import source_commit, versions
-from trainer.run.batch_loaders import ValidData
 from trainer.run.inputs import RunInputs
 from trainer.run.parallelize import build_context, build_models
 from trainer.run.run_data import RunData, open_data
@@ -60,7 +57,7 @@ class Run:
 
     Args:
         schedule: The learning-rate schedule.
-        train_data: The training data loader.
+        train_data, valid_data: The data loaders. Without evaluations, there is no validation data.
         description: The run's record in its checkpoints.
         saved_config: The `run_config.json` for its checkpoints. Only rank 0 knows the commit.
         model_files: JSON files in a checkpoint by which transformers or PEFT opens it, by name.
@@ -80,14 +77,12 @@ class Run:
     saved_config: Json
     context: ParallelContext
     batch_schedule: BatchSchedule
-    valid_data: ValidData
-    sampler: Sampler
+    valid_data: BatchLoader | None
     saves: Saves
     restorer: Restorer
     control: RunControl
     model_files: Mapping[str, Json]
     tokenizer: Mapping[str, bytes]
-    own_time: OwnTime
     profiler: Profiler
     start_times: StartTimes
     spikes: tuple[SpikeWatch, ...] = ()
@@ -130,8 +125,8 @@ def build(
     topology = topology_of(config, cluster.world_size)
     mesh = build_mesh(topology, cluster.device.type)
     schedule, description = _described(config, cluster, inputs.data)
-    stages = build_models(config, cluster.device, topology=topology, mesh=mesh)
-    state = _build_state(config, stages, stage_grid(topology, topology.coordinate(cluster.rank).pp))
+    stages = build_models(config, cluster, topology=topology, mesh=mesh)
+    state = build_state(config, stages, topology, topology.coordinate(cluster.rank).pp)
     document = run_config(config, with_commit=cluster.rank == 0 and save_folder(config.checkpoint) is not None)
     return Run(
         config=config,
@@ -144,13 +139,11 @@ def build(
         context=build_context(config, state, topology=topology, mesh=mesh, cluster=cluster),
         batch_schedule=batch_schedule_of(config.train),
         valid_data=inputs.valid_data,
-        sampler=inputs.sampler,
         saves=saves,
         restorer=Restorer(cluster.channel, nonce=cluster.nonce, local=saves.host_folders),
         control=control or RunControl(config, None, rank=cluster.rank),
         model_files=model_documents(config.model),
         tokenizer=inputs.tokenizer,
-        own_time=OwnTime(cluster.device),
         profiler=Profiler(Path(config.run.dir), config.train.profile_steps, rank=cluster.rank),
         start_times=times or StartTimes(),
         spikes=()
@@ -180,7 +173,10 @@ def _described(config: Config, cluster: Cluster, data: RunData) -> tuple[Schedul
     )
 
 
-def _build_state(config: Config, stages: Sequence[Model], grid: Grid) -> TrainerState:
+def build_state(config: Config, stages: Sequence[Model], topology: Topology, pp: int) -> TrainerState:
+    """Return the state of a pipeline rank's stages."""
+    grid, last = stage_grid(topology, pp), topology.pp - 1
+    ends = {0: last, last: -last}  # of the pipeline
     return TrainerState(
         config.model,
         [build_part(config, stage, grid) for stage in stages],
@@ -188,6 +184,7 @@ def _build_state(config: Config, stages: Sequence[Model], grid: Grid) -> Trainer
         optimizer=config.optimizer,
         frozen=frozen_names(config.model, config.train.freeze),
         averages=config.train.ema_decay > 0,
+        other_end=ends.get(pp, 0) * topology.dp * topology.tp,
     )
 
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-import xxhash
 from torch.distributed.device_mesh import DeviceMesh
 
 from models import families
@@ -16,14 +15,14 @@ from models.build import build_model
 from models.config import Stage
 from models.layers import token_loss
 from models.network import Model
-from reprise.errors import CheckpointError
 from reprise.format import cut
-from reprise.tensors import local_of, memory_of, with_memory
+from reprise.tensors import local_of, with_memory
 from trainer.config.derived import lanes_of, reduces_lanes_over_ranks
 from trainer.config.frozen import frozen_names
 from trainer.config.schema import Config
 from trainer.data.documents import window_form
 from trainer.launch.process_group import Cluster
+from trainer.memory.needs import require_memory
 from trainer.optim.adamw import stored_names
 from trainer.optim.exact_sum import NormShare
 from trainer.parallel import data, pipeline
@@ -37,20 +36,25 @@ if TYPE_CHECKING:
     from trainer.parallel.shard_sums import Shards
 
 
-def build_models(config: Config, device: torch.device, *, topology: Topology, mesh: DeviceMesh | None) -> list[Model]:
+def build_models(config: Config, cluster: Cluster, *, topology: Topology, mesh: DeviceMesh | None) -> list[Model]:
     """Build this rank's stages with zero-filled parameters.
 
     Each stage is built on `meta` and sharded before memory is allocated, so only local shards take memory.
+
+    Raises:
+        ConfigError: The state does not fit into this rank's memory.
     """
     rank = mesh.get_local_rank("pp") if mesh is not None else 0
     stages = pipeline.stages_of(config.model.n_layer, pp=topology.pp, vpp=topology.vpp, rank=rank)
-    return [build_stage(config, device, stage=stage, topology=topology, mesh=mesh) for stage in stages]
+    models = [build_stage(config, stage=stage, topology=topology, mesh=mesh) for stage in stages]
+    require_memory(models, config, cluster)
+    for model in models:
+        allocate(model, cluster.device)
+    return models
 
 
-def build_stage(
-    config: Config, device: torch.device, *, stage: Stage, topology: Topology, mesh: DeviceMesh | None
-) -> Model:
-    """Build a stage on `meta`, shard it over the mesh, and allocate zeros on `device`.
+def build_stage(config: Config, *, stage: Stage, topology: Topology, mesh: DeviceMesh | None) -> Model:
+    """Build a stage on `meta`, and shard it over the mesh.
 
     Tied embeddings are tied again after every operation which separates them.
     """
@@ -85,12 +89,16 @@ def build_stage(
         data_mesh = mesh["replicate", "dp"] if shares_mean else mesh["dp"]
         zero_stage = config.parallel.zero_stage
         data.shard(model, blocks, data_mesh, zero_stage=zero_stage, compute_dtype=block_dtype, rest_dtype=rest_dtype)
+    return model
+
+
+def allocate(model: Model, device: torch.device) -> None:
+    """Allocate a stage's zeros on `device`."""
     # Like `to_empty`, whose `empty_like` imports sympy for a meta tensor, which delays a start by 0.3 s.
     model._apply(lambda like: with_memory(like, _empty(local_of(like), device)))  # type: ignore[no-untyped-call]
     model.tie_weights()
     for parameter in model.parameters():
         local_of(parameter).zero_()
-    return model
 
 
 def _shards(config: Config, mesh: DeviceMesh | None) -> Shards:
@@ -135,22 +143,18 @@ def build_context(
     """Return a run's parallel context. Collective."""
     place = topology.coordinate(cluster.rank)
     tensor_mesh = mesh["tp"] if mesh is not None and topology.tp > 1 else None
-    loss, gather_logits = _functions_of_logits(config, tensor_mesh)
+    loss = _loss(config, tensor_mesh)
     has_tied_ends = topology.pp > 1 and config.model.tie_word_embeddings
     embedding_group = pipeline.embedding_group(mesh) if mesh is not None and has_tied_ends else None
-    is_sharded = topology.dp > 1 and config.parallel.zero_stage > 0
     return ParallelContext(
         reduction=_build_reduction(config, state, topology, mesh, embedding_group),
         lanes=lanes_of(config),
         needs_loss_parallel=topology.tp > 1 and config.parallel.invariant_tensor_ranks == 0,
         loss=loss,
-        gather_logits=gather_logits,
         pipeline=None if mesh is None or topology.pp == 1 else _build_pipeline(config, state, topology, mesh, loss),
-        embedding_group=embedding_group,
         reports_loss=place.pp == topology.pp - 1 and place.tp == 0,
         grad_norm_shares=_grad_norm_shares(config, state, topology, cluster.rank),
         form=window_form(config.data),
-        waits_in_passes=topology.tp * topology.pp > 1 or is_sharded,
     )
 
 
@@ -177,24 +181,19 @@ def _build_reduction(
     )
 
 
-def _functions_of_logits(
-    config: Config, mesh: DeviceMesh | None
-) -> tuple[Callable[[torch.Tensor, torch.Tensor], torch.Tensor], Callable[[torch.Tensor], torch.Tensor]]:
-    """Return the loss, given logits and targets, and the function that gathers logits over tensor-parallel ranks."""
+def _loss(config: Config, mesh: DeviceMesh | None) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """Return the loss, given logits over the tensor-parallel mesh and targets."""
     if config.parallel.invariant_tensor_ranks:
         from trainer.parallel import virtual_shards
 
-        shards = _shards(config, mesh)
-        gather = functools.partial(virtual_shards.gather_logits, shards=shards)
-        return functools.partial(virtual_shards.cross_entropy, shards=shards), gather
+        return functools.partial(virtual_shards.cross_entropy, shards=_shards(config, mesh))
     if mesh is None:
         # A compiled loss avoids float32 copies of the logits, the largest activation.
-        return torch.compile(token_loss) if config.train.compile else token_loss, lambda logits: logits
+        return torch.compile(token_loss) if config.train.compile else token_loss
     from trainer.parallel import tensor
 
     rows = config.model.padded_vocab_size
-    gather_logits = functools.partial(tensor.gather_logits, mesh=mesh, rows=rows)
-    return functools.partial(tensor.vocab_parallel_cross_entropy, mesh=mesh, rows=rows), gather_logits
+    return functools.partial(tensor.vocab_parallel_cross_entropy, mesh=mesh, rows=rows)
 
 
 def _build_pipeline(
@@ -207,7 +206,6 @@ def _build_pipeline(
     lo, hi = cut(0, config.model.padded_vocab_size, index=mesh.get_local_rank("tp"), count=topology.tp)
     train = config.train
     shape = pipeline.BatchShape(
-        micro_batches=train.global_batch_size // (train.micro_batch_size * topology.dp),
         micro_batch_size=train.micro_batch_size,
         seq_length=train.seq_length,
         sequence=train.seq_length // (topology.tp if topology.sp else 1),
@@ -230,10 +228,9 @@ def _build_pipeline(
 
 
 def _grad_norm_shares(config: Config, state: TrainerState, topology: Topology, rank: int) -> list[NormShare]:
-    """Return this rank's parameters in the gradient norm, without the last stage's copy of a tied parameter."""
-    replicas = {
-        tensor.spec.name: tensor.replicas for tensor in state.shards(with_optimizer=False) if not tensor.is_copy
-    }
+    """Return this rank's parameters in the gradient norm."""
+    replicas = {tensor.spec.name: tensor.replicas for tensor in state.shards(with_optimizer=False)}
+    names = families.aliases(config.model)
     shards = config.parallel.invariant_tensor_ranks // topology.tp
     cuts = dict[torch.nn.Parameter, int]()
     if shards:
@@ -242,10 +239,10 @@ def _grad_norm_shares(config: Config, state: TrainerState, topology: Topology, r
         for part in state.parts:
             cuts |= {getattr(module, name): at for (module, name), at in cut_parameters(part.model).items()}
     return [
-        NormShare(parameter, replicas[name].index(rank), len(replicas[name]), shards, cuts.get(parameter, 0))
+        NormShare(parameter, holders.index(rank), len(holders), shards, cuts.get(parameter, 0))
         for part in state.parts
         for parameter, name in stored_names(part.model).items()
-        if name in replicas and parameter.requires_grad
+        if (holders := replicas.get(names.get(name, name))) is not None and parameter.requires_grad
     ]
 
 
@@ -253,32 +250,3 @@ def compute_dtype(config: Config) -> torch.dtype:
     """Return the dtype for activations and matrix products."""
     dtype: torch.dtype = getattr(torch, config.train.dtype.value)
     return dtype
-
-
-def check_tied_copies(state: TrainerState, embedding_group: dist.ProcessGroup | None) -> None:
-    """Compare digests of a tied embedding's two copies, including weights and optimizer state.
-
-    Collective over `embedding_group`.
-
-    Args:
-        embedding_group: Process group with the first and last stage. None skips the check.
-
-    Raises:
-        CheckpointError: The copies differ: a checkpoint would hold only the first. Both stages raise.
-    """
-    if embedding_group is None:
-        return
-    digest, tied = xxhash.xxh3_64(), tuple(families.aliases(state.config).values())
-    for tensor in state.shards():
-        if tensor.spec.name.endswith(tied):
-            digest.update(memory_of(tensor.local))
-    number = digest.intdigest() >> 1
-    ends = torch.tensor([number, -number], device=next(state.parts[0].model.parameters()).device)
-    dist.all_reduce(ends, op=dist.ReduceOp.MAX, group=embedding_group)
-    if int(ends.sum()) != 0:
-        raise CheckpointError(
-            "The two copies of a tied parameter differ",
-            where=f"{' and '.join(sum(families.aliases(state.config).items(), ()))}, rank {dist.get_rank()}",
-            expected="the same bits on the first and the last pipeline stage",
-            fix="Nothing was saved; resume from the last checkpoint.",
-        )

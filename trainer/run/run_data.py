@@ -158,7 +158,6 @@ def _open(config: Config, *, is_evaluation: bool) -> tuple[list[Source], Documen
     section = replace(config.data, train=None) if is_valid_alone else config.data
     for number, (source, weight) in enumerate(sources_of(section)):
         corpora.append(corpus := prepare(source, cache=cache))
-        _check_vocabulary(corpus, config.model.vocab_size)
         parts.append((f"data.train[{number}]", corpus.train, weight))
         valid += corpus.valid
     open_file = _OPENERS.get(config.data.kind, open_token_file)
@@ -193,16 +192,6 @@ def _marks(config: Config, corpus: Corpus) -> DocumentMarks:
             found=token,
         )
     return DocumentMarks(token)
-
-
-def _check_vocabulary(corpus: Corpus, vocab_size: int) -> None:
-    if corpus.vocab_size is not None and corpus.vocab_size > vocab_size:
-        raise DataError(
-            "The data has a larger vocabulary than the model",
-            expected=f"model.vocab_size of at least {corpus.vocab_size}",
-            found=vocab_size,
-            fix=f"Set model.vocab_size={corpus.vocab_size}, or choose other data.",
-        )
 
 
 def _report(sources: Sequence[Source], marks: DocumentMarks | None, config: Config) -> bytes:

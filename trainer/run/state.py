@@ -64,6 +64,8 @@ class TrainerState:
         grid: The ranks with the same stages as this rank.
         frozen: Stored names of the frozen parameters.
         averages: Whether each parameter has a moving average.
+        other_end: How many ranks further the other copy of a tied embedding is, on the first or last pipeline rank. 0
+            without another copy.
     """
 
     config: ModelConfig
@@ -73,6 +75,7 @@ class TrainerState:
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
     frozen: frozenset[str] = frozenset()
     averages: bool = False
+    other_end: int = 0
     _enumerated: dict[bool, _Enumerated] = field(default_factory=dict, repr=False)
 
     def shards(self, *, with_optimizer: bool = True) -> Iterator[LiveTensor]:
@@ -96,8 +99,12 @@ class TrainerState:
     def _live(self, part: ModelPart, optimizer: torch.optim.Optimizer | None) -> Iterator[LiveTensor]:
         names, stored = aliases(self.config), _stored_forms(self.config)
         stored |= {alias: stored[name] for alias, name in names.items()}
-        for tensor in live_tensors(part.model, optimizer, grid=self.grid, stored=stored):
-            yield _under_stored_name(tensor, names)
+        for found in live_tensors(part.model, optimizer, grid=self.grid, stored=stored):
+            tensor = _under_stored_name(found, names)
+            if self.other_end and tensor.spec.name.endswith(tuple(names.values())):
+                others = (rank + self.other_end for rank in tensor.replicas)
+                tensor = replace(tensor, replicas=tuple(sorted((*tensor.replicas, *others))))
+            yield tensor
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yield this rank's trainable parameters."""
@@ -167,7 +174,7 @@ def _stored_forms(config: ModelConfig) -> dict[str, Stored]:
 
 
 def _under_stored_name(tensor: LiveTensor, names: Mapping[str, str]) -> LiveTensor:
-    """Return the tensor under its name on disk. The last stage's copy of a tied tensor is marked as a copy.
+    """Return the tensor under its name on disk.
 
     Args:
         names: Tied tensors' second names (alias -> stored name).
@@ -175,11 +182,11 @@ def _under_stored_name(tensor: LiveTensor, names: Mapping[str, str]) -> LiveTens
     spec = tensor.spec
     is_state = spec.kind is TensorKind.OPTIMIZER
     key, dot, parameter = spec.name.partition(".") if is_state else ("", "", spec.name)
-    name, is_copy = names.get(parameter, stored_name(parameter)), parameter in names
+    name = names.get(parameter, stored_name(parameter))
     if name == parameter:
         return tensor
-    kind = spec.kind if is_state or is_copy else TensorKind.ADAPTER
-    return replace(tensor, spec=replace(spec, name=f"{key}{dot}{name}", kind=kind), is_copy=is_copy)
+    kind = spec.kind if is_state or parameter in names else TensorKind.ADAPTER
+    return replace(tensor, spec=replace(spec, name=f"{key}{dot}{name}", kind=kind))
 
 
 def checkpoint_specs(

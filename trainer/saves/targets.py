@@ -55,8 +55,8 @@ class SaveTarget:
         interval: Save at every multiple of this iteration count. 0 for none.
         steps: Iterations to save as well.
         moments: By moment, whether a save is due regardless of the iteration. At other moments the schedule decides.
-        has_optimizer: Returns whether an iteration's save has optimizer state.
         has_state: Whether a run can resume from its checkpoints.
+        is_light: Whether saves at other iterations than `steps` have no optimizer state.
         files: Additional files in its saves.
     """
 
@@ -65,8 +65,8 @@ class SaveTarget:
     interval: int
     steps: frozenset[int] = frozenset()
     moments: Mapping[Moment, bool] = field(default_factory=lambda: _AT_ANY_ITERATION)
-    has_optimizer: Callable[[int], bool] = lambda _: True
     has_state: bool = True
+    is_light: bool = False
     files: Mapping[str, Document] = field(default_factory=dict)
 
     def is_scheduled(self, iteration: int) -> bool:
@@ -88,7 +88,7 @@ class SaveTarget:
     ) -> SaveReport | None:
         """Save the current state with these files. See `Checkpointer.save` and `Contents`."""
         iteration = state.progress.iteration
-        with_optimizer = self.has_optimizer(iteration)
+        with_optimizer = self.has_state and not (self.is_light and iteration not in self.steps)
         contents = state.contents({**documents, **self.files}, with_optimizer=with_optimizer, syncs=syncs, notes=notes)
         return self.saver.save(iteration, contents)
 
@@ -260,7 +260,7 @@ def _shared_target(
         section.save_interval,
         steps,
         _AT_ANY_ITERATION | ({Moment.loaded: False} if local.dir is None else {Moment.stopped: local.flush_on_exit}),
-        has_optimizer=lambda iteration: not section.no_save_optim or iteration in steps,
+        is_light=section.no_save_optim,
     )
 
 
@@ -286,7 +286,6 @@ def _weights_target(config: Config, cluster: Cluster, policy: SavePolicy) -> Sav
         section.save_weights_interval,
         steps,
         {},
-        has_optimizer=lambda _: False,
         has_state=False,
         files=documents,
     )

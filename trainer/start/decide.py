@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from enum import Enum, auto
+from functools import partial
 from pathlib import Path
 
 from reprise.errors import CheckpointError, MismatchError, count_of
@@ -63,16 +64,8 @@ def decide(config: Config, cluster: Cluster, saves: Saves) -> Start:
         TrainerError: The run cannot start this way. Every rank raises.
     """
     journal, section = saves.start(lambda: find_journal(config, cluster, saves)), config.checkpoint
-
-    def find() -> Json:
-        try:
-            return retry(lambda: _find(config, saves, journal, cluster.launch))
-        except OSError as error:
-            raise failed_read(
-                "A path cannot be read", error, where=section.load, fix="Correct checkpoint.load."
-            ) from error
-
-    answer: Json = cluster.channel.from_first("start", find)
+    find = partial(_find, config, saves, journal, cluster.launch)
+    answer: Json = cluster.channel.from_first("start", lambda: found_patiently(find, "checkpoint.load"))
     origin, choice = Origin[answer["origin"]], answer["source"]
     if origin is Origin.own:
         no_load_optim = section.no_load_optim and section.no_save_optim
@@ -85,15 +78,20 @@ def decide(config: Config, cluster: Cluster, saves: Saves) -> Start:
     return Start(Weights(Path(choice["path"])) if choice else InitialValues(), section, journal, keeps_weights=False)
 
 
-def named_source(path: Path, *, with_weights: bool = True) -> Json:
-    """Return the kind and path of the user's source. A run may be named by its folder.
+def found_patiently(find: Callable[[], Json], key: str) -> Json:
+    """Return what `find` finds at the path named by `key`, trying again while a file system fails."""
+    try:
+        return retry(find)
+    except OSError as error:
+        raise failed_read("A path cannot be read", error, where=error.filename, fix=f"Correct {key}.") from error
 
-    Args:
-        with_weights: Whether another program's weights are allowed.
+
+def named_source(path: Path) -> Json:
+    """Return the kind and path of the user's source. A run may be named by its folder.
 
     Raises:
         CheckpointError: A run cannot start from the file.
-        MismatchError: It is a Megatron checkpoint, PEFT adapters, or weights where these are not allowed.
+        MismatchError: It is a Megatron checkpoint or PEFT adapters.
     """
     from trainer.interop.hf.config import is_folder
     from trainer.interop.megatron.refuse import refuse_megatron
@@ -107,13 +105,6 @@ def named_source(path: Path, *, with_weights: bool = True) -> Json:
             where=path,
             found=f"{ADAPTERS} without {MANIFEST}",
             fix="Name the checkpoint of the run that trained them, or the weights that they were trained on.",
-        )
-    if not with_weights and (is_file(path) or is_folder(path)):
-        raise MismatchError(
-            "Adapters continue from a checkpoint of adapters",
-            where=path,
-            found="weights of another program",
-            fix="Set checkpoint.base to these weights, and checkpoint.load to a checkpoint or leave it out.",
         )
     if is_file(path) or is_folder(path):
         return {"kind": "weights", "path": str(path)}
@@ -154,7 +145,7 @@ def _find(config: Config, saves: Saves, journal: Journal, launch: Launch) -> Jso
     if is_own:
         source = {"kind": "checkpoint", "path": str(save_folder(section))}
     elif origin is Origin.named:
-        source = named_source(location(section.load), with_weights=not config.model.is_adapted)
+        source = named_source(location(section.load))
     return {"origin": origin.name, "source": source, "is_inside": is_inside}
 
 

@@ -14,18 +14,15 @@ from reprise.loading import Checkpoint
 from reprise.storage import integer
 from trainer.config.checkpoint import CheckpointSection
 from trainer.config.load_saved import config_document, own_command
-from trainer.config.optimizer import OptimizerSection
-from trainer.config.saved import flattened, saved_config, with_schedule
+from trainer.config.saved import flattened
 from trainer.data.position_map import SKIPPED, PositionMap, parse_ranges, resume_map
 from trainer.metrics.spikes import SPIKES
-from trainer.optim.adamw import apply_settings
 from trainer.optim.average import begin_average
-from trainer.optim.table import optimizer_record, settings_record
 from trainer.record import resume_rules, run_record
 from trainer.record.data_origin import origin_after, reading_state, sources_in
-from trainer.record.resume_rules import Difference, differences, in_samples_of, settle
+from trainer.record.resume_rules import Difference, differences, settle
 from trainer.run.build import Run
-from trainer.schedules.lr import DecayStyle, Schedule
+from trainer.schedules.lr import DecayStyle
 from trainer.schedules.progress import Progress
 from trainer.start.decide import Start, require_batches
 from trainer.start.identity import note_start
@@ -46,7 +43,7 @@ def fill(run: Run, start: Start) -> None:
     if run.config.model.is_adapted:
         from trainer.start.base import load_base
 
-        run.description["base"] = load_base(run, start.source)
+        run.description["base"] = load_base(run)
     part = Part("", run.config.model, run.state.shards, section, partial(_refuse, run, section))
     _, restored = start.source.fill(run, part)
     if restored is not None:
@@ -82,8 +79,6 @@ def _resume(run: Run, checkpoint: Checkpoint, section: CheckpointSection) -> Non
     for watch in run.spikes if SPIKES in checkpoint.state else ():
         with reading_state("record of spikes", checkpoint.path):
             watch.resume(checkpoint.state[SPIKES])
-    if section.use_checkpoint_scheduler:
-        _resume_schedule(run, checkpoint)
 
 
 def _resume_data(run: Run, checkpoint: Checkpoint) -> None:
@@ -112,23 +107,6 @@ def _resume_data(run: Run, checkpoint: Checkpoint) -> None:
         consumed = origin.of(list(sources_in(description)))
         run.train_data = replace(run.train_data, position=origin.position, consumed=consumed)
         description["blend"] = origin.record()
-
-
-def _saved_schedule(run: Run, checkpoint: Checkpoint) -> tuple[Schedule, OptimizerSection]:
-    """Return a checkpoint's learning-rate schedule in the run's samples, and its optimizer settings."""
-    state = in_samples_of(run.config.train.seq_length, checkpoint.state)
-    return run_record.saved_schedule(state, run.config.optimizer, where=checkpoint.path)
-
-
-def _resume_schedule(run: Run, checkpoint: Checkpoint) -> None:
-    """Set the learning-rate schedule, the optimizer settings and their records to the checkpoint's."""
-    run.schedule, section = _saved_schedule(run, checkpoint)
-    for part in run.state.parts:
-        apply_settings(part.optimizer, run.config.model, part.model, section)
-    optimizer = optimizer_record(run.config.model, section, run.state.frozen)
-    run.description.update(schedule=run.schedule.record(), optimizer=optimizer, **settings_record(section))
-    values = saved_config(with_schedule(replace(run.config, optimizer=section), run.schedule))
-    run.saved_config["config"].update({name: values[name] for name in ("schedule", "optimizer")})
 
 
 def _refuse(run: Run, section: CheckpointSection, checkpoint: Checkpoint) -> list[str]:
@@ -161,9 +139,8 @@ def _refuse(run: Run, section: CheckpointSection, checkpoint: Checkpoint) -> lis
         progress = run_record.saved_progress(checkpoint.state, seq_length=length, where=checkpoint.path)
         origin_after(checkpoint.state, description, progress, where=checkpoint.path)
         samples = progress.consumed_samples
-        schedule = _saved_schedule(run, checkpoint)[0] if section.use_checkpoint_scheduler else run.schedule
         is_new = any(change.field.startswith("schedule.") for change in changes)
-        lines += _rates(run, schedule, progress, checkpoint, is_new=is_new)
+        lines += _rates(run, progress, checkpoint, is_new=is_new)
     if run.config.train.batch_schedule is not None:  # a single size is checked before the ranks join
         require_batches(run.config, run.cluster.world_size, samples)
     return lines
@@ -189,13 +166,13 @@ def _with_key(change: Difference, run: Run, saved: Mapping[str, object]) -> Diff
     return change
 
 
-def _rates(run: Run, schedule: Schedule, progress: Progress, checkpoint: Checkpoint, *, is_new: bool) -> list[str]:
+def _rates(run: Run, progress: Progress, checkpoint: Checkpoint, *, is_new: bool) -> list[str]:
     """Return a line on the learning rates for remaining iterations if the schedule ends before them, or is new.
 
     Raises:
         MismatchError: The learning rate is 0 in every iteration of an extension.
     """
-    first, last, train = progress.iteration + 1, run.last_iteration(progress), run.config.train
+    first, last, train, schedule = progress.iteration + 1, run.last_iteration(progress), run.config.train, run.schedule
 
     def consumed(iteration: int) -> int:
         return run.batch_schedule.consumed_after(iteration - progress.iteration, progress.consumed_samples)

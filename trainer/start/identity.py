@@ -64,8 +64,7 @@ def find_journal(config: Config, cluster: Cluster, saves: Saves) -> Journal:
                 run, saved, names = json.loads(tables[rank])
                 hosts[name] = _parsed(run), None if saved is None else _parsed(saved)
                 launch += names
-            local = config.checkpoint.local
-            lineage = choose_lineage(newest, hosts, where=local.dir, adopts=local.adopt)
+            lineage = choose_lineage(newest, hosts, where=config.checkpoint.local.dir)
         saved = journal.saved
         if saved is None and not began_anew(lineage):  # else the log may have the saves that it gave up
             saved = last_saved_iteration(folder / METRICS)
@@ -83,14 +82,13 @@ def _host_table(run: Lineage, folder: CheckpointFolder) -> list[object]:
     return [_record(run), _record(noted if noted.branches else newest), newest.launch]
 
 
-def choose_lineage(shared: Lineage, hosts: Mapping[str, HostLineages], *, where: object, adopts: bool) -> Lineage:
+def choose_lineage(shared: Lineage, hosts: Mapping[str, HostLineages], *, where: object) -> Lineage:
     """Return the lineage for a run with local checkpoints. Pure.
 
     Args:
         shared: The newest shared checkpoint's lineage.
         hosts: The hosts' lineages by name, rank 0's first.
         where: The local checkpoint folder.
-        adopts: Whether to adopt local checkpoints if nothing else is known about the run.
 
     Raises:
         MismatchError: Hosts have local checkpoints from another run, or from another branch after as many rewinds. The
@@ -100,23 +98,19 @@ def choose_lineage(shared: Lineage, hosts: Mapping[str, HostLineages], *, where:
     lineages = [first, shared, *rest]
     run = next((lineage.run for lineage in lineages if lineage.run is not None), None)
     saved = {name: lineage for name, (_, lineage) in hosts.items() if lineage is not None}
-    runs = {lineage.run for lineage in saved.values()}
-    if run is None and adopts and len(runs) == 1:
-        run = runs.pop()
     foreign = [
         f"on host {name} those of {f'run {lineage.run}' if lineage.run else 'a run that they do not name'}"
         for name, lineage in saved.items()
         if lineage.run is None or lineage.run != run
     ]
     if foreign:
-        adopt = " If they are of this run, whose folder is lost, checkpoint.local.adopt=true goes on from them."
         raise MismatchError(
             "A folder of local checkpoints belongs to another run",
             where=where,
             expected=f"those of run {run}" if run else "none, because this run is new",
             found=", ".join(foreign),
             fix="Nothing was changed there. Set checkpoint.local.dir to another folder, or remove this one from these "
-            f"hosts.{'' if run else adopt}",
+            f"hosts. If they are of this run, whose folder is lost, copy {RUN_FILE} from there into run.dir.",
         )
     current = newest_lineage(lineage for lineage in (*lineages, *saved.values()) if lineage.run == run)
     for name, pair in hosts.items():

@@ -15,13 +15,14 @@ from models.config import ModelConfig
 from reprise.format import TensorKind, TensorSpec
 from reprise.loading import Checkpoint, LoadSource, Restored, check_tensors, read_places
 from reprise.storage import Json
-from reprise.tensors import LiveTensor
+from reprise.tensors import LiveTensor, torch_dtype
 from trainer.config.checkpoint import CheckpointSection
 from trainer.interop.source import has_averages
 from trainer.optim.table import AVERAGE
+from trainer.record.resume_rules import TABLE_SIZES
 from trainer.record.run_record import saved_frozen, saved_model, saved_moments
 from trainer.run.build import Run
-from trainer.run.fitting import Fit, Fitting, fill_unstored
+from trainer.run.fitting import Fitting
 from trainer.run.random import fill_initial_values
 from trainer.run.state import checkpoint_specs
 
@@ -112,28 +113,25 @@ class Checkpoints:
         All its tensors are loaded, or its weights alone, in the forms that its settings allow. With optimizer state,
         only moments may have another dtype, which the resume rules have allowed.
         """
-        model, names = part.model, [spec.name for spec in checkpoint_specs(part.model, None)]
         lines, fittings, start = list[str](), list[Fitting](), time.perf_counter()
 
         def check(checkpoint: Checkpoint) -> None:
             """Refuse another run's checkpoint, or tensors that do not fit. Rank 0 only."""
             lines[:] = part.refuse(checkpoint) or []
-            fit, stored = _forms(run, part, checkpoint)
-            fit.unselected(names)
+            stored = _stored_forms(run, part, checkpoint)
             places = read_places(checkpoint)
             if not run.state.averages:
                 places = {name: place for name, place in places.items() if not name.startswith(f"{AVERAGE}.")}
-            check_tensors([*stored.values()], places, where=checkpoint.path, is_partial=bool(fit.patterns))
+            check_tensors([*stored.values()], places, where=checkpoint.path)
 
         def live(checkpoint: Checkpoint) -> list[LiveTensor]:
             """Return this rank's tensors to fill, in stored form. The others get their initial values."""
-            fit, stored = _forms(run, part, checkpoint)
+            stored = _stored_forms(run, part, checkpoint)
             tensors = part.weights() if part.section.loads_weights_alone else list(part.live())
-            fill_unstored(fit, tensors, model, run.config.train.seed)
             for tensor in tensors:  # a damaged checkpoint may have filled them
-                if tensor.spec.name not in stored and not part.section.loads_weights_alone:
+                if tensor.spec.name not in stored:
                     tensor.local.zero_()
-            fittings[:] = [Fitting(fit, tensors, stored)]
+            fittings[:] = [Fitting(tensors, stored, part.model, run.config.train.seed)]
             return fittings[0].requests
 
         restored = run.restorer.restore(
@@ -147,34 +145,35 @@ class Checkpoints:
         with run.cluster.channel.agreed(f"fitted/{part.name}"):
             fitting.finish()
             checkpoint.files.end()
-        for line in (*lines, *fitting.notes(names, where=checkpoint.path)) if run.cluster.rank == 0 else ():
+        for line in (*lines, *fitting.notes(checkpoint.path)) if run.cluster.rank == 0 else ():
             _log.warning(line)
         seconds = time.perf_counter() - start
         if restored.loaded_from:
             _log.info(f"loaded iteration {checkpoint.iteration}: {restored.loaded_from}; {seconds:.1f} s")
         what = f"{part.name or f'iteration {checkpoint.iteration}'} from {checkpoint.path}"
         _log_load(run, fitting.requests, fitting.count, seconds, what)
-        return identity_of(checkpoint), restored
+        return {"format": "reprise", "xxh3_64": checkpoint.digest}, restored
 
 
 TensorSource: TypeAlias = InitialValues | Weights | Checkpoints
 
 
-def identity_of(checkpoint: Checkpoint) -> Json:
-    """Return a Reprise checkpoint's identity, the same at any path."""
-    return {"format": "reprise", "xxh3_64": checkpoint.digest}
-
-
-def _forms(run: Run, part: Part, checkpoint: Checkpoint) -> tuple[Fit, dict[str, TensorSpec]]:
-    """Return how stored tensors may differ from a part's, and the form of each tensor to load, by name."""
+def _stored_forms(run: Run, part: Part, checkpoint: Checkpoint) -> dict[str, TensorSpec]:
+    """Return the form in which each tensor to load must be stored, by name."""
     state, path, model, section = checkpoint.state, checkpoint.path, part.model, part.section
     if not section.loads_weights_alone:  # without moments for parameters frozen when the checkpoint was saved
         optimizer = replace(run.config.optimizer, moments_dtype=saved_moments(state, where=path))
         averages = run.state.averages and has_averages(checkpoint)
         specs = checkpoint_specs(model, optimizer, saved_frozen(state, model), averages=averages)
-        return Fit(), Fit().stored(specs, {})
-    fit = Fit.of(section, saved_model(state, where=path) if section.resize else model, model)
-    return fit, fit.stored(checkpoint_specs(model, None), read_places(checkpoint))
+        return {spec.name: spec for spec in specs}
+    if section.finetune and section.resize:
+        saved = saved_model(state, where=path)
+        model = replace(model, **{name: getattr(saved, name) for name in TABLE_SIZES})
+    forms, places = {spec.name: spec for spec in checkpoint_specs(model, None)}, read_places(checkpoint)
+    for name in forms.keys() & places.keys():
+        if torch_dtype(places[name].spec.dtype).is_floating_point:  # cast to float32
+            forms[name] = replace(forms[name], dtype=places[name].spec.dtype)
+    return forms
 
 
 def _log_load(run: Run, filled: Sequence[LiveTensor], expected: int, seconds: float, what: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, replace
@@ -154,11 +153,10 @@ class Recorder:
         if not isinstance(tensor, torch.Tensor) or not passes.is_forward:
             return
         place = StepPlace(self._iteration, "forward", passes.micro, name, what)
-        call = passes.count(place)
-        self._add(place, local_of(tensor), call=call)
+        self._add(place, local_of(tensor))
         if what == "output" and tensor.requires_grad:
             back = replace(place, phase="backward", what="gradient of its output")
-            tensor.register_hook(lambda gradient: self._add(back, local_of(gradient), call=call))  # type: ignore[no-untyped-call]
+            tensor.register_hook(lambda gradient: self._add(back, local_of(gradient)))  # type: ignore[no-untyped-call]
 
     def _loss(self, context: ParallelContext) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
         def loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -185,7 +183,6 @@ class Recorder:
         digest: str = "",
         offset: Sequence[int] = (),
         tensor_shape: Sequence[int] = (),
-        call: int = 0,
     ) -> None:
         local = local.detach()
         # An output may be a view of a gathered parameter, whose memory FSDP2 frees unless numpy holds it.
@@ -203,7 +200,6 @@ class Recorder:
             "tensor_shape": list(tensor_shape),
             "digest": digest or xxhash.xxh3_64_hexdigest(data),
             "at": at,
-            "call": call,
         }
         self._lines.write(json.dumps(record) + "\n")
 
@@ -216,7 +212,6 @@ class _Passes:
         self.is_repeated = False  # with weight 0, and not recorded
         self.micro = -1
         self._numbers: Iterator[int] = iter(())
-        self._calls = Counter[StepPlace]()
 
     def begin(self, numbers: Sequence[int]) -> None:
         """Start an iteration, given its micro-batch numbers."""
@@ -228,12 +223,6 @@ class _Passes:
         self.is_repeated = number is None
         self.is_forward = not self.is_repeated
         self.micro = self.micro if number is None else number
-        self._calls.clear()
-
-    def count(self, place: StepPlace) -> int:
-        """Return how often a module was called earlier in this pass."""
-        self._calls[place] += 1
-        return self._calls[place] - 1
 
     def leave(self) -> None:
         """End a forward pass."""
@@ -264,19 +253,17 @@ def box_digest(local: torch.Tensor, offset: Sequence[int], tensor_shape: Sequenc
     """
     if not local.numel():
         return 0
-    strides = [prod(tensor_shape[dim + 1 :]) for dim in range(len(tensor_shape))]
-    rows = max(1, _CHUNK // max(1, prod(local.shape[1:]))) if local.ndim else 1
-    total = 0
-    for number, block in enumerate(torch.split(local, rows) if local.ndim else [local]):
-        bits = block.contiguous().view(getattr(torch, BITS[block.itemsize])).to(torch.int64)
-        index = torch.zeros((), dtype=torch.int64, device=local.device)
-        for dim, (size, corner) in enumerate(zip(block.shape, offset, strict=True)):
-            first = corner + (number * rows if dim == 0 else 0)
-            places = torch.arange(first, first + size, device=local.device) * strides[dim]
-            index = index + places.view(-1, *[1] * (block.ndim - dim - 1))
-        mixed = bits + (index + 1) * _STEP
-        for shift, factor in ((30, _FIRST), (27, _SECOND)):
-            mixed = (mixed ^ ((mixed >> shift) & ((1 << (64 - shift)) - 1))) * factor
-        mixed = mixed ^ ((mixed >> 31) & ((1 << 33) - 1))
-        total += int(mixed.sum())
-    return total & _MASK
+    if local.numel() > _CHUNK and len(local) > 1:
+        half = len(local) // 2
+        first = box_digest(local[:half], offset, tensor_shape)
+        return (first + box_digest(local[half:], (offset[0] + half, *offset[1:]), tensor_shape)) & _MASK
+    bits = local.contiguous().view(getattr(torch, BITS[local.itemsize])).to(torch.int64)
+    index = torch.zeros((), dtype=torch.int64, device=local.device)
+    for dim, (size, corner) in enumerate(zip(local.shape, offset, strict=True)):
+        places = torch.arange(corner, corner + size, device=local.device) * prod(tensor_shape[dim + 1 :])
+        index = index + places.view(-1, *[1] * (local.ndim - dim - 1))
+    mixed = bits + (index + 1) * _STEP
+    for shift, factor in ((30, _FIRST), (27, _SECOND)):
+        mixed = (mixed ^ ((mixed >> shift) & ((1 << (64 - shift)) - 1))) * factor
+    mixed = mixed ^ ((mixed >> 31) & ((1 << 33) - 1))
+    return int(mixed.sum()) & _MASK

@@ -18,9 +18,8 @@ from trainer.launch.environment import Environment
 from trainer.metrics.json_lines import read_records
 from trainer.metrics.launch_log import LAUNCHES
 
-_CAPABILITY = "ATEN_CPU_CAPABILITY"
 _FROM_FILE = ("checkpoint.base", "data.cache")
-_START_KEYS = ("load", "finetune", "no_load_optim", "resize", "partial")
+_START_KEYS = ("load", "finetune", "no_load_optim", "resize")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,14 +29,12 @@ class RecordedRun:
     Args:
         ranks: The rank count of the launch that trained the iteration.
         settings: The launch's configuration values by dotted key, including `parallel` and the thread count.
-        variables: The launch's environment variables by which libraries choose kernels.
         saved: The run's checkpoints with optimizer state, by iteration, in order. 0 is the start.
     """
 
     folder: Path
     ranks: int
     settings: Mapping[str, object]
-    variables: Mapping[str, str]
     saved: Mapping[int, Path | None]
 
 
@@ -70,16 +67,13 @@ def _run_of(folder: Path, iteration: int) -> RecordedRun:
     environment = launch.get("environment", {})
     threads = environment.get("threads")
     settings["train.threads"] = threads[0] if isinstance(threads, list) else threads
-    math = environment.get("math", {})
-    words = f"{math.get('settings', '')} {math.get('float32_products', '')}".split()
-    variables = dict(word.split("=", 1) for word in words if "=" in word)
-    settings |= {f"environment.{name}": str(value) for name, value in math.items()}
+    settings |= {f"environment.{name}": str(value) for name, value in environment.get("math", {}).items()}
     saved = _saved(folder, Path(str(values.get("checkpoint.save"))), before=iteration)
     if any(line["iteration"] == 0 for line in launches):
         start_values = {f"checkpoint.{key}": values[f"checkpoint.{key}"] for key in _START_KEYS}
         settings |= start_values | ({"checkpoint.load": "none"} if start_values["checkpoint.load"] == "auto" else {})
         saved = {0: None, **saved}
-    return RecordedRun(folder, integer(launch["topology"]["world_size"]), settings, variables, saved)
+    return RecordedRun(folder, integer(launch["topology"]["world_size"]), settings, saved)
 
 
 def _saved(folder: Path, save: Path, *, before: int) -> dict[int, Path | None]:
@@ -163,21 +157,6 @@ def _config(recorded: RecordedRun, first: int, out: Path) -> Config:
         "checkpoint.save": None,
         "train.on_spike": "off",
         "train.eval_interval": 0,
-        "train.sample_interval": 0,
         "logging.tensorboard": False,
     }
     return compose(values=values)
-
-
-def variables_of(recorded: RecordedRun) -> dict[str, str]:
-    """Return a replay's environment variables: this process's, with the run's variables for kernel choice."""
-    import torch
-
-    from trainer.record.environment import KERNEL_VARIABLES, PRECISION_VARIABLES
-
-    dropped = {*KERNEL_VARIABLES, *PRECISION_VARIABLES}
-    variables = {name: value for name, value in os.environ.items() if name not in dropped} | dict(recorded.variables)
-    kernels = str(recorded.settings.get("environment.kernels"))
-    if kernels != torch.backends.cpu.get_cpu_capability():
-        variables[_CAPABILITY] = kernels.lower()
-    return variables

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import signal
 import subprocess
 import sys
 import tempfile
-from bisect import bisect_left
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -27,7 +25,7 @@ from trainer.steps.records import (
     first_difference,
     read_record,
 )
-from trainer.steps.replay import RecordedRun, read_run, variables_of
+from trainer.steps.replay import RecordedRun, read_run
 
 _WINDOW = 3  # iterations recorded first, up to the last one trained
 _MOST_LINES = 20  # replay output lines in an error
@@ -147,13 +145,8 @@ def _starts(a: RecordedRun, b: RecordedRun) -> tuple[tuple[int, int], str]:
         raise DataError("The run has no checkpoint with optimizer state", where=(b if a.saved else a).folder)
     if not common:
         return (max(a.saved), max(b.saved)), ""
-    first = common[-1]
-    newest = _unequal(a, b, first)
-    if newest:
-        # Checkpoints are equal up to some iteration, and differ from then on.
-        equal = bisect_left(common[:-1], True, key=lambda iteration: bool(_unequal(a, b, iteration)))
-        first = common[equal - 1] if equal else first
-    return (first, first), newest
+    first = next((iteration for iteration in reversed(common) if not _unequal(a, b, iteration)), common[-1])
+    return (first, first), _unequal(a, b, common[-1])
 
 
 def _unequal(a: RecordedRun, b: RecordedRun, iteration: int) -> str:
@@ -203,22 +196,13 @@ def launch_replay(run: RecordedRun, first: int, last: int, begin: int, out: Path
     options = {"--record": out, "--from": first, "--to": last, "--begin": begin}
     command += [str(word) for option in options.items() for word in option]
     command += [word for key in values for word in ("--values", key)]
-    handler = signal.signal(signal.SIGTERM, signal.default_int_handler)  # the default would leave the ranks running
-    process = subprocess.Popen(
-        command,
-        env=variables_of(run),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,  # a terminal interrupt reaches torchrun once, from here
-    )
+    null = subprocess.DEVNULL
+    process = subprocess.Popen(command, stdin=null, stdout=null, stderr=subprocess.PIPE, text=True)
     try:
         _, errors = process.communicate()
     finally:
         process.terminate()  # torchrun ends its ranks, which run in their own sessions
         process.wait()
-        signal.signal(signal.SIGTERM, handler)
     if process.returncode:
         raise DataError(
             "The run cannot be trained again on this host",

@@ -21,8 +21,9 @@ def evaluate(run: Run) -> float | None:
     """
     losses: list[float] = []
     context, cluster, is_stopped = run.context, run.cluster, False
+    assert run.valid_data is not None
     with context.loss_context():
-        for micro_batches in run.valid_data.batches():
+        for micro_batches in run.valid_data.eval_batches(run.config.train.eval_iters):
             losses += [float(loss) for loss in _losses(run, micro_batches)]
             is_stopped = cluster.counts([run.control.is_signalled()])[0] > 0
             if is_stopped:

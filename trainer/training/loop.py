@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -15,14 +16,13 @@ from reprise.storage import Document
 from trainer.config.derived import save_folder, share_of
 from trainer.config.saved import RUN_CONFIG
 from trainer.config.train import OnNonfinite, OnSpike
-from trainer.generate.during_training import sample
 from trainer.launch.control import ControlFlags
 from trainer.launch.process_group import keep_freed_memory
+from trainer.metrics.memory import rank_memory
 from trainer.metrics.run_log import IterationRecord
 from trainer.metrics.spikes import SPIKES
 from trainer.optim.average import averages_in_place
 from trainer.run.build import Run
-from trainer.run.parallelize import check_tied_copies
 from trainer.run.random import dropout_key
 from trainer.saves.targets import Moment, SaveTarget
 from trainer.start.journal import note_saved
@@ -66,12 +66,8 @@ def train(run: Run) -> Rewind | None:
             run.profiler.close()
             return rewind
         iteration = state.progress.iteration
-        if settings.check_replicas_interval and iteration % settings.check_replicas_interval == 0:
-            _check_replicas(run)
-        if run.valid_data.is_due(iteration):
+        if settings.eval_interval and iteration % settings.eval_interval == 0:
             _evaluate(run)
-        if run.sampler.is_due(iteration):
-            _sample(run)
         is_stopped = flags.stop or state.progress.owes_evaluation
         if flags.exit_on_save_failure and iteration < last and not is_stopped:  # else a last save is tried
             raise _failed_saves(run, run.saves.main)
@@ -143,11 +139,12 @@ def _train_and_record(run: Run) -> tuple[ControlFlags, StepResult]:
             tokens=samples * run.config.train.seq_length,
             seconds=seconds,
             checkpoint_seconds=saving_s + held_back_s,
-            data_seconds=run.own_time.last_load_s,
+            data_seconds=result.data_seconds,
             global_batch_size=samples if len(run.batch_schedule.sizes) > 1 else None,
             is_skipped=skipped is not None,
         )
-        log.iteration(record, result.slowest, result.memory)
+        is_logged = record.iteration % run.config.logging.log_interval == 0 or record.iteration == run.train_iters
+        log.iteration(record, rank_memory(run.cluster.device) if is_logged else None)
     for target in run.saves:
         _record_saves(run, target, target.saver.reports())
     return ControlFlags(*(count > 0 for count in result.flags)), result
@@ -171,10 +168,10 @@ def iterate(run: Run) -> StepResult:
     progress = state.progress
     iteration, size = progress.iteration + 1, run.batch_schedule.at(progress.consumed_samples)
     numbers, share = run.train_data.numbers_of(size), share_of(run.config, run.cluster.world_size, size)
-    run.own_time.load = len(numbers) / share
     run.cluster.activity.begin("the data", iteration)
-    with run.own_time.loading():
-        micro_batches = run.train_data.train_batch(progress.consumed_samples, settings.seed, size)
+    start = time.perf_counter()
+    micro_batches = run.train_data.train_batch(progress.consumed_samples, settings.seed, size)
+    data_seconds = time.perf_counter() - start
     run.cluster.activity.begin("the step", iteration)
     keys = [dropout_key(settings.seed, iteration, micro_batch=number) for number in numbers]
     lr = run.schedule.at(iteration, progress.consumed_samples + size)
@@ -189,14 +186,12 @@ def iterate(run: Run) -> StepResult:
         cluster=run.cluster,
         flags=lambda: run.control.now(failed_saves=run.saves.main.failed_saves),
         skips_nonfinite=settings.on_nonfinite is OnNonfinite.skip or settings.on_spike is OnSpike.rewind,
-        own_time=run.own_time,
-        is_logged=iteration % run.config.logging.log_interval == 0 or iteration == run.train_iters,
     )
     state.progress = progress.after_iteration(size, size * settings.seq_length)
     following = run.batch_schedule.at(state.progress.consumed_samples)
     if following != size:
         _log.info(f"the global batch size is {following} after iteration {iteration}, it was {size}")
-    return result
+    return replace(result, data_seconds=data_seconds)
 
 
 def _evaluate(run: Run) -> None:
@@ -234,23 +229,6 @@ def _evaluate_late(run: Run) -> None:
             target.saver.mark_outdated(progress.iteration)
 
 
-def _sample(run: Run) -> None:
-    """Log a text sample. After a signal, stop and omit it."""
-    run.cluster.activity.begin("the sample", run.state.progress.iteration)
-    sampler, stop = run.sampler, run.control.is_signalled
-    tokens = sample(sampler, run.state, context=run.context, cluster=run.cluster, should_stop=stop)
-    if tokens is not None:
-        for log in run.logs:
-            log.sample(run.state.progress.iteration, sampler.decode([*sampler.prompt, *tokens]))
-
-
-def _check_replicas(run: Run) -> None:
-    """Compare each tensor's replicas across ranks, and raise ReplicaError if their bits differ."""
-    check_tied_copies(run.state, run.context.embedding_group)
-    shards = (*run.state.shards(), *run.state.base_shards())
-    run.restorer.check_replicas([tensor for tensor in shards if not tensor.is_copy])
-
-
 def _save_due(run: Run, moment: Moment) -> list[SaveTarget]:
     """Save the current state to the due targets, and return them.
 
@@ -261,7 +239,6 @@ def _save_due(run: Run, moment: Moment) -> list[SaveTarget]:
     if not due:
         return due
     run.cluster.activity.begin("the save", iteration)
-    check_tied_copies(run.state, run.context.embedding_group)
     syncs: tuple[Callable[[], None], ...] = ()
     if run.saves.targets[0] in due:
         run.control.saving()

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from dataclasses import dataclass, replace
-from itertools import takewhile
 from pathlib import Path
 
 from reprise.errors import NonFiniteError, TrainerError
 from reprise.loading import open_checkpoint
-from reprise.storage import integer
+from reprise.storage import FILE_SYSTEM, integer, iteration_of
 from trainer.config.schema import Config
 from trainer.config.train import OnSpike
 from trainer.data.position_map import SKIPPED, PositionMap
 from trainer.launch.process_group import Cluster
-from trainer.metrics.json_lines import METRICS, record_of, tail
+from trainer.metrics.json_lines import METRICS
 from trainer.metrics.jsonl_file import newest_side_file
 from trainer.metrics.spikes import Spike, SpikeWatch
 from trainer.run.build import Run
@@ -57,16 +55,7 @@ class Rewind:
                 f"rewound from iteration {self.spike.iteration} to {self.iteration} because of {self.spike}: "
                 f"samples {first}-{end} are skipped, {abandoned} has the abandoned lines"
             )
-            if self._is_recorded(path):
-                _log.warning(text)
-            else:
-                log.note(self.iteration, "rewind", members, text)
-
-    def _is_recorded(self, path: Path) -> bool:
-        """Return whether a launch killed before its next save has made this rewind. The log ends at its iteration."""
-        mine = ("rewind", self.iteration, self.spike.iteration, [*self.rewound[-1]])
-        events = takewhile(lambda record: "event" in record, filter(None, map(record_of, tail(path))))
-        return any((e["event"], e["iteration"], e.get("from"), e.get("skipped")) == mine for e in events)
+            log.note(self.iteration, "rewind", members, text)
 
 
 def react(run: Run, watch: SpikeWatch, spike: Spike) -> Rewind | None:
@@ -97,25 +86,25 @@ def newest_before(saves: Saves, cluster: Cluster, iteration: int) -> tuple[int, 
 
     A collective call.
     """
-    channel, key = cluster.channel, f"spike/{cluster.nonce}/{iteration}"
-    local = [] if saves.host_folders is None else [saves.host_folders.folder]
-    rows = channel.gather(f"{key}/local", json.dumps([n for folder in local for n in folder.committed()]).encode())
+    if saves.host_folders is not None:
+        saves.host_folders.survey()
 
     def newest() -> tuple[int, int]:
-        common = set[int].intersection(*(set(json.loads(row)) for row in rows))
-        shared = [] if saves.shared is None else [(n, saves.shared) for n in saves.shared.committed()]
-        candidates = [*shared, *((n, folder) for folder in local for n in common)]
-        for number, folder in sorted(candidates, key=lambda candidate: candidate[0], reverse=True):
-            if number >= iteration:
+        paths = [] if saves.host_folders is None else saves.host_folders.paths()
+        if saves.shared is not None:
+            paths += map(saves.shared.iteration, saves.shared.committed())
+        for path in sorted(paths, key=lambda path: path.name, reverse=True):
+            number = iteration_of(path)
+            if number is None or number >= iteration:
                 continue
             try:
-                state = open_checkpoint(folder.iteration(number), folder.files, may_lack=True).state
+                state = open_checkpoint(path, FILE_SYSTEM, may_lack=True).state
                 return number, integer(state["consumed_samples"])
             except (TrainerError, LookupError, ValueError) as error:
-                _log.warning("cannot rewind to %s: %s", folder.iteration(number), error)
+                _log.warning("cannot rewind to %s: %s", path, error)
         return -1, 0
 
-    number, count = channel.from_first(key, newest)
+    number, count = cluster.channel.from_first(f"spike/{cluster.nonce}/{iteration}", newest)
     return number, count
 
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
-from operator import add
 
 import numpy as np
 import torch
@@ -17,17 +14,12 @@ from models.families import aliases
 from reprise.errors import NonFiniteError
 from reprise.tensors import local_of
 from trainer.data.loader import to_device
-from trainer.launch.device import CPU
 from trainer.launch.process_group import Cluster
-from trainer.metrics.memory import MemoryPeaks, rank_memory
-from trainer.metrics.slow_ranks import OwnTime, RankTime, slowest_rank
 from trainer.optim import exact_sum
 from trainer.optim.adamw import clip_gradients, row_squares, set_learning_rate, squared_norm, stored_names
 from trainer.parallel.context import ParallelContext
 from trainer.parallel.data import passes_of
 from trainer.run.state import TrainerState
-
-_ROW = 5  # a rank's numbers in a log line's message: its times and memory peaks
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,16 +31,14 @@ class StepResult:
         grad_norm: L2 norm over all gradients before clipping.
         flags: How many ranks set each flag.
         skipped: The error for which the parameters stayed unchanged (`skips_nonfinite`), or None.
-        slowest: Describes the rank with the most own work since the last log line. None without a log line.
-        memory: The maxima over all ranks. None without a log line.
+        data_seconds: How long this rank loaded data.
     """
 
     loss: float
     grad_norm: float
     flags: tuple[int, ...] = ()
     skipped: NonFiniteError | None = None
-    slowest: str | None = None
-    memory: MemoryPeaks | None = None
+    data_seconds: float = 0.0
 
 
 def train_step(
@@ -61,10 +51,8 @@ def train_step(
     clip_grad: float,
     context: ParallelContext,
     cluster: Cluster,
-    own_time: OwnTime,
     flags: Callable[[], Sequence[bool]] = tuple,
     skips_nonfinite: bool = False,
-    is_logged: bool = False,
 ) -> StepResult:
     """Run an iteration on this rank's micro-batches and step the optimizers. A collective call.
 
@@ -72,87 +60,38 @@ def train_step(
         micro_batches: int64 windows [micro_batch_size, seq_length + 1] on the device.
         keys: Each micro-batch's dropout key.
         share: Mean micro-batch count per data-parallel rank.
-        own_time: This rank's own work since the last log line, to which this iteration adds.
         flags: Called after the backward pass. All ranks return equally many flags.
         skips_nonfinite: Leave the parameters unchanged instead of raising for a nonfinite loss or gradient norm.
-        is_logged: Whether the iteration has a log line, for which the ranks' times are compared.
 
     Raises:
         NonFiniteError: The loss or gradient norm is not finite. Raised on every rank, before any parameter changes.
     """
     for parameter in state.parameters():
         parameter.grad = None
-    own_passes = contextlib.nullcontext() if context.waits_in_passes else own_time.working(own_time.load)
-    with context.loss_context(), own_passes:
+    with context.loss_context():
         losses = forward_backward(state, micro_batches, keys, context, share)
     context.reduction.finish()
-    figures = reduce_figures(losses, flags(), context, cluster, own_time.take() if is_logged else None)
+    figures = reduce_figures(losses, flags(), context, cluster)
     mean_loss, grad_norm = figures.loss, figures.grad_norm
     if not (math.isfinite(mean_loss) and math.isfinite(grad_norm)):
         poisoned = _poisoned(state, mean_loss, grad_norm, cluster)
         if not skips_nonfinite:
             raise poisoned
         return replace(figures, skipped=poisoned)
-    with own_time.working():
-        clip_gradients(state.parameters(), grad_norm, clip_grad)
-        for part in state.parts:
-            set_learning_rate(part.optimizer, lr)
-            part.optimizer.step()
+    clip_gradients(state.parameters(), grad_norm, clip_grad)
+    for part in state.parts:
+        set_learning_rate(part.optimizer, lr)
+        part.optimizer.step()
     return figures
 
 
 def reduce_figures(
-    losses: Sequence[torch.Tensor],
-    flags: Sequence[bool],
-    context: ParallelContext,
-    cluster: Cluster,
-    times: RankTime | None,
+    losses: Sequence[torch.Tensor], flags: Sequence[bool], context: ParallelContext, cluster: Cluster
 ) -> StepResult:
     """Return the mean loss, the gradient norm and all ranks' flags. A collective call.
 
-    Ranks reduce a single message on their devices; the host waits only for the result. Its size is fixed. For a log
-    line it also has a row per rank.
-
-    Args:
-        times: This rank's times, for a log line. None without a log line.
-    """
-    if cluster.world_size == 1 and (context.lanes is None or cluster.device.type == CPU):
-        return _figures_alone(losses, flags, context, cluster, is_logged=times is not None)
-    message = cluster.total(_message(losses, flags, context, cluster, times))
-    return _result(message.tolist(), context, len(flags))
-
-
-def _figures_alone(
-    losses: Sequence[torch.Tensor],
-    flags: Sequence[bool],
-    context: ParallelContext,
-    cluster: Cluster,
-    *,
-    is_logged: bool,
-) -> StepResult:
-    """Return a single rank's figures, with the same bits as from a reduced message."""
-    if context.lanes is None:
-        square = squared_norm(context.grad_norm_parameters).to(cluster.device)
-        *values, square_sum = torch.stack([*losses, square]).tolist()
-        loss = reduce(add, values, 0.0)
-    else:  # on a CPU, where the host reads each number
-        loss = exact_sum.rounded_once(torch.stack(list(losses)).tolist()) / context.lanes.micro_batches
-        square_sum = exact_sum.rounded_once(row_squares(context.grad_norm_shares, cluster.device).tolist())
-    memory = rank_memory(cluster.device) if is_logged else None
-    return StepResult(loss, math.sqrt(square_sum), tuple(map(int, flags)), memory=memory)
-
-
-def _message(
-    losses: Sequence[torch.Tensor],
-    flags: Sequence[bool],
-    context: ParallelContext,
-    cluster: Cluster,
-    times: RankTime | None,
-) -> torch.Tensor:
-    """Return a rank's message, int64 on the device.
-
-    It has the limbs for the loss and the squared norm, whether the rank reports a loss, and its flags. For a log line,
-    it ends with a row per rank, zero except this rank's times and memory peaks.
+    Ranks sum a single int64 message on their devices; the host waits only for the result. It has the limbs for the loss
+    and the squared norm, whether the rank reports a loss, and its flags.
     """
     if not context.reports_loss:
         losses = ()
@@ -163,26 +102,12 @@ def _message(
     else:
         values = torch.stack(list(losses)) if losses else torch.zeros(0, dtype=torch.float64, device=cluster.device)
         limbs = exact_sum.sum_limbs([values, row_squares(context.grad_norm_shares, cluster.device)]).view(-1)
-    counts = list[int]([context.reports_loss, *flags])
-    if times is not None:
-        own = [*times, *rank_memory(cluster.device)]
-        before = cluster.rank * len(own)
-        counts += [*[0] * before, *own, *[0] * (cluster.world_size * len(own) - before - len(own))]
-    return torch.cat([limbs, to_device(np.array(counts, np.int64), limbs.device)])  # the host does not wait
-
-
-def _result(row: Sequence[int], context: ParallelContext, flags: int) -> StepResult:
-    """Return an iteration's figures from the summed messages with this many flags."""
-    columns = exact_sum.COLUMNS
-    loss, square = exact_sum.value(row[:columns]), exact_sum.value(row[columns : 2 * columns])
-    divisor = row[2 * columns] if context.lanes is None else context.lanes.micro_batches
-    end = 2 * columns + 1 + flags
-    result = StepResult(loss / divisor, math.sqrt(square), tuple(row[2 * columns + 1 : end]))
-    if len(row) == end:
-        return result
-    totals, data, *peaks = (row[end + number :: _ROW] for number in range(_ROW))
-    slowest = slowest_rank(list(map(RankTime, totals, data)))
-    return replace(result, slowest=slowest, memory=MemoryPeaks(*map(max, peaks)))
+    counts = to_device(np.array([context.reports_loss, *flags], np.int64), limbs.device)  # the host does not wait
+    row, columns = cluster.total(torch.cat([limbs, counts])).tolist(), exact_sum.COLUMNS
+    loss, square_sum = exact_sum.value(row[:columns]), exact_sum.value(row[columns : 2 * columns])
+    reporting, *counted = row[2 * columns :]
+    divisor = reporting if context.lanes is None else context.lanes.micro_batches
+    return StepResult(loss / divisor, math.sqrt(square_sum), tuple(counted))
 
 
 def _poisoned(state: TrainerState, loss: float, grad_norm: float, cluster: Cluster) -> NonFiniteError:

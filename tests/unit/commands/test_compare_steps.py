@@ -68,7 +68,7 @@ def test_an_interrupt_ends_the_launch(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(sys, "executable", str(program))
     monkeypatch.setattr(subprocess.Popen, "communicate", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        launch_replay(RecordedRun(tmp_path, 2, {}, {}, {}), 0, 1, 1, tmp_path / "out", ())
+        launch_replay(RecordedRun(tmp_path, 2, {}, {}), 0, 1, 1, tmp_path / "out", ())
     (process,) = processes
     assert process.returncode == -signal.SIGTERM
     assert "'-m', 'reprise', 'compare-steps'" in str(process.args), "only a checkout has `trainer`"

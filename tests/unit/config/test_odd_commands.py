@@ -20,7 +20,6 @@ from trainer.config.checks import unpinned_thread_lines, validate
 from trainer.config.compose import compose, unlike
 from trainer.config.options import CONFIGS, keys
 from trainer.launch.environment import Environment
-from trainer.memory.needs import require_host_memory
 
 # Commands that cannot run, one a paragraph, most of them on one rank. The message names each key, or each after a bar.
 ODD = """
@@ -36,8 +35,7 @@ schedule.lr_decay_iters=0 schedule.lr_warmup_iters=-1
 
 train.train_iters=0 optimizer.muon_ns_steps=100 train.threads=4097 train.micro_batch_size=-1 model.n_layer=0
 
-train.exit_signal_save_seconds=1e300 train.distributed_timeout_minutes=1e300 checkpoint.commit_timeout_s=1e300
-checkpoint.local.dir=c checkpoint.save=c
+train.distributed_timeout_minutes=1e300 checkpoint.commit_timeout_s=1e300 checkpoint.local.dir=c checkpoint.save=c
 
 optimizer.moments_dtype=bfloat16 | optimizer.adam_beta1=0.9961 optimizer.adam_beta2=0.999 optimizer.muon_momentum=0.9964
 
@@ -46,7 +44,7 @@ model.pad_vocab_multiple=0 model.n_head=3 model.n_kv_head=2 model.eos_token_id=2
 train.seed=9223372036854775808 train.train_iters=9223372036854775808 train.global_batch_size=9223372036854775808
 checkpoint.file_bytes=9223372036854775808 checkpoint.staging_bytes=9223372036854775808 model.n_layer=9223372036854775808
 checkpoint.ckpt_step=9223372036854775808 parallel.invariant_ranks=9223372036854775808 optimizer.lr=inf
-schedule.min_lr=-inf train.clip_grad=nan train.exit_duration_in_mins=nan train.exit_signal_save_seconds=nan
+schedule.min_lr=-inf train.clip_grad=nan train.exit_duration_in_mins=nan
 train.distributed_timeout_minutes=nan checkpoint.commit_timeout_s=nan checkpoint.stall_timeout_s=nan
 checkpoint.save_interval_mins=nan optimizer.adam_beta1=nan optimizer.adam_eps=nan optimizer.weight_decay=nan
 data.valid_fraction=nan model.dropout=nan model.norm_eps=nan
@@ -196,8 +194,7 @@ schedule.lr_warmup_iters=101
 
 schedule=wsd | schedule.lr_wsd_decay_iters=91
 
-checkpoint.override_scheduler=true checkpoint.use_checkpoint_scheduler=true checkpoint.resize=true
-checkpoint.partial=[*]
+checkpoint.resize=true
 
 checkpoint.finetune=true
 
@@ -262,9 +259,7 @@ train.batch_schedule='0:4 8:2 1k:7 24k:12'
 
 def check(arguments: Sequence[str], *, ranks: int = 1) -> None:
     """Compose and check a configuration as the command does before it imports torch."""
-    config = compose(arguments)
-    validate(config, ranks)
-    require_host_memory(config, ranks, ranks)
+    validate(compose(arguments), ranks)
 
 
 @pytest.mark.parametrize("command", ODD.strip().split("\n\n"), ids=lambda command: command[:60])
@@ -276,21 +271,6 @@ def test_an_odd_command_is_refused_in_one_message(command: str) -> None:
         check(others + wrong, ranks=int(ranks or 1))
     for useless in ("reference_type", "To append", "Config search path", "provider="):
         assert useless not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("word", "name"),
-    [
-        ("model=llama3_405b", "405,853,388,800 parameters"),
-        ("model.vocab_size=100000000000", "memory of this host"),
-        ("model.n_embd=1000000000", "memory of this host"),
-        ("model.pad_vocab_multiple=100000000000", "memory of this host"),
-        ("train.global_batch_size=100000000000", "100,000,000,000 samples"),
-    ],
-)
-def test_models_and_batches_that_no_host_holds_are_refused(word: str, name: str) -> None:
-    with pytest.raises(ConfigError, match=name):  # the message has this host's memory
-        check([word, "train.device=cpu"])
 
 
 def test_a_wrong_number_of_processes_hides_no_other_problem() -> None:
@@ -339,7 +319,7 @@ def test_surrogates_in_an_override_are_refused() -> None:
         ("=3", {"HYDRA_FULL_ERROR": "1"}, "ConfigError: The configuration cannot be composed (=3)"),
         pytest.param("train.dry_run=true train.dry_run_ranks=0", {}, "ConfigError: ", marks=pytest.mark.slow),
         ("", {"WORLD_SIZE": "0"}, "LaunchError: The environment variable WORLD_SIZE"),
-        (f"model=gpt2_tiny checkpoint.load={'x' * 300}", {}, f"OSError: The file system failed ({'x' * 300}"),
+        (f"model=gpt2_tiny checkpoint.load={'x' * 300}", {}, f"OSError: [Errno 36] File name too long: '{'x' * 300}"),
     ],
 )
 def test_the_command_prints_one_message_and_makes_no_file(

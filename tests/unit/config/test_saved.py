@@ -13,10 +13,7 @@ from reprise.errors import CheckpointError, MismatchError
 from tests.harness import compose
 from tests.messages import refused
 from trainer.config.compose import keys_from_environment
-from trainer.config.derived import length_of
-from trainer.config.saved import FORMAT, saved_config, saved_values, with_schedule, without_keys
-from trainer.config.train import TrainSection
-from trainer.schedules.lr import resolve
+from trainer.config.saved import FORMAT, saved_config, saved_values, without_keys
 
 CONFIG = compose(["model=llama3_8b", "schedule=wsd", "train.train_iters=50", "run.name=somewhere"])
 
@@ -42,12 +39,6 @@ def test_it_names_no_place_and_nothing_that_acts_once() -> None:
     once = {"save", "load", "ckpt_step", "finetune", "no_load_optim", "reshard", "override_data", "local"}
     assert not once & found["checkpoint"].keys()
     assert "cache" not in found["data"]
-
-
-def test_a_schedule_taken_from_a_checkpoint_is_written_out() -> None:
-    taken = replace(resolve(CONFIG.schedule, length_of(CONFIG.train), 0.5), warmup=3, wsd_decay=9)
-    config = with_schedule(CONFIG, taken)
-    assert resolve(config.schedule, length_of(TrainSection(train_iters=1)), config.optimizer.lr) == taken
 
 
 def test_text_with_the_form_of_an_expression_is_carried() -> None:

@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-import errno
-import os
 import signal
-from pathlib import Path
 
 import pytest
 
 from tests.harness import compose
 from trainer.config.schema import Config
-from trainer.launch.control import SAVE_NOW, ControlFlags, RunControl
+from trainer.launch.control import ControlFlags, RunControl
 from trainer.launch.signals import SignalHandler
 
 
-def config(*rules: str, folder: Path | None = None) -> Config:
-    return compose([*rules, f"checkpoint.save={'null' if folder is None else folder}"])
+def config(*rules: str) -> Config:
+    return compose([*rules, "checkpoint.save=null"])
 
 
 class Job:
     """The control of a running job, on a clock that goes on when the test says so."""
 
-    def __init__(self, *rules: str, rank: int = 0, folder: Path | None = None) -> None:
+    def __init__(self, *rules: str, rank: int = 0) -> None:
         self.now = 1000.0
-        self.control = RunControl(config(*rules, folder=folder), None, rank=rank, clock=lambda: self.now)
+        self.control = RunControl(config(*rules), None, rank=rank, clock=lambda: self.now)
 
     def after(self, seconds: float) -> ControlFlags:
         """Return what is asked for after some seconds more."""
@@ -60,30 +57,14 @@ def test_the_job_ends_when_its_time_is_over(minutes: float, seconds: float) -> N
     assert job.after(0.02).stop
 
 
-def test_only_rank_0_looks_at_clock_and_files(tmp_path: Path) -> None:
-    (tmp_path / SAVE_NOW).touch()
+def test_only_rank_0_looks_at_the_clock() -> None:
     for rank, expected in ((0, ControlFlags(stop=True, save=True)), (1, ControlFlags())):
-        job = Job("train.exit_duration_in_mins=1e-9", "checkpoint.save_interval_mins=1e-9", rank=rank, folder=tmp_path)
+        job = Job("train.exit_duration_in_mins=1e-9", "checkpoint.save_interval_mins=1e-9", rank=rank)
         assert job.after(1.0) == expected
     never = Job("checkpoint.exit_on_save_failure=0")
     never.control.begin()
     never.now += 1e9
     assert never.control.now(failed_saves=1000) == ControlFlags()
-
-
-def test_a_touched_file_asks_for_one_save_and_is_then_gone(tmp_path: Path) -> None:
-    job = Job(folder=tmp_path)
-    job.control.begin()
-    assert not job.after(0.0).save
-    (tmp_path / SAVE_NOW).touch()
-    assert not job.after(0.0).save  # looked at once a second
-    job.control.saving()
-    assert (tmp_path / SAVE_NOW).exists()  # it was not asked for by the file
-    assert job.after(1.0).save
-    assert job.after(0.0).save  # until it is served
-    job.control.saving()
-    assert not (tmp_path / SAVE_NOW).exists()
-    assert not job.after(5.0).save
 
 
 def test_so_many_failed_saves_end_the_run() -> None:
@@ -93,7 +74,7 @@ def test_so_many_failed_saves_end_the_run() -> None:
 
 
 def test_a_signal_on_any_rank_asks_for_the_end() -> None:
-    signals = SignalHandler(3600.0, leave=lambda _: None)
+    signals = SignalHandler(leave=lambda _: None)
     control = RunControl(config(), signals, rank=1)
     control.begin()
     assert not control.is_signalled()
@@ -110,16 +91,3 @@ def test_an_exit_interval_ends_a_run_at_its_multiples() -> None:
     assert control.reason(6) == "train.exit_interval=3"
     assert "time limit" in control.reason(5)
     assert not any(map(Job().control.exits_after, range(1, 10)))
-
-
-def test_an_unremovable_file_asks_for_one_save(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
-
-    monkeypatch.setattr(Path, "unlink", refuse)  # as in another user's folder with the sticky bit
-    job = Job(folder=tmp_path)
-    (tmp_path / SAVE_NOW).touch()
-    assert job.saves(5) == 1
-    assert "Operation not permitted" in caplog.text

@@ -20,16 +20,14 @@ LONG_S = 3600.0
 class Case:
     """A handler under a clock that stands still, whose process does not end."""
 
-    def __init__(self, notice_s: float = LONG_S) -> None:
+    def __init__(self) -> None:
         self.now = 100.0
         self.statuses: list[int] = []
         self.reports: list[str] = []
-        self.has_left = threading.Event()
-        self.handler = SignalHandler(notice_s, report=self.reports.append, clock=lambda: self.now, leave=self.leave)
+        self.handler = SignalHandler(report=self.reports.append, clock=lambda: self.now, leave=self.leave)
 
     def leave(self, status: int) -> None:
         self.statuses.append(status)
-        self.has_left.set()
 
 
 @pytest.fixture
@@ -115,32 +113,9 @@ def test_a_process_that_ends_by_an_error_is_silent_at_a_signal(capsys: pytest.Ca
     assert capsys.readouterr() == ("", "")
 
 
-def test_a_process_not_done_within_the_notice_exits_with_1() -> None:
-    case = Case(notice_s=0.01)
-    case.handler.await_iteration()
-    case.handler.receive(TERM)
-    assert case.has_left.wait(JOIN_S)
-    assert case.statuses == [1]
-    assert "train.exit_signal_save_seconds" in case.reports[0]
-
-
-def test_who_is_through_within_the_notice_is_left_alone() -> None:
-    case = Case()
-    case.handler.await_iteration()
-    others = set(threading.enumerate())
-    case.handler.receive(TERM)
-    notices = set(threading.enumerate()) - others
-    assert any(notice.is_alive() for notice in notices)
-    case.handler.stop()
-    for notice in notices:
-        notice.join(JOIN_S)
-        assert not notice.is_alive()
-    assert case.statuses == []
-
-
 def test_a_report_that_hangs_keeps_nobody() -> None:
     stuck, left = threading.Event(), threading.Event()
-    handler = SignalHandler(LONG_S, report=lambda _: stuck.wait(JOIN_S), leave=lambda _: left.set())
+    handler = SignalHandler(report=lambda _: stuck.wait(JOIN_S), leave=lambda _: left.set())
     handler.receive(TERM)
     assert left.is_set()
     assert not stuck.is_set()

@@ -5,11 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 
+from models.config import Stage
 from reprise.errors import ConfigError, LaunchError
-from tests.messages import refused, says
+from reprise.ranks import single_rank_channel
+from tests.messages import says
 from trainer.config.compose import compose
+from trainer.launch.process_group import Cluster
 from trainer.memory.dry_run import report
-from trainer.memory.needs import host_bytes, out_of_memory, require_memory
+from trainer.memory.needs import out_of_memory, require_memory
+from trainer.parallel.topology import Topology
+from trainer.run.parallelize import build_stage
+
+CPU = torch.device("cpu")
 
 
 def cpu_error() -> RuntimeError:
@@ -43,41 +50,31 @@ def test_any_other_error_is_left_alone(error: BaseException) -> None:
     assert out_of_memory(error, compose(["model=gpt2_tiny"]), where="rank 0") is None
 
 
-def test_a_host_s_memory_is_that_of_its_control_group_and_swap() -> None:
-    meminfo = "MemTotal:       2048 kB\nMemFree:  1 kB\nSwapTotal:      1024 kB\n"
-    assert host_bytes(meminfo) == 3 << 20
-    assert host_bytes(meminfo, "1048576\n") == 2 << 20
-    assert host_bytes(meminfo, "max\n") == 3 << 20
-    assert host_bytes("") is None
-
-
-PARAMETERS, TOKENS = 859_008, 8 * 8 * 129
 BATCH = ["train.micro_batch_size=1", "parallel=zero1"]
 
 
 @pytest.mark.parametrize(
-    ("words", "size"),
+    ("words", "name"),
     [
-        ([], 8),
-        (["parallel.zero_stage=0"], 16),
-        (["optimizer.moments_dtype=bfloat16"], 6),
-        (["train.ema_decay=0.9", "optimizer.moments_dtype=bfloat16"], 8),
+        (["model=llama3_405b"], "at least 4535.8 GiB for 405,853,388,800 parameters"),
+        (["model=llama3_405b", "optimizer.moments_dtype=bfloat16"], "at least 3779.8 GiB"),
+        (["model=llama3_405b", "train.freeze=[*]"], "at least 1511.9 GiB"),
+        (["model.vocab_size=100000000000"], "memory of the host"),
+        (["model.pad_vocab_multiple=100000000000"], "1 of 1 rank"),
     ],
 )
-def test_a_host_with_less_than_the_least_memory_is_refused(words: list[str], size: int) -> None:
-    config = compose([*BATCH, *words])
-    needed = 2 * size * PARAMETERS + TOKENS
-    require_memory(config, 2, ranks=2, available_bytes=needed, where="here")
-    with refused(ConfigError, "here (2 of 2 ranks)"):
-        require_memory(config, 2, ranks=2, available_bytes=needed - 1, where="here")
+def test_a_model_that_the_host_does_not_hold_is_refused(words: list[str], name: str) -> None:
+    config, cluster = compose(words), Cluster(0, 1, CPU, 1, single_rank_channel(), nonce="", local_ranks=(0,))
+    models = [build_stage(config, stage=Stage.whole(config.model.n_layer), topology=Topology(1, 1, 1), mesh=None)]
+    with pytest.raises(ConfigError, match=name):  # the message has this host's memory
+        require_memory(models, config, cluster)
+    require_memory([], config, cluster)
 
 
-def test_a_dry_run_reports_what_stands_on_the_host() -> None:
+def test_a_dry_run_reports_averages_and_rounded_moments() -> None:
     large = ["model=llama3_1b", "data=stdlib", *BATCH, "train.ema_decay=0.9"]
     averaged = report(compose(large), 2)
     assert "9.21 GiB  9.21 GiB" in averaged  # state, working
     rounded = report(compose([*large, "optimizer.moments_dtype=bfloat16"]), 2)
     assert "6.91 GiB  9.21 GiB" in rounded
     assert "; a checkpoint has 14,829," in rounded  # 4 + 2 + 2 + 4 bytes of each of 1,235,814,400 parameters
-    light = report(compose([*BATCH, "checkpoint.save_steps=[0]"]), 2)
-    assert ["weights-only saves" in text for text in (light, averaged)] == [True, False]

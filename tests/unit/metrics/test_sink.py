@@ -62,7 +62,7 @@ def test_a_sink_gets_every_record(tmp_path: Path, sink: MemorySink) -> None:
     log = run_log(tmp_path, sink)
     log.iteration(iteration_record(1))
     log.evaluation(1, 2.5, None)
-    log.sample(1, "a text")
+    log.note(1, "spike", {"figure": "the loss"}, "a spike")
     log.save(SaveReport(1, tmp_path, 10, 0.5), slowdown_s=0.0)
     log.sync()
     log.close()
@@ -70,7 +70,7 @@ def test_a_sink_gets_every_record(tmp_path: Path, sink: MemorySink) -> None:
     named = [figures_of(record) for record in sink.records]
     assert named[0][0]["train/loss"] == 2.5
     assert named[1] == ({"valid/loss": 2.5}, {})
-    assert named[2] == ({}, {"sample": "a text"})
+    assert named[2] == ({}, {"spike/figure": "the loss"})
     assert named[3][0]["save/written_bytes"] == 10
 
 

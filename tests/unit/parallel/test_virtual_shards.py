@@ -18,7 +18,7 @@ from trainer.parallel import halving, virtual_shards
 from trainer.parallel.shard_products import ShardWeight, parts_of, product
 from trainer.parallel.shard_sums import Shards, is_operand, join_tokens, operand, tree_sum
 from trainer.parallel.topology import Topology
-from trainer.run.parallelize import build_stage
+from trainer.run.parallelize import allocate, build_stage
 
 FAMILIES = {
     "gpt2": ["model=gpt2_tiny", "model.n_embd=24"],
@@ -36,7 +36,8 @@ def config_of(family: str, *overrides: str) -> Config:
 def gradients_of(config: Config, *, key: int | None = None) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Return the loss of a batch and the gradients by name."""
     stage, topology = Stage.whole(config.model.n_layer), Topology(1, 1, 1)
-    model = build_stage(config, torch.device("cpu"), stage=stage, topology=topology, mesh=None)
+    model = build_stage(config, stage=stage, topology=topology, mesh=None)
+    allocate(model, torch.device("cpu"))
     torch.manual_seed(7)
     fill(model, random_values(config.model))
     tokens = torch.randint(257, (2, 17), generator=torch.Generator().manual_seed(3))
@@ -70,7 +71,8 @@ def test_each_number_of_shards_has_masks_of_its_own() -> None:
 def test_a_forward_pass_restores_the_parameters() -> None:
     config = config_of("gpt2", SHARDS)
     stage = Stage.whole(config.model.n_layer)
-    model = build_stage(config, torch.device("cpu"), stage=stage, topology=Topology(1, 1, 1), mesh=None)
+    model = build_stage(config, stage=stage, topology=Topology(1, 1, 1), mesh=None)
+    allocate(model, torch.device("cpu"))
     parameters = dict(model.named_parameters())
     model(torch.zeros(1, 16, dtype=torch.int64))
     assert all(parameter is parameters[name] for name, parameter in model.named_parameters())
@@ -127,7 +129,6 @@ def test_the_loss_is_the_cross_entropy(dtype: torch.dtype) -> None:
         gradient, torch.as_tensor(whole.grad), rtol=1e-5 if dtype == torch.float32 else 1e-2, atol=1e-8
     )
     assert not gradient[..., -2:].any()
-    assert virtual_shards.gather_logits(cut[:, 0].detach(), Shards(4)).equal(logits[:, 0])
     assert virtual_shards.cross_entropy(cut, torch.full((2, 5), -100), shards=Shards(4)).isnan()
 
 

@@ -37,7 +37,7 @@ def test_each_line_is_sent_once_with_its_bits(run: LoggedRun, tracker: MemoryTra
     assert tracker.losses("a1b2c3") == losses(1, 30)
     events = [(row.iteration, list(row.figures), dict(row.texts)) for row in tracker.rows["a1b2c3"]]
     assert [event[0] for event in events if event[1] == ["valid/loss"]] == [10, 20, 30]
-    assert [event[2] for event in events if event[2]] == [{"sample": "text of 20"}]
+    assert [event[2] for event in events if event[2]] == [{"spike/figure": "loss of 20"}]
     assert tracker.configs["a1b2c3"]["train.seed"] == 7
 
 

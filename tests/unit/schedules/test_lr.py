@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.messages import says
-from trainer.schedules.lr import DecayStyle, RunLength, Schedule, ScheduleSection, problems, resolve, section_of
+from trainer.schedules.lr import DecayStyle, RunLength, Schedule, ScheduleSection, problems, resolve
 
 ITERS = RunLength(200, 1600, False, 8)
 
@@ -120,12 +120,3 @@ def test_defaults_in_samples_are_those_of_iterations() -> None:
     found = resolve(ScheduleSection(lr_decay_style=DecayStyle.wsd), RunLength(100, 800, True, 8), 1.0)
     assert (found.warmup, found.decay, found.wsd_decay) == (80, 800, 80)
     assert resolve(ScheduleSection(), RunLength(5, 40, True, 8), 1.0).warmup == 20
-
-
-@pytest.mark.parametrize("unit", ["iters", "samples"])
-@pytest.mark.parametrize("wsd", [None, 7])
-def test_a_section_gives_back_its_schedule(unit: str, wsd: int | None) -> None:
-    changes = {f"lr_warmup_{unit}": 3, f"lr_decay_{unit}": 60, f"lr_wsd_decay_{unit}": wsd}
-    found = resolve(ScheduleSection(lr_decay_style=DecayStyle.wsd, **changes), ITERS, 0.5)  # type: ignore[arg-type]
-    for length in (RunLength(1, 1, False, 1), RunLength(1, 1, True, 1)):
-        assert resolve(section_of(found), length, 0.5) == found

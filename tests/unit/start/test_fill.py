@@ -29,8 +29,6 @@ def test_a_finished_run_does_not_go_on_at_a_rate_of_zero(tmp_path: Path) -> None
     trained(tmp_path / "run", *LINEAR)
     with refused(MismatchError, "schedule.lr_decay_iters=7 checkpoint.override_scheduler=true"):
         resumed(tmp_path / "run", *LINEAR, "schedule.lr_decay_iters=2")
-    with refused(MismatchError):
-        resumed(tmp_path / "run", "checkpoint.use_checkpoint_scheduler=true")
     stretched = (*LINEAR, "schedule.lr_decay_iters=7", "checkpoint.override_scheduler=true")
     schedule = resumed(tmp_path / "run", *stretched).schedule
     assert min(schedule.at(iteration, 0) for iteration in range(3, 7)) > 0
@@ -69,14 +67,6 @@ def test_an_extension_says_its_learning_rates(
     assert any(text.startswith(f"learning rate: {line}") for text in caplog.messages)
     first, last = (float(word) for word in line.split() if "e-" in word or "e+" in word)
     assert (run.schedule.at(3, 0), run.schedule.at(6, 0)) == pytest.approx((first, last), rel=1e-3)
-
-
-def test_a_checkpoint_s_schedule_is_saved_again(tmp_path: Path) -> None:
-    trained(tmp_path / "run", "optimizer.adam_eps=1e-6", "schedule.lr_decay_iters=9")
-    run = resumed(tmp_path / "run", "checkpoint.use_checkpoint_scheduler=true")
-    saved = run.saved_config["config"]
-    assert (saved["optimizer"]["adam_eps"], saved["schedule"]["lr_decay_iters"], run.schedule.decay) == (1e-6, 9, 9)
-    assert run.description["adam"]["eps"] == 1e-6
 
 
 def test_a_constant_rate_goes_on_without_a_flag(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

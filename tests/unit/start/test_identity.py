@@ -18,10 +18,10 @@ OTHER = Lineage((Branch("x", FRESH),))
 NEW = Lineage()
 
 
-def choose(*hosts: tuple[Lineage, Lineage | None], shared: Lineage = NEW, adopts: bool = False) -> Lineage:
+def choose(*hosts: tuple[Lineage, Lineage | None], shared: Lineage = NEW) -> Lineage:
     """Return the lineage that hosts with these folders of the run, and of local checkpoints, agree on."""
     named = {f"host{number}": lineages for number, lineages in enumerate(hosts)}
-    return choose_lineage(shared, named, where="/local", adopts=adopts)
+    return choose_lineage(shared, named, where="/local")
 
 
 def test_the_longest_lineage_of_any_host_is_the_current_one() -> None:
@@ -38,23 +38,21 @@ def test_a_run_is_known_by_shared_checkpoints_or_another_host() -> None:
 
 @pytest.mark.parametrize(("run", "shared"), [(NEW, NEW), (A, NEW), (NEW, A)])
 def test_the_hosts_of_another_run_are_named(run: Lineage, shared: Lineage) -> None:
-    with refused(MismatchError, "host1", "run x") as error:
+    with refused(MismatchError, "host1", "run x"):
         choose((run, None), (NEW, OTHER), shared=shared)
-    assert ("checkpoint.local.adopt=true" in str(error.value)) == (run is shared)
 
 
-def test_a_run_whose_folder_is_lost_is_adopted_if_asked() -> None:
-    assert choose((NEW, A), (NEW, REWOUND), adopts=True) == REWOUND
+def test_checkpoints_of_several_runs_are_refused() -> None:
     with refused(MismatchError, "/local"):
-        choose((NEW, A), (NEW, OTHER), adopts=True)
+        choose((NEW, A), (NEW, OTHER))
     with refused(MismatchError, "/local"):
-        choose((A, OTHER), adopts=True)
+        choose((A, OTHER))
 
 
 def test_checkpoints_that_name_no_run_are_refused() -> None:
-    for run, adopts in ((NEW, False), (A, False), (NEW, True)):
+    for run in (NEW, A):
         with refused(MismatchError, "/local"):
-            choose((run, NEW), adopts=adopts)
+            choose((run, NEW))
 
 
 def test_two_branches_of_as_many_rewinds_are_refused() -> None:

@@ -12,8 +12,6 @@ from torch import nn
 from reprise.ranks import single_rank_channel
 from trainer.data.documents import WindowForm
 from trainer.launch.process_group import Cluster
-from trainer.metrics.slow_ranks import RankTime
-from trainer.optim import exact_sum
 from trainer.optim.exact_sum import NormShare
 from trainer.parallel.context import ParallelContext
 from trainer.parallel.lanes import Lanes
@@ -21,15 +19,13 @@ from trainer.parallel.reduction import GradientReduction
 from trainer.training.step import StepResult, reduce_figures
 
 FLAGS = (False, True, False)
-FIGURES = 2 * exact_sum.COLUMNS + 1 + len(FLAGS)  # before the rows of ranks
 
 
 class EqualRanks(Cluster):
     """A rank among many with the same numbers."""
 
     def total(self, numbers: torch.Tensor) -> torch.Tensor:
-        figures, rows = numbers[:FIGURES], numbers[FIGURES:]
-        return torch.cat([figures * self.world_size, rows[: len(rows) // self.world_size].repeat(self.world_size)])
+        return numbers * self.world_size
 
 
 def one_rank(ranks: int, parameter: nn.Parameter, lanes: Lanes | None) -> tuple[Cluster, ParallelContext]:
@@ -40,9 +36,7 @@ def one_rank(ranks: int, parameter: nn.Parameter, lanes: Lanes | None) -> tuple[
         lanes=lanes,
         needs_loss_parallel=False,
         loss=lambda logits, targets: logits,
-        gather_logits=lambda logits: logits,
         pipeline=None,
-        embedding_group=None,
         reports_loss=True,
         grad_norm_shares=[NormShare(parameter, 0, 1)],
         form=WindowForm(),
@@ -50,20 +44,17 @@ def one_rank(ranks: int, parameter: nn.Parameter, lanes: Lanes | None) -> tuple[
     return cluster, context
 
 
-def figures(
-    ranks: int, losses: list[float], gradient: list[float], *, is_logged: bool, is_exact: bool = False
-) -> StepResult:
+def figures(ranks: int, losses: list[float], gradient: list[float], *, is_exact: bool = False) -> StepResult:
     """Return the figures of ranks with the same numbers."""
     parameter = nn.Parameter(torch.zeros(64))
     lanes = Lanes(1, ranks * len(losses)) if is_exact else None
     cluster, context = one_rank(ranks, parameter, lanes)
     parameter.grad = torch.tensor(gradient).expand(64).clone() if len(gradient) == 1 else torch.tensor(gradient)
     values = [torch.tensor(loss).double() for loss in losses]
-    return reduce_figures(values, FLAGS, context, cluster, RankTime(5, 1) if is_logged else None)
+    return reduce_figures(values, FLAGS, context, cluster)
 
 
 @pytest.mark.parametrize("is_exact", [True, False])
-@pytest.mark.parametrize("is_logged", [True, False])
 @pytest.mark.parametrize(
     ("losses", "gradient"),
     [
@@ -76,13 +67,9 @@ def figures(
         ([1e30, 2.0**-149, -1e30], [1e18, 1e-18, *[1.0] * 62]),
     ],
 )
-def test_a_rank_alone_has_the_figures_of_a_message(
-    losses: list[float], gradient: list[float], is_logged: bool, is_exact: bool
-) -> None:
-    alone = figures(1, losses, gradient, is_logged=is_logged, is_exact=is_exact)
-    of_four = figures(4, losses, gradient, is_logged=is_logged, is_exact=is_exact)
+def test_a_rank_alone_has_the_figures_of_a_message(losses: list[float], gradient: list[float], is_exact: bool) -> None:
+    alone = figures(1, losses, gradient, is_exact=is_exact)
+    of_four = figures(4, losses, gradient, is_exact=is_exact)
     assert alone.loss.hex() == of_four.loss.hex()
     assert (2 * alone.grad_norm).hex() == of_four.grad_norm.hex()
     assert [4 * count for count in alone.flags] == [*of_four.flags] == [0, 4, 0]
-    assert (alone.memory is None) == (of_four.memory is None) == (not is_logged)
-    assert alone.slowest is of_four.slowest is None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -91,34 +91,28 @@ def other_files_notes(path: Path) -> list[str]:
     return [note] if names else []
 
 
-def stored_tensors(
-    weights: ForeignWeights, model: ModelConfig, selects: Callable[[str], bool] = lambda _: True
-) -> dict[str, FileTensor]:
-    """Return every selected stored tensor of `model`, by our name.
+def stored_tensors(weights: ForeignWeights, model: ModelConfig) -> dict[str, FileTensor]:
+    """Return every stored tensor of `model`, by our name.
 
     A tied output layer's stored copy, older versions' buffers, and vocabulary padding rows are left out.
-
-    Args:
-        selects: Whether a tensor is needed, by our name. If any is not needed, the files may contain unexpected
-            tensors.
 
     Raises:
         MismatchError: Tensors are missing, unexpected, or have another shape or dtype. The error lists them.
     """
     stored, aliases = families.stored_tensors(model), families.aliases(model)
     prefix = next(iter(stored)).split(".")[0] + "."
-    selected = {name: tensor.shape for name, tensor in stored.items() if selects(name)}
+    shapes = {name: tensor.shape for name, tensor in stored.items()}
     tensors, rows = dict(weights.tensors), model.padded_vocab_size
-    for name in selected.keys() & tensors.keys():
-        is_table = selected[name] == (model.vocab_size, model.n_embd)
+    for name in shapes.keys() & tensors.keys():
+        is_table = shapes[name] == (model.vocab_size, model.n_embd)
         if is_table and tensors[name].shape[:1] == (rows,) and weights.model.vocab_size == rows:
             tensors[name] = tensors[name].head(model.vocab_size)
 
     def is_allowed(name: str) -> bool:
-        return len(selected) < len(stored) or name in aliases or bool(_BUFFERS.fullmatch(name.removeprefix(prefix)))
+        return name in aliases or bool(_BUFFERS.fullmatch(name.removeprefix(prefix)))
 
-    require_fit(tensors, selected, is_allowed, where=weights.path)
-    return {name: tensors[name] for name in selected}
+    require_fit(tensors, shapes, is_allowed, where=weights.path)
+    return {name: tensors[name] for name in shapes}
 
 
 def weights_source(weights: ForeignWeights) -> StateSource:
