@@ -14,11 +14,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: The words after `reprise train`. None reads the process's, after `python -m trainer`.
     """
     try:
-        from trainer.launch.start_times import importing
+        from trainer.launch.start_times import StartTimes, importing
 
+        times = StartTimes()
         with importing():
             from trainer.train_command import main as train
-        return train(arguments)
+        return train(arguments, times)
     except KeyboardInterrupt:  # importing takes longer than everything else before the first message
         print("Interrupted before the first iteration. Nothing was saved.", file=sys.stderr)
         return 128 + signal.SIGINT

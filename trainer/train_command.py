@@ -27,7 +27,7 @@ from trainer.config.derived import topology_of
 from trainer.config.schema import Config
 from trainer.launch.environment import Environment
 from trainer.launch.exit_with_error import exit_with_error
-from trainer.launch.start_times import BEGAN, StartTimes, importing
+from trainer.launch.start_times import StartTimes, importing
 from trainer.launch.torch_library import load_torch_library
 from trainer.metrics.line_handler import LineHandler
 
@@ -47,11 +47,12 @@ _LEAVE_WITHIN_S = 40.0
 _MOST_REASON = 400  # how much of an error's text the launch log keeps
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None, times: StartTimes) -> int:
     """Train with the configuration on the command line and return 0. On failure, exit with status 1 and one paragraph.
 
     Args:
         arguments: The words after `reprise train`. None reads the process's, after `python -m trainer`.
+        times: This start's times.
     """
     environment = None
     try:
@@ -63,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _start_log(environment.rank)
             with importing():
                 resolved = resolve_command(command, FILE_SYSTEM)
-            run(resolved, environment)
+            run(resolved, environment, times)
     except SystemExit:  # argparse has printed the reason
         raise
     except BaseException as error:  # noqa: BLE001 - printed, and passed on as the exit status
@@ -79,7 +80,7 @@ def _start_log(rank: int) -> None:
     logging.basicConfig(level=level, format=form, handlers=[LineHandler(stream)], force=True)
 
 
-def run(resolved: Resolved, environment: Environment) -> None:
+def run(resolved: Resolved, environment: Environment, times: StartTimes) -> None:
     """Check a configuration, then train. Call on all ranks.
 
     Raises:
@@ -96,7 +97,6 @@ def run(resolved: Resolved, environment: Environment) -> None:
         resolved = replace(resolved, config=config)
     for line in [*share_lines(config, environment.world_size), *unpinned_thread_lines(config)]:
         _log.info(line)
-    times = StartTimes(BEGAN)
     _import_training(config, environment.world_size)
     times.end("imports")
     from trainer.launch import process_group as launch

@@ -19,6 +19,7 @@ from tests.positions import methods_with
 from trainer.config.compose import CommandLine, over_saved, resolve
 from trainer.data.data_file import Ints
 from trainer.launch.environment import Environment
+from trainer.launch.start_times import StartTimes
 from trainer.steps import search
 from trainer.steps.replay import RecordedRun, replay
 from trainer.train_command import run
@@ -103,7 +104,7 @@ def train(monkeypatch: Patch) -> Iterator[Train]:
 
     def call(folder: Path, overrides: Sequence[str]) -> None:
         command = CommandLine((f"run.dir={folder}", *overrides))
-        run(resolve(over_saved(command, FILE_SYSTEM)), Environment.read({}))
+        run(resolve(over_saved(command, FILE_SYSTEM)), Environment.read({}), StartTimes())
 
     yield call
     torch.set_num_threads(threads)

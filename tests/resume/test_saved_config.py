@@ -96,10 +96,9 @@ def test_a_schedule_taken_from_the_checkpoint_is_carried_on(alone: Path, tmp_pat
     assert config["optimizer"] == given["optimizer"]
 
 
-def test_a_value_of_the_environment_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DEVICE", "cpu")
+def test_a_value_of_the_environment_is_not_written(tmp_path: Path) -> None:
     overrides = ["model=gpt2_tiny", *TINY, "train.train_iters=1", "schedule.lr_warmup_iters=0"]
-    run_ok(tmp_path / "run", [*overrides, "train.device=${oc.env:DEVICE}"])
+    run_ok(tmp_path / "run", [*overrides, "train.device=${oc.env:REPRISE_DEVICE,cpu}"])
     assert "device" not in config_of(tmp_path / "run", 1)["train"]
 
 

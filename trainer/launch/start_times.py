@@ -1,4 +1,4 @@
-"""Seconds from a run's launch to its first iteration, by phase. The first module that a launch imports."""
+"""Seconds from a run's launch to its first iteration, by phase. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-BEGAN = time.monotonic()
 PHASES = ("imports", "rendezvous", "data", "build", "load")  # in order
 
 

@@ -86,12 +86,15 @@ def found_patiently(find: Callable[[], Json], key: str) -> Json:
         raise failed_read("A path cannot be read", error, where=error.filename, fix=f"Correct {key}.") from error
 
 
-def named_source(path: Path) -> Json:
+def named_source(path: Path, *, with_weights: bool = True) -> Json:
     """Return the kind and path of the user's source. A run may be named by its folder.
+
+    Args:
+        with_weights: Whether another program's weights are allowed.
 
     Raises:
         CheckpointError: A run cannot start from the file.
-        MismatchError: It is a Megatron checkpoint or PEFT adapters.
+        MismatchError: It is a Megatron checkpoint, PEFT adapters, or weights where these are not allowed.
     """
     from trainer.interop.hf.config import is_folder
     from trainer.interop.megatron.refuse import refuse_megatron
@@ -105,6 +108,13 @@ def named_source(path: Path) -> Json:
             where=path,
             found=f"{ADAPTERS} without {MANIFEST}",
             fix="Name the checkpoint of the run that trained them, or the weights that they were trained on.",
+        )
+    if not with_weights and (is_file(path) or is_folder(path)):
+        raise MismatchError(
+            "Adapters continue from a checkpoint of adapters",
+            where=path,
+            found="weights of another program",
+            fix="Set checkpoint.base to these weights, and checkpoint.load to a checkpoint or leave it out.",
         )
     if is_file(path) or is_folder(path):
         return {"kind": "weights", "path": str(path)}
@@ -145,7 +155,7 @@ def _find(config: Config, saves: Saves, journal: Journal, launch: Launch) -> Jso
     if is_own:
         source = {"kind": "checkpoint", "path": str(save_folder(section))}
     elif origin is Origin.named:
-        source = named_source(location(section.load))
+        source = named_source(location(section.load), with_weights=not config.model.is_adapted)
     return {"origin": origin.name, "source": source, "is_inside": is_inside}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, replace
@@ -153,10 +154,11 @@ class Recorder:
         if not isinstance(tensor, torch.Tensor) or not passes.is_forward:
             return
         place = StepPlace(self._iteration, "forward", passes.micro, name, what)
-        self._add(place, local_of(tensor))
+        call = passes.count(place)
+        self._add(place, local_of(tensor), call=call)
         if what == "output" and tensor.requires_grad:
             back = replace(place, phase="backward", what="gradient of its output")
-            tensor.register_hook(lambda gradient: self._add(back, local_of(gradient)))  # type: ignore[no-untyped-call]
+            tensor.register_hook(lambda gradient: self._add(back, local_of(gradient), call=call))  # type: ignore[no-untyped-call]
 
     def _loss(self, context: ParallelContext) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
         def loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -183,6 +185,7 @@ class Recorder:
         digest: str = "",
         offset: Sequence[int] = (),
         tensor_shape: Sequence[int] = (),
+        call: int = 0,
     ) -> None:
         local = local.detach()
         # An output may be a view of a gathered parameter, whose memory FSDP2 frees unless numpy holds it.
@@ -200,6 +203,7 @@ class Recorder:
             "tensor_shape": list(tensor_shape),
             "digest": digest or xxhash.xxh3_64_hexdigest(data),
             "at": at,
+            "call": call,
         }
         self._lines.write(json.dumps(record) + "\n")
 
@@ -212,6 +216,7 @@ class _Passes:
         self.is_repeated = False  # with weight 0, and not recorded
         self.micro = -1
         self._numbers: Iterator[int] = iter(())
+        self._calls = Counter[StepPlace]()
 
     def begin(self, numbers: Sequence[int]) -> None:
         """Start an iteration, given its micro-batch numbers."""
@@ -223,6 +228,12 @@ class _Passes:
         self.is_repeated = number is None
         self.is_forward = not self.is_repeated
         self.micro = self.micro if number is None else number
+        self._calls.clear()
+
+    def count(self, place: StepPlace) -> int:
+        """Return how often a module was called earlier in this pass: a virtual shard is a call."""
+        self._calls[place] += 1
+        return self._calls[place] - 1
 
     def leave(self) -> None:
         """End a forward pass."""

@@ -60,13 +60,14 @@ class StepPart:
     """A rank's part of a tensor.
 
     Args:
-        order: The pipeline stage, the tensor-parallel rank, and the record number on the rank.
+        order: The pipeline stage, the tensor-parallel rank, the call number if a module runs several times, and the
+            record number on the rank.
         offset, tensor_shape: The box's corner and the tensor's shape, for a logical tensor. Otherwise empty.
         at: The offset in `file` at which its values start. None if values were not stored.
     """
 
     rank: int
-    order: tuple[int, int, int]
+    order: tuple[int, int, int, int]
     file: Path
     dtype: str
     shape: tuple[int, ...]
@@ -150,7 +151,7 @@ def read_record(folder: Path) -> StepRecord:
             raise DataError("A rank's record is incomplete", where=path, fix="Record the run again.") from error
         headers.append(header)
         for number, record in enumerate(records):
-            order = (header["stage"], header["tensor_rank"], number)
+            order = (header["stage"], header["tensor_rank"], record["call"], number)
             shape, offset, tensor_shape = (tuple(record[name]) for name in ("shape", "offset", "tensor_shape"))
             file, dtype = folder / VALUES.format(rank), record["dtype"]
             part = StepPart(rank, order, file, dtype, shape, offset, tensor_shape, record["digest"], record["at"])
@@ -180,7 +181,7 @@ def first_difference(a: StepRecord, b: StepRecord) -> StepDifference | None:
 
 def _order(place: StepPlace, parts: Sequence[StepPart]) -> tuple[int, ...]:
     """Return a place's position in an iteration. Later pipeline stages come first in a backward pass."""
-    stage, _, number = parts[0].order
+    stage, _, _, number = parts[0].order
     phase = PHASES.index(place.phase)
     return place.iteration, phase, place.micro, -stage if place.phase == "backward" else stage, number
 

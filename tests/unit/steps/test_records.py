@@ -20,7 +20,7 @@ def record(folder: Path, values: torch.Tensor) -> StepRecord:
     dtype = str(values.dtype).removeprefix("torch.")
     file.write_bytes(values.reshape(-1).view(torch.uint8).numpy().tobytes())
     digest = xxhash.xxh3_64_hexdigest(file.read_bytes())
-    part = StepPart(0, (0, 0, 0), file, dtype, shape, (), (), digest, at=0)
+    part = StepPart(0, (0, 0, 0, 0), file, dtype, shape, (), (), digest, at=0)
     return StepRecord({}, {PLACE: [part]})
 
 
