@@ -109,7 +109,7 @@ def _report(
     """Print the rows, and return the exit status."""
     is_in_one = len({row["folder"] for row in rows}) <= 1
     damaged = (CheckpointStatus.DAMAGED, CheckpointStatus.UNREADABLE)
-    problems = [f"{found.path}: {found.problem}" for found in checkpoints if found.status in damaged]
+    problems = [f"{result.path}: {result.problem}" for result in checkpoints if result.status in damaged]
     _print(options, rows, _without(rows, "folder") if is_in_one else rows, *problems)
     statuses = {checkpoint.status for checkpoint in checkpoints}
     if CheckpointStatus.DAMAGED in statuses:
@@ -138,8 +138,8 @@ def show(options: argparse.Namespace) -> int:
     fields = [{"field": name, "value": value} for name, value in flattened(contents.state).items()]
     host = (f"A single host's folder, {share}", "") if share else ()
     aliases = [f"{alias} is {stored}" for alias, stored in contents.aliases.items()]
-    held = {"held": share} if share else {}
-    _print(options, document | held, str(contents.path), "", *host, fields, "", files, "", tensors, *aliases)
+    members = {"held": share} if share else {}
+    _print(options, document | members, str(contents.path), "", *host, fields, "", files, "", tensors, *aliases)
     return FINE
 
 

@@ -73,9 +73,9 @@ def _on_all_hosts(path: Path, findings: Sequence[Finding]) -> int:
     from trainer.launch import process_group
 
     cluster, status = process_group.start("cpu", deterministic=False, timeout_s=_JOIN_S), FINE
-    for title, found in collect(path, cluster, findings):
+    for title, answers in collect(path, cluster, findings):
         print(title, flush=True)
-        status |= _print(found)
+        status |= _print(answers)
     status = int(cluster.channel.from_first("doctor/status", lambda: status))
     process_group.shutdown(cluster)
     return status

@@ -32,14 +32,14 @@ def collect(path: Path, cluster: Cluster, findings: Sequence[Finding]) -> list[t
     """
     channel = cluster.channel
     hosts = find_hosts(channel, cluster.local_ranks, "doctor")
-    found = channel.gather("doctor/found", json.dumps([astuple(finding) for finding in findings]).encode())
+    answers = channel.gather("doctor/found", json.dumps([astuple(finding) for finding in findings]).encode())
     shared = one_folder(path, channel, hosts)
     if channel.rank != 0:
         return []
     reports = list[tuple[str, Sequence[Finding]]]()
     for name, ranks in zip(hosts.names, hosts.ranks, strict=True):
         numbers = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
-        reports.append((f"host {name} ({numbers})", [Finding(*finding) for finding in json.loads(found[ranks[0]])]))
+        reports.append((f"host {name} ({numbers})", [Finding(*finding) for finding in json.loads(answers[ranks[0]])]))
     count = f"{channel.world_size} on {count_of(len(hosts.names), 'host')}"
     return [*reports, ("all hosts", [Finding("ranks join", FINE, count), shared])]
 
@@ -50,17 +50,17 @@ def one_folder(path: Path, channel: StoreChannel, hosts: Hosts) -> Finding:
     Returns:
         On rank 0, the finding.
     """
-    what, made = "one folder for all hosts", ""
+    what, mark = "one folder for all hosts", ""
     with ExitStack() as stack:
         if channel.rank == 0:
             with suppress(OSError):  # its own checks have named it
-                made = str(stack.enter_context(scratch_folder(path)))
-        made = channel.broadcast("doctor/made", made.encode()).decode()
-        unseen = why_unseen(Path(made), os.stat) if made else "there is none"
-        reasons = channel.gather("doctor/unseen", unseen.encode())
-    blind = {hosts.number_of(rank): reason.decode() for rank, reason in enumerate(reasons) if reason}
-    if not blind:
+                mark = str(stack.enter_context(scratch_folder(path)))
+        mark = channel.broadcast("doctor/made", mark.encode()).decode()
+        reason = why_unseen(Path(mark), os.stat) if mark else "there is none"
+        reasons = channel.gather("doctor/unseen", reason.encode())
+    problems = {hosts.number_of(rank): reason.decode() for rank, reason in enumerate(reasons) if reason}
+    if not problems:
         return Finding(what, FINE, f"{count_of(len(hosts.names), 'host')} and every rank")
-    hosts_reasons = "; ".join(f"host {hosts.names[number]}: {reason}" for number, reason in blind.items())
+    hosts_reasons = "; ".join(f"host {hosts.names[number]}: {reason}" for number, reason in problems.items())
     fix = f"Mount the same file system at this path on every host. {WAY_OUT}"
-    return Finding(what, BAD, f"{made or path} of rank 0 cannot be seen by {hosts_reasons}. {fix}")
+    return Finding(what, BAD, f"{mark or path} of rank 0 cannot be seen by {hosts_reasons}. {fix}")

@@ -80,12 +80,12 @@ def _checkpoint(folder: Path) -> Finding:
     start = time.perf_counter()
     try:
         path = reprise.save_state_dict(folder, {"tensor": tensor}, iteration=1)
-        saved = time.perf_counter()
-        (verified,) = reprise.verify(path)
+        middle = time.perf_counter()
+        (result,) = reprise.verify(path)
     except (OSError, TrainerError) as error:
         return Finding(what, BAD, str(error))
-    if verified.problem is not None:
-        return Finding(what, BAD, str(verified.problem))
-    times = {"saved durably": saved - start, "read": time.perf_counter() - saved}
+    if result.problem is not None:
+        return Finding(what, BAD, str(result.problem))
+    times = {"saved durably": middle - start, "read": time.perf_counter() - middle}
     speeds = ", ".join(f"{name} at {_SAVED_BYTES / seconds / 1e9:.2f} GB/s" for name, seconds in times.items())
     return Finding(what, FINE, speeds)

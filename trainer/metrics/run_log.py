@@ -61,9 +61,9 @@ class IterationRecord:
 
     def line(self) -> Json:
         """Return the iteration's `metrics.jsonl` record. `<name>_hex` preserves every bit of a figure."""
-        exact = {"loss": self.loss, "grad_norm": self.grad_norm, "lr": self.lr}
+        figures = {"loss": self.loss, "grad_norm": self.grad_norm, "lr": self.lr}
         record: Json = {"iteration": self.iteration}
-        for name, figure in exact.items():
+        for name, figure in figures.items():
             record |= {name: figure, f"{name}_hex": figure.hex()}
         record |= {
             "consumed_samples": self.consumed_samples,
@@ -172,8 +172,8 @@ class RunLog:
         except OSError as error:
             raise run_folder_failed(self._folder, error) from error
         # `metrics.jsonl` comes last: a save it records, from which a killed run may resume, is then in all other sinks.
-        started = [sink for sink in self._sinks if self._attempt(sink, partial(sink.start, self._folder, iteration))]
-        self._sinks = [*started, self._lines]
+        sinks = [sink for sink in self._sinks if self._attempt(sink, partial(sink.start, self._folder, iteration))]
+        self._sinks = [*sinks, self._lines]
         self._first = {"resumed": True} if iteration > 0 else {}
         if launch:
             self._first["launch"] = self._launch = launch

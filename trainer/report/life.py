@@ -43,13 +43,15 @@ def life_of(history: History) -> list[LifeEvent]:
 def _saves(history: History) -> Iterator[LifeEvent]:
     """Yield the saves, and whether the run's folder still has them."""
     try:
-        kept = {summary.iteration for summary in reprise.list(history.folder, check=0) if not summary.is_superseded}
+        iterations = {
+            summary.iteration for summary in reprise.list(history.folder, check=0) if not summary.is_superseded
+        }
     except (TrainerError, OSError):  # no saves, or saves in another folder
-        kept = set()
+        iterations = set()
     for log in history.logs:
         for event in events_of([log], *SAVES):
             kind = event["event"].replace("_", " ")
-            kind += " kept" if kind == "save" and log is history.log and event["iteration"] in kept else ""
+            kind += " kept" if kind == "save" and log is history.log and event["iteration"] in iterations else ""
             blocked = sum_of(event, "blocked_seconds", "waited_seconds")
             size, seconds = sum_of(event, "written_bytes") / 1e6, sum_of(event, "seconds")
             text = f"{size:,.1f} MB by rank 0, {seconds:.2f} s, blocked {blocked:.3f} s"

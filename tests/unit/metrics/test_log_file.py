@@ -34,9 +34,9 @@ def records(draw: st.DrawFn) -> dict[str, object]:
         record |= {name: value if math.isfinite(value) else None, f"{name}_hex": value.hex()}
     record["seconds"] = draw(FLOATS.filter(math.isfinite))
     if draw(st.integers(0, 3)) == 0:
-        record[draw(st.sampled_from([*record]))] = draw(ODD_VALUES)
+        record[draw(st.sampled_from([*record][1:]))] = draw(ODD_VALUES)
     if draw(st.integers(0, 5)) == 0:
-        record.pop(draw(st.sampled_from([*record])))
+        record.pop(draw(st.sampled_from([*record][1:])))
     return record if draw(st.integers(0, 9)) else {"iteration": 7, "event": "evaluation", "valid_loss": 2.5}
 
 
@@ -54,8 +54,8 @@ def cells(log: MetricsLog) -> list[tuple[str, int]]:
 def test_a_column_has_what_each_record_has(written: Sequence[dict[str, object]]) -> None:
     """Records are read together, with the values that each has alone."""
     names = ("loss", "grad_norm", "seconds")
-    log = read("".join(f"{json.dumps(record)}\n" for record in written), *names, skips_damaged=True)
-    alone = [read(f"{json.dumps(record)}\n", *names, skips_damaged=True) for record in written]
+    log = read("".join(f"{json.dumps(record)}\n" for record in written), *names)
+    alone = [read(f"{json.dumps(record)}\n", *names) for record in written]
     assert cells(log) == [cell for single in alone for cell in cells(single)]
     assert log.columns.iterations.tolist() == [n for single in alone for n in single.columns.iterations.tolist()]
 
