@@ -8,6 +8,7 @@ ranks need only a single reduction of fixed size on their device. `value` rounds
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -101,6 +102,14 @@ def value(sums: Sequence[int]) -> float:
     for limb in reversed(sums[:_LIMBS]):
         number = (number << _LIMB_BITS) + limb
     return number / (1 << -_LOWEST)
+
+
+def rounded_once(numbers: Sequence[float]) -> float:
+    """Return the sum of a process's numbers, with the bits of `value`."""
+    try:
+        return math.fsum(numbers)
+    except ValueError:  # of infinity and minus infinity
+        return math.nan
 
 
 @functools.cache
