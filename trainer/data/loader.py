@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 
 import numpy as np
@@ -15,6 +15,7 @@ from trainer.data.data_file import Ints
 from trainer.data.order import sample_ids_at
 from trainer.data.position_map import PositionMap
 
+_SAMPLES = 1024  # per lookup, which takes as long for 1 sample; an iteration with more is looked up alone
 _ALONE, _NO_GAPS = Blend([Fraction(1)]), PositionMap()
 
 
@@ -42,6 +43,8 @@ class BatchLoader:
     position: int = 0
     consumed: Sequence[int] | None = None
     position_map: PositionMap = _NO_GAPS
+    # The next iterations' samples, by consumed samples, size and seed.
+    _ahead: dict[tuple[int, int, int], Ints] = field(init=False, compare=False, repr=False, default_factory=dict)
 
     def numbers_of(self, size: int) -> Sequence[int]:
         """Return the numbers of this rank's micro-batches in an iteration with `size` samples."""
@@ -53,8 +56,16 @@ class BatchLoader:
         Args:
             size: Samples in the iteration, over all data-parallel ranks. By default, `global_batch_size`.
         """
-        counts = self._positions(consumed_samples, size or self.global_batch_size)
-        return self._micro_batches(self.sample_ids(counts, seed))
+        size = size or self.global_batch_size
+        key = consumed_samples, size, seed
+        if key not in self._ahead:
+            positions = self._positions(consumed_samples, size)
+            starts = consumed_samples + np.arange(max(1, _SAMPLES // max(1, positions.size))) * size
+            ahead = np.add.outer(starts - consumed_samples, positions)
+            ids = self.sample_ids(ahead.ravel(), seed).reshape(ahead.shape)
+            self._ahead.clear()
+            self._ahead.update({(start, size, seed): row for start, row in zip(starts.tolist(), ids, strict=True)})
+        return self._micro_batches(self._ahead[key])
 
     def sample_ids(self, counts: Ints, seed: int) -> Ints:
         """Return the sample ids for counts from 0, int64 [n]. Ids number the samples through all sources."""
