@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -37,3 +39,14 @@ def read(found: list[list[torch.Tensor]]) -> list[int]:
 def test_an_evaluation_reads_from_the_start_in_order_and_wraps(samples: Samples, ranks: int) -> None:
     found = [list(itertools.chain(*feed.eval_batches(3))) for feed in feeds(samples, ranks=ranks)]
     assert read(found) == [number % 30 for number in range(36)]
+
+
+def test_the_order_is_asked_once_for_many_iterations() -> None:
+    samples = Samples([tokens_in_memory(np.arange(1001, dtype=np.uint16))], seq_length=1)
+    loader = BatchLoader(samples, 16, 8, [1], torch.device("cpu"))
+    with mock.patch.object(BatchLoader, "sample_ids", autospec=True, side_effect=BatchLoader.sample_ids) as order:
+        for number in range(130):
+            loader.train_batch(number * 16, 5)
+            assert len(loader._ahead) == 128
+        replace(loader, global_batch_size=4096, numbers=range(512)).train_batch(0, 5)
+    assert [call.args[1].size for call in order.call_args_list] == [1024, 1024, 4096]
