@@ -5,6 +5,7 @@ A folder stands for the store. No test waits for time.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -21,7 +22,7 @@ from reprise.stores.store import end_child
 from tests.stores.saving import RUN, committed, content, give_up, save
 from tests.stores.test_mirror_pass import Site, finish, names_of
 from trainer.commands.follow import main
-from trainer.follow.follower import Follower, FollowLog
+from trainer.follow.follower import Follower
 from trainer.follow.runner import CommandOutcome
 
 
@@ -41,10 +42,10 @@ def add(site: Site, *iterations: int) -> None:
 
 
 class Runner:
-    """Calls an event at each pause, or during each command; stops when nothing is left."""
+    """Calls an event at each pause, or during each command; interrupts when nothing is left."""
 
     def __init__(self, *events: Callable[[], object], during: Callable[[], object] = lambda: None) -> None:
-        self._events, self._during, self.is_stopped = list(events), during, False
+        self._events, self._during = list(events), during
         self.urls: list[str] = []
 
     def run(self, command: Sequence[str]) -> CommandOutcome:
@@ -56,14 +57,15 @@ class Runner:
         if self._events:
             self._events.pop(0)()
         else:
-            self.is_stopped = True
+            raise KeyboardInterrupt
 
 
 def follow(site: Site, runner: Runner, *, once: bool = False) -> list[int]:
     """Follow the URL of a run; return the iterations with a line."""
+    follower = Follower(location(str(site.url)), ["evaluate", "{}"], execute=runner.run, pause=runner.pause)
+    with contextlib.chdir(site.folder.parent), contextlib.suppress(KeyboardInterrupt):
+        assert follower.follow(once=once)
     record = site.folder.parent / "follow.jsonl"
-    with FollowLog(record) as log:
-        assert Follower(location(str(site.url)), ["evaluate", "{}"], log, runner).follow(once=once) == 0
     return [json.loads(line)["iteration"] for line in record.read_text().splitlines()]
 
 
@@ -108,19 +110,6 @@ def test_a_follower_waits_for_what_is_still_to_come(site: Site) -> None:
     finish(passes)
     assert not marker.exists()
     assert follow(site, Runner(), once=True) == [5, 10, 15]
-
-
-def test_a_follower_says_that_a_run_has_stopped(site: Site, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO")
-    marker = site.store / STILL_MIRRORED
-    events = (lambda: None, marker.touch, lambda: None, marker.unlink)
-    assert follow(site, Runner(*events)) == [5]
-    said = [record.message for record in caplog.records if "is the newest checkpoint" in record.message]
-    assert [line.partition("; ")[2] for line in said] == [
-        "the run has stopped: waiting for it to start again",
-        "waiting for the next checkpoint",
-        "the run has stopped: waiting for it to start again",
-    ]
 
 
 def test_the_record_of_a_url_lies_beside_the_caller(

@@ -88,9 +88,9 @@ class Follower:
         """
         if once and not is_dir(self._run):
             raise no_folder(self._run, kind="run")
-        if not is_dir(self._run):
+        if not (is_stored(self._run) or is_dir(self._run)):
             _log.info("waiting for %s", self._run)
-        while not is_dir(self._run):
+        while not (is_stored(self._run) or is_dir(self._run)):
             self._pause(poll_s)
         folder, stem = Path.cwd() if is_stored(self._run) else self._run, f"{FOLLOW}.{name}" if name else FOLLOW
         lines, nonce = f"{stem}.jsonl", secrets.token_hex(4)
