@@ -283,7 +283,14 @@ class CheckpointFolder:
             with _errors_logged("%s could not be swept", path):
                 self.files.remove_tree(path)
                 removed.append(path)
-        if self.committed():  # otherwise only the tracker shows that there was a run
+        if committed := self.committed():  # otherwise only the tracker shows that there was a run
+            if (tracked := self.tracker() or 0) > committed[-1]:
+                _log.warning(
+                    "%s names iteration %d, but the newest checkpoint is %s: newer ones were removed or are hidden",
+                    self.root / TRACKER,
+                    tracked,
+                    iteration_name(committed[-1]),
+                )
             self._update_tracker()
         return removed
 

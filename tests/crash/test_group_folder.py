@@ -13,7 +13,7 @@ from torch import nn
 
 import reprise
 from reprise.storage.holds import Hold
-from trainer.follow.follower import FollowLog
+from trainer.follow.follower import Follower
 from trainer.metrics.jsonl_file import JsonlFile
 
 _GROUP = 4242
@@ -36,8 +36,7 @@ def write_all(folder: Path, first: int) -> None:
     hold = Hold.take(folder / "run" / f"iter_{first + 1:07d}")
     assert hold is not None
     JsonlFile(folder / "metrics.jsonl", lambda: 0.0).write({"iteration": first})
-    with FollowLog(folder / "follow.jsonl"):
-        pass
+    Follower(folder, ["true"], first=first + 9).follow(once=True)
 
 
 def test_the_umask_decides_who_may_write(tmp_path: Path) -> None:

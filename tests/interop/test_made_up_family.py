@@ -111,7 +111,7 @@ def test_a_schedule_of_a_new_style_is_no_other_schedule(tmp_path: Path, monkeypa
     section = ScheduleSection(lr_decay_style=style, lr_warmup_iters=2, lr_decay_iters=10)
     schedule = resolve(section, RunLength(10, 80, False, 8), 1.0)
     with pytest.raises(AssertionError, match=r"DecayStyle\.triangle"):
-        schedule.at(1, 8)
+        schedule.at(3, 24)
     record = {**dict(checkpoint.state["schedule"]), "style": "triangle"}
     write = FORMATS["megatron"].write
     assert write is not None

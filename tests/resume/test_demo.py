@@ -26,7 +26,7 @@ def test_the_demo_needs_no_package_that_draws(
 ) -> None:
     unbroken, killed = twice_killed_run(tmp_path / "a"), twice_killed_run(tmp_path / "b")
     for name in ("matplotlib", "bokeh"):
-        (tmp_path / f"{name}.py").write_text("raise ImportError")
+        (tmp_path / f"{name}.py").write_text(f"raise ModuleNotFoundError(name={name!r})")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     assert demo.compare_runs(unbroken, killed) == 0
     printed = capfd.readouterr()

@@ -15,7 +15,7 @@ from tests.messages import says
 from tests.resume.differential import rows_of
 from tests.resume.random_tokens import write_random_tokens
 from trainer.commands import checkpoint as checkpoints
-from trainer.commands import compare_loss, evaluate, follow
+from trainer.commands import evaluate, follow
 
 BASE = (
     "model=llama3_tiny",
@@ -127,18 +127,12 @@ def test_adapters_are_evaluated_on_their_base_alone(tmp_path: Path, capsys: pyte
     refuses(words[:1], "checkpoint.base", capsys)
 
 
-def test_a_follower_evaluates_unless_it_has_a_command(
-    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_follower_evaluates_unless_it_has_a_command(trained: Path, tmp_path: Path) -> None:
     run = Path(shutil.copytree(trained, tmp_path / "run"))
     shutil.rmtree(checkpoint(run, 2))
     assert follow.main([str(run), "--once"]) == 0
     (line,) = [json.loads(line) for line in (run / "follow.jsonl").read_text().splitlines()]
     assert (line["metric"], float(line["value"]).hex()) == ("valid_loss", losses(run)[4])
-    capsys.readouterr()
-    assert compare_loss.main([str(run), str(run), "--json"]) == 0
-    table = json.loads(capsys.readouterr().out)["evaluations"]
-    assert sorted(next(iter(table.values()))["valid_loss"]) == ["2", "4"]  # of the log too, where none was followed
 
 
 def test_what_cannot_be_evaluated_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

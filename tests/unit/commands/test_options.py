@@ -22,7 +22,7 @@ def test_all_keys_are_described(capsys: Printed) -> None:
         ("train.seed=5", "train.seed (integer; default 1234)", 0),
         ("schedule", "schedule= one of constant, cosine, linear, wsd", 5),
         ("checkpoint.local", "checkpoint.local (the keys below; default below)", 5),
-        ("train.exit_", "train.exit_interval (integer; default 0)", 2),
+        ("train.exit_", "train.exit_interval (integer; default 0)", 1),
     ],
 )
 def test_a_name_selects_keys(name: str, first: str, others: int, capsys: Printed) -> None:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from tests.profiles import examples
-from trainer.generate.sampling import Sampling, choose, generate
+from trainer.generate.sampling import Sampling, choose, continue_with
 
 LOGITS = torch.tensor([0.5, 2.0, -1.0, 1.9, -torch.inf])
 
@@ -49,13 +51,20 @@ def test_every_seed_draws_another_text() -> None:
     assert len(texts) == 20
 
 
+class Counting(nn.Module):
+    """A model whose likeliest next token is the last one and 1."""
+
+    def __init__(self, end: int) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(max_position_embeddings=2, vocab_size=100, end_tokens=(end, 98))
+        self.weight = nn.Parameter(torch.zeros(1))
+
+    def forward(self, window: torch.Tensor) -> torch.Tensor:
+        assert window.shape[1] <= 2
+        return nn.functional.one_hot(window + 1, 101).float()
+
+
 @pytest.mark.parametrize(("end", "expected"), [(6, [4, 5, 6]), (99, [4, 5, 6, 7, 8]), (4, [4])])
 def test_a_text_ends_with_its_end_or_its_length(end: int, expected: list[int]) -> None:
-    def after(tokens: Sequence[int]) -> int:
-        return tokens[-1] + 1
-
-    assert list(generate(after, [1, 3], max_new_tokens=5, ends=(end, 98))) == expected
-
-
-def test_a_text_that_is_broken_off_ends_there() -> None:
-    assert list(generate(lambda tokens: None if len(tokens) == 3 else 0, [1], max_new_tokens=9, ends=(7,))) == [0, 0]
+    model: Any = Counting(end)
+    assert continue_with(model, [1, 3], Sampling(), max_new_tokens=5) == expected
