@@ -54,7 +54,8 @@ def log_result(
         )
     if missing:
         _log.warning(f"not in {path}, and kept: {count_of(len(missing), 'name')}: {first_of(missing, 5)}")
-    objects = {key for key, value in stored.root.items() if isinstance(value, dict) and type(value) is not ByLeaf}
+    dicts = {key: value for key, value in stored.root.items() if isinstance(value, dict)}
+    objects = {key for key, value in dicts.items() if value and type(value) is not ByLeaf}
     requested = {MODEL, OPTIMIZER[0], PER_RANK, *entries, *(result.keys() - objects)}
     tops = [*stored.root, *(keys_of_pointer(where)[0] for where in stored.groups if where)]
     unrequested = [("state", top) for top in tops if top not in requested]

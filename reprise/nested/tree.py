@@ -120,7 +120,8 @@ class Tree:
             if self.is_load and isinstance(place[0], tuple):
                 where = pointer(keys)
                 raise CheckpointError("A value in a tuple cannot be filled in place", where=where, fix="Pass a list.")
-            self._add_receiver(keys, Receiver(lambda: value, partial(_replace, *place), is_value=True))
+            current = {} if is_by_leaf else value  # a save stores an empty dict of any class as a plain one
+            self._add_receiver(keys, Receiver(lambda: current, partial(_replace, *place), is_value=True))
         elif isinstance(value, dict):
             self.add_dict(keys, value)
         elif isinstance(value, (list, tuple)):

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.fsdp import fully_shard
 
-from reprise import AsyncSaver, load_state_dict, save_state_dict
+from reprise import AsyncSaver, load_state_dict, save, save_state_dict
 from reprise.ranks.group import CALL_TIMEOUT_S, COMMIT_TIMEOUT_S
 from reprise.saving import plan
 from reprise.saving.checkpointer import LINGER_S
@@ -63,7 +63,9 @@ def test_as_many_threads_copy_as_torch_computes_with(
 
 @pytest.mark.parametrize("given", [defaultdict(int), defaultdict(int, a=0)], ids=["empty", "filled"])
 def test_a_dict_of_another_class_keeps_that_of_the_load(tmp_path: Path, given: defaultdict[str, int]) -> None:
-    save_state_dict(tmp_path, {"counts": {"a": 1}}, iteration=1)
+    save(tmp_path, nn.Linear(1, 1), state={"counts": given}, iteration=1)
+    save_state_dict(tmp_path, {"counts": given}, iteration=2)
+    save_state_dict(tmp_path, {"counts": {"a": 1}}, iteration=3)
     load_state_dict(tmp_path, {"counts": given})
     assert given == {"a": 1}
     assert given["b"] == 0

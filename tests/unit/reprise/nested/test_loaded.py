@@ -94,7 +94,8 @@ def loop() -> Loop:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    return model, optimizer, {"scheduler": scheduler, "epoch": 3, "ema": nn.Linear(2, 2), "losses": [torch.ones(2)]}
+    state = {"scheduler": scheduler, "epoch": 3, "ema": nn.Linear(2, 2), "losses": [torch.ones(2)], "tags": {}}
+    return model, optimizer, state
 
 
 @pytest.fixture
@@ -136,4 +137,4 @@ def test_a_state_dict_with_an_optimizer_names_the_rest(path: Path, caplog: pytes
     assert not caplog.messages
     load_state_dict(path, {"model": model, "optimizer": optimizer, "ema": nn.Linear(2, 2)})
     (line,) = caplog.messages
-    assert {*line.split("request: ")[1].split(", ")} == {"scheduler", "epoch", "losses", "rng", "position"}
+    assert {*line.split("request: ")[1].split(", ")} == {"scheduler", "epoch", "losses", "tags", "rng", "position"}
