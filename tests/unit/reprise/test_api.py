@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import reprise
-from reprise import AsyncSaver, load, save, save_state_dict
+from reprise import AsyncSaver, load, load_state_dict, save, save_state_dict
 from reprise.errors import CheckpointError, ConfigError, MismatchError
 from reprise.saving.checkpointer import Checkpointer
 from tests import ROOT
@@ -94,6 +94,13 @@ def test_the_optimizer_may_be_left_behind_but_not_invented(tmp_path: Path) -> No
     path = save(tmp_path / "alone", model, iteration=1)
     with refused(MismatchError, str(path)):
         load(path, model, optimizer)
+    before = copy.deepcopy(optimizer.state_dict())
+    for result in (
+        load(path, model, optimizer, strict=False),
+        load_state_dict(path, {"model": model, "optimizer": optimizer}, strict=False),
+    ):
+        assert "/optimizer/param_groups/0" in result.missing_keys
+    assert_same(optimizer.state_dict(), before)
 
 
 @pytest.mark.parametrize(
