@@ -38,6 +38,11 @@ def swap(saved: dict[Any, Any]) -> None:
     model[names[0]], model[names[1]] = model[names[1]], model[names[0]]
 
 
+def narrow(saved: dict[Any, Any]) -> None:
+    name = "decoder.layers.0.mlp.linear_fc1.weight"
+    saved["model"][name] = saved["model"][name][:, :1].clone()
+
+
 def move(saved: dict[Any, Any]) -> None:
     flat = next(iter(saved[0].values()))
     flat["param"] = flat["param"].roll(1)
@@ -61,6 +66,12 @@ MODEL_FILE, FLAT_FILE = "mp_rank_00/model_optim_rng.pt", "mp_rank_00/distrib_opt
 REFUSED: dict[str, tuple[Way, str, Callable[[dict[Any, Any]], object], str]] = {
     "a buffer of another save": (Way(), MODEL_FILE, swap, "linear_proj.weight"),
     "a buffer that is not aligned": (Way(), FLAT_FILE, move, FLAT_FILE),
+    "a rank's part of another save": (
+        replace(TP2, is_distributed=False),
+        "mp_rank_01/model_optim_rng.pt",
+        narrow,
+        "[48, 1] of torch.float32",
+    ),
     "a missing parameter": (PLAIN, MODEL_FILE, drop, "linear_fc1.bias"),
     "a frozen parameter": (PLAIN, MODEL_FILE, freeze, "18 and 34"),
     "a lacking moment": (PLAIN, MODEL_FILE, cut_state, "exp_avg_sq"),

@@ -8,6 +8,7 @@ import torch
 
 from reprise.errors import CheckpointError
 from trainer.interop.finite import require_finite
+from trainer.interop.stored import are_equal
 
 Read = Callable[[], torch.Tensor]
 
@@ -22,7 +23,7 @@ def checked_master(weight: Read, master: Read, *, where: object, fix: str) -> to
     Raises:
         CheckpointError: It does not round to the model's own weight.
     """
-    parameter, copy = weight(), master()
+    copy, parameter = master(), weight()  # the larger is read while the other is not in memory
     if is_rounded(copy, parameter):
         return copy
     require_finite(copy, where=where)  # NaN is never equal to itself
@@ -38,4 +39,4 @@ def checked_master(weight: Read, master: Read, *, where: object, fix: str) -> to
 
 def is_rounded(master: torch.Tensor, weight: torch.Tensor) -> bool:
     """Return whether a weight is an optimizer's copy, rounded to the model's dtype. Zeros may differ in sign."""
-    return torch.equal(master.to(weight.dtype), weight)
+    return are_equal(master, weight, weight.dtype)

@@ -16,6 +16,7 @@ from trainer.interop.formats import listed
 from trainer.interop.torch_file import FLOATS
 
 Shape = tuple[int, ...]
+_ROWS = 1024
 
 
 class Sized(Protocol):
@@ -101,6 +102,12 @@ def require_fit(
         raise MismatchError("The files hold a different model", where=where, found=content, fix=fix)
 
 
+def are_equal(first: torch.Tensor, second: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Return whether tensors are equal once they are cast, which is done in small parts."""
+    parts = zip(*(tensor.reshape(tensor.shape or (1,)).split(_ROWS) for tensor in (first, second)), strict=False)
+    return first.shape == second.shape and all(torch.equal(one.to(dtype), other.to(dtype)) for one, other in parts)
+
+
 def require_tied(stored: torch.Tensor, alias: torch.Tensor, *, where: object) -> None:
     """Refuse an output layer that differs from its tied embedding.
 
@@ -108,7 +115,7 @@ def require_tied(stored: torch.Tensor, alias: torch.Tensor, *, where: object) ->
         MismatchError: They differ.
         CheckpointError: They hold NaN or infinity.
     """
-    if not torch.equal(stored.float(), alias.float()):
+    if not are_equal(stored, alias, torch.float32):
         require_finite(stored, where=where)  # NaN is never equal to itself
         raise MismatchError(
             "The embedding and the output layer differ, so they are not tied",

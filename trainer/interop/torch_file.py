@@ -16,7 +16,7 @@ import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, BinaryIO, TypeGuard
 
 import torch
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
@@ -75,6 +75,29 @@ class PlainObject:
         return ", ".join(map(shown, self.values)) or "an object of a class that is not loaded"
 
 
+class _FilePart(io.RawIOBase):
+    """A byte range presented as a separate file."""
+
+    def __init__(self, file: BinaryIO, offset: int, length: int) -> None:
+        self._file, self._offset, self._length, self._at = file, offset, length, 0
+
+    def seekable(self) -> bool:
+        """Return True."""
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Move to an offset in the part."""
+        self._at = offset + (0, self._at, self._length)[whence]
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        """Read the part's next bytes into memory, and return their count."""
+        count = max(0, min(len(buffer), self._length - self._at))
+        count = os.preadv(self._file.fileno(), [memoryview(buffer)[:count]], self._offset + self._at)
+        self._at += count
+        return count
+
+
 def read_torch_file(path: Path, part: tuple[int, int] | None = None) -> Any:
     """Return a file's content, with memory-mapped tensors. Objects with other classes become `PlainObject`.
 
@@ -88,9 +111,7 @@ def read_torch_file(path: Path, part: tuple[int, int] | None = None) -> Any:
         UnreadableError: The file cannot be read at the moment.
     """
     with _reading(path), os.fdopen(open_regular(path), "rb") as file:
-        if part is not None:
-            file.seek(part[0])
-        content = file if part is None else io.BytesIO(file.read(part[1]))
+        content: Any = file if part is None else _FilePart(file, *part)
         with zipfile.ZipFile(content) as archive:
             members = archive.infolist()
             if packed := [member.filename for member in members if member.compress_type]:

@@ -61,7 +61,7 @@ class DcpFolder:
     values: Mapping[str, Part]
 
     def read_tensor(self, key: str) -> torch.Tensor:
-        """Return a full tensor on the CPU. A single chunk and its bytes are in memory beside it.
+        """Return a full tensor on the CPU. A single chunk is in memory beside it.
 
         Raises:
             CheckpointError: A chunk is damaged.
@@ -76,9 +76,11 @@ class DcpFolder:
         for chunk, read in stored.chunks.items():
             part = intersect(chunk, box)
             if part.numel:
-                values = read()
+                values: torch.Tensor = read()
                 if tuple(values.shape) != chunk.shape:
                     raise ValueError(f"{key}: {shown(values)}, not of shape {list(chunk.shape)}")
+                if chunk == box:
+                    return values.to(stored.dtype)
                 target[relative(part, box).slices] = values[relative(part, chunk).slices]
         return target
 

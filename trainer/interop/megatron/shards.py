@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain
 
 import torch
 
@@ -80,8 +79,17 @@ def layers_of(names: Iterable[str]) -> int:
 
 
 def joined_shape(pieces: Sequence[FileTensor], cut: int | None) -> Shape:
-    """Return a tensor's full shape. See `join`."""
+    """Return a tensor's full shape. See `join`.
+
+    Raises:
+        ValueError: The ranks' parts do not fit together.
+    """
     shape = list(pieces[0].shape)
+    for piece in pieces:
+        differing = [dim for dim, (one, other) in enumerate(zip(piece.shape, shape, strict=True)) if one != other]
+        if piece.dtype != pieces[0].dtype or not {cut} >= set(differing):
+            found = [f"{list(part.shape)} of {part.dtype}" for part in (pieces[0], piece)]
+            raise ValueError(f"a tensor's parts on tensor-parallel ranks do not fit together: {' and '.join(found)}")
     if cut is not None and cut < len(shape):
         shape[cut] = sum(piece.shape[cut] for piece in pieces)
     return tuple(shape)
@@ -101,5 +109,11 @@ def join(pieces: Sequence[FileTensor], *, cut: int | None, is_gated: bool, where
         for rank, piece in enumerate(pieces[1:], start=1):
             compare_copies(first, piece.read(), what=f"tensor-parallel ranks 0 and {rank}", where=where)
         return first
-    parts = [piece.read().chunk(2 if is_gated else 1, dim=cut) for piece in pieces]
-    return torch.cat(list(chain.from_iterable(zip(*parts, strict=True))), dim=cut)
+    joined, halves, at = torch.empty(joined_shape(pieces, cut), dtype=pieces[0].dtype), 2 if is_gated else 1, 0
+    for piece in pieces:
+        width = piece.shape[cut] // halves
+        for target, values in zip(joined.chunk(halves, dim=cut), piece.read().chunk(halves, dim=cut), strict=True):
+            target.narrow(cut, at, width).copy_(values)
+        at += width
+        del values  # free the part before the next is read
+    return joined

@@ -71,8 +71,8 @@ class MegatronCheckpoint:
 def as_source(saved: MegatronCheckpoint, options: ImportOptions) -> StateSource:
     """Return a Megatron checkpoint as our source.
 
-    Weights are the optimizer's copies, which must round to the model's own. At most two Megatron tensors are in
-    memory at a time, beside ours.
+    Weights are the optimizer's copies, which must round to the model's own. Two Megatron tensors and a part are
+    in memory at a time.
 
     Raises:
         CheckpointError: Step counts differ.
