@@ -271,7 +271,7 @@ def cannot_write(
     is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     fix = "Make room there" if is_full else "Correct the path, its permissions or the file system"
     if error.errno in (errno.EMFILE, errno.ENFILE):
-        fix = "Raise the open file limit with `ulimit -n`"
+        fix, room = "Raise the open file limit with `ulimit -n`", None
     return CheckpointError(
         f"{what} cannot be written: {error.strerror} (errno {error.errno})",
         where=error.filename2 or error.filename or path,

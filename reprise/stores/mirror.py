@@ -104,16 +104,20 @@ def _patiently(call: Callable[[], T], finishing: threading.Event) -> T:
     """Return the result of `call`. Repeat it while the store is away, or another process has the lock."""
     pause_s = 0.0
     while True:
+        is_last = finishing.is_set()
         try:
             return call()
         except (OSError, LockError, UnreadableError) as error:
             is_refused = isinstance(error, OSError) and error.errno == errno.EACCES
-            if is_refused or (finishing.is_set() and pause_s == _LONGEST_PAUSE_S):
+            if is_refused or (is_last and pause_s == _LONGEST_PAUSE_S):
                 raise
             if not pause_s:
                 _log.warning("the mirror is waiting: %s; it will retry, and training continues", error)
         pause_s = min(2 * pause_s or _FIRST_PAUSE_S, _LONGEST_PAUSE_S)
-        (time.sleep if finishing.is_set() else finishing.wait)(pause_s)
+        if is_last:
+            time.sleep(pause_s)
+        elif finishing.wait(pause_s):
+            pause_s = _FIRST_PAUSE_S  # the end has as many tries, however long the store was away
 
 
 class Mirror:

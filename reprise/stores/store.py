@@ -83,7 +83,10 @@ class Child:
             OSError: The child exits again and again.
         """
         for _ in range(MOST_TRIES):
-            connection, memory = self._idle.pop() if self._idle else self.link()
+            try:
+                connection, memory = self._idle.pop()
+            except IndexError:  # several threads take them
+                connection, memory = self.link()
             try:
                 connection.send((call, url, *details))
                 answer = connection.recv()
@@ -100,8 +103,9 @@ class Child:
 
     def forget(self) -> None:
         """Close this process's ends of the connections."""
-        while self._idle:
-            self._idle.pop()[0].close()
+        with contextlib.suppress(IndexError):  # several threads take them
+            while True:
+                self._idle.pop()[0].close()
 
     def end(self) -> None:
         """End the child, if this process has started it. Another rank still using it starts its own."""

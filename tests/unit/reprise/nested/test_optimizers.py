@@ -38,8 +38,9 @@ class Own(torch.optim.SGD):
 
 def test_further_content_of_a_state_dict_is_refused(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
-    with refused(CheckpointError, "(/optimizer/count)", "Own"):
-        save(tmp_path, model, Own(model, count=3), iteration=1)
+    for place, optimizer in (("count", Own(model, count=3)), ("state/shared", Own(model, state={"shared": 3}))):
+        with refused(CheckpointError, f"(/optimizer/{place})", "Own"):
+            save(tmp_path, model, optimizer, iteration=1)
     save(tmp_path, model, Own(model), iteration=1)
 
 

@@ -72,6 +72,7 @@ def test_a_checkpoint_of_more_files_than_may_be_open_is_saved(tmp_path: Path, ar
 def test_where_no_descriptor_is_to_be_had_the_limit_is_named(tmp_path: Path, code: int) -> None:
     text = str(saved(tmp_path, FailingFiles("open_for_writing", code)).error)
     assert "`ulimit -n`" in text
+    assert "room" not in text
 
 
 @pytest.mark.parametrize(("kind", "after"), [("reserve", 7), ("write", 0), ("write", 7), ("sync", 7), ("close", 7)])

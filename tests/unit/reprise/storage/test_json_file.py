@@ -40,6 +40,18 @@ def test_numbers_that_json_lacks_become_null_at_every_depth() -> None:
     assert "\n" not in text
 
 
+def test_a_large_sealed_file_is_encoded_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes, encode = list[int](), json_file._COMPACT.encode
+
+    def note(value: object) -> str:
+        sizes.append(len(encode(value)))
+        return encode(value)
+
+    monkeypatch.setattr(json_file._COMPACT, "encode", note)
+    json_file.sealed({"files": {str(number): ["digest"] * 100 for number in range(100)}})
+    assert max(sizes) < 1000  # the encoder blocks all other threads
+
+
 @pytest.mark.parametrize(
     "body",
     [

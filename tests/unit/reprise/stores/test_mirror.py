@@ -6,11 +6,13 @@ import errno
 import os
 import signal
 import subprocess
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
-from reprise.stores.mirror import Mirror, mirror_rule
+from reprise.stores.mirror import Mirror, _patiently, mirror_rule
 from tests.fakes import JOIN_S
 from tests.stores.saving import committed, save
 
@@ -54,3 +56,23 @@ def test_a_mirror_that_cannot_be_restarted_ends_no_run(
         mirror.wake()
         assert mirror.finish(JOIN_S) == ["5"]
     assert "the mirror cannot be restarted: [Errno 12]" in caplog.text
+
+
+def test_a_store_that_was_away_for_hours_is_tried_again_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    finishing, tries = threading.Event(), list[bool]()
+
+    def fail() -> None:
+        tries.append(finishing.is_set())
+        raise OSError(errno.EIO, "away")
+
+    def wait(_: float) -> bool:
+        if len(tries) == 20:
+            finishing.set()
+        return finishing.is_set()
+
+    monkeypatch.setattr(finishing, "wait", wait)
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    with pytest.raises(OSError, match="away"):
+        _patiently(fail, finishing)
+    assert tries.count(False) == 20
+    assert tries.count(True) > 5
