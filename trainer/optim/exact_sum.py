@@ -143,7 +143,7 @@ def row_squares(tables: Iterable[torch.Tensor]) -> list[torch.Tensor]:
             small.setdefault(table.shape[1], []).append(table)
             continue
         rows = max(1, _CHUNK // table.shape[1])
-        sums += [_fold(part.square()) for part in torch.split(table, rows)]
+        sums.append(torch.cat([_fold(part.square()) for part in torch.split(table, rows)]))  # copies views of squares
     return sums + [_fold(torch.cat(group).square_()) for group in small.values()]
 
 

@@ -89,6 +89,8 @@ def test_tables_of_any_widths_are_squared_together(shapes: list[tuple[int, int]]
 
 def test_large_gradients_are_squared_in_blocks_of_rows() -> None:
     gradient = torch.randn(3000, 999)  # more elements than are squared at a time
-    assert torch.equal(squares_of(gradient)[-5:], squares_of(gradient[-5:]))
+    sums = exact_sum.row_squares([gradient])
+    assert torch.equal(torch.cat(sums)[-5:], squares_of(gradient[-5:]))
+    assert sum(rows.untyped_storage().nbytes() for rows in sums) == 4 * len(gradient), "no view keeps the squares"
     vector = torch.randn(17, 1)  # each element is a row
     assert torch.equal(squares_of(vector), vector[:, 0].square())
