@@ -13,6 +13,7 @@ import socket
 import struct
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -52,7 +53,13 @@ class EventFile:
         self._file = path.open("xb")
         version = Event(wall_time=time.time(), file_version="brain.Event:2")
         start = SessionLog(status=SessionLog.START)
-        self.write([version, Event(wall_time=time.time(), step=purge_step, session_log=start)])
+        try:
+            self.write([version, Event(wall_time=time.time(), step=purge_step, session_log=start)])
+        except OSError:  # the next attempt has its own file
+            with suppress(OSError):
+                self._file.close()
+            path.unlink(missing_ok=True)
+            raise
 
     def write(self, events: Iterable[Event]) -> None:
         """Append events and flush them to the operating system."""

@@ -160,13 +160,14 @@ def test_a_failing_disk_costs_tensorboard_points_not_the_run(
     with monkeypatch.context() as patch:  # a write that fails may have left half a record
         patch.setattr(EventFile, "write", lambda *_: os.rmdir(tmp_path))
         log.iteration(iteration_record(4))
-    log.iteration(iteration_record(5))
+        log.iteration(iteration_record(5))  # leaves no empty file
+    log.iteration(iteration_record(6))
     log.close()
-    assert iterations(tmp_path / "metrics.jsonl") == [1, 2, 3, 4, 5]
+    assert iterations(tmp_path / "metrics.jsonl") == [1, 2, 3, 4, 5, 6]
     assert len([*(tmp_path / "tensorboard").iterdir()]) == 2
     points = EventAccumulator(str(tmp_path / "tensorboard"))
     points.Reload()
-    assert [event.step for event in points.Scalars("loss/train")] == [3, 5]
+    assert [event.step for event in points.Scalars("loss/train")] == [3, 6]
 
 
 def test_a_broken_tensorboard_is_imported_once(
