@@ -10,7 +10,9 @@ import argparse
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -18,12 +20,14 @@ from tqdm import tqdm
 
 import reprise
 from reprise import CheckpointStatus, CheckpointSummary, ProgressCallback, VerifiedCheckpoint
-from reprise.errors import ConfigError, count_of
-from reprise.storage import dumps, shown_name
+from reprise.errors import ConfigError, TrainerError, count_of
+from reprise.format import INTERIM
+from reprise.storage import dumps, integer, json_file, shown_name
+from reprise.stores import is_stored
 from trainer.commands.arguments import any_path, local_path, natural, natural_or_all, positive
 from trainer.commands.frame import BAD, FINE, IMPOSSIBLE, framed
 from trainer.compare.text_table import duration, format_table
-from trainer.config.saved import flattened
+from trainer.config.saved import RUN_CONFIG, flattened
 from trainer.report.history import topology_text
 
 _PART = "a part"  # for a checkpoint whose other pieces are on other hosts
@@ -36,7 +40,7 @@ _log = logging.getLogger(__name__)
 def list_run(options: argparse.Namespace) -> int:
     """List the checkpoints of runs, checking only each file's header and first block."""
     summaries = reprise.list(*options.runs, check=options.check)
-    rows, best = list[Row](), _best(summaries)
+    rows, marks = list[Row](), _marks(summaries)
     whole = "yes" if options.json else "headers, first blocks"  # a later byte may be damaged
     for summary in summaries:
         state = summary.state
@@ -50,7 +54,7 @@ def list_run(options: argparse.Namespace) -> int:
                 "topology": "" if state is None else topology_text(state.get("topology", {})),
                 "valid_loss": None if state is None else state.get("valid_loss"),
                 "intact": _finding(summary, options, whole=whole, part=_PART, damaged="no"),
-                "notes": ", ".join(_notes(summary, is_best=summary.path in best)),
+                "notes": ", ".join(_notes(summary, *marks)),
                 "held": str(summary.share or ""),
             }
         )
@@ -298,21 +302,35 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _best(summaries: Iterable[CheckpointSummary]) -> set[Path]:
-    """Return each folder's checkpoint with the lowest validation loss."""
-    best = dict[Path, tuple[float, int, Path]]()
-    for summary in summaries:
-        loss = (summary.state or {}).get("valid_loss")
-        is_own = summary.path.parent == summary.folder and not (summary.is_superseded or summary.is_link)
-        if is_own and isinstance(loss, float):
-            row = (loss, -(summary.iteration or 0), summary.path)
-            best[summary.folder] = min(best.get(summary.folder, row), row)
-    return {path for _, _, path in best.values()}
+def _marks(summaries: Iterable[CheckpointSummary]) -> tuple[set[Path], set[Path]]:
+    """Return each folder's checkpoint with the lowest validation loss, and the older ones that a rule or a hold keeps.
+
+    Retention deletes all others but the newest.
+    """
+    best, kept = set[Path](), set[Path]()
+    own = (row for row in summaries if row.path.parent == row.folder and not (row.is_superseded or row.is_link))
+    for _, group in groupby(own, attrgetter("folder")):
+        states = {(row.iteration or 0, row.path): row.state or {} for row in group}
+        losses = [(state.get("valid_loss"), -number, path) for (number, path), state in states.items()]
+        best |= {path for *_, path in sorted(row for row in losses if isinstance(row[0], float))[:1]}
+        due = [path for (_, path), state in states.items() if INTERIM not in state]
+        kept |= {*due[: -_newest_kept(due[-1])]} if due else set()
+    return best, kept
 
 
-def _notes(summary: CheckpointSummary, *, is_best: bool) -> list[str]:
+def _newest_kept(path: Path) -> int:
+    """Return how many of the newest checkpoints a run keeps, from a checkpoint's configuration. 0 keeps all."""
+    try:
+        document = {} if is_stored(path) else json_file.read(path / RUN_CONFIG)  # a store has a rule of its own
+        return integer(document["config"]["checkpoint"]["max_checkpoint_keep"])
+    except (OSError, TrainerError, LookupError, TypeError, ValueError):
+        return 0
+
+
+def _notes(summary: CheckpointSummary, best: Collection[Path], kept: Collection[Path]) -> list[str]:
     notes = {
-        "best": is_best,
+        "best": summary.path in best,
+        "kept by a rule": summary.path in kept and not summary.is_pinned,
         "link": summary.is_link,
         "held": summary.is_pinned,
         "superseded": summary.is_superseded,

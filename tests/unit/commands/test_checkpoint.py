@@ -11,6 +11,7 @@ import torch
 
 from reprise.format import FORMAT, MANIFEST, STATE
 from tests.fakes import flip_bit, lone_contents, save_parts
+from tests.harness import TINY, run_ok
 from tests.messages import Printed
 from trainer.commands.checkpoint import BAD, FINE, IMPOSSIBLE, main
 
@@ -57,6 +58,19 @@ def test_ls_says_what_there_is(tmp_path: Path, capsys: Printed) -> None:
     assert main(["ls", str(tmp_path / "run")]) == BAD
     assert "headers, first blocks  best" in capsys.readouterr().out.splitlines()[4]
     assert f"{folder}/iter_0000005: {rows[0]['intact'].removeprefix('no: ')}" in table[5:]
+
+
+def test_ls_says_that_a_rule_keeps_a_checkpoint(tmp_path: Path, capsys: Printed) -> None:
+    run = tmp_path / "run"
+    keys = ["max_checkpoint_keep=1", "keep_best=1", "save_retain_interval=3", "full_steps=2", "save_interval=1"]
+    words = ["train.train_iters=6", "train.eval_interval=3", "schedule.lr_decay_style=constant"]
+    words.append("optimizer.weight_decay=6000")  # makes weights grow fivefold an iteration: the first loss is best
+    run_ok(run, ["model=gpt2_tiny", *TINY, *words, *(f"checkpoint.{key}" for key in keys)])
+    notes = {row["iteration"]: (row["valid_loss"], row["notes"]) for row in shown(capsys, FINE, "ls", run)}
+    assert {number: note for number, (_, note) in notes.items()} == {
+        2: "kept by a rule", 3: "best, kept by a rule", 6: "",
+    }  # fmt: skip
+    assert notes[3] < notes[6]
 
 
 def test_ls_says_how_many_it_has_not_checked(tmp_path: Path, capsys: Printed) -> None:
