@@ -90,10 +90,16 @@ def test_another_group_takes_the_place_of_its_section(
 
 
 def test_a_schedule_taken_from_the_checkpoint_is_carried_on(alone: Path, tmp_path: Path) -> None:
-    run_ok(tmp_path / "run", [f"checkpoint.load={alone}", "train.exit_interval=5"])
+    more = ["schedule=constant", "checkpoint.use_checkpoint_scheduler=true", "optimizer.weight_decay=0.5"]
+    run_ok(tmp_path / "run", [f"checkpoint.load={alone}", *more, "train.exit_interval=5"])
     config, given = config_of(tmp_path / "run", 5), json.loads(saved(alone))["config"]
     assert config["schedule"] == given["schedule"]
     assert config["optimizer"] == given["optimizer"]
+    own = resolved(f"run.dir={tmp_path / 'run'}", "model=gpt2_124m", *more).config  # also from a run's own checkpoint
+    assert (own.optimizer.weight_decay, own.model.n_layer) == (given["optimizer"]["weight_decay"], 12)
+    assert own.schedule.lr_decay_style.value == given["schedule"]["lr_decay_style"]
+    new = resolved(f"run.dir={tmp_path / 'new'}", "model=gpt2_124m", *more).config
+    assert new.optimizer.weight_decay == 0.5
 
 
 def test_a_value_of_the_environment_is_not_written(tmp_path: Path) -> None:

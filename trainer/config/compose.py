@@ -52,6 +52,7 @@ _MARK = "from an environment variable"
 
 _ONE_VALUE = "Pass one value per key: multirun is not supported. Text with a comma needs quotes: \"KEY='a,b'\"."
 _MOST_KEYS = 10  # in a message
+_SCHEDULE = ("schedule.", "optimizer.")
 _HELP = """\
 usage: reprise train KEY=VALUE ...
 
@@ -188,27 +189,34 @@ def compose(overrides: Sequence[str] = (), values: Mapping[str, object] | None =
 def over_saved(command: CommandLine, files: Files) -> DictConfig:
     """Compose a command's configuration over the loaded checkpoint's, unless the command names a model.
 
-    The command's own keys win, and so do sections whose group it names.
+    The command's own keys win, and so do sections whose group it names. With `checkpoint.use_checkpoint_scheduler` the
+    checkpoint's schedule and optimizer settings win over all, also those of the run's own checkpoint.
     """
     raw = command.compose()
     with _reported(command.overrides):
         section = raw.checkpoint
         load, step, save = str(section.load), section.ckpt_step, section.save
-    if load in ("auto", "none") or _keys_of(command) & {"model", "experiment"}:
+        takes_schedule = section.use_checkpoint_scheduler
+    is_whole = load == "auto" or bool(_keys_of(command) & {"model", "experiment"})
+    if load == "none" or (is_whole and not takes_schedule):
         return raw
     from trainer.config.load_saved import find_saved
 
-    saved = find_saved(location(load), iteration=step, save=None if save is None else Path(save), files=files)
+    path = save if load == "auto" and save is not None else load
+    saved = find_saved(location(path), iteration=step, save=None if save is None else Path(save), files=files)
     if saved is None:
         return raw
-    values = _unnamed(saved.values, command)
+    values = {} if is_whole else _unnamed(saved.values, command)
+    if takes_schedule:
+        values |= {key: escape(value) for key, value in saved.values.items() if key.startswith(_SCHEDULE)}
     if values.get("checkpoint.mirror") is not None and not saved.is_of(save):
         mirror = values["checkpoint.mirror"]
         values = {key: value for key, value in values.items() if not key.startswith("checkpoint.mirror")}
         _log.warning(f"checkpoint.mirror={mirror} belongs to the loaded run: set checkpoint.mirror to mirror this run")
     with _reported([str(saved.path)]):
         _merge(raw, values)
-    _log.info(f"using the configuration in {saved.path}, overridden by the command's keys")
+    used = "the schedule and optimizer settings" if is_whole else "the configuration"
+    _log.info(f"using {used} in {saved.path}, overridden by the command's other keys")
     return raw
 
 

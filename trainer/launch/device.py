@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
+from pathlib import Path
 
 import torch
 
@@ -10,6 +12,7 @@ from reprise.errors import LaunchError, count_of
 from trainer.parallel.topology import ACCELERATORS
 
 CPU = "cpu"
+_MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
 def choose_device(name: str, local_rank: int) -> torch.device:
@@ -48,7 +51,10 @@ def device_name(device: torch.device) -> str:
 
 
 def memory_bytes(device: torch.device) -> int:
-    """Return an accelerator's memory size in bytes, or the host's for a CPU."""
+    """Return an accelerator's memory size in bytes, or for a CPU the host's, within its control group's limit."""
     if device.type == CPU:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        with suppress(OSError, ValueError):  # no control group, or no limit
+            return min(total, int(_MEMORY_LIMIT.read_text()))
+        return total
     return int(torch.get_device_module(device).get_device_properties(device).total_memory)
