@@ -11,12 +11,11 @@ import torch
 from torch import nn
 
 from models.adapters import stored_name
-from models.config import ModelConfig
 from reprise.tensors import local_of, memory_holder, parameter_names, torch_dtype, with_memory
 from trainer.config.dtype import Dtype
 from trainer.config.optimizer import OptimizerSection
 from trainer.optim import exact_sum
-from trainer.optim.table import MOMENTS, group_options, no_decay_names
+from trainer.optim.table import MOMENTS
 
 # Squares are summed in float32 within a chunk and in float64 between chunks: as exact as float64, eight times faster.
 _CHUNK = 1 << 16
@@ -24,18 +23,6 @@ _CHUNK = 1 << 16
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 # How many bfloat16 moments are in float32 at once: fits a processor's cache; takes few launches on a device.
 _ITEMS_CPU, _ITEMS_DEVICE = 1 << 17, 1 << 24
-
-
-def apply_settings(
-    optimizer: torch.optim.Optimizer, config: ModelConfig, model: nn.Module, section: OptimizerSection
-) -> None:
-    """Set every parameter group's options from `section`, except the learning rate."""
-    names, no_decay = stored_names(model), no_decay_names(config)
-    for group in optimizer.param_groups:
-        group.update(group_options(section, group.keys()))
-        # The parameter names tell which group decays: the configured rate may be 0.
-        decays = all(names[parameter] not in no_decay for parameter in group["params"])
-        group["weight_decay"] = section.weight_decay if decays else 0.0
 
 
 def stored_names(model: nn.Module) -> dict[nn.Parameter, str]:

@@ -151,15 +151,6 @@ def resolve(section: ScheduleSection, length: RunLength, lr: float) -> Schedule:
     return Schedule(section.lr_decay_style, lr, section.min_lr, warmup, decay, wsd, is_in_samples)
 
 
-def section_of(schedule: Schedule) -> ScheduleSection:
-    """Convert a schedule back to a section that does not depend on the run's length and unit."""
-    unit = "samples" if schedule.is_in_samples else "iters"
-    counts = {f"lr_{name}_{unit}": getattr(schedule, name) for name in COUNTS}
-    if not schedule.wsd_decay:
-        counts[f"lr_wsd_decay_{unit}"] = None
-    return ScheduleSection(schedule.style, min_lr=schedule.min_lr, **counts)
-
-
 def _unit(section: ScheduleSection, length: RunLength) -> str:
     """Return `samples` or `iters`, in which the section counts."""
     is_in_samples = _set_keys(section, "samples") or (length.is_in_samples and not _set_keys(section, "iters"))

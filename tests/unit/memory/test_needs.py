@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ from reprise.errors import ConfigError, LaunchError
 from reprise.ranks import single_rank_channel
 from tests.messages import says
 from trainer.config.compose import compose
+from trainer.launch import device
 from trainer.launch.process_group import Cluster
 from trainer.memory.dry_run import report
 from trainer.memory.needs import out_of_memory, require_memory
@@ -69,6 +72,16 @@ def test_a_model_that_the_host_does_not_hold_is_refused(words: list[str], name: 
     with pytest.raises(ConfigError, match=name):  # the message has this host's memory
         require_memory(models, config, cluster)
     require_memory([], config, cluster)
+
+
+@pytest.mark.parametrize(("limit", "is_least"), [("4096\n", True), ("max\n", False), (None, False)])
+def test_a_control_group_limits_the_memory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, limit: str | None, is_least: bool
+) -> None:
+    monkeypatch.setattr(device, "_MEMORY_LIMIT", tmp_path / "memory.max")
+    if limit is not None:
+        (tmp_path / "memory.max").write_text(limit)
+    assert (device.memory_bytes(CPU) == 4096) is is_least
 
 
 def test_a_dry_run_reports_averages_and_rounded_moments() -> None:
