@@ -74,7 +74,7 @@ def mirror_run(run: Path, url: str, *, keep: int, interval: int, once: bool) -> 
     folder = run / "checkpoints" if is_dir(run / "checkpoints") else run
     mirror = Mirror(folder, mirror_rule(url, interval=interval, keep=keep))
     try:
-        return bool(mirror.finish(None)) if once else mirror.process.wait()
+        return bool(mirror.finish(None) if once else mirror.process.wait())
     except KeyboardInterrupt:
         return 0
     finally:
