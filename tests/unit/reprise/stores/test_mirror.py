@@ -58,7 +58,7 @@ def test_a_mirror_that_cannot_be_restarted_ends_no_run(
     assert "the mirror cannot be restarted: [Errno 12]" in caplog.text
 
 
-def test_a_store_that_was_away_for_hours_is_tried_again_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_away_for_hours_is_tried_again_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     finishing, tries = threading.Event(), list[bool]()
 
     def fail() -> None:
