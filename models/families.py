@@ -14,6 +14,7 @@ FAMILIES: dict[Family, FamilySpec] = {
     Family.llama3: llama3_spec.SPEC,
     Family.qwen3: qwen3_spec.SPEC,
 }
+_MOST_PARAMETERS = 10**16  # more overflow sizes in torch
 _DEFAULTS = {field.name: field.default for field in fields(ModelConfig)}
 
 
@@ -40,7 +41,10 @@ def problems(config: ModelConfig) -> list[str]:
         value = getattr(config, name)
         if value != _DEFAULTS[name]:
             messages.append(f"model.{name}={value.value if isinstance(value, Enum) else value}: {reason}")
-    return messages + rotary_problems(config) if spec.is_rotary else messages
+    messages += rotary_problems(config) if spec.is_rotary else []
+    if not messages and (count := parameter_count(config)) > _MOST_PARAMETERS:
+        messages.append(f"model: {count:,} parameters, must be at most {_MOST_PARAMETERS:,}")
+    return messages
 
 
 def has_field(family: Family, name: str) -> bool:

@@ -164,6 +164,8 @@ data=token_file | data.train=hf://datasets/o/d data.valid=s3://b
 
 train.dry_run=true | model.n_layer=1000000
 
+model.n_embd=1000000000 |
+
 model.head_dim=3
 
 model.stop_token_ids=[[1]]
