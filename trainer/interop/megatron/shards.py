@@ -86,10 +86,10 @@ def joined_shape(pieces: Sequence[FileTensor], cut: int | None) -> Shape:
     """
     shape = list(pieces[0].shape)
     for piece in pieces:
-        differing = [dim for dim, (one, other) in enumerate(zip(piece.shape, shape, strict=True)) if one != other]
-        if piece.dtype != pieces[0].dtype or not {cut} >= set(differing):
-            found = [f"{list(part.shape)} of {part.dtype}" for part in (pieces[0], piece)]
-            raise ValueError(f"a tensor's parts on tensor-parallel ranks do not fit together: {' and '.join(found)}")
+        dims = {dim for dim, sizes in enumerate(zip(piece.shape, shape, strict=True)) if len(set(sizes)) > 1}
+        if piece.dtype != pieces[0].dtype or dims - {cut}:
+            forms = [f"{list(part.shape)} of {part.dtype}" for part in (pieces[0], piece)]
+            raise ValueError(f"a tensor's parts on tensor-parallel ranks do not fit together: {' and '.join(forms)}")
     if cut is not None and cut < len(shape):
         shape[cut] = sum(piece.shape[cut] for piece in pieces)
     return tuple(shape)
