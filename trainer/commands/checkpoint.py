@@ -307,15 +307,15 @@ def _marks(summaries: Iterable[CheckpointSummary]) -> tuple[set[Path], set[Path]
 
     Retention deletes all others but the newest.
     """
-    best, kept = set[Path](), set[Path]()
-    own = (row for row in summaries if row.path.parent == row.folder and not (row.is_superseded or row.is_link))
-    for _, group in groupby(own, attrgetter("folder")):
+    best, survivors = set[Path](), set[Path]()
+    members = (row for row in summaries if row.path.parent == row.folder and not (row.is_superseded or row.is_link))
+    for _, group in groupby(members, attrgetter("folder")):
         states = {(row.iteration or 0, row.path): row.state or {} for row in group}
         losses = [(state.get("valid_loss"), -number, path) for (number, path), state in states.items()]
         best |= {path for *_, path in sorted(row for row in losses if isinstance(row[0], float))[:1]}
         due = [path for (_, path), state in states.items() if INTERIM not in state]
-        kept |= {*due[: -_newest_kept(due[-1])]} if due else set()
-    return best, kept
+        survivors |= {*due[: -_newest_kept(due[-1])]} if due else set()
+    return best, survivors
 
 
 def _newest_kept(path: Path) -> int:
@@ -327,10 +327,10 @@ def _newest_kept(path: Path) -> int:
         return 0
 
 
-def _notes(summary: CheckpointSummary, best: Collection[Path], kept: Collection[Path]) -> list[str]:
+def _notes(summary: CheckpointSummary, best: Collection[Path], survivors: Collection[Path]) -> list[str]:
     notes = {
         "best": summary.path in best,
-        "kept by a rule": summary.path in kept and not summary.is_pinned,
+        "kept by a rule": summary.path in survivors and not summary.is_pinned,
         "link": summary.is_link,
         "held": summary.is_pinned,
         "superseded": summary.is_superseded,
