@@ -106,7 +106,7 @@ def test_a_folder_goes_into_the_store_and_back(store: Server, tmp_path: Path) ->
     reprise(store, "follow", url, "--once", "--", *echo, cwd=tmp_path)
     lines = [json.loads(line) for line in (tmp_path / "follow.jsonl").read_text().splitlines()]
     assert [line["result"]["url"] for line in lines] == [f"{url}/{iteration_name(n)}" for n in (5, 10, 15)]
-    assert "2 were deleted, 1 stays" in reprise(store, "checkpoint", "prune", url, "--keep", "1", cwd=tmp_path)
+    assert "2 of 3 checkpoints deleted" in reprise(store, "checkpoint", "prune", url, "--keep", "1", cwd=tmp_path)
     assert iteration_name(10) not in reprise(store, "checkpoint", "ls", url, cwd=tmp_path)
 
 
