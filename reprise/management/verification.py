@@ -57,9 +57,10 @@ def verify(*checkpoints: str | Path, progress: ProgressCallback = ignore_progres
 
 def _verify(path: Path, is_named: bool, progress: ProgressCallback) -> VerifiedCheckpoint:
     checked_bytes: int | None = None
+    share: HostShare | None = None
 
     def check(checkpoint: Checkpoint) -> None:
-        nonlocal checked_bytes
+        nonlocal checked_bytes, share
         share = share_of(checkpoint)
         total = tensor_bytes(checkpoint) if share is None else share.present_bytes
         progress(path.name, 0, total)
@@ -68,4 +69,4 @@ def _verify(path: Path, is_named: bool, progress: ProgressCallback) -> VerifiedC
     status, problem, checkpoint = examined(path, check, is_named=is_named)
     if checkpoint is None:
         return VerifiedCheckpoint(path, named_iteration(path.name), status, problem)
-    return VerifiedCheckpoint(path, checkpoint.iteration, status, problem, checked_bytes, share_of(checkpoint))
+    return VerifiedCheckpoint(path, checkpoint.iteration, status, problem, checked_bytes, share)
