@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy
 from numpy.typing import NDArray
 
 from reprise.errors import DataError
 from reprise.storage import Json
-from trainer.metrics.json_lines import ABSENT, DECIMAL, EXACT, UNREADABLE, open_log, read_chunks, value_of
+from trainer.metrics.json_lines import ABSENT, DECIMAL, EXACT, UNREADABLE, read_chunks, value_of
 
 Floats = NDArray[numpy.float64]
 Integers = NDArray[numpy.int64]
@@ -101,17 +100,7 @@ class MetricsLog:
         return f"{self.source}, line {line}"
 
 
-def read_log(path: str | Path, quantities: Sequence[str]) -> MetricsLog:
-    """Read a `metrics.jsonl`. See `read_lines`.
-
-    Raises:
-        DataError: The file cannot be read, or a line is not a JSON object with an iteration.
-    """
-    with open_log(path) as file:
-        return read_lines(file, str(path), quantities)
-
-
-def read_lines(file: BinaryIO, source: str, quantities: Sequence[str]) -> MetricsLog:
+def read_lines(file: Iterable[bytes], source: str, quantities: Sequence[str]) -> MetricsLog:
     """Parse a `metrics.jsonl` in chunks.
 
     Args:

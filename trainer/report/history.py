@@ -12,9 +12,18 @@ import numpy
 from reprise.errors import DataError, count_of
 from reprise.storage import Json, exists, is_dir, matching
 from trainer.compare.curves import QUANTITIES
-from trainer.metrics.json_lines import DECIMAL, LATEST, METRICS, read_records, time_of, value_of
+from trainer.metrics.json_lines import (
+    DECIMAL,
+    LATEST,
+    METRICS,
+    open_log,
+    read_records,
+    record_of,
+    time_of,
+    value_of,
+)
 from trainer.metrics.launch_log import LAUNCHES
-from trainer.metrics.log_file import Floats, Integers, MetricsLog, read_log
+from trainer.metrics.log_file import Floats, Integers, MetricsLog, read_lines
 
 SPEED, SECONDS = "tokens_per_second", "seconds"
 BLOCKED, DATA, TIME = "checkpoint_seconds", "data_seconds", "time"
@@ -109,13 +118,16 @@ def read_history(path: str | Path) -> History:
     if not len(log.columns):
         raise DataError("The run's log has no iteration", where=folder / METRICS)
     sides = matching(folder, f"{Path(METRICS).stem}.abandoned-*.jsonl")
-    abandoned = tuple(map(_read_log, sides))
+    abandoned = tuple(_read_log(side, is_abandoned=True) for side in sides)
     records = read_records(folder / LAUNCHES) if exists(folder / LAUNCHES) else []
     return History(folder, log, abandoned, _launches(records, [log, *abandoned]))
 
 
-def _read_log(path: Path) -> MetricsLog:
-    log = read_log(path, (*QUANTITIES, SPEED, SECONDS, BLOCKED, DATA, TIME))
+def _read_log(path: Path, *, is_abandoned: bool = False) -> MetricsLog:
+    """Read a log. Leave out an abandoned log's damaged lines, which a cut of the log moves there."""
+    with open_log(path) as file:
+        lines = (line if record_of(line) else b"\n" for line in file) if is_abandoned else file
+        log = read_lines(lines, str(path), (*QUANTITIES, SPEED, SECONDS, BLOCKED, DATA, TIME))
     times = log.columns.column(TIME)
     times[times > LATEST] = math.nan
     return log

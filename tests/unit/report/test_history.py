@@ -11,6 +11,7 @@ from reprise.errors import DataError
 from tests.messages import refused
 from tests.reported_runs import BEGAN, LENGTH, SAMPLES, steady_run
 from trainer.metrics.json_lines import LATEST, METRICS
+from trainer.metrics.jsonl_file import cut_after
 from trainer.metrics.launch_log import LAUNCHES
 from trainer.report.build import report_sections
 from trainer.report.history import read_history
@@ -30,6 +31,15 @@ def test_values_of_a_log_keep_their_bits(tmp_path: Path) -> None:
     log.write_text(text + "no record\n")
     with refused(DataError, METRICS):
         read_history(tmp_path)
+
+
+def test_damaged_lines_are_left_out_where_a_cut_moved_them(tmp_path: Path) -> None:
+    log = steady_run(tmp_path, [1.0, 2.0, 3.0]) / METRICS
+    first, second, third = log.read_text().splitlines(keepends=True)
+    log.write_text(f'{first}{second}{{"iteration": 3, "lo\n{third}')
+    cut_after(log, 1)
+    (abandoned,) = read_history(tmp_path).abandoned
+    assert (abandoned.columns.iterations.tolist(), abandoned.columns.lines.tolist()) == ([2, 3], [1, 3])
 
 
 def test_a_log_is_read_in_parts(tmp_path: Path) -> None:
