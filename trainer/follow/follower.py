@@ -140,7 +140,7 @@ class Follower:
             if iteration < self._first or iteration % self._every:
                 continue
             path = folder.iteration(iteration)
-            version = manifest_version(path)
+            version = _version_at(path)
             if version is None or self._done.get(path.name) == version:
                 continue
             checkpoint = self._open(path)
@@ -163,18 +163,18 @@ class Follower:
         """Hold a checkpoint, run the command on it, and append its line."""
         hold = None if is_stored(path) else Hold.take(path)  # in a store, nothing protects a checkpoint
         try:
-            version = manifest_version(path)
+            version = _version_at(path)
             if version is None:
                 _log.info("%s was deleted before it could be held", shown_name(path))
                 return
             checkpoint = self._open(path)
-            if checkpoint is None or checkpoint.digest in self._digests or manifest_version(path) != version:
+            if checkpoint is None or checkpoint.digest in self._digests or _version_at(path) != version:
                 return
             self._problems.pop(path.name, None)
             command = [word.replace(PLACE, str(path)) for word in self._command]
             _log.info("%s: %s", shown_name(path), shlex.join(command))
             outcome = self._execute(command)
-            if manifest_version(path) == version:
+            if _version_at(path) == version:
                 self._append(self._record(checkpoint, command, outcome))
             else:
                 _log.warning("%s was renamed while the command read it: the result is discarded", shown_name(path))
@@ -231,6 +231,16 @@ class Follower:
         if self._problems.get(path.name) != problem:
             self._problems[path.name] = problem
             _log.warning("%s %s", shown_name(path), problem)
+
+
+def _version_at(path: Path) -> ManifestVersion | None:
+    """Return a checkpoint's version, or None without one, also if a folder cannot be read now."""
+    try:
+        return manifest_version(path)
+    except OSError:
+        if is_stored(path):
+            raise
+        return None
 
 
 def _json_at(path: Path) -> Json:

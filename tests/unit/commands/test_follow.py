@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import shutil
@@ -16,6 +17,7 @@ import pytest
 import reprise
 from reprise.errors import DataError, LockError
 from reprise.storage import CheckpointFolder, Files, FolderLock, Hold, Json
+from reprise.stores import ManifestVersion, manifest_version
 from tests.messages import Printed, refused
 from tests.unit.reprise.management.test_listing import save
 from tests.unit.reprise.management.test_pruning import full_run
@@ -154,6 +156,21 @@ def test_a_checkpoint_that_vanishes_is_passed_over(
     assert run_follower(tmp_path, FakeRunner(), once=True)
     assert iterations(tmp_path) == [2]
     assert "iter_0000001 was deleted before it could be held" in caplog.text
+
+
+def test_a_manifest_that_cannot_be_read_is_looked_at_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, 1)
+    looks = iter([True, False, True])
+
+    def fail_at_times(path: Path) -> ManifestVersion | None:
+        if next(looks, False):
+            raise OSError(errno.EIO, "it failed", str(path))
+        return manifest_version(path)
+
+    monkeypatch.setattr("trainer.follow.follower.manifest_version", fail_at_times)
+    runner = FakeRunner(lambda: None)
+    assert run_follower(tmp_path, runner)
+    assert (iterations(tmp_path), runner.folders) == ([1], ["iter_0000001"])
 
 
 @pytest.mark.parametrize("is_light_first", [False, True])
