@@ -218,10 +218,9 @@ def _rows_of_json(text: str, source: str, notes: list[str]) -> list[Row]:
     try:
         document = json.loads(text)
     except (ValueError, RecursionError):
-        lines = text.splitlines()
         if not column_form_of([*(first_object(text) or ())]):
             return []
-        rows = {number: _object(line) for number, line in enumerate(lines, 1) if line.strip()}
+        rows = {number: _object(line) for number, line in enumerate(text.split("\n"), 1) if line.strip()}
         notes += [f"{source}, line {number} is torn or damaged and was left out" for number in rows if not rows[number]]
         return [(f"{source}, line {number}", row) for number, row in rows.items() if row]
     entries = document.get("log_history", [document]) if isinstance(document, dict) else document

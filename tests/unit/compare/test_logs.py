@@ -93,7 +93,7 @@ READ: dict[str, Sequence[Any]] = {
         "W&B: as its program logged it",
     ),
     "W&B in JSON lines": (
-        rows("", '{{"_step": 1{n}, "train/global_step": {n}, "train/loss": {loss}}}'), "W&B: as its program logged it",
+        rows("", '{{"_step": 1{n}, "text": "\u2028", "train/global_step": {n}, "train/loss": {loss}}}'), "W&B: as its",
     ),
     "lines with separators of thousands": (
         "step 1,000/10,000 | train loss 10.5 |\nstep 1,001/10,000 | train loss 9.5 |\n",
