@@ -19,16 +19,11 @@ from pathlib import Path
 
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
-from tensorboard.compat.proto.tensor_pb2 import TensorProto
-from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
-from tensorboard.compat.proto.types_pb2 import DT_STRING
-from tensorboard.plugins.text.metadata import create_summary_metadata as text_metadata
 
 from reprise.storage import matching
 
 _POLYNOMIAL = 0x82F63B78  # the CRC-32C polynomial, bits reversed
 _NAME = re.compile(r"events\.out\.tfevents\.(\d{10})\.")
-_LINE = TensorShapeProto(dim=[TensorShapeProto.Dim(size=1)])
 
 
 class EventFile:
@@ -72,20 +67,13 @@ class EventFile:
 
 
 def event(iteration: int, values: Sequence[Summary.Value]) -> Event:
-    """Return an event of now, holding the given points and texts at a step."""
+    """Return an event of now, holding the given points at a step."""
     return Event(step=iteration, wall_time=time.time(), summary=Summary(value=values))
 
 
 def point(tag: str, value: float) -> Summary.Value:
     """Return a curve point in single precision, which every event file reader supports."""
     return Summary.Value(tag=tag, simple_value=value)
-
-
-def verbatim(tag: str, text: str) -> Summary.Value:
-    """Return a text indented as a Markdown code block, so TensorBoard shows it verbatim."""
-    indented = "    " + text.replace("\n", "\n    ")
-    tensor = TensorProto(dtype=DT_STRING, string_val=[indented.encode()], tensor_shape=_LINE)
-    return Summary.Value(tag=tag, tensor=tensor, metadata=text_metadata(tag, ""))
 
 
 def _record(message: bytes) -> bytes:
