@@ -32,6 +32,7 @@ from tests.messages import refused
 from trainer.commands import convert
 from trainer.interop.hf import convert as hf
 from trainer.interop.hf.folder import open_folder
+from trainer.interop.open_model import open_model
 from trainer.interop.output import write_checkpoint
 from trainer.run.build import Run
 
@@ -300,6 +301,8 @@ def test_a_single_file_wins_over_an_index(twice: Path, tmp_path: Path) -> None:
     assert_those_of_transformers(begin(twice, OURS_GPT2), twice)
     assert convert.main(["import", "hf", str(twice), str(tmp_path / "run"), "train.seq_length=16"]) == 0
     assert_those_of_transformers(load_file(tmp_path / f"run/iter_0000000/{SINGLE}"), twice)
+    model, _ = open_model(twice, torch.device("cpu"))
+    assert torch.equal(model.lm_head.weight, load_file(twice / SINGLE)["transformer.wte.weight"])
 
 
 # ---- exports

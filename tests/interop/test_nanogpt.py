@@ -13,7 +13,8 @@ import torch
 from reprise.errors import TrainerError
 from tests.harness import compose
 from tests.interop.states import ALONE, assert_carried, opened, random_state, replace_file, write_nanogpt
-from tests.messages import refused
+from tests.messages import Printed, refused
+from trainer.commands import convert
 from trainer.interop.source import StateSource
 
 # Eleven layers, of which the names in order put 10 before 2.
@@ -86,3 +87,10 @@ def test_what_is_not_nanogpts_own_is_refused_by_name(tmp_path: Path, case: str) 
     replace_file(write_nanogpt(tmp_path / "in", STATE) / "ckpt.pt", change)
     with refused(TrainerError, named):
         opened("nanogpt", tmp_path / "in", [])
+
+
+def test_impossible_heads_are_refused(tmp_path: Path, capsys: Printed) -> None:
+    replace_file(write_nanogpt(tmp_path / "in", STATE) / "ckpt.pt", lambda t: t["model_args"].update(n_head=3))
+    assert convert.main(["import", "nanogpt", str(tmp_path / "in"), str(tmp_path / "out"), "--trust-pickle"]) == 2
+    assert "model.n_head=3: must divide model.n_embd=8" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
