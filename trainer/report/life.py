@@ -43,9 +43,8 @@ def life_of(history: History) -> list[LifeEvent]:
 def _saves(history: History) -> Iterator[LifeEvent]:
     """Yield the saves, and whether the run's folder still has them."""
     try:
-        iterations = {
-            summary.iteration for summary in reprise.list(history.folder, check=0) if not summary.is_superseded
-        }
+        summaries = [summary for summary in reprise.list(history.folder, check=0) if not summary.is_superseded]
+        iterations = {summary.iteration for summary in summaries if summary.path.parent == summary.folder}
     except (TrainerError, OSError):  # no saves, or saves in another folder
         iterations = set()
     for log in history.logs:

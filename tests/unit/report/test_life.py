@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from tests.reported_runs import event, steady_run, twice_killed_run, write
+from tests.unit.reprise.management.test_listing import save
 from trainer.report.charts import MARKS
 from trainer.report.history import read_history
 from trainer.report.life import life_of, progress_lines
@@ -21,6 +23,19 @@ def test_a_life_has_kills_resumes_and_saves_in_order(tmp_path: Path) -> None:
     saves = {event.text for event in events if event.kind.startswith("save")}
     assert saves == {"2,000.0 MB by rank 0, 8.00 s, blocked 0.500 s"}
     assert events[-1].text.startswith("finished after ")
+
+
+def test_a_save_that_the_folder_has_is_kept(tmp_path: Path) -> None:
+    run = steady_run(tmp_path, [1.0] * 4)
+    with (run / "metrics.jsonl").open("a") as log:
+        log.writelines(f"{json.dumps(event('save', number, 9.0))}\n" for number in (1, 2, 3))
+    write(run / "metrics.abandoned-1.jsonl", [event("save", 2, 8.0)])
+    save(run / "checkpoints", 2)
+    save(run / "checkpoints/weights", 3)
+    events = [(event.kind, event.iteration) for event in life_of(read_history(run))]
+    assert [pair for pair in events if pair[0].startswith("save")] == [
+        ("save", 2), ("save", 1), ("save kept", 2), ("save", 3),
+    ]  # fmt: skip
 
 
 def test_iterations_that_a_kill_took_are_a_course_of_their_own(tmp_path: Path) -> None:
