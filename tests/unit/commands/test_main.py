@@ -67,12 +67,13 @@ def test_without_a_command_there_is_help(capsys: Printed) -> None:
     with pytest.raises(SystemExit, match="0"):
         main(["--version"])
     assert capsys.readouterr().out == f"reprise {__version__}\n"
-    for words, line in (([], "required: COMMAND"), (["chekpoint"], "invalid choice: 'chekpoint'"), (["x"], "train")):
+    for words, line in (([], "required: COMMAND"), (["chekpoint"], "invalid choice: 'chekpoint'"), (["x"], "'x'")):
         with pytest.raises(SystemExit, match="2"):
             main(words)
         out, err = capsys.readouterr()
         assert out == ""
         assert line in err
+    assert [name for name in COMMANDS if name not in err] == []
 
 
 def test_a_command_has_its_tools_status_or_names_what_it_lacks(
