@@ -220,6 +220,17 @@ def test_override_scheduler_takes_the_settings_of_the_command(run: Path, referen
     assert curve(run)[7][1] != curve(reference)[7][1]
 
 
+def test_use_checkpoint_scheduler_takes_the_saved_settings(run: Path, reference: Path) -> None:
+    changed = ["optimizer.lr=0.002", "optimizer.weight_decay=0.0", "optimizer.adam_beta1=0.8"]
+    style = "schedule.lr_decay_style=linear"
+    run_ok(run, [*REFERENCE, *changed, style, "checkpoint.ckpt_step=4", "checkpoint.use_checkpoint_scheduler=true"])
+    assert_is_whole(run, reference)
+    saved, expected = (
+        json.loads((checkpoint(folder, 8) / "trainer_state.json").read_text()) for folder in (run, reference)
+    )
+    assert all(saved[key] == expected[key] for key in ("lr", "schedule", "adam", "optimizer"))
+
+
 @pytest.mark.parametrize(
     ("flags", "at"),
     [
