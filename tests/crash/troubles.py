@@ -1,4 +1,4 @@
-"""Troubles that come over a run of the trainer: of the disk, of memory, of data and of the clock.
+"""Troubles that come over a run of the trainer: of the disk, of memory and of data.
 
 They act inside the rank that is named, or in all. Those that begin and end before iterations find no save under way, so
 that which save meets them is certain.

@@ -1,4 +1,4 @@
-"""A run that begins from weights of another size, or from parts of them."""
+"""A run that begins from weights of another size."""
 
 from __future__ import annotations
 

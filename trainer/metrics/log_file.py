@@ -68,7 +68,7 @@ class MetricsLog:
     Attributes:
         columns: The training iterations, in line order.
         evaluations: The validation losses, sorted by iteration. If an iteration repeats, its last loss wins.
-        events: Event records, such as evaluations, saves and spikes, each with its line number.
+        events: Event records, such as evaluations and saves, each with its line number.
         starts: Records for the first iteration after a start, each with its line number.
         notes: Remarks on the file, such as a torn last line.
     """

@@ -1,4 +1,4 @@
-"""The metrics that followers have recorded of a run: whose lines count, and how they are shown."""
+"""The metrics that followers have recorded of a run: whose lines count, and their names."""
 
 from __future__ import annotations
 

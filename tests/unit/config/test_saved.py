@@ -1,4 +1,4 @@
-"""The configuration in a checkpoint holds the settings of a run, and no place, no secret and no topology."""
+"""The configuration in a checkpoint holds the settings of a run, and no place and no topology."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The files of a corpus: whatever a pattern names and cannot be read is refused by name."""
+"""The files of a corpus: whatever a pattern matches that is no file is refused by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The reader of a log: what it keeps of every value, which lines it leaves out, and that chunks have no effect."""
+"""The reader of a log: what it keeps of every value, which lines it refuses, and that chunks have no effect."""
 
 from __future__ import annotations
 
