@@ -93,7 +93,7 @@ def newest_before(saves: Saves, cluster: Cluster, iteration: int) -> tuple[int, 
         paths = [] if saves.host_folders is None else saves.host_folders.paths()
         if saves.shared is not None:
             paths += map(saves.shared.iteration, saves.shared.committed())
-        for path in sorted(paths, key=lambda path: path.name, reverse=True):
+        for path in sorted(paths, key=lambda path: iteration_of(path) or 0, reverse=True):
             number = iteration_of(path)
             if number is None or number >= iteration:
                 continue

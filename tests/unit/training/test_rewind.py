@@ -51,6 +51,8 @@ def test_the_way_back_is_to_the_newest_readable_checkpoint(tmp_path: Path) -> No
     assert newest(12, is_shared=False) == (-1, 0)
     (host.iteration(14) / STATE).unlink()
     assert newest(18, is_shared=True) == (12, 120)
+    saved(tmp_path / "shared", 9_999_999, 10_000_000)
+    assert newest(10_000_001, is_shared=True) == (10_000_000, 100_000_000)
 
 
 def test_adapters_keep_the_base_of_their_command() -> None:
