@@ -91,6 +91,8 @@ class RangeCache:
         with self._lock:
             try:
                 file, most = self._cells
+                if not most:
+                    raise OSError(errno.ENOSPC, "no room for a range", str(file.name))
                 if len(self._kept) == most:
                     del self._places[self._kept.popleft()]
                 start = self._count % most * CELL_BYTES
@@ -105,14 +107,8 @@ class RangeCache:
 
     @functools.cached_property
     def _cells(self) -> tuple[IO[bytes], int]:
-        """Return the file, and how many cells it may have.
-
-        Raises:
-            OSError: There is no room for one.
-        """
+        """Return the file, and how many cells it may have."""
         file = tempfile.TemporaryFile(prefix="reprise-store-")  # noqa: SIM115 - for this process
         free = FILE_SYSTEM.free_bytes(Path(tempfile.gettempdir()))
         most = min(self._most_bytes, KEPT_BYTES if free is None else free // 2) // CELL_BYTES
-        if not most:
-            raise OSError(errno.ENOSPC, "no room for a range", str(file.name))
         return file, most
