@@ -20,7 +20,7 @@ from reprise.tensors import Grid, is_dtensor, local_of, parameter_names, placed_
 from reprise.torch_private import _zeropower_via_newtonschulz
 from trainer.config.optimizer import OptimizerSection
 from trainer.optim.adamw import EagerOptimizer, build_adamw, moments_dtype, zeros_for
-from trainer.optim.table import group_options, no_decay_names
+from trainer.optim.table import no_decay_names, settings_record
 
 _NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # Jordan et al.: the steepest slope at zero
 _EPS = 1e-7
@@ -38,8 +38,7 @@ def build_muon(
     matrices, no_decay = block_matrices(config), no_decay_names(config)
     adamw = build_adamw(model, section, no_decay, memory, without=matrices, is_invariant=is_invariant)
     names = {p: name for p, name in parameter_names(model).items() if p.requires_grad and name in matrices}
-    options = group_options(section, ("momentum", "ns_steps", "match_rms_adamw"))
-    group = {"params": list(names), "weight_decay": section.weight_decay, **options}
+    group = {"params": list(names), "weight_decay": section.weight_decay, **settings_record(section)["muon"]}
     optimizer = Muon(group, adamw, lr=section.lr)
     for parameter, name in names.items():
         zeros = zeros_for(parameter, memory.get(f"momentum_buffer.{name}"), moments_dtype(section))

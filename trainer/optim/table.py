@@ -119,10 +119,3 @@ def optimizer_record(model: ModelConfig, section: OptimizerSection, frozen: Coll
             {"weight_decay": 0.0, "names": [name for name in names if name in no_decay]},
         ],
     }
-
-
-def group_options(section: OptimizerSection, group: Collection[str]) -> dict[str, object]:
-    """Return the options for a parameter group with the keys `group`, without `lr` and `weight_decay`."""
-    muon = {name: getattr(section, key) for name, key in _MUON.items()}
-    options = {"betas": (section.adam_beta1, section.adam_beta2), "eps": section.adam_eps, **muon}
-    return {key: value for key, value in options.items() if key in group}
