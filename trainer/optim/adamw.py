@@ -234,7 +234,7 @@ def squared_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
     return norms.double().square().sum()
 
 
-def row_squares(shares: Iterable[exact_sum.NormShare], device: torch.device) -> torch.Tensor:
+def gradient_squares(shares: Iterable[exact_sum.NormShare], device: torch.device) -> torch.Tensor:
     """Return the squared norm of each gradient row on this rank, float32 [rows], see `exact_sum.row_squares`.
 
     Ranks with the same rows divide them among themselves: the exact sum does not depend on how.

@@ -19,7 +19,7 @@ from trainer.data.loader import to_device
 from trainer.launch.device import CPU
 from trainer.launch.process_group import Cluster
 from trainer.optim import exact_sum
-from trainer.optim.adamw import clip_gradients, row_squares, set_learning_rate, squared_norm, stored_names
+from trainer.optim.adamw import clip_gradients, gradient_squares, set_learning_rate, squared_norm, stored_names
 from trainer.parallel.context import ParallelContext
 from trainer.parallel.data import passes_of
 from trainer.run.state import TrainerState
@@ -106,7 +106,7 @@ def reduce_figures(
         limbs = exact_sum.limbs(torch.stack([total, square])).view(-1)
     else:
         values = torch.stack(list(losses)) if losses else torch.zeros(0, dtype=torch.float64, device=cluster.device)
-        limbs = exact_sum.sum_limbs([values, row_squares(context.grad_norm_shares, cluster.device)]).view(-1)
+        limbs = exact_sum.sum_limbs([values, gradient_squares(context.grad_norm_shares, cluster.device)]).view(-1)
     counts = to_device(np.array([context.reports_loss, *flags], np.int64), limbs.device)  # the host does not wait
     row, columns = cluster.total(torch.cat([limbs, counts])).tolist(), exact_sum.COLUMNS
     loss, square_sum = exact_sum.value(row[:columns]), exact_sum.value(row[columns : 2 * columns])
@@ -123,7 +123,8 @@ def _figures_alone(
         square = squared_norm(context.grad_norm_parameters).to(cluster.device)
         *values, square_sum = torch.stack([*losses, square]).tolist()
         return StepResult(reduce(add, values, 0.0), math.sqrt(square_sum), tuple(map(int, flags)))
-    squares = row_squares(context.grad_norm_shares, cluster.device).tolist()  # on a CPU: the host reads each number
+    shares = context.grad_norm_shares  # on a CPU: the host reads each number
+    squares = gradient_squares(shares, cluster.device).tolist()
     loss = exact_sum.rounded_once(torch.stack(list(losses)).tolist()) / context.lanes.micro_batches
     return StepResult(loss, math.sqrt(exact_sum.rounded_once(squares)), tuple(map(int, flags)))
 

@@ -12,7 +12,7 @@ from torch import nn
 from trainer.config.dtype import Dtype
 from trainer.config.optimizer import OptimizerSection
 from trainer.optim import adamw, exact_sum
-from trainer.optim.adamw import build_adamw, clip_gradients, row_squares, squared_norm
+from trainer.optim.adamw import build_adamw, clip_gradients, gradient_squares, squared_norm
 from trainer.optim.exact_sum import NormShare
 
 SECTION = OptimizerSection(lr=0.1, weight_decay=0.3)
@@ -90,7 +90,7 @@ def test_rows_of_small_gradients_are_squared_as_each_alone() -> None:
     tables = [torch.as_tensor(parameter.grad).flatten(1) for parameter in parameters if parameter.ndim > 1]
     tables += [torch.as_tensor(parameter.grad).unsqueeze(1) for parameter in parameters if parameter.ndim == 1]
     alone = torch.cat([torch.cat(exact_sum.row_squares([table])) for table in tables])
-    assert row_squares(shares, torch.device("cpu")).sort().values.tolist() == alone.sort().values.tolist()
+    assert gradient_squares(shares, torch.device("cpu")).sort().values.tolist() == alone.sort().values.tolist()
 
 
 @pytest.mark.parametrize(("clip_grad", "expected"), [(0.0, 5.0), (10.0, 5.0), (5.0, 5.0), (2.0, 2.0)])
