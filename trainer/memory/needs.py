@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import nn
 
 from models.families import parameter_count
@@ -13,6 +12,7 @@ from reprise.tensors import local_of
 from trainer.config.schema import Config
 from trainer.launch.device import CPU, memory_bytes
 from trainer.launch.process_group import Cluster
+from trainer.optim.table import MOMENTS
 
 _GIB = 1 << 30
 
@@ -30,8 +30,8 @@ def require_memory(models: Sequence[nn.Module], config: Config, cluster: Cluster
     ranks, place = (len(cluster.local_ranks), "the host") if cluster.device.type == CPU else (1, str(cluster.device))
     parameters = [parameter for model in models for parameter in model.parameters()]
     trained = sum(local_of(parameter).numel() for parameter in parameters if parameter.requires_grad)
-    moment: torch.dtype = getattr(torch, config.optimizer.moments_dtype.value)
-    state_bytes = sum(local_of(parameter).nbytes for parameter in parameters) + trained * (4 + moment.itemsize)
+    gradient_and_moment = 4 + MOMENTS[config.optimizer.moments_dtype].itemsize
+    state_bytes = sum(local_of(parameter).nbytes for parameter in parameters) + trained * gradient_and_moment
     needed, available_bytes = ranks * state_bytes, memory_bytes(cluster.device)
     if needed > available_bytes:
         raise ConfigError(
