@@ -27,17 +27,15 @@ def importing() -> Iterator[None]:
 
 
 class StartTimes:
-    """Divides the time since a start among the startup phases.
+    """Divides the time from now on among the startup phases.
 
     Args:
-        began: When the start began, by `clock`. None means now.
         clock: A clock in seconds.
     """
 
-    def __init__(self, began: float | None = None, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._last = clock() if began is None else began
-        self._began = self._last
+        self._began = self._last = clock()
         self._seconds = dict.fromkeys(PHASES, 0.0)
 
     def end(self, phase: str) -> None:

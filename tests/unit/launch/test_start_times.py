@@ -23,9 +23,9 @@ def clock() -> Clock:
 
 
 def after(clock: Clock, *ends: tuple[str, float]) -> StartTimes:
-    """Return the times of a process that began at 100, with phases that end at the given times."""
-    clock.now = 101.0
-    times = StartTimes(100.0, clock=clock)
+    """Return the times of a start at 100, with phases that end at the given times."""
+    clock.now = 100.0
+    times = StartTimes(clock=clock)
     for phase, now in ends:
         clock.now = now
         times.end(phase)

@@ -281,7 +281,7 @@ def test_a_launch_marks_its_first_iteration_and_its_ends(tmp_path: Path) -> None
         log = run_log(tmp_path)
         description = {"topology": {"world_size": 4}}
         log.open(after, "a: 1\n", age_s=5.0, launch=f"launch {after}", description=description)
-        times = StartTimes(10.0, clock=[12.5].pop)
+        times = StartTimes(clock=[12.5, 10.0].pop)
         times.end("imports")
         log.started(times)
         for iteration in (after + 1, after + 2, after + 3):
