@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
+from bisect import bisect_left
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -145,8 +146,13 @@ def _starts(a: RecordedRun, b: RecordedRun) -> tuple[tuple[int, int], str]:
         raise DataError("The run has no checkpoint with optimizer state", where=(b if a.saved else a).folder)
     if not common:
         return (max(a.saved), max(b.saved)), ""
-    first = next((iteration for iteration in reversed(common) if not _unequal(a, b, iteration)), common[-1])
-    return (first, first), _unequal(a, b, common[-1])
+    first = common[-1]
+    newest = _unequal(a, b, first)
+    if newest:
+        # Checkpoints are equal up to some iteration, and differ from then on.
+        equal = bisect_left(common[:-1], True, key=lambda iteration: bool(_unequal(a, b, iteration)))
+        first = common[equal - 1] if equal else first
+    return (first, first), newest
 
 
 def _unequal(a: RecordedRun, b: RecordedRun, iteration: int) -> str:
