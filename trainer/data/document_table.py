@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import xxhash
 
+from reprise.errors import DataError
 from trainer.data.data_file import Ints
 from trainer.data.document_index import READ_DOCUMENTS, DocumentIndex, damaged
 from trainer.data.token_file import TokenFile
@@ -53,6 +54,8 @@ class DocumentTable:
         block = int(self.counts.searchsorted(sample, side="right")) - 1
         borders = self._borders(block)
         bounds = self.counts[block] + np.append(0, np.cumsum(_sample_counts(borders, self.seq_length)))
+        if bounds[-1] != self.counts[block + 1]:
+            raise self._overwritten()
         number = int(bounds.searchsorted(sample, side="right")) - 1
         return int(borders[number] + (sample - bounds[number]) * self.seq_length), int(borders[number + 1])
 
@@ -73,9 +76,12 @@ class DocumentTable:
         first = block * STRIDE
         borders = self.documents.borders(first, min(first + STRIDE, self.documents.count))
         if (borders[0], borders[-1]) != (self.starts[block], self.starts[block + 1]):
-            changed = "different documents: it was overwritten"
-            raise damaged(self.documents.path, "the documents read at the start", changed)
+            raise self._overwritten()
         return borders
+
+    def _overwritten(self) -> DataError:
+        changed = "different documents: it was overwritten"
+        return damaged(self.documents.path, "the documents read at the start", changed)
 
 
 def _sample_counts(borders: Ints, seq_length: int) -> Ints:

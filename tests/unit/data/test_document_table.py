@@ -100,6 +100,10 @@ def test_an_index_overwritten_in_use_is_refused(tmp_path: Path) -> None:
     documents = datatrove(tmp_path / "a.ds", lengths)
     table = table_of(documents, SEQ_LENGTH)
     with Path(f"{tmp_path}/a.ds.index").open("r+b") as file:
+        file.write(np.arange(1, 6, dtype="<i8").tobytes())
+    with refused(DataError, "a.ds.index"):
+        table.locate(0)
+    with Path(f"{tmp_path}/a.ds.index").open("r+b") as file:
         file.seek(8 * (STRIDE - 1))
         file.write(np.array([10 * STRIDE + 1], "<i8").tobytes())
     with refused(DataError, "a.ds.index"):
