@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 
 def fill(run: Run, start: Start) -> None:
-    """Fill a run's tensors and records, and set its schedule and data as its source requires. Collective.
+    """Fill a run's tensors and records, and set its data as its source requires. Collective.
 
     Afterwards tied embeddings are a single tensor again, and the run's newer checkpoints are renamed to superseded.
 
@@ -69,7 +69,7 @@ def fill(run: Run, start: Start) -> None:
 
 
 def _resume(run: Run, checkpoint: Checkpoint, section: CheckpointSection) -> None:
-    """Set a run's progress, data and, if requested, its schedule to the checkpoint's."""
+    """Set a run's progress and data to the checkpoint's."""
     seq_length = run.config.train.seq_length
     progress = run_record.saved_progress(checkpoint.state, seq_length=seq_length, where=checkpoint.path)
     if not run.config.train.eval_interval:  # the saved run evaluated, this run does not
