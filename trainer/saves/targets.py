@@ -38,7 +38,7 @@ class Moment(Enum):
     loaded = auto()  # before the first iteration of a start
     evaluated = auto()  # before the first iteration, with a validation loss missing from the checkpoints
     trained = auto()  # after an iteration
-    requested = auto()  # after an iteration, because of a request file or elapsed time
+    requested = auto()  # after an iteration, because of elapsed time
     stopped = auto()  # the run ends before its last iteration
     finished = auto()
 
