@@ -93,7 +93,6 @@ def named_source(path: Path, *, with_weights: bool = True) -> Json:
         with_weights: Whether another program's weights are allowed.
 
     Raises:
-        CheckpointError: A run cannot start from the file.
         MismatchError: It is a Megatron checkpoint, PEFT adapters, or weights where these are not allowed.
     """
     from trainer.interop.hf.config import is_folder
