@@ -98,12 +98,12 @@ def joint_environment(environment: Json, cluster: Cluster) -> Json:
     rows = cluster.channel.gather("environment", json.dumps(environment).encode())
     joined: Json = cluster.channel.from_first("environment/ranks", lambda: _joined([json.loads(row) for row in rows]))
     differing = {name: values for name, values in flattened(joined).items() if isinstance(values, list)}
-    for name, values in differing.items() if cluster.rank == 0 else ():
-        ranks = [rank for rank, value in enumerate(values) if value != values[0]]
-        more = f" and {len(ranks) - 1} more" if len(ranks) > 1 else ""
-        text = f"{values[0]} on rank 0, {values[ranks[0]]} on rank {ranks[0]}{more}"
-        _log.warning(f"environment.{name}: {text}")
     if differing and cluster.rank == 0:
+        for name, values in differing.items():
+            ranks = [rank for rank, value in enumerate(values) if value != values[0]]
+            more = f" and {len(ranks) - 1} more" if len(ranks) > 1 else ""
+            text = f"{values[0]} on rank 0, {values[ranks[0]]} on rank {ranks[0]}{more}"
+            _log.warning(f"environment.{name}: {text}")
         _log.warning(
             "the ranks compute in different environments: a resume has the same bits if every rank runs in its old "
             "environment again, and parallel.invariant_ranks does not hold"
