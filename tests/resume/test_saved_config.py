@@ -98,6 +98,8 @@ def test_a_schedule_taken_from_the_checkpoint_is_carried_on(alone: Path, tmp_pat
     own = resolved(f"run.dir={tmp_path / 'run'}", "model=gpt2_124m", *more).config  # also from a run's own checkpoint
     assert (own.optimizer.weight_decay, own.model.n_layer) == (given["optimizer"]["weight_decay"], 12)
     assert own.schedule.lr_decay_style.value == given["schedule"]["lr_decay_style"]
+    local = ["checkpoint.save=null", f"checkpoint.local.dir={tmp_path / 'run/checkpoints'}"]
+    assert resolved("model=gpt2_124m", *local, *more).config.optimizer == own.optimizer
     new = resolved(f"run.dir={tmp_path / 'new'}", "model=gpt2_124m", *more).config
     assert new.optimizer.weight_decay == 0.5
 

@@ -196,13 +196,14 @@ def over_saved(command: CommandLine, files: Files) -> DictConfig:
     with _reported(command.overrides):
         section = raw.checkpoint
         load, step, save = str(section.load), section.ckpt_step, section.save
+        folder = section.local.dir if save is None else save
         takes_schedule = section.use_checkpoint_scheduler
     is_whole = load == "auto" or bool(_keys_of(command) & {"model", "experiment"})
     if load == "none" or (is_whole and not takes_schedule):
         return raw
     from trainer.config.load_saved import find_saved
 
-    path = save if load == "auto" and save is not None else load
+    path = load if load != "auto" or folder is None else folder
     saved = find_saved(location(path), iteration=step, save=None if save is None else Path(save), files=files)
     if saved is None:
         return raw
