@@ -220,8 +220,9 @@ def test_override_scheduler_takes_the_settings_of_the_command(run: Path, referen
     assert curve(run)[7][1] != curve(reference)[7][1]
 
 
-def test_use_checkpoint_scheduler_takes_the_saved_settings(run: Path, reference: Path) -> None:
-    changed = ["optimizer.lr=0.002", "optimizer.weight_decay=0.0", "optimizer.adam_beta1=0.8"]
+@pytest.mark.parametrize("weight_decay", ["0.3", pytest.param("0.0", marks=pytest.mark.slow)])
+def test_use_checkpoint_scheduler_takes_the_saved_settings(run: Path, reference: Path, weight_decay: str) -> None:
+    changed = ["optimizer.lr=0.002", f"optimizer.weight_decay={weight_decay}", "optimizer.adam_beta1=0.8"]
     style = "schedule.lr_decay_style=linear"
     run_ok(run, [*REFERENCE, *changed, style, "checkpoint.ckpt_step=4", "checkpoint.use_checkpoint_scheduler=true"])
     assert_is_whole(run, reference)
