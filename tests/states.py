@@ -104,3 +104,16 @@ def _bits(tensor: torch.Tensor) -> bytes:
     plain = torch.empty(tensor.numel(), dtype=tensor.dtype)  # with a stride of 1, whatever that of the tensor is
     plain.copy_(tensor.detach().reshape(-1))
     return bytes(plain.view(torch.uint8).tolist())
+
+
+class Holding:
+    """An object whose state is a tensor."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"t": self.tensor}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.tensor = state["t"]
