@@ -6,14 +6,15 @@ It ends with the process that started it, which keeps its standard input open.
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
+import resource
 import socket
 import sys
 import threading
 from functools import partial
 from multiprocessing.connection import Connection
-from typing import Any
+from multiprocessing.reduction import send_handle
+from typing import IO, Any
 
 from reprise.stores.client import StoreClient
 from reprise.stores.ranges import KEPT_BYTES, RangeCache
@@ -39,28 +40,31 @@ class Server:
                 threading.Thread(target=self._serve, args=(connected,), daemon=True).start()
 
     def _serve(self, connected: socket.socket) -> None:
-        with contextlib.suppress(OSError, EOFError, IndexError):  # its process has ended
-            memory = memoryview(mmap.mmap(socket.recv_fds(connected, 16, 1)[1][0], 0))
+        with contextlib.suppress(OSError, EOFError):  # its process has ended
             connection = Connection(connected.detach())
             while True:
-                connection.send(self.answer(memory, *connection.recv()))
+                answer, file = self.answer(*connection.recv())
+                connection.send(answer)
+                if file is not None:
+                    send_handle(connection, file.fileno(), None)
 
-    def answer(self, memory: memoryview, call: str, url: StoreUrl, *details: Any) -> list[Any] | Exception:
-        """Return a call's result in a list, or its error."""
+    def answer(self, call: str, url: StoreUrl, *details: Any) -> tuple[list[Any] | Exception, IO[bytes] | None]:
+        """Return a call's result in a list, or its error, and for `open` the file with a range's bytes."""
         try:
-            if call != "fill":
-                return [getattr(self._client, call)(url, *details)]
-            version, start, size, at, count = details
+            if call != "open":
+                return [getattr(self._client, call)(url, *details)], None
+            version, start, size = details
             _, etag, _ = version
             fetch = partial(self._client.read, url, start, size, etag)
-            self._cache.fill(memory[:count], (url, version, start), at, fetch)
-            return [None]
+            return [None], self._cache.open((url, version, start), fetch)
         except Exception as error:  # noqa: BLE001 - the process that asked raises it
-            return error
+            return error, None
 
 
 def main(number: int, most_bytes: int) -> None:
     """Answer on a listening socket, by its number, until the standard input ends."""
+    _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))  # each kept range is an open file
     listener = socket.socket(fileno=number)
     threading.Thread(target=Server(most_bytes).run, args=(listener,), daemon=True).start()
     sys.stdin.buffer.read()

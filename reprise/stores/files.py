@@ -59,8 +59,11 @@ class StoreFiles(Files):
         while at < end:
             start, stop = cell_at(at, size)
             into = part[at - offset : min(end, stop) - offset]
-            child().ask("fill", url_of(path), version, start, stop - start, at - start, into.nbytes, into=into)
-            at += into.nbytes
+            fetched = child().ask("open", url_of(path), version, start, stop - start)
+            try:
+                at += os.preadv(fetched, [into], at - start)
+            finally:
+                os.close(fetched)
         return max(0, end - offset)
 
     def close(self, descriptor: int) -> None:

@@ -7,8 +7,8 @@ kept.
 
 from __future__ import annotations
 
-import errno
-import functools
+import os
+import resource
 import tempfile
 import threading
 from collections import deque
@@ -34,81 +34,51 @@ def cell_at(at: int, size: int) -> tuple[int, int]:
 
 
 class RangeCache:
-    """The newest fetched ranges of all objects, each in a cell of an unnamed file. Several threads may call it.
+    """The newest fetched ranges of all objects, each in an unnamed file. Several threads may call it.
 
-    Without room there, it keeps the newest range in memory.
+    Without room on the disk, it keeps the newest range alone, in memory.
 
     Args:
-        most_bytes: The file's largest size in bytes. It is at most half of the free space in its folder, too.
+        most_bytes: The files' largest size in bytes. It is at most half of the free space in their folder, too.
     """
 
     def __init__(self, most_bytes: int = KEPT_BYTES) -> None:
-        self._most_bytes, self._lock = most_bytes, threading.Lock()
-        # Where ranges begin in the file, by key. For the one in memory, its bytes.
-        self._places: dict[Hashable, Future[int | memoryview]] = {}
-        self._kept = deque[Hashable]()  # the file's ranges, oldest first
-        self._count = 0  # of ranges that were written there
-        self._in_memory: Hashable = None
+        most_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._most_bytes, self._lock = min(most_bytes, most_files // 2 * CELL_BYTES), threading.Lock()
+        self._ranges: dict[Hashable, Future[IO[bytes]]] = {}
+        self._kept = deque[Hashable]()  # the keys of fetched ranges, oldest first
 
-    def fill(self, buffer: memoryview, key: Hashable, at: int, fetch: Callable[[], memoryview]) -> None:
-        """Fill a buffer with a range's bytes from `at` on.
-
-        Args:
-            fetch: Returns the whole range.
+    def open(self, key: Hashable, fetch: Callable[[], memoryview]) -> IO[bytes]:
+        """Return the file with a range's bytes, which `fetch` returns at its first call.
 
         Raises:
-            OSError: See `fetch`. The next read fetches a failed range again.
+            OSError: See `fetch`. The next call fetches a failed range again.
         """
-        while True:
-            with self._lock:
-                place = self._places.get(key)
-                if is_new := place is None:
-                    place = self._places[key] = Future()
-            if is_new:
-                self._fetch(key, place, fetch)
-            result = place.result()
-            if isinstance(result, memoryview):
-                buffer[:] = result[at : at + buffer.nbytes]
-                return
-            file, _ = self._cells
-            if FILE_SYSTEM.read(file.fileno(), buffer, offset=result + at) != buffer.nbytes:
-                raise OSError(errno.EIO, "a file of fetched bytes ends early", str(file.name))
-            with self._lock:
-                if self._places.get(key) is place:  # otherwise a newer range may have taken its place meanwhile
-                    return
+        with self._lock:
+            if is_new := key not in self._ranges:
+                self._ranges[key] = Future()
+            fetched = self._ranges[key]
+        if is_new:
+            try:
+                fetched.set_result(self._keep(key, fetch()))
+            except Exception as error:  # noqa: BLE001 - raised by all who wait
+                with self._lock:
+                    del self._ranges[key]
+                fetched.set_exception(error)
+        return fetched.result()
 
-    def _fetch(self, key: Hashable, place: Future[int | memoryview], fetch: Callable[[], memoryview]) -> None:
-        """Fetch a new range, and keep it for all who wait for it."""
-        try:
-            place.set_result(self._keep(key, fetch()))
-        except Exception as error:  # noqa: BLE001 - raised by all who wait
-            with self._lock:
-                del self._places[key]
-            place.set_exception(error)
-
-    def _keep(self, key: Hashable, body: memoryview) -> int | memoryview:
-        """Write a range over the oldest one, and return where it begins in the file. Without room, return it."""
+    def _keep(self, key: Hashable, body: memoryview) -> IO[bytes]:
+        """Write a new range to a file, and drop the oldest ranges beyond the room."""
         with self._lock:
             try:
-                file, most = self._cells
-                if not most:
-                    raise OSError(errno.ENOSPC, "no room for a range", str(file.name))
-                if len(self._kept) == most:
-                    del self._places[self._kept.popleft()]
-                start = self._count % most * CELL_BYTES
-                FILE_SYSTEM.write(file.fileno(), body, offset=start)
+                file = tempfile.TemporaryFile(prefix="reprise-store-")  # noqa: SIM115 - closed once nobody reads it
+                FILE_SYSTEM.write(file.fileno(), body, offset=0)
+                free = FILE_SYSTEM.free_bytes(Path(tempfile.gettempdir()))
+                room = min(self._most_bytes, KEPT_BYTES if free is None else free)
             except OSError:
-                self._places.pop(self._in_memory, None)
-                self._in_memory = key
-                return body
+                file, room = os.fdopen(os.memfd_create("reprise-store"), "r+b"), 0
+                FILE_SYSTEM.write(file.fileno(), body, offset=0)
             self._kept.append(key)
-            self._count += 1
-            return start
-
-    @functools.cached_property
-    def _cells(self) -> tuple[IO[bytes], int]:
-        """Return the file, and how many cells it may have."""
-        file = tempfile.TemporaryFile(prefix="reprise-store-")  # noqa: SIM115 - for this process
-        free = FILE_SYSTEM.free_bytes(Path(tempfile.gettempdir()))
-        most = min(self._most_bytes, KEPT_BYTES if free is None else free // 2) // CELL_BYTES
-        return file, most
+            while len(self._kept) > max(1, room // CELL_BYTES):
+                del self._ranges[self._kept.popleft()]
+            return file

@@ -11,7 +11,6 @@ import contextlib
 import errno
 import importlib.util
 import logging
-import mmap
 import os
 import secrets
 import socket
@@ -22,10 +21,11 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle
 from typing import TYPE_CHECKING, Any, cast
 
 from reprise.errors import ConfigError
-from reprise.stores.ranges import CELL_BYTES, KEPT_BYTES
+from reprise.stores.ranges import KEPT_BYTES
 from reprise.stores.url import StoreUrl
 
 if TYPE_CHECKING:
@@ -35,8 +35,6 @@ _log = logging.getLogger(__name__)
 
 CONNECTIONS = 16
 MOST_TRIES = 4
-# A connection to a child, and the memory shared with it for an object's bytes. It makes one request at a time.
-Link = tuple[Connection, memoryview]
 
 
 class Child:
@@ -52,17 +50,17 @@ class Child:
     def __init__(self, load: str = "") -> None:
         require_obstore()
         self.load, self._address = load, f"\0reprise-store-{os.getuid()}-{load or secrets.token_hex(8)}"
-        self._idle: list[Link] = []
+        self._idle: list[Connection] = []  # each makes one request at a time
         self.process: subprocess.Popen[bytes] | None = None
 
-    def link(self) -> Link:
+    def link(self) -> Connection:
         """Return a new connection."""
         while True:
             with socket.socket(socket.AF_UNIX) as connected, contextlib.suppress(ConnectionError):
                 connected.connect(self._address)
                 if not is_of_this_user(connected):
                     raise PermissionError(errno.EACCES, "a process of another user answered", "a store")
-                return _share_memory(connected)
+                return Connection(connected.detach())
             with socket.socket(socket.AF_UNIX) as listener:
                 try:
                     listener.bind(self._address)
@@ -75,8 +73,8 @@ class Child:
                 number, most_bytes = listener.fileno(), sys.maxsize if self.load else KEPT_BYTES
                 self.process = start_process("reprise.stores.child", number, most_bytes, pass_fds=[number])
 
-    def ask(self, call: str, url: StoreUrl, *details: object, into: memoryview | None = None) -> Any:
-        """Return a `StoreClient` call's result. An object's bytes go into the buffer `into`.
+    def ask(self, call: str, url: StoreUrl, *details: object) -> Any:
+        """Return a `StoreClient` call's result. For `open`, return the descriptor of a file with a range's bytes.
 
         Raises:
             Exception: See the `StoreClient` method.
@@ -84,18 +82,20 @@ class Child:
         """
         for _ in range(MOST_TRIES):
             try:
-                connection, memory = self._idle.pop()
+                connection = self._idle.pop()
             except IndexError:  # several threads take them
-                connection, memory = self.link()
+                connection = self.link()
             try:
                 connection.send((call, url, *details))
                 answer = connection.recv()
+                if call == "open" and isinstance(answer, list):
+                    answer = [recv_handle(connection)]
             except (OSError, EOFError):
                 self.forget()  # the other connections ended with this one
                 continue
-            if into is not None:
-                into[:] = memory[: into.nbytes]
-            self._idle.append((connection, memory))
+            except RuntimeError:  # the descriptor was lost
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(url)) from None
+            self._idle.append(connection)
             if isinstance(answer, Exception):
                 raise answer
             return answer[0]
@@ -105,7 +105,7 @@ class Child:
         """Close this process's ends of the connections."""
         with contextlib.suppress(IndexError):  # several threads take them
             while True:
-                self._idle.pop()[0].close()
+                self._idle.pop().close()
 
     def end(self) -> None:
         """End the child, if this process has started it. Another rank still using it starts its own."""
@@ -113,17 +113,6 @@ class Child:
         if self.process is not None:
             self.process.kill()
             self.process.wait()
-
-
-def _share_memory(connected: socket.socket) -> Link:
-    """Send the other end new memory for an object's bytes, and return the link."""
-    memory = os.memfd_create("reprise-store", os.MFD_CLOEXEC)
-    try:
-        os.ftruncate(memory, CELL_BYTES)
-        socket.send_fds(connected, [b"memory"], [memory])
-        return Connection(connected.detach()), memoryview(mmap.mmap(memory, CELL_BYTES))
-    finally:
-        os.close(memory)
 
 
 def require_obstore() -> None:
