@@ -10,15 +10,15 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Collection, Sequence
-from contextlib import closing
+from collections.abc import Collection, Sequence
 from functools import partial
 
 from reprise.commit.attempt import Attempt, Hosts
 from reprise.errors import TrainerError
-from reprise.loading.reader import Checkpoint, open_checkpoint
-from reprise.local.link import Link
-from reprise.local.pieces import PieceWriter
+from reprise.loading.blocks import bytes_of
+from reprise.loading.reader import open_checkpoint
+from reprise.local.link import exchange
+from reprise.local.parts import Transfer
 from reprise.ranks.channel import StoreChannel
 from reprise.storage.worker import Job, Worker
 
@@ -40,12 +40,9 @@ class Copies:
         self._channel, self._hosts, self._nonce, self._timeout_s = channel, hosts, nonce, timeout_s
         self._host = hosts.number_of(channel.rank)
         self.count = min(count, len(hosts.leaders) - 1)  # no host holds two copies
-        self._sending, self._receiving = Worker("checkpoint-send"), Worker("checkpoint-receive")
-        self._jobs: list[Job] = []
-        self._links: dict[tuple[int, int], Link] = {}
-        self._generation = 1  # the links' generation: after a failure all hosts open new links
-        self._is_broken = False
-        # Iterations with all their copies on this host. The receiving thread may add one at any time. Other threads
+        self._worker = Worker("checkpoint-copy")
+        self._job: Job | None = None
+        # Iterations with all their copies on this host. The copying thread may add one at any time. Other threads
         # replace the set, and lose at most that one.
         self._copied: set[int] = set()
         self._safe: int | None = None  # the newest iteration with all copies on every host
@@ -75,96 +72,65 @@ class Copies:
 
     def status(self, iteration: int) -> bytes:
         """Return this host's status for rank 0 in a save, which replaces the iteration's earlier copies."""
-        return json.dumps([self._is_busy, self._is_broken, sorted(self._copied - {iteration})]).encode()
+        return json.dumps([self._is_busy, sorted(self._copied - {iteration})]).encode()
 
     def decide(self, statuses: Sequence[bytes]) -> bytes:
-        """Return whether to copy the checkpoint, its link generation, and the newest complete copy."""
-        busy, broken, copied = zip(*map(json.loads, statuses), strict=True)
+        """Return whether to copy the checkpoint, and the newest complete copy."""
+        busy, copied = zip(*map(json.loads, statuses), strict=True)
         is_copied, everywhere = self.count > 0 and not any(busy), set.intersection(*map(set, copied))
-        return json.dumps([is_copied, self._generation + any(broken), max(everywhere, default=self._safe)]).encode()
+        return json.dumps([is_copied, max(everywhere, default=self._safe)]).encode()
 
     def committed(self, attempt: Attempt, order: bytes) -> None:
         """Start copying a checkpoint, if rank 0 has decided so. Leaders only."""
-        is_copied, generation, self._safe = json.loads(order) if order else (False, 0, self._safe)
+        is_copied, self._safe = json.loads(order) if order else (False, self._safe)
         if not is_copied:
             return
-        if generation != self._generation:
-            self._generation, self._is_broken = generation, False
-            self._close_links()
         self._current, least = attempt.iteration, self._safe or 0
         self._copied = {number for number in self._copied if number >= least} - {attempt.iteration}
-        calls = {self._sending: self._send, self._receiving: self._receive}
-        self._jobs = [worker.submit(partial(self._copy, call, attempt)) for worker, call in calls.items()]
+        self._job = self._worker.submit(partial(self._copy, attempt))
 
     def wait(self, timeout_s: float) -> None:
         """Wait until no copy is under way, for at most `timeout_s`."""
-        deadline = time.monotonic() + timeout_s
-        for job in self._jobs:
-            job.ends(max(0.0, deadline - time.monotonic()))
+        if self._job is not None:
+            self._job.ends(timeout_s)
 
     def close(self) -> None:
-        """Wait for copies under way and end the threads. Raise an unexpected error from any of them."""
+        """Wait for a copy under way and end the thread. Raise an unexpected error from it."""
         self.wait(_CLOSE_S)
-        for worker in (self._sending, self._receiving):
-            worker.close(0.0 if self._is_busy else _CLOSE_S)
-        self._close_links()
-        for job in self._jobs:
-            if job.is_done:
-                job.wait()
-
-    def _close_links(self, *, sends: bool | None = None) -> None:
-        """Close all links, or those in one direction, to end the other side's wait."""
-        for source, target in list(self._links):
-            if sends in (None, source == self._host):
-                self._links.pop((source, target)).close()
+        self._worker.close(0.0 if self._is_busy else _CLOSE_S)
+        if self._job is not None and self._job.is_done:
+            self._job.wait()
 
     @property
     def _is_busy(self) -> bool:
-        return not all(job.is_done for job in self._jobs)
+        return self._job is not None and not self._job.is_done
 
-    def _copy(self, call: Callable[[Checkpoint], None], attempt: Attempt) -> None:
-        """Send or receive. On failure close the links in this direction: a later save opens new ones."""
-        is_done = False
+    def _copy(self, attempt: Attempt) -> None:
+        """Send this host's part to the next hosts, and receive those of the hosts before it."""
+        start, names = time.perf_counter(), self._hosts.names
+        transfers = [
+            Transfer(source % len(names), (source + step) % len(names), source % len(names), 0)
+            for step in range(1, self.count + 1)
+            for source in (self._host, self._host - step)
+        ]
         try:
-            call(open_checkpoint(attempt.target, attempt.folder.files))
-            is_done = True
+            checkpoint = open_checkpoint(attempt.target, attempt.folder.files)
+            assert checkpoint.host is not None
+            pieces = {transfer.part: checkpoint.host.written_by(transfer.part) for transfer in transfers}
+            exchange(
+                self._channel,
+                f"{self._nonce}/{attempt.name}",
+                checkpoint,
+                transfers,
+                pieces,
+                host=self._host,
+                timeout_s=self._timeout_s,
+            )
         except (TrainerError, OSError) as error:
             problem = str(error).rstrip(".")
             _log.error("iteration %d was not copied: %s. The next save tries again", attempt.iteration, problem)
-        finally:
-            if not is_done:
-                self._is_broken = True
-                self._close_links(sends=call == self._send)
-
-    def _send(self, checkpoint: Checkpoint) -> None:
-        start, hosts = time.perf_counter(), self._hosts.names
-        for step in range(1, self.count + 1):
-            target = (self._host + step) % len(hosts)
-            sent_bytes = self._link(self._host, target).send(checkpoint)
-            seconds = time.perf_counter() - start
-            size = f"{sent_bytes / 1e6:.1f} MB"
-            _log.info("copied iteration %d to %s, %s, %.2f s", checkpoint.iteration, hosts[target], size, seconds)
-
-    def _receive(self, checkpoint: Checkpoint) -> None:
-        assert checkpoint.host is not None
-        with closing(PieceWriter(checkpoint)) as writer:
-            for step in range(1, self.count + 1):
-                source = (self._host - step) % len(self._hosts.names)
-                pieces = checkpoint.host.written_by(source)
-                self._link(source, self._host).receive(writer, checkpoint, pieces)
-                writer.finish(pieces)
-        if writer.damage:
-            first, more = writer.damage[0], len(writer.damage) - 1
-            name = checkpoint.host.hosts[checkpoint.host.writers[first.place.spec.name][first.number]]
-            others = f", and {more} more" if more else ""
-            message = "iteration %d arrived damaged and is not fully copied: %s from %s%s"
-            _log.error(message, checkpoint.iteration, first, name, others)
             return
-        self._copied.add(checkpoint.iteration)
-
-    def _link(self, source: int, target: int) -> Link:
-        """Return the link between two hosts, which opens with a generation's first copy."""
-        if (source, target) not in self._links:
-            name, sends = f"{self._nonce}/{self._generation}/{source}-{target}", source == self._host
-            self._links[source, target] = Link(self._channel, name, sends=sends, timeout_s=self._timeout_s)
-        return self._links[source, target]
+        self._copied.add(attempt.iteration)
+        targets = ", ".join(names[transfer.target] for transfer in transfers if transfer.source == self._host)
+        size, seconds = bytes_of(checkpoint, pieces[self._host]) / 1e6, time.perf_counter() - start
+        _log.info("copied iteration %d to %s, %.1f MB each, %.2f s", attempt.iteration, targets, size, seconds)

@@ -8,8 +8,7 @@ import json
 import logging
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,16 +23,15 @@ from reprise.loading.blocks import bytes_of
 from reprise.loading.reader import Checkpoint, open_checkpoint, read_places
 from reprise.loading.same_checkpoint import open_same
 from reprise.loading.verify import check_first_blocks
-from reprise.local.link import Link
+from reprise.local.link import exchange
 from reprise.local.parts import Candidate, Parts, Transfer, assign, candidates
-from reprise.local.pieces import PieceWriter, damaged_pieces
+from reprise.local.pieces import damaged_pieces
 from reprise.local.skeleton import make_skeleton, skeleton_of
 from reprise.ranks.channel import StoreChannel
 from reprise.storage.atomic import replace_file
 from reprise.storage.folder import CheckpointFolder
 from reprise.storage.paths import exists
 from reprise.storage.shared_folder import on_this_host
-from reprise.storage.worker import Worker
 
 _log = logging.getLogger(__name__)
 
@@ -187,7 +185,7 @@ class HostFolders:
         name = self._key("links")
         with self._agreed(path):
             if self.leads:
-                self._move(checkpoint, transfers, parts, name)
+                exchange(self._channel, name, checkpoint, transfers, parts, host=self._host, timeout_s=self._timeout_s)
         sent_bytes = Counter[str]()
         for transfer in transfers:
             sent_bytes[self.hosts.names[transfer.source]] += transfer.total_bytes
@@ -202,55 +200,6 @@ class HostFolders:
         ranks = self.hosts.ranks[self._host][1:]
         data = [self._channel.take(f"{key}/{rank}", sender=f"rank {rank}") for rank in ranks]
         return union([pieces, *map(json.loads, data)])
-
-    def _move(
-        self, checkpoint: Checkpoint, transfers: Sequence[Transfer], lacking: Mapping[int, PieceNumbers], name: str
-    ) -> None:
-        """Send and receive, and record the new pieces in `host.json`.
-
-        Every host works through the transfers in the same order, with one thread to send and another to receive, so
-        both sides are always ready for the first open transfer.
-
-        Args:
-            lacking: By part, the pieces for this host.
-            name: The links' name, new on this channel.
-
-        Raises:
-            TrainerError: Another host is gone, or bytes do not match their digests.
-            OSError: The disk fails.
-        """
-
-        def link(transfer: Transfer) -> closing[Link]:
-            source, target, part, _ = transfer
-            path, sends = f"{name}/{source}-{target}-{part}", source == self._host
-            return closing(Link(self._channel, path, sends=sends, timeout_s=self._timeout_s))
-
-        def send() -> None:
-            for transfer in transfers:
-                if transfer.source == self._host:
-                    with link(transfer) as outgoing:
-                        outgoing.send(checkpoint)
-
-        sending = Worker("checkpoint-send")
-        job = sending.submit(send)
-        try:
-            with closing(PieceWriter(checkpoint)) as writer:
-                for transfer in transfers:
-                    if transfer.target == self._host:
-                        with link(transfer) as incoming:
-                            incoming.receive(writer, checkpoint, lacking[transfer.part])
-                writer.finish(union(lacking.values()))
-        finally:
-            job.ends(self._timeout_s)
-            sending.close(0.0)
-        job.wait(self._timeout_s)
-        if writer.damage:
-            raise CheckpointError(
-                "Part of a local checkpoint arrived damaged",
-                where=checkpoint.path,
-                found=writer.damage[0],
-                fix="It is read from another host, or an older checkpoint is loaded.",
-            )
 
     def heal(self, path: Path) -> bool:
         """Check a local checkpoint on every host and give up damaged pieces. Return whether there were any."""

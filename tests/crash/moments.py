@@ -228,7 +228,7 @@ def _gate_prepare(gate: Gate) -> None:
 
 
 def _gate_link(gate: Gate) -> None:
-    _before(Link, "__init__", lambda _, __, name, **___: _stand_if(gate, name.split("/")[-2] == "1"))
+    _before(Link, "__init__", lambda *_, **__: gate.stand())
 
 
 def _gate_copy(gate: Gate) -> None:

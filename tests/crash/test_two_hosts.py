@@ -107,7 +107,6 @@ def is_whole(path: Path) -> bool:
     return path.exists() and open_checkpoint(path, Files()).is_whole
 
 
-# The first copy opens the links; a later one finds them open.
 @pytest.mark.parametrize(("moment", "iteration"), [nightly("link", 2), ("copy", 2), nightly("copy", 4)])
 def test_a_link_cut_in_a_copy_costs_that_copy_only(link: Link, tmp_path: Path, moment: str, iteration: int) -> None:
     whole, run = tmp_path / "whole", tmp_path / "run"
@@ -135,8 +134,7 @@ def test_a_link_cut_in_a_copy_costs_that_copy_only(link: Link, tmp_path: Path, m
         knowing = running.outputs if moment == "copy" else running.outputs[:1]
         await_true(lambda: all(line in output.read_text() for output in knowing))
         link.set("up", at=SWITCH)
-        both_ways = 2
-        await_true(lambda: all(output.read_text().count(line) == both_ways for output in running.outputs))
+        await_true(lambda: all(line in output.read_text() for output in running.outputs))
         gates[2].open()
         running.join(BOUND_S)
     ended = running.ended()
