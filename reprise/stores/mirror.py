@@ -15,11 +15,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 from reprise.errors import CheckpointError, LockError, TrainerError, UnreadableError
 from reprise.format.mirror_record import MirrorRule
@@ -40,7 +38,6 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 _NICENESS = 10
 _NICE_THREADS = "2"  # of obstore
 _END_S = 5.0
-T = TypeVar("T")
 
 
 def mirror_rule(url: str, *, interval: int, keep: int) -> MirrorRule:
@@ -84,40 +81,36 @@ def mirror_run(run: Path, url: str, *, keep: int, interval: int, once: bool) -> 
 def follow(passes: MirrorPass, folder: Path, finishing: threading.Event) -> None:
     """Upload checkpoints until nothing is left to do after `finishing` is set.
 
+    Tries again while the store is away, or another process has the lock.
+
     Raises:
         OSError: The store refuses a request until a user fixes the cause, or is still away at the end.
         LockError: Another process still mirrors the folder at the end.
         CheckpointError: The URL belongs to another run.
     """
     new_lock = partial(FolderLock, folder / LOCK_FOLDER, kind="mirror of a run", another="another run")
-    with contextlib.ExitStack() as stack:
-        _patiently(lambda: stack.enter_context(new_lock(secrets.token_hex(4))), finishing)
-        is_last = is_done = False
-        while not (is_last and is_done):
-            if is_done:
-                finishing.wait(POLL_S)
-            is_last = finishing.is_set()
-            is_done = _patiently(partial(passes.run, at_end=is_last), finishing)
-
-
-def _patiently(call: Callable[[], T], finishing: threading.Event) -> T:
-    """Return the result of `call`. Repeat it while the store is away, or another process has the lock."""
+    lock: FolderLock | None = None
     pause_s = 0.0
-    while True:
-        is_last = finishing.is_set()
-        try:
-            return call()
-        except (OSError, LockError, UnreadableError) as error:
-            is_refused = isinstance(error, OSError) and error.errno == errno.EACCES
-            if is_refused or (is_last and pause_s == _LONGEST_PAUSE_S):
-                raise
-            if not pause_s:
-                _log.warning("the mirror is waiting: %s; it will retry, and training continues", error)
-        pause_s = min(2 * pause_s or _FIRST_PAUSE_S, _LONGEST_PAUSE_S)
-        if is_last:
-            time.sleep(pause_s)
-        elif finishing.wait(pause_s):
-            pause_s = _FIRST_PAUSE_S  # the end has as many tries, however long the store was away
+    with contextlib.ExitStack() as stack:
+        while True:
+            is_last, wait_s = finishing.is_set(), 0.0
+            try:
+                lock = lock or stack.enter_context(new_lock(secrets.token_hex(4)))
+                if passes.run(at_end=is_last):
+                    if is_last:
+                        return
+                    wait_s = POLL_S
+                pause_s = 0.0
+            except (OSError, LockError, UnreadableError) as error:
+                if getattr(error, "errno", 0) == errno.EACCES or (is_last and pause_s == _LONGEST_PAUSE_S):
+                    raise
+                if not pause_s:
+                    _log.warning("the mirror is waiting: %s; it will retry, and training continues", error)
+                wait_s = pause_s = min(2 * pause_s or _FIRST_PAUSE_S, _LONGEST_PAUSE_S)
+            if is_last:
+                time.sleep(wait_s)
+            elif finishing.wait(wait_s):  # the end has as many tries, however long the store was away
+                pause_s = min(pause_s, _FIRST_PAUSE_S)
 
 
 class Mirror:

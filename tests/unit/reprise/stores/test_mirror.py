@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from reprise.stores.mirror import Mirror, _patiently, mirror_rule
+from reprise.stores.mirror import Mirror, follow, mirror_rule
+from reprise.stores.mirror_pass import MirrorPass
 from tests.fakes import JOIN_S
 from tests.stores.saving import committed, save
 
@@ -58,11 +59,12 @@ def test_a_mirror_that_cannot_be_restarted_ends_no_run(
     assert "the mirror cannot be restarted: [Errno 12]" in caplog.text
 
 
-def test_a_store_away_for_hours_is_tried_again_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_away_for_hours_is_tried_again_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     finishing, tries = threading.Event(), list[bool]()
+    passes = MirrorPass.__new__(MirrorPass)
 
-    def fail() -> None:
-        tries.append(finishing.is_set())
+    def fail(*, at_end: bool) -> bool:
+        tries.append(at_end)
         raise OSError(errno.EIO, "away")
 
     def wait(_: float) -> bool:
@@ -72,7 +74,8 @@ def test_a_store_away_for_hours_is_tried_again_at_the_end(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(finishing, "wait", wait)
     monkeypatch.setattr(time, "sleep", lambda _: None)
+    monkeypatch.setattr(passes, "run", fail)
     with pytest.raises(OSError, match="away"):
-        _patiently(fail, finishing)
+        follow(passes, tmp_path, finishing)
     assert tries.count(False) == 20
     assert tries.count(True) > 5
