@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from reprise.errors import CheckpointError, TrainerError
-from reprise.format.host_file import HostFile
 from reprise.format.names import HOST, MANIFEST
 from reprise.loading.blocks import PieceBlock, blocks_of
 from reprise.loading.choose import LoadSource, no_folder
@@ -29,6 +28,7 @@ from reprise.storage.paths import exists, is_dir
 _log = logging.getLogger(__name__)
 
 _ATTEMPT = "gather-"  # prefix for these attempts' names
+_Part = tuple[Checkpoint, Parts]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ def gather(
         return _join(parts, folder, progress)
 
 
-def _parts_in(host: Path) -> list[Checkpoint]:
+def _parts_in(host: Path) -> list[_Part]:
     """Return the local checkpoints in a host's folder, or the one at this path.
 
     Damaged checkpoints, and checkpoints that belong to no single host, are logged and skipped.
@@ -99,7 +99,7 @@ def _parts_in(host: Path) -> list[Checkpoint]:
     path = LoadSource.named(host).path
     if is_iteration_name(path.name) or exists(path / MANIFEST):
         return [_open(path)]
-    folder, parts = CheckpointFolder(path, FILE_SYSTEM), list[Checkpoint]()
+    folder, parts = CheckpointFolder(path, FILE_SYSTEM), list[_Part]()
     for iteration in folder.committed():
         try:
             parts.append(_open(folder.iteration(iteration)))
@@ -108,32 +108,27 @@ def _parts_in(host: Path) -> list[Checkpoint]:
     return parts
 
 
-def _open(path: Path) -> Checkpoint:
+def _open(path: Path) -> _Part:
     checkpoint = open_checkpoint(path, FILE_SYSTEM)
     read_places(checkpoint)
     if checkpoint.host is None:
         raise CheckpointError("A checkpoint is not that of one host", where=path, expected=HOST, found="all pieces")
-    return checkpoint
+    return checkpoint, Parts.of(checkpoint.host)
 
 
-def _host_of(part: Checkpoint) -> HostFile:
-    assert part.host is not None
-    return part.host
-
-
-def _newest_whole(parts: Sequence[Checkpoint], iteration: int | None) -> list[tuple[Checkpoint, Parts]]:
-    """Return the folders and their parts for the given iteration, or for the newest one that is whole among them.
+def _newest_whole(parts: Sequence[_Part], iteration: int | None) -> list[_Part]:
+    """Return the folders' parts for the given iteration, or for the newest one that is whole among them.
 
     Raises:
         CheckpointError: Names the hosts whose parts are missing.
     """
     lacking = list[str]()
-    for candidate in candidates([{part.iteration: Parts.of(_host_of(part))} for part in parts]):
+    for candidate in candidates([{checkpoint.iteration: members} for checkpoint, members in parts]):
         if iteration in (None, candidate.iteration):
             if not candidate.together.missing:
                 for problem in lacking:
                     _log.warning("%s; an older one is whole", problem)
-                return [(parts[number], members) for number, members in sorted(candidate.folders.items())]
+                return [parts[number] for number in sorted(candidate.folders)]
             lacking.append(f"iteration {candidate.iteration} lacks {candidate.together.describe_missing()}")
     raise CheckpointError(
         "No checkpoint is whole in these folders together",
@@ -143,8 +138,9 @@ def _newest_whole(parts: Sequence[Checkpoint], iteration: int | None) -> list[tu
     )
 
 
-def _join(parts: Sequence[tuple[Checkpoint, Parts]], out: CheckpointFolder, progress: ProgressCallback) -> GatherReport:
+def _join(parts: Sequence[_Part], out: CheckpointFolder, progress: ProgressCallback) -> GatherReport:
     first, attempt, damage = parts[0][0], f"{_ATTEMPT}{secrets.token_hex(4)}", list[str]()
+    assert first.host is not None
     target, partial = out.iteration(first.iteration), out.partial(first.iteration, attempt)
     require_vacant(target)
     total, copied_bytes = tensor_bytes(first), Counter[Path]()
@@ -158,7 +154,7 @@ def _join(parts: Sequence[tuple[Checkpoint, Parts]], out: CheckpointFolder, prog
         with out.writing("The output"):
             write_skeleton(partial, skeleton_of(first), out.files, is_whole=True)
             with contextlib.closing(PieceWriter(replace(first, path=partial))) as writer:
-                for number, pieces in _host_of(first).by_host().items():
+                for number, pieces in first.host.by_host().items():
                     holders = [part for part, members in parts if number in members.whole]
                     damage += _copy(holders, blocks_of(first, pieces), writer, count)
                 writer.sync()

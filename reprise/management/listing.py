@@ -13,7 +13,7 @@ from pathlib import Path
 
 from reprise.errors import CheckpointError, TrainerError
 from reprise.format.names import ADAPTERS, HOST, MANIFEST, OPTIMIZER_DROPPED, STATE, is_lightened
-from reprise.loading.reader import Checkpoint, check_state, read_content
+from reprise.loading.reader import check_state, read_content
 from reprise.loading.verify import check_first_blocks
 from reprise.management.host_share import share_of
 from reprise.management.paths import checkpoint_folder, checkpoints_in, examined
@@ -98,12 +98,6 @@ def _checked(summary: CheckpointSummary) -> CheckpointSummary:
         is_lightened=checkpoint.is_lightened,
         share=share_of(checkpoint),
     )
-
-
-def whole_checkpoint(path: Path) -> Checkpoint | None:
-    """Return the checkpoint if it is whole, judged by its JSON files, headers and first blocks; else None."""
-    status, _, checkpoint = examined(path, check_first_blocks)
-    return checkpoint if status is CheckpointStatus.WHOLE else None
 
 
 def size_of(path: Path, tree: Tree | None = None) -> int:

@@ -14,8 +14,10 @@ from reprise.format.mirror_record import MIRROR, from_bytes
 from reprise.format.names import HOST, OPTIMIZER_DROPPED, OPTIMIZER_FILES
 from reprise.loading.choose import committed_in
 from reprise.loading.reader import Checkpoint, open_checkpoint
-from reprise.management.listing import size_of, whole_checkpoint
-from reprise.management.paths import checkpoint_folder
+from reprise.loading.verify import check_first_blocks
+from reprise.management.listing import size_of
+from reprise.management.paths import checkpoint_folder, examined
+from reprise.management.summary import CheckpointStatus
 from reprise.saving.policy import Retention
 from reprise.storage.files import FILE_SYSTEM
 from reprise.storage.folder import CheckpointFolder
@@ -239,8 +241,8 @@ def _require_whole(folder: CheckpointFolder, retained: Iterable[int], *, has_opt
     """Refuse to delete unless a remaining checkpoint is whole, with optimizer state if `has_optimizer`."""
     paths = [folder.iteration(iteration) for iteration in sorted(retained, reverse=True)]
     for path in paths:
-        checkpoint = whole_checkpoint(path)
-        if checkpoint is not None and (checkpoint.has_optimizer or not has_optimizer):
+        status, _, checkpoint = examined(path, check_first_blocks)
+        if checkpoint and status is CheckpointStatus.WHOLE and (checkpoint.has_optimizer or not has_optimizer):
             return
     raise CheckpointError(
         f"None of the checkpoints that would stay {'has an optimizer and ' * has_optimizer}is whole",
