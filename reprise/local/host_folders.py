@@ -287,12 +287,9 @@ class HostFolders:
             try:
                 yield
             except OSError as error:
-                if path is None:
-                    with self.folder.writing("The folder of local checkpoints"):
-                        raise
                 raise UnreadableError(
                     "A local checkpoint cannot be completed on this host",
-                    where=on_this_host(path),
+                    where=on_this_host(path or self.folder.root),
                     found=error.strerror,
                     fix="Nothing is lost. Free up space on this host, or choose another folder.",
                 ) from error

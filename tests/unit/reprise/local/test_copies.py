@@ -153,3 +153,22 @@ def test_flipped_bytes_and_broken_links_are_named_and_not_held(
     assert deed is reset or "written by " in caplog.text
     assert lacks(tmp_path / "0/iter_0000001") == {"w": (1,)}
     assert lacks(tmp_path / "0/iter_0000002") == lacks(tmp_path / "1/iter_0000002") == {}
+
+
+def test_a_copy_leaves_no_key_of_its_links(tmp_path: Path) -> None:
+    def call(channel: StoreChannel) -> int:
+        policy = SavePolicy(tmp_path / str(channel.rank))
+        checkpointer = LocalCheckpointer(policy, channel, nonce="n", copies=1, local_ranks=[channel.rank])
+        checkpointer.start()
+        counts = list[int]()
+        for iteration in (1, 2, 3):
+            checkpointer.save(iteration, contents(channel.rank, iteration))
+            checkpointer.await_copies()
+            channel.agree(f"{iteration} is copied", None)
+            counts.append(channel.store("", 1.0).num_keys())
+            channel.agree(f"{iteration} is counted", None)
+        assert channel.rank or checkpointer._copies._copied == {2, 3}
+        checkpointer.close()
+        return counts[2] - counts[1]
+
+    assert max(all_ranks(2, call, store=tcp_store)) < 2 * 2  # of two links; a rank's message may be on its way
