@@ -53,7 +53,7 @@ _REMOVED = {
     "train.sample_prompt",
     "train.sample_tokens",
 }
-_REMOVED_TRACKER = ("logging.publish", "tensorboard")
+_REMOVED_TRACKERS = ("tensorboard", "swanlab", "trackio")  # of `logging.publish`
 
 # `topology` members in trainer_state.json, and their keys in the `parallel` section.
 PARALLEL_KEYS = {
@@ -142,7 +142,8 @@ def saved_values(document: Json, state: Json, *, where: object) -> dict[str, obj
         raise CheckpointError("The checkpoint's configuration is malformed", where=where, expected="sections of keys")
     values = {f"{name}.{key}": value for name, section in config.items() for key, value in section.items()}
     values = {key: value for key, value in values.items() if key not in _REMOVED}
-    values = {key: value for key, value in values.items() if (key, value) != _REMOVED_TRACKER}
+    if values.get("logging.publish") in _REMOVED_TRACKERS:
+        del values["logging.publish"]
     unknown = values.keys() - {f"{section}.{key}" for section, key in _keys()}
     if unknown:
         raise MismatchError(
