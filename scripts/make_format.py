@@ -24,10 +24,12 @@ from models.adapters import saved_tensors
 from reprise import save
 from reprise.format import FRESH, LINEAGE, Branch, Lineage, Parent
 from reprise.storage import Json
+from reprise.tensors import placed_box
 from trainer.config.compose import compose
 from trainer.config.derived import length_of, topology_of
 from trainer.data.documents import DocumentMarks
-from trainer.memory.dry_run import boxes_at, simulate
+from trainer.memory.dry_run import simulate
+from trainer.optim.adamw import stored_names
 from trainer.record.data_origin import DataOrigin
 from trainer.record.environment import environment_record
 from trainer.record.run_record import describe
@@ -154,7 +156,8 @@ def _tensor_lines(preset: str, *overrides: str) -> Iterator[str]:
     common = ("model.n_layer=1", "model.tie_word_embeddings=false", "parallel.tensor_model_parallel_size=2")
     config = compose([f"model={preset}", *common, *overrides])
     (simulated,) = simulate(config, topology_of(config, 2))
-    boxes = boxes_at(simulated.parts[0], simulated.grid, tp=0)
+    parameters, first = stored_names(simulated.parts[0]), {"dp": 0, "tp": 0}
+    boxes = {name: placed_box(name, p, simulated.grid, first)[0] for p, name in parameters.items()}
     for name, tensor in saved_tensors(config.model).items():
         sharded = [str(number) for number, size in enumerate(tensor.view) if boxes[name].shape[number] < size]
         view = "" if tensor.view == tensor.shape else f"{list(tensor.view)}"

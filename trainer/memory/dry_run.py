@@ -9,16 +9,16 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from models.adapters import saved_tensors
 from models.config import Stage
 from models.families import parameter_count
 from models.network import Model
 from reprise.errors import count_of
-from reprise.format import Box, build_layout
+from reprise.format import TensorKind, build_layout
 from reprise.tensors import Grid, placed_box
 from reprise.torch_private import FakeStore
 from trainer.compare.text_table import format_table
@@ -100,88 +100,63 @@ def simulate(config: Config, topology: Topology) -> Iterator[Simulated]:
 
 def simulated_memory(config: Config, topology: Topology) -> Iterator[tuple[Simulated, int, RankMemory]]:
     """Yield each pipeline rank's stages, a tensor-parallel rank, and its memory on the first data-parallel rank."""
-    for simulated in simulate(config, topology):
-        for tp in range(topology.tp):
-            yield simulated, tp, _memory(config, simulated, topology, tp=tp)
-
-
-def _memory(config: Config, simulated: Simulated, topology: Topology, *, tp: int) -> RankMemory:
-    parts, train = simulated.parts, config.train
-    boxes_of_parts = [boxes_at(part, simulated.grid, tp=tp) for part in parts]
+    train, itemsizes = config.train, Counter[str]()
     frozen, averages = frozen_names(config.model, train.freeze), train.ema_decay > 0
-    itemsizes = Counter[str]()
     for tensor in state_tensors(config.optimizer, config.model, frozen, averages=averages):
         itemsizes[tensor.parameter] += tensor.dtype.itemsize if tensor.stored.shape else 0
-    return RankMemory(
-        sum(box.numel for boxes in boxes_of_parts for box in boxes.values()),
-        sum(box.numel * (4 + itemsizes[name]) for boxes in boxes_of_parts for name, box in boxes.items()),
-        _working_bytes(config, parts, topology, boxes_of_parts=boxes_of_parts),
-        _activation_bytes(config, parts, topology),
-    )
+    for simulated in simulate(config, topology):
+        for tp in range(topology.tp):
+            held = [
+                _Held(name, placed_box(name, p, simulated.grid, {"dp": 0, "tp": tp})[0].numel, p)
+                for part in simulated.parts
+                for p, name in stored_names(part).items()
+            ]
+            memory = RankMemory(
+                sum(parameter.count for parameter in held),
+                sum(parameter.count * (4 + itemsizes[parameter.name]) for parameter in held),
+                _working_bytes(config, simulated.parts, topology, held),
+                _activation_bytes(config, simulated.parts, topology),
+            )
+            yield simulated, tp, memory
 
 
-def boxes_at(part: Model, grid: Grid, *, tp: int) -> dict[str, Box]:
-    """Return each parameter's box in a part on a tensor-parallel rank, the first over dp."""
-    return {name: placed_box(name, p, grid, {"dp": 0, "tp": tp})[0] for p, name in stored_names(part).items()}
+class _Held(NamedTuple):
+    """A parameter, and how many of its elements a rank holds between iterations."""
+
+    name: str
+    count: int
+    parameter: torch.nn.Parameter
 
 
-def _working_bytes(
-    config: Config, parts: Sequence[Model], topology: Topology, *, boxes_of_parts: Sequence[dict[str, Box]]
-) -> int:
+def _working_bytes(config: Config, parts: Sequence[Model], topology: Topology, held: Sequence[_Held]) -> int:
     """Return the bytes in gathered parameters (compute dtype) and gradients (float32), at their peak.
 
     ZeRO stage 3 without a pipeline gathers a block at a time, two with prefetch, and keeps gradients sharded. Otherwise
     a pipeline stage's parameters are unsharded. So are its gradients, except with ZeRO stage 2 without a pipeline.
     Frozen parameters have no gradients.
 
-    Args:
-        boxes_of_parts: Each part's boxes.
+    With `parallel.invariant_ranks`, lane sums wait for the next lane: at most n with 2^n lanes on a rank. They are
+    sharded if every lane is reduced over ranks, beside the gradients of a lane with several micro-batches.
     """
-    parameters = sum(box.numel for boxes in boxes_of_parts for box in boxes.values())
-    trained = sum(
-        boxes[name].numel for part, boxes in zip(parts, boxes_of_parts, strict=True) for name, _ in _trained(part)
-    )
+    trained = [part for part in held if part.parameter.requires_grad]
+    unsharded = sum(part.parameter.numel() for part in trained) // topology.tp
+    is_sharded, lanes = reduces_lanes_over_ranks(config, topology), lanes_of(config)
+    gradients = sum(part.count for part in trained) if is_sharded else unsharded
+    if lanes is not None:
+        gradients *= (lanes.count // topology.dp).bit_length()
+        gradients += unsharded if is_sharded and lanes.length > 1 else 0
     stage, itemsize = config.parallel.zero_stage, compute_dtype(config).itemsize
-    lanes = _lane_bytes(config, parts, topology, trained=trained)
     if topology.dp == 1 or stage == 0:
-        return trained * 4 + parameters * (itemsize if itemsize < 4 else 0) + lanes
+        return gradients * 4 + sum(part.count for part in held) * (itemsize if itemsize < 4 else 0)
     block_bytes, rest_bytes = (dtype.itemsize for dtype in gathered_dtypes(config, topology))
     blocks = [
         sum(p.numel() for p in block.parameters()) // topology.tp for part in parts for block in part.blocks.values()
     ]
-    whole_parameters = sum(p.numel() for part in parts for p in part.parameters()) // topology.tp
-    gathered = sum(blocks) * block_bytes + (whole_parameters - sum(blocks)) * rest_bytes
+    rest = sum(part.parameter.numel() for part in held) // topology.tp - sum(blocks)
+    gathered = sum(blocks) * block_bytes + rest * rest_bytes
     if stage == 3 and topology.pp == 1:
         gathered = 2 * max(blocks) * block_bytes
-    gradients = trained if stage >= 2 and topology.pp == 1 else _unsharded_gradients(parts, topology)
-    return gathered + gradients * 4 + lanes
-
-
-def _lane_bytes(config: Config, parts: Sequence[Model], topology: Topology, *, trained: int) -> int:
-    """Estimate the bytes added by `parallel.invariant_ranks`: lane sums waiting for the next lane.
-
-    With 2^n lanes on a rank at most n sums wait. They are sharded if every lane is reduced over ranks, beside the
-    gradients of a lane with several micro-batches.
-
-    Args:
-        trained: Elements in this rank's trained parameters.
-    """
-    lanes = lanes_of(config)
-    if lanes is None:
-        return 0
-    waiting, unsharded = (lanes.count // topology.dp).bit_length() - 1, _unsharded_gradients(parts, topology)
-    if not reduces_lanes_over_ranks(config, topology):
-        return 4 * waiting * unsharded
-    return 4 * (waiting * trained + (unsharded if lanes.length > 1 else 0))
-
-
-def _trained(part: Model) -> list[tuple[str, torch.nn.Parameter]]:
-    return [(name, parameter) for parameter, name in stored_names(part).items() if parameter.requires_grad]
-
-
-def _unsharded_gradients(parts: Sequence[Model], topology: Topology) -> int:
-    """Count the elements in a rank's trained parameters before ZeRO shards them."""
-    return sum(p.numel() for part in parts for _, p in _trained(part)) // topology.tp
+    return gradients * 4 + gathered
 
 
 def _activation_bytes(config: Config, parts: Sequence[Model], topology: Topology) -> int:
@@ -204,24 +179,19 @@ def _activation_bytes(config: Config, parts: Sequence[Model], topology: Topology
 
 def _headline(config: Config, topology: Topology) -> str:
     frozen, averages = frozen_names(config.model, config.train.freeze), config.train.ema_decay > 0
-    layout = build_layout(list(checkpoint_specs(config.model, config.optimizer, frozen, averages=averages)))
+    specs = list(checkpoint_specs(config.model, config.optimizer, frozen, averages=averages))
+    weights = (spec for spec in specs if spec.kind is not TensorKind.OPTIMIZER and spec.name not in frozen)
+    count, share = sum(prod(spec.shape) for spec in weights), ""
+    if frozen:
+        is_adapted = config.model.is_adapted
+        share = f", frozen beneath adapters of {count:,} parameters," if is_adapted else f", {count:,} of them trained,"
     sizes = f"tp {topology.tp}, pp {topology.pp}, vpp {topology.vpp}, dp {topology.dp}"
     copies = f", replicate {topology.replicate}" if topology.replicate > 1 else ""
     return (
-        f"{parameter_count(config.model):,} parameters{_trained_share(config)} on "
-        f"{count_of(topology.world_size, 'rank', form=',')} "
-        f"({sizes}, zero_stage {config.parallel.zero_stage}{copies}); a checkpoint has {layout.total_bytes:,} bytes"
+        f"{parameter_count(config.model):,} parameters{share} on {count_of(topology.world_size, 'rank', form=',')} "
+        f"({sizes}, zero_stage {config.parallel.zero_stage}{copies}); "
+        f"a checkpoint has {build_layout(specs).total_bytes:,} bytes"
     )
-
-
-def _trained_share(config: Config) -> str:
-    """Describe how many parameters are trained. Empty if all are."""
-    frozen = frozen_names(config.model, config.train.freeze)
-    trained = [tensor for name, tensor in saved_tensors(config.model).items() if name not in frozen]
-    count = sum(prod(tensor.shape) for tensor in trained)
-    if config.model.is_adapted:
-        return f", frozen beneath adapters of {count:,} parameters,"
-    return f", {count:,} of them trained," if frozen else ""
 
 
 def _cells(simulated: Simulated, tp: int, memory: RankMemory) -> list[str]:
