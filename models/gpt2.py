@@ -11,7 +11,6 @@ from models.layers import (
     Conv1D,
     Dropout,
     Embedding,
-    FusedConv1D,
     LayerNorm,
     OutputLayer,
     Site,
@@ -98,7 +97,7 @@ class GPT2Attention(nn.Module):
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.head_dim = config.head_width
-        self.c_attn = FusedConv1D(config.n_embd, 3, config.n_embd)
+        self.c_attn = Conv1D(config.n_embd, 3, config.n_embd)
         self.c_proj = Conv1D(config.n_embd, config.n_embd)
         self.attn_dropout = Dropout(config.dropout, Site.attention, layer=layer)
         self.resid_dropout = Dropout(config.dropout, Site.attention_residual, layer=layer)

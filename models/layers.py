@@ -209,32 +209,19 @@ class Linear(nn.Linear):
 
 
 class Conv1D(nn.Module):
-    """A projection in GPT-2's orientation, `weight` [in, out] and `bias` [out]."""
+    """A projection in GPT-2's orientation, `weight` [in, ...out] and `bias` [...out].
 
-    def __init__(self, in_features: int, out_features: int) -> None:
+    Fused projections have `out` [parts, out]: in C order their bytes equal GPT-2's [in, parts * out] and [parts * out].
+    Because the parts have their own dimension, sharding the last dimension gives every rank the same heads in each.
+    """
+
+    def __init__(self, in_features: int, *out_features: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(in_features, out_features))
+        self.weight = nn.Parameter(torch.empty(in_features, *out_features))
         self.bias = nn.Parameter(torch.empty(out_features))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map [..., in] to [..., out]."""
-        return F.linear(x, self.weight.to(x.dtype).t(), self.bias.to(x.dtype))
-
-
-class FusedConv1D(nn.Module):
-    """Several projections fused into a single product, `weight` [in, parts, out] and `bias` [parts, out].
-
-    In C order the bytes equal GPT-2's [in, parts * out] and [parts * out]. Because the parts have their own dimension,
-    sharding the last dimension gives every rank the same heads in each part.
-    """
-
-    def __init__(self, in_features: int, parts: int, out_features: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(in_features, parts, out_features))
-        self.bias = nn.Parameter(torch.empty(parts, out_features))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map [..., in] to [..., parts, out]."""
+        """Map [..., in] to [..., ...out]."""
         weight, bias = self.weight.to(x.dtype), self.bias.to(x.dtype)
         return F.linear(x, weight.flatten(1).t(), bias.flatten()).view(*x.shape[:-1], *bias.shape)
 

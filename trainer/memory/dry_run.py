@@ -112,8 +112,8 @@ def simulated_memory(config: Config, topology: Topology) -> Iterator[tuple[Simul
                 for p, name in stored_names(part).items()
             ]
             memory = RankMemory(
-                sum(parameter.count for parameter in held),
-                sum(parameter.count * (4 + itemsizes[parameter.name]) for parameter in held),
+                sum(parameter.size for parameter in held),
+                sum(parameter.size * (4 + itemsizes[parameter.name]) for parameter in held),
                 _working_bytes(config, simulated.parts, topology, held),
                 _activation_bytes(config, simulated.parts, topology),
             )
@@ -124,7 +124,7 @@ class _Held(NamedTuple):
     """A parameter, and how many of its elements a rank holds between iterations."""
 
     name: str
-    count: int
+    size: int
     parameter: torch.nn.Parameter
 
 
@@ -141,13 +141,13 @@ def _working_bytes(config: Config, parts: Sequence[Model], topology: Topology, h
     trained = [part for part in held if part.parameter.requires_grad]
     unsharded = sum(part.parameter.numel() for part in trained) // topology.tp
     is_sharded, lanes = reduces_lanes_over_ranks(config, topology), lanes_of(config)
-    gradients = sum(part.count for part in trained) if is_sharded else unsharded
+    gradients = sum(part.size for part in trained) if is_sharded else unsharded
     if lanes is not None:
         gradients *= (lanes.count // topology.dp).bit_length()
         gradients += unsharded if is_sharded and lanes.length > 1 else 0
     stage, itemsize = config.parallel.zero_stage, compute_dtype(config).itemsize
     if topology.dp == 1 or stage == 0:
-        return gradients * 4 + sum(part.count for part in held) * (itemsize if itemsize < 4 else 0)
+        return gradients * 4 + sum(part.size for part in held) * (itemsize if itemsize < 4 else 0)
     block_bytes, rest_bytes = (dtype.itemsize for dtype in gathered_dtypes(config, topology))
     blocks = [
         sum(p.numel() for p in block.parameters()) // topology.tp for part in parts for block in part.blocks.values()

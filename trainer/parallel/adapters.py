@@ -122,9 +122,11 @@ class _Update:
         first, second = (getattr(projection, name).weight for name in ("lora_A", "lora_B"))
         if self.mesh is None:
             return output + self._product(inputs[0], first, second)
+        from trainer.parallel.tensor import on_mesh
+
         by_columns = self.cut is Cut.columns
         summed = {"grad_placements": (Partial(),)}
-        x = _on_mesh(inputs[0], self.mesh).to_local(**(summed if by_columns else {}))
+        x = on_mesh(inputs[0], self.mesh).to_local(**(summed if by_columns else {}))
         a = first.to_local(**(summed if by_columns else {}))
         b = second.to_local(**({} if by_columns else summed))
         product = self._product(x, a, b)
@@ -138,7 +140,3 @@ class _Update:
         low = F.linear(self.dropout(x), first.to(x.dtype))
         product = F.linear(low, second.to(x.dtype).flatten(0, -2)) * self.scale
         return product.view(*x.shape[:-1], *second.shape[:-1])
-
-
-def _on_mesh(x: torch.Tensor, mesh: DeviceMesh) -> DTensor:
-    return x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, (Replicate(),), run_check=False)

@@ -7,7 +7,6 @@ Transformer Models" (sequence parallelism), built on torch's DTensor styles.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
 from types import MethodType
 from typing import Any, cast
 
@@ -27,7 +26,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from models import families
-from models.layers import Conv1D, Dropout, FusedConv1D, Site, token_loss
+from models.layers import Conv1D, Dropout, Site, token_loss
 from models.network import Model
 from models.spec import Cut
 
@@ -102,8 +101,6 @@ def _style(cut: Cut, module: nn.Module, between: Placement) -> ParallelStyle | N
     """Return a module's style, or None to leave it unchanged."""
     is_cut = isinstance(between, Shard)
     match cut:
-        case Cut.columns if isinstance(module, FusedConv1D):
-            return FusedColumns()
         case Cut.columns:
             return Columns() if isinstance(module, Conv1D) else ColwiseParallel()
         case Cut.rows:
@@ -131,11 +128,22 @@ def _gather_input(between: Placement, *, inputs: int) -> PrepareModuleInput:
 
 
 class Columns(ParallelStyle):
-    """Shards a Conv1D [in, out] by outputs: a replicated input gives an output sharded in its last dimension."""
+    """Shards a Conv1D [in, ...out] by outputs: each rank has the same heads in every part of a fused projection.
+
+    The product runs on local tensors, because no DTensor layout describes `parts` and a sharded `out` flattened into a
+    single dimension.
+    """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        placements = {"weight": Shard(1), "bias": Shard(0)}
-        return distribute_module(module, device_mesh, _partition(placements), _input_is(Replicate()), _to_local)
+        def forward(self: Conv1D, x: torch.Tensor) -> torch.Tensor:
+            # Each rank has the input's gradient from its own columns only.
+            local = on_mesh(x, device_mesh).to_local(grad_placements=(Partial(),))
+            weight, bias = _local(self.weight).to(local.dtype), _local(self.bias).to(local.dtype)
+            return F.linear(local, weight.flatten(1).t(), bias.flatten()).view(*local.shape[:-1], *bias.shape)
+
+        distribute(module, device_mesh, weight=Shard(-1), bias=Shard(-1))
+        module.forward = MethodType(forward, module)
+        return module
 
 
 class Rows(ParallelStyle):
@@ -146,54 +154,26 @@ class Rows(ParallelStyle):
         self._output = output
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def input_fn(_: nn.Module, inputs: tuple[torch.Tensor, ...], mesh: DeviceMesh) -> Any:
+            return (on_mesh(inputs[0], mesh, Shard(-1)),)
+
         def output_fn(_: nn.Module, output: DTensor, __: DeviceMesh) -> Any:
             return output.redistribute(placements=(self._output,)).to_local()
 
-        placements: dict[str, Placement] = {"weight": Shard(0), "bias": Replicate()}
-        return distribute_module(module, device_mesh, _partition(placements), _input_is(Shard(-1)), output_fn)
+        distribute(module, device_mesh, weight=Shard(0), bias=Replicate())
+        return distribute_module(module, device_mesh, None, input_fn, output_fn)
 
 
-class FusedColumns(ParallelStyle):
-    """Shards a FusedConv1D [in, parts, out] by outputs: each rank has the same heads in every part.
-
-    The product runs on local tensors, because no DTensor layout describes `parts` and a sharded `out` flattened into a
-    single dimension.
-    """
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def forward(self: FusedConv1D, x: torch.Tensor) -> torch.Tensor:
-            replicated = (
-                x if isinstance(x, DTensor) else DTensor.from_local(x, device_mesh, (Replicate(),), run_check=False)
-            )
-            # Each rank has the input's gradient from its own columns only.
-            local = replicated.to_local(grad_placements=(Partial(),))
-            weight, bias = _local(self.weight).to(local.dtype), _local(self.bias).to(local.dtype)
-            return F.linear(local, weight.flatten(1).t(), bias.flatten()).view(*local.shape[:-1], *bias.shape)
-
-        distribute_module(module, device_mesh, _partition({"weight": Shard(2), "bias": Shard(1)}))
-        module.forward = MethodType(forward, module)
-        return module
+def distribute(module: nn.Module, mesh: DeviceMesh, **placements: Placement) -> None:
+    """Distribute a module's parameters over a mesh, each by its placement."""
+    for name, placement in placements.items():
+        parameter = getattr(module, name)
+        module.register_parameter(name, nn.Parameter(distribute_tensor(parameter, mesh, [placement])))
 
 
-def _partition(placements: Mapping[str, Placement]) -> Any:
-    def partition(_: str, module: nn.Module, mesh: DeviceMesh) -> None:
-        for name, placement in placements.items():
-            parameter = getattr(module, name)
-            module.register_parameter(name, nn.Parameter(distribute_tensor(parameter, mesh, [placement])))
-
-    return partition
-
-
-def _input_is(placement: Placement) -> Any:
-    def input_fn(_: nn.Module, inputs: tuple[torch.Tensor, ...], mesh: DeviceMesh) -> tuple[DTensor, ...]:
-        x = inputs[0]
-        return (x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, (placement,), run_check=False),)
-
-    return input_fn
-
-
-def _to_local(_: nn.Module, output: DTensor, __: DeviceMesh) -> Any:
-    return output.to_local()
+def on_mesh(x: torch.Tensor, mesh: DeviceMesh, placement: Placement = Replicate()) -> DTensor:  # noqa: B008
+    """Return an activation as a DTensor, which a local one has on each rank by its placement."""
+    return x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, (placement,), run_check=False)
 
 
 def _local(parameter: nn.Parameter) -> torch.Tensor:

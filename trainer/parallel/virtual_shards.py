@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from models import families
-from models.layers import Conv1D, Dropout, Embedding, FusedConv1D, OutputLayer, Site
+from models.layers import Conv1D, Dropout, Embedding, OutputLayer, Site
 from models.network import Model
 from models.spec import Cut
 from trainer.parallel.shard_products import ShardWeight, local_part, parts_of, product
@@ -39,8 +39,12 @@ def shard(model: Model, shards: Shards, mesh: DeviceMesh | None) -> None:
     """
     spec, modules = families.spec_of(model.config), dict(model.named_modules())
     if mesh is not None:
+        from torch.distributed.tensor import Shard
+
+        from trainer.parallel.tensor import distribute
+
         for (module, name), dimension in cut_parameters(model).items():
-            _distribute(module, name, dimension, mesh)
+            distribute(module, mesh, **{name: Shard(dimension)})
     if shards.is_sequence_parallel:
         model.sequence_shards = shards.ranks
     for name, cut in spec.plan.ends.items():
@@ -77,23 +81,14 @@ def cut_parameters(model: Model) -> dict[_Place, int]:
 def _dimensions(module: nn.Module, cut: Cut) -> dict[str, int]:
     """Return the dimension in which each parameter in a module is cut. Uncut parameters are left out."""
     match cut:
-        case Cut.columns if isinstance(module, FusedConv1D):
-            return {"weight": 2, "bias": 1}
         case Cut.columns if isinstance(module, Conv1D):
-            return {"weight": 1, "bias": 0}
+            return {"weight": module.weight.dim() - 1, "bias": module.bias.dim() - 1}
         case Cut.rows if not isinstance(module, Conv1D):
             return {"weight": 1}
         case Cut.columns | Cut.rows | Cut.embedding | Cut.whole_embedding | Cut.output:
             return {"weight": 0}
         case _:
             return {}
-
-
-def _distribute(module: nn.Module, name: str, dimension: int, mesh: DeviceMesh) -> None:
-    from torch.distributed.tensor import Shard, distribute_tensor
-
-    parameter = getattr(module, name)
-    module.register_parameter(name, nn.Parameter(distribute_tensor(parameter, mesh, [Shard(dimension)])))
 
 
 def _replace_end(module: nn.Module, cut: Cut, shards: Shards) -> None:
@@ -144,10 +139,9 @@ class _Projection:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         assert self.weight is not None
-        is_transposed = isinstance(self.module, FusedConv1D | Conv1D)
+        is_transposed = isinstance(self.module, Conv1D)
         output = product(x, self.weight, self.bias, is_transposed=is_transposed)
-        shape = self.weight.tensor.shape
-        return output.view(*x.shape[:-1], *shape[1:]) if isinstance(self.module, FusedConv1D) else output
+        return output.view(*x.shape[:-1], *self.weight.tensor.shape[1:]) if is_transposed else output
 
 
 class _ShardedModule:
