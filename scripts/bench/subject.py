@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import xxhash
@@ -103,7 +103,7 @@ class Subject:
             **model_documents(self.config.model),
             STATE: progress.state_record(1e-3, {}),
         }
-        return self.state.contents(documents, with_optimizer=True)
+        return replace(self.state.contents(with_optimizer=True), documents=documents)
 
     @property
     def own_bytes(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -121,7 +122,7 @@ def _measure(arguments: list[str]) -> None:
     read = _reread(run, source)
     documents = {"trainer_state.json": {"format": "reprise/1", "iteration": 9}}
     (target,) = run.saves
-    target.saver.save(9, run.state.contents(documents, with_optimizer=True))
+    target.saver.save(9, replace(run.state.contents(with_optimizer=True), documents=documents))
     target.saver.wait()
     shared = _resident("RssShmem")
     peak_save = _resident("VmHWM") - before - shared + shared // ranks

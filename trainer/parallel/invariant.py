@@ -55,9 +55,6 @@ class ShardedLanes(GradientReduction):
             table.register_post_accumulate_grad_hook(partial(self._add_output_gradient, output))  # type: ignore[no-untyped-call]
         self._passes = 0
 
-    def loss_divisor(self, share: float) -> float:
-        return 1
-
     def before_backward(self, number: int, micro_batches: int) -> None:
         self._passes = number + 1
         set_gradient_sync(self._model, is_on=self._ends_lane())
@@ -121,15 +118,9 @@ class LocalLanes(GradientReduction):
                 unsharded.register_post_accumulate_grad_hook(sums.accumulate)  # type: ignore[no-untyped-call]
                 self._sums.append(sums)
 
-    def loss_divisor(self, share: float) -> float:
-        return 1
-
     def before_backward(self, number: int, micro_batches: int) -> None:
         for model in self._models:
             set_gradient_sync(model, is_on=False)
-
-    def after_backward(self, number: int) -> None:
-        """Do nothing: the hooks have added the gradients."""
 
     def finish(self) -> None:
         for bucket in buckets(self._sums, lambda sums: 4 * prod(sums.parameter.shape)):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch.distributed as dist
 from torch import nn
@@ -15,26 +15,21 @@ from trainer.parallel.data import average_gradients, set_gradient_sync
 from trainer.parallel.pipeline import sum_tied_gradients
 
 
-class GradientReduction(Protocol):
+class GradientReduction(ABC):
     """Reduces an iteration's gradients to the mean over its global batch.
 
     Without a pipeline, `before_backward` and `after_backward` are called around each micro-batch's passes. All ranks
     call `finish` after the last micro-batch. Then every parameter's `grad` is the mean.
     """
 
-    def loss_divisor(self, share: float) -> float:
-        """Return the divisor for each micro-batch loss on this rank, applied before its backward pass.
-
-        Args:
-            share: The mean micro-batch count per data-parallel rank.
-        """
-
+    @abstractmethod
     def before_backward(self, number: int, micro_batches: int) -> None:
         """Prepare this rank's pass `number`, counted from 0, out of `micro_batches` passes."""
 
-    def after_backward(self, number: int) -> None:
-        """Collect the gradients from micro-batch `number`."""
+    def after_backward(self, number: int) -> None:  # noqa: B027
+        """Collect the gradients from micro-batch `number`, unless autograd or hooks have added them."""
 
+    @abstractmethod
     def finish(self) -> None:
         """Reduce over all ranks and set the gradients. A collective call."""
 
@@ -58,16 +53,10 @@ class MeanReduction(GradientReduction):
     embedding_group: dist.ProcessGroup | None
     has_copies: bool = False
 
-    def loss_divisor(self, share: float) -> float:
-        return share
-
     def before_backward(self, number: int, micro_batches: int) -> None:
         (model,) = self.models
         is_last = number == micro_batches - 1
         set_gradient_sync(model, is_on=self.zero_stage >= 2 or is_last, over_copies=is_last or not self.has_copies)
-
-    def after_backward(self, number: int) -> None:
-        """Do nothing: autograd has added the gradients."""
 
     def finish(self) -> None:
         if self.is_tensor_parallel:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -13,7 +13,6 @@ from models.config import ModelConfig
 from models.families import aliases, stored_tensors
 from models.network import Model
 from reprise.format import StoredDtype, TensorKind, TensorSpec, build_layout
-from reprise.storage import Document
 from reprise.tensors import (
     Contents,
     Grid,
@@ -47,15 +46,6 @@ class ModelPart:
     optimizer: torch.optim.Optimizer
 
 
-@dataclass(frozen=True, slots=True)
-class _Enumerated:
-    """A state's tensors, valid while `marks` equals the state's `memory_marks`."""
-
-    marks: tuple[Marks, ...]
-    specs: tuple[TensorSpec, ...]
-    live: tuple[LiveTensor, ...]
-
-
 @dataclass(slots=True)
 class TrainerState:
     """All state changed by training.
@@ -76,7 +66,8 @@ class TrainerState:
     frozen: frozenset[str] = frozenset()
     averages: bool = False
     other_end: int = 0
-    _enumerated: dict[bool, _Enumerated] = field(default_factory=dict, repr=False)
+    # By whether they have the optimizer state. Valid while the state has these `memory_marks`.
+    _contents: dict[bool, tuple[tuple[Marks, ...], Contents]] = field(default_factory=dict, repr=False)
 
     def shards(self, *, with_optimizer: bool = True) -> Iterator[LiveTensor]:
         """Yield this rank's part of every checkpoint tensor, under its name on disk.
@@ -112,31 +103,21 @@ class TrainerState:
             for group in part.optimizer.param_groups:
                 yield from group["params"]
 
-    def contents(
-        self,
-        documents: Mapping[str, Document],
-        *,
-        with_optimizer: bool,
-        syncs: tuple[Callable[[], None], ...] = (),
-        notes: tuple[Callable[[], None], ...] = (),
-    ) -> Contents:
-        """Return a checkpoint's contents. `specs` and `live` stay the same objects until a tensor moves.
-
-        Args:
-            syncs: See `Contents`.
-            notes: See `Contents`.
-        """
-        optimizers = tuple(part.optimizer for part in self.parts)
+    def contents(self, *, with_optimizer: bool) -> Contents:
+        """Return a checkpoint's contents without documents. They stay the same objects until a tensor moves."""
         marks = tuple(memory_marks(part.model, part.optimizer) for part in self.parts)
-        enumerated = self._enumerated.get(with_optimizer)
-        if enumerated is None or enumerated.marks != marks:
+        known, contents = self._contents.get(with_optimizer, ((), None))
+        if contents is None or known != marks:
             optimizer = self.optimizer if with_optimizer else None
-            specs = tuple(checkpoint_specs(self.config, optimizer, self.frozen, averages=self.averages))
-            enumerated = _Enumerated(marks, specs, tuple(self.shards(with_optimizer=with_optimizer)))
-            self._enumerated[with_optimizer] = enumerated
-        constant = tuple(p for part in self.parts for p in part.model.parameters() if not p.requires_grad)
-        specs, live, names = enumerated.specs, enumerated.live, {} if self.config.is_adapted else aliases(self.config)
-        return Contents(specs, live, names, documents, optimizers, constant, syncs=syncs, notes=notes)
+            contents = Contents(
+                tuple(checkpoint_specs(self.config, optimizer, self.frozen, averages=self.averages)),
+                tuple(self.shards(with_optimizer=with_optimizer)),
+                {} if self.config.is_adapted else aliases(self.config),
+                optimizers=tuple(part.optimizer for part in self.parts),
+                constant=tuple(p for part in self.parts for p in part.model.parameters() if not p.requires_grad),
+            )
+            self._contents[with_optimizer] = marks, contents
+        return contents
 
 
 def build_part(config: Config, model: Model, grid: Grid) -> ModelPart:

@@ -89,8 +89,9 @@ class SaveTarget:
         """Save the current state with these files. See `Checkpointer.save` and `Contents`."""
         iteration = state.progress.iteration
         with_optimizer = self.has_state and not (self.is_light and iteration not in self.steps)
-        contents = state.contents({**documents, **self.files}, with_optimizer=with_optimizer, syncs=syncs, notes=notes)
-        return self.saver.save(iteration, contents)
+        contents = state.contents(with_optimizer=with_optimizer)
+        documents = {**documents, **self.files}
+        return self.saver.save(iteration, replace(contents, documents=documents, syncs=syncs, notes=notes))
 
 
 @dataclass(frozen=True, slots=True)

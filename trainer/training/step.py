@@ -160,14 +160,14 @@ def forward_backward(
 ) -> list[torch.Tensor]:
     """Accumulate gradients over the micro-batches. Return their losses, 0-d float64, on ranks with losses.
 
-    Each loss is divided by `GradientReduction.loss_divisor`. If other ranks have an extra pass, the last micro-batch
-    fills it with weight 0.
+    Each loss is divided by `share`; with lanes, whose sums are divided later, by 1. If other ranks have an extra pass,
+    the last micro-batch fills it with weight 0.
 
     Args:
         share: See `train_step`.
     """
     reduction, count = context.reduction, len(micro_batches)
-    divisor = reduction.loss_divisor(share)
+    divisor = share if context.lanes is None else 1
     if context.pipeline is not None:
         pipeline_losses = context.pipeline.forward_backward(torch.cat(list(micro_batches)), torch.tensor(keys))
         return [loss.double() / divisor for loss in pipeline_losses]

@@ -290,17 +290,15 @@ def test_a_state_that_moved_in_memory_is_planned_anew(tmp_path: Path) -> None:
     model = build_model(GPT2)
     optimizer = build_adamw(model, OptimizerSection(), ())
     state = TrainerState(GPT2, [ModelPart(model, optimizer)], Grid.flat(1))
-    first = state.contents({}, with_optimizer=True).live
-    assert state.contents({}, with_optimizer=True).live is first
-    assert state.contents({}, with_optimizer=False).live is not first
+    first = state.contents(with_optimizer=True).live
+    assert state.contents(with_optimizer=True).live is first
+    assert state.contents(with_optimizer=False).live is not first
     for parameter, memory in optimizer.state.items():
         optimizer.state[parameter] = {key: value.clone() for key, value in memory.items()}
-    assert {t.local.data_ptr() for t in state.contents({}, with_optimizer=True).live} != {
-        t.local.data_ptr() for t in first
-    }
+    assert {t.local.data_ptr() for t in state.contents(with_optimizer=True).live} != {t.local.data_ptr() for t in first}
     model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
     checkpointer = started(SavePolicy(tmp_path))  # the optimizer has no state for the new parameters
-    checkpointer.save(1, state.contents({STATE: {}}, with_optimizer=True))
+    checkpointer.save(1, replace(state.contents(with_optimizer=True), documents={STATE: {}}))
     checkpointer.wait()
     error = checkpointer.results.last_error
     checkpointer.close()
