@@ -203,16 +203,8 @@ def _train_from(
         saves = stack.enter_context(build_saves(config, cluster))
         start = decide(config, cluster, saves)
         times.end("load")
-        keys = resolved.environment_keys
-        run = build(
-            config,
-            cluster,
-            inputs=inputs,
-            saves=saves,
-            times=times,
-            control=control,
-            environment_keys=keys,
-        )
+        run = build(config, cluster, inputs=inputs, saves=saves, environment_keys=resolved.environment_keys)
+        run.control, run.start_times = control, times
         times.end("build")
         fill(run, start)
         if config.checkpoint.mirror is not None:

@@ -36,8 +36,7 @@ from trainer.run.state import checkpoint_specs
 _GIB = 1 << 30
 
 
-@dataclass(frozen=True, slots=True)
-class RankMemory:
+class RankMemory(NamedTuple):
     """A rank's memory, in elements and bytes.
 
     Args:
@@ -196,9 +195,9 @@ def _headline(config: Config, topology: Topology) -> str:
 
 def _cells(simulated: Simulated, tp: int, memory: RankMemory) -> list[str]:
     layers = " ".join(_span(part.stage) for part in simulated.parts)
-    sizes = (memory.state_bytes, memory.working_bytes, memory.activation_bytes)
+    parameters, *sizes = memory
     cells = [f"{size / _GIB:.2f} GiB" for size in (*sizes, sum(sizes))]
-    return [str(simulated.pp), str(tp), layers, f"{memory.parameters:,}", *cells]
+    return [str(simulated.pp), str(tp), layers, f"{parameters:,}", *cells]
 
 
 def _span(stage: Stage) -> str:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -46,30 +45,11 @@ def stages_of(n_layer: int, *, pp: int, vpp: int, rank: int) -> list[Stage]:
     return [Stage(layers[n], first=n == 0, last=n == last) for n in range(rank, pp * vpp, pp)]
 
 
-@dataclass(frozen=True, slots=True)
-class BatchShape:
-    """The activation sizes between stages.
-
-    Args:
-        sequence: This rank's part of `seq_length`.
-        width: The hidden width, n_embd.
-        rows: This rank's rows in the padded vocabulary.
-        shards: How many virtual shards divide the rows. 0 without virtual shards.
-    """
-
-    micro_batch_size: int
-    seq_length: int
-    sequence: int
-    width: int
-    rows: int
-    dtype: torch.dtype
-    shards: int = 0
-
-
 class Pipeline:
     """A rank's stages and their schedule. Every rank in the pipeline makes the same calls.
 
     Args:
+        tokens, hidden, logits: Tensors like a micro-batch's tokens, the hidden states between stages, and the logits.
         loss: Called on the last stage with a micro-batch's logits and targets.
         takes_mean: Whether to divide gradients by this rank's micro-batch count after the last micro-batch.
         form: See `ParallelContext`. Every rank has the windows, so each stage reads their documents locally.
@@ -79,12 +59,13 @@ class Pipeline:
         self,
         parts: Sequence[Model],
         mesh: DeviceMesh,
-        shape: BatchShape,
         *,
-        device: torch.device,
+        tokens: torch.Tensor,
+        hidden: torch.Tensor,
+        logits: torch.Tensor,
         loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
         form: WindowForm,
-        takes_mean: bool = True,
+        takes_mean: bool,
     ) -> None:
         from torch.distributed.pipelining import PipelineStage
 
@@ -94,15 +75,15 @@ class Pipeline:
                 part,
                 rank + index * pp,
                 pp * len(parts),
-                device,
-                input_args=(_input(part.stage, shape, device),),
-                output_args=(_output(part.stage, shape, device),),
+                tokens.device,
+                input_args=(tokens if part.stage.first else hidden,),
+                output_args=(logits if part.stage.last else hidden,),
                 group=mesh.get_group(),
             )
             for index, part in enumerate(parts)
         ]
         self._is_first, self._is_last = rank == 0, rank == pp - 1
-        self._micro_batch_size = shape.micro_batch_size
+        self._micro_batch_size = len(tokens)
         self._stages, self._takes_mean = stages, takes_mean
         self._loss = loss
         self._form = form
@@ -146,7 +127,7 @@ class Pipeline:
     ) -> list[torch.Tensor]:
         losses: list[torch.Tensor] = []
         inputs = self._form.split(windows)
-        # torch 2.11 refuses evaluation inputs whose strides differ from those in `_input`.
+        # torch 2.11 refuses evaluation inputs whose strides differ from those of a stage's example.
         arguments = (inputs.tokens.contiguous(),) if self._is_first else ()
         extra = extra | inputs.keywords()
         if self._is_last:
@@ -162,28 +143,6 @@ def _require_gradients(stage: PipelineStage) -> None:
         for info in infos:
             if isinstance(buffer := getattr(info, "buffer", None), torch.Tensor):
                 buffer.requires_grad_()
-
-
-def _input(stage: Stage, shape: BatchShape, device: torch.device) -> torch.Tensor:
-    if stage.first:
-        return torch.empty(shape.micro_batch_size, shape.seq_length, dtype=torch.int64, device=device)
-    return _hidden(shape, device)
-
-
-def _output(stage: Stage, shape: BatchShape, device: torch.device) -> torch.Tensor:
-    if stage.last:
-        tokens = (shape.micro_batch_size, shape.seq_length)
-        if shape.shards:
-            by_shard = torch.empty(shape.shards, *tokens, shape.rows // shape.shards, dtype=shape.dtype, device=device)
-            return by_shard.permute(1, 2, 0, 3).requires_grad_()
-        return torch.empty(*tokens, shape.rows, dtype=shape.dtype, device=device, requires_grad=True)
-    return _hidden(shape, device)
-
-
-def _hidden(shape: BatchShape, device: torch.device) -> torch.Tensor:
-    # Without requires_grad the schedule sends no gradient back.
-    size = (shape.micro_batch_size, shape.sequence, shape.width)
-    return torch.empty(size, dtype=shape.dtype, device=device, requires_grad=True)
 
 
 def embedding_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:

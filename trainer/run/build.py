@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from models import families
-from models.adapters import model_documents
 from models.network import Model
 from reprise.loading import Restorer
 from reprise.ranks import single_rank_channel
@@ -59,9 +58,10 @@ class Run:
         schedule: The learning-rate schedule.
         train_data, valid_data: The data loaders. Without evaluations, there is no validation data.
         description: The run's record in its checkpoints.
+        control: The requests to this rank. By default nobody stops the run.
         saved_config: The `run_config.json` for its checkpoints. Only rank 0 knows the commit.
-        model_files: JSON files in a checkpoint by which transformers or PEFT opens it, by name.
         tokenizer: A checkpoint's tokenizer files by name, on rank 0. Empty without a tokenizer or without saves.
+        start_times: This start's times. By default they count from the building.
         spikes: The spike detector. Empty if the run does not look for spikes.
         slowdown: The iteration times with and without saves under way.
         logs: Rank 0's log once it is open.
@@ -81,10 +81,9 @@ class Run:
     saves: Saves
     restorer: Restorer
     control: RunControl
-    model_files: Mapping[str, Json]
     tokenizer: Mapping[str, bytes]
     profiler: Profiler
-    start_times: StartTimes
+    start_times: StartTimes = field(default_factory=StartTimes)
     spikes: tuple[SpikeWatch, ...] = ()
     slowdown: Slowdown = field(default_factory=Slowdown)
     logs: tuple[RunLog, ...] = ()
@@ -109,8 +108,6 @@ def build(
     *,
     inputs: RunInputs,
     saves: Saves,
-    times: StartTimes | None = None,
-    control: RunControl | None = None,
     environment_keys: Collection[str] = (),
 ) -> Run:
     """Build a run. Collective.
@@ -118,8 +115,6 @@ def build(
     Args:
         inputs: The opened inputs.
         saves: The save targets.
-        times: This start's times. None starts counting now.
-        control: The requests to this rank. None for a run that nobody stops.
         environment_keys: Dotted keys whose values come from environment variables. Checkpoints leave them out.
     """
     topology = topology_of(config, cluster.world_size)
@@ -141,11 +136,9 @@ def build(
         valid_data=inputs.valid_data,
         saves=saves,
         restorer=Restorer(cluster.channel, nonce=cluster.nonce, local=saves.host_folders),
-        control=control or RunControl(config, None, rank=cluster.rank),
-        model_files=model_documents(config.model),
+        control=RunControl(config, None, rank=cluster.rank),
         tokenizer=inputs.tokenizer,
         profiler=Profiler(Path(config.run.dir), config.train.profile_steps, rank=cluster.rank),
-        start_times=times or StartTimes(),
         spikes=()
         if config.train.on_spike is OnSpike.off
         else (SpikeWatch(config.train.spike_factor, config.train.spike_window),),

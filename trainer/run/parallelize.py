@@ -204,23 +204,19 @@ def _build_pipeline(
     loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
 ) -> pipeline.Pipeline:
     lo, hi = cut(0, config.model.padded_vocab_size, index=mesh.get_local_rank("tp"), count=topology.tp)
-    train = config.train
-    shape = pipeline.BatchShape(
-        micro_batch_size=train.micro_batch_size,
-        seq_length=train.seq_length,
-        sequence=train.seq_length // (topology.tp if topology.sp else 1),
-        width=config.model.n_embd,
-        rows=hi - lo,
-        shards=config.parallel.invariant_tensor_ranks // topology.tp,
-        dtype=compute_dtype(config),
-    )
-    parts = [part.model for part in state.parts]
-    device = next(parts[0].parameters()).device
+    parts, shards = [part.model for part in state.parts], config.parallel.invariant_tensor_ranks // topology.tp
+    size, length, device = config.train.micro_batch_size, config.train.seq_length, next(parts[0].parameters()).device
+    # Without requires_grad the schedule sends no gradient back.
+    activation = functools.partial(torch.empty, dtype=compute_dtype(config), device=device, requires_grad=True)
+    logits = activation(size, length, hi - lo)
+    if shards:
+        logits = activation(shards, size, length, (hi - lo) // shards).permute(1, 2, 0, 3)
     return pipeline.Pipeline(
         parts,
         mesh["pp"],
-        shape,
-        device=device,
+        tokens=torch.empty(size, length, dtype=torch.int64, device=device),
+        hidden=activation(size, length // (topology.tp if topology.sp else 1), config.model.n_embd),
+        logits=logits,
         loss=loss,
         takes_mean=lanes_of(config) is None,
         form=window_form(config.data),

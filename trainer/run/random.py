@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Mapping
-from typing import assert_never
 
 import numpy as np
 import torch
@@ -33,15 +32,10 @@ def fill_initial_values(live: Iterable[LiveTensor], initial: Mapping[str, Initia
         rule = initial[tensor.spec.name]
         if tensor.box.numel == 0:
             continue
-        match rule.kind:
-            case InitialKind.zeros:
-                tensor.local.zero_()
-            case InitialKind.ones:
-                tensor.local.fill_(1.0)
-            case InitialKind.normal | InitialKind.uniform:
-                _fill_random(tensor, rule, seed)
-            case kind:
-                assert_never(kind)
+        if rule.kind in (InitialKind.normal, InitialKind.uniform):
+            _fill_random(tensor, rule, seed)
+        else:
+            tensor.local.fill_(float(rule.kind is InitialKind.ones))
 
 
 def _fill_random(tensor: LiveTensor, rule: Initial, seed: int) -> None:

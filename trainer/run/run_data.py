@@ -228,8 +228,8 @@ def _fingerprints(reports: Sequence[bytes], *, may_share: bool) -> Fingerprints:
     """
     hosts: dict[int, HostReport] = {rank: json.loads(report) for rank, report in enumerate(reports) if report}
     first_host, first = hosts[0]
-    for rank, (host, rows) in hosts.items():
-        for expected, actual in itertools.zip_longest(first, rows):
+    for rank, (host, own) in hosts.items():
+        for expected, actual in itertools.zip_longest(first, own):
             if None in (expected, actual) or (expected[0], *expected[2:]) != (actual[0], *actual[2:]):
                 raise DataError(
                     "Hosts do not have the same data",
@@ -240,9 +240,9 @@ def _fingerprints(reports: Sequence[bytes], *, may_share: bool) -> Fingerprints:
                     "a cached digest may be wrong, delete it: .NAME.digest beside the file, or in digests/ of "
                     "data.cache.",
                 )
-    digests = [(key, path, TokenDigest(**digest)) for key, path, digest, _ in first]
-    trained = {digest: path for key, path, digest in digests if key != _VALID and not may_share}
-    for key, path, digest in digests:
+    rows = [(key, path, TokenDigest(**digest), documents) for key, path, digest, documents in first]
+    trained = {digest: path for key, path, digest, _ in rows if key != _VALID and not may_share}
+    for key, path, digest, _ in rows:
         if key == _VALID and digest.dtype != SAMPLES and digest in trained:
             raise DataError(
                 "A file is in both the training data and the validation data",
@@ -252,10 +252,9 @@ def _fingerprints(reports: Sequence[bytes], *, may_share: bool) -> Fingerprints:
                 fix="Remove it from one of the two; the glob 'FOLDER/train_*.bin' matches only the training files.",
             )
     fingerprints = {}
-    for key, group in itertools.groupby(first, itemgetter(0)):
-        files = list(group)
-        borders = fingerprint_of_sources([documents for *_, documents in files]) if files[0][3] else None
-        fingerprints[key] = fingerprint([TokenDigest(**digest) for _, _, digest, _ in files]), borders
+    for key, group in itertools.groupby(rows, itemgetter(0)):
+        _, _, digests, documents = zip(*group, strict=True)
+        fingerprints[key] = fingerprint(digests), fingerprint_of_sources(documents) if documents[0] else None
     return fingerprints
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -118,19 +118,12 @@ class StepDifference:
 
     Args:
         detail: The differing dtypes, shapes or values, or two ranks of a single run with different replicas.
-        differing, total: Value counts. `differing` is 0 if the values of either side were not stored.
         largest: The largest absolute difference, infinite with a NaN on either side. None without both sides' values.
-        at: The first differing value's index in the logical tensor.
-        equal: How many places before it, in comparison order, are equal.
     """
 
     place: StepPlace
     detail: str
-    differing: int = 0
-    total: int = 0
     largest: float | None = None
-    at: tuple[int, ...] = ()
-    equal: int = 0
 
 
 def read_record(folder: Path) -> StepRecord:
@@ -151,11 +144,10 @@ def read_record(folder: Path) -> StepRecord:
             raise DataError("A rank's record is incomplete", where=path, fix="Record the run again.") from error
         headers.append(header)
         for number, record in enumerate(records):
-            order = (header["stage"], header["tensor_rank"], record["call"], number)
-            shape, offset, tensor_shape = (tuple(record[name]) for name in ("shape", "offset", "tensor_shape"))
-            file, dtype = folder / VALUES.format(rank), record["dtype"]
-            part = StepPart(rank, order, file, dtype, shape, offset, tensor_shape, record["digest"], record["at"])
-            parts.setdefault(StepPlace(*record["place"]), []).append(part)
+            place, order = record.pop("place"), (header["stage"], header["tensor_rank"], record.pop("call"), number)
+            sizes = {name: tuple(record.pop(name)) for name in ("shape", "offset", "tensor_shape")}
+            part = StepPart(rank, order, folder / VALUES.format(rank), **sizes, **record)
+            parts.setdefault(StepPlace(*place), []).append(part)
     if len(headers) != (headers[0]["ranks"] if headers else -1):
         raise DataError("The folder lacks records from some ranks", where=folder, found=count_of(len(headers), "rank"))
     return StepRecord(headers[0], {place: sorted(parts[place], key=lambda part: part.order) for place in parts})
@@ -167,15 +159,15 @@ def first_difference(a: StepRecord, b: StepRecord) -> StepDifference | None:
     Places missing in either record are skipped, and so are activations with another cut: a later place differs.
     """
     common = sorted(a.parts.keys() & b.parts.keys(), key=lambda place: _order(place, a.parts[place]))
-    for equal, place in enumerate(common):
+    for place in common:
         sides = _pieces(a.parts[place]), _pieces(b.parts[place])
         for number, (x, y) in enumerate(zip(*sides, strict=True) if len(sides[0]) == len(sides[1]) else ()):
             forms = _form(x), _form(y)
             if forms[0] != forms[1]:
-                return StepDifference(place, " and ".join(forms), equal=equal)
+                return StepDifference(place, " and ".join(forms))
             if _digest(x) != _digest(y):
                 part = f"part {number} of {len(sides[0])}; " if len(sides[0]) > 1 else ""
-                return replace(_sized(place, part, x, y), equal=equal)
+                return _sized(place, part, x, y)
     return None
 
 
@@ -225,34 +217,18 @@ def _sized(place: StepPlace, detail: str, a: Piece, b: Piece) -> StepDifference:
     import torch
 
     if place.what == "value":
-        number_a, number_b = (float.fromhex(piece[0].digest) for piece in (a, b))
-        text = f"{number_a!r} and {number_b!r}"
-        return StepDifference(place, text, 1, 1, abs(number_a - number_b))
+        numbers = [float.fromhex(piece[0].digest) for piece in (a, b)]
+        return StepDifference(place, "{!r} and {!r}".format(*numbers), abs(numbers[0] - numbers[1]))
     values_a, values_b = _values(a), _values(b)
     if values_a is None or values_b is None:
-        text = f"{detail}the values were not stored: record both with --values '{place.key}'"
-        return StepDifference(place, text)
+        return StepDifference(place, f"{detail}the values were not stored: record both with --values '{place.key}'")
     bits = getattr(torch, BITS[values_a.itemsize])
     differs = values_a.reshape(-1).view(bits) != values_b.reshape(-1).view(bits)
     if not differs.any():
-        detail += "ranks hold the same part with different values"
-        return StepDifference(place, detail, total=values_a.numel())
+        return StepDifference(place, f"{detail}ranks hold the same part with different values")
     x, y = (values.reshape(-1)[differs].double() for values in (values_a, values_b))
     largest = float((x - y).abs().nan_to_num(nan=math.inf, posinf=math.inf).max())
-    first = tuple(map(int, torch.unravel_index(differs.nonzero()[0, 0], values_a.shape))) if values_a.ndim else ()
-    text = f"{detail}{_form(a)}, {float(x[0]):.9g} and {float(y[0]):.9g} at {list(first)}"
-    return StepDifference(place, text, len(x), values_a.numel(), largest, first)
-
-
-def described(difference: StepDifference) -> Iterator[str]:
-    """Yield the lines describing a difference."""
-    yield str(difference.place)
-    if difference.largest is not None and difference.place.what != "value":
-        yield (
-            f"  {difference.differing} of {difference.total} values differ, by at most {difference.largest:.3g}: "
-            f"{difference.detail}"
-        )
-    else:
-        yield f"  {difference.detail}"
-    before = "tensor or number before it has" if difference.equal == 1 else "tensors and numbers before it have"
-    yield f"  {difference.equal} {before} equal bits"
+    first = [*map(int, torch.unravel_index(differs.nonzero()[0, 0], values_a.shape))] if values_a.ndim else []
+    values = f"{_form(a)}, {float(x[0]):.9g} and {float(y[0]):.9g} at {first}"
+    counts = f"{len(x)} of {values_a.numel()} values differ, by at most {largest:.3g}"
+    return StepDifference(place, f"{counts}: {detail}{values}", largest)

@@ -16,13 +16,12 @@ import numpy
 import reprise
 from reprise.errors import DataError, count_of
 from reprise.storage import exists
-from trainer.compare.curves import Curve, CurveDifference, Sides
+from trainer.compare.curves import Curve, Sides
 from trainer.compare.read import read_curve
 from trainer.steps.records import (
     RECORDS,
     StepDifference,
     StepRecord,
-    described,
     first_difference,
     read_record,
 )
@@ -38,7 +37,6 @@ class StepReport:
 
     Args:
         iteration: The first iteration with different figures in the runs' logs. None without a difference.
-        figures: Both runs' differing figures in that iteration (loss, gradient norm, learning rate), in words.
         difference: The first tensor with different bits.
         first: The iterations from which A and B were trained again. None if records were given.
         unrepeated: For A and B, the iterations in which the replay's figures differ from the run's log.
@@ -48,7 +46,6 @@ class StepReport:
     """
 
     iteration: int | None
-    figures: str
     difference: StepDifference | None
     first: tuple[int, int] | None = None
     unrepeated: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
@@ -78,17 +75,17 @@ def compare_steps(a: Path, b: Path, *, iteration: int | None = None, folder: Pat
         if records[0].parts.keys().isdisjoint(records[1].parts):
             raise DataError("The records have no tensor in common", where=f"{a} and {b}", expected="equal iterations")
         settings, alone = _unlike(*records)
-        return StepReport(None, "", first_difference(*records), settings=settings, alone=alone)
+        return StepReport(None, first_difference(*records), settings=settings, alone=alone)
     if any(are_records):
         raise DataError("A run can only be compared with a run, and a record with a record", where=f"{a} and {b}")
     curves = read_curve(a), read_curve(b)
     sides = Sides.of(curves[0].points, curves[1].points, None)
-    parting = [row for row in sides.differences(3) if row.iteration == sides.iterations[0]]
-    last = iteration or (parting[0].iteration if parting else None)
+    parting = next(iter(sides.iterations.tolist()), None)
+    last = iteration or parting
     if last is None:
         if not len(sides.base):
             raise DataError("The runs have no iteration in common", where=f"{a} and {b}")
-        return StepReport(None, "", None)
+        return StepReport(None, None)
     with ExitStack() as stack:
         if folder is None:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="compare-steps-")))
@@ -98,7 +95,7 @@ def compare_steps(a: Path, b: Path, *, iteration: int | None = None, folder: Pat
 
 def _search(
     curves: tuple[Curve, Curve],
-    parting: Sequence[CurveDifference],
+    parting: int | None,
     last: int,
     runs: tuple[RecordedRun, RecordedRun],
     folder: Path,
@@ -119,11 +116,10 @@ def _search(
         begin = earliest
         pair = records(begin)
         difference = first_difference(*pair)
-    if difference is not None and difference.largest is None and not difference.differing:
+    if difference is not None and difference.largest is None:
         difference = first_difference(*records(begin, [difference.place.key])) or difference
     unrepeated = _unrepeated(curves[0], pair[0]), _unrepeated(curves[1], pair[1])
-    number = parting[0].iteration if parting else None
-    return StepReport(number, _figures(parting), difference, first, unrepeated, saved, *_unlike(*pair))
+    return StepReport(parting, difference, first, unrepeated, saved, *_unlike(*pair))
 
 
 def _unlike(a: StepRecord, b: StepRecord) -> tuple[tuple[str, ...], tuple[int, int]]:
@@ -168,12 +164,6 @@ def _unequal(a: RecordedRun, b: RecordedRun, iteration: int) -> str:
                 f"{f' ({tensor.detail})' if tensor.detail else ''}"
             )
     return ""
-
-
-def _figures(parting: Sequence[CurveDifference]) -> str:
-    words = {"grad_norm": "gradient norm", "lr": "learning rate"}
-    pairs = ((words.get(row.quantity, row.quantity), row.base.hex(), row.test.hex()) for row in parting)
-    return "; ".join(f"{name} {base} and {test}" for name, base, test in pairs)
 
 
 def _unrepeated(curve: Curve, record: StepRecord) -> tuple[int, ...]:
@@ -223,7 +213,7 @@ def report_lines(report: StepReport) -> list[str]:
     """Return a report in words."""
     lines = list[str]()
     if report.iteration is not None:
-        lines.append(f"the logs differ from iteration {report.iteration} on: {report.figures}")
+        lines.append(f"the logs differ from iteration {report.iteration} on")
     elif report.first is not None:
         lines.append("the logs have equal bits in all iterations of both")
     elif report.difference is None and not report.settings:
@@ -231,7 +221,7 @@ def report_lines(report: StepReport) -> list[str]:
     if report.first is not None:
         lines.append("trained again: A from iteration {}, B from iteration {}".format(*report.first))
     if report.difference is not None:
-        lines += ["first difference:", *described(report.difference)]
+        lines += ["first difference:", f"{report.difference.place}", f"  {report.difference.detail}"]
     elif report.first is not None:
         lines.append("no difference when trained again: every tensor and number has equal bits")
     for name, iterations in zip("AB", report.unrepeated, strict=True):

@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from models.adapters import model_documents
 from reprise.errors import CheckpointError, LockError, ReplicaError, TrainerError
 from reprise.format import INTERIM, LINEAGE, STATE
 from reprise.saving import SaveReport, SaveResults
@@ -195,12 +196,14 @@ def iterate(run: Run) -> StepResult:
 
 
 def _evaluate(run: Run) -> None:
-    """Evaluate and record the loss. After a signal, stop and leave the evaluation to the resumed run."""
+    """Evaluate and record the loss, and the moving averages' loss. A signal leaves both to the resumed run."""
     run.cluster.activity.begin("the evaluation", run.state.progress.iteration)
-    loss = evaluate(run)
-    average_loss = None
+    loss, average_loss = evaluate(run), None
     if run.state.averages and loss is not None:
-        average_loss = _evaluate_averages(run)
+        for target in run.saves:  # a pending save may still read the parameters
+            target.saver.wait()
+        with averages_in_place([part.optimizer for part in run.state.parts]):
+            average_loss = evaluate(run)
     if loss is None or (average_loss is None and run.state.averages):
         run.state.progress = run.state.progress.without_evaluation()
         _log.info(
@@ -210,14 +213,6 @@ def _evaluate(run: Run) -> None:
     run.state.progress = run.state.progress.after_evaluation(loss)
     for log in run.logs:
         log.evaluation(run.state.progress.iteration, loss, run.state.progress.best_loss, average_loss)
-
-
-def _evaluate_averages(run: Run) -> float | None:
-    """Return the moving averages' validation loss, or None after a signal."""
-    for target in run.saves:  # a pending save may still read the parameters
-        target.saver.wait()
-    with averages_in_place([part.optimizer for part in run.state.parts]):
-        return evaluate(run)
 
 
 def _evaluate_late(run: Run) -> None:
@@ -259,7 +254,7 @@ def _documents(run: Run, *, is_interim: bool = False) -> dict[str, Document]:
     for watch in run.spikes:
         record[SPIKES] = watch.record()
     return {
-        **run.model_files,
+        **model_documents(run.config.model),
         STATE: {**record, INTERIM: True} if is_interim else record,
         RUN_CONFIG: run.saved_config,
         **run.tokenizer,

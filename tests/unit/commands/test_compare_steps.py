@@ -50,7 +50,7 @@ def test_a_difference_that_is_not_finite_is_json(tmp_path: Path, capsys: Printed
 def test_logs_that_neither_run_repeats_are_a_difference(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Printed
 ) -> None:
-    report = StepReport(None, "", None, first=(2, 2), unrepeated=((3,), (3,)))
+    report = StepReport(None, None, first=(2, 2), unrepeated=((3,), (3,)))
     monkeypatch.setattr(search, "compare_steps", lambda *_, **options: report)
     assert main([str(tmp_path), str(tmp_path)]) == BAD
     assert "B does not reproduce: its log has different figures at iteration 3" in capsys.readouterr().out
