@@ -43,8 +43,9 @@ def shard(model: Model, shards: Shards, mesh: DeviceMesh | None) -> None:
 
         from trainer.parallel.tensor import distribute
 
-        for (module, name), dimension in cut_parameters(model).items():
-            distribute(module, mesh, **{name: Shard(dimension)})
+        for place, dimension in cut_parameters(model).items():
+            module, _, name = place.rpartition(".")
+            distribute(modules[module], mesh, **{name: Shard(dimension)})
     if shards.is_sequence_parallel:
         model.sequence_shards = shards.ranks
     for name, cut in spec.plan.ends.items():
@@ -65,14 +66,14 @@ def shard(model: Model, shards: Shards, mesh: DeviceMesh | None) -> None:
                 _replace(module, _TokenNorm(module, shards))
 
 
-def cut_parameters(model: Model) -> dict[_Place, int]:
-    """Return the parameters cut over virtual shards, with their cut dimension."""
+def cut_parameters(model: Model) -> dict[str, int]:
+    """Return the parameters cut over virtual shards, by name, with their cut dimension."""
     spec, modules = families.spec_of(model.config), dict(model.named_modules())
     cuts = {name: cut for name, cut in spec.plan.ends.items() if name in modules}
     for layer in model.stage.layers:
         cuts |= {f"{spec.blocks}.{layer}.{name}": cut for name, cut in spec.plan.block.items()}
     return {
-        (modules[name], parameter): dimension
+        f"{name}.{parameter}": dimension
         for name, cut in cuts.items()
         for parameter, dimension in _dimensions(modules[name], cut).items()
     }

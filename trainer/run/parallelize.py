@@ -228,14 +228,14 @@ def _grad_norm_shares(config: Config, state: TrainerState, topology: Topology, r
     replicas = {tensor.spec.name: tensor.replicas for tensor in state.shards(with_optimizer=False)}
     names = families.aliases(config.model)
     shards = config.parallel.invariant_tensor_ranks // topology.tp
-    cuts = dict[torch.nn.Parameter, int]()
+    cuts = dict[str, int]()
     if shards:
         from trainer.parallel.virtual_shards import cut_parameters
 
         for part in state.parts:
-            cuts |= {getattr(module, name): at for (module, name), at in cut_parameters(part.model).items()}
+            cuts |= cut_parameters(part.model)
     return [
-        NormShare(parameter, holders.index(rank), len(holders), shards, cuts.get(parameter, 0))
+        NormShare(parameter, holders.index(rank), len(holders), shards, cuts.get(name, 0))
         for part in state.parts
         for parameter, name in stored_names(part.model).items()
         if (holders := replicas.get(names.get(name, name))) is not None and parameter.requires_grad

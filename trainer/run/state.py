@@ -74,28 +74,26 @@ class TrainerState:
 
         A save reads the parts, and a load fills them. The base beneath adapters is not among them.
         """
-        is_base = {TensorKind.MODEL} if self.config.is_adapted else set()
-        for part in self.parts:
-            for tensor in self._live(part, part.optimizer if with_optimizer else None):
-                if tensor.spec.kind not in is_base:
-                    yield tensor
+        return (tensor for tensor in self._live(with_optimizer=with_optimizer) if not self._is_base(tensor))
 
     def base_shards(self) -> Iterator[LiveTensor]:
         """Yield this rank's part of every tensor beneath adapters. The run's checkpoints do not hold them."""
-        for part in self.parts if self.config.is_adapted else ():
-            for tensor in self._live(part, None):
-                if tensor.spec.kind is TensorKind.MODEL:
-                    yield tensor
+        return filter(self._is_base, self._live(with_optimizer=False))
 
-    def _live(self, part: ModelPart, optimizer: torch.optim.Optimizer | None) -> Iterator[LiveTensor]:
+    def _is_base(self, tensor: LiveTensor) -> bool:
+        return self.config.is_adapted and tensor.spec.kind is TensorKind.MODEL
+
+    def _live(self, *, with_optimizer: bool) -> Iterator[LiveTensor]:
         names, stored = aliases(self.config), _stored_forms(self.config)
         stored |= {alias: stored[name] for alias, name in names.items()}
-        for found in live_tensors(part.model, optimizer, grid=self.grid, stored=stored):
-            tensor = _under_stored_name(found, names)
-            if self.other_end and tensor.spec.name.endswith(tuple(names.values())):
-                others = (rank + self.other_end for rank in tensor.replicas)
-                tensor = replace(tensor, replicas=tuple(sorted((*tensor.replicas, *others))))
-            yield tensor
+        for part in self.parts:
+            optimizer = part.optimizer if with_optimizer else None
+            for found in live_tensors(part.model, optimizer, grid=self.grid, stored=stored):
+                tensor = _under_stored_name(found, names)
+                if self.other_end and tensor.spec.name.endswith(tuple(names.values())):
+                    others = (rank + self.other_end for rank in tensor.replicas)
+                    tensor = replace(tensor, replicas=tuple(sorted((*tensor.replicas, *others))))
+                yield tensor
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yield this rank's trainable parameters."""

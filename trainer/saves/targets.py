@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
@@ -43,6 +43,7 @@ class Moment(Enum):
     finished = auto()
 
 
+Calls: TypeAlias = tuple[Callable[[], None], ...]
 _AT_ANY_ITERATION = {Moment.requested: True, Moment.stopped: True, Moment.finished: True}
 
 
@@ -83,8 +84,8 @@ class SaveTarget:
         state: TrainerState,
         documents: Mapping[str, Document],
         *,
-        syncs: tuple[Callable[[], None], ...] = (),
-        notes: tuple[Callable[[], None], ...] = (),
+        syncs: Calls,
+        notes: Calls,
     ) -> SaveReport | None:
         """Save the current state with these files. See `Checkpointer.save` and `Contents`."""
         iteration = state.progress.iteration

@@ -145,8 +145,8 @@ def read_record(folder: Path) -> StepRecord:
         headers.append(header)
         for number, record in enumerate(records):
             place, order = record.pop("place"), (header["stage"], header["tensor_rank"], record.pop("call"), number)
-            sizes = {name: tuple(record.pop(name)) for name in ("shape", "offset", "tensor_shape")}
-            part = StepPart(rank, order, folder / VALUES.format(rank), **sizes, **record)
+            record.update({name: tuple(record[name]) for name in ("shape", "offset", "tensor_shape")})
+            part = StepPart(rank, order, folder / VALUES.format(rank), **record)
             parts.setdefault(StepPlace(*place), []).append(part)
     if len(headers) != (headers[0]["ranks"] if headers else -1):
         raise DataError("The folder lacks records from some ranks", where=folder, found=count_of(len(headers), "rank"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,7 @@ from trainer.metrics.spikes import SPIKES
 from trainer.optim.average import averages_in_place
 from trainer.run.build import Run
 from trainer.run.random import dropout_key
-from trainer.saves.targets import Moment, SaveTarget
+from trainer.saves.targets import Calls, Moment, SaveTarget
 from trainer.start.journal import note_saved
 from trainer.training.evaluate import evaluate
 from trainer.training.rewind import Rewind, react
@@ -234,7 +234,7 @@ def _save_due(run: Run, moment: Moment) -> list[SaveTarget]:
     if not due:
         return due
     run.cluster.activity.begin("the save", iteration)
-    syncs: tuple[Callable[[], None], ...] = ()
+    syncs: Calls = ()
     if run.saves.targets[0] in due:
         run.control.saving()
         syncs = tuple(log.sync for log in run.logs)
