@@ -51,7 +51,7 @@ def adapter_initial_values(config: ModelConfig) -> dict[str, Initial]:
     values = {}
     for name, tensor in adapter_tensors(config).items():
         is_first = name.endswith(A)
-        values[name] = Initial(InitialKind.uniform, bound=1 / sqrt(tensor.shape[1])) if is_first else _ZEROS
+        values[name] = Initial(InitialKind.uniform, 1 / sqrt(tensor.shape[1])) if is_first else _ZEROS
     return values
 
 

@@ -182,12 +182,11 @@ class InitialKind(Enum):
 class Initial:
     """A tensor's initial values. Random ones have mean 0.
 
-    `std` is the normal distribution's standard deviation, `bound` the uniform distribution's largest value.
+    `scale` is a normal distribution's standard deviation, and a uniform distribution's largest value.
     """
 
     kind: InitialKind
-    std: float = 0.0
-    bound: float = 0.0
+    scale: float = 0.0
 
 
 def common_problems(config: ModelConfig) -> list[str]:

@@ -121,12 +121,13 @@ def _measure(arguments: list[str]) -> None:
     held = sum(shard.local.nbytes for shard in shards)
     read = _reread(run, source)
     documents = {"trainer_state.json": {"format": "reprise/1", "iteration": 9}}
-    (target,) = run.saves
+    (target,) = run.saves.targets
     target.saver.save(9, replace(run.state.contents(with_optimizer=True), documents=documents))
     target.saver.wait()
     shared = _resident("RssShmem")
     peak_save = _resident("VmHWM") - before - shared + shared // ranks
-    run.saves.close()
+    with run.saves:  # which end
+        pass
     sizes = {"held": held, "tensors": len(shards), "shared": shared}
     row = {**sizes, "read": read, "load": peak_load, "save": peak_save}
     Path(f"{output}.{rank}").write_text(json.dumps(row))

@@ -29,7 +29,5 @@ def start(folder: Path, *overrides: str, threads: int = 1) -> Run:
     config = compose([*overrides, f"run.dir={folder}"])
     validate(config, 1)
     run = built(config, Cluster(0, 1, torch.device("cpu"), threads, single_rank_channel(), "test"))
-    try:
+    with run.saves:
         return filled(run)
-    finally:
-        run.saves.close()

@@ -51,10 +51,10 @@ def _fill_random(tensor: LiveTensor, rule: Initial, seed: int) -> None:
         # A counter-based generator with a 128-bit key: torch's CPU generator keeps 32 seed bits, too few for a large
         # model's blocks to differ from each other.
         generator = Generator(Philox(key=xxhash.xxh3_128_intdigest(prefix + struct.pack("<q", block))))
-        if rule.kind is InitialKind.normal:
-            values = torch.from_numpy(generator.standard_normal((count, *row_shape), dtype=np.float32)).mul_(rule.std)
-        else:
-            drawn = torch.from_numpy(generator.random((count, *row_shape), dtype=np.float32))
-            values = drawn.mul_(2).sub_(1).mul_(rule.bound)
+        draw = generator.standard_normal if rule.kind is InitialKind.normal else generator.random
+        values = torch.from_numpy(draw((count, *row_shape), dtype=np.float32))
+        if rule.kind is InitialKind.uniform:
+            values.mul_(2).sub_(1)
+        values.mul_(rule.scale)
         first, last = max(lo, start), min(hi, start + count)
         tensor.local[first - lo : last - lo].copy_(values[(slice(first - start, last - start), *inner)])

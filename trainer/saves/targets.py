@@ -5,7 +5,7 @@ Unused folders are not in the list.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
@@ -109,10 +109,6 @@ class Saves:
     shared: CheckpointFolder | None = None
     local: LocalCheckpointer | None = None
 
-    def __iter__(self) -> Iterator[SaveTarget]:
-        """Yield the targets."""
-        return iter(self.targets)
-
     def due(self, iteration: int, moment: Moment) -> list[SaveTarget]:
         """Return the due targets in save order: local saves come first because they take less time."""
         due = [target for target in self.targets if target.is_due(iteration, moment)]
@@ -193,10 +189,6 @@ class Saves:
         with ExitStack() as stack:
             for target in reversed(self.targets):
                 stack.callback(target.saver.close if kind is None else target.saver.abandon)
-
-    def close(self) -> None:
-        """Wait for all running saves, and release the locks."""
-        self.__exit__(None)
 
 
 def build_saves(config: Config, cluster: Cluster) -> Saves:

@@ -48,7 +48,7 @@ def fill(run: Run, start: Start) -> None:
     _, restored = start.source.fill(run, part)
     if restored is not None:
         checkpoint = restored.checkpoint
-        for target in run.saves:
+        for target in run.saves.targets:
             if target.has_state:
                 target.saver.note_loaded(restored)
         if restored.loaded_from and run.saves.shared is not None:

@@ -36,7 +36,7 @@ _MASK = (1 << 64) - 1
 _STEP, _FIRST, _SECOND = (number - (1 << 64) for number in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
-def record_steps(run: Run, folder: Path, header: Json, *, begin: int, last: int, values: Collection[str] = ()) -> None:
+def record_steps(run: Run, folder: Path, header: Json, *, begin: int, last: int, values: Collection[str]) -> None:
     """Train a filled run to an iteration, and record what it computes in a folder. All ranks must call it.
 
     Args:
@@ -100,7 +100,7 @@ class Recorder:
         progress = self._run.state.progress
         self._iteration, size = progress.iteration + 1, self._run.batch_schedule.at(progress.consumed_samples)
         for passes in self._passes:
-            passes.begin(self._run.train_data.numbers_of(size))
+            passes.numbers = iter(self._run.train_data.numbers_of(size))
 
     def state(self, phase: str) -> None:
         """Record the parameters and the optimizer state, box by box."""
@@ -126,7 +126,7 @@ class Recorder:
     def figure(self, name: str, value: float) -> None:
         """Record a figure of the iteration."""
         place = StepPlace(self._iteration, "figures", -1, name, "value")
-        self._add(place, torch.tensor(float(value), dtype=torch.float64), digest=float(value).hex())
+        self._add(place, torch.tensor(value, dtype=torch.float64), digest=value.hex())
 
     def _hooks(self, model: Model, passes: _Passes) -> Iterator[Any]:
         """Register a stage's hooks. Embeddings and compiled blocks' modules get none: hooks change their code path."""
@@ -215,16 +215,12 @@ class _Passes:
         self.is_forward = False  # False while a block is recomputed for its backward pass
         self.is_repeated = False  # with weight 0, and not recorded
         self.micro = -1
-        self._numbers: Iterator[int] = iter(())
+        self.numbers: Iterator[int] = iter(())  # of the iteration's micro-batches that are still to come
         self._calls = Counter[StepPlace]()
-
-    def begin(self, numbers: Sequence[int]) -> None:
-        """Start an iteration, given its micro-batch numbers."""
-        self._numbers = iter(numbers)
 
     def enter(self) -> None:
         """Start the next micro-batch's forward pass, or a repeated pass if other ranks have another micro-batch."""
-        number = next(self._numbers, None)
+        number = next(self.numbers, None)
         self.is_repeated = number is None
         self.is_forward = not self.is_repeated
         self.micro = self.micro if number is None else number

@@ -107,7 +107,7 @@ def _save_at_end(run: Run, *, is_stopped: bool) -> None:
 
 
 def _await_saves(run: Run) -> None:
-    for target in run.saves:
+    for target in run.saves.targets:
         target.saver.wait()
         _record_saves(run, target, target.saver.reports())
 
@@ -146,7 +146,7 @@ def _train_and_record(run: Run) -> tuple[ControlFlags, StepResult]:
         )
         is_logged = record.iteration % run.config.logging.log_interval == 0 or record.iteration == run.train_iters
         log.iteration(record, rank_memory(run.cluster.device) if is_logged else None)
-    for target in run.saves:
+    for target in run.saves.targets:
         _record_saves(run, target, target.saver.reports())
     return ControlFlags(*(count > 0 for count in result.flags)), result
 
@@ -200,7 +200,7 @@ def _evaluate(run: Run) -> None:
     run.cluster.activity.begin("the evaluation", run.state.progress.iteration)
     loss, average_loss = evaluate(run), None
     if run.state.averages and loss is not None:
-        for target in run.saves:  # a pending save may still read the parameters
+        for target in run.saves.targets:  # a pending save may still read the parameters
             target.saver.wait()
         with averages_in_place([part.optimizer for part in run.state.parts]):
             average_loss = evaluate(run)
@@ -220,7 +220,7 @@ def _evaluate_late(run: Run) -> None:
     _evaluate(run)
     progress = run.state.progress
     if not progress.owes_evaluation:
-        for target in run.saves:
+        for target in run.saves.targets:
             target.saver.mark_outdated(progress.iteration)
 
 
@@ -248,7 +248,7 @@ def _save_due(run: Run, moment: Moment) -> list[SaveTarget]:
     return due
 
 
-def _documents(run: Run, *, is_interim: bool = False) -> dict[str, Document]:
+def _documents(run: Run, *, is_interim: bool) -> dict[str, Document]:
     """Return the non-tensor files for a checkpoint of the current state."""
     record = run.state.progress.state_record(_lr(run), run.description)
     for watch in run.spikes:

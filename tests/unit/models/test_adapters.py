@@ -41,7 +41,7 @@ def test_targets_are_ends_of_module_names() -> None:
 
 def test_a_model_begins_as_its_base() -> None:
     first, second = list(adapter_initial_values(GPT2).values())[:2]
-    assert (first.kind, first.bound) == (InitialKind.uniform, 20**-0.5)
+    assert (first.kind, first.scale) == (InitialKind.uniform, 20**-0.5)
     assert second.kind is InitialKind.zeros
 
 

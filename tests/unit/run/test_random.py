@@ -63,7 +63,7 @@ def test_a_dropout_key_depends_on_all_coordinates_and_fits_int64() -> None:
 
 
 def test_uniform_values_fill_their_interval_and_no_more() -> None:
-    values = drawn(64, 300, rule=Initial(InitialKind.uniform, bound=0.25))
+    values = drawn(64, 300, rule=Initial(InitialKind.uniform, 0.25))
     assert values.abs().max() <= 0.25
     assert values.min() < -0.24
     assert values.max() > 0.24

@@ -63,8 +63,8 @@ def test_shared_checkpoints_alone_are_saved_at_every_end(tmp_path: Path, moment:
 @pytest.mark.parametrize("kinds", ["s", "sl", "slw", "l", "sw"])
 def test_failures_count_where_checkpoints_outlive_the_run(tmp_path: Path, kinds: str) -> None:
     saves = _saves(tmp_path, kinds)
-    assert "".join(_letters(saves)) == kinds
-    for target in saves:
+    assert "".join(_letters(saves.targets)) == kinds
+    for target in saves.targets:
         target.saver.results.add(SaveReport(1, tmp_path, 0, 0.0, error=CheckpointError(target.event)))
     assert saves.main.failed_saves == 1
     assert str(saves.main.last_error) == ("save." if "s" in kinds else "local_save.")
@@ -78,7 +78,7 @@ def test_an_error_of_one_target_leaves_no_other_open(tmp_path: Path) -> None:
         raise CheckpointError("The disk is gone")
 
     saves = _saves(tmp_path, "slw")
-    for target in saves:
+    for target in saves.targets:
         target.saver.close = close  # type: ignore[method-assign]
         target.saver.abandon = lambda: closed.append("abandon")  # type: ignore[method-assign]
     with pytest.raises(CheckpointError, match="The disk is gone"), saves:

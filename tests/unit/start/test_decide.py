@@ -139,7 +139,8 @@ def test_a_journal_has_the_last_commit_and_loses_those_given_up(tmp_path: Path) 
     result = filled(
         built(config_in(run, "checkpoint.ckpt_step=1", "train.train_iters=2"), cluster_of(single_rank_channel()))
     )
-    result.saves.close()
+    with result.saves:  # which end
+        pass
     assert (journal_in(run).saved, len(journal_in(run).lineage.branches)) == (1, 2)
     note_saved(run, first.lineage.record(), 9)  # of a job that the run has left behind
     assert journal_in(run).saved == 1
