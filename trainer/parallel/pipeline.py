@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,10 @@ from trainer.data.documents import WindowForm
 if TYPE_CHECKING:
     from torch.distributed.pipelining import PipelineStage
     from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
+
+
+# Returns the mean cross entropy, given this rank's logits and targets.
+Loss: TypeAlias = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def divide_layers(n_layer: int, stages: int) -> list[range]:
@@ -63,7 +67,7 @@ class Pipeline:
         tokens: torch.Tensor,
         hidden: torch.Tensor,
         logits: torch.Tensor,
-        loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+        loss: Loss,
         form: WindowForm,
         takes_mean: bool,
     ) -> None:

@@ -24,6 +24,9 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.distributed.tensor.parallel import (
+    loss_parallel as loss_parallel,
+)
 
 from models import families
 from models.layers import Conv1D, Dropout, Site, token_loss

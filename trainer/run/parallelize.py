@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -143,14 +144,14 @@ def build_context(
     """Return a run's parallel context. Collective."""
     place = topology.coordinate(cluster.rank)
     tensor_mesh = mesh["tp"] if mesh is not None and topology.tp > 1 else None
-    loss = _loss(config, tensor_mesh)
+    loss, loss_context = _loss(config, tensor_mesh)
     has_tied_ends = topology.pp > 1 and config.model.tie_word_embeddings
     embedding_group = pipeline.embedding_group(mesh) if mesh is not None and has_tied_ends else None
     return ParallelContext(
         reduction=_build_reduction(config, state, topology, mesh, embedding_group),
         lanes=lanes_of(config),
-        needs_loss_parallel=topology.tp > 1 and config.parallel.invariant_tensor_ranks == 0,
         loss=loss,
+        loss_context=loss_context,
         pipeline=None if mesh is None or topology.pp == 1 else _build_pipeline(config, state, topology, mesh, loss),
         reports_loss=place.pp == topology.pp - 1 and place.tp == 0,
         grad_norm_shares=_grad_norm_shares(config, state, topology, cluster.rank),
@@ -181,19 +182,19 @@ def _build_reduction(
     )
 
 
-def _loss(config: Config, mesh: DeviceMesh | None) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """Return the loss, given logits over the tensor-parallel mesh and targets."""
+def _loss(config: Config, mesh: DeviceMesh | None) -> tuple[pipeline.Loss, Callable[[], AbstractContextManager[None]]]:
+    """Return the loss, given logits over the tensor-parallel mesh and targets, and its context."""
     if config.parallel.invariant_tensor_ranks:
         from trainer.parallel import virtual_shards
 
-        return functools.partial(virtual_shards.cross_entropy, shards=_shards(config, mesh))
+        return functools.partial(virtual_shards.cross_entropy, shards=_shards(config, mesh)), nullcontext
     if mesh is None:
         # A compiled loss avoids float32 copies of the logits, the largest activation.
-        return torch.compile(token_loss) if config.train.compile else token_loss
+        return torch.compile(token_loss) if config.train.compile else token_loss, nullcontext
     from trainer.parallel import tensor
 
     rows = config.model.padded_vocab_size
-    return functools.partial(tensor.vocab_parallel_cross_entropy, mesh=mesh, rows=rows)
+    return functools.partial(tensor.vocab_parallel_cross_entropy, mesh=mesh, rows=rows), tensor.loss_parallel
 
 
 def _build_pipeline(
@@ -201,7 +202,7 @@ def _build_pipeline(
     state: TrainerState,
     topology: Topology,
     mesh: DeviceMesh,
-    loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    loss: pipeline.Loss,
 ) -> pipeline.Pipeline:
     lo, hi = cut(0, config.model.padded_vocab_size, index=mesh.get_local_rank("tp"), count=topology.tp)
     parts, shards = [part.model for part in state.parts], config.parallel.invariant_tensor_ranks // topology.tp

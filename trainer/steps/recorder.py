@@ -24,6 +24,7 @@ from reprise.tensors import LiveTensor, local_of, memory_of
 from trainer.config.derived import topology_of
 from trainer.optim.adamw import stored_names
 from trainer.parallel.context import ParallelContext
+from trainer.parallel.pipeline import Loss
 from trainer.parallel.reduction import GradientReduction
 from trainer.run.build import Run
 from trainer.steps.records import BITS, RECORDS, VALUES, StepPlace
@@ -160,7 +161,7 @@ class Recorder:
             back = replace(place, phase="backward", what="gradient of its output")
             tensor.register_hook(lambda gradient: self._add(back, local_of(gradient), call=call))  # type: ignore[no-untyped-call]
 
-    def _loss(self, context: ParallelContext) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    def _loss(self, context: ParallelContext) -> Loss:
         def loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
             value = context.loss(logits, targets)
             if self._passes[-1].is_repeated:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from typing import cast
 
 import pytest
@@ -34,8 +35,8 @@ def one_rank(ranks: int, parameter: nn.Parameter, lanes: Lanes | None) -> tuple[
     context = ParallelContext(
         reduction=cast(GradientReduction, None),
         lanes=lanes,
-        needs_loss_parallel=False,
         loss=lambda logits, targets: logits,
+        loss_context=nullcontext,
         pipeline=None,
         reports_loss=True,
         grad_norm_shares=[NormShare(parameter, 0, 1)],
