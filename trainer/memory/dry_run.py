@@ -105,21 +105,21 @@ def simulated_memory(config: Config, topology: Topology) -> Iterator[tuple[Simul
         itemsizes[tensor.parameter] += tensor.dtype.itemsize if tensor.stored.shape else 0
     for simulated in simulate(config, topology):
         for tp in range(topology.tp):
-            held = [
-                _Held(name, placed_box(name, p, simulated.grid, {"dp": 0, "tp": tp})[0].numel, p)
+            parameters = [
+                _RankParameter(name, placed_box(name, p, simulated.grid, {"dp": 0, "tp": tp})[0].numel, p)
                 for part in simulated.parts
                 for p, name in stored_names(part).items()
             ]
             memory = RankMemory(
-                sum(parameter.size for parameter in held),
-                sum(parameter.size * (4 + itemsizes[parameter.name]) for parameter in held),
-                _working_bytes(config, simulated.parts, topology, held),
+                sum(parameter.size for parameter in parameters),
+                sum(parameter.size * (4 + itemsizes[parameter.name]) for parameter in parameters),
+                _working_bytes(config, simulated.parts, topology, parameters),
                 _activation_bytes(config, simulated.parts, topology),
             )
             yield simulated, tp, memory
 
 
-class _Held(NamedTuple):
+class _RankParameter(NamedTuple):
     """A parameter, and how many of its elements a rank holds between iterations."""
 
     name: str
@@ -127,7 +127,9 @@ class _Held(NamedTuple):
     parameter: torch.nn.Parameter
 
 
-def _working_bytes(config: Config, parts: Sequence[Model], topology: Topology, held: Sequence[_Held]) -> int:
+def _working_bytes(
+    config: Config, parts: Sequence[Model], topology: Topology, parameters: Sequence[_RankParameter]
+) -> int:
     """Return the bytes in gathered parameters (compute dtype) and gradients (float32), at their peak.
 
     ZeRO stage 3 without a pipeline gathers a block at a time, two with prefetch, and keeps gradients sharded. Otherwise
@@ -137,7 +139,7 @@ def _working_bytes(config: Config, parts: Sequence[Model], topology: Topology, h
     With `parallel.invariant_ranks`, lane sums wait for the next lane: at most n with 2^n lanes on a rank. They are
     sharded if every lane is reduced over ranks, beside the gradients of a lane with several micro-batches.
     """
-    trained = [part for part in held if part.parameter.requires_grad]
+    trained = [part for part in parameters if part.parameter.requires_grad]
     unsharded = sum(part.parameter.numel() for part in trained) // topology.tp
     is_sharded, lanes = reduces_lanes_over_ranks(config, topology), lanes_of(config)
     gradients = sum(part.size for part in trained) if is_sharded else unsharded
@@ -146,13 +148,13 @@ def _working_bytes(config: Config, parts: Sequence[Model], topology: Topology, h
         gradients += unsharded if is_sharded and lanes.length > 1 else 0
     stage, itemsize = config.parallel.zero_stage, compute_dtype(config).itemsize
     if topology.dp == 1 or stage == 0:
-        return gradients * 4 + sum(part.size for part in held) * (itemsize if itemsize < 4 else 0)
+        return gradients * 4 + sum(part.size for part in parameters) * (itemsize if itemsize < 4 else 0)
     block_bytes, rest_bytes = (dtype.itemsize for dtype in gathered_dtypes(config, topology))
     blocks = [
         sum(p.numel() for p in block.parameters()) // topology.tp for part in parts for block in part.blocks.values()
     ]
-    rest = sum(part.parameter.numel() for part in held) // topology.tp - sum(blocks)
-    gathered = sum(blocks) * block_bytes + rest * rest_bytes
+    other_count = sum(part.parameter.numel() for part in parameters) // topology.tp - sum(blocks)
+    gathered = sum(blocks) * block_bytes + other_count * rest_bytes
     if stage == 3 and topology.pp == 1:
         gathered = 2 * max(blocks) * block_bytes
     return gradients * 4 + gathered

@@ -228,8 +228,8 @@ def _fingerprints(reports: Sequence[bytes], *, may_share: bool) -> Fingerprints:
     """
     hosts: dict[int, HostReport] = {rank: json.loads(report) for rank, report in enumerate(reports) if report}
     first_host, first = hosts[0]
-    for rank, (host, own) in hosts.items():
-        for expected, actual in itertools.zip_longest(first, own):
+    for rank, (host, host_rows) in hosts.items():
+        for expected, actual in itertools.zip_longest(first, host_rows):
             if None in (expected, actual) or (expected[0], *expected[2:]) != (actual[0], *actual[2:]):
                 raise DataError(
                     "Hosts do not have the same data",

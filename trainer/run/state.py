@@ -104,8 +104,8 @@ class TrainerState:
     def contents(self, *, with_optimizer: bool) -> Contents:
         """Return a checkpoint's contents without documents. They stay the same objects until a tensor moves."""
         marks = tuple(memory_marks(part.model, part.optimizer) for part in self.parts)
-        known, contents = self._contents.get(with_optimizer, ((), None))
-        if contents is None or known != marks:
+        old_marks, contents = self._contents.get(with_optimizer, ((), None))
+        if contents is None or old_marks != marks:
             optimizer = self.optimizer if with_optimizer else None
             contents = Contents(
                 tuple(checkpoint_specs(self.config, optimizer, self.frozen, averages=self.averages)),
