@@ -144,7 +144,7 @@ def test_initial_values_follow_transformers(family: ModelConfig, tmp_path: Path)
                 assert (parameter == 1).all(), name
             case InitialKind.normal:
                 # The smallest table has 4800 values, which give the standard deviation to 1 %: five times that.
-                assert parameter.std().item() == pytest.approx(initial.std, rel=0.05), name
+                assert parameter.std().item() == pytest.approx(initial.scale, rel=0.05), name
 
 
 def test_token_loss_is_float32_and_leaves_out_ignored_targets() -> None:
