@@ -4,44 +4,36 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from reprise.errors import ConfigError
 from reprise.storage import IS_URL, is_dir, is_url
 from reprise.stores import is_store_url, location
 
+_Number = TypeVar("_Number", int, float)
 
-def positive(text: str) -> int:
-    """Parse an integer, at least 1."""
-    if (number := int(text)) < 1:
-        raise argparse.ArgumentTypeError("must be 1 or more")
+
+def _number(kind: Callable[[str], _Number], least: int = 0, below: float = math.inf) -> Callable[[str], _Number]:
+    """Return an argument type for numbers in a range."""
+    limit = "" if below == math.inf else f" and below {below}"
+
+    def number(text: str) -> _Number:
+        if not least <= (value := kind(text)) < below:
+            raise argparse.ArgumentTypeError(f"must be {least} or more{limit}")
+        return value
+
     return number
 
 
-def natural(text: str) -> int:
-    """Parse an integer, at least 0."""
-    if (number := int(text)) < 0:
-        raise argparse.ArgumentTypeError("must be 0 or more")
-    return number
+natural, positive = _number(int), _number(int, 1)
+amount, share = _number(float), _number(float, below=1)
 
 
 def natural_or_all(text: str) -> int | None:
     """Parse an integer, at least 0. `all` becomes None."""
     return None if text == "all" else natural(text)
-
-
-def share(text: str) -> float:
-    """Parse a number from 0 to below 1. A percentage is refused."""
-    if not 0 <= (number := float(text)) < 1:
-        raise argparse.ArgumentTypeError("must be 0 or more and below 1")
-    return number
-
-
-def amount(text: str) -> float:
-    """Parse a finite number, at least 0."""
-    if not (math.isfinite(number := float(text)) and number >= 0):
-        raise argparse.ArgumentTypeError("must be a finite number, 0 or more")
-    return number
 
 
 def local_path(text: str) -> Path:

@@ -252,8 +252,7 @@ def _progress_bar(*, unit: str = "B", unit_scale: bool = True) -> Iterator[Progr
         yield show_progress
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="reprise checkpoint", description=(__doc__ or "").split("\n\n")[0])
+def _add_commands(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def command(name: str, call: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
@@ -299,7 +298,6 @@ def _parser() -> argparse.ArgumentParser:
     pruned.add_argument("--before", type=natural, metavar="N", help="in all checkpoints before this iteration")
     pruned.add_argument("--retain-interval", type=natural, default=0, metavar="N", help="also keep multiples of N")
     pruned.add_argument("--dry-run", action="store_true", help="list the checkpoints to delete without deleting them")
-    return parser
 
 
 def _marks(summaries: Iterable[CheckpointSummary]) -> tuple[set[Path], set[Path]]:
@@ -375,4 +373,4 @@ def _without(rows: Iterable[Row], name: str) -> list[Row]:
     return [{key: value for key, value in row.items() if key != name} for row in rows]
 
 
-main = framed(_parser, lambda options: options.call(options))
+main = framed(lambda options: options.call(options), _add_commands)

@@ -26,12 +26,7 @@ def compare(options: argparse.Namespace) -> int:
     return FINE if is_equal else BAD
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="reprise compare-loss",
-        description="Compare the training losses of runs with a base run, iteration by iteration.",
-        epilog="Exit status: 0 all equal to BASE, 1 one differs, 2 unusable input.",
-    )
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "base", metavar="BASE", help="the reference: a run folder, metrics.jsonl or text log, or a folder with logs"
     )
@@ -77,7 +72,6 @@ def _parser() -> argparse.ArgumentParser:
         help="the most differing values to list for a single TEST (%(default)d)",
     )
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
-    return parser
 
 
-main = framed(_parser, compare)
+main = framed(compare, _add_arguments)

@@ -33,12 +33,7 @@ def compare(options: argparse.Namespace) -> int:
     return BAD if summary["slower"] else FINE
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="reprise compare-speed",
-        description="Compare how fast runs were and what their saves cost.",
-        epilog="Exit status: 0 none is slower than the first, 1 one is, 2 unusable input.",
-    )
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "runs", metavar="RUN", nargs="+", help="run folder, metrics.jsonl or log; the first is the base"
     )
@@ -59,7 +54,6 @@ def _parser() -> argparse.ArgumentParser:
         "(%(default)g); 0.2 suits a shared machine",
     )
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
-    return parser
 
 
-main = framed(_parser, compare)
+main = framed(compare, _add_arguments)

@@ -36,12 +36,7 @@ def compare(options: argparse.Namespace) -> int:
     return FINE if report.is_equal else BAD
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="reprise compare-steps",
-        description="Find the first tensor that differs between two runs that should be equal.",
-        epilog="Exit status: 0 nothing differs, 1 something does, 2 the command failed.",
-    )
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("a", type=existing_folder, metavar="A", help="a run's folder, or a --record folder")
     parser.add_argument("b", type=existing_folder, metavar="B", nargs="?", help="the folder to compare it with")
     parser.add_argument(
@@ -59,7 +54,6 @@ def _parser() -> argparse.ArgumentParser:
     record.add_argument(
         "--values", action="append", default=[], metavar="KEY", help="a tensor whose values to keep; default: any"
     )
-    return parser
 
 
-main = framed(_parser, compare)
+main = framed(compare, _add_arguments)

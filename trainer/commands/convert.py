@@ -16,7 +16,7 @@ import torch
 from reprise.loading import Checkpoint, Chooser, LoadSource, open_checkpoint
 from reprise.stores import files_of
 from trainer.commands.arguments import any_path, local_path
-from trainer.commands.frame import FINE, reporting
+from trainer.commands.frame import FINE, framed
 from trainer.config.compose import compose
 from trainer.config.saved import model_values
 from trainer.data.tokenizer_beside import with_tokenizer
@@ -30,17 +30,21 @@ MEGATRON = "megatron"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return the exit status."""
-    parser = _parser()
+def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
+    """Parse the command line, where overrides may stand anywhere."""
     options, words = parser.parse_known_args(arguments)
     options.overrides = [*getattr(options, "overrides", []), *words]
     if unrecognized := [word for word in words if word.startswith("-") or "=" not in word]:
         parser.error(f"unrecognized arguments: {' '.join(unrecognized)}")
     if options.overrides and options.call is export_checkpoint:
         parser.error("an export takes no overrides")
+    return options
+
+
+def _convert(options: argparse.Namespace) -> int:
     logging.getLogger("trainer.interop").setLevel(logging.INFO)
-    return reporting(parser.prog, lambda: options.call(options))
+    status: int = options.call(options)
+    return status
 
 
 def import_checkpoint(options: argparse.Namespace) -> int:
@@ -86,8 +90,7 @@ def _newest(path: Path) -> Checkpoint:
     return open_checkpoint(chooser.pick(), files, may_lack=True)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="reprise convert", description=(__doc__ or "").split("\n\n")[0])
+def _add_commands(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for command, call, add_arguments in (
         ("import", import_checkpoint, _add_import_arguments),
@@ -101,7 +104,6 @@ def _parser() -> argparse.ArgumentParser:
                 defaults = {"dtype": "float32", "tokenizer": None, "merge": None, "ema": False}
                 format_parser.set_defaults(call=call, **defaults)
                 add_arguments(format_parser, form)
-    return parser
 
 
 def _add_import_arguments(parser: argparse.ArgumentParser, form: Format) -> None:
@@ -128,3 +130,6 @@ def _add_export_arguments(parser: argparse.ArgumentParser, form: Format) -> None
         parser.add_argument(
             "--merge", type=local_path, metavar="BASE", help="add the checkpoint's adapters to these weights"
         )
+
+
+main = framed(_convert, _add_commands, parse=_parse)

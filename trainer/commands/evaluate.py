@@ -181,12 +181,8 @@ def _fill_averages(run: Run, checkpoint: Checkpoint) -> None:
     checkpoint.files.end()
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="reprise evaluate",
-        usage="reprise evaluate CHECKPOINT... [--data FILE...] [--ema] [--set KEY=VALUE ...]",
-        description="Print the validation loss of checkpoints, one JSON line each.",
-    )
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "reprise evaluate CHECKPOINT... [--data FILE...] [--ema] [--set KEY=VALUE ...]"
     where = "a run for its newest checkpoint, an iter_ folder, or a URL of these"
     parser.add_argument("checkpoints", type=any_path, nargs="+", metavar="CHECKPOINT", help=where)
     parser.add_argument(
@@ -205,7 +201,6 @@ def _parser() -> argparse.ArgumentParser:
         metavar="KEY=VALUE",
         help="configuration keys, as for `reprise train`",
     )
-    return parser
 
 
-main = framed(_parser, evaluate)
+main = framed(evaluate, _add_arguments)

@@ -10,7 +10,6 @@ run cannot be followed.
 from __future__ import annotations
 
 import argparse
-import io
 import logging
 import re
 import signal
@@ -19,7 +18,7 @@ from collections.abc import Sequence
 
 from reprise.stores import is_stored
 from trainer.commands.arguments import any_path, natural, positive
-from trainer.commands.frame import BAD, FINE, reporting
+from trainer.commands.frame import BAD, FINE, framed
 from trainer.follow.follower import PLACE, Follower
 from trainer.metrics.log_file import VALID_LOSS
 
@@ -27,40 +26,37 @@ _EVALUATE = [sys.executable, "-m", "reprise", "evaluate", PLACE]
 _FOLDER_S, _STORE_S = 2.0, 30.0  # polling intervals
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def follow(options: argparse.Namespace) -> int:
     """Follow a run and return the exit status."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    separator = words.index("--") if "--" in words else len(words)
-    parser = _parser()
-    options, command = parser.parse_args(words[:separator]), words[separator + 1 :]
-    if separator == len(words):
-        command, options.json_metric = _EVALUATE, options.json_metric or VALID_LOSS
-    if not any(PLACE in word for word in command):
-        parser.error(f"expected a command with {PLACE} for the checkpoint's folder: -- COMMAND {PLACE}")
     logging.getLogger("trainer.follow").setLevel(logging.INFO)
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")
-    before = {number: signal.signal(number, signal.default_int_handler) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        return reporting(parser.prog, lambda: _follow(options, command))
-    except KeyboardInterrupt:
-        return FINE
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _follow(options: argparse.Namespace, command: Sequence[str]) -> int:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
     follower = Follower(
         options.run,
-        command,
+        options.command,
         every=options.every,
         first=options.first,
         weights=options.weights,
         metric=options.json_metric,
     )
     poll_s = _STORE_S if is_stored(options.run) else _FOLDER_S
-    return FINE if follower.follow(name=options.name, once=options.once, poll_s=poll_s) else BAD
+    try:
+        return FINE if follower.follow(name=options.name, once=options.once, poll_s=poll_s) else BAD
+    except KeyboardInterrupt:
+        return FINE
+
+
+def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
+    """Parse the options, and the command after `--`."""
+    words = [*arguments, "--"]
+    separator = words.index("--")
+    options = parser.parse_args(words[:separator])
+    options.command = words[separator + 1 : -1]
+    if separator == len(arguments):
+        options.command, options.json_metric = _EVALUATE, options.json_metric or VALID_LOSS
+    if not any(PLACE in word for word in options.command):
+        parser.error(f"expected a command with {PLACE} for the checkpoint's folder: -- COMMAND {PLACE}")
+    return options
 
 
 def _name(text: str) -> str:
@@ -69,13 +65,8 @@ def _name(text: str) -> str:
     return text
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="reprise follow",
-        usage=f"reprise follow RUN [options] [-- COMMAND {PLACE}]",
-        description="Run a command, by default `reprise evaluate`, on every checkpoint of a run, from the first to the "
-        "run's last.",
-    )
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = f"reprise follow RUN [options] [-- COMMAND {PLACE}]"
     parser.add_argument("run", type=any_path, metavar="RUN", help="the run's folder or URL, which may not exist yet")
     parser.add_argument("--every", type=positive, default=1, metavar="N", help="only multiples of N (%(default)s)")
     parser.add_argument(
@@ -91,4 +82,6 @@ def _parser() -> argparse.ArgumentParser:
         "--name", type=_name, help="write a separate log, follow.NAME.jsonl, to run beside other followers"
     )
     parser.add_argument("--once", action="store_true", help="exit after the existing checkpoints")
-    return parser
+
+
+main = framed(follow, _add_arguments, parse=_parse)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
+import io
 import logging
 import signal
 import sys
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 
 from reprise.errors import TrainerError
@@ -14,38 +15,43 @@ from reprise.errors import TrainerError
 FINE, BAD, IMPOSSIBLE, INTERRUPTED = 0, 1, 2, 128 + signal.SIGINT
 
 _PACKAGES = {"hydra": "hydra-core"}  # names on PyPI, where they differ from the module's
-Main = Callable[[Sequence[str] | None], int]
+Main = Callable[[Sequence[str]], int]
 
 
 def framed(
-    parser: Callable[[], argparse.ArgumentParser], call: Callable[[argparse.Namespace], int], *, form: str = ""
+    call: Callable[[Namespace], int],
+    add_arguments: Callable[[ArgumentParser], object],
+    *,
+    parse: Callable[[ArgumentParser, Sequence[str]], Namespace] = ArgumentParser.parse_args,
+    form: str = "",
 ) -> Main:
     """Return a subcommand's `main`: it parses the arguments, and returns the exit status from `call`.
 
+    The module of `call` gives the subcommand its name, and its docstring is the help's first text.
+
     Args:
-        form: The format of log lines, if another than `reporting` uses.
+        form: The format of log lines. By default, they follow the command's name.
     """
 
-    def main(arguments: Sequence[str] | None = None) -> int:
-        parsing = parser()
-        return reporting(parsing.prog, lambda: call(parsing.parse_args(arguments)), form=form)
+    def main(arguments: Sequence[str]) -> int:
+        name = f"reprise {call.__module__.rpartition('.')[2].replace('_', '-')}"
+        parser = ArgumentParser(prog=name, description=sys.modules[call.__module__].__doc__)
+        add_arguments(parser)
+        logging.basicConfig(format=form or f"{name}: %(message)s", stream=sys.stderr)
+        if isinstance(sys.stdout, io.TextIOWrapper):  # its encoding may lack a text's characters
+            sys.stdout.reconfigure(errors="backslashreplace")
+        try:
+            return call(parse(parser, arguments))
+        except TrainerError as error:
+            problem = str(error)
+        except OSError as error:
+            if isinstance(error, BrokenPipeError):  # the output's reader has exited
+                raise
+            problem = ": ".join(str(part) for part in (error.filename, error.strerror) if part is not None)
+        print(f"{name}: {problem}", file=sys.stderr)
+        return IMPOSSIBLE
 
     return main
-
-
-def reporting(name: str, call: Callable[[], int], *, form: str = "") -> int:
-    """Return a call's exit status. Print its error, and its log lines, under the command's name."""
-    logging.basicConfig(format=form or f"{name}: %(message)s", stream=sys.stderr)
-    try:
-        return call()
-    except TrainerError as error:
-        problem = str(error)
-    except OSError as error:
-        if isinstance(error, BrokenPipeError):  # the output's reader has exited
-            raise
-        problem = ": ".join(str(part) for part in (error.filename, error.strerror) if part is not None)
-    print(f"{name}: {problem}", file=sys.stderr)
-    return IMPOSSIBLE
 
 
 def install_command(error: ModuleNotFoundError) -> str:

@@ -6,8 +6,6 @@ The same model, prompt and options give the same text. The exit status is 0, or 
 from __future__ import annotations
 
 import argparse
-import io
-import sys
 from pathlib import Path
 
 import torch
@@ -27,8 +25,6 @@ from trainer.interop.open_model import open_model
 
 def generate(options: argparse.Namespace) -> int:
     """Print the prompt with its continuation, and return the exit status."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a model may emit characters outside the terminal's encoding
     files, device = files_of(options.checkpoint), torch.device("cpu")
     model, folder = open_model(options.checkpoint, device, options.base, files, averages=options.ema)
     encoder = _encoder(options.tokenizer, folder, model.config)
@@ -63,8 +59,7 @@ def _own_tokenizer(folder: Path) -> Path | None:
     return None if TOKENIZER in checkpoint.lacking else folder / TOKENIZER
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="reprise generate", description=(__doc__ or "").split("\n\n")[0])
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
     where = "a run for its newest checkpoint, an iter_ folder, a URL of these, or a model folder of transformers"
     parser.add_argument("checkpoint", type=any_path, metavar="CHECKPOINT", help=where)
     parser.add_argument(
@@ -83,7 +78,6 @@ def _parser() -> argparse.ArgumentParser:
         "--top-k", type=natural, default=0, metavar="K", help="sample from the K most likely tokens; 0 for all"
     )
     parser.add_argument("--seed", type=natural, default=0, metavar="S", help="sampling seed (%(default)s)")
-    return parser
 
 
-main = framed(_parser, generate)
+main = framed(generate, _add_arguments)

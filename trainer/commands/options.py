@@ -42,12 +42,10 @@ def _description(row: Row) -> Iterator[str]:
     yield from textwrap.wrap(row.meaning.replace("`", ""), 100, initial_indent="    ", subsequent_indent="    ")
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="reprise options", description=(__doc__ or "").split("\n\n")[0])
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "key", nargs="?", default="", metavar="KEY", help="a key, a section, a group or a key prefix (all)"
     )
-    return parser
 
 
-main = framed(_parser, describe)
+main = framed(describe, _add_arguments)

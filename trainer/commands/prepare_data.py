@@ -87,8 +87,7 @@ def _prepare(options: argparse.Namespace) -> Prepared:
     return write_prepared(options.output, inputs, prepare_options, workers=workers)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="reprise prepare-data", description=(__doc__ or "").split("\n\n")[0])
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("inputs", nargs="+", metavar="INPUT", help="files or quoted globs, read in this order")
     parser.add_argument("--output", type=local_path, required=True, metavar="FOLDER", help="the folder to create")
     parser.add_argument("--tokenizer", metavar="FILE", help="bytes (the default), or a tokenizer.json")
@@ -123,7 +122,6 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="processes; by default one per core, or a single process for bytes",
     )
-    return parser
 
 
-main = framed(_parser, prepare)
+main = framed(prepare, _add_arguments)

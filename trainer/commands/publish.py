@@ -82,12 +82,7 @@ class _Pause:
         return not ready
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="reprise publish",
-        description="Send a run's metrics to a tracker, each line once, even after kills and restarts.",
-        epilog="Exit status: 0 the tracker has every line, 1 it does not take the run, 2 the command failed.",
-    )
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", type=existing_folder, help="run folder")
     parser.add_argument("--to", metavar="TRACKER", required=True, choices=tuple(TRACKERS), help=", ".join(TRACKERS))
     parser.add_argument("--project", default="reprise", help="the tracker's project or experiment (%(default)s)")
@@ -96,7 +91,6 @@ def _parser() -> argparse.ArgumentParser:
         "--follow", action="store_true", help="keep sending while the run trains, until SIGTERM or Ctrl-C"
     )
     parser.add_argument("--until-input-ends", action="store_true", help=argparse.SUPPRESS)
-    return parser
 
 
-main = framed(_parser, send, form="%(asctime)s %(message)s")
+main = framed(send, _add_arguments, form="%(asctime)s %(message)s")

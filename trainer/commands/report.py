@@ -42,15 +42,11 @@ def write_report(runs: Sequence[Path], output: Path) -> Path:
     return output
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="reprise report", description="Write a report on runs as a single HTML file that opens offline."
-    )
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", type=local_path, nargs="+", metavar="RUN", help="run folders, or their metrics.jsonl")
     parser.add_argument(
         "--output", type=local_path, default=Path("report.html"), metavar="FILE", help="the page (%(default)s)"
     )
-    return parser
 
 
-main = framed(_parser, report)
+main = framed(report, _add_arguments)
