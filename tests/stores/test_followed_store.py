@@ -62,8 +62,11 @@ class Runner:
 
 def follow(site: Site, runner: Runner, *, once: bool = False) -> list[int]:
     """Follow the URL of a run; return the iterations with a line."""
-    follower = Follower(location(str(site.url)), ["evaluate", "{}"], execute=runner.run, pause=runner.pause)
-    with contextlib.chdir(site.folder.parent), contextlib.suppress(KeyboardInterrupt):
+    follower = Follower(location(str(site.url)), ["evaluate", "{}"])
+    with pytest.MonkeyPatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+        patch.chdir(site.folder.parent)
+        patch.setattr("trainer.follow.follower.run_command", runner.run)
+        patch.setattr("trainer.follow.follower.sleep", runner.pause)
         assert follower.follow(once=once)
     record = site.folder.parent / "follow.jsonl"
     return [json.loads(line)["iteration"] for line in record.read_text().splitlines()]

@@ -6,10 +6,10 @@ import errno
 import logging
 import secrets
 import shlex
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from time import sleep
 
 from reprise.errors import TrainerError
 from reprise.format import STATE, STILL_MIRRORED, saved_lineage
@@ -51,8 +51,6 @@ class Follower:
         every, first: Only multiples of `every` from iteration `first` on are chosen.
         weights: Whether to follow the weights-only saves.
         metric: The key in the command's result whose number is stored, keys joined by dots. None stores none.
-        execute: Runs a command.
-        pause: Waits for some seconds.
     """
 
     def __init__(
@@ -64,13 +62,10 @@ class Follower:
         first: int = 0,
         weights: bool = False,
         metric: str | None = None,
-        execute: Callable[[Sequence[str]], CommandOutcome] = run_command,
-        pause: Callable[[float], None] = time.sleep,
     ) -> None:
         is_of_checkpoints = not is_stored(run) and run.name == "checkpoints" and exists(run.parent / METRICS)
         self._run, self._command = run.parent if is_of_checkpoints else run, command
         self._every, self._first, self._weights, self._metric = every, first, weights, metric
-        self._execute, self._pause = execute, pause
         self._done: dict[str, ManifestVersion] = {}  # versions of checkpoints with a line, by name
         self._problems: dict[str, str] = {}  # by checkpoint name
 
@@ -91,7 +86,7 @@ class Follower:
         if not (is_stored(self._run) or is_dir(self._run)):
             _log.info("waiting for %s", self._run)
         while not (is_stored(self._run) or is_dir(self._run)):
-            self._pause(poll_s)
+            sleep(poll_s)
         folder, stem = Path.cwd() if is_stored(self._run) else self._run, f"{FOLLOW}.{name}" if name else FOLLOW
         lines, nonce = f"{stem}.jsonl", secrets.token_hex(4)
         self._lock = FolderLock(folder, nonce, kind=lines, another="another --name", name=f"{stem}.lock")
@@ -100,18 +95,18 @@ class Follower:
             while True:
                 try:
                     is_last_look = once or self._is_run_over()  # before `_next`: the last save may commit in between
-                    path = self._next()
-                    if path is not None:
-                        self._evaluate(path)
+                    chosen = self._next()
+                    if chosen is not None:
+                        self._evaluate(*chosen)
                     elif is_last_look:
                         return not self._problems
                     else:
-                        self._pause(poll_s)
+                        sleep(poll_s)
                 except OSError as error:
                     if once or error.errno == errno.EACCES or not is_store_url(str(error.filename)):
                         raise
                     _log.warning("%s: %s; the follower will retry", error.filename, error.strerror)
-                    self._pause(poll_s)
+                    sleep(poll_s)
 
     def _open_log(self, path: Path) -> None:
         """Truncate a torn last line in the log, and read which checkpoints have a line."""
@@ -133,8 +128,11 @@ class Follower:
         root = LoadSource.named(self._run).path
         return CheckpointFolder(root / WEIGHTS if weights else root, FILE_SYSTEM)
 
-    def _next(self) -> Path | None:
-        """Return the first checkpoint without a line, or None."""
+    def _next(self) -> tuple[Checkpoint, ManifestVersion] | None:
+        """Return the first checkpoint without a line, and its version, or None.
+
+        The problem of a checkpoint that cannot be opened is logged. The next call tries again.
+        """
         folder = self._folder(weights=self._weights)
         for iteration in folder.committed():
             if iteration < self._first or iteration % self._every:
@@ -143,37 +141,29 @@ class Follower:
             version = _version_at(path)
             if version is None or self._done.get(path.name) == version:
                 continue
-            checkpoint = self._open(path)
-            if checkpoint is not None and checkpoint.digest not in self._digests:
-                return path
-            if checkpoint is not None:
-                self._done[path.name] = version
+            try:
+                checkpoint = open_checkpoint(path, files_of(path))
+            except TrainerError as error:
+                if exists(path):  # otherwise retention has deleted it
+                    self._problem(path, f"cannot be opened: {error}")
+                continue
+            if checkpoint.digest not in self._digests:
+                return checkpoint, version
+            self._done[path.name] = version
         return None
 
-    def _open(self, path: Path) -> Checkpoint | None:
-        """Open a checkpoint. Log a failure and return None; the next check tries again."""
-        try:
-            return open_checkpoint(path, files_of(path))
-        except TrainerError as error:
-            if exists(path):  # otherwise retention has deleted it
-                self._problem(path, f"cannot be opened: {error}")
-            return None
-
-    def _evaluate(self, path: Path) -> None:
+    def _evaluate(self, checkpoint: Checkpoint, version: ManifestVersion) -> None:
         """Hold a checkpoint, run the command on it, and append its line."""
+        path = checkpoint.path
         hold = None if is_stored(path) else Hold.take(path)  # in a store, nothing protects a checkpoint
         try:
-            version = _version_at(path)
-            if version is None:
-                _log.info("%s was deleted before it could be held", shown_name(path))
-                return
-            checkpoint = self._open(path)
-            if checkpoint is None or checkpoint.digest in self._digests or _version_at(path) != version:
+            if _version_at(path) != version:
+                _log.info("%s was deleted or replaced before it could be held", shown_name(path))
                 return
             self._problems.pop(path.name, None)
             command = [word.replace(PLACE, str(path)) for word in self._command]
             _log.info("%s: %s", shown_name(path), shlex.join(command))
-            outcome = self._execute(command)
+            outcome = run_command(command)
             if _version_at(path) == version:
                 self._append(self._record(checkpoint, command, outcome))
             else:

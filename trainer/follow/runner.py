@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -35,7 +35,7 @@ class CommandOutcome:
     result: Json | None = None
 
 
-def run_command(command: Sequence[str], *, clock: Callable[[], float] = time.monotonic) -> CommandOutcome:
+def run_command(command: Sequence[str]) -> CommandOutcome:
     """Run a command to completion in its own session. Its output is forwarded to this process's output.
 
     A KeyboardInterrupt ends the command by SIGTERM, and a second one kills it. If this process is killed, the command
@@ -44,7 +44,7 @@ def run_command(command: Sequence[str], *, clock: Callable[[], float] = time.mon
     Raises:
         ConfigError: The command cannot be started.
     """
-    start, result = clock(), None
+    start, result = time.monotonic(), None
     try:
         process = subprocess.Popen(
             command,
@@ -68,7 +68,7 @@ def run_command(command: Sequence[str], *, clock: Callable[[], float] = time.mon
             raise
         finally:
             _end(process, signal.SIGKILL)
-    return CommandOutcome(status, clock() - start, result)
+    return CommandOutcome(status, time.monotonic() - start, result)
 
 
 def _end(process: subprocess.Popen[bytes], number: int) -> None:

@@ -63,8 +63,10 @@ def run_follower(
 ) -> bool:
     """Return whether all went well, also if the runner interrupts the follower."""
     command = ["evaluate", "{}"]
-    follower = Follower(run, command, weights=weights, metric=metric, execute=runner.run, pause=runner.pause)
-    with contextlib.suppress(KeyboardInterrupt):
+    follower = Follower(run, command, weights=weights, metric=metric)
+    with contextlib.suppress(KeyboardInterrupt), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("trainer.follow.follower.run_command", runner.run)
+        patch.setattr("trainer.follow.follower.sleep", runner.pause)
         return follower.follow(once=once, poll_s=3)
     return True
 
@@ -155,7 +157,7 @@ def test_a_checkpoint_that_vanishes_is_passed_over(
     caplog.set_level("INFO")
     assert run_follower(tmp_path, FakeRunner(), once=True)
     assert iterations(tmp_path) == [2]
-    assert "iter_0000001 was deleted before it could be held" in caplog.text
+    assert "iter_0000001 was deleted or replaced before it could be held" in caplog.text
 
 
 def test_a_manifest_that_cannot_be_read_is_looked_at_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
