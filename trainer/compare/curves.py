@@ -78,11 +78,13 @@ class Sides:
     """Two curves' values at their common iterations, and which of them are unequal.
 
     Attributes:
-        unequal: Shape (quantities, iterations), or (1, iterations) if only losses are compared.
+        differ: Which values certainly have different bits, of shape (quantities, iterations).
+        unequal: The same, or which losses differ by more than the tolerance, of shape (1, iterations).
     """
 
     base: MetricColumns
     test: MetricColumns
+    differ: Mask
     unequal: Mask
 
     @staticmethod
@@ -91,7 +93,8 @@ class Sides:
         if not numpy.array_equal(base.iterations, test.iterations):
             _, *places = numpy.intersect1d(base.iterations, test.iterations, assume_unique=True, return_indices=True)
             base, test = base.take(places[0]), test.take(places[1])
-        return Sides(base, test, certainly_differ(base, test) if tolerance is None else ~tolerance.admits(base, test))
+        differ = certainly_differ(base, test)
+        return Sides(base, test, differ, differ if tolerance is None else ~tolerance.admits(base, test))
 
     @property
     def iterations(self) -> Integers:
@@ -210,13 +213,8 @@ def compare(base: Curve, test: Curve, *, tolerance: Tolerance | None, allow_miss
     different = numpy.union1d(points.iterations, evaluations.iterations)
     missing, missing_in_base = (numpy.setdiff1d(curve.points.iterations, common) for curve in (base, test))
     prefix = int((missing < test.points.iterations[0]).sum()) if allow_missing_prefix else 0
-    is_equal = (points.base.kinds[0] == EXACT) & (points.test.kinds[0] == EXACT)
-    other_bits, other_losses = (
-        sides.unequal if tolerance is None else certainly_differ(sides.base, sides.test)
-        for sides in (points, evaluations)
-    )
-    is_equal &= ~other_bits.any(axis=0)
-    is_equal &= ~numpy.isin(common, evaluations.base.iterations[other_losses[0]])
+    is_equal = (points.base.kinds[0] == EXACT) & (points.test.kinds[0] == EXACT) & ~points.differ.any(axis=0)
+    is_equal &= ~numpy.isin(common, evaluations.base.iterations[evaluations.differ[0]])
     sizes = points.sizes
     largest = points.difference(int(sizes.argmax()), 0) if sizes.size else None
     return Comparison(

@@ -7,9 +7,9 @@ import io
 import itertools
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sized
+from dataclasses import dataclass, field, replace
 from datetime import datetime
-from typing import NamedTuple
 
 from reprise.errors import DataError, count_of
 from reprise.storage import MAX_INTEGER, Json
@@ -35,17 +35,18 @@ Entry = tuple[str, Json]  # the place, and the record as in a metrics.jsonl
 Row = tuple[str, Mapping[str, object]]  # the place, and the cells by name
 
 
-class TextLog(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class TextLog:
     """Another program's log.
 
     Attributes:
         source: The file, for messages.
-        notes: Remarks on the file, such as damage.
+        notes: Remarks on the file, such as damage. The parser adds its own.
     """
 
     text: str
     source: str
-    notes: Sequence[str] = ()
+    notes: list[str] = field(default_factory=list)
 
 
 def parse_log(log: TextLog) -> Curve:
@@ -58,17 +59,17 @@ def parse_log(log: TextLog) -> Curve:
         DataError: There is no training loss, a loss is not a number, or a launch repeats iterations with different
             values.
     """
-    meaning, points, notes = _parse(log, QUANTITIES)
+    meaning, points = _parse(log)
     if meaning.first == 0:
-        notes.append(f"{log.source} counts from 0, as {meaning.program} does: its step 0 is iteration 1")
+        log.notes.append(f"{log.source} counts from 0, as {meaning.program} does: its step 0 is iteration 1")
     if max(points) > MAX_INTEGER:
         raise DataError("An iteration is too large", where=log.source, expected=f"<= {MAX_INTEGER}", found=max(points))
     columns, none = columns_of([(0, points[n]) for n in sorted(points)], QUANTITIES), columns_of([], [VALID_LOSS])
-    return Curve(log.source, columns, none, notes=tuple(notes), meaning=meaning)
+    return Curve(log.source, columns, none, notes=tuple(log.notes), meaning=meaning)
 
 
-def parse_times(log: TextLog) -> tuple[Meaning, dict[int, float], list[str]]:
-    """Parse seconds by iteration from a log, and notes: logged durations, or else the differences between line times.
+def parse_times(log: TextLog) -> tuple[Meaning, dict[int, float]]:
+    """Parse seconds by iteration from a log: logged durations, or else the differences between line times.
 
     A difference between lines averages over their iterations, including saves and evaluations. Launches count as in
     `parse_log`.
@@ -76,7 +77,7 @@ def parse_times(log: TextLog) -> tuple[Meaning, dict[int, float], list[str]]:
     Raises:
         DataError: As for `parse_log`, or the log has no times.
     """
-    meaning, points, notes = _parse(log, (*QUANTITIES, ELAPSED, CLOCK))
+    meaning, points = _parse(log)
     clocks = sorted((n, point[CLOCK]) for n, point in points.items() if CLOCK in point)
     seconds = {n: point[ELAPSED] / 1000 for n, point in points.items() if ELAPSED in point} or {
         n: (end - begin) / (n - before)
@@ -92,18 +93,16 @@ def parse_times(log: TextLog) -> tuple[Meaning, dict[int, float], list[str]]:
             found=meaning.program,
             fix="An HF Trainer's trainer_state.json has no times. Its event files do (report_to=tensorboard).",
         )
-    return meaning, seconds, notes
+    return meaning, seconds
 
 
-def _parse(log: TextLog, quantities: Sequence[str]) -> tuple[Meaning, dict[int, Json], list[str]]:
-    """Return what a log's losses mean, the records by iteration, and notes."""
-    text = _CONTROL.sub("", log.text).replace("\r\n", "\n").replace("\r", "\n")
-    source, notes = log.source, [*log.notes]
-    table = _entries_of_table(text, source, notes, quantities)
-    meaning, entries = table or _entries_of_lines(text, source, notes, quantities)
-    points = _collect(entries, source, notes)
-    require_points(points, source)
-    return meaning, points, notes
+def _parse(log: TextLog) -> tuple[Meaning, dict[int, Json]]:
+    """Return what a log's losses mean, and the records by iteration."""
+    log = replace(log, text=_CONTROL.sub("", log.text).replace("\r\n", "\n").replace("\r", "\n"))
+    meaning, entries = _entries_of_table(log) or _entries_of_lines(log)
+    points = _collect(entries, log)
+    require_points(points, log.source)
+    return meaning, points
 
 
 def require_points(points: Sized, source: str) -> None:
@@ -116,7 +115,7 @@ def require_points(points: Sized, source: str) -> None:
         raise DataError("There is no training loss", where=source, expected=FORMATS, found="none of these")
 
 
-def _collect(entries: Iterator[Entry], source: str, notes: list[str]) -> dict[int, Json]:
+def _collect(entries: Iterator[Entry], log: TextLog) -> dict[int, Json]:
     """Return the records by iteration. A launch that goes back replaces what an earlier one logged from there on.
 
     Raises:
@@ -144,57 +143,59 @@ def _collect(entries: Iterator[Entry], source: str, notes: list[str]) -> dict[in
             replaced += 1
         points[iteration], last = record, iteration
     if replaced:
-        notes.append(f"{source}: {count_of(replaced, 'line')} from launches that a later launch replaced were left out")
+        launches = "launches that a later launch replaced"
+        log.notes.append(f"{log.source}: {count_of(replaced, 'line')} from {launches} were left out")
     return points
 
 
-def _entries_of_lines(
-    text: str, source: str, notes: list[str], quantities: Sequence[str]
-) -> tuple[Meaning, Iterator[Entry]]:
-    for end in (_HEAD, len(text)):
+def _entries_of_lines(log: TextLog) -> tuple[Meaning, Iterator[Entry]]:
+    for end in (_HEAD, len(log.text)):
         for form in LINE_FORMS:
-            if any(form.fields["loss"].search(match[2]) for match in form.pattern.finditer(text, 0, end)):
-                return form.meaning, _read_lines(text, form, source, notes, quantities)
+            if any(form.fields["loss"].search(match[2]) for match in form.pattern.finditer(log.text, 0, end)):
+                return form.meaning, _read_lines(log, form)
     return Meaning(), iter(())
 
 
-def _read_lines(text: str, form: LineForm, source: str, notes: list[str], quantities: Sequence[str]) -> Iterator[Entry]:
-    number, seen = 1, 0
+def _read_lines(log: TextLog, form: LineForm) -> Iterator[Entry]:
+    text, number, seen = log.text, 1, 0
     for match in form.pattern.finditer(text):
         start, fields = match.start(), match[2]
         number, seen = number + text.count("\n", seen, start), start
-        where = f"{source}, line {number}"
+        where = f"{log.source}, line {number}"
         is_torn = match.end() == len(text)
         if is_torn:
             fields = fields[: max(map(fields.rfind, "|, ")) + 1]
-        tokens = {quantity: form.fields[quantity].search(fields) for quantity in form.fields if quantity in quantities}
+        tokens = {quantity: field.search(fields) for quantity, field in form.fields.items()}
         cells = {quantity: token[1].rstrip(",;)") for quantity, token in tokens.items() if token}
         if "loss" in cells:
-            clock = _CLOCK.search(text, text.rfind("\n", 0, start) + 1, start) if CLOCK in quantities else None
+            clock = _CLOCK.search(text, text.rfind("\n", 0, start) + 1, start)
             time = {CLOCK: datetime.fromisoformat(clock[0]).timestamp()} if clock else {}
             yield where, _record(match[1], cells, form.meaning, where) | time
         elif is_torn:
-            notes.append(f"{where} is torn (no newline at its end) and was left out")
+            log.notes.append(f"{where} is torn (no newline at its end) and was left out")
 
 
-def _entries_of_table(
-    text: str, source: str, notes: list[str], quantities: Sequence[str]
-) -> tuple[Meaning, Iterator[Entry]] | None:
+def _entries_of_table(log: TextLog) -> tuple[Meaning, Iterator[Entry]] | None:
     """Return the entries in JSON or CSV, or None if the text has another form."""
-    rows: Iterable[Row] = _rows_of_json(text, source, notes)
+    rows: Iterable[Row] = _rows_of_json(log)
     names = list(dict.fromkeys(name for _, row in rows for name in row))
     if not names:
-        header = text[:_HEAD].lstrip().partition("\n")[0]
+        header = log.text[:_HEAD].lstrip().partition("\n")[0]
         delimiter = max(",;\t", key=header.count)
-        names, rows = next(csv.reader([header], delimiter=delimiter), []), _rows_of_csv(text, delimiter, source, notes)
+        names, rows = next(csv.reader([header], delimiter=delimiter), []), _rows_of_csv(log, delimiter)
     form = column_form_of(names)
     if form is None:
         return None
     meaning, columns = form
     if len(losses := columns["loss"]) > 1:
-        fix = "Export one run and one loss."
-        raise DataError("Several columns hold a loss", where=source, expected="one", found=", ".join(losses), fix=fix)
-    chosen = {name: matches[0] for name, matches in columns.items() if matches and name in ("iteration", *quantities)}
+        raise DataError(
+            "Several columns hold a loss",
+            where=log.source,
+            expected="one",
+            found=", ".join(losses),
+            fix="Export one run and one loss.",
+        )
+    chosen = {name: matches[0] for name, matches in columns.items() if matches}
     return meaning, _read_rows(rows, chosen, meaning)
 
 
@@ -211,8 +212,9 @@ def _read_rows(rows: Iterable[Row], columns: Mapping[str, str], meaning: Meaning
         yield where, _record(count, {quantity: cell for quantity, cell in cells.items() if cell}, meaning, where)
 
 
-def _rows_of_json(text: str, source: str, notes: list[str]) -> list[Row]:
+def _rows_of_json(log: TextLog) -> list[Row]:
     """Return the objects in a JSON document or in JSON lines. Empty for another text."""
+    text, source = log.text, log.source
     if not re.match(r"\s*[\[{]", text):
         return []
     try:
@@ -221,20 +223,22 @@ def _rows_of_json(text: str, source: str, notes: list[str]) -> list[Row]:
         if not column_form_of([*(first_object(text) or ())]):
             return []
         rows = {number: _object(line) for number, line in enumerate(text.split("\n"), 1) if line.strip()}
-        notes += [f"{source}, line {number} is torn or damaged and was left out" for number in rows if not rows[number]]
+        damaged = [number for number, row in rows.items() if not row]
+        log.notes.extend(f"{source}, line {number} is torn or damaged and was left out" for number in damaged)
         return [(f"{source}, line {number}", row) for number, row in rows.items() if row]
     entries = document.get("log_history", [document]) if isinstance(document, dict) else document
     entries = entries if isinstance(entries, list) else []
     return [(f"{source}, entry {number}", row) for number, row in enumerate(entries, 1) if isinstance(row, dict)]
 
 
-def _rows_of_csv(text: str, delimiter: str, source: str, notes: list[str]) -> Iterator[Row]:
+def _rows_of_csv(log: TextLog, delimiter: str) -> Iterator[Row]:
+    text, source = log.text, log.source
     complete = text if text.endswith(("\n", '"')) else text[: text.rfind("\n") + 1]
     reader = csv.DictReader(io.StringIO(complete.lstrip()), delimiter=delimiter)
     for row in reader:
         yield f"{source}, line {reader.line_num}", row
     if complete is not text:
-        notes.append(f"{source}, line {reader.line_num + 1} is torn (no newline at its end) and was left out")
+        log.notes.append(f"{source}, line {reader.line_num + 1} is torn (no newline at its end) and was left out")
 
 
 def first_object(text: str) -> dict[str, object] | None:

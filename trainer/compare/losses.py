@@ -11,7 +11,7 @@ from reprise.errors import DataError
 from reprise.storage import dumps, exists, is_dir, is_file
 from trainer.compare.curves import Comparison, Curve, Tolerance, common_dtype, compare, report
 from trainer.compare.plot import draw_comparisons, write_figure
-from trainer.compare.read import DTYPES, read_curves, run_file
+from trainer.compare.read import DTYPES, read_curve, run_file
 from trainer.compare.table import name_runs, summarize, summarize_all
 from trainer.metrics.json_lines import METRICS
 
@@ -87,7 +87,7 @@ def _compare(options: Namespace, base: Curve, test: Curve) -> Comparison:
 
 
 def _read(paths: Sequence[str], options: Namespace) -> list[Curve]:
-    curves = zip(paths, read_curves(paths), strict=True)
+    curves = ((path, read_curve(path)) for path in paths)
     return [replace(curve, dtype=options.dtype or curve.dtype or _dtype_in_name(path)) for path, curve in curves]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from fnmatch import fnmatch
@@ -12,19 +11,17 @@ import numpy
 import yaml
 
 from reprise.errors import DataError
-from reprise.storage import SMALL_BYTES, exists, is_dir, is_file, matching, read_regular
+from reprise.storage import SMALL_BYTES, exists, is_dir, matching, read_regular
 from trainer.compare.curves import QUANTITIES, Curve
 from trainer.compare.formats import column_form_of
 from trainer.compare.logs import TextLog, first_object, parse_log, require_points
 from trainer.metrics.json_lines import ABSENT, METRICS, open_log
 from trainer.metrics.log_file import MetricsLog, read_lines
-from trainer.workers import spawned_pool
 
 CONFIG_FILE = "config.yaml"
 DTYPES = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float32": "float32", "fp32": "float32"}  # by name
 _EVENTS = "*tfevents*"
 _HEAD_BYTES = 1 << 16
-_LARGE_BYTES = 64 << 20  # reading a larger file takes longer than starting a process
 
 
 def read_curve(path: str | Path) -> Curve:
@@ -44,20 +41,6 @@ def read_curve(path: str | Path) -> Curve:
     if isinstance(run, MetricsLog):
         return replace(curve_of(run), dtype=read_dtype(Path(run.source).parent / CONFIG_FILE))
     return parse_log(run)
-
-
-def read_curves(paths: Sequence[str]) -> list[Curve]:
-    """Read several files' curves as `read_curve` does. Large files are read in parallel, up to one process per core."""
-    workers = min(len(paths), os.cpu_count() or 1)
-    if workers < 2 or min(map(_size_of, paths)) < _LARGE_BYTES:
-        return [*map(read_curve, paths)]
-    with spawned_pool(workers) as pool:
-        return [*pool.map(read_curve, paths)]
-
-
-def _size_of(path: str) -> int:
-    file = run_file(path)
-    return file.stat().st_size if is_file(file) else 0
 
 
 def run_file(path: str | Path) -> Path:

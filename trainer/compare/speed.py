@@ -103,10 +103,10 @@ def _timing_of_log(log: TextLog, tokens: int | None) -> Timing:
             expected=f"a run folder with {METRICS}, or such a file",
             fix="Pass them with --tokens: the global batch size times the sequence length.",
         )
-    meaning, times, notes = parse_times(log)
+    meaning, times = parse_times(log)
     records = [(0, {"iteration": n, "seconds": s, "tokens_per_second": tokens / s}) for n, s in times.items()]
     note = f"{log.source}: times from {meaning.program}, which may include saves and evaluations; {tokens} tokens each"
-    return Timing(log.source, columns_of(records, _COLUMNS), columns_of([], _SAVE), notes=(*notes, note))
+    return Timing(log.source, columns_of(records, _COLUMNS), columns_of([], _SAVE), notes=(*log.notes, note))
 
 
 def measure(timing: Timing) -> Row:
