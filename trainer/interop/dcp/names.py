@@ -114,8 +114,8 @@ def _scheme(
     tensors: Mapping[str, Sized], config: ModelConfig, *, where: object
 ) -> tuple[str, dict[str, list[KeyOrigin]], str]:
     """Return the folder's naming scheme, the origins under its names, and their prefix."""
-    naming = {"transformers": _transformers, **_OTHER_SCHEMES.get(config.family, {})}
-    schemes = {scheme: origins_of(config) for scheme, origins_of in naming.items()}
+    naming = {"transformers": lambda name, shape, _: [KeyOrigin(name, shape)], **_OTHER_SCHEMES.get(config.family, {})}
+    schemes = {scheme: _origins(config, origins_of) for scheme, origins_of in naming.items()}
     anchors = {scheme: [origin.name for origin in next(iter(origins.values()))] for scheme, origins in schemes.items()}
     for scheme, origins in schemes.items():
         prefix = _root(tensors, anchors[scheme], ("", "model."), "models", where=where)
@@ -128,6 +128,16 @@ def _scheme(
         found=f"{count_of(len(tensors), 'tensor')}: {few(tensors)}",
         fix="Set model=NAME, or put a config.json beside the folder.",
     )
+
+
+def _origins(
+    config: ModelConfig, origins_of: Callable[[str, Shape, ModelConfig], list[KeyOrigin]]
+) -> dict[str, list[KeyOrigin]]:
+    """Return each tensor's origins. A tied tensor may have either name."""
+    origins = {name: origins_of(name, tensor.shape, config) for name, tensor in stored_tensors(config).items()}
+    for alias, name in aliases(config).items():
+        origins[name] += origins_of(alias, origins[name][0].shape, config)
+    return origins
 
 
 def _root(tensors: Iterable[str], ends: Sequence[str], usual: Sequence[str], noun: str, *, where: object) -> str | None:
@@ -157,65 +167,42 @@ _ROOTS = {
 }
 
 
-def _transformers(config: ModelConfig) -> dict[str, list[KeyOrigin]]:
-    """Return the origins under our own names, which are transformers'. A tied tensor may have either name."""
-    origins = {name: [KeyOrigin(name, tensor.shape)] for name, tensor in stored_tensors(config).items()}
-    for alias, name in aliases(config).items():
-        origins[name].append(KeyOrigin(alias, origins[name][0].shape))
-    return origins
-
-
-# Source: torchtitan/models/llama3/state_dict_adapter.py; in a pair, newer releases use the second name.
-_TITAN_ENDS = {
-    "model.embed_tokens.weight": ("tok_embeddings.weight",),
-    "model.norm.weight": ("norm.weight",),
+_OURS = re.compile(r"(?:model\.)?(layers\.\d+\.)?(.+)")
+# Our names and torchtitan's, in a layer or outside. Newer releases have the second name for the output layer, release
+# 0.3 for projections. Source: torchtitan/models/llama3/state_dict_adapter.py.
+_TITAN = {
+    "embed_tokens.weight": ("tok_embeddings.weight",),
+    "norm.weight": ("norm.weight",),
     "lm_head.weight": ("output.weight", "lm_head.weight"),
+    "self_attn.q_proj.weight": ("attention.wq.weight", "attention.qkv_linear.wq.weight"),
+    "self_attn.k_proj.weight": ("attention.wk.weight", "attention.qkv_linear.wk.weight"),
+    "self_attn.v_proj.weight": ("attention.wv.weight", "attention.qkv_linear.wv.weight"),
+    "self_attn.o_proj.weight": ("attention.wo.weight",),
+    "mlp.gate_proj.weight": ("feed_forward.w1.weight",),
+    "mlp.down_proj.weight": ("feed_forward.w2.weight",),
+    "mlp.up_proj.weight": ("feed_forward.w3.weight",),
+    "input_layernorm.weight": ("attention_norm.weight",),
+    "post_attention_layernorm.weight": ("ffn_norm.weight",),
 }
-_TITAN_BLOCK = {
-    "self_attn.o_proj.weight": "attention.wo.weight",
-    "mlp.gate_proj.weight": "feed_forward.w1.weight",
-    "mlp.down_proj.weight": "feed_forward.w2.weight",
-    "mlp.up_proj.weight": "feed_forward.w3.weight",
-    "input_layernorm.weight": "attention_norm.weight",
-    "post_attention_layernorm.weight": "ffn_norm.weight",
-}
-_TITAN_ATTENTION = {
-    "self_attn.q_proj.weight": "wq",
-    "self_attn.k_proj.weight": "wk",
-    "self_attn.v_proj.weight": "wv",
-}
+# Release 0.3 fuses these in the optimizer, and splits the weights.
+_FUSED = ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight")
 
 
-def _torchtitan(config: ModelConfig) -> dict[str, list[KeyOrigin]]:
-    """Return the origins under torchtitan's LLaMA-3 names."""
-    alias_of = {stored: alias for alias, stored in aliases(config).items()}
-    origins = dict[str, list[KeyOrigin]]()
-    for name, tensor in stored_tensors(config).items():
-        if name in _TITAN_ENDS:
-            names = [*_TITAN_ENDS[name], *_TITAN_ENDS.get(alias_of.get(name, ""), ())]
-            origins[name] = [KeyOrigin(titan_name, tensor.shape) for titan_name in names]
-            continue
-        layer, part = name.removeprefix("model.layers.").split(".", maxsplit=1)
-        if part in _TITAN_BLOCK:
-            origins[name] = [KeyOrigin(f"layers.{layer}.{_TITAN_BLOCK[part]}", tensor.shape)]
-        else:
-            origins[name] = _titan_attention(config, layer, part, tensor.shape)
+def _torchtitan(name: str, shape: Shape, config: ModelConfig) -> list[KeyOrigin]:
+    """Return our tensor's origins under torchtitan's LLaMA-3 names."""
+    match = _OURS.fullmatch(name)
+    assert match is not None
+    layer, part = match.groups("")
+
+    def take(tensor: torch.Tensor) -> torch.Tensor:
+        return halves_from_pairs(tensor, config.head_width) if part in _FUSED[:2] else tensor
+
+    origins = [KeyOrigin(layer + titan_name, shape, take) for titan_name in _TITAN[part]]
+    if part in _FUSED:
+        number, rows = _FUSED.index(part), (config.n_head + 2 * config.n_kv_head) * config.head_width
+        key = f"{layer}attention.qkv_linear.wqkv.weight"
+        origins.append(KeyOrigin(key, (rows, *shape[1:]), lambda tensor: take(split_groups(tensor, config)[number])))
     return origins
 
 
 _OTHER_SCHEMES = {Family.llama3: {"torchtitan": _torchtitan}}
-
-
-def _titan_attention(config: ModelConfig, layer: str, part: str, shape: Shape) -> list[KeyOrigin]:
-    """Return a projection's origins. Release 0.3 fuses the three in the optimizer, and splits the weights."""
-    projection, root = _TITAN_ATTENTION[part], f"layers.{layer}.attention."
-    number = list(_TITAN_ATTENTION).index(part)
-    fused = (config.n_head + 2 * config.n_kv_head) * config.head_width, *shape[1:]
-
-    def take(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if projection == "wv" else halves_from_pairs(tensor, config.head_width)
-
-    return [
-        *(KeyOrigin(f"{root}{inner}{projection}.weight", shape, take) for inner in ("", "qkv_linear.")),
-        KeyOrigin(f"{root}qkv_linear.wqkv.weight", fused, lambda tensor: take(split_groups(tensor, config)[number])),
-    ]
