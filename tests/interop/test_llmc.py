@@ -26,7 +26,7 @@ from tests.interop.states import (
 )
 from tests.messages import refused
 from trainer.commands import convert
-from trainer.interop.start import fit_weights, open_weights
+from trainer.interop.start import fill_live, fit_weights, open_weights
 
 BF16 = torch.bfloat16
 STILL = ["schedule.lr_warmup_iters=0", "train.train_iters=2", "checkpoint.finetune=true"]
@@ -75,7 +75,7 @@ def test_any_box_of_any_tensor_has_its_bits(tmp_path: Path, kind: str, family: s
                 lo, end = torch.zeros_like(lo), torch.tensor(stored.view)
             box = Box(tuple(lo.tolist()), tuple((end - lo).tolist()))
             local = torch.full(box.shape, torch.nan)
-            weights.fill([LiveTensor(spec, box, local, (0,))])
+            fill_live(weights, [LiveTensor(spec, box, local, (0,))])
             assert torch.equal(local, expected[box.slices]), (name, box)
 
 

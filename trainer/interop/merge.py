@@ -5,7 +5,6 @@ Source: `Linear.merge` and `get_delta_weight` in `peft.tuners.lora.layer`, PEFT 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -21,10 +20,9 @@ from reprise.loading import Checkpoint, Chooser, LoadSource, LoadTerms, open_che
 from reprise.storage import Files, is_file
 from trainer.config.checkpoint import CheckpointSection
 from trainer.interop.hf.config import is_folder
+from trainer.interop.hf.folder import weights_source
 from trainer.interop.source import StateSource, holds_adapters, of_checkpoint
 from trainer.interop.start import fit_weights, open_weights, weights_identity
-
-_log = logging.getLogger(__name__)
 
 
 def merged(checkpoint: Checkpoint, base: Path, *, averages: bool = False) -> StateSource:
@@ -88,14 +86,9 @@ def _open_base(path: Path, model: ModelConfig, digest: object, files: Files) -> 
     Args:
         digest: The training base's digest. In a run, the iteration with this digest is the base.
     """
-    plain = base_of(model)
     if is_file(path) or is_folder(path):
-        weights = open_weights(path)
-        fitting = fit_weights(weights, plain, CheckpointSection(finetune=True))
-        for note in fitting.notes:
-            _log.warning(note)
-        source = StateSource(plain, 0, has_optimizer=False, read=lambda name: fitting.tensors[name].read())
-        return source, weights_identity(weights)
+        weights = fit_weights(open_weights(path), base_of(model), CheckpointSection(finetune=True))
+        return weights_source(weights), weights_identity(weights)
     chooser = Chooser(LoadSource.named(path, terms=LoadTerms("the base")), files, lambda _: None)
     same = (candidate for candidate in chooser.openable() if candidate.digest == digest)
     checkpoint = next(same, None) or open_checkpoint(chooser.pick(), files, may_lack=True)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from models.config import ModelConfig
@@ -18,7 +18,7 @@ from trainer.interop import llmc
 from trainer.interop.finite import require_finite
 from trainer.interop.hf.folder import check_tied, open_folder, other_files_notes, stored_tensors
 from trainer.interop.samples import digest_of_samples
-from trainer.interop.stored import FileTensor, ForeignWeights
+from trainer.interop.stored import ForeignWeights
 from trainer.launch.process_group import Cluster
 from trainer.record.resume_rules import TABLE_SIZES, Rule, Verdict, differences, rules_for, settle
 from trainer.record.run_record import model_record
@@ -50,34 +50,20 @@ def weights_identity(weights: ForeignWeights) -> dict[str, str]:
         raise unreadable(error, where=weights.path) from error
 
 
-@dataclass(frozen=True, slots=True)
-class FittedWeights:
-    """Weights for the configured model.
+def fill_live(
+    weights: ForeignWeights, live: Sequence[LiveTensor], progress: Callable[[int], object] = lambda _: None
+) -> None:
+    """Copy each box in `live` from its file, reading nothing else. `progress` receives the copied bytes.
 
-    Args:
-        stored: The weights' model, whose tables may have other sizes than the configured model's.
-        tensors: The tensors to load, by stored name.
-        files: Their files.
-        notes: Log lines on allowed differences from the configuration.
+    Raises:
+        CheckpointError: A number is NaN or infinite.
     """
-
-    stored: ModelConfig
-    tensors: Mapping[str, FileTensor]
-    files: Mapping[str, Path]
-    notes: Sequence[str]
-
-    def fill(self, live: Sequence[LiveTensor], progress: Callable[[int], object] = lambda _: None) -> None:
-        """Copy each box in `live` from its file, reading nothing else. `progress` receives the copied bytes.
-
-        Raises:
-            CheckpointError: A number is NaN or infinite.
-        """
-        for tensor in live:
-            spec, values = tensor.spec, self.tensors[tensor.spec.name].read()
-            part = values.reshape(spec.view)[tensor.box.slices]
-            tensor.local.detach().copy_(part.reshape(tensor.local.shape))
-            require_finite(tensor.local, where=f"{self.files[spec.name]}, {spec.name}")
-            progress(tensor.local.nbytes)
+    for tensor in live:
+        spec, values = tensor.spec, weights.tensors[tensor.spec.name].read()
+        part = values.reshape(spec.view)[tensor.box.slices]
+        tensor.local.detach().copy_(part.reshape(tensor.local.shape))
+        require_finite(tensor.local, where=f"{weights.files[spec.name]}, {spec.name}")
+        progress(tensor.local.nbytes)
 
 
 def load_pretrained(
@@ -112,13 +98,20 @@ def load_pretrained(
     expected = channel.from_first("pretrained/digest", lambda: digest)
     with channel.agreed("pretrained/same"):
         if digest != expected:
-            raise _other_weights(path, digest, expected)
-    fitting = Fitting(live, {spec.name: spec for spec in checkpoint_specs(weights.stored, None)}, model, seed)
+            raise MismatchError(
+                "This host sees different weights from rank 0 at the same path",
+                where=on_this_host(path),
+                expected=f"digest {expected}",
+                found=f"digest {digest}",
+                fix="No training was done. Mount the same file system at this path on every host, or copy the same "
+                "files.",
+            )
+    fitting = Fitting(live, {spec.name: spec for spec in checkpoint_specs(weights.model, None)}, model, seed)
     for text in [*weights.notes, *fitting.notes(path)] if cluster.rank == 0 else ():
         _log.warning(text)
     with channel.agreed("pretrained/fill"):
         line = ProgressLine(f"loading {path}", sum(tensor.local.nbytes for tensor in live))
-        weights.fill(fitting.requests, line.add)
+        fill_live(weights, fitting.requests, line.add)
         fitting.finish()
     check_replicas(live, channel, "pretrained/replicas")
     return fitting.requests, identity
@@ -126,8 +119,8 @@ def load_pretrained(
 
 def fit_weights(
     weights: ForeignWeights, model: ModelConfig, section: CheckpointSection, *, is_first: bool = True
-) -> FittedWeights:
-    """Return the tensors to load for a model. They may differ as `section` allows.
+) -> ForeignWeights:
+    """Return the tensors to load for a model, which may differ as `section` allows. The notes say how.
 
     Args:
         is_first: Whether to compare the values of tied tensors. That reads them, so once per run is enough.
@@ -136,7 +129,7 @@ def fit_weights(
         TrainerError: The weights do not fit the model.
     """
     path, stored = weights.path, replace(weights.model, pad_vocab_multiple=model.pad_vocab_multiple)
-    notes = [*weights.lost, *other_files_notes(path)]
+    notes = [*weights.notes, *other_files_notes(path)]
     if stored.vocab_size == model.padded_vocab_size != model.vocab_size:
         notes.append(f"rows {model.vocab_size} to {stored.vocab_size} of the vocabulary are padding, left out")
         stored = replace(stored, vocab_size=model.vocab_size)
@@ -151,21 +144,11 @@ def fit_weights(
     tensors = stored_tensors(weights, same)
     if is_first:
         check_tied(weights, model)
-    return FittedWeights(same, tensors, weights.files, notes)
+    return replace(weights, model=same, tensors=tensors, notes=notes)
 
 
 # No tensor depends on them.
 _TOKENS = [Rule(f"model.{name}", Verdict.LOGGED, "it affects only texts") for name in ("bos_token_id", "eos_token_id")]
-
-
-def _other_weights(path: Path, digest: str, first: str) -> MismatchError:
-    return MismatchError(
-        "This host sees different weights from rank 0 at the same path",
-        where=on_this_host(path),
-        expected=f"digest {first}",
-        found=f"digest {digest}",
-        fix="No training was done. Mount the same file system at this path on every host, or copy the same files.",
-    )
 
 
 def _require_finetune(path: Path, section: CheckpointSection) -> None:

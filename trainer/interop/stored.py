@@ -5,30 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
 from models.config import ModelConfig
 from reprise.errors import MismatchError
+from trainer.interop.dcp.folder import DcpTensor
 from trainer.interop.finite import require_finite
 from trainer.interop.formats import listed
 from trainer.interop.torch_file import FLOATS
 
 Shape = tuple[int, ...]
 _ROWS = 1024
-
-
-class Sized(Protocol):
-    """A tensor, or a description of one."""
-
-    @property
-    def shape(self) -> Shape:
-        """Return the shape."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Return the dtype."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +41,9 @@ class FileTensor:
         return FileTensor((rows, *self.shape[1:]), self.dtype, lambda: self.read()[:rows])
 
 
+Sized = torch.Tensor | FileTensor | DcpTensor
+
+
 @dataclass(frozen=True, slots=True)
 class ForeignWeights:
     """Another program's weights: a transformers folder, or an llm.c file.
@@ -61,14 +52,14 @@ class ForeignWeights:
         path: The folder or file.
         tensors: Its tensors, by stored name.
         files: Each tensor's file.
-        lost: Log lines on settings missing from `model`.
+        notes: Log lines, on settings missing from `model` and on tensors left out.
     """
 
     path: Path
     model: ModelConfig
     tensors: Mapping[str, FileTensor]
     files: Mapping[str, Path]
-    lost: Sequence[str] = ()
+    notes: Sequence[str] = ()
 
 
 def require_fit(

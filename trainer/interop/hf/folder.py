@@ -16,7 +16,7 @@ from models import families
 from models.config import ModelConfig
 from reprise.errors import CheckpointError
 from reprise.format import INDEX
-from reprise.storage import exists, is_file, json_file, matching, shown
+from reprise.storage import is_file, json_file, matching, shown
 from trainer.data.tokenizer_beside import tokenizer_files_in
 from trainer.interop.formats import few
 from trainer.interop.hf.config import CONFIG, read_folder_model
@@ -28,7 +28,6 @@ _log = logging.getLogger(__name__)
 
 SINGLE = "model.safetensors"
 SHARDS = "shard-*-model-*-of-*.safetensors"  # of `save_pretrained(distributed_checkpoint=True)`
-_PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 # Buffers stored by older transformers versions, which the sizes determine: GPT-2's masks, LLaMA's frequencies.
 _BUFFERS = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)|layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 # Files that transformers' Trainer, accelerate and DeepSpeed write beside a model.
@@ -64,16 +63,14 @@ def open_folder(path: Path) -> ForeignWeights:
     model, lost = read_folder_model(path)
     index = path / _weights_name(path)
     weight_map = _weight_map(index) if index.suffix == ".json" else {}
-    tensors, files = dict[str, FileTensor](), dict[str, Path]()
-    for file in sorted({path / name for name in weight_map.values()} or {index}):
-        for name, tensor in mapped(file).items():
-            if name in tensors:
-                raise CheckpointError("A tensor is stored in two files", where=file, found=name)
-            tensors[name], files[name] = FileTensor.of(tensor), file
-    for name, file_name in weight_map.items():
-        if files.get(name) != path / file_name:
-            expected = f"{name} in {file_name}"
+    files = {name: path / file_name for name, file_name in weight_map.items()}
+    contents = {file: mapped(file) for file in sorted({*files.values()} or {index})}
+    files = files or dict.fromkeys(contents[index], index)
+    for name, file in files.items():
+        if name not in contents[file]:
+            expected = f"{name} in {file.name}"
             raise CheckpointError("A tensor is not in the file listed in the index", where=index, expected=expected)
+    tensors = {name: FileTensor.of(contents[file][name]) for name, file in files.items()}
     # A model without a head stores its tensors without the prefix that the head adds.
     prefixed = {name.split(".", 1)[1]: name for name in families.stored_tensors(model) if name not in tensors}
     for name in tensors.keys() & prefixed.keys():
@@ -116,12 +113,12 @@ def stored_tensors(weights: ForeignWeights, model: ModelConfig) -> dict[str, Fil
 
 
 def weights_source(weights: ForeignWeights) -> StateSource:
-    """Return weights as a source, and log settings missing from the model.
+    """Return weights as a source, and log their notes.
 
     Raises:
         MismatchError: The tensors do not match the model.
     """
-    for line in weights.lost:
+    for line in weights.notes:
         _log.warning(line)
     tensors = stored_tensors(weights, weights.model)
     check_tied(weights, weights.model)
@@ -153,7 +150,14 @@ def _weights_name(path: Path) -> str:
         )
     name = next((name for name in (SINGLE, INDEX) if is_file(path / name)), None)
     if name is None:
-        raise _no_tensors(path)
+        raise CheckpointError(
+            "A folder holds no safetensors files",
+            where=path,
+            expected=f"{SINGLE} or {INDEX}",
+            found=few(child.name for child in path.iterdir()),
+            fix="Loading pickled tensors can run code: if you trust them, load them in transformers and "
+            "save_pretrained(folder, safe_serialization=True).",
+        )
     return name
 
 
@@ -169,20 +173,6 @@ def _weight_map(index: Path) -> dict[str, str]:
                 found=shown(file),
             )
     return table
-
-
-def _no_tensors(path: Path) -> CheckpointError:
-    pickled = [name for name in _PICKLED if exists(path / name)]
-    if not pickled:
-        return CheckpointError(
-            "A folder holds no tensors", where=path, expected=f"{SINGLE} or {INDEX}", fix="Pass another folder."
-        )
-    return CheckpointError(
-        "The folder holds only pickled tensors, and loading a pickle can run code",
-        where=path / pickled[0],
-        expected=f"{SINGLE} or {INDEX}",
-        fix="If you trust it, load it in transformers and save_pretrained(folder, safe_serialization=True).",
-    )
 
 
 @contextmanager
