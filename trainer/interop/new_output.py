@@ -23,7 +23,7 @@ def new_output(out: Path, files: Files) -> Iterator[Path]:
             yield partial
     except OSError as error:
         _check_free(out)  # another process may have created it meanwhile
-        raise output_failed(out, error, files) from error
+        raise cannot_write(out, error, what="The output", files=files, another="another path") from error
 
 
 def _check_free(out: Path) -> None:
@@ -33,8 +33,3 @@ def _check_free(out: Path) -> None:
         raise CheckpointError(
             "The parent folder does not exist", where=out.parent, fix="Create it, or choose another path."
         )
-
-
-def output_failed(path: Path, error: OSError, files: Files) -> CheckpointError:
-    """Return the error to raise when writing an export fails."""
-    return cannot_write(path, error, what="The output", files=files, another="another path")

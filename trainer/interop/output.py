@@ -99,7 +99,7 @@ def write_checkpoint(
     )
 
 
-def write_log(records: Sequence[Json], folder: Path, files: Files = FILE_SYSTEM) -> None:
+def write_log(records: Sequence[Json], folder: Path) -> None:
     """Write the imported log to the run folder, unless it has a log already.
 
     Args:
@@ -109,7 +109,7 @@ def write_log(records: Sequence[Json], folder: Path, files: Files = FILE_SYSTEM)
     if folder.name != "checkpoints" or exists(path):
         _log.info(f"not carried: {count_of(len(records), 'record')} of the log, which belong in a new {path}")
         return
-    replace_file(files, path, "".join(f"{dumps(record)}\n" for record in records).encode())
+    replace_file(FILE_SYSTEM, path, "".join(f"{dumps(record)}\n" for record in records).encode())
 
 
 def _check(config: Config, source: StateSource) -> None:

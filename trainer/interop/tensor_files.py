@@ -12,7 +12,6 @@ from reprise.errors import CheckpointError
 from reprise.format import BLOCK_BYTES, FileLayout, Layout, Place, WrittenPiece, digest_of, whole
 from reprise.storage import Files
 from reprise.tensors import torch_dtype
-from trainer.interop.new_output import output_failed
 
 Read = Callable[[str], torch.Tensor]
 
@@ -24,19 +23,16 @@ def write_tensor_files(folder: Path, files: Files, layout: Layout, read: Read) -
     on standard error counts the bytes.
 
     Raises:
-        CheckpointError: A tensor's shape differs from the layout's, a value is beyond the dtype, or the file system
-            fails. The last error has the path and errno.
+        CheckpointError: A tensor's shape differs from the layout's, or a value is beyond the dtype.
+        OSError: The file system fails.
     """
     pieces = []
     total = sum(place.spec.total_bytes for place in layout.places.values())
     with tqdm(total=total, desc=folder.name, unit="B", unit_scale=True, disable=None, leave=False) as bar:
         for file in layout.files:
             path = folder / file.name
-            try:
-                files.make_folder(path.parent)
-                pieces += list(_write_file(path, files, file, read, bar.update))
-            except OSError as error:
-                raise output_failed(path, error, files) from error
+            files.make_folder(path.parent)
+            pieces += list(_write_file(path, files, file, read, bar.update))
     return pieces
 
 
