@@ -143,7 +143,7 @@ def test_an_import_states_what_its_source_or_its_user_has(tmp_path: Path, caplog
     state = {**state_of(model, optimizer, flat=False), "iteration": 1, "epoch": 7}
     stated = [override for override in OURS if override.startswith(("model", "train."))]
     bring_in(save_dcp(tmp_path / "saved", state), tmp_path / "run", [*stated, "optimizer.weight_decay=0.2"])
-    assert "not carried: epoch (1)" in caplog.text
+    assert "not carried: epoch" in caplog.text
     assert "iteration (1)" not in caplog.text
     saved = json.loads((tmp_path / "run/checkpoints/iter_0000001/trainer_state.json").read_text())
     others = ["optimizer.adam_beta2=0.999", "schedule=constant", "train.seed=5", "train.threads=3", "optimizer.lr=0.5"]
@@ -169,7 +169,7 @@ def test_bfloat16_prefixes_and_plain_steps_are_read(tmp_path: Path, caplog: pyte
     folder = save_dcp(tmp_path / "in", {"app": {"net": weights, "adam": optim}, "sampler": {"position": 7}})
     with caplog.at_level(logging.INFO):
         source = opened("dcp", folder, OURS)
-    assert "sampler (1)" in caplog.text
+    assert "sampler" in caplog.text
     assert_carried(source, replace(STATE, read=lambda n: STATE.read(n).bfloat16() if n in names else STATE.read(n)))
 
 

@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -20,7 +19,7 @@ from models.config import ModelConfig
 from models.families import aliases, stored_tensors
 from reprise.errors import CheckpointError, MismatchError, count_of
 from reprise.storage import integer, is_dir, is_file, is_file_name, matching, shown
-from trainer.interop.formats import Format, ImportOptions, common_step, few, require_trust
+from trainer.interop.formats import Format, ImportOptions, common_step, few, require_trust, steps_of
 from trainer.interop.hf.folder import model_beside
 from trainer.interop.masters import checked_master
 from trainer.interop.source import MOMENTS, STEP, StateSource, by_kind
@@ -62,7 +61,10 @@ def read_source(path: Path, options: ImportOptions) -> StateSource:
     """
     require_trust(options, "DeepSpeed", where=path)
     folder = _tag(path)
-    saved, zero = _model_file(folder), folder / _ZERO
+    files, zero = sorted(matching(folder, _MODEL)), folder / _ZERO
+    if not files:
+        raise CheckpointError("A universal checkpoint has no model file", where=folder, expected=_MODEL)
+    saved = read_torch_file(files[0])
     kinds = {child.name: {f.stem for f in matching(child, "*.pt")} for child in sorted(zero.iterdir()) if is_dir(child)}
     model = model_beside(folder.parent, options.config.model)
     names, stored = _names(kinds, model, where=folder), stored_tensors(model)
@@ -84,7 +86,8 @@ def read_source(path: Path, options: ImportOptions) -> StateSource:
             expected=" and ".join(f"{kind}.pt" for kind in MOMENTS),
             fix="Import the weights alone with --weights-only.",
         )
-    common = _common_step(zero / _OPTIMIZER)
+    table = read_torch_file(zero / _OPTIMIZER)
+    common = common_step([*steps_of(table), *steps_of(table.get("optimizer_state_dict"))])
     if frozen := names.keys() - trained:
         _log.warning(f"the moments of {count_of(len(frozen), 'frozen parameter')} start as zeros: {few(frozen)}")
 
@@ -143,14 +146,6 @@ def _tag(path: Path) -> Path:
     return folder
 
 
-def _model_file(folder: Path) -> Any:
-    """Return the first model file's content, which includes the counts."""
-    file = next(iter(sorted(matching(folder, _MODEL))), None)
-    if file is None:
-        raise CheckpointError("A universal checkpoint has no model file", where=folder, expected=_MODEL)
-    return read_torch_file(file)
-
-
 def _names(kinds: Mapping[str, set[str]], model: ModelConfig, *, where: Path) -> dict[str, str]:
     """Map our tensor names to DeepSpeed's.
 
@@ -166,14 +161,6 @@ def _names(kinds: Mapping[str, set[str]], model: ModelConfig, *, where: Path) ->
             problems.append(f"not of the model: {name}")
     require_fit({}, {}, where=where, fix=_FIX, differences=problems)
     return names
-
-
-def _common_step(file: Path) -> float | None:
-    """Return the step count in the optimizer's unsharded state, shared by all parameters."""
-    table = read_torch_file(file)
-    state = (table.get("optimizer_state_dict") or {}).get("state") or {}
-    entries = *(table.get("param_groups") or ()), *state.values()
-    return common_step(entry.get(STEP) for entry in entries)
 
 
 FORMAT = Format("DeepSpeed", "a DeepSpeed universal checkpoint, as written by ds_to_universal.py", read_source)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -93,6 +94,27 @@ def common_step(values: Iterable[object]) -> float | None:
     if len(steps) > 1:
         raise ValueError(f"an optimizer's step counts differ: {sorted(steps)}")
     return steps.pop() if steps else None
+
+
+def parameter_groups(optimizer: object) -> list[Mapping[str, Any]]:
+    """Return the parameter groups in an optimizer's state, which may be nested."""
+    if not isinstance(optimizer, Mapping):
+        return []
+    groups = optimizer.get("param_groups")
+    if isinstance(groups, list):
+        return [group for group in groups if isinstance(group, Mapping)]
+    return parameter_groups(optimizer.get("optimizer"))
+
+
+def steps_of(optimizer: object) -> list[object]:
+    """Return the step counts in an optimizer's state, which may be nested."""
+    if not isinstance(optimizer, Mapping):
+        return []
+    state = optimizer.get("state") or {}
+    entries = [entry for entry in state.values() if isinstance(entry, Mapping)]
+    groups = optimizer.get("param_groups") or ()
+    steps = [entry.get("step") for entry in (*groups, *entries)]
+    return [*steps, state.get("common_step"), *steps_of(optimizer.get("optimizer"))]
 
 
 def log_settings(groups: Iterable[object]) -> None:

@@ -24,7 +24,7 @@ def checked_master(weight: Read, master: Read, *, where: object, fix: str) -> to
         CheckpointError: It does not round to the model's own weight.
     """
     copy, parameter = master(), weight()  # the larger is read while the other is not in memory
-    if is_rounded(copy, parameter):
+    if are_equal(copy, parameter, parameter.dtype):
         return copy
     require_finite(copy, where=where)  # NaN is never equal to itself
     require_finite(parameter, where=where)
@@ -35,8 +35,3 @@ def checked_master(weight: Read, master: Read, *, where: object, fix: str) -> to
         found=f"{int((copy.to(parameter.dtype) != parameter).count_nonzero())} of {parameter.numel()} differ",
         fix=fix,
     )
-
-
-def is_rounded(master: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Return whether a weight is an optimizer's copy, rounded to the model's dtype. Zeros may differ in sign."""
-    return are_equal(master, weight, weight.dtype)

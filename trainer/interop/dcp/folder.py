@@ -103,7 +103,13 @@ def open_folder(path: Path, options: ImportOptions) -> DcpFolder:
     """
     file = path / METADATA
     if not is_file(file):
-        raise _no_folder(path)
+        raise CheckpointError(
+            "A folder is not a DCP checkpoint",
+            where=path,
+            expected=f"a file {METADATA}",
+            found=few(child.name for child in path.iterdir()),
+            fix=next((advice for pattern, advice in _OTHER_FORMS.items() if matching(path, pattern)), None),
+        )
     require_trust(options, "DCP", where=file)
     folder, ends = _described(path, attributes_of(read_records(file)))
     return require_whole(folder, _missing_files(ends))
@@ -121,16 +127,6 @@ def require_whole(folder: DcpFolder, problems: Iterable[str] = ()) -> DcpFolder:
     if problems := [*_tiling_problems(folder), *problems]:
         raise CheckpointError("A DCP folder is incomplete", where=folder.path, found=listed(problems, "problem"))
     return folder
-
-
-def _no_folder(path: Path) -> CheckpointError:
-    return CheckpointError(
-        "A folder is not a DCP checkpoint",
-        where=path,
-        expected=f"a file {METADATA}",
-        found=few(child.name for child in path.iterdir()),
-        fix=next((advice for pattern, advice in _OTHER_FORMS.items() if matching(path, pattern)), None),
-    )
 
 
 def _described(path: Path, metadata: Mapping[str, Any]) -> tuple[DcpFolder, Mapping[Path, int]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-from collections import Counter
 from pathlib import Path
 
 import torch
@@ -14,7 +13,7 @@ from trainer.interop.dcp import export as dcp_export
 from trainer.interop.dcp.by_rank import open_any
 from trainer.interop.dcp.folder import DcpFolder
 from trainer.interop.dcp.names import LocatedKeys, locate, optimizer_keys
-from trainer.interop.formats import Format, ImportOptions, common_step, require_moments
+from trainer.interop.formats import Format, ImportOptions, common_step, few, require_moments
 from trainer.interop.hf.folder import model_beside
 from trainer.interop.source import STEP, StateSource
 from trainer.interop.stored import require_tied
@@ -78,9 +77,8 @@ def _log_content(folder: DcpFolder, located: LocatedKeys) -> None:
             "Optimizer state is stored by parameter number and is not carried over: get it by name from "
             "torch.distributed.checkpoint.state_dict.get_optimizer_state_dict"
         )
-    groups = Counter("param_groups" if ".param_groups." in f".{key}" else key.split(".")[0] for key in keys)
-    if groups:
-        _log.info("not carried: " + ", ".join(f"{top} ({count})" for top, count in sorted(groups.items())))
+    if keys:
+        _log.info(f"not carried: {few({key.split('.')[0] for key in keys})}")
 
 
 FORMAT = Format(

@@ -184,17 +184,13 @@ def _family(args: Mapping[str, Any], configured: Family | None, *, where: object
         names_of(configured, where=where)
         return configured, []
     tables = {family: spec.megatron.arguments for family, spec in FAMILIES.items() if spec.megatron is not None}
-    positions = args.get(POSITIONS)
-    expected = " or ".join(dict.fromkeys(str(table[POSITIONS][0]) for table in tables.values()))
-    if positions is None:
-        return None, [f"args have no {POSITIONS}, {expected}: set model=NAME"]
+    positions = args.get(POSITIONS) or "none"
     misfits = {family: _misfits(args, table) for family, table in tables.items() if positions in table[POSITIONS]}
-    if not misfits:
-        return None, [f"{POSITIONS}={shown(positions)}: must be {expected}"]
     nearest = [family for family, count in misfits.items() if count == min(misfits.values())]
-    if len(nearest) > 1:
-        return None, [f"args match {' and '.join(family.value for family in nearest)} equally well: set model=NAME"]
-    return nearest[0], []
+    if len(nearest) == 1:
+        return nearest[0], []
+    matches = " and ".join(family.value for family in nearest) or "no family"
+    return None, [f"{POSITIONS}={shown(positions)}: args match {matches}; set model=NAME"]
 
 
 def _misfits(args: Mapping[str, Any], table: Mapping[str, tuple[object, ...]]) -> int:

@@ -12,29 +12,30 @@ Sources: `_compute_per_buffer_param_layout` and `get_parameter_state_dp_zero` in
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Protocol
 
 import torch
 
 from reprise.errors import CheckpointError, MismatchError
 from trainer.interop.finite import require_finite
-from trainer.interop.masters import is_rounded
-from trainer.interop.stored import FileTensor
+from trainer.interop.stored import FileTensor, are_equal
 
 _ALIGNMENT, _MOST_PADDING = 64, 1 << 20  # elements
 
 
-class Bucket(Protocol):
-    """A float32 tensor of one dimension, or one that is read when it is sliced."""
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """A float32 tensor of one dimension.
 
-    def __len__(self) -> int:
-        """Return the element count."""
+    Args:
+        size: The element count.
+        read: Returns a slice.
+    """
 
-    def __getitem__(self, part: slice, /) -> torch.Tensor:
-        """Return elements."""
+    size: int
+    read: Callable[[slice], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,7 @@ class Slot:
 
     def take(self, buckets: Sequence[Bucket], shape: Sequence[int]) -> torch.Tensor:
         """Return a view of the parameter in the buckets."""
-        return buckets[self.bucket][self.offset : self.offset + prod(shape)].view(*shape)
+        return buckets[self.bucket].read(slice(self.offset, self.offset + prod(shape))).view(*shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,7 @@ class _End:
         starts = [_End(self.bucket, aligned, self.base)]
         if aligned != self.offset:  # the run's bucket ends here, or parameters are not aligned
             starts.append(_End(self.bucket, self.offset, self.offset % _ALIGNMENT))
-        room = len(buckets[self.bucket]) - self.offset
+        room = buckets[self.bucket].size - self.offset
         if self.bucket + 1 < len(buckets) and self.offset and room <= max(count, _MOST_PADDING):
             starts.append(_End(self.bucket + 1, 0, 0))
         return starts
@@ -93,23 +94,25 @@ def locate(
         fitting = {start: slots for start, slots in candidates.items() if _holds(buckets, start, piece)}
         if not fitting:
             require_finite(piece.read(), where=name)  # NaN is never equal to itself
+            places = " or ".join(f"{start.offset} of bucket {start.bucket}" for start in candidates)
             raise CheckpointError(
                 "The optimizer's buffer does not hold a parameter's weights at any expected position",
                 where=f"{where}, {name}",
-                expected=f"{count} numbers that round to the model's weights, at {_listed(candidates)}",
+                expected=f"{count} numbers that round to the model's weights, at {places}",
                 fix="The files come from different saves, or a version with another buffer layout. Save it with "
                 "--dist-ckpt-optim-fully-reshardable, or import the weights alone with --weights-only.",
             )
         if any(len(slots) > 1 for slots in fitting.values()):
             raise _not_certain(where, name)
         reached = {_End(s.bucket, s.offset + count, s.base): slots[0] for s, slots in fitting.items()}
-    ends = [slots for end, slots in reached.items() if is_padded or _is_end(buckets, end)]
+    last = len(buckets) - 1, buckets[-1].size
+    ends = [slots for end, slots in reached.items() if is_padded or (end.bucket, end.offset) == last]
     if not ends:
         raise CheckpointError(
             "The optimizer's buffer is longer than its parameters",
             where=where,
             expected=f"{sum(prod(piece.shape) for piece in parameters.values())} numbers and the gaps between them",
-            found=sum(map(len, buckets)),
+            found=sum(bucket.size for bucket in buckets),
             fix="The files come from different saves. Import the weights alone with --weights-only.",
         )
     if len(ends) > 1:
@@ -118,17 +121,9 @@ def locate(
 
 
 def _holds(buckets: Sequence[Bucket], start: _End, piece: FileTensor) -> bool:
-    is_inside = start.offset + prod(piece.shape) <= len(buckets[start.bucket])
+    is_inside = start.offset + prod(piece.shape) <= buckets[start.bucket].size
     slot = Slot(start.bucket, start.offset)
-    return is_inside and is_rounded(slot.take(buckets, piece.shape), piece.read())
-
-
-def _is_end(buckets: Sequence[Bucket], end: _End) -> bool:
-    return end.bucket == len(buckets) - 1 and end.offset == len(buckets[end.bucket])
-
-
-def _listed(starts: Mapping[_End, object]) -> str:
-    return " or ".join(f"{start.offset} of bucket {start.bucket}" for start in starts)
+    return is_inside and are_equal(slot.take(buckets, piece.shape), piece.read(), piece.dtype)
 
 
 def _not_certain(where: object, name: str) -> MismatchError:

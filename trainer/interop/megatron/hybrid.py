@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
+from trainer.interop.megatron.names import Correspondence
 from trainer.interop.megatron.shards import Pieces
 
-_BLOCK = re.compile(r"(?<=^decoder\.layers\.)(\d+)(?=\.(mlp|pre_mlp)?)")
-_NORM, _PAIR = "decoder.final_norm.", "*-"
+_BLOCK = re.compile(r"decoder\.layers\.(\d+)\.")
+_NORM, _GPT_NORM, _PAIR = "decoder.final_norm.", "decoder.final_layernorm.", "*-"
 
 
 def is_hybrid(names: Iterable[str]) -> bool:
@@ -42,15 +44,15 @@ def as_gpt(args: Mapping[str, Any], layers: int | None) -> tuple[Mapping[str, An
     return {**args, **changes, "num_layers": layers}, problems
 
 
-def in_layers(pieces: Pieces) -> Pieces:
-    """Return tensors under a `GPTModel`'s names, also if they have an equivalent `HybridModel`'s."""
-    if not is_hybrid(pieces):
-        return pieces
-    layers = {name: _BLOCK.sub(_layer_of, name) for name in pieces}
-    return {layers[name].replace(_NORM, "decoder.final_layernorm."): parts for name, parts in pieces.items()}
+def as_hybrid(correspondence: Correspondence) -> Correspondence:
+    """Return a `GPTModel`'s tensor under its name in the equivalent `HybridModel`."""
+    tensor = correspondence.tensor
+    if tensor.layer is None:
+        return replace(correspondence, tensor=replace(tensor, name=tensor.name.replace(_GPT_NORM, _NORM)))
+    block = len(_PAIR) * tensor.layer + tensor.name.startswith("mlp.")
+    return replace(correspondence, tensor=replace(tensor, layer=block))
 
 
-def _layer_of(block: re.Match[str]) -> str:
-    """Return a block's layer. A block out of the pattern keeps its number, which then fits no model."""
-    number = int(block[1])
-    return str(number // len(_PAIR)) if number % len(_PAIR) == bool(block[2]) else block[1]
+def layers_of(pieces: Pieces) -> int:
+    """Count a `HybridModel`'s pairs of sub-blocks."""
+    return len({match[1] for name in pieces if (match := _BLOCK.match(name))}) // len(_PAIR)

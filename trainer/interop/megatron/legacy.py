@@ -13,12 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from reprise.errors import CheckpointError, MismatchError, count_of
 from reprise.storage import integer, is_file, matching, shown
-from trainer.interop.formats import ImportOptions, few
-from trainer.interop.megatron.buckets import locate
+from trainer.interop.formats import ImportOptions, few, parameter_groups, steps_of
+from trainer.interop.megatron.buckets import Bucket, locate
 from trainer.interop.megatron.legacy_names import require_known_version, stage_of
 from trainer.interop.megatron.names import MegatronTensor
 from trainer.interop.megatron.numbered import named_state
@@ -28,7 +26,6 @@ from trainer.interop.megatron.state import (
     Joined,
     MegatronCheckpoint,
     SavedOptimizer,
-    parameter_groups,
 )
 from trainer.interop.source import MOMENTS
 from trainer.interop.stored import FileTensor
@@ -82,7 +79,7 @@ def read_legacy(path: Path, options: ImportOptions) -> MegatronCheckpoint:
         for key in states[0][0][0]:
             parts = [[state[chunk].get(key, {}) for state in states[stage]] for stage, chunk in stages]
             pieces[key] = by_global_name(parts)
-        steps = [step for rank in itertools.chain(*ranks) for step in _steps(rank)]
+        steps = [step for rank in itertools.chain(*ranks) for step in steps_of(rank.model["optimizer"])]
         return SavedOptimizer(pieces, parameter_groups(first.get("optimizer")), steps)
 
     return MegatronCheckpoint(path, first, _arguments(first), weights, len(ranks), optimizer)
@@ -93,32 +90,24 @@ def read_legacy(path: Path, options: ImportOptions) -> MegatronCheckpoint:
 
 def _ranks(path: Path, options: ImportOptions) -> list[list[_Rank]]:
     """Return each stage's ranks, by tensor-parallel rank."""
-    places = {child: _RANK.fullmatch(child.name) for child in matching(path, "mp_rank_*")}
-    if beyond := [child for child, match in places.items() if match is None]:
-        raise MismatchError(
-            "A folder does not belong to a tensor- and pipeline-parallel rank",
-            where=beyond[0],
-            expected="mp_rank_TT or mp_rank_TT_PPP",
-            fix="Expert-parallel ranks, which have a third number, are not supported.",
-        )
     ranks_by_place = {
         (int(match[1]), int(match[2] or 0)): _open(child, with_optimizer=not options.weights_only)
-        for child, match in places.items()
-        if match
+        for child in matching(path, "mp_rank_*")
+        if (match := _RANK.fullmatch(child.name))
     }
     args = _arguments(ranks_by_place[0, 0].model) if (0, 0) in ranks_by_place else {}
     tp, pp = (
-        max(integer(args.get(f"{kind}_model_parallel_size") or 1), 1 + max(place[axis] for place in ranks_by_place))
+        max(1, integer(args.get(f"{kind}_model_parallel_size") or 1), *(1 + place[axis] for place in ranks_by_place))
         for axis, kind in enumerate(("tensor", "pipeline"))
     )
-    needed = ((rank, stage) for stage in range(pp) for rank in range(tp))
-    if lacking := list(itertools.islice((place for place in needed if place not in ranks_by_place), 10)):
+    if lacking := [place for place in itertools.product(range(tp), range(pp)) if place not in ranks_by_place]:
         raise CheckpointError(
             "Megatron checkpoint files are missing",
             where=path,
             expected=f"files for {count_of(tp, 'tensor-parallel rank')} in each of {count_of(pp, 'stage')}",
             found="no " + few(f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if pp > 1 else "") for rank, stage in lacking),
-            fix="Each node writes only its own ranks' files: copy the files of all nodes into this folder.",
+            fix="Each node writes only its own ranks' files: copy the files of all nodes into this folder. "
+            "Folders with a third number, of expert-parallel ranks, are not supported.",
         )
     ranks = [[ranks_by_place[rank, stage] for rank in range(tp)] for stage in range(pp)]
     _check_one_save(ranks, path)
@@ -167,31 +156,17 @@ def _arguments(table: Table) -> dict[str, Any]:
 
 def _rank_state(rank: _Rank) -> list[dict[str, dict[str, FileTensor]]]:
     """Return a rank's pieces of master weights and moments by name, for each chunk."""
-    if rank.flat is not None:
-        return _buffer_state(rank)
-    entry = _entry(rank.model, rank.path)
-    if not any("params" in group for group in parameter_groups(entry)):
+    entry = rank.model.get("optimizer")
+    is_numbered = any("params" in group for group in parameter_groups(entry))
+    if not isinstance(entry, Mapping) or not (rank.flat or is_numbered):
         raise CheckpointError(
-            "The distributed optimizer's state is missing",
+            "The optimizer's state is missing or not supported",
             where=rank.path,
-            expected=_FLAT,
-            found="groups without numbers in " + _MODEL,
-            fix="Copy it too, or import the weights alone with --weights-only.",
+            expected=f"{_FLAT}, or numbered parameters of one optimizer in {_MODEL}",
+            found=f"a {type(entry).__name__}",
+            fix="Copy it too, or import the weights alone with --weights-only. Chained optimizers are not supported.",
         )
-    return named_state(entry, rank.chunks, where=rank.path / _MODEL)
-
-
-def _entry(table: Table, where: Path) -> Table:
-    entry = table.get("optimizer")
-    if not isinstance(entry, Mapping):
-        raise MismatchError(
-            "The optimizer's state is not supported",
-            where=where,
-            expected="a dictionary",
-            found=type(entry).__name__,
-            fix="Chained optimizers are not supported. Import the weights alone with --weights-only.",
-        )
-    return entry
+    return _buffer_state(rank) if rank.flat else named_state(entry, rank.chunks, where=rank.path / _MODEL)
 
 
 def _buffer_state(rank: _Rank) -> list[dict[str, dict[str, FileTensor]]]:
@@ -210,7 +185,7 @@ def _buffer_state(rank: _Rank) -> list[dict[str, dict[str, FileTensor]]]:
     state = []
     for chunk, (buffer,) in zip(rank.chunks, (tuple(b.values()) for b in buffers), strict=True):
         flats = {MASTERS: _buckets(buffer, "param", where), **{kind: _buckets(buffer, kind, where) for kind in MOMENTS}}
-        if len({tuple(map(len, buckets)) for buckets in flats.values()}) > 1:
+        if len({tuple(bucket.size for bucket in buckets) for buckets in flats.values()}) > 1:
             raise ValueError(f"{where}: a moment's buffer has another length than the weights'")
         slots = locate(chunk, flats[MASTERS], is_padded="numel_unpadded" not in buffer, where=where)
         state.append(
@@ -222,7 +197,7 @@ def _buffer_state(rank: _Rank) -> list[dict[str, dict[str, FileTensor]]]:
     return state
 
 
-def _buckets(buffer: Table, key: str, where: Path) -> list[torch.Tensor]:
+def _buckets(buffer: Table, key: str, where: Path) -> list[Bucket]:
     """Return a buffer's buckets, or a single tensor concatenating them."""
     content = buffer.get(key)
     every = list(content) if isinstance(content, list) else [content]
@@ -235,10 +210,4 @@ def _buckets(buffer: Table, key: str, where: Path) -> list[torch.Tensor]:
             found=", ".join(map(str, buffer)),
             fix="Import the weights alone with --weights-only.",
         )
-    return tensors
-
-
-def _steps(rank: _Rank) -> list[object]:
-    entry = _entry(rank.model, rank.path)
-    state = entry.get("optimizer", entry).get("state") or {}
-    return [table.get("step") for table in (*parameter_groups(entry), *state.values())]
+    return [Bucket(len(tensor), tensor.__getitem__) for tensor in tensors]

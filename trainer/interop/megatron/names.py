@@ -36,7 +36,7 @@ class MegatronTensor:
 
     Args:
         name: The name within the model, or within the layer if `layer` is set.
-        layer: The layer's number in the whole model, from 0. None outside the layers.
+        layer: The layer's number in the whole model, from 0, or the sub-block's. None outside the layers.
         shape: The full shape for a layer, with padded vocabulary rows.
         cut: The dimension split by tensor parallelism. None if every rank holds the full tensor.
         is_gated: Whether it stacks gate above up. Each rank holds a part of both, so the ranks' concatenated tensors
@@ -125,7 +125,7 @@ def correspondences(config: ModelConfig, padded_vocab_size: int | None = None) -
 
 def is_norm(tensor: MegatronTensor) -> bool:
     """Return whether a tensor is a norm weight, which Megatron may store minus 1 (`apply_layernorm_1p`)."""
-    return tensor.name.endswith(("layer_norm_weight", "layernorm.weight"))
+    return tensor.name.endswith(("norm_weight", "norm.weight"))
 
 
 def _correspondence(

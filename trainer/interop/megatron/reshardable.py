@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from operator import attrgetter
@@ -20,7 +19,7 @@ import torch
 from reprise.errors import CheckpointError, MismatchError, TrainerError
 from reprise.format import Box
 from trainer.interop.dcp.folder import DcpFolder
-from trainer.interop.megatron.buckets import locate
+from trainer.interop.megatron.buckets import Bucket, locate
 from trainer.interop.megatron.names import MegatronTensor
 from trainer.interop.megatron.shards import Pieces, stage_order
 from trainer.interop.megatron.state import EMBEDDING, MASTERS, OUTPUT
@@ -31,19 +30,13 @@ _KEY = re.compile(r"optimizer\.distributed\.dp_group_idx_(\d+)\.gbuf_idx_(\d+)\.
 _KINDS = {MASTERS: "param", **dict(zip(MOMENTS, MOMENTS, strict=True))}
 
 
-@dataclass(frozen=True, slots=True)
-class _StoredBucket:
-    """A bucket whose elements are read when it is sliced."""
+def _bucket(dcp: DcpFolder, key: str) -> Bucket:
+    """Return a bucket whose elements are read when it is sliced."""
 
-    dcp: DcpFolder
-    key: str
+    def read(part: slice) -> torch.Tensor:
+        return dcp.read_box(key, Box((part.start,), (part.stop - part.start,)))
 
-    def __len__(self) -> int:
-        return self.dcp.tensors[self.key].shape[0]
-
-    def __getitem__(self, part: slice) -> torch.Tensor:
-        start, end, _ = part.indices(len(self))
-        return self.dcp.read_box(self.key, Box((start,), (max(0, end - start),)))
+    return Bucket(dcp.tensors[key].shape[0], read)
 
 
 def bucket_pieces(
@@ -70,9 +63,7 @@ def bucket_pieces(
         raise ValueError(f"buckets of {len(ranks)} model-parallel ranks, {tp} of tensor parallelism")
     stages = stage_order(len(ranks) // tp, len(ranks[0]))[::-1]  # as the parameters, from last to first
     roots = [[root for stage, chunk in stages for root in ranks[stage * tp + rank][chunk]] for rank in range(tp)]
-    buckets = {
-        kind: [[_StoredBucket(dcp, f"{r}.{name}") for r in rank] for rank in roots] for kind, name in _KINDS.items()
-    }
+    buckets = {kind: [[_bucket(dcp, f"{r}.{name}") for r in rank] for rank in roots] for kind, name in _KINDS.items()}
     parts = {tensor.numbered: _first_part(weights[tensor.numbered], tensor, tp) for tensor in tensors}
     errors = list[TrainerError]()
     for order in (tensors, _fused_order(tensors)):
@@ -87,9 +78,9 @@ def bucket_pieces(
     else:
         raise errors[0]
 
-    def pieces(name: str, ranks: Sequence[Sequence[_StoredBucket]]) -> list[FileTensor]:
+    def pieces(name: str, ranks: Sequence[Sequence[Bucket]]) -> list[FileTensor]:
         slot, shape = slots[name], parts[name].shape
-        return [FileTensor(shape, dcp.tensors[r[slot.bucket].key].dtype, partial(slot.take, r, shape)) for r in ranks]
+        return [FileTensor(shape, torch.float32, partial(slot.take, r, shape)) for r in ranks]
 
     return {kind: {name: pieces(name, ranks) for name in parts} for kind, ranks in buckets.items()}
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -71,11 +71,6 @@ def by_global_name(stages: Sequence[Sequence[Stage]]) -> dict[str, list[FileTens
             pieces[full] = [rank[name] for rank in ranks]
         first += len(layers)
     return pieces
-
-
-def layers_of(names: Iterable[str]) -> int:
-    """Count the layers among tensor names."""
-    return len({match[1] for name in names if (match := _LAYER.fullmatch(name))})
 
 
 def joined_shape(pieces: Sequence[FileTensor], cut: int | None) -> Shape:

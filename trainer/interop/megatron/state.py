@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from reprise.storage import integer, shown
-from trainer.interop.formats import ImportOptions, common_step, log_settings, require_moments
+from trainer.interop.formats import ImportOptions, common_step, log_settings, parameter_groups, require_moments
 from trainer.interop.masters import checked_master
 from trainer.interop.megatron.arguments import describe
-from trainer.interop.megatron.hybrid import in_layers, is_hybrid
+from trainer.interop.megatron.hybrid import as_hybrid, is_hybrid, layers_of
 from trainer.interop.megatron.names import MegatronTensor, correspondences, is_norm
-from trainer.interop.megatron.shards import Pieces, compare_copies, join, joined_shape, layers_of
+from trainer.interop.megatron.shards import Pieces, compare_copies, join, joined_shape
 from trainer.interop.source import MOMENTS, StateSource, by_kind
 from trainer.interop.stored import FileTensor, require_fit
 
@@ -78,11 +78,13 @@ def as_source(saved: MegatronCheckpoint, options: ImportOptions) -> StateSource:
         CheckpointError: Step counts differ.
         MismatchError: The checkpoint holds another model, or lacks moments that are not left out by the options.
     """
-    where, weights = saved.path, in_layers(saved.weights)
+    where, weights = saved.path, saved.weights
     rows = sum(piece.shape[0] for piece in weights[EMBEDDING])
-    hybrid_layers = layers_of(weights) if is_hybrid(saved.weights) else None
+    hybrid_layers = layers_of(weights) if is_hybrid(weights) else None
     described = describe(saved.args, rows, options, where=where, hybrid_layers=hybrid_layers)
     model, every = described.model, correspondences(described.model, rows)
+    if hybrid_layers is not None:
+        every = [*map(as_hybrid, every)]
     tensors = [correspondence.tensor for correspondence in every]
     joined_of = partial(_joined, tensors, has_copy=model.tie_word_embeddings and saved.stages > 1, where=where)
     joined = {WEIGHTS: joined_of(WEIGHTS, weights)}
@@ -92,7 +94,7 @@ def as_source(saved: MegatronCheckpoint, options: ImportOptions) -> StateSource:
     _log_omissions(saved, optimizer.groups if optimizer else parameter_groups(saved.table.get("optimizer")))
     iteration, step = integer(saved.table.get("iteration")) if optimizer else 0, None
     if optimizer is not None:
-        joined |= {kind: joined_of(kind, in_layers(pieces)) for kind, pieces in optimizer.pieces.items()}
+        joined |= {kind: joined_of(kind, pieces) for kind, pieces in optimizer.pieces.items()}
         step = common_step(optimizer.steps)
         if step is None:
             _log.warning(f"The optimizer has no step count: assumed to be the iteration, {iteration}")
@@ -173,13 +175,3 @@ def _signs_of_moments(saved: MegatronCheckpoint) -> list[str]:
     if type(iteration) is int and iteration > 0 and saved.path.name != RELEASE:
         signs.append(f"iteration {iteration}")
     return signs
-
-
-def parameter_groups(optimizer: object) -> list[Mapping[str, Any]]:
-    """Return the parameter groups in an optimizer's state, which may be nested."""
-    if not isinstance(optimizer, Mapping):
-        return []
-    groups = optimizer.get("param_groups")
-    if isinstance(groups, list):
-        return [group for group in groups if isinstance(group, Mapping)]
-    return parameter_groups(optimizer.get("optimizer"))

@@ -21,7 +21,7 @@ from reprise.errors import CheckpointError, MismatchError, count_of
 from reprise.format import Box
 from reprise.storage import is_file, json_file
 from trainer.interop.dcp.folder import DcpFolder, open_folder
-from trainer.interop.formats import ImportOptions, few
+from trainer.interop.formats import ImportOptions, few, parameter_groups, steps_of
 from trainer.interop.megatron.names import LAYERS, MegatronTensor
 from trainer.interop.megatron.reshardable import bucket_pieces, bucket_roots
 from trainer.interop.megatron.shards import Pieces
@@ -32,7 +32,6 @@ from trainer.interop.megatron.state import (
     Joined,
     MegatronCheckpoint,
     SavedOptimizer,
-    parameter_groups,
 )
 from trainer.interop.source import MOMENTS
 from trainer.interop.stored import FileTensor, Shape
@@ -72,7 +71,7 @@ def read_torch_dist(folder: Path, options: ImportOptions) -> MegatronCheckpoint:
             found=few(prefixes or keys),
         )
     weights = _pieces(dcp, keys, prefixes[0])
-    optimizer = partial(_optimizer, dcp, prefixes[0], common, {name: parts[0].shape for name, parts in weights.items()})
+    optimizer = partial(_optimizer, dcp, prefixes[0], common)
     return MegatronCheckpoint(folder, common, attributes_of(common.get("args")), weights, 1, optimizer)
 
 
@@ -91,12 +90,12 @@ def _common(dcp: DcpFolder) -> Any:
     return dict(state)
 
 
-def _pieces(dcp: DcpFolder, keys: Iterable[str], root: str, shapes: Mapping[str, Shape] | None = None) -> Pieces:
+def _pieces(dcp: DcpFolder, keys: Iterable[str], root: str, weights: Joined | None = None) -> Pieces:
     """Return tensors under numbered names. A tensor that stacks layers is one for each.
 
     Args:
         root: The prefix that the names lack.
-        shapes: Each tensor's shape. Without it, none is flattened.
+        weights: The model's weights, with the shapes of flattened tensors. Without them, none is flattened.
     """
     pieces = dict[str, list[FileTensor]]()
     for key in keys:
@@ -105,7 +104,8 @@ def _pieces(dcp: DcpFolder, keys: Iterable[str], root: str, shapes: Mapping[str,
         for layer in range(shape[0]) if match else (None,):
             numbered = f"{LAYERS}.{layer}.{match[1]}" if match else name
             first = () if layer is None else (layer,)
-            pieces[numbered] = [_tensor(dcp, key, first, (shapes or {}).get(numbered, shape[len(first) :]))]
+            weight = (weights or {}).get(numbered)
+            pieces[numbered] = [_tensor(dcp, key, first, shape[len(first) :] if weight is None else weight.shape)]
     return pieces
 
 
@@ -139,15 +139,10 @@ def _optimizer(
     dcp: DcpFolder,
     prefix: str,
     common: Mapping[str, Any],
-    shapes: Mapping[str, Shape],
     tensors: Sequence[MegatronTensor],
     weights: Joined,
 ) -> SavedOptimizer | None:
-    """Return the optimizer's content, by name or from buckets.
-
-    Args:
-        shapes: Each weight's shape under the folder's own names, whose layers a `HybridModel` numbers otherwise.
-    """
+    """Return the optimizer's content, by name or from buckets."""
     groups: Groups = parameter_groups(common.get("optimizer"))
     if any(key.startswith(f"{_STATE}{MOMENTS[0]}.") for key in dcp.tensors):
         by_kind = dict[str, Pieces]()
@@ -155,7 +150,7 @@ def _optimizer(
             root = f"{_STATE}{name}.{prefix}"
             keys = [key for key in dcp.tensors if key.startswith(root)]
             if keys or name in MOMENTS:
-                by_kind[MASTERS if name in _COPIES else name] = _pieces(dcp, keys, root, shapes)
+                by_kind[MASTERS if name in _COPIES else name] = _pieces(dcp, keys, root, weights)
         pieces: Mapping[str, Pieces] = by_kind
     elif ranks := bucket_roots(dcp):
         groups, pieces = _saved_groups(dcp), bucket_pieces(dcp, ranks, tensors, weights)
@@ -170,7 +165,9 @@ def _optimizer(
         )
     else:
         return None
-    return SavedOptimizer(pieces, groups, [*(group.get("step") for group in groups), *_common_steps(common)])
+    return SavedOptimizer(
+        pieces, groups, [*(group.get("step") for group in groups), *steps_of(common.get("optimizer"))]
+    )
 
 
 def _saved_groups(dcp: DcpFolder) -> Groups:
@@ -182,12 +179,3 @@ def _saved_groups(dcp: DcpFolder) -> Groups:
             for table in value if isinstance(value, list) else [value]:
                 groups += parameter_groups(table)
     return groups
-
-
-def _common_steps(table: object) -> list[Any]:
-    """Return an undistributed optimizer's `common_step`."""
-    if not isinstance(table, Mapping):
-        return []
-    state = table.get("state")
-    steps = [state["common_step"]] if isinstance(state, Mapping) and "common_step" in state else []
-    return steps or _common_steps(table.get("optimizer"))
