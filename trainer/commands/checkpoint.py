@@ -25,7 +25,7 @@ from reprise.format import INTERIM
 from reprise.storage import dumps, integer, json_file, shown_name
 from reprise.stores import is_stored
 from trainer.commands.arguments import any_path, local_path, natural, natural_or_all, positive
-from trainer.commands.frame import BAD, FINE, IMPOSSIBLE, framed
+from trainer.commands.frame import BAD, FINE, IMPOSSIBLE, add_command, framed
 from trainer.compare.text_table import duration, format_table
 from trainer.config.saved import RUN_CONFIG, flattened
 from trainer.report.history import topology_text
@@ -256,9 +256,8 @@ def _add_commands(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def command(name: str, call: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
-        subcommand = commands.add_parser(name, help=(call.__doc__ or "").rstrip("."), description=call.__doc__)
+        subcommand = add_command(commands.add_parser, name, call)
         subcommand.add_argument("--json", action="store_true", help="print JSON instead of tables")
-        subcommand.set_defaults(call=call)
         return subcommand
 
     runs_help = "run folders, checkpoint folders or host folders"
@@ -283,8 +282,7 @@ def _add_commands(parser: argparse.ArgumentParser) -> None:
     copied = command("copy", copy)
     copied.add_argument("source", type=any_path, metavar="SRC", help="a checkpoint folder or a run folder, or a URL")
     copied.add_argument("target", type=any_path, metavar="DST", help="the folder or URL to write iter_ folders to")
-    uploaded = commands.add_parser("mirror", help=(mirror.__doc__ or "").rstrip("."), description=mirror.__doc__)
-    uploaded.set_defaults(call=mirror)
+    uploaded = add_command(commands.add_parser, "mirror", mirror)
     uploaded.add_argument("run", type=local_path, metavar="RUN", help="a run folder, or its checkpoint folder")
     uploaded.add_argument("url", metavar="URL", help="the run's URL in the store, such as s3://bucket/run")
     uploaded.add_argument("--once", action="store_true", help="exit once all is uploaded; status 1 if some is not")

@@ -16,7 +16,7 @@ import torch
 from reprise.loading import Checkpoint, Chooser, LoadSource, open_checkpoint
 from reprise.stores import files_of
 from trainer.commands.arguments import any_path, local_path
-from trainer.commands.frame import FINE, framed
+from trainer.commands.frame import FINE, add_command, framed
 from trainer.config.compose import compose
 from trainer.config.saved import model_values
 from trainer.data.tokenizer_beside import with_tokenizer
@@ -92,21 +92,17 @@ def _newest(path: Path) -> Checkpoint:
 
 def _add_commands(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command, call, add_arguments in (
-        ("import", import_checkpoint, _add_import_arguments),
-        ("export", export_checkpoint, _add_export_arguments),
-    ):
-        subparser = commands.add_parser(command, help=(call.__doc__ or "").rstrip("."), description=call.__doc__)
-        formats = subparser.add_subparsers(required=True, metavar="FORMAT", dest="format")
-        for name, form in FORMATS.items():
-            if command == "import" or form.write is not None:
-                format_parser = formats.add_parser(name, help=form.summary, description=form.summary)
-                defaults = {"dtype": "float32", "tokenizer": None, "merge": None, "ema": False}
-                format_parser.set_defaults(call=call, **defaults)
-                add_arguments(format_parser, form)
+    importing, exporting = (
+        add_command(commands.add_parser, name, call).add_subparsers(required=True, metavar="FORMAT", dest="format")
+        for name, call in (("import", import_checkpoint), ("export", export_checkpoint))
+    )
+    for name, form in FORMATS.items():
+        _add_import_arguments(importing.add_parser(name, help=form.summary, description=form.summary))
+        if form.write is not None:
+            _add_export_arguments(exporting.add_parser(name, help=form.summary, description=form.summary), form)
 
 
-def _add_import_arguments(parser: argparse.ArgumentParser, form: Format) -> None:
+def _add_import_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", type=local_path, metavar="SOURCE", help="checkpoint written by the other program")
     parser.add_argument("folder", type=local_path, metavar="FOLDER", help="the new run's checkpoint folder")
     parser.add_argument("overrides", nargs="*", default=[], metavar="KEY=VALUE", help="the new run's configuration")
@@ -118,6 +114,7 @@ def _add_import_arguments(parser: argparse.ArgumentParser, form: Format) -> None
 
 
 def _add_export_arguments(parser: argparse.ArgumentParser, form: Format) -> None:
+    parser.set_defaults(dtype="float32", tokenizer=None, merge=None, ema=False)
     parser.add_argument(
         "checkpoint", type=any_path, metavar="CHECKPOINT", help="an iter_ folder, or a run for its newest; or a URL"
     )

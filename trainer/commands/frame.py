@@ -54,6 +54,15 @@ def framed(
     return main
 
 
+def add_command(
+    add_parser: Callable[..., ArgumentParser], name: str, call: Callable[[Namespace], int]
+) -> ArgumentParser:
+    """Add a command below a subcommand. The docstring of `call` is its help."""
+    parser = add_parser(name, help=(call.__doc__ or "").rstrip("."), description=call.__doc__)
+    parser.set_defaults(call=call)
+    return parser
+
+
 def install_command(error: ModuleNotFoundError) -> str:
     """Return the command that installs a missing module's package."""
     module = str(error.name).partition(".")[0]
