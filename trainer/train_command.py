@@ -64,7 +64,10 @@ def main(arguments: Sequence[str] | None, times: StartTimes) -> int:
             _start_log(environment.rank)
             with importing():
                 resolved = resolve_command(command, FILE_SYSTEM)
-            run(resolved, environment, times)
+            if resolved.config.train.dry_run:
+                _dry_run(resolved.config, environment.world_size)
+            else:
+                run(resolved, environment, times)
     except SystemExit:  # argparse has printed the reason
         raise
     except BaseException as error:  # noqa: BLE001 - printed, and passed on as the exit status
@@ -87,9 +90,6 @@ def run(resolved: Resolved, environment: Environment, times: StartTimes) -> None
         TrainerError: The run cannot start.
     """
     config = resolved.config
-    if config.train.dry_run:
-        _dry_run(config, environment.world_size)
-        return
     validate(config, environment.world_size)
     config = with_micro_batch(config, environment.world_size)
     if config is not resolved.config:
