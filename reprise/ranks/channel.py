@@ -1,7 +1,7 @@
 """Messages between ranks over a key-value store: saves and loads need no collective, and any thread may send.
 
-A channel has its own connection: a store serves one call at a time per connection, and a waiting call would block every
-other thread's.
+A store serves one call at a time per connection. So a channel never waits in a call: it asks again and again, and a
+process needs a single connection for all its channels.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import contextlib
 import copy
 import json
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -29,21 +30,23 @@ _FAILED = "failed"
 _EXIT_GRACE_S = 5.0
 _BATCH = 256  # messages read per call, which holds the GIL while it copies them
 
+# By store, the connection for its channels: a new one costs milliseconds, and other code waits in the store's own.
+_connections = weakref.WeakKeyDictionary[Store, Store]()
+
 
 class StoreChannel:
     """Messages by key between all ranks in a run.
 
     Args:
-        store: Holds the messages. With several ranks the channel clones it.
+        store: Holds the messages. With several ranks, its channels have a connection of their own.
         rank: This rank.
         world_size: The channel's rank count.
         timeout_s: Seconds to wait for a peer's message.
         ranks: The global ranks, the coordinator first. Default: all from 0. Below, rank 0 means the coordinator.
         prefix: Prefix for all keys, because several channels share a store.
-        spare: Idle connections to the store, shared by its channels. None keeps none.
 
-    Any thread may call any method, but a channel serves one thread at a time: `clone` it for another. All ranks call
-    `gather`, `broadcast`, `agree` and the methods built on them in the same order, on a channel or its clones.
+    Any thread may call any method. All ranks call `gather`, `broadcast`, `agree` and the methods built on them in the
+    same order, on a channel or its clones, and on one thread per channel.
 
     `gather` deletes rank 0's earlier broadcasts: a rank in the gather is past them. `broadcast` deletes a rank's
     messages to an earlier `gather`: rank 0 is past it, and deletes nothing for the ranks. A message sent by `put`
@@ -59,27 +62,25 @@ class StoreChannel:
         timeout_s: float,
         ranks: Sequence[int] | None = None,
         prefix: str = "",
-        spare: list[Store] | None = None,
     ) -> None:
-        self._source, self._prefix, self._spare = store, prefix, spare
+        self._source, self._prefix = store, prefix  # kept, because the store may be in this process
+        if world_size > 1 and store not in _connections:
+            _connections[store] = store.clone()  # type: ignore[attr-defined]
+        self._connection = _connections.get(store, store)
+        self._store = PrefixStore(prefix, self._connection) if prefix else self._connection
         self.rank = rank
         self.world_size = world_size
         self.timeout_s = timeout_s
         self.ranks = tuple(range(world_size) if ranks is None else ranks)
-        self._open()
+        self._told: list[str] = []  # rank 0's broadcasts and settled texts since its last `gather`
+        self._gathered: list[str] = []  # this rank's `gather` messages since the last broadcast that it read
 
     def clone(self, timeout_s: float | None = None) -> StoreChannel:
-        """Return a channel on the same store with its own connection."""
+        """Return a channel to the same ranks for another thread, or with another timeout."""
         channel = copy.copy(self)
         channel.timeout_s = self.timeout_s if timeout_s is None else timeout_s
-        channel._open()
+        channel._told, channel._gathered = [], []
         return channel
-
-    def release(self) -> None:
-        """Hand the connection to a later channel. This channel must not be used any more."""
-        if self._spare is not None and self._connection is not self._source:
-            self._spare.append(self._connection)
-            self._spare = None
 
     @property
     def coordinator(self) -> int:
@@ -93,7 +94,7 @@ class StoreChannel:
 
     def store(self, prefix: str, timeout_s: float) -> Store:
         """Return the store below a prefix with its own connection, for a process group other than the run's."""
-        connection = self._source if self.world_size == 1 else self._source.clone()  # type: ignore[attr-defined]
+        connection = self._connection.clone()  # type: ignore[attr-defined]
         connection.set_timeout(timedelta(seconds=timeout_s))
         return PrefixStore(f"{self._prefix}/{prefix}" if self._prefix else prefix, connection)
 
@@ -374,18 +375,6 @@ class StoreChannel:
             if not self._await([f"here/{rank}" for rank in ranks], timeout_s):
                 return [rank for rank in ranks if not self._store.check([f"here/{rank}"])]
         return []
-
-    def _open(self) -> None:
-        """Take an idle connection, or open one."""
-        self._told: list[str] = []  # rank 0's broadcasts and settled texts since its last `gather`
-        self._gathered: list[str] = []  # this rank's `gather` messages since the last broadcast that it read
-        self._connection: Store = self._source
-        if self.world_size > 1:
-            try:
-                self._connection = (self._spare or []).pop()
-            except IndexError:
-                self._connection = self._source.clone()  # type: ignore[attr-defined]
-        self._store: Store = PrefixStore(self._prefix, self._connection) if self._prefix else self._connection
 
     @contextlib.contextmanager
     def _reaching(self, key: str) -> Iterator[None]:

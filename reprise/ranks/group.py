@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import weakref
 from functools import partial
-from typing import Any
 
 import torch.distributed as dist
 import xxhash
@@ -19,9 +17,6 @@ from reprise.torch_private import _get_default_store
 # How long ranks in a call wait for a rank that is late: one with a long evaluation, say.
 CALL_TIMEOUT_S = 120.0
 COMMIT_TIMEOUT_S = 1800.0
-
-# The default store, and its idle connections: a new connection costs milliseconds, and every save needs two.
-_spare: list[Any] = [lambda: None, []]
 
 
 def open_call(
@@ -65,7 +60,6 @@ def open_call(
         timeout_s=COMMIT_TIMEOUT_S,
         ranks=(first, *(member for member in ranks if member != first)),
         prefix=f"{group}/{count}",
-        spare=_spare_connections(store),
     )
 
     def check_all() -> None:
@@ -89,14 +83,6 @@ def check_seconds(name: str, limit: object, *, may_be_zero: bool = False) -> Non
             expected="a finite number of seconds, 0 or more" if may_be_zero else "a finite number of seconds above 0",
             found=repr(limit),
         )
-
-
-def _spare_connections(store: Store) -> list[Store]:
-    """Return the default store's connections left by earlier calls. A new store has none."""
-    if _spare[0]() is not store:
-        _spare[:] = [weakref.ref(store), []]
-    connections: list[Store] = _spare[1]
-    return connections
 
 
 def _require_coordinator(coordinator_rank: int, ranks: tuple[int, ...]) -> None:

@@ -196,7 +196,7 @@ class OpenCall:
     as long as the program refers to the interrupt.
 
     Args:
-        channel: This call's own channel, released at its end.
+        channel: This call's own channel.
         name: The call as the user wrote it, with everything that must be equal on all ranks.
         check: Raises if this rank's arguments are invalid; then every rank raises.
     """
@@ -223,13 +223,12 @@ class OpenCall:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Release the channel, or report the error to the other ranks.
+        """Report an error to the other ranks.
 
         Raises:
             CheckpointError: Replaces a LaunchError if another rank failed with its own error.
         """
         if error is None:
-            self._channel.release()
             return
         if isinstance(error, LaunchError) and self._channel.world_size > 1:
             with contextlib.suppress(dist.DistError):

@@ -295,7 +295,6 @@ class Checkpointer:
             self._worker.close(self._policy.commit_timeout_s)
             self._local_ranks.drop()
             self._staging.close()
-            self._worker_channel.release()
         self.abandon()
 
     def _start(

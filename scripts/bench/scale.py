@@ -198,15 +198,14 @@ def _find_hosts(hosts: Sequence[int], channel: StoreChannel) -> object:
 def _peers(measure: str, ranks: int, port: int) -> Callable[[str], float]:
     """Serve the store, and return what makes a call of all ranks but rank 0: it returns the bytes that one sends."""
     store = TCPStore("127.0.0.1", port, None, True, wait_for_workers=False)
-    peers, spare = dict(_calls(measure, ranks, is_first=False)), [store.clone()]  # type: ignore[attr-defined]
+    peers = dict(_calls(measure, ranks, is_first=False))
 
     def call(name: str) -> float:
         before = _PeerChannel.sent_bytes
         for rank in range(1, ranks):
-            channel = _PeerChannel(store, rank, world_size=ranks, timeout_s=_TIMEOUT_S, spare=spare)
+            channel = _PeerChannel(store, rank, world_size=ranks, timeout_s=_TIMEOUT_S)
             with suppress(LaunchError):
                 peers[rank][name](channel)
-            channel.release()
         return (_PeerChannel.sent_bytes - before) / (ranks - 1)
 
     return call
