@@ -283,13 +283,10 @@ class StoreChannel:
             TrainerError: This rank's `problem`, or another rank's first. A DataError, MismatchError, LockError,
                 LaunchError or UnreadableError keeps its class, any other becomes a CheckpointError.
         """
-        messages = self.gather(f"{key}/problem", b"" if problem is None else pack(problem).encode())
-        problems = [(rank, *unpack(data.decode())) for rank, data in zip(self.ranks, messages, strict=False) if data]
-        decision = "".join(pack(kind(f"Rank {rank}: {text}")) for rank, kind, text in problems[:1])
-        decision = self.broadcast(f"{key}/decision", decision.encode()).decode()
+        messages = self.gather(f"{key}/problem", b"" if problem is None else pack(problem, self.rank).encode())
+        decision = self.broadcast(f"{key}/decision", next(filter(None, messages), b"")).decode()
         if decision:
-            kind, text = unpack(decision)
-            error = problem or kind(text)
+            error = problem or unpack(decision)
             error.is_known_to_all = True
             raise error
 
@@ -314,23 +311,20 @@ class StoreChannel:
         Raises:
             TrainerError: `make` raised. Every rank raises, with the classes in `agree`.
         """
-        if not self.coordinates:
-            message = json.loads(self.broadcast(key, None))
-            if "problem" in message:
-                kind, text = unpack(message["problem"])
-                error = kind(f"Rank {self.coordinator}: {text}")
-                error.is_known_to_all = True
-                raise error
-            return message["value"]
-        try:
-            message = json.dumps({"value": make()})
-        except BaseException as error:
-            with contextlib.suppress(LaunchError):
-                self.broadcast(key, json.dumps({"problem": pack(as_problem(error))}).encode())
-            if isinstance(error, TrainerError):
-                error.is_known_to_all = True
-            raise
-        return json.loads(self.broadcast(key, message.encode()))["value"]
+        data: bytes | None = None
+        if self.coordinates:
+            try:
+                data = json.dumps({"value": make()}).encode()
+            except BaseException as error:
+                with contextlib.suppress(LaunchError):
+                    self.broadcast(key, json.dumps({"problem": pack(as_problem(error), self.rank)}).encode())
+                if isinstance(error, TrainerError):
+                    error.is_known_to_all = True
+                raise
+        answer = json.loads(self.broadcast(key, data))
+        if "problem" in answer:
+            raise unpack(answer["problem"])
+        return answer["value"]
 
     def fail(self, text: str) -> str | None:
         """Report this rank's failure to every rank, which ends their waits for its messages. The first report counts.

@@ -25,13 +25,19 @@ def as_problem(error: BaseException) -> TrainerError:
     return CheckpointError(f"{type(error).__name__}: {error}"[:_MOST_CHARACTERS].rstrip(": ."))
 
 
-def pack(problem: TrainerError) -> str:
-    """Return an error as a message for any store; `unpack` restores its class and text."""
-    text = f"{type(problem).__name__}\n{str(problem).rstrip('.')}"
-    return text.encode(errors="backslashreplace").decode()
+def pack(problem: TrainerError, rank: int | None = None) -> str:
+    """Return an error as a message for any store; `unpack` restores its class and text.
+
+    Args:
+        rank: The failed rank, for the text. None if the error is every rank's.
+    """
+    text = str(problem).rstrip(".") if rank is None else f"Rank {rank}: {str(problem).rstrip('.')}"
+    return f"{type(problem).__name__}\n{text}".encode(errors="backslashreplace").decode()
 
 
-def unpack(message: str) -> tuple[type[TrainerError], str]:
-    """Return an error's class and text. A class without meaning to other ranks becomes CheckpointError."""
+def unpack(message: str) -> TrainerError:
+    """Return an error which all ranks learn. A class without meaning to other ranks becomes CheckpointError."""
     kind, _, text = message.partition("\n")
-    return _KINDS.get(kind, CheckpointError), text
+    error = _KINDS.get(kind, CheckpointError)(text)
+    error.is_known_to_all = True
+    return error

@@ -88,8 +88,7 @@ class JointCall:
             LaunchError: The store is gone.
         """
         if not self._is_decided:
-            kind, text = unpack(pack(problem))
-            self.channel.settle(self._decision, _NO + pack(kind(f"Rank {self.channel.rank}: {text}")))
+            self.channel.settle(self._decision, _NO + pack(problem, self.channel.rank))
             self._is_decided = True  # last: an interrupt before this leaves the call out of step
 
     def offer(self, data: bytes) -> list[bytes]:
@@ -145,10 +144,7 @@ class JointCall:
         self._is_decided = True  # second: an interrupt between these two leaves the call out of step
         if self.is_agreed:
             return decision[len(_YES) :]
-        kind, text = unpack(decision[len(_NO) :])
-        error = kind(text)
-        error.is_known_to_all = True
-        raise error
+        raise unpack(decision[len(_NO) :])
 
     def _await(self, is_there: Callable[[], bool], absent: Callable[[], Sequence[int]]) -> None:
         """Wait for a message or a decision.
