@@ -9,25 +9,6 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 
-class CommitStage(Enum):
-    """A rank's stage. Rank 0, the coordinator, passes through COLLECTING, the others through REPORTING; all may skip.
-
-    Where each host has its own folder, the other hosts' leaders also pass through PREPARING to RENAMING.
-    """
-
-    WRITING = "writing its own part"
-    REPORTING = "storing its report"
-    AWAITING = "waiting for the decision"
-    LOOKING = "looking for the checkpoint, as no decision came"
-    COLLECTING = "waiting for the others' reports"
-    PREPARING = "writing all that the rename needs"
-    PREPARED = "prepared, with a rename that only rank 0 may decide"
-    AWAITING_LEADERS = "waiting for the other hosts' folders"
-    RENAMING = "renaming: too late to abort"
-    BROADCASTING = "sending the decision"
-    ENDED = "ended"
-
-
 class Outcome(Enum):
     """An attempt's outcome on a rank. UNKNOWN: in doubt; it may be committed, or still become so."""
 
@@ -37,21 +18,25 @@ class Outcome(Enum):
 
 
 class Action(Enum):
-    """The next action. Once done, it is an event itself, unless it has a result. NOTHING: another thread acts.
+    """What a rank does, or is to do next. Once done, it is an event itself, unless it has a result.
 
-    COLLECT and AWAIT_LEADERS are done once every other rank, or leader, has succeeded.
+    Rank 0, the coordinator, alone has COLLECT, AWAIT_LEADERS and BROADCAST. The others have REPORT, AWAIT_DECISION and
+    LOOK. Where each host has its own folder, the other hosts' leaders also PREPARE, ANSWER, AWAIT_ORDER and RENAME.
+
+    COLLECT and AWAIT_LEADERS are done once every other rank, or leader, has succeeded. NOTHING: another thread acts.
     """
 
     NOTHING = "nothing"
     WRITE = "write its own part"
     REPORT = "store the report"
-    AWAIT_DECISION = "wait for the decision"
-    LOOK = "look whether the checkpoint is there; done if it is"
-    COLLECT = "wait for the reports"
-    PREPARE = "prepare the checkpoint"
+    AWAIT_DECISION = "wait for the decision, or the request to prepare"
+    LOOK = "look whether the checkpoint is there, as no decision came; done if it is"
+    COLLECT = "wait for the others' reports"
+    PREPARE = "write all that the rename needs"
     ANSWER = "tell rank 0 whether this host's folder is prepared"
+    AWAIT_ORDER = "wait for rank 0, which alone may decide the rename"
     AWAIT_LEADERS = "wait for the answers of the other hosts"
-    RENAME = "rename it"
+    RENAME = "rename: too late to abort"
     BROADCAST = "send the decision; done also where the store is gone: it stays decided"
     END = "end"
 
@@ -99,13 +84,14 @@ class CommitState:
     Args:
         leads: Whether this rank leads a host with its own folder.
         coordinates: Whether this rank decides. It is rank 0, unless a process group names another.
+        stage: What the rank is doing.
         problem: The first reason why it cannot become a checkpoint.
         outcome: Set when decided; on rank 0 before the broadcast.
     """
 
     leads: bool = False
     coordinates: bool = False
-    stage: CommitStage = CommitStage.WRITING
+    stage: Action = Action.WRITE
     problem: str | None = None
     outcome: Outcome | None = None
 
@@ -121,104 +107,92 @@ def advance(state: CommitState, event: Event) -> tuple[CommitState, Action]:
     """
     if isinstance(event, Aborted):
         return _aborted(state, event.why)
-    if state.stage is CommitStage.ENDED:
+    if state.stage is Action.END:
         return state, Action.END
-    return _advance_rank0(state, event) if state.coordinates else _advance_other(state, event)
+    after = _advance_rank0(state, event) if state.coordinates else _advance_other(state, event)
+    return after, Action.NOTHING if after is state else after.stage
 
 
 def _aborted(state: CommitState, why: str) -> tuple[CommitState, Action]:
-    is_open = _BEFORE_RENAME if state.coordinates else {CommitStage.WRITING}
-    if state.stage not in is_open:
+    if state.stage not in (_BEFORE_RENAME if state.coordinates else {Action.WRITE}):
         return state, Action.NOTHING
-    action = Action.BROADCAST if state.coordinates else Action.REPORT
-    return replace(state, stage=CommitStage.ENDED, problem=state.problem or why, outcome=Outcome.FAILED), action
+    return _ended(state, Outcome.FAILED, why), Action.BROADCAST if state.coordinates else Action.REPORT
 
 
-_BEFORE_RENAME = {
-    CommitStage.WRITING,
-    CommitStage.COLLECTING,
-    CommitStage.PREPARING,
-    CommitStage.AWAITING_LEADERS,
+_BEFORE_RENAME = {Action.WRITE, Action.COLLECT, Action.PREPARE, Action.AWAIT_LEADERS}
+# What follows a success.
+_NEXT_ON_RANK0 = {
+    Action.WRITE: Action.COLLECT,
+    Action.COLLECT: Action.PREPARE,
+    Action.PREPARE: Action.AWAIT_LEADERS,
+    Action.AWAIT_LEADERS: Action.RENAME,
+}
+_NEXT_ON_OTHERS = {
+    Action.WRITE: Action.REPORT,
+    Action.REPORT: Action.AWAIT_DECISION,
+    Action.PREPARE: Action.ANSWER,
+    Action.ANSWER: Action.AWAIT_ORDER,
 }
 
 
-def _advance_rank0(state: CommitState, event: Event) -> tuple[CommitState, Action]:
+def _advance_rank0(state: CommitState, event: Event) -> CommitState:
     match state.stage, event:
-        case CommitStage.WRITING, Action.WRITE:
-            return replace(state, stage=CommitStage.COLLECTING), Action.COLLECT
-        case CommitStage.WRITING, Silence(why):  # a rank did not offer its part
+        case Action.BROADCAST, (Action.BROADCAST | Silence() | Failed()):
+            return replace(state, stage=Action.END)
+        case Action.WRITE, Failed(why):  # the others' reports are still collected
+            return replace(state, stage=Action.COLLECT, problem=why)
+        case Action.COLLECT, Action.COLLECT if state.problem is not None:
+            return _failed(state, state.problem)
+        case Action.RENAME, Action.RENAME:
+            return replace(state, stage=Action.BROADCAST, outcome=Outcome.COMMITTED)
+        case _, (Silence(why) | Failed(why)):  # while it writes: a rank did not offer its part
             return _failed(state, why)
-        case CommitStage.WRITING, Failed(why):  # the others' reports are still collected
-            return replace(state, stage=CommitStage.COLLECTING, problem=why), Action.COLLECT
-        case CommitStage.COLLECTING, Action.COLLECT if state.problem is None:
-            return replace(state, stage=CommitStage.PREPARING), Action.PREPARE
-        case CommitStage.COLLECTING, Action.COLLECT:
-            return _failed(state, None)
-        case CommitStage.PREPARING, Action.PREPARE:
-            return replace(state, stage=CommitStage.AWAITING_LEADERS), Action.AWAIT_LEADERS
-        case CommitStage.AWAITING_LEADERS, Action.AWAIT_LEADERS:
-            return replace(state, stage=CommitStage.RENAMING), Action.RENAME
-        case CommitStage.RENAMING, Action.RENAME:
-            return replace(state, stage=CommitStage.BROADCASTING, outcome=Outcome.COMMITTED), Action.BROADCAST
-        case CommitStage.BROADCASTING, (Action.BROADCAST | Silence() | Failed()):
-            return replace(state, stage=CommitStage.ENDED), Action.END
-        case _, (Silence(why) | Failed(why)):
-            return _failed(state, why)
-    return state, Action.NOTHING
+        case stage, done if done is stage and stage in _NEXT_ON_RANK0:
+            return replace(state, stage=_NEXT_ON_RANK0[stage])
+    return state
 
 
-def _failed(state: CommitState, why: str | None) -> tuple[CommitState, Action]:
-    problem = state.problem or why
-    return replace(state, stage=CommitStage.BROADCASTING, problem=problem, outcome=Outcome.FAILED), Action.BROADCAST
+def _failed(state: CommitState, why: str) -> CommitState:
+    return replace(_ended(state, Outcome.FAILED, why), stage=Action.BROADCAST)
 
 
 _COMMITTED_EARLIER = "Rank 0's host has this iteration of an earlier attempt; the next start completes it on this one"
-_WAITING = (CommitStage.REPORTING, CommitStage.AWAITING, CommitStage.PREPARED)
 
 
-def _advance_other(state: CommitState, event: Event) -> tuple[CommitState, Action]:
+def _advance_other(state: CommitState, event: Event) -> CommitState:
+    is_good = state.problem is None
     match state.stage, event:
-        case CommitStage.WRITING, Action.WRITE:
-            return replace(state, stage=CommitStage.REPORTING), Action.REPORT
-        case CommitStage.WRITING, (Failed(why) | Silence(why)):
-            return replace(state, stage=CommitStage.REPORTING, problem=why), Action.REPORT
-        case CommitStage.REPORTING, Action.REPORT:
-            return replace(state, stage=CommitStage.AWAITING), Action.AWAIT_DECISION
-        case stage, Silence(why) if stage in _WAITING:
-            if state.problem is not None:
-                return _ended(state, Outcome.FAILED)
-            return replace(state, stage=CommitStage.LOOKING, problem=why), Action.LOOK
-        case CommitStage.AWAITING, AskedToPrepare() if state.leads and state.problem is None:
-            return replace(state, stage=CommitStage.PREPARING), Action.PREPARE
-        case CommitStage.PREPARING, Action.PREPARE:
-            return replace(state, stage=CommitStage.PREPARED), Action.ANSWER
-        case CommitStage.PREPARING, Failed(why):
-            return replace(state, stage=CommitStage.PREPARED, problem=why), Action.ANSWER
-        case CommitStage.PREPARED, Action.ANSWER:
-            return state, Action.AWAIT_DECISION
-        case CommitStage.PREPARED, Decision(None) if state.problem is None:
-            return replace(state, stage=CommitStage.RENAMING), Action.RENAME
-        case CommitStage.PREPARED, Decision(None):  # rank 0 cannot decide it: this folder stays as it is
-            return _ended(state, Outcome.UNKNOWN)
-        case CommitStage.PREPARED, Decision(why):
-            return _ended(replace(state, problem=state.problem or why), Outcome.FAILED)
-        case CommitStage.RENAMING, Action.RENAME:
-            return _ended(state, Outcome.COMMITTED)
-        case CommitStage.RENAMING, Failed(why):  # the other hosts have it; the next start renames this folder
-            return _ended(replace(state, problem=why), Outcome.UNKNOWN)
-        case CommitStage.AWAITING, Decision(None) if state.leads and state.problem is None:
+        case Action.WRITE, (Failed(why) | Silence(why)):
+            return replace(state, stage=Action.REPORT, problem=why)
+        case ((Action.REPORT | Action.AWAIT_DECISION | Action.ANSWER | Action.AWAIT_ORDER), Silence(why)):
+            return replace(state, stage=Action.LOOK, problem=why) if is_good else _ended(state, Outcome.FAILED)
+        case Action.AWAIT_DECISION, AskedToPrepare() if state.leads and is_good:
+            return replace(state, stage=Action.PREPARE)
+        case Action.PREPARE, Failed(why):
+            return replace(state, stage=Action.ANSWER, problem=why)
+        case ((Action.AWAIT_DECISION | Action.AWAIT_ORDER), Decision(str(why))):
+            return _ended(state, Outcome.FAILED, why)
+        case Action.AWAIT_ORDER, Decision(None):
+            # With a problem, rank 0 cannot decide on it: this folder stays as it is.
+            return replace(state, stage=Action.RENAME) if is_good else _ended(state, Outcome.UNKNOWN)
+        case Action.AWAIT_DECISION, Decision(None) if state.leads and is_good:
             # An earlier attempt is committed. This host may have only its prepared folder, which must stay.
-            return _ended(replace(state, problem=_COMMITTED_EARLIER), Outcome.UNKNOWN)
-        case CommitStage.AWAITING, Decision(None):
-            return _ended(state, Outcome.COMMITTED if state.problem is None else Outcome.FAILED)
-        case CommitStage.AWAITING, Decision(str(why)):
-            return _ended(replace(state, problem=state.problem or why), Outcome.FAILED)
-        case CommitStage.LOOKING, Action.LOOK:
+            return _ended(state, Outcome.UNKNOWN, _COMMITTED_EARLIER)
+        case Action.AWAIT_DECISION, Decision(None):
+            return _ended(state, Outcome.COMMITTED if is_good else Outcome.FAILED)
+        case Action.RENAME, Action.RENAME:
+            return _ended(state, Outcome.COMMITTED)
+        case Action.RENAME, Failed(why):  # the other hosts have it; the next start renames this folder
+            return _ended(state, Outcome.UNKNOWN, why)
+        case Action.LOOK, Action.LOOK:
             return _ended(replace(state, problem=None), Outcome.COMMITTED)
-        case CommitStage.LOOKING, Failed():
+        case Action.LOOK, Failed():
             return _ended(state, Outcome.UNKNOWN)
-    return state, Action.NOTHING
+        case stage, done if done is stage and stage in _NEXT_ON_OTHERS:
+            return replace(state, stage=_NEXT_ON_OTHERS[stage])
+    return state
 
 
-def _ended(state: CommitState, outcome: Outcome) -> tuple[CommitState, Action]:
-    return replace(state, stage=CommitStage.ENDED, outcome=outcome), Action.END
+def _ended(state: CommitState, outcome: Outcome, why: str | None = None) -> CommitState:
+    """Return the last state. An earlier problem stays."""
+    return replace(state, stage=Action.END, problem=state.problem or why, outcome=outcome)

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from reprise.commit import commit_state, finish
 from reprise.commit.attempt import Attempt, Copying
-from reprise.commit.commit_state import Action, CommitStage, Event, Outcome
+from reprise.commit.commit_state import Action, Event, Outcome
 from reprise.commit.joint_plan import JointPlan, KnownPlans, encode
 from reprise.commit.messages import (
     DecisionMessage,
@@ -74,6 +74,7 @@ class TwoPhaseCommit(ABC):
     is_durable: bool = False
     _error: BaseException | None = None  # this rank's
     _report: RankReport = RankReport()  # noqa: RUF009 - frozen
+    _files: bytes = b""  # packed, on another host's leader
     _order: bytes = b""  # for the copies
     # On rank 0, by rank:
     _reports: dict[int, RankReport] = field(default_factory=dict)
@@ -120,13 +121,14 @@ class TwoPhaseCommit(ABC):
             Action.WRITE: self._write,
             Action.REPORT: lambda: self._send("report", self._report),
             Action.AWAIT_DECISION: self._await_decision,
+            Action.AWAIT_ORDER: self._read_decision,
             Action.LOOK: self._look,
             Action.COLLECT: self._collect,
             Action.PREPARE: self._prepare,
             Action.ANSWER: self._answer,
             Action.AWAIT_LEADERS: self._await_leaders,
             Action.RENAME: self._rename,
-            Action.BROADCAST: lambda: self.shared.post(self.channel, "decision", self._decision()),
+            Action.BROADCAST: lambda: self.shared.decide(self._decision()),
         }
 
     def _failure(self, error: BaseException, *, is_silence: bool) -> Event:
@@ -170,7 +172,7 @@ class TwoPhaseCommit(ABC):
                 self._lead(offer)
                 return True
         except BaseException as error:
-            self.shared.refuse(channel, error)
+            self.shared.refuse(error)
             raise
         self._send("offer", offer)
         answer = Opening.from_bytes(self._read("opened"))
@@ -188,14 +190,14 @@ class TwoPhaseCommit(ABC):
         require_readiness(offers)
         self._plan = self.plans.joint(self.attempt.layout, offers)
         if sides := differing_sides({rank: offer.groups for rank, offer in offers.items()}):
-            shared.put(channel, "opened", Opening(sides=sides).to_bytes(), is_first=False)
+            shared.put("opened", Opening(sides=sides), is_first=False)
         require_agreement(channel, shared.key, sides, self.replicas.table)
         self.begin()
         self.plans.delivered()
-        shared.post(channel, "opened", Opening())
+        shared.post("opened", Opening())
 
     def _send(self, kind: str, message: Message) -> None:
-        self.shared.put(self.channel, f"{kind}/{self.channel.rank}", message.to_bytes())
+        self.shared.put(f"{kind}/{self.channel.rank}", message)
 
     def _read(self, kind: str) -> bytes:
         """Wait for rank 0's message."""
@@ -208,17 +210,19 @@ class TwoPhaseCommit(ABC):
         return dict(zip(ranks, map(form.from_bytes, messages), strict=True))
 
     def _await_decision(self) -> Event:
-        """Wait for rank 0's decision or, on another host's leader, its request to prepare."""
-        state, key, iteration = self.shared.current, self.shared.key, self.attempt.iteration
-        coordinator = f"rank {self.channel.coordinator}"
-        if state.stage is CommitStage.AWAITING and state.leads:
-            keys = [f"{key}/files", f"{key}/decision"]
-            if self.channel.await_any(keys, sender=coordinator) == keys[0]:
+        """Wait for rank 0's decision or, on another host's leader, the files that it asks to prepare."""
+        if self.shared.current.leads:
+            self._files = Message.from_bytes(self._read("files")).payload
+            if self._files:
                 return commit_state.AskedToPrepare()
-        decision = DecisionMessage.from_bytes(self._read("decision"))
+        return self._read_decision()
+
+    def _read_decision(self) -> Event:
+        iteration, decision = self.attempt.iteration, DecisionMessage.from_bytes(self._read("decision"))
         self._order, problem = decision.payload, decision.problem
         if problem is None and decision.iteration != iteration:
-            problem = f"{coordinator.capitalize()} saved iteration {decision.iteration}, this rank {iteration}"
+            coordinator = self.channel.coordinator
+            problem = f"Rank {coordinator} saved iteration {decision.iteration}, this rank {iteration}"
         return commit_state.Decision(None if problem is None else problem.rstrip("."))
 
     def _look(self) -> Event | None:
@@ -241,9 +245,9 @@ class TwoPhaseCommit(ABC):
                 return files
             files = self._with_host_file(files)
             if len(attempt.hosts.leaders) > 1:
-                self.shared.put(channel, "files", pack_files(files))
+                self.shared.put("files", Message(payload=pack_files(files)))
         else:
-            files = unpack_files(self._read("files"))
+            files = unpack_files(self._files)
         return of_host(files, attempt.hosts.number_of(channel.rank))
 
     def _tensors(self) -> Mapping[str, TensorEntry]:

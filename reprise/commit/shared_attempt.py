@@ -17,7 +17,7 @@ _log = logging.getLogger(__name__)
 
 
 class SharedAttempt:
-    """An attempt's commit state on this rank, and this rank's messages. Each thread gives its own channel.
+    """An attempt's commit state on this rank, and this rank's messages. Both threads send on the worker's channel.
 
     A run of a single rank sends no messages.
 
@@ -29,10 +29,10 @@ class SharedAttempt:
         left: Keys of this rank's messages, on earlier attempts too, until `delete_read` deletes the messages.
     """
 
-    def __init__(self, name: str, rank: int, hosts: Hosts) -> None:
-        self.key, self.left = f"save/{name}", list[str]()
-        coordinator, *others = hosts.leaders
-        self._state = CommitState(leads=rank in others, coordinates=rank == coordinator)
+    def __init__(self, name: str, channel: StoreChannel, hosts: Hosts) -> None:
+        self.key, self.left, self._channel = f"save/{name}", list[str](), channel
+        coordinator, *self._followers = hosts.leaders
+        self._state = CommitState(leads=channel.rank in self._followers, coordinates=channel.rank == coordinator)
         self._lock = threading.Lock()
 
     @property
@@ -46,37 +46,39 @@ class SharedAttempt:
             self._state, action = commit_state.advance(self._state, event)
             return action
 
-    def put(self, channel: StoreChannel, kind: str, data: bytes, *, is_first: bool = True) -> None:
+    def put(self, kind: str, message: Message, *, is_first: bool = True) -> None:
         """Send a message; see `StoreChannel.put`.
 
         Raises:
             LaunchError: The store does not hold it.
         """
-        if channel.world_size > 1:
+        if self._channel.world_size > 1:
             self.left.append(f"{self.key}/{kind}")
-            channel.put(f"{self.key}/{kind}", data, is_first=is_first)
+            self._channel.put(f"{self.key}/{kind}", message.to_bytes(), is_first=is_first)
 
-    def post(self, channel: StoreChannel, kind: str, message: Message) -> None:
+    def post(self, kind: str, message: Message) -> None:
         """Send a message that changes nothing decided. If the store is gone, log it. An earlier message stands."""
         try:
-            self.put(channel, kind, message.to_bytes(), is_first=False)
+            self.put(kind, message, is_first=False)
         except LaunchError as error:
             _log.error("%s/%s could not be sent: %s", self.key, kind, error)
 
-    def decide(self, channel: StoreChannel, decision: DecisionMessage) -> None:
-        """Decide the attempt before any rank writes. Rank 0 only."""
-        self.post(channel, "decision", decision)
-        self.post(channel, "opened", Opening(is_decided=True))
+    def decide(self, decision: DecisionMessage) -> None:
+        """Send the decision, and end all waits for rank 0's earlier messages. Rank 0 only."""
+        self.post("decision", decision)
+        self.post("opened", Opening(is_decided=True))
+        if self._followers:
+            self.post("files", Message())
 
-    def refuse(self, channel: StoreChannel, error: BaseException) -> None:
+    def refuse(self, error: BaseException) -> None:
         """Tell the other ranks that this rank saves nothing, unless it has opened the attempt, or offered its part."""
         problem = str(as_problem(error))
-        if channel.coordinates:
-            self.post(channel, "opened", Opening(problem=problem))
+        if self._state.coordinates:
+            self.post("opened", Opening(problem=problem))
         else:
-            self.post(channel, f"offer/{channel.rank}", Offer(problem=problem))
+            self.post(f"offer/{self._channel.rank}", Offer(problem=problem))
 
-    def abort(self, channel: StoreChannel, error: TrainerError) -> bool:
+    def abort(self, error: TrainerError) -> bool:
         """Abort the attempt on behalf of a hung worker, and tell the other ranks.
 
         Returns:
@@ -85,13 +87,13 @@ class SharedAttempt:
         """
         action = self.take(commit_state.Aborted(str(error)))
         if action is Action.BROADCAST:
-            self.decide(channel, DecisionMessage(problem=str(error)))
+            self.decide(DecisionMessage(problem=str(error)))
         if action is Action.REPORT:
-            self.post(channel, f"report/{channel.rank}", RankReport(problem=str(error)))
-            self.refuse(channel, error)
+            self.post(f"report/{self._channel.rank}", RankReport(problem=str(error)))
+            self.refuse(error)
         return self.current.outcome is Outcome.FAILED
 
-    def delete_read(self, channel: StoreChannel) -> None:
+    def delete_read(self) -> None:
         """Delete this rank's messages, except the decision: once an attempt is committed, every rank has read them.
 
         Earlier attempts' messages are deleted too. By now every rank has finished or aborted those attempts.
@@ -100,5 +102,5 @@ class SharedAttempt:
             LaunchError: The store is gone.
         """
         decision = f"{self.key}/decision"
-        channel.delete([key for key in self.left if key != decision])
+        self._channel.delete([key for key in self.left if key != decision])
         self.left[:] = [decision] * (decision in self.left)

@@ -186,23 +186,6 @@ class StoreChannel:
                 raise self._silent(silent, senders[silent], error) from error
         return data
 
-    def await_any(self, keys: Sequence[str], *, sender: str) -> str:
-        """Wait for a message under any of `keys`, and return its key.
-
-        Raises:
-            LaunchError: There is none after `timeout_s`. Names the `sender`.
-        """
-
-        def arrived() -> list[str]:
-            return [key for key in keys if self._store.check([key])]
-
-        try:
-            if not self._poll(lambda: bool(arrived()), self.timeout_s, watch=True):
-                raise dist.DistStoreError("nothing came")
-            return arrived()[0]
-        except dist.DistError as error:
-            raise self._silent(keys[0], sender, error) from error
-
     def delete(self, keys: Sequence[str]) -> None:
         """Delete the stored messages among these keys. No rank reads them any more.
 

@@ -178,7 +178,7 @@ class Checkpointer:
         """
         called, blocked_s, name = time.perf_counter(), self.results.blocked_s, f"{self._nonce}-{self.attempts + 1}"
         target = self._owned.folder.iteration(iteration)
-        shared = SharedAttempt(name, self._channel.rank, self._owned.hosts)
+        shared = SharedAttempt(name, self._worker_channel, self._owned.hosts)
         try:
             self.attempts += 1  # before anything may fail, so that all ranks have the same count
             self.wait()
@@ -190,7 +190,7 @@ class Checkpointer:
             if is_saved and not self._policy.copies_at_call:  # else the tensors may have changed since
                 _log.info("iteration %d needs no new save", iteration)
                 if self._channel.coordinates:
-                    shared.decide(self._channel, DecisionMessage(iteration=iteration))
+                    shared.decide(DecisionMessage(iteration=iteration))
                 return None
             if self.job is not None and not self.job.is_done:  # a hung thread may still use the arena
                 raise stalled_error(target)
@@ -201,7 +201,7 @@ class Checkpointer:
             problem = as_problem(error)
             if isinstance(error, torch.OutOfMemoryError):
                 problem = no_memory_error(target, error)
-            shared.abort(self._channel, problem)
+            shared.abort(problem)
             if self._started is not None and self._started.shared is shared:
                 self._detach(self._started)
                 self.drain(LINGER_S)  # the thread removes its files, and is idle for the next save
@@ -240,7 +240,7 @@ class Checkpointer:
             error = failure
             if not job.is_done and not snapshot.is_aborted:
                 snapshot.abort()
-                save_job.shared.abort(self._channel, failure)
+                save_job.shared.abort(failure)
             if save_job.shared.current.outcome is not Outcome.FAILED:
                 self._in_doubt = attempt, result
         except BaseException as interrupt:
@@ -358,7 +358,7 @@ class Checkpointer:
             snapshot.abort()
             raise
         if snapshot.is_aborted and not was_aborted:
-            save_job.shared.abort(self._channel, stalled_error(save_job.attempt.target))
+            save_job.shared.abort(stalled_error(save_job.attempt.target))
         blocked_s = time.perf_counter() - start
         save_job.report.blocked_s += blocked_s
         self.results.blocked_s += blocked_s

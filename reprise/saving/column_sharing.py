@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from reprise.commit.messages import Message
 from reprise.commit.shared_attempt import SharedAttempt
 from reprise.errors import CheckpointError
 from reprise.format.box import Box, Image
@@ -240,7 +241,7 @@ class LocalRanks:
         message: object = report
         if self._rank == first:
             message = decision = self._decide([report, *(self._read(shared, rank) for rank in others)], layout)
-        shared.put(self._channel, f"stripes/{self._rank}", json.dumps(message).encode())
+        shared.put(f"stripes/{self._rank}", Message(payload=json.dumps(message).encode()))
         if self._rank != first:
             decision = self._read(shared, first)
         if decision is None:
@@ -260,7 +261,8 @@ class LocalRanks:
         return self._memory, self._stripes(rows, layout)
 
     def _read(self, shared: SharedAttempt, rank: int) -> Any:
-        return json.loads(self._channel.read(f"{shared.key}/stripes/{rank}", sender=f"rank {rank}"))
+        message = self._channel.read(f"{shared.key}/stripes/{rank}", sender=f"rank {rank}")
+        return json.loads(Message.from_bytes(message).payload)
 
     def drop(self) -> None:
         """Drop the memory. The next save uses a new block, since a failed rank may still write to the old block."""

@@ -134,7 +134,7 @@ class SaveJob(TwoPhaseCommit):
             for path in remains:
                 self._remove(path)
             if is_committed:
-                self.shared.delete_read(self.channel)
+                self.shared.delete_read()
         except (LaunchError, OSError) as error:
             _log.error("remains of earlier saves stay: %s", error)
 

@@ -101,7 +101,7 @@ class _Saves:
         """Commit an attempt; a peer's ends where it would wait, as if it were committed."""
         folder = CheckpointFolder(Path(tempfile.gettempdir()), Files())
         attempt = Attempt(7, name, folder, self._layout, Hosts.of(channel.ranks))
-        shared = SharedAttempt(name, self._rank, attempt.hosts)
+        shared = SharedAttempt(name, channel, attempt.hosts)
         commit = _Commit(
             attempt=attempt,
             contents=Contents((), ()),
@@ -118,7 +118,7 @@ class _Saves:
             if not isinstance(channel, _PeerChannel):
                 raise
         if not isinstance(channel, _PeerChannel):
-            shared.delete_read(channel)
+            shared.delete_read()
 
 
 def _rows(ranks: int) -> tuple[Layout, RankPieces]:

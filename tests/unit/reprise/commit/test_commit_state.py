@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from reprise.commit import commit_state
 from reprise.commit.attempt import Attempt, Hosts
-from reprise.commit.commit_state import Action, CommitStage, CommitState, Event, Outcome
+from reprise.commit.commit_state import Action, CommitState, Event, Outcome
 from reprise.commit.joint_plan import KnownPlans, encode
 from reprise.commit.messages import DecisionMessage, Offer, RankReport
 from reprise.commit.replicas import ReplicaDigests
@@ -250,7 +250,7 @@ class Attempted:
             if told.is_local:
                 put_checkpoint(root / "iter_0000006", "n-0", self.hosts, host)
         for number in range(told.ranks):
-            rank = Rank(number, SharedAttempt("n-1", number, self.hosts))
+            rank = Rank(number, SharedAttempt("n-1", self.channel(number), self.hosts))
             rank.worker = self.turns.add(f"worker {number}", number, lambda rank=rank: self._save(rank))
             if told.aborts_s[number] is not None:
                 rank.main = self.turns.add(f"main {number}", number, lambda rank=rank: self._abort(rank))
@@ -299,9 +299,9 @@ class Attempted:
         assert [task.error for task in tasks] == [None] * self.told.ranks
         assert all(task.is_over for task in tasks)
 
-    def channel(self, rank: Rank) -> StoreChannel:
+    def channel(self, rank: int) -> StoreChannel:
         """Return the channel of a rank."""
-        return StoreChannel(self.store.of(rank.number), rank.number, world_size=self.told.ranks, timeout_s=PATIENCE_S)
+        return StoreChannel(self.store.of(rank), rank, world_size=self.told.ranks, timeout_s=PATIENCE_S)
 
     def _save(self, rank: Rank) -> None:
         self.jobs[rank.number] = SimulatedJob.of(self, rank)
@@ -326,7 +326,7 @@ class Attempted:
         assert rank.worker is not None
         if not rank.worker.is_over:
             error = CheckpointError("A save did not end in time")
-            rank.is_abort_certain = rank.shared.abort(self.channel(rank), error)
+            rank.is_abort_certain = rank.shared.abort(error)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -343,7 +343,7 @@ class SimulatedJob(SaveJob):
         pieces = [Piece("w", Box((rank.number,), (1,)), 0, 4)]
         if rank.number in attempted.told.odd:
             attempt, pieces = replace(attempt, layout=build_layout([ODD])), []
-        channel = attempted.channel(rank)
+        channel = attempted.channel(rank.number)
         return SimulatedJob(
             attempt=attempt,
             contents=Contents((), (), {}, {STATE: {"format": FORMAT, "iteration": 7}}),
@@ -395,7 +395,7 @@ def attempted(told: Troubles) -> Attempted:
             for task in (rank.worker, rank.main):
                 assert task is None or task.is_over or task.is_held, f"{task.name} has not ended"
             if rank.worker.is_over:
-                assert rank.shared.current.stage is CommitStage.ENDED
+                assert rank.shared.current.stage is Action.END
                 assert rank.has_returned == (outcome is Outcome.COMMITTED)
                 assert rank.has_returned or isinstance(rank.worker.error, TrainerError)
             assert rank.main is None or rank.main.error is None or rank.main.is_held
@@ -506,7 +506,7 @@ class SavedEarlier(Attempted):
     def _save(self, rank: Rank) -> None:
         if rank.number == 0:
             self.turns.sleep(self.told.work_s[0] or 0.0)
-            rank.shared.decide(self.channel(rank), DecisionMessage(iteration=7))
+            rank.shared.decide(DecisionMessage(iteration=7))
         else:
             super()._save(rank)
 
@@ -518,7 +518,7 @@ def test_what_rank_0_never_reads_counts_as_sent_to_nobody(work_s: float, tmp_pat
     assert outcomes(found)[1:] == [Outcome.COMMITTED] * 2
     for number, job in found.jobs.items():
         assert job.plans.with_table(Offer(), encode(job.pieces, job.attempt.layout)).payload
-        assert not found.channel(found.ranks[0]).has([f"save/n-1/report/{number}"])
+        assert not found.channel(0).has([f"save/n-1/report/{number}"])
 
 
 EVENTS: st.SearchStrategy[Event] = st.sampled_from(
@@ -556,15 +556,15 @@ def test_no_order_of_events_renames_twice_or_wrongly(rank: int, leaders: tuple[i
         assert commit_state.advance(ended, commit_state.Aborted("again")) == (ended, Action.NOTHING)
         known, action = commit_state.advance(known, event)
         match before.stage, event:
-            case CommitStage.WRITING, Action.WRITE:
+            case Action.WRITE, Action.WRITE:
                 whole.add(rank)
-            case CommitStage.COLLECTING, Action.COLLECT:
+            case Action.COLLECT, Action.COLLECT:
                 whole |= {*range(1, MOST_RANKS)}
-            case CommitStage.PREPARING, Action.PREPARE:
+            case Action.PREPARE, Action.PREPARE:
                 prepared.add(rank)
-            case CommitStage.AWAITING_LEADERS, Action.AWAIT_LEADERS:
+            case Action.AWAIT_LEADERS, Action.AWAIT_LEADERS:
                 prepared |= {*leaders[1:]}
-            case CommitStage.PREPARED, commit_state.Decision(None):
+            case Action.AWAIT_ORDER, commit_state.Decision(None):
                 is_decided = True
         if action is Action.RENAME:
             renames += 1
@@ -584,7 +584,7 @@ def test_no_order_of_events_renames_twice_or_wrongly(rank: int, leaders: tuple[i
             assert rank in leaders[1:]
         if before.outcome is not None:  # what is decided stays
             assert known.outcome is before.outcome
-        if before.stage is CommitStage.ENDED:
+        if before.stage is Action.END:
             assert known == before
             assert action is (Action.NOTHING if isinstance(event, commit_state.Aborted) else Action.END)
         if known.outcome is Outcome.COMMITTED and rank == 0:
@@ -593,5 +593,5 @@ def test_no_order_of_events_renames_twice_or_wrongly(rank: int, leaders: tuple[i
             assert event in (Action.RENAME, Action.LOOK)
         if known.outcome is Outcome.FAILED and rank in leaders:  # its partial folder is removed
             assert not is_decided
-        if known.stage is CommitStage.ENDED:
+        if known.stage is Action.END:
             assert known.outcome is not None

@@ -60,19 +60,6 @@ def test_a_message_asks_the_store_no_more_than_it_must(size: int, chunks: int) -
     assert store.counts == Counter(check=1, get=1, delete_key=1 + chunks)
 
 
-def test_the_first_message_ends_the_wait() -> None:
-    def call(channel: StoreChannel) -> str:
-        if channel.rank == 0:
-            channel.put("b", b"")
-            channel.read("done")
-            return "b"
-        key = channel.await_any(["a", "b"], sender="rank 0")
-        channel.put("done", b"")
-        return key
-
-    assert all_ranks(2, call, store=tcp_store) == ["b", "b"]
-
-
 def test_a_later_message_replaces_the_first_only_if_published() -> None:
     channel = single_rank_channel()
     assert channel.published("heartbeat", 0) == ""
@@ -150,10 +137,10 @@ def test_a_defect_of_the_first_ends_every_rank() -> None:
     assert "ZeroDivisionError" in str(told)
 
 
-@pytest.mark.parametrize("door", ["read", "take", "await_any", "gather"])
+@pytest.mark.parametrize("door", ["read", "take", "gather"])
 def test_a_message_that_does_not_come_names_its_sender(door: str) -> None:
     channel = StoreChannel(dist.HashStore(), 0, world_size=2, timeout_s=0.01)
-    arguments = {"gather": ("never", b""), "await_any": (["never"],)}.get(door, ("never",))
+    arguments = ("never", b"") if door == "gather" else ("never",)
     options = {} if door == "gather" else {"sender": "rank 1"}
     with pytest.raises(LaunchError, match=r"rank 1\b"):
         getattr(channel, door)(*arguments, **options)

@@ -246,7 +246,7 @@ def joined(
     may_share: bool = True,
 ) -> Stripes:
     attempt = Attempt(1, "n-1", CheckpointFolder(folder, Files()), build_layout(SPECS, file_bytes=1 << 20))
-    shared = SharedAttempt(attempt.name, channel.rank, Hosts.of(channel.ranks))
+    shared = SharedAttempt(attempt.name, channel, Hosts.of(channel.ranks))
     return local_ranks.join(shared, attempt.layout, pieces, may_share=may_share)[1]
 
 
