@@ -46,7 +46,7 @@ class LocalCheckpointer(Checkpointer):
         super().__init__(
             policy, channel, nonce=name, files=files, local_ranks=local_ranks, hosts=hosts, copying=self._copies
         )
-        self.folders = HostFolders(self._owned.folder, channel, hosts, nonce=name, timeout_s=timeout_s)
+        self.folders = HostFolders(self.folder, channel, hosts, nonce=name, timeout_s=timeout_s)
         self._waits = 0
 
     def start(self, lineage: Lineage | None = None) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import torch
 
@@ -16,18 +17,21 @@ from reprise.commit.messages import DecisionMessage
 from reprise.commit.replicas import ReplicaDigests
 from reprise.commit.shared_attempt import SharedAttempt
 from reprise.errors import TrainerError
+from reprise.format.host_file import attempt_of
 from reprise.loading.reader import Checkpoint, open_checkpoint
 from reprise.loading.restorer import Restored
 from reprise.ranks.channel import StoreChannel
 from reprise.ranks.error_message import as_problem
 from reprise.saving.column_sharing import LocalRanks
-from reprise.saving.owned_folder import OwnedFolder
 from reprise.saving.policy import SavePolicy, SaveReport, SaveResults
+from reprise.saving.retention import decide_expired, delete
 from reprise.saving.save_job import SaveJob, no_memory_error
 from reprise.saving.snapshot import Staging, stalled_error
 from reprise.storage.files import FILE_SYSTEM, Files
 from reprise.storage.folder import CheckpointFolder
+from reprise.storage.lock import FolderLock
 from reprise.storage.paths import is_symlink
+from reprise.storage.shared_folder import require_lock
 from reprise.storage.worker import Job, Worker
 from reprise.tensors.live import Contents
 
@@ -44,6 +48,9 @@ _NONE = -1, False
 class Checkpointer:
     """Saves a rank's share of a run's checkpoints. All ranks make the same calls in order, on the main thread.
 
+    The run owns its folder: a leader holds the folder's lock, and all its host's ranks see the same folder. A shared
+    folder is treated as a single host's folder, which has all ranks and is led by rank 0.
+
     Args:
         nonce: This launch's random name, equal on all ranks. Attempts are named after it.
         local_ranks: This host's ranks, including this rank. If empty, columns are written row by row.
@@ -51,6 +58,7 @@ class Checkpointer:
         copying: The copies of local checkpoints. None for a shared folder.
 
     Attributes:
+        folder: This host's folder.
         attempts: How many saves were started, equal on all ranks while they make the same calls.
         job: The save on the background thread until its outcome is recorded, or an aborted save's hung thread.
     """
@@ -67,9 +75,13 @@ class Checkpointer:
         copying: Copying | None = None,
     ) -> None:
         self._policy, self._channel, self._copying, self._nonce = policy, channel, copying, nonce
-        self._owned = OwnedFolder(
-            CheckpointFolder(policy.folder, files or FILE_SYSTEM, policy.terms), channel, nonce, hosts
-        )
+        self.folder = CheckpointFolder(policy.folder, files or FILE_SYSTEM, policy.terms)
+        self._hosts, self._is_local = hosts or Hosts.of(channel.ranks), hosts is not None
+        self._lock: FolderLock | None = None
+        if channel.rank in self._hosts.leaders:
+            another, is_local = policy.terms.another, self._is_local
+            self._lock = FolderLock(self.folder.root, nonce, another=another, is_local=is_local, owner=self)
+        self._agreements = 0
         self._worker = Worker("checkpoint")
         self._worker_channel = channel.clone(_PATIENCE * policy.commit_timeout_s)
         self._local_ranks = LocalRanks(self._worker_channel, local_ranks)
@@ -90,26 +102,69 @@ class Checkpointer:
 
         Raises:
             LockError: Another job writes to the folder. Every rank raises.
-            CheckpointError: The folder cannot be written, or some rank does not see its leader's folder. Every rank
+            CheckpointError: The folder cannot be written, or some rank does not see its leader's lock there. Every rank
                 raises.
         """
-        self._owned.acquire()
+        elsewhere, ranks = frozenset[str](), self._hosts.ranks_with(self._channel.rank)
+        if self._is_local:
+            with self._leading() as lock:
+                if lock is not None:
+                    lock.acquire()
+            elsewhere = self._committed_elsewhere()
+        with self._leading() as lock:
+            if lock is not None:
+                self.take_folder(elsewhere)
+                if len(ranks) > 1:
+                    lock.check()  # synced, so the others can read it
+        with self._leading() as lock:
+            if lock is None:
+                require_lock(self.folder, self._nonce, leader=ranks[0])
 
-    def take_folder(self) -> None:
-        """Take the lock and sweep, on the coordinator alone, in place of `start` for a shared folder.
+    def take_folder(self, elsewhere: Collection[str] = ()) -> None:
+        """Take the lock and sweep up after dead attempts, on a leader alone.
 
-        The caller reports the outcome to the other ranks. Each save then checks whether they see the folder.
+        A save into a shared folder may call this on the coordinator in place of `start`, and report the outcome to the
+        other ranks itself. Each save then checks whether they see the folder.
+
+        Args:
+            elsewhere: Attempts committed by another host, which are completed here. All others are swept.
 
         Raises:
             LockError: Another job writes to the folder.
             CheckpointError: The folder cannot be written.
         """
-        self._owned.take()
+        folder = self.folder
+        with folder.writing():
+            assert self._lock is not None
+            self._lock.acquire()
+            for iteration, attempt in folder.partials():
+                if attempt in elsewhere and attempt_of(folder.partial(iteration, attempt)) == attempt:
+                    folder.commit(iteration, attempt)
+                    _log.warning("completed iteration %d on this host, since another host has committed it", iteration)
+            for path in folder.sweep():
+                _log.info("swept %s, left by an interrupted save or deletion", path.name)
+
+    def _committed_elsewhere(self) -> frozenset[str]:
+        """Return all attempts committed on some host, whose prepared parts are valid on the others. All ranks."""
+        attempts = list[str | None]()
+        if self._lock is not None:
+            with contextlib.suppress(OSError):  # the sweep reports it
+                attempts = [attempt_of(self.folder.iteration(iteration)) for iteration in self.folder.committed()]
+        rows = self._channel.gather(f"folder/{self._nonce}/attempts", json.dumps(attempts).encode())
+        names = {name for data in rows for name in json.loads(data)} - {None}
+        return frozenset(self._channel.from_first(f"folder/{self._nonce}/all", lambda: sorted(names)))
+
+    @contextlib.contextmanager
+    def _leading(self) -> Iterator[FolderLock | None]:
+        """Yield the lock if this rank leads a host. An exception in the block on any rank is raised on every rank."""
+        self._agreements += 1
+        with self._channel.agreed(f"folder/{self._nonce}/{self._agreements}"), self.folder.writing():
+            yield self._lock
 
     def note_loaded(self, restored: Restored) -> None:
         """Note the loaded checkpoint. If it lies in this folder, it need not be saved again."""
         checkpoint = restored.checkpoint
-        folder = self._owned.folder.iteration(checkpoint.iteration)
+        folder = self.folder.iteration(checkpoint.iteration)
         if not is_symlink(folder) and checkpoint.path.resolve() == folder.resolve():
             self._saved = checkpoint.iteration, checkpoint.has_optimizer
             if restored.is_verified and self._copying is None:
@@ -121,11 +176,10 @@ class Checkpointer:
         Args:
             is_same: Returns whether the checkpoint is the one wanted. Called on rank 0.
         """
-        folder = self._owned.folder
 
         def find() -> bool | None:
             with contextlib.suppress(TrainerError):  # missing or damaged: the iteration is saved again
-                if is_same(checkpoint := open_checkpoint(folder.iteration(iteration), folder.files)):
+                if is_same(checkpoint := open_checkpoint(self.folder.iteration(iteration), self.folder.files)):
                     return checkpoint.has_optimizer
             return None
 
@@ -144,14 +198,27 @@ class Checkpointer:
     def rewind(self, iteration: int, given_up: Collection[int] = ()) -> None:
         """Move overtaken checkpoints (newer than `iteration`, or in `given_up`) aside, then apply retention.
 
-        Retention runs here because on a full disk no save would complete and make room for the next.
+        Retention runs here because on a full disk no save would complete and make room for the next. Checkpoints are
+        deleted only if the newest was loaded with all its digests checked, so at least a good one stays.
         """
         self.wait()
         if self._saved[0] > iteration:
             self._saved = _NONE
         if self._in_doubt is not None and self._in_doubt[0].iteration > iteration:
             self._in_doubt = None
-        self._owned.rewind(iteration, given_up, self._policy.retention, verified=self._verified)
+        with self._leading() as lock:
+            if lock is None:
+                return
+            folder, retention = self.folder, self._policy.retention
+            overtaken = [number for number in folder.taken() if number > iteration or number in given_up]
+            for path in folder.supersede(overtaken):
+                _log.info("an overtaken checkpoint of this run is kept as %s", path.name)
+            expired = decide_expired(folder, retention)
+            if not expired or folder.committed()[-1] != self._verified:
+                return
+            rule = f"{folder.terms.keep}={retention.max_checkpoint_keep}"
+            for number in delete(folder, expired, attempt=self._nonce, lock=lock):
+                _log.info("deleted iteration %d, which %s does not keep", number, rule)
 
     def prepare(self, contents: Contents) -> None:
         """Allocate staging memory for saving `contents`, after the save under way, and touch it in the background."""
@@ -177,8 +244,8 @@ class Checkpointer:
             The inline save's report. None if nothing was to do, or if the save continues in the background.
         """
         called, blocked_s, name = time.perf_counter(), self.results.blocked_s, f"{self._nonce}-{self.attempts + 1}"
-        target = self._owned.folder.iteration(iteration)
-        shared = SharedAttempt(name, self._worker_channel, self._owned.hosts)
+        target = self.folder.iteration(iteration)
+        shared = SharedAttempt(name, self._worker_channel, self._hosts)
         try:
             self.attempts += 1  # before anything may fail, so that all ranks have the same count
             self.wait()
@@ -286,7 +353,8 @@ class Checkpointer:
                 self.wait()  # logs its failure
         finally:  # also after an interrupt or an unexpected error
             self._worker.close(0.0)
-            self._owned.release()
+            if self._lock is not None:
+                self._lock.release()
 
     def close(self) -> None:
         """Wait for the save under way, end the background thread and release the lock. May be called again."""
@@ -308,7 +376,7 @@ class Checkpointer:
         self._left = shared.left
         # An outdated checkpoint is replaced only if the new save holds as much.
         replaces = self._outdated[0] == iteration and contents.has_optimizer >= self._outdated[1]
-        attempt = Attempt(iteration, name, self._owned.folder, plan.layout, self._owned.hosts, replaces)
+        attempt = Attempt(iteration, name, self.folder, plan.layout, self._hosts, replaces)
         save_job = SaveJob(
             attempt=attempt,
             contents=contents,
@@ -317,7 +385,7 @@ class Checkpointer:
             channel=self._worker_channel,
             shared=shared,
             plans=self._plans,
-            lock=self._owned.lock,
+            lock=self._lock,
             copying=self._copying,
             plan=plan,
             snapshot=self._staging.begin(plan),

@@ -11,8 +11,8 @@ from reprise.commit.attempt import Attempt
 from reprise.commit.joint_plan import tile
 from reprise.format.layout import Layout
 from reprise.format.manifest import WrittenPiece
-from reprise.saving.owned_folder import require_room
 from reprise.saving.policy import Retention
+from reprise.saving.retention import require_room
 from reprise.storage.folder import CheckpointFolder, require_vacant
 from reprise.storage.json_file import Document
 from reprise.storage.lock import FolderLock

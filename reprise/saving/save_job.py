@@ -16,9 +16,9 @@ from reprise.commit.messages import RankReport
 from reprise.commit.protocol import TwoPhaseCommit
 from reprise.errors import CheckpointError, LaunchError, TrainerError
 from reprise.saving.column_sharing import LocalRanks
-from reprise.saving.owned_folder import decide_expired, delete, require_room
 from reprise.saving.plan import Plan
 from reprise.saving.policy import Retention, SaveReport
+from reprise.saving.retention import decide_expired, delete, require_room
 from reprise.saving.snapshot import Snapshot
 from reprise.saving.writer import Writer
 from reprise.storage.holds import is_held

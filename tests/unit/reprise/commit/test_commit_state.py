@@ -29,10 +29,10 @@ from reprise.format.manifest import DIGEST_BYTES, Piece, digest_of
 from reprise.format.names import FORMAT, HOST, MANIFEST, STATE
 from reprise.ranks import channel as channel_module
 from reprise.ranks.channel import StoreChannel
+from reprise.saving.checkpointer import Checkpointer
 from reprise.saving.column_sharing import LocalRanks
-from reprise.saving.owned_folder import OwnedFolder
 from reprise.saving.plan import Plan
-from reprise.saving.policy import Retention, SaveReport
+from reprise.saving.policy import Retention, SavePolicy, SaveReport
 from reprise.saving.save_job import SaveJob
 from reprise.saving.snapshot import Snapshot
 from reprise.storage.files import Files
@@ -284,12 +284,12 @@ class Attempted:
 
         def acquire(rank: int) -> None:
             channel = StoreChannel(store.of(rank), rank, world_size=self.told.ranks, timeout_s=PATIENCE_S)
-            folder = CheckpointFolder(self.attempt(rank).folder.root, Unsynced())
-            owned = OwnedFolder(folder, channel, "again", self.hosts)
+            policy = SavePolicy(self.attempt(rank).folder.root)
+            checkpointer = Checkpointer(policy, channel, nonce="again", files=Unsynced(), hosts=self.hosts)
             try:
-                owned.acquire()
+                checkpointer.start()
             finally:
-                owned.release()
+                checkpointer.abandon()
 
         tasks = [turns.add(f"start {rank}", rank, lambda rank=rank: acquire(rank)) for rank in range(self.told.ranks)]
         with pytest.MonkeyPatch.context() as patch:

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 from reprise.format.names import STATE
-from reprise.saving.owned_folder import decide_expired, delete
 from reprise.saving.policy import Retention
+from reprise.saving.retention import decide_expired, delete
 from reprise.storage import json_file
 from reprise.storage.files import Files
 from reprise.storage.folder import CheckpointFolder, iteration_name

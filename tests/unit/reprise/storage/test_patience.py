@@ -15,8 +15,8 @@ from reprise.loading.choose import LoadSource
 from reprise.loading.restorer import Restorer
 from reprise.ranks.channel import StoreChannel, single_rank_channel
 from reprise.saving.checkpointer import Checkpointer
-from reprise.saving.owned_folder import decide_expired
 from reprise.saving.policy import Retention, SavePolicy
+from reprise.saving.retention import decide_expired
 from reprise.storage import json_file, patience
 from reprise.storage.files import Files
 from reprise.storage.folder import CheckpointFolder
