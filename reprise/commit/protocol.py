@@ -9,7 +9,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
 
 from reprise.commit import commit_state, finish
 from reprise.commit.attempt import Attempt, Copying
@@ -36,8 +35,6 @@ from reprise.ranks.channel import StoreChannel
 from reprise.ranks.error_message import as_problem
 from reprise.storage.lock import FolderLock
 from reprise.tensors.live import Contents
-
-M = TypeVar("M", bound=Message)
 
 # Work on a rank's disk: any error there fails the attempt, and so does a failed message.
 _ON_DISK = (Action.WRITE, Action.PREPARE, Action.RENAME)
@@ -119,7 +116,7 @@ class TwoPhaseCommit(ABC):
         """Return the call for each action. Storing them would keep this object alive, and with it the folder lock."""
         return {
             Action.WRITE: self._write,
-            Action.REPORT: lambda: self._send("report", self._report),
+            Action.REPORT: lambda: self.shared.put("report", self._report),
             Action.AWAIT_DECISION: self._await_decision,
             Action.AWAIT_ORDER: self._read_decision,
             Action.LOOK: self._look,
@@ -174,8 +171,8 @@ class TwoPhaseCommit(ABC):
         except BaseException as error:
             self.shared.refuse(error)
             raise
-        self._send("offer", offer)
-        answer = Opening.from_bytes(self._read("opened"))
+        self.shared.put("offer", offer)
+        answer = self.shared.read("opened", Opening, channel.coordinator)
         require_agreement(channel, self.shared.key, answer.sides, self.replicas.table)
         if answer.problem is not None:
             raise CheckpointError(answer.problem.rstrip("."))
@@ -186,7 +183,7 @@ class TwoPhaseCommit(ABC):
     def _lead(self, offer: Offer) -> None:
         """Read all ranks' offers, and open the attempt. Rank 0 only."""
         channel, shared = self.channel, self.shared
-        offers = {channel.rank: offer, **self._read_all("offer", Offer)}
+        offers = {channel.rank: offer, **shared.read_all("offer", Offer, channel.ranks[1:])}
         require_readiness(offers)
         self._plan = self.plans.joint(self.attempt.layout, offers)
         if sides := differing_sides({rank: offer.groups for rank, offer in offers.items()}):
@@ -196,32 +193,19 @@ class TwoPhaseCommit(ABC):
         self.plans.delivered()
         shared.post("opened", Opening())
 
-    def _send(self, kind: str, message: Message) -> None:
-        self.shared.put(f"{kind}/{self.channel.rank}", message)
-
-    def _read(self, kind: str) -> bytes:
-        """Wait for rank 0's message."""
-        return self.channel.read(f"{self.shared.key}/{kind}", sender=f"rank {self.channel.coordinator}")
-
-    def _read_all(self, kind: str, form: type[M], ranks: Sequence[int] | None = None) -> dict[int, M]:
-        """Read one kind of message from ranks, by default all others. Each rank deletes its own after the attempt."""
-        ranks = self.channel.ranks[1:] if ranks is None else ranks
-        messages = self.channel.read_all({f"{self.shared.key}/{kind}/{rank}": f"rank {rank}" for rank in ranks})
-        return dict(zip(ranks, map(form.from_bytes, messages), strict=True))
-
     def _await_decision(self) -> Event:
         """Wait for rank 0's decision or, on another host's leader, the files that it asks to prepare."""
         if self.shared.current.leads:
-            self._files = Message.from_bytes(self._read("files")).payload
+            self._files = self.shared.read("files", Message, self.channel.coordinator).payload
             if self._files:
                 return commit_state.AskedToPrepare()
         return self._read_decision()
 
     def _read_decision(self) -> Event:
-        iteration, decision = self.attempt.iteration, DecisionMessage.from_bytes(self._read("decision"))
+        coordinator, iteration = self.channel.coordinator, self.attempt.iteration
+        decision = self.shared.read("decision", DecisionMessage, coordinator)
         self._order, problem = decision.payload, decision.problem
         if problem is None and decision.iteration != iteration:
-            coordinator = self.channel.coordinator
             problem = f"Rank {coordinator} saved iteration {decision.iteration}, this rank {iteration}"
         return commit_state.Decision(None if problem is None else problem.rstrip("."))
 
@@ -229,7 +213,7 @@ class TwoPhaseCommit(ABC):
         return None if self.attempt.is_committed() else commit_state.Failed("there is no checkpoint")
 
     def _collect(self) -> Event | None:
-        self._reports |= self._read_all("report", RankReport)
+        self._reports |= self.shared.read_all("report", RankReport, self.channel.ranks[1:])
         return _first_failure(self._reports)
 
     def _prepare(self) -> None:
@@ -282,10 +266,10 @@ class TwoPhaseCommit(ABC):
         assert self.copying is not None
         problem = self.shared.current.problem
         status = b"" if problem is not None else self.copying.status(self.attempt.iteration)
-        self._send("prepared", Message(problem=problem, payload=status))
+        self.shared.put("prepared", Message(problem=problem, payload=status))
 
     def _await_leaders(self) -> Event | None:
-        answers = self._read_all("prepared", Message, self.attempt.hosts.leaders[1:])
+        answers = self.shared.read_all("prepared", Message, self.attempt.hosts.leaders[1:])
         self._statuses |= {leader: answer.payload for leader, answer in answers.items()}
         return _first_failure(answers)
 

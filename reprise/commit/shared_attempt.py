@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Sequence
+from typing import TypeVar
 
 from reprise.commit import commit_state
 from reprise.commit.attempt import Hosts
@@ -14,6 +16,8 @@ from reprise.ranks.channel import StoreChannel
 from reprise.ranks.error_message import as_problem
 
 _log = logging.getLogger(__name__)
+
+M = TypeVar("M", bound=Message)
 
 
 class SharedAttempt:
@@ -47,14 +51,27 @@ class SharedAttempt:
             return action
 
     def put(self, kind: str, message: Message, *, is_first: bool = True) -> None:
-        """Send a message; see `StoreChannel.put`.
+        """Send this rank's message of a kind; see `StoreChannel.put`.
 
         Raises:
             LaunchError: The store does not hold it.
         """
         if self._channel.world_size > 1:
-            self.left.append(f"{self.key}/{kind}")
-            self._channel.put(f"{self.key}/{kind}", message.to_bytes(), is_first=is_first)
+            self.left.append(f"{self.key}/{kind}/{self._channel.rank}")
+            self._channel.put(self.left[-1], message.to_bytes(), is_first=is_first)
+
+    def read(self, kind: str, form: type[M], rank: int) -> M:
+        """Wait for a rank's message of a kind, and return it.
+
+        Raises:
+            LaunchError: It does not come.
+        """
+        return form.from_bytes(self._channel.read(f"{self.key}/{kind}/{rank}", sender=f"rank {rank}"))
+
+    def read_all(self, kind: str, form: type[M], ranks: Sequence[int]) -> dict[int, M]:
+        """Return messages of a kind by rank; see `read`. Each rank deletes its own after the attempt."""
+        messages = self._channel.read_all({f"{self.key}/{kind}/{rank}": f"rank {rank}" for rank in ranks})
+        return dict(zip(ranks, map(form.from_bytes, messages), strict=True))
 
     def post(self, kind: str, message: Message) -> None:
         """Send a message that changes nothing decided. If the store is gone, log it. An earlier message stands."""
@@ -76,7 +93,7 @@ class SharedAttempt:
         if self._state.coordinates:
             self.post("opened", Opening(problem=problem))
         else:
-            self.post(f"offer/{self._channel.rank}", Offer(problem=problem))
+            self.post("offer", Offer(problem=problem))
 
     def abort(self, error: TrainerError) -> bool:
         """Abort the attempt on behalf of a hung worker, and tell the other ranks.
@@ -89,7 +106,7 @@ class SharedAttempt:
         if action is Action.BROADCAST:
             self.decide(DecisionMessage(problem=str(error)))
         if action is Action.REPORT:
-            self.post(f"report/{self._channel.rank}", RankReport(problem=str(error)))
+            self.post("report", RankReport(problem=str(error)))
             self.refuse(error)
         return self.current.outcome is Outcome.FAILED
 
@@ -101,6 +118,6 @@ class SharedAttempt:
         Raises:
             LaunchError: The store is gone.
         """
-        decision = f"{self.key}/decision"
+        decision = f"{self.key}/decision/{self._channel.rank}"
         self._channel.delete([key for key in self.left if key != decision])
         self.left[:] = [decision] * (decision in self.left)

@@ -54,9 +54,12 @@ class Stripe:
     """A tensor's bytes `[lo, hi)`, which this host's ranks hold together.
 
     Args:
-        place: Offset in the shared memory, congruent to the file offset modulo a page.
+        memory: Where they assemble it.
+        number: Its counter there.
+        place: Its offset there, congruent to the file offset modulo a page.
     """
 
+    memory: SharedMemory
     number: int
     lo: int
     hi: int
@@ -68,9 +71,10 @@ class Stripe:
 
 
 Stripes = Mapping[str, Sequence[Stripe]]  # by tensor, in the tensor's order
+_Rows = Mapping[str, Sequence[Sequence[int]]]  # stripes in a message: number, first byte, end, place
 
 
-def stripes_of(pieces: Sequence[Piece], layout: Layout) -> Stripes:
+def _stripes_of(pieces: Sequence[Piece], layout: Layout) -> _Rows:
     """Return the stripes completely filled by these pieces. The pieces' order does not matter.
 
     Args:
@@ -79,7 +83,7 @@ def stripes_of(pieces: Sequence[Piece], layout: Layout) -> Stripes:
     by_tensor = defaultdict[str, list[Piece]](list)
     for piece in pieces:
         by_tensor[piece.name].append(piece)
-    stripes, number, end = defaultdict[str, list[Stripe]](list), 0, STRIPES_AT
+    stripes, number, end = defaultdict[str, list[tuple[int, int, int, int]]](list), 0, STRIPES_AT
     for name in sorted(by_tensor):
         place, total = layout.places[name], layout.places[name].spec.total_bytes
         images = [(place.spec.image(piece.box), piece) for piece in by_tensor[name]]
@@ -88,7 +92,7 @@ def stripes_of(pieces: Sequence[Piece], layout: Layout) -> Stripes:
             size = sum(len(_common(packed, piece.lo, piece.hi, lo, hi)) for packed, piece in images)
             if size == hi - lo and number < MAX_STRIPES:
                 start = end + (place.offset + lo - end) % PAGE_BYTES
-                stripes[name].append(Stripe(number, lo, hi, start))
+                stripes[name].append((number, lo, hi, start))
                 number, end = number + 1, start + hi - lo
     return stripes
 
@@ -110,9 +114,6 @@ def cut_by_stripes(
             lo = part.stop
     if lo < hi:
         yield lo, hi, None
-
-
-_Rows = list[list[Any]]  # pieces in a message: name, box (offset and shape), first byte, end
 
 
 class SharedMemory:
@@ -199,31 +200,32 @@ class SharedMemory:
                 fcntl.flock(self._descriptor, fcntl.LOCK_UN)
 
 
+_Report = Sequence[Any]  # a rank's host, and its pieces: name, box (offset and shape), first byte, end
+
+
 class LocalRanks:
     """A host's ranks and their shared memory.
 
     For each save, the host's first rank decides whether columns are assembled. Every other rank reports to it: its
-    host, and its pieces, or None to opt out. The first rank answers with all ranks' pieces and the memory address.
+    host, and its pieces, or None to opt out. The first rank answers with the memory address and the stripes.
 
     Args:
-        channel: The worker thread's store channel.
+        channel: This rank's channel.
         ranks: The ranks expected on this host, including this rank. None share nothing.
     """
 
     def __init__(self, channel: StoreChannel, ranks: Sequence[int]) -> None:
-        self._channel, self._rank = channel, channel.rank
+        self._rank = channel.rank
         self._ranks = (channel.rank,) if len(ranks) == 1 else tuple(ranks)
         self._host = f"{machine(_PROCESSES)} {self._ranks}"
         self._memory: SharedMemory | None = None
         self._stays_out = False
-        self._table: tuple[Layout, _Rows, Stripes] | None = None
+        self._table: tuple[Layout, Sequence[_Report], _Rows] | None = None
 
-    def join(
-        self, shared: SharedAttempt, layout: Layout, pieces: Sequence[Piece], *, may_share: bool
-    ) -> tuple[SharedMemory | None, Stripes]:
-        """Exchange strided pieces with the host's ranks. Return the memory for their rows, and its stripes.
+    def join(self, shared: SharedAttempt, layout: Layout, pieces: Sequence[Piece], *, may_share: bool) -> Stripes:
+        """Exchange strided pieces with the host's ranks. Return the stripes for their rows.
 
-        Rows without a stripe are written row by row. There may be no stripe, and then no memory.
+        Rows without a stripe are written row by row.
 
         All ranks on the host call this before any other step in the save can fail. Worker thread.
 
@@ -235,18 +237,19 @@ class LocalRanks:
             TrainerError: Another rank does not answer, or its memory cannot be opened.
         """
         if not self._ranks:
-            return None, {}
+            return {}
         first, *others = self._ranks
-        report = [self._host, list(map(astuple, pieces)) if may_share and not self._stays_out else None]
-        message: object = report
+        report = self._host, list(map(astuple, pieces)) if may_share and not self._stays_out else None
         if self._rank == first:
-            message = decision = self._decide([report, *(self._read(shared, rank) for rank in others)], layout)
-        shared.put(f"stripes/{self._rank}", Message(payload=json.dumps(message).encode()))
-        if self._rank != first:
-            decision = self._read(shared, first)
+            messages = shared.read_all("stripes", Message, others).values()
+            decision = self._decide([report, *(json.loads(message.payload) for message in messages)], layout)
+            shared.put("stripes", Message(payload=json.dumps(decision).encode()))
+        else:
+            shared.put("stripes", Message(payload=json.dumps(report).encode()))
+            decision = json.loads(shared.read("stripes", Message, first).payload)
         if decision is None:
-            return None, {}
-        address, rows = decision
+            return {}
+        address, stripes = decision
         if self._memory is None or self._memory.address != address:
             self.drop()
             self._memory = SharedMemory.open(address)
@@ -258,11 +261,8 @@ class LocalRanks:
                 found="it cannot be opened",
                 fix="Later saves write columns row by row, which is slower.",
             )
-        return self._memory, self._stripes(rows, layout)
-
-    def _read(self, shared: SharedAttempt, rank: int) -> Any:
-        message = self._channel.read(f"{shared.key}/stripes/{rank}", sender=f"rank {rank}")
-        return json.loads(Message.from_bytes(message).payload)
+        memory = self._memory
+        return {name: [Stripe(memory, *row) for row in rows] for name, rows in stripes.items()}
 
     def drop(self) -> None:
         """Drop the memory. The next save uses a new block, since a failed rank may still write to the old block."""
@@ -270,31 +270,28 @@ class LocalRanks:
             self._memory.close()
             self._memory = None
 
-    def _decide(self, reports: Sequence[list[Any]], layout: Layout) -> tuple[str, _Rows] | None:
-        """Return the shared memory's address and the pieces from all the host's ranks, or None to share nothing."""
+    def _decide(self, reports: Sequence[_Report], layout: Layout) -> tuple[str, _Rows] | None:
+        """Return the shared memory's address and the stripes for all the host's ranks, or None to share nothing."""
         # A rank that considers itself the first of its host has sent its decision.
         if any(not report or report[0] != self._host for report in reports) and not self._stays_out:
             _log.warning("ranks %s are not all on one host: columns are written row by row", self._ranks)
             self._stays_out = True
         if self._stays_out or any(rows is None for _, rows in reports):
             return None
-        rows = [row for _, rows in reports for row in rows]
-        if not (stripes := self._stripes(rows, layout)):
+        if self._table is None or self._table[0] is not layout or self._table[1] != reports:
+            pieces = [Piece(name, Box(*map(tuple, box)), lo, hi) for _, rows in reports for name, box, lo, hi in rows]
+            self._table = layout, reports, _stripes_of(pieces, layout)
+        stripes = self._table[2]
+        if not stripes:
             return None
-        last = [*stripes.values()][-1][-1]
-        if self._memory is None or self._memory.total_bytes < last.place + last.size:
+        _, lo, hi, place = [*stripes.values()][-1][-1]
+        total_bytes = place + hi - lo
+        if self._memory is None or self._memory.total_bytes < total_bytes:
             self.drop()
             try:
-                self._memory = SharedMemory.make(last.place + last.size)
+                self._memory = SharedMemory.make(total_bytes)
             except OSError as error:
                 _log.warning("no shared memory, columns are written row by row: %s", error.strerror)
                 self._stays_out = True
                 return None
-        return self._memory.address, rows
-
-    def _stripes(self, rows: _Rows, layout: Layout) -> Stripes:
-        """Return the stripes for all ranks' pieces, which are computed again only when the pieces change."""
-        if self._table is None or self._table[0] is not layout or self._table[1] != rows:
-            pieces = [Piece(name, Box(*map(tuple, box)), lo, hi) for name, box, lo, hi in rows]
-            self._table = layout, rows, stripes_of(pieces, layout)
-        return self._table[2]
+        return self._memory.address, stripes

@@ -98,7 +98,7 @@ class SaveJob(TwoPhaseCommit):
         attempt, snapshot = self.attempt, self.snapshot
         try:
             may_share = self.may_share and not snapshot.is_aborted
-            memory, stripes = self.local_ranks.join(self.shared, attempt.layout, self.plan.columns, may_share=may_share)
+            stripes = self.local_ranks.join(self.shared, attempt.layout, self.plan.columns, may_share=may_share)
             writer = Writer(
                 attempt=attempt,
                 plan=self.plan,
@@ -106,7 +106,6 @@ class SaveJob(TwoPhaseCommit):
                 progress=ProgressLine(f"saving iteration {attempt.iteration}", self.report.written_bytes).add,
                 leads=self.leads,
                 is_sparse=self.copying is not None,
-                memory=memory,
                 stripes=stripes,
             )
             leader = attempt.hosts.ranks_with(self.channel.rank)[0]

@@ -20,7 +20,7 @@ from reprise.commit.messages import RankReport
 from reprise.format.box import Image
 from reprise.format.layout import PAGE_BYTES, FileLayout
 from reprise.format.manifest import BLOCK_BYTES, DIGEST_BYTES
-from reprise.saving.column_sharing import SharedMemory, Stripes, cut_by_stripes
+from reprise.saving.column_sharing import Stripes, cut_by_stripes
 from reprise.saving.plan import Chunk, ChunkPart, Plan
 from reprise.saving.snapshot import DIRECT_BYTES, Snapshot
 from reprise.storage.files import MAX_OPEN_FILES, Files
@@ -42,8 +42,7 @@ class Writer:
         progress: Called from any writer thread with the byte count just written.
         leads: Whether this rank creates every file, even those it writes no data to, and writes the headers.
         is_sparse: Whether files keep holes where other hosts write.
-        memory: Assembles columns into whole rows, in stripes.
-        stripes: By tensor, the stripes in that memory. Columns elsewhere are written row by row.
+        stripes: By tensor, the stripes that assemble columns into whole rows. Columns elsewhere are written row by row.
     """
 
     attempt: Attempt
@@ -52,7 +51,6 @@ class Writer:
     progress: Callable[[int], None]
     leads: bool
     is_sparse: bool
-    memory: SharedMemory | None
     stripes: Stripes
     _targets: dict[str, _Target] = field(init=False, default_factory=dict)
     _digests: dict[str, bytearray] = field(init=False)
@@ -129,7 +127,7 @@ class Writer:
             place = self.attempt.layout.places[tensor]
             target = self._targets[place.file]
             for stripe in stripes:
-                if self.memory and (data := self.memory.claim(stripe)) is not None:
+                if (data := stripe.memory.claim(stripe)) is not None:
                     with self._stopping_others(target.path), target:
                         target.write(data, offset=place.offset + stripe.lo)
 
@@ -170,8 +168,8 @@ class Writer:
         (part,) = chunk.parts
         for lo, hi, stripe in cut_by_stripes(packed, part.lo, part.hi, self.stripes.get(part.piece.name, ())):
             rows = data[lo - part.lo : hi - part.lo]
-            if stripe and self.memory:
-                self.memory.put(stripe, packed, lo, rows)
+            if stripe is not None:
+                stripe.memory.put(stripe, packed, lo, rows)
                 continue
             for in_tensor, in_image, length in packed.spans(lo, hi):
                 row = rows[in_image - lo : in_image - lo + length]

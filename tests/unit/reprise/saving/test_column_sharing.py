@@ -247,7 +247,7 @@ def joined(
 ) -> Stripes:
     attempt = Attempt(1, "n-1", CheckpointFolder(folder, Files()), build_layout(SPECS, file_bytes=1 << 20))
     shared = SharedAttempt(attempt.name, channel, Hosts.of(channel.ranks))
-    return local_ranks.join(shared, attempt.layout, pieces, may_share=may_share)[1]
+    return local_ranks.join(shared, attempt.layout, pieces, may_share=may_share)
 
 
 @pytest.mark.parametrize("silent", [0, 1])
@@ -317,7 +317,7 @@ def test_memory_is_taken_by_address_only_while_unchanged() -> None:
 
 def test_a_full_strip_goes_to_one_of_those_that_claim_it() -> None:
     memory = SharedMemory.make(STRIPES_AT + 4096)
-    stripe = Stripe(3, 0, 4096, STRIPES_AT)
+    stripe = Stripe(memory, 3, 0, 4096, STRIPES_AT)
     others = [SharedMemory.open(memory.address) for _ in range(3)]
     claims: list[memoryview] = []
     start = threading.Barrier(8)
