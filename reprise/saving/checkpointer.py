@@ -391,7 +391,7 @@ class Checkpointer:
             snapshot=self._staging.begin(plan),
             retention=self._policy.retention,
             local_ranks=self._local_ranks,
-            may_share=self._staging.may_share(plan),
+            may_share=self._policy.staging_bytes is None,
             start=start,
             report=SaveReport(iteration, attempt.target, written_bytes, waited_s=start - called),
         )

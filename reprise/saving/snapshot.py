@@ -300,11 +300,6 @@ class Staging:
             self._is_touched = True
             self._worker.submit(self.arena.touch)
 
-    def may_share(self, plan: Plan) -> bool:
-        """Return whether memory allows a second copy of the columns, besides the arena."""
-        limit = self._policy.staging_bytes
-        return limit is None or sum(piece.hi - piece.lo for piece in plan.columns) + self.arena.total_bytes <= limit
-
     def close(self) -> None:
         """Free the arena and the plan. No thread may be using them."""
         self.arena.close()
