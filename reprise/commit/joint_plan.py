@@ -197,20 +197,18 @@ class KnownPlans:
 
     def __init__(self) -> None:
         self._delivered: int | None = None  # the digest of this rank's table at rank 0
-        self._sending: int | None = None
         self._tables: dict[int, bytes] = {}  # on rank 0, by rank: compressed, as received
         self._joint: JointPlan | None = None
 
     def with_table(self, offer: Offer, table: bytes) -> Offer:
         """Return this rank's offer with its table's digest, and the table itself unless rank 0 has it."""
         digest = _digest_of(table)
-        is_delivered = digest == self._delivered
-        self._delivered, self._sending = None, digest
+        is_delivered, self._delivered = digest == self._delivered, None
         return replace(offer, pieces=digest, payload=b"" if is_delivered else zlib.compress(table, _LEVEL))
 
-    def delivered(self) -> None:
-        """Note that rank 0 has the last offer's table."""
-        self._delivered = self._sending
+    def delivered(self, offer: Offer) -> None:
+        """Note that rank 0 has this rank's offer with its table."""
+        self._delivered = offer.pieces
 
     def joint(self, layout: Layout, offers: Mapping[int, Offer]) -> JointPlan:
         """Return all ranks' joint plan. Rank 0 only.

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import ClassVar, Self
 
-from reprise.errors import CheckpointError, first_of
+from reprise.errors import first_of
 
 # For each rank set with common boxes, the set's digest and their content's digest.
 Groups = Sequence[Sequence[int]]
@@ -30,16 +30,16 @@ class Message:
     problem: str | None = None
     payload: bytes = b""
 
-    # The bytes of each number, if the message is frequent: one that has numbers alone travels without names.
-    _NUMBERS: ClassVar[Mapping[str, int]] = {}
+    # A frequent message's number below 2^64. If the message has no other value, the number travels without its name.
+    _NUMBER: ClassVar[str] = ""
 
     def to_bytes(self) -> bytes:
         """Return the message. In JSON, default values do not travel."""
         values = {field.name: value for field in fields(self) if (value := getattr(self, field.name)) != field.default}
         payload: bytes = values.pop("payload", b"")
-        if self._NUMBERS and values.keys() <= self._NUMBERS.keys():
-            numbers = (getattr(self, name).to_bytes(size, "big") for name, size in self._NUMBERS.items())
-            return b"\n" + b"".join(numbers) + payload
+        if self._NUMBER and values.keys() <= {self._NUMBER}:
+            number: int = getattr(self, self._NUMBER)
+            return b"\n" + number.to_bytes(8) + payload
         return json.dumps(values).encode() + b"\n" + payload
 
     @classmethod
@@ -48,10 +48,7 @@ class Message:
         values, _, payload = data.partition(b"\n")
         if values:
             return cls(**json.loads(values), payload=payload)
-        numbers = dict[str, int]()
-        for name, size in cls._NUMBERS.items():
-            numbers[name], payload = int.from_bytes(payload[:size], "big"), payload[size:]
-        return cls(**numbers, payload=payload)  # type: ignore[arg-type]
+        return cls(**{cls._NUMBER: int.from_bytes(payload[:8])}, payload=payload[8:])  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,11 +60,10 @@ class Offer(Message):
         groups: The replicas that this rank compares with other ranks; see `ReplicaDigests.groups`.
     """
 
-    iteration: int = 0
     pieces: int = 0
     groups: Groups = ()
 
-    _NUMBERS: ClassVar[Mapping[str, int]] = {"iteration": 6, "pieces": 8}
+    _NUMBER: ClassVar[str] = "pieces"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +90,7 @@ class RankReport(Message):
 
     written_bytes: int = 0
 
-    _NUMBERS: ClassVar[Mapping[str, int]] = {"written_bytes": 8}
+    _NUMBER: ClassVar[str] = "written_bytes"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,23 +119,10 @@ def unpack_files(message: bytes) -> dict[str, bytes]:
         return {name: archive.read(name) for name in archive.namelist()}
 
 
-def require_readiness(offers: Mapping[int, Offer]) -> None:
-    """Refuse a save, given the offers by rank, if a rank saves nothing or ranks save different iterations.
-
-    Raises:
-        CheckpointError: Has the first rank's reason, or the iterations and the ranks.
-    """
-    for rank in sorted(offers):
-        if (problem := offers[rank].problem) is not None:
-            raise CheckpointError(f"Rank {rank}: {problem}".rstrip("."))
-    sides = sides_of({rank: offer.iteration for rank, offer in offers.items()})
-    if len(sides) > 1:
-        raise CheckpointError(
-            "The ranks save different iterations",
-            expected="the same iteration on every rank",
-            found="; ".join(f"iteration {offers[side[0]].iteration} on {ranks_text(side)}" for side in sides),
-            fix="Nothing was saved. Give all ranks the same iteration.",
-        )
+def first_problem(messages: Mapping[int, Message]) -> str | None:
+    """Return the first failed rank's problem with the rank's number, given the messages by rank. None without one."""
+    problems = (f"Rank {rank}: {each.problem}" for rank, each in messages.items() if each.problem is not None)
+    return next(problems, None)
 
 
 def sides_of(answers: Mapping[int, object]) -> list[list[int]]:

@@ -20,8 +20,8 @@ from reprise.commit.messages import (
     Offer,
     Opening,
     RankReport,
+    first_problem,
     pack_files,
-    require_readiness,
     unpack_files,
 )
 from reprise.commit.replicas import ReplicaDigests, differing_sides, require_agreement
@@ -155,7 +155,7 @@ class TwoPhaseCommit(ABC):
             False if rank 0 has decided the attempt already.
 
         Raises:
-            CheckpointError: The ranks save different tensors or iterations, or a rank saves nothing.
+            CheckpointError: The ranks save different tensors, or a rank saves nothing.
             ReplicaError: They hold different bits for the same tensor. Raised on rank 0.
             LaunchError: A rank does not answer.
         """
@@ -163,7 +163,7 @@ class TwoPhaseCommit(ABC):
         try:
             if self.leads and not channel.coordinates:
                 self.begin()
-            offer = Offer(iteration=attempt.iteration, groups=self.replicas.groups())
+            offer = Offer(groups=self.replicas.groups())
             offer = self.plans.with_table(offer, encode(self.pieces, attempt.layout))
             if channel.coordinates:
                 self._lead(offer)
@@ -177,20 +177,21 @@ class TwoPhaseCommit(ABC):
         if answer.problem is not None:
             raise CheckpointError(answer.problem.rstrip("."))
         if not answer.is_decided:
-            self.plans.delivered()
+            self.plans.delivered(offer)
         return not answer.is_decided
 
     def _lead(self, offer: Offer) -> None:
         """Read all ranks' offers, and open the attempt. Rank 0 only."""
         channel, shared = self.channel, self.shared
         offers = {channel.rank: offer, **shared.read_all("offer", Offer, channel.ranks[1:])}
-        require_readiness(offers)
+        if (problem := first_problem(offers)) is not None:
+            raise CheckpointError(problem.rstrip("."))
         self._plan = self.plans.joint(self.attempt.layout, offers)
         if sides := differing_sides({rank: offer.groups for rank, offer in offers.items()}):
             shared.put("opened", Opening(sides=sides), is_first=False)
         require_agreement(channel, shared.key, sides, self.replicas.table)
         self.begin()
-        self.plans.delivered()
+        self.plans.delivered(offer)
         shared.post("opened", Opening())
 
     def _await_decision(self) -> Event:
@@ -214,7 +215,7 @@ class TwoPhaseCommit(ABC):
 
     def _collect(self) -> Event | None:
         self._reports |= self.shared.read_all("report", RankReport, self.channel.ranks[1:])
-        return _first_failure(self._reports)
+        return _failed(first_problem(self._reports))
 
     def _prepare(self) -> None:
         finish.prepare(self.attempt, self._json_files(), lock=self.lock, beside=self.contents.syncs)
@@ -271,7 +272,7 @@ class TwoPhaseCommit(ABC):
     def _await_leaders(self) -> Event | None:
         answers = self.shared.read_all("prepared", Message, self.attempt.hosts.leaders[1:])
         self._statuses |= {leader: answer.payload for leader, answer in answers.items()}
-        return _first_failure(answers)
+        return _failed(first_problem(answers))
 
     def _rename(self) -> None:
         self.is_durable = finish.rename(self.attempt)
@@ -287,11 +288,9 @@ class TwoPhaseCommit(ABC):
         return DecisionMessage(iteration=iteration, payload=self._order)
 
 
-def _first_failure(messages: Mapping[int, Message]) -> Event | None:
-    """Return the event for the first failed rank's message, if there is one."""
-    failures = (f"Rank {rank}: {each.problem}" for rank, each in messages.items() if each.problem is not None)
-    why = next(failures, None)
-    return None if why is None else commit_state.Failed(why)
+def _failed(problem: str | None) -> Event | None:
+    """Return the event for a failed rank's problem, if there is one."""
+    return None if problem is None else commit_state.Failed(problem)
 
 
 def of_host(files: Mapping[str, bytes], host: int) -> dict[str, bytes]:

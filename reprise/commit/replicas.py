@@ -151,9 +151,11 @@ def require_agreement(
     tables = dict(
         zip(channel.ranks, channel.gather(f"{key}/tables", table() if channel.rank in witnesses else b""), strict=False)
     )
-    with channel.agreed(f"{key}/differs"):
-        if channel.coordinates:
-            raise _difference(sides, *(json.loads(tables[rank]) for rank in witnesses))
+
+    def explain() -> None:
+        raise _difference(sides, *(json.loads(tables[rank]) for rank in witnesses))
+
+    channel.from_first(f"{key}/differs", explain)
 
 
 def _difference(sides: Sequence[Sequence[int]], first: Mapping[str, int], second: Mapping[str, int]) -> ReplicaError:

@@ -66,7 +66,7 @@ class SharedAttempt:
         Raises:
             LaunchError: It does not come.
         """
-        return form.from_bytes(self._channel.read(f"{self.key}/{kind}/{rank}", sender=f"rank {rank}"))
+        return self.read_all(kind, form, [rank])[rank]
 
     def read_all(self, kind: str, form: type[M], ranks: Sequence[int]) -> dict[int, M]:
         """Return messages of a kind by rank; see `read`. Each rank deletes its own after the attempt."""

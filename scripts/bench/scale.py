@@ -62,10 +62,10 @@ class _PeerChannel(StoreChannel):
         _PeerChannel.sent_bytes += len(data)
         super().put(key, data, is_first=is_first)
 
-    def read(self, key: str, *, sender: str = "a peer") -> bytes:
-        if "/opened/" in key:
-            return Opening().to_bytes()
-        raise LaunchError(f"{key} is not there")
+    def read_all(self, senders: Mapping[str, str]) -> list[bytes]:
+        if all("/opened/" in key for key in senders):
+            return [Opening().to_bytes()]
+        raise LaunchError(f"{[*senders]} are not there")
 
 
 @dataclass(slots=True, kw_only=True)

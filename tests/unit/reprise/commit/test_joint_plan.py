@@ -78,7 +78,7 @@ def offers_of(plans: Sequence[KnownPlans], division: Division) -> dict[int, Offe
     """Return the offers of the ranks, as they arrive."""
     offers = {}
     for rank, pieces in enumerate(division):
-        offer = plans[rank].with_table(Offer(iteration=7), encode(pieces, LAYOUT))
+        offer = plans[rank].with_table(Offer(), encode(pieces, LAYOUT))
         offers[rank] = Offer.from_bytes(offer.to_bytes())
     return offers
 
@@ -116,7 +116,7 @@ def test_each_manifest_has_the_pieces_of_its_own_save(drawn: list[Division], att
         assert list(tensors) == list(LAYOUT.places)
         for rank in range(RANKS):
             if is_open:
-                plans[rank].delivered()
+                plans[rank].delivered(offers[rank])
                 delivered[rank] = encode(division[rank], LAYOUT)
 
 

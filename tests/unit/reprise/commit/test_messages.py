@@ -15,14 +15,12 @@ from reprise.commit.messages import (
     Offer,
     Opening,
     RankReport,
+    first_problem,
     pack_files,
     ranks_text,
-    require_readiness,
     unpack_files,
 )
-from reprise.errors import CheckpointError
 from reprise.ranks.channel import StoreChannel
-from tests.messages import refused
 
 GROUPS = [[1, 4], [2**64 - 1, 0]]
 
@@ -30,8 +28,8 @@ GROUPS = [[1, 4], [2**64 - 1, 0]]
 @pytest.mark.parametrize(
     "message",
     [
-        Offer(iteration=7, pieces=2**64 - 1, groups=GROUPS, payload=b"\ntable\n"),
-        Offer(iteration=2**48 - 1, pieces=2**64 - 1, payload=b"\ntable\n"),
+        Offer(pieces=2**64 - 1, groups=GROUPS, payload=b"\ntable\n"),
+        Offer(pieces=2**64 - 1, payload=b"\ntable\n"),
         RankReport(written_bytes=5, payload=bytes(range(256))),
         RankReport(problem="a disk, broken"),
         DecisionMessage(iteration=0, payload=b"[true, 2, null]"),
@@ -74,18 +72,12 @@ def test_files_travel_as_they_are() -> None:
     assert list(unpack_files(message).items()) == list(files.items())
 
 
-@pytest.mark.parametrize(
-    ("third", "words"),
-    [
-        (Offer(iteration=5), ("iteration 4 on ranks 0, 1", "iteration 5 on rank 2")),
-        (Offer(iteration=4, problem="there is no disk."), ("Rank 2: there is no disk",)),
-    ],
-)
-def test_a_rank_that_is_not_ready_is_named(third: Offer, words: tuple[str, ...]) -> None:
-    ready = {rank: Offer(iteration=4) for rank in (0, 1)}
-    require_readiness(ready)
-    with refused(CheckpointError, *words):
-        require_readiness({**ready, 2: third})
+def test_the_first_rank_with_a_problem_is_named() -> None:
+    ready = {rank: Offer() for rank in (0, 1)}
+    assert first_problem(ready) is None
+    assert first_problem({**ready, 2: Offer(problem="there is no disk."), 3: Offer(problem="nor here")}) == (
+        "Rank 2: there is no disk."
+    )
 
 
 def test_many_ranks_are_named_by_the_first_eight() -> None:
