@@ -163,7 +163,7 @@ class TwoPhaseCommit(ABC):
         try:
             if self.leads and not channel.coordinates:
                 self.begin()
-            offer = Offer(groups=self.replicas.groups())
+            offer = Offer(groups=self.replicas.groups() or ())
             offer = self.plans.with_table(offer, encode(self.pieces, attempt.layout))
             if channel.coordinates:
                 self._lead(offer)
