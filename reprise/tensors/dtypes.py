@@ -7,13 +7,13 @@ import torch
 from reprise.errors import CheckpointError
 from reprise.format.dtype import StoredDtype
 
-_TORCH_DTYPES: dict[StoredDtype, torch.dtype] = {dtype: getattr(torch, dtype.label) for dtype in StoredDtype}
-_STORED_DTYPES = {torch_dtype: dtype for dtype, torch_dtype in _TORCH_DTYPES.items()}
+STORED_DTYPES: dict[torch.dtype, StoredDtype] = {getattr(torch, dtype.label): dtype for dtype in StoredDtype}
 
 
 def torch_dtype(dtype: StoredDtype) -> torch.dtype:
     """Return torch's dtype for a stored one."""
-    return _TORCH_DTYPES[dtype]
+    found: torch.dtype = getattr(torch, dtype.label)
+    return found
 
 
 def stored_dtype(dtype: torch.dtype, *, where: object) -> StoredDtype:
@@ -25,7 +25,7 @@ def stored_dtype(dtype: torch.dtype, *, where: object) -> StoredDtype:
     Raises:
         CheckpointError: Safetensors lacks the dtype.
     """
-    if dtype not in _STORED_DTYPES:
+    if dtype not in STORED_DTYPES:
         raise CheckpointError(
             "A tensor has a dtype that safetensors cannot hold",
             where=where,
@@ -33,9 +33,4 @@ def stored_dtype(dtype: torch.dtype, *, where: object) -> StoredDtype:
             found=dtype,
             fix="Store it as a view of a supported dtype, or keep it out of the state.",
         )
-    return _STORED_DTYPES[dtype]
-
-
-def is_storable(dtype: torch.dtype) -> bool:
-    """Return whether safetensors has a dtype."""
-    return dtype in _STORED_DTYPES
+    return STORED_DTYPES[dtype]

@@ -2,33 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
-import numpy as np
 import torch
-from torch.nn.parameter import is_lazy
 
 from reprise.errors import CheckpointError, MismatchError
-from reprise.format.box import Box, intersect, relative
+from reprise.format.box import Box
 from reprise.format.layout import TensorKind, TensorSpec
-from reprise.tensors.dtypes import is_storable, stored_dtype
+from reprise.tensors.dtypes import STORED_DTYPES, stored_dtype
 from reprise.tensors.live import (
     GLOBAL_PLACE,
     Grid,
     LiveTensor,
-    check_memory,
     is_described,
-    local_of,
     locate,
     memory_holder,
+    require_disjoint_elements,
+    require_plain,
     with_memory,
 )
 from reprise.tensors.modes import overwrite
 from reprise.torch_private import is_a
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,15 +36,16 @@ class StorableTensor:
         tensor: Plain or a DTensor. Its memory is the given tensor's, or a copy.
         dtype: The given tensor's dtype name, if safetensors lacks it. `tensor` then has the same bytes as real numbers
             (complex dtypes, with a last dimension of 2) or as uint8 (some float8 dtypes).
-        box: The position of `tensor` in a tensor shaped `shape`. None if its placement tells.
+        shape: The whole tensor's shape.
+        box: The position of `tensor` in it. None if its placement tells.
         copy_back: Copies `tensor` to the given tensor after a load. None if they share memory.
     """
 
     tensor: torch.Tensor
-    dtype: str | None = None
-    box: Box | None = None
-    shape: tuple[int, ...] = ()
-    copy_back: Callable[[], None] | None = None
+    dtype: str | None
+    shape: tuple[int, ...]
+    box: Box | None
+    copy_back: Callable[[], None] | None
 
     def parts(self, kind: TensorKind, name: str) -> Iterator[LiveTensor]:
         """Yield the live tensor, or nothing if this rank has no part in it. Other ranks' boxes are unknown here.
@@ -59,7 +57,7 @@ class StorableTensor:
             yield from locate(kind, name, self.tensor, grid=Grid.flat(1))
         else:
             dtype = stored_dtype(self.tensor.dtype, where=name)
-            yield LiveTensor(TensorSpec(kind, name, self.shape, dtype, self.shape), self.box, local_of(self.tensor), ())
+            yield LiveTensor(TensorSpec(kind, name, self.shape, dtype, self.shape), self.box, self.tensor, ())
 
 
 def resolve(
@@ -69,85 +67,61 @@ def resolve(
 
     Args:
         where: Returns the tensor's place, for errors.
-        parameter: The parameter whose optimizer state this is. State with its local shape has its shards.
+        parameter: The parameter whose optimizer state this is. State with its local shape has its shard.
 
     Raises:
-        CheckpointError: Names a tensor that is not plain memory, one whose description contradicts itself, or one
-            whose shards on this rank are not a box together.
+        CheckpointError: Names a tensor that is not plain memory, or whose description as a shard contradicts itself.
     """
     local = memory_holder(tensor)
-    is_local, is_async = local is tensor, False
-    if type(local) not in _PLAIN:  # plain ones take the fast path: each save calls this for each tensor
-        if is_async := is_a(local, "AsyncCollectiveTensor"):
-            local = local.trigger_wait()  # type: ignore[attr-defined]
-        if is_lazy(local) or type(local).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-            raise CheckpointError(
-                "A tensor is of a class that keeps its memory elsewhere",
-                where=where(),
-                expected="a plain tensor or a DTensor",
-                found=type(local).__name__,
-                fix="Run a lazy module on a sample before the call. Pass other tensors' parts under their own keys.",
-            )
-    place = local if is_described(local) else parameter
-    if is_described(place) and place.shape == local.shape:
-        check_memory(where, local)
-        return _described(local, place, where())
-    local = source = local.detach()
-    is_strided = local.layout is torch.strided and not local.is_nested
-    if is_strided and (local.is_neg() or local.is_conj() or _repeated(local)):
+    if is_a(local, "AsyncCollectiveTensor"):
+        local = local.trigger_wait()  # type: ignore[attr-defined]
+        tensor = with_memory(tensor, local)
+    require_plain(where, local)
+    source, shape, offset = local.detach(), tuple(tensor.shape), None
+    described = local if is_described(local) else parameter
+    if is_described(described) and described.shape == local.shape:
+        if (shard := _shard_of(described, where)) is None:
+            return None
+        shape, offset, part = shard
+        source = tensor = source[part.slices]
+    local = source
+    if local.is_neg() or local.is_conj() or _repeated(local):
         local = torch.empty(source.shape, dtype=source.dtype, device=source.device).copy_(source)
-    check_memory(where, local)
+    require_disjoint_elements(where, local)
     stored = _stored(local)
-    if stored is source and not is_async:  # its version, too, is the given tensor's
-        return StorableTensor(source if is_local else tensor.detach())
     dtype = None if stored.dtype == source.dtype else str(source.dtype).removeprefix("torch.")
-    copy_back = None if local is source else partial(_copy_back, [local], [source], where())
-    shape = (*tensor.shape, *stored.shape[source.ndim :])
-    return StorableTensor(with_memory(tensor, stored, shape), dtype, copy_back=copy_back)
+    copy_back = None if local is source else partial(_copy_back, local, source, where())
+    further = stored.shape[source.ndim :]
+    box = None if offset is None else Box((*offset, *(0 for _ in further)), tuple(stored.shape))
+    # A detached tensor's version, too, is the given tensor's.
+    storable = tensor.detach() if stored is source else with_memory(tensor, stored)
+    return StorableTensor(storable, dtype, (*shape, *further), box, copy_back)
 
 
-def _described(local: torch.Tensor, place: torch.Tensor, where: str) -> StorableTensor | None:
-    """Return the shards in a local tensor as a box; None without shards.
+def _shard_of(place: torch.Tensor, where: Callable[[], str]) -> tuple[tuple[int, ...], tuple[int, ...], Box] | None:
+    """Return a global tensor's shape, a local tensor's offset in it, and its box in the local one; None without any.
 
     Args:
         place: A tensor that describes them, such as the local tensor itself.
-        where: The tensor's place, for errors.
+        where: Returns the tensor's place, for errors.
 
     Raises:
-        CheckpointError: The description contradicts itself, or the shards leave gaps or overlap.
+        CheckpointError: The description contradicts itself, or has several shards.
     """
-    shape, offsets, starts, sizes = (getattr(place, name) for name in GLOBAL_PLACE)
-    dims = {len(each) for each in (shape, *offsets, *starts, *sizes)}
-    if dims != {local.ndim} or not len(offsets) == len(starts) == len(sizes):
-        raise CheckpointError(
-            "A tensor's description as shards of a global tensor contradicts itself",
-            where=where,
-            expected=f"an offset there, an offset here and a size for each shard, in {local.ndim} dimensions",
-            found=f"{len(offsets)}, {len(starts)} and {len(sizes)} of them, in {sorted(dims)}",
-            fix=f"Correct its {', '.join(GLOBAL_PLACE[1:])}.",
-        )
-    if not offsets:
+    shape, *lists = (getattr(place, name) for name in GLOBAL_PLACE)
+    if not any(lists):
         return None
-    boxes = [Box(tuple(offset), tuple(size)) for offset, size in zip(offsets, sizes, strict=True)]
-    parts = [local.detach()[Box(tuple(start), tuple(size)).slices] for start, size in zip(starts, sizes, strict=True)]
-    start, end = np.min([box.offset for box in boxes], 0), np.max([box.end for box in boxes], 0)
-    box = Box(tuple(start.tolist()), tuple((end - start).tolist()))
-    overlaps = (intersect(a, b).numel for number, a in enumerate(boxes) for b in boxes[:number])
-    if box.numel != sum(each.numel for each in boxes) or any(overlaps):
+    counts, dims = [len(each) for each in lists], {len(each) for each in (shape, *itertools.chain(*lists))}
+    if counts != [1, 1, 1] or dims != {place.ndim}:
         raise CheckpointError(
-            "A tensor's shards on this rank do not form a box",
-            where=where,
-            found=", ".join(map(str, boxes)),
-            fix="Pass them as separate tensors.",
+            "A tensor's description as a shard of a global tensor does not fit",
+            where=where(),
+            expected=f"one offset there, one offset here and one size, in {place.ndim} dimensions",
+            found=f"{counts} of them, in {sorted(dims)}",
+            fix=f"Correct its {', '.join(GLOBAL_PLACE[1:])}, or pass its shards as separate tensors.",
         )
-    if len(parts) == 1:
-        return StorableTensor(parts[0], box=box, shape=tuple(shape))
-    packed = torch.empty(box.shape, dtype=local.dtype, device=local.device)
-    views = [packed[relative(each, box).slices] for each in boxes]
-    for view, part in zip(views, parts, strict=True):
-        view.copy_(part)
-    copy_back = partial(_copy_back, views, parts, where)
-    return StorableTensor(packed, box=box, shape=tuple(shape), copy_back=copy_back)
+    (offset,), (start,), (size,) = lists
+    return tuple(shape), tuple(offset), Box(tuple(start), tuple(size))
 
 
 def in_memory(stored: torch.Tensor, dtype: str | None) -> torch.Tensor:
@@ -170,23 +144,22 @@ def _stored(local: torch.Tensor) -> torch.Tensor:
     """Return the same memory in a dtype that safetensors has, if there is one."""
     if local.is_complex():
         return torch.view_as_real(local)
-    if not is_storable(local.dtype) and local.dtype.is_floating_point and local.dtype.itemsize == 1:
+    if local.dtype not in STORED_DTYPES and local.dtype.is_floating_point and local.dtype.itemsize == 1:
         return local.view(torch.uint8)
     return local
 
 
-def _copy_back(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], where: str) -> None:
-    for source, target in zip(sources, targets, strict=True):
-        first = source
-        for dim in _repeated(target):
-            first, target = first.narrow(dim, 0, 1), target.narrow(dim, 0, 1)
-        if first is not source and not bytes_of(first.expand_as(source)).equal(bytes_of(source)):
-            raise MismatchError(
-                "The elements of an expanded tensor share memory, and a checkpoint has different ones for them",
-                where=where,
-                fix="Pass a tensor with memory for each element, such as tensor.clone().",
-            )
-        overwrite(target, first)
+def _copy_back(source: torch.Tensor, target: torch.Tensor, where: str) -> None:
+    first = source
+    for dim in _repeated(target):
+        first, target = first.narrow(dim, 0, 1), target.narrow(dim, 0, 1)
+    if first is not source and not bytes_of(first.expand_as(source)).equal(bytes_of(source)):
+        raise MismatchError(
+            "The elements of an expanded tensor share memory, and a checkpoint has different ones for them",
+            where=where,
+            fix="Pass a tensor with memory for each element, such as tensor.clone().",
+        )
+    overwrite(target, first)
 
 
 def _repeated(local: torch.Tensor) -> list[int]:

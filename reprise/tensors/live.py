@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from reprise.errors import CheckpointError
 from reprise.format.box import Box, Split, box_of_splits, intersect, relative, whole
@@ -154,24 +155,22 @@ def live_tensors(
         CheckpointError: A tensor is not a box, or its dtype cannot be stored.
     """
     free_gathered_parameters(model)
-    stored = stored or {}
-    tensors = dict[int, tuple[str, torch.Tensor]]()
+    stored, tensors = stored or {}, dict[torch.Tensor, str]()
     for name, tensor in named_tensors(model):
-        tensors.setdefault(id(tensor), (name, tensor))
-    for name, tensor in tensors.values():
+        tensors.setdefault(tensor, name)
+    for tensor, name in tensors.items():
         yield from locate(TensorKind.MODEL, name, tensor.detach(), grid=grid, stored=stored.get(name))
     if optimizer is None:
         return
-    names, state = parameter_names(model), optimizer.state
-    keys = {key: value.ndim for parameter in names for key, value in state.get(parameter, {}).items()}
-    for key in sorted(keys, key=lambda key: (keys[key] == 0, key)):
-        for parameter, name in names.items():
-            value = state.get(parameter, {}).get(key)
-            if value is not None:
-                form = stored.get(name) if value.shape == parameter.shape else None
-                owner = parameter if is_dtensor(parameter) else None
-                place = _grid_of(owner, grid)
-                yield from locate(TensorKind.OPTIMIZER, f"{key}.{name}", value, grid=place, stored=form)
+    rows = [
+        (key, parameter, name, value)
+        for parameter, name in parameter_names(model).items()
+        for key, value in optimizer.state.get(parameter, {}).items()
+    ]
+    for key, parameter, name, value in sorted(rows, key=lambda row: (row[3].ndim == 0, row[0])):
+        form = stored.get(name) if value.shape == parameter.shape else None
+        place = _grid_of(parameter, grid)
+        yield from locate(TensorKind.OPTIMIZER, f"{key}.{name}", value, grid=place, stored=form)
 
 
 def parameter_names(model: nn.Module) -> dict[nn.Parameter, str]:
@@ -217,8 +216,8 @@ def order_in_memory(tensor: torch.Tensor) -> list[int] | None:
     return order if local.permute(order).is_contiguous() else None
 
 
-def with_memory(tensor: torch.Tensor, local: torch.Tensor, shape: tuple[int, ...] | None = None) -> torch.Tensor:
-    """Return a tensor placed like `tensor`, plain or a DTensor, with local memory `local`; `shape` replaces its own.
+def with_memory(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """Return a tensor placed like `tensor`, plain or a DTensor, with local memory `local`, maybe of more dimensions.
 
     The memory may be on the host while the mesh has devices, as for parameters offloaded by FSDP2.
     """
@@ -228,7 +227,8 @@ def with_memory(tensor: torch.Tensor, local: torch.Tensor, shape: tuple[int, ...
 
     from reprise.torch_private import DTensorSpec, TensorMeta
 
-    like = tensor if shape in (None, tensor.shape) else torch.empty(shape, device="meta")
+    further = local.shape[tensor.ndim :]
+    like = torch.empty((*tensor.shape, *further), device="meta") if further else tensor
     meta = TensorMeta(like.shape, like.stride(), local.dtype)
     spec = DTensorSpec(tensor.device_mesh, tensor.placements, tensor_meta=meta)  # type: ignore[attr-defined]
     return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
@@ -312,9 +312,7 @@ def locate(
         )
     stored_box = intersect(box, whole(layout.view))
     if stored_box != box:
-        inner = relative(stored_box, box)
-        for dim, (at, size) in enumerate(zip(inner.offset, inner.shape, strict=True)):
-            local = local.narrow(dim, min(at, local.shape[dim]), size)
+        local = local[relative(stored_box, box).slices]
     spec = TensorSpec(kind, name, layout.shape, stored_dtype(tensor.dtype, where=name), layout.view)
     yield LiveTensor(spec, stored_box, local, replicas)
 
@@ -336,31 +334,29 @@ def placed_box(
 
     from reprise.torch_private import _StridedShard
 
-    splits: list[Split] = []
-    fixed: dict[str, int] = {}
     mesh = tensor.device_mesh  # type: ignore[attr-defined]
-    coordinate = coordinate or dict(zip(_axes(mesh), mesh.get_coordinate(), strict=True))
-    for axis, (axis_name, placement) in enumerate(zip(_axes(mesh), tensor.placements, strict=True)):  # type: ignore[attr-defined]
-        if isinstance(placement, Replicate):
-            continue
-        if not isinstance(placement, Shard | _StridedShard):
-            raise CheckpointError(
-                "A tensor's placement is not a box", where=name, found=placement, fix="Redistribute it."
-            )
-        # In some torch releases _StridedShard is a subclass of Shard, in others it is not.
-        strided = int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
-        splits.append(Split(placement.dim, coordinate[axis_name], mesh.size(axis), strided))
-        fixed[axis_name] = coordinate[axis_name]
+    axes, splits = _axes(mesh), dict[str, Split]()
+    coordinate = coordinate or dict(zip(axes, mesh.get_coordinate(), strict=True))
     try:
-        box = box_of_splits(tuple(tensor.shape), splits)
+        for axis, count, placement in zip(axes, mesh.shape, tensor.placements, strict=True):  # type: ignore[attr-defined]
+            if isinstance(placement, Replicate):
+                continue
+            # In some torch releases _StridedShard is a subclass of Shard, in others it is not.
+            if not isinstance(placement, Shard | _StridedShard):
+                raise ValueError(str(placement))
+            strided = int(getattr(placement, "split_factor", 1))
+            splits[axis] = Split(placement.dim, coordinate[axis], count, strided)
+        box = box_of_splits(tuple(tensor.shape), [*splits.values()])
     except ValueError as error:
-        raise CheckpointError("A tensor's placement is not a box", where=name, found=error) from error
-    return box, _grid_of(tensor, grid).holders(fixed)
+        raise CheckpointError(
+            "A tensor's placement is not a box", where=name, found=error, fix="Redistribute it."
+        ) from error
+    return box, _grid_of(tensor, grid).holders({axis: split.index for axis, split in splits.items()})
 
 
-def _grid_of(owner: torch.Tensor | None, grid: Grid) -> Grid:
-    """Return a DTensor's grid: `grid` if it has the mesh's axes, otherwise the mesh."""
-    if owner is None:
+def _grid_of(owner: torch.Tensor, grid: Grid) -> Grid:
+    """Return a tensor's grid: `grid` if it has all axes of a DTensor's mesh, otherwise the mesh."""
+    if not is_dtensor(owner):
         return grid
     mesh = owner.device_mesh  # type: ignore[attr-defined]
     names = _axes(mesh)
@@ -371,16 +367,18 @@ def _axes(mesh: Any) -> tuple[str, ...]:
     return tuple(mesh.mesh_dim_names or (f"axis {number}" for number in range(mesh.ndim)))
 
 
-def check_memory(where: Callable[[], str], local: torch.Tensor) -> None:
-    """Require strided memory with separate bytes for each element.
+def require_plain(where: Callable[[], str], local: torch.Tensor) -> None:
+    """Require strided memory on a device.
 
     Args:
         where: Returns the tensor's place, for errors.
 
     Raises:
-        CheckpointError: Names a meta, sparse, nested or quantized tensor, or a tensor whose elements share memory.
+        CheckpointError: Names a meta, sparse, nested, quantized or lazy tensor, or one with its memory elsewhere.
     """
+    kind = type(local)
     kinds = {
+        kind.__name__: is_lazy(local) or kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__,
         "sparse": local.layout is not torch.strided,
         "nested": local.is_nested,
         "quantized": local.is_quantized,
@@ -392,8 +390,20 @@ def check_memory(where: Callable[[], str], local: torch.Tensor) -> None:
             where=where(),
             expected="a strided tensor of numbers",
             found=", ".join(kind for kind, is_one in kinds.items() if is_one),
-            fix="Materialize or clone it, store its parts as tensors of their own, or keep it out of the state.",
+            fix="Materialize or clone it (a lazy module needs a sample), store its parts as tensors of their own, or "
+            "keep it out of the state.",
         )
+
+
+def require_disjoint_elements(where: Callable[[], str], local: torch.Tensor) -> None:
+    """Require separate bytes for each element.
+
+    Args:
+        where: Returns the tensor's place, for errors.
+
+    Raises:
+        CheckpointError: Names a tensor whose elements share memory.
+    """
     if not local.is_contiguous() and _may_overlap_itself(local):
         raise CheckpointError(
             "Elements of a tensor share memory",
@@ -407,7 +417,7 @@ def check_disjoint(tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
     """Refuse tensors that share memory: a load fills both, and the later wins.
 
     Args:
-        tensors: Tensors approved by `check_memory`, each once.
+        tensors: Tensors approved by `require_disjoint_elements`, each once.
 
     Raises:
         CheckpointError: Names the first two.

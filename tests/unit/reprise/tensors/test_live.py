@@ -17,7 +17,7 @@ from torch import nn
 from reprise import load, save
 from reprise.errors import CheckpointError
 from reprise.tensors import live
-from reprise.tensors.live import Grid, check_disjoint, check_memory, live_tensors
+from reprise.tensors.live import Grid, check_disjoint, live_tensors, require_disjoint_elements
 from tests.messages import refused
 
 
@@ -108,8 +108,8 @@ def test_memory_needs_a_place_of_its_own_for_every_element(
 ) -> None:
     a, b = part(first, 0), part(second, offset)
     try:
-        check_memory(lambda: "a", a)
-        check_memory(lambda: "b", b)
+        require_disjoint_elements(lambda: "a", a)
+        require_disjoint_elements(lambda: "b", b)
     except CheckpointError:
         return
     for tensor in (a, b):
@@ -123,4 +123,4 @@ def test_memory_needs_a_place_of_its_own_for_every_element(
 
 @given(st.permutations(range(3)), st.integers(0, 1), st.integers(1, 4))
 def test_a_slice_of_any_permuted_tensor_is_accepted(order: list[int], lo: int, step: int) -> None:
-    check_memory(lambda: "x", torch.zeros(3, 4, 5).permute(order)[lo:, ::step])
+    require_disjoint_elements(lambda: "x", torch.zeros(3, 4, 5).permute(order)[lo:, ::step])
