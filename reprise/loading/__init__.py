@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from reprise.loading.loader import check_tensors as check_tensors
     from reprise.loading.loader import fill as fill
     from reprise.loading.reader import Checkpoint as Checkpoint
-    from reprise.loading.reader import Gatherer as Gatherer
     from reprise.loading.reader import OpenFile as OpenFile
     from reprise.loading.reader import open_checkpoint as open_checkpoint
     from reprise.loading.reader import open_tensor_file as open_tensor_file
@@ -23,16 +22,16 @@ if TYPE_CHECKING:
     from reprise.loading.reader import read_places as read_places
     from reprise.loading.restorer import Restored as Restored
     from reprise.loading.restorer import Restorer as Restorer
-    from reprise.loading.verify import verify_share as verify_share
+    from reprise.loading.verify import verify_tensors as verify_tensors
 
 _NAMES = {
     "loading.choose": "Chooser LoadSource LoadTerms no_folder",
     "loading.loader": "Target check_tensors fill",
     "loading.reader": (
-        "Checkpoint Gatherer OpenFile open_checkpoint open_tensor_file read_content read_file read_header read_places"
+        "Checkpoint OpenFile open_checkpoint open_tensor_file read_content read_file read_header read_places"
     ),
     "loading.restorer": "Restored Restorer",
-    "loading.verify": "verify_share",
+    "loading.verify": "verify_tensors",
 }
 
 if not TYPE_CHECKING:

@@ -7,14 +7,13 @@ import operator
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 
 from reprise.format.manifest import BLOCK_BYTES
 from reprise.loading.blocks import PieceBlock
-from reprise.loading.reader import Bytes, Checkpoint, Gatherer, open_tensor_file
+from reprise.loading.reader import Bytes, Checkpoint, open_tensor_file
 from reprise.storage.worker import Worker
 
 MOST_THREADS = 4  # two threads on two cores read at memory copy speed; more were slower on a cold disk
@@ -27,20 +26,6 @@ _LEAVE_S = 5.0
 def host_memory() -> Bytes:
     """Return host memory for a block."""
     return np.empty(BLOCK_BYTES, np.uint8)
-
-
-@dataclass(frozen=True, slots=True)
-class BlockRead:
-    """A block to read and verify.
-
-    Args:
-        into: The memory to read it into directly. None for a buffer.
-        move: Copies the bytes it needs from the buffer, and returns their count. None only verifies the block.
-    """
-
-    block: PieceBlock
-    into: Bytes | None = None
-    move: Callable[[Bytes], int] | None = None
 
 
 class BlockReader:
@@ -56,11 +41,11 @@ class BlockReader:
     def __init__(
         self,
         checkpoint: Checkpoint,
-        reads: Iterable[BlockRead],
+        blocks: Iterable[PieceBlock],
         *,
         memory: Callable[[], Bytes] = host_memory,
     ) -> None:
-        self._checkpoint, self._reads, self._memory = checkpoint, enumerate(reads), memory
+        self._checkpoint, self._blocks, self._memory = checkpoint, enumerate(blocks), memory
         self._lock = threading.Lock()
         self.done_bytes = 0
 
@@ -90,28 +75,27 @@ class BlockReader:
 
     def close(self) -> None:
         """Stop threads from taking another block."""
-        self._reads = enumerate(())
+        self._blocks = enumerate(())
 
     def _work(self, numbers: list[int], thread: int) -> None:
         """Read blocks until none is left."""
         try:
-            gatherer, buffer = Gatherer(), self._memory()
-            for name, reads in itertools.groupby(self._take(numbers, thread), key=lambda read: read.block.place.file):
+            buffer = self._memory()
+            for name, blocks in itertools.groupby(self._take(numbers, thread), key=lambda block: block.place.file):
                 with open_tensor_file(self._checkpoint.files, self._checkpoint.path / name) as file:
-                    for read in reads:
-                        block = read.block
-                        data = buffer[: block.hi - block.lo] if read.into is None else read.into
-                        block.read(self._checkpoint, file, gatherer, data)
-                        size = data.size if read.into is not None or read.move is None else read.move(data)
+                    for block in blocks:
+                        data = buffer[: block.hi - block.lo] if block.into is None else block.into
+                        block.read(file, data)
+                        size = data.size if block.into is not None or block.move is None else block.move(data)
                         with self._lock:
                             self.done_bytes += size
         finally:
             self.close()
 
-    def _take(self, numbers: list[int], thread: int) -> Iterator[BlockRead]:
+    def _take(self, numbers: list[int], thread: int) -> Iterator[PieceBlock]:
         while True:
             with self._lock:
-                numbers[thread], read = next(self._reads, (numbers[thread], None))
-            if read is None:
+                numbers[thread], block = next(self._blocks, (numbers[thread], None))
+            if block is None:
                 return
-            yield read
+            yield block

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 import xxhash
@@ -12,7 +12,7 @@ from reprise.format.box import Image, whole
 from reprise.format.host_file import PieceNumbers
 from reprise.format.layout import Place
 from reprise.format.manifest import BLOCK_BYTES, DIGEST_BYTES, WrittenPiece, block_ranges
-from reprise.loading.reader import Bytes, Checkpoint, Gatherer, OpenFile, read_places
+from reprise.loading.reader import Bytes, Checkpoint, OpenFile, read_places
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +21,8 @@ class PieceBlock:
 
     Args:
         number: The piece's number in its tensor.
+        into: The memory to read it into directly. None for a buffer.
+        move: Copies the bytes that are needed from the buffer, and returns their count. None only verifies the block.
     """
 
     place: Place
@@ -29,13 +31,15 @@ class PieceBlock:
     lo: int
     hi: int
     digest: str
+    into: Bytes | None = None
+    move: Callable[[Bytes], int] | None = None
 
     def __str__(self) -> str:
         ranges = ", ".join(f"{part.start}:{part.stop}" for part in self.packed.box.slices)
         part = f" of elements [{ranges}]" if self.packed.total_bytes < self.place.spec.total_bytes else ""
-        return f"{self.place.file}, tensor {self.place.spec.name}, bytes [{self.lo}, {self.hi}){part}"
+        return f"tensor {self.place.spec.name}, bytes [{self.lo}, {self.hi}){part}"
 
-    def read(self, checkpoint: Checkpoint, file: OpenFile, gatherer: Gatherer, into: Bytes) -> None:
+    def read(self, file: OpenFile, into: Bytes) -> None:
         """Fill an array with the bytes, and compare them with their digest.
 
         Raises:
@@ -44,12 +48,12 @@ class PieceBlock:
         digest, step = xxhash.xxh3_64(), file.files.step_bytes if self.packed.is_contiguous else into.size
         for at in range(0, into.size, step):
             part = into[at : at + step]
-            gatherer.gather(file.read, self.packed, self.lo + at, part, offset=self.place.offset)
+            file.gather(self.packed, self.lo + at, part, offset=self.place.offset)
             digest.update(part.data)
         if (actual := digest.hexdigest()) != self.digest:
             raise CheckpointError(
                 "A tensor is damaged",
-                where=f"{checkpoint.path}/{self}",
+                where=f"{file.path}, {self}",
                 expected=f"digest {self.digest}",
                 found=actual,
                 fix="Load another iteration; this one cannot be trusted.",

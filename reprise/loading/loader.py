@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -13,8 +14,8 @@ from reprise.errors import CheckpointError, MismatchError, first_of
 from reprise.format.box import Box, absolute, extent, image, in_bytes, intersect, relative, whole
 from reprise.format.layout import Place, TensorSpec
 from reprise.format.manifest import BLOCK_BYTES, WrittenPiece
-from reprise.loading.block_reader import BlockRead, BlockReader, Progress, host_memory
-from reprise.loading.blocks import blocks_in
+from reprise.loading.block_reader import BlockReader, Progress, host_memory
+from reprise.loading.blocks import PieceBlock, blocks_in
 from reprise.loading.reader import Bytes, Checkpoint, not_held, read_places
 from reprise.tensors.live import LiveTensor
 from reprise.tensors.modes import overwrite, own_modes
@@ -77,8 +78,8 @@ def fill(checkpoint: Checkpoint, live: Sequence[LiveTensor], *, progress: Progre
     devices = {target.tensor.local.device for target in targets} - {torch.device("cpu")}
     for device in devices:  # reading threads do not copy on the caller's stream
         torch.accelerator.synchronize(device)
-    reads = _reads_of(checkpoint, targets)
-    reader = BlockReader(checkpoint, reads, memory=_pinned_memory if devices else host_memory)
+    blocks = _blocks_of(checkpoint, targets)
+    reader = BlockReader(checkpoint, blocks, memory=_pinned_memory if devices else host_memory)
     if targets:
         reader.run(progress)
     total_bytes = sum(target.box.numel for target in targets)
@@ -104,8 +105,8 @@ def verify_blocks(checkpoint: Checkpoint, live: Sequence[LiveTensor], progress: 
         MismatchError: See `fill`.
     """
     if targets := _targets_of(checkpoint, live):
-        reads = (BlockRead(read.block) for read in _reads_of(checkpoint, targets))
-        BlockReader(checkpoint, reads).run(progress)
+        blocks = (replace(block, into=None, move=None) for block in _blocks_of(checkpoint, targets))
+        BlockReader(checkpoint, blocks).run(progress)
 
 
 def _pinned_memory() -> Bytes:
@@ -116,9 +117,9 @@ def _pinned_memory() -> Bytes:
 
 def _targets_of(checkpoint: Checkpoint, live: Sequence[LiveTensor]) -> list[Target]:
     """Return the memory to fill in file order."""
-    places, tensors = read_places(checkpoint), [tensor for tensor in live if tensor.box.numel]
-    tensors.sort(key=lambda tensor: (places[tensor.spec.name].file, places[tensor.spec.name].offset))
-    return [Target(tensor, _written_box(checkpoint, tensor)) for tensor in tensors]
+    places = read_places(checkpoint)
+    targets = [Target(checkpoint, places[tensor.spec.name], tensor) for tensor in live if tensor.box.numel]
+    return sorted(targets, key=lambda target: (target.place.file, target.place.offset))
 
 
 def touched_pieces(checkpoint: Checkpoint, live: Sequence[LiveTensor]) -> dict[str, tuple[int, ...]]:
@@ -127,69 +128,40 @@ def touched_pieces(checkpoint: Checkpoint, live: Sequence[LiveTensor]) -> dict[s
     Raises:
         MismatchError: See `fill`.
     """
-    numbers_by_tensor = defaultdict[str, set[int]](set)
-    for tensor in live:
-        if tensor.box.numel:
-            entry, spec = checkpoint.manifest.tensors[tensor.spec.name], read_places(checkpoint)[tensor.spec.name].spec
-            pieces = entry.pieces_in(_written_box(checkpoint, tensor), spec.dtype.itemsize)
-            numbers_by_tensor[spec.name].update(number for number, _ in pieces)
-    return {name: tuple(sorted(numbers)) for name, numbers in numbers_by_tensor.items()}
+    numbers = defaultdict[str, set[int]](set)
+    for target in _targets_of(checkpoint, live):
+        numbers[target.place.spec.name].update(number for number, _ in target.pieces())
+    return {name: tuple(sorted(members)) for name, members in numbers.items()}
 
 
-def _written_box(checkpoint: Checkpoint, tensor: LiveTensor) -> Box:
-    """Return a tensor's box in the dimensions it was written in, which may differ for an unsharded tensor."""
-    saved_view, lives = read_places(checkpoint)[tensor.spec.name].spec.view, tensor.spec.view
-    if lives == saved_view:
-        return tensor.box
-    if tensor.box == whole(lives):
-        return whole(saved_view)
-    raise MismatchError(
-        "A sharded tensor has different dimensions in the checkpoint",
-        where=f"{checkpoint.path}, {tensor.spec.name}",
-        expected=f"a view as {list(saved_view)}",
-        found=f"{list(lives)}",
-        fix="Load this tensor unsharded.",
-    )
-
-
-def _reads_of(checkpoint: Checkpoint, targets: Sequence[Target]) -> Iterator[BlockRead]:
+def _blocks_of(checkpoint: Checkpoint, targets: Sequence[Target]) -> Iterator[PieceBlock]:
     """Yield every block with a target's bytes, in file order: columns from several pieces alternate."""
     for target in targets:
-        place, reads = read_places(checkpoint)[target.tensor.spec.name], list[BlockRead]()
-        size, present = place.spec.dtype.itemsize, checkpoint.held(place.spec.name)
-        for number, piece in checkpoint.manifest.tensors[place.spec.name].pieces_in(target.elements, size):
+        place, blocks = target.place, list[PieceBlock]()
+        present = checkpoint.held(place.spec.name)
+        for number, piece in target.pieces():
             if number not in present:
                 raise not_held(checkpoint, place, number)
-            reads += _reads_of_piece(target, place, number, piece)
-        yield from sorted(reads, key=lambda read: next(read.block.packed.spans(read.block.lo, read.block.hi))[0])
-
-
-def _reads_of_piece(target: Target, place: Place, number: int, piece: WrittenPiece) -> Iterator[BlockRead]:
-    """Yield a piece's blocks with a target's bytes.
-
-    A block is read into live memory directly if all its bytes are adjacent there.
-    """
-    box = in_bytes(piece.box, place.spec.dtype.itemsize)
-    common = intersect(box, target.box)
-    packed = image(relative(common, box), box.shape, 1)
-    first, last = packed.start, packed.start + packed.extent
-    memory = target.memory(common) if packed.is_contiguous else None
-    for block in blocks_in(place, number, piece, begin=first, end=last):
-        is_direct = memory is not None and first <= block.lo and block.hi <= last
-        into = memory[block.lo - first : block.hi - first] if memory is not None and is_direct else None
-        yield BlockRead(block, into, partial(target.move, box, common, block.lo))
+            blocks += target.blocks_of(number, piece)
+        yield from sorted(blocks, key=lambda block: next(block.packed.spans(block.lo, block.hi))[0])
 
 
 class Target:
     """A live tensor's memory as bytes. Threads may fill disjoint parts.
 
-    Args:
-        box: The tensor's box in the dimensions it was written in.
+    Attributes:
+        box: The tensor's box, in bytes, in the dimensions it was written in.
+        pieces: Yields the pieces overlapping it, each with its number.
+
+    Raises:
+        MismatchError: A sharded tensor was written in other dimensions.
     """
 
-    def __init__(self, tensor: LiveTensor, box: Box) -> None:
-        self.tensor = tensor
-        self.elements, self.box = box, in_bytes(box, tensor.local.element_size())
+    def __init__(self, checkpoint: Checkpoint, place: Place, tensor: LiveTensor) -> None:
+        self.tensor, self.place = tensor, place
+        box, itemsize = _written_box(checkpoint, place.spec, tensor), place.spec.dtype.itemsize
+        self.box = in_bytes(box, itemsize)
+        self.pieces = partial(checkpoint.manifest.tensors[place.spec.name].pieces_in, box, itemsize)
         self._staging: torch.Tensor | None = None
         local = tensor.local.detach()
         if (
@@ -199,7 +171,22 @@ class Target:
         self._memory = _bytes_of(local, self.box.shape)
         self._array: Bytes | None = self._memory.numpy() if self._memory.device.type == "cpu" else None
 
-    def memory(self, part: Box) -> Bytes | None:
+    def blocks_of(self, number: int, piece: WrittenPiece) -> Iterator[PieceBlock]:
+        """Yield a piece's blocks with bytes of this memory.
+
+        A block is read into live memory directly if all its bytes are adjacent there.
+        """
+        box = in_bytes(piece.box, self.place.spec.dtype.itemsize)
+        common = intersect(box, self.box)
+        packed = image(relative(common, box), box.shape, 1)
+        first, last = packed.start, packed.start + packed.extent
+        memory = self._adjacent(common) if packed.is_contiguous else None
+        for block in blocks_in(self.place, number, piece, begin=first, end=last):
+            is_direct = memory is not None and first <= block.lo and block.hi <= last
+            into = memory[block.lo - first : block.hi - first] if memory is not None and is_direct else None
+            yield replace(block, into=into, move=partial(self.move, box, common, block.lo))
+
+    def _adjacent(self, part: Box) -> Bytes | None:
         """Return the memory of `part` if the host can write to it and it is contiguous, otherwise None."""
         if self._array is None:
             return None
@@ -230,6 +217,21 @@ class Target:
         """Copy staged data to its destination, once all of it has arrived."""
         if self._staging is not None:
             overwrite(self.tensor.local, self._staging.reshape(self.tensor.local.shape))
+
+
+def _written_box(checkpoint: Checkpoint, saved: TensorSpec, tensor: LiveTensor) -> Box:
+    """Return a tensor's box in the dimensions it was written in, which may differ for an unsharded tensor."""
+    if tensor.spec.view == saved.view:
+        return tensor.box
+    if tensor.box == whole(tensor.spec.view):
+        return whole(saved.view)
+    raise MismatchError(
+        "A sharded tensor has different dimensions in the checkpoint",
+        where=f"{checkpoint.path}, {saved.name}",
+        expected=f"a view as {list(saved.view)}",
+        found=f"{list(tensor.spec.view)}",
+        fix="Load this tensor unsharded.",
+    )
 
 
 def _bytes_of(local: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:

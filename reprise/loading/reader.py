@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,6 @@ from reprise.storage.paths import exists
 from reprise.storage.patience import failed_read
 
 Bytes = npt.NDArray[np.uint8]
-Read = Callable[[memoryview, int], object]  # fills a buffer from an offset in the file
 _MAX_HEADER_BYTES = 100 << 20  # the safetensors library's limit
 # Gaps up to this size are read and discarded. With two threads on warm files, a call cost as much as reading 50 KB more
 # (runs from 2 to 28 KB). A call per run took 3 to 9 times as long for GPT-2's tensor-parallel runs. Ranks on the same
@@ -330,11 +329,12 @@ def _as_written(checkpoint: Checkpoint, place: Place) -> Place:
 
 @dataclass(slots=True)
 class OpenFile:
-    """A checkpoint file open for reading."""
+    """A checkpoint file open for reading, by one thread."""
 
     files: Files
     path: Path
     descriptor: int
+    _scratch: Bytes = field(default_factory=lambda: np.empty(SCRATCH_BYTES, np.uint8))
 
     def read(self, buffer: memoryview, offset: int) -> None:
         """Fill `buffer` from `offset`.
@@ -346,6 +346,31 @@ class OpenFile:
         if count != buffer.nbytes:
             expected, size = f"{buffer.nbytes} B at {offset}", f"{count} B"
             raise CheckpointError("The file is shorter than expected", where=self.path, expected=expected, found=size)
+
+    def gather(self, image: Image, lo: int, into: Bytes, *, offset: int) -> None:
+        """Fill `into` with packed image bytes, starting at byte `lo`. The image's tensor starts at `offset`."""
+        for shape, start, at in image.boxes(lo, lo + into.size):
+            part = into[at - lo : at - lo + math.prod(shape)].reshape(shape)
+            self._cover(offset + start, image.strides, part)
+
+    def _cover(self, start: int, strides: Sequence[int], into: Bytes) -> None:
+        """Fill the C-ordered array `into` from the bytes at `start` with `strides`. The last stride is 1."""
+        if into.ndim == 1:
+            self.read(into.data, start)
+            return
+        count, stride = len(into), strides[0]
+        length = covered_bytes(into.shape[1:], strides[1:])
+        if stride - length > GAP_BYTES or length > self._scratch.size or count == 1:
+            for index in range(count):
+                self._cover(start + index * stride, strides[1:], into[index])
+            return
+        most = 1 + (self._scratch.size - length) // stride
+        for first in range(0, count, most):
+            part = into[first : first + most]
+            covering = self._scratch[: (len(part) - 1) * stride + length]
+            rows = np.ndarray(part.shape, np.uint8, covering, 0, strides)
+            self.read(covering.data, start + first * stride)
+            np.copyto(part, rows)
 
 
 @contextlib.contextmanager
@@ -364,38 +389,3 @@ def open_tensor_file(files: Files, path: Path) -> Iterator[OpenFile]:
             files.close(descriptor)
     except OSError as error:
         raise failed_read("A file cannot be read", error, where=path) from error
-
-
-class Gatherer:
-    """Gathers packed images from their scattered positions, through a buffer. Each thread needs its own."""
-
-    def __init__(self) -> None:
-        self._scratch: Bytes = np.empty(SCRATCH_BYTES, dtype=np.uint8)
-
-    def gather(self, read: Read, image: Image, lo: int, into: Bytes, *, offset: int) -> None:
-        """Fill `into` with packed image bytes, starting at byte `lo`. The image's tensor starts at `offset`."""
-        if image.is_contiguous:
-            read(into.data, offset + image.start + lo)
-            return
-        for shape, start, at in image.boxes(lo, lo + into.size):
-            part = into[at - lo : at - lo + math.prod(shape)].reshape(shape)
-            self._cover(read, offset + start, image.strides, part)
-
-    def _cover(self, read: Read, start: int, strides: Sequence[int], into: Bytes) -> None:
-        """Fill the C-ordered array `into` from the bytes at `start` with `strides`. The last stride is 1."""
-        if into.ndim == 1:
-            read(into.data, start)
-            return
-        count, stride = len(into), strides[0]
-        length = covered_bytes(into.shape[1:], strides[1:])
-        if stride - length > GAP_BYTES or length > self._scratch.size or count == 1:
-            for index in range(count):
-                self._cover(read, start + index * stride, strides[1:], into[index])
-            return
-        most = 1 + (self._scratch.size - length) // stride
-        for first in range(0, count, most):
-            part = into[first : first + most]
-            covering = self._scratch[: (len(part) - 1) * stride + length]
-            rows = np.ndarray(part.shape, np.uint8, covering, 0, strides)
-            read(covering.data, start + first * stride)
-            np.copyto(part, rows)

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
-
-from reprise.loading.block_reader import BlockRead, BlockReader, Progress
+from reprise.loading.block_reader import BlockReader, Progress
 from reprise.loading.blocks import blocks_of
 from reprise.loading.reader import Checkpoint, read_places
 
 
-def verify_share(
-    checkpoint: Checkpoint, *, rank: int = 0, world_size: int = 1, progress: Progress = lambda _: None
-) -> int:
-    """Check every `world_size`-th block's digest, starting at block `rank`. Return the checked byte count.
+def verify_tensors(checkpoint: Checkpoint, *, progress: Progress = lambda _: None) -> int:
+    """Check every block's digest. Return the checked byte count.
 
     Args:
         progress: See `BlockReader.run`.
@@ -20,8 +16,7 @@ def verify_share(
     Raises:
         CheckpointError: A header or block is damaged. Names the file, tensor and byte range for the first.
     """
-    blocks = blocks_of(checkpoint, {name: checkpoint.held(name) for name in read_places(checkpoint)})
-    reader = BlockReader(checkpoint, map(BlockRead, itertools.islice(blocks, rank, None, world_size)))
+    reader = BlockReader(checkpoint, blocks_of(checkpoint, {n: checkpoint.held(n) for n in read_places(checkpoint)}))
     reader.run(progress)
     return reader.done_bytes
 
@@ -37,4 +32,4 @@ def check_first_blocks(checkpoint: Checkpoint) -> None:
         if place.spec.total_bytes and 0 in checkpoint.held(name):
             first[place.file] = name
     blocks = (next(blocks_of(checkpoint, {name: range(1)})) for name in first.values())
-    BlockReader(checkpoint, map(BlockRead, blocks)).run()
+    BlockReader(checkpoint, blocks).run()

@@ -15,7 +15,7 @@ from reprise.format.host_file import PieceNumbers, path_of, union
 from reprise.format.manifest import BLOCK_BYTES, digest_of
 from reprise.format.names import HOST
 from reprise.loading.blocks import PieceBlock, blocks_of
-from reprise.loading.reader import Bytes, Checkpoint, Gatherer, OpenFile, open_tensor_file
+from reprise.loading.reader import Bytes, Checkpoint, OpenFile, open_tensor_file
 from reprise.storage.atomic import replace_file
 from reprise.storage.files import MAX_OPEN_FILES
 
@@ -27,7 +27,7 @@ def read_blocks(checkpoint: Checkpoint, blocks: Iterable[PieceBlock]) -> Iterato
 
     An unreadable block yields zeros: its receiver detects a wrong digest.
     """
-    gatherer, buffer = Gatherer(), np.empty(BLOCK_BYTES, np.uint8)
+    buffer = np.empty(BLOCK_BYTES, np.uint8)
     for name, members in itertools.groupby(blocks, key=lambda block: block.place.file):
         with contextlib.ExitStack() as stack:
             file: OpenFile | None = None
@@ -35,7 +35,7 @@ def read_blocks(checkpoint: Checkpoint, blocks: Iterable[PieceBlock]) -> Iterato
                 data = buffer[: block.hi - block.lo]
                 try:
                     file = file or stack.enter_context(open_tensor_file(checkpoint.files, checkpoint.path / name))
-                    gatherer.gather(file.read, block.packed, block.lo, data, offset=block.place.offset)
+                    file.gather(block.packed, block.lo, data, offset=block.place.offset)
                 except (TrainerError, OSError) as error:
                     _log.error("%s, tensor %s: %s", checkpoint.path, block.place.spec.name, error)
                     data[:] = 0

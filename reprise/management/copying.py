@@ -9,7 +9,7 @@ from pathlib import Path
 from reprise.errors import CheckpointError
 from reprise.format.names import MANIFEST, OPTIMIZER_DROPPED
 from reprise.loading.reader import open_checkpoint, read_content
-from reprise.loading.verify import verify_share
+from reprise.loading.verify import verify_tensors
 from reprise.management.paths import all_checkpoints
 from reprise.management.progress import ProgressCallback, ignore_progress
 from reprise.storage.atomic import make_folders, sync_folders
@@ -105,10 +105,10 @@ def _is_there(target: Path, content: CheckpointFiles) -> bool:
 def _upload(source: Path, target: Path, content: CheckpointFiles, count: Callable[[int], None]) -> None:
     """Upload to a store through this host's child process."""
     if not is_stored(source):
-        verify_share(open_checkpoint(source, FILE_SYSTEM))
+        verify_tensors(open_checkpoint(source, FILE_SYSTEM))
     Upload(CHILD_CLIENT, url_of(target), source).run(lambda name: count(content.sizes[name]))
     if is_stored(source):  # both sides are remote: read the copy back
-        verify_share(open_checkpoint(target, files_of(target)))
+        verify_tensors(open_checkpoint(target, files_of(target)))
 
 
 def _download(source: Path, target: Path, content: CheckpointFiles, count: Callable[[int], None]) -> None:
@@ -122,7 +122,7 @@ def _download(source: Path, target: Path, content: CheckpointFiles, count: Calla
             _fetch(source / name, path, size, count)
     files.write_whole(partial / MANIFEST, content.manifest)
     try:
-        verify_share(open_checkpoint(partial, files))
+        verify_tensors(open_checkpoint(partial, files))
     except CheckpointError:
         files.remove_tree(partial)  # an interrupted copy may have left the damaged file: the next copy starts over
         raise

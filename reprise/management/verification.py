@@ -7,7 +7,7 @@ from pathlib import Path
 
 from reprise.errors import TrainerError
 from reprise.loading.reader import Checkpoint, tensor_bytes
-from reprise.loading.verify import verify_share
+from reprise.loading.verify import verify_tensors
 from reprise.management.host_share import HostShare, share_of
 from reprise.management.paths import all_checkpoints, examined
 from reprise.management.progress import ProgressCallback, ignore_progress
@@ -64,7 +64,7 @@ def _verify(path: Path, is_named: bool, progress: ProgressCallback) -> VerifiedC
         share = share_of(checkpoint)
         total = tensor_bytes(checkpoint) if share is None else share.present_bytes
         progress(path.name, 0, total)
-        checked_bytes = verify_share(checkpoint, progress=lambda n: progress(path.name, n, total))
+        checked_bytes = verify_tensors(checkpoint, progress=lambda n: progress(path.name, n, total))
 
     status, problem, checkpoint = examined(path, check, is_named=is_named)
     if checkpoint is None:

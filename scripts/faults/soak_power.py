@@ -32,7 +32,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from reprise.errors import TrainerError
-from reprise.loading import open_checkpoint, verify_share
+from reprise.loading import open_checkpoint, verify_tensors
 from reprise.storage import CheckpointFolder, Files
 from scripts.faults.job import finish
 from scripts.faults.power import mounting
@@ -231,7 +231,7 @@ class Trial:
     def _compare(self, path: Path) -> list[str]:
         try:
             checkpoint = open_checkpoint(path, Files())
-            verify_share(checkpoint)
+            verify_tensors(checkpoint)
         except TrainerError as error:
             return [f"{path.name} is damaged: {error}"]
         return differences(path, self.unbroken / "checkpoints" / path.name)

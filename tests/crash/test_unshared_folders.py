@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from reprise.format import MANIFEST, STATE
-from reprise.loading import open_checkpoint, verify_share
+from reprise.loading import open_checkpoint, verify_tensors
 from reprise.storage import Files
 from tests.crash.hosts import Mount, on_hosts, run_trainer
 from tests.crash.moments import Gate, await_true, describe, train_with_gate
@@ -54,7 +54,7 @@ def test_a_host_that_loses_the_folder_fails_the_save_cleanly(tmp_path: Path, top
     ended = running.ended()
     for path in checkpoints.glob("iter_*"):
         found = open_checkpoint(path, Files())
-        verify_share(found)
+        verify_tensors(found)
     assert ended.statuses == (1, 1), ended.text
     assert f"iteration 4 was not saved: Rank 1: {UNSEEN} (host host1, {checkpoints}/.iter_0000004." in ended.outputs[0]
     assert names_in(checkpoints, other) == [["iter_0000002", "latest_checkpointed_iteration.txt", "lock"], []]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +12,7 @@ from reprise.format.box import Box
 from reprise.format.layout import Place, TensorSpec
 from reprise.format.manifest import BLOCK_BYTES, digest_of
 from reprise.loading.blocks import PieceBlock
-from reprise.loading.reader import Gatherer, OpenFile
+from reprise.loading.reader import OpenFile
 from reprise.storage.files import FILE_SYSTEM, Files
 from reprise.storage.patience import PatientFiles
 from reprise.stores.files import StoreFiles
@@ -28,7 +27,7 @@ from reprise.stores.files import StoreFiles
 )
 def test_a_block_in_a_part_has_its_elements(box: Box, name: str) -> None:
     spec = TensorSpec(TensorKind.MODEL, "w", (4, 6), StoredDtype.F32, (4, 6))
-    assert str(PieceBlock(Place(spec, "a", 0), 0, spec.image(box), 0, 8, "")) == f"a, tensor w, {name}"
+    assert str(PieceBlock(Place(spec, "a", 0), 0, spec.image(box), 0, 8, "")) == f"tensor w, {name}"
 
 
 @pytest.mark.parametrize(("files", "count"), [(FILE_SYSTEM, 8), (StoreFiles(), 1), (PatientFiles(StoreFiles()), 1)])
@@ -37,10 +36,10 @@ def test_a_block_in_a_store_is_one_request(files: Files, count: int) -> None:
         def read(self, buffer: memoryview, offset: int) -> None:
             sizes.append(buffer.nbytes)
 
-    sizes, checkpoint = list[int](), Any
+    sizes = list[int]()
     spec = TensorSpec(TensorKind.MODEL, "w", (BLOCK_BYTES,), StoredDtype.U8, (BLOCK_BYTES,))
     file, into = Read(files, Path("a"), 0), np.zeros(BLOCK_BYTES, np.uint8)
     whole = spec.image(Box((0,), (BLOCK_BYTES,)))
     block = PieceBlock(Place(spec, "a", 0), 0, whole, 0, BLOCK_BYTES, digest_of(into.data))
-    block.read(checkpoint, file, Gatherer(), into)
+    block.read(file, into)
     assert sizes == [BLOCK_BYTES // count] * count

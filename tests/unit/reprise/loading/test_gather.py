@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -9,17 +11,19 @@ from hypothesis import strategies as st
 
 from reprise.format.box import Box, Image, image
 from reprise.loading import reader
-from reprise.loading.reader import Bytes
+from reprise.loading.reader import Bytes, OpenFile
+from reprise.storage.files import FILE_SYSTEM
 from tests.profiles import examples
 from tests.unit.reprise.format.test_box import shapes_with_boxes
 
 OFFSET = 5
 
 
-class Memory:
+class Memory(OpenFile):
     """A file in memory that writes down what is read: (offset, size)."""
 
     def __init__(self, tensor: Bytes) -> None:
+        super().__init__(FILE_SYSTEM, Path("a"), 0)
         self.data = bytes(OFFSET) + tensor.tobytes()
         self.reads: list[tuple[int, int]] = []
 
@@ -35,13 +39,17 @@ def tensor_of(shape: tuple[int, ...], itemsize: int) -> Bytes:
     return generator.integers(0, 256, (*shape, itemsize), dtype=np.uint8)
 
 
-def gathered(memory: Memory, source: Image, lo: int, hi: int, *, gap_bytes: int, scratch_bytes: int) -> Bytes:
+def gathered(
+    tensor: Bytes, source: Image, lo: int, hi: int, *, gap_bytes: int, scratch_bytes: int
+) -> tuple[Bytes, list[tuple[int, int]]]:
+    """Return an extent of an image, and what was read for it."""
     into = np.zeros(hi - lo, dtype=np.uint8)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reader, "GAP_BYTES", gap_bytes)
         patch.setattr(reader, "SCRATCH_BYTES", scratch_bytes)
-        reader.Gatherer().gather(memory.read, source, lo, into, offset=OFFSET)
-    return into
+        memory = Memory(tensor)
+        memory.gather(source, lo, into, offset=OFFSET)
+    return into, memory.reads
 
 
 @examples(500)
@@ -53,12 +61,12 @@ def test_an_extent_of_a_box_is_gathered_to_numpy_s_bytes(
     tensor = tensor_of(shape, itemsize)
     packed = tensor[box.slices].flatten()
     lo, hi = sorted((data.draw(st.integers(0, packed.size)), data.draw(st.integers(0, packed.size))))
-    source, memory = image(box, shape, itemsize), Memory(tensor)
-    filled = gathered(memory, source, lo, hi, gap_bytes=gap_bytes, scratch_bytes=scratch_bytes)
+    source = image(box, shape, itemsize)
+    filled, reads = gathered(tensor, source, lo, hi, gap_bytes=gap_bytes, scratch_bytes=scratch_bytes)
     assert np.array_equal(filled, packed[lo:hi])
     runs = len(list(source.spans(lo, hi)))
-    assert sum(size for _, size in memory.reads) <= hi - lo + gap_bytes * max(0, runs - 1)
-    assert len(memory.reads) <= max(1, runs)
+    assert sum(size for _, size in reads) <= hi - lo + gap_bytes * max(0, runs - 1)
+    assert len(reads) <= max(1, runs)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +80,6 @@ def test_an_extent_of_a_box_is_gathered_to_numpy_s_bytes(
 def test_narrow_gaps_are_read_along_and_wide_ones_left_out(
     shape: tuple[int, ...], box: Box, gap_bytes: int, scratch_bytes: int, sizes: list[int]
 ) -> None:
-    memory = Memory(tensor_of(shape, 1))
-    source = image(box, shape, 1)
-    gathered(memory, source, 0, source.total_bytes, gap_bytes=gap_bytes, scratch_bytes=scratch_bytes)
-    assert [size for _, size in memory.reads] == sizes
+    tensor, source = tensor_of(shape, 1), image(box, shape, 1)
+    _, reads = gathered(tensor, source, 0, source.total_bytes, gap_bytes=gap_bytes, scratch_bytes=scratch_bytes)
+    assert [size for _, size in reads] == sizes

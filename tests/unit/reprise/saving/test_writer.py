@@ -14,7 +14,7 @@ import torch
 
 from reprise.format.names import FORMAT, STATE
 from reprise.loading.reader import open_checkpoint
-from reprise.loading.verify import verify_share
+from reprise.loading.verify import verify_tensors
 from reprise.ranks.channel import single_rank_channel
 from reprise.saving.checkpointer import Checkpointer
 from reprise.saving.policy import SavePolicy, SaveReport
@@ -65,7 +65,7 @@ def test_a_checkpoint_of_more_files_than_may_be_open_is_saved(tmp_path: Path, ar
     assert open_files() == before
     checkpoint = open_checkpoint(report.path, Files())
     assert len(list(report.path.glob("*.safetensors"))) >= FILES
-    assert verify_share(checkpoint) == FILES * 4096
+    assert verify_tensors(checkpoint) == FILES * 4096
 
 
 @pytest.mark.parametrize("code", [errno.EMFILE, errno.ENFILE])
