@@ -84,9 +84,8 @@ def load_on_hosts(
         local = LocalCheckpointer(policy, channel, nonce=nonce, copies=1, local_ranks=of_host[host])
         local.start(lineage)
         live = contents(channel.rank % 2, 0).live
-        restored = Restorer(channel, nonce=nonce, local=local.folders).restore(
-            LoadSource(folder if shared is None else shared), check=_accept, live=lambda _: live, with_local=True
-        )
+        source = LoadSource(folder if shared is None else shared, local=local.folders)
+        restored = Restorer(channel, nonce=nonce).restore(source, check=_accept, live=lambda _: live)
         iteration = restored.checkpoint.iteration
         local.note_loaded(restored)
         then(local, channel.rank)

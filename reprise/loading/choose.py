@@ -23,6 +23,26 @@ from reprise.storage.patience import look
 _log = logging.getLogger(__name__)
 
 
+class LocalFolders(Protocol):
+    """The local checkpoints on a run's hosts. Implemented by `local.host_folders.HostFolders`."""
+
+    folder: CheckpointFolder  # this host's
+
+    def paths(self, iteration: int | None = None) -> list[Path]:
+        """Return the checkpoints whole on the hosts together, newest first, or only a given one. Rank 0 only."""
+
+    def describe_missing(self) -> str:
+        """Describe what the newest checkpoint lacks. Empty if there is no checkpoint. Rank 0 only."""
+
+    def complete(
+        self, path: Path, check: Callable[[Checkpoint], None], pieces_of: Callable[[Checkpoint], PieceNumbers]
+    ) -> tuple[str, str]:
+        """Fetch to every host its ranks' pieces. Return the digest, and in words where they came from. Collective."""
+
+    def heal(self, path: Path) -> bool:
+        """Discard damaged pieces on every host. Return whether there were any. Collective."""
+
+
 @dataclass(frozen=True, slots=True)
 class LoadTerms:
     """The caller's setting names, used in advice. The defaults suit a caller passing the path as an argument.
@@ -48,12 +68,14 @@ class LoadSource:
 
     Args:
         lineage: The resuming run's lineage. Checkpoints outside its branches are not candidates. None accepts all.
+        local: The hosts' local checkpoints, which are further candidates. None without local checkpoints.
     """
 
     path: Path
     iteration: int | None = None
     terms: LoadTerms = LoadTerms()
     lineage: Lineage | None = None
+    local: LocalFolders | None = None
 
     @staticmethod
     def named(path: Path, *, terms: LoadTerms = LoadTerms()) -> LoadSource:
@@ -117,62 +139,28 @@ def _require_admitted(checkpoint: Checkpoint, lineage: Lineage) -> None:
     )
 
 
-class LocalFolders(Protocol):
-    """The local checkpoints on a run's hosts. Implemented by `local.host_folders.HostFolders`."""
-
-    def paths(self, iteration: int | None = None) -> list[Path]:
-        """Return the checkpoints whole on the hosts together, newest first, or only a given one. Rank 0 only."""
-
-    def describe_missing(self) -> str:
-        """Describe what the newest checkpoint lacks. Empty if there is no checkpoint. Rank 0 only."""
-
-    def owns(self, path: Path) -> bool:
-        """Return whether a path leads to a local checkpoint."""
-
-    def here(self, name: str) -> Path:
-        """Return this host's path for a local checkpoint's folder name."""
-
-    def complete(
-        self, path: Path, check: Callable[[Checkpoint], None], pieces_of: Callable[[Checkpoint], PieceNumbers]
-    ) -> str:
-        """Fetch to every host its ranks' pieces, and return in words where they came from. Collective."""
-
-    def heal(self, path: Path) -> bool:
-        """Discard damaged pieces on every host. Return whether there were any. Collective."""
-
-
 class Chooser:
     """Offers a source's candidates, newest first, each checked as far as possible without reading its tensors.
 
     Args:
         check: Raises MismatchError for another run's valid checkpoint, before any tensor file is opened.
-        local: The local checkpoints, which are further candidates. None without local checkpoints.
 
     Attributes:
-        checkpoint: The checkpoint opened last.
+        checkpoint: The checkpoint picked last. None if it is a local one.
     """
 
-    def __init__(
-        self,
-        source: LoadSource,
-        files: Files,
-        check: Callable[[Checkpoint], None],
-        *,
-        local: LocalFolders | None = None,
-    ) -> None:
-        self._local = local
+    def __init__(self, source: LoadSource, files: Files, check: Callable[[Checkpoint], None]) -> None:
         self._source, self._files, self._check = source, files, check
         self._candidates: list[Path] | None = None
         self._is_exact = False
         self._skipped: list[str] = []  # each skipped checkpoint's name and problem
         self.checkpoint: Checkpoint | None = None
 
-    def is_local(self, path: Path) -> bool:
-        """Return whether a candidate is a local checkpoint."""
-        return self._local is not None and self._local.owns(path)
+    def pick(self, damage: TrainerError | None = None) -> Path:
+        """Return the newest candidate left: a valid one, opened, or a local one, which the hosts must complete first.
 
-    def pick(self) -> Path:
-        """Return the newest valid candidate, opened.
+        Args:
+            damage: Why the candidate picked last is skipped.
 
         Raises:
             MismatchError: The candidate belongs to another run.
@@ -180,45 +168,30 @@ class Chooser:
             CheckpointError: No valid candidate is left. Lists the skipped checkpoints with the reasons.
         """
         while True:
-            path = self.find_newest()
-            try:
-                self.try_newest()
+            if damage is not None:
+                self.skip(damage)
+            if self._candidates is None:
+                self._candidates = look(self._find, where=self._source.path)
+            if not self._candidates:
+                raise CheckpointError(
+                    "No valid checkpoint is left",
+                    where=self._source.path,
+                    found="; ".join(self._skipped) or "none",
+                    fix=self._source.terms.advice("Make one of them valid"),
+                )
+            path, local, self.checkpoint = self._candidates[0], self._source.local, None
+            if local is not None and path.parent == local.folder.root:
                 return path
+            try:
+                self.checkpoint = checkpoint = self._open(path)
+                self._check(checkpoint)
+                check_first_blocks(checkpoint)
             except TrainerError as error:
-                self.skip(error)
-
-    def find_newest(self) -> Path:
-        """Return the newest candidate left, unopened.
-
-        Raises:
-            UnreadableError: The folder cannot be read now.
-            CheckpointError: None is left. Lists the skipped checkpoints with the reasons.
-        """
-        if self._candidates is None:
-            self._candidates = look(self._find, where=self._source.path)
-        if not self._candidates:
-            raise CheckpointError(
-                "No valid checkpoint is left",
-                where=self._source.path,
-                found="; ".join(self._skipped) or "none",
-                fix=self._source.terms.advice("Make one of them valid"),
-            )
-        return self._candidates[0]
-
-    def try_newest(self) -> Checkpoint:
-        """Open and check the newest candidate left. The hosts must have completed a local checkpoint before.
-
-        Raises:
-            TrainerError: It is not valid.
-        """
-        path = self.find_newest()
-        self.checkpoint = checkpoint = self._open(path)
-        self._check(checkpoint)
-        if not self.is_local(path):  # hosts have checked a local checkpoint's blocks, and replaced damaged ones
-            check_first_blocks(checkpoint)
-        for problem in checkpoint.lacking.values():
-            _log.warning("%s The file holds no run state, so the checkpoint is loaded without it.", problem)
-        return checkpoint
+                damage = error
+                continue
+            for problem in checkpoint.lacking.values():
+                _log.warning("%s The file holds no run state, so the checkpoint is loaded without it.", problem)
+            return path
 
     def openable(self) -> Iterator[Checkpoint]:
         """Yield every readable candidate, newest first, without checking, logging or choosing.
@@ -260,18 +233,19 @@ class Chooser:
         return checkpoint
 
     def _find(self) -> list[Path]:
-        if self._local is None:
+        host_folders = self._source.local
+        if host_folders is None:
             return self._find_shared()
         folder, iteration = CheckpointFolder(self._source.path, self._files), self._source.iteration
-        local = self._local.paths(iteration)
-        has_shared = not self._local.owns(folder.iteration(0))
+        local = host_folders.paths(iteration)
+        has_shared = folder.root != host_folders.folder.root
         names = folder.taken() if has_shared else []
         shared = self._find_shared() if names and (iteration is None or iteration in names or not local) else []
         if not local and not shared:
             raise CheckpointError(
                 "No local checkpoint is complete, and no shared folder has a checkpoint",
                 where=self._source.path,
-                found=self._local.describe_missing() or "no local checkpoint",
+                found=host_folders.describe_missing() or "no local checkpoint",
                 fix=self._source.terms.advice("Bring back the hosts with the missing pieces"),
             )
         # If an iteration is in both, the local checkpoint stays first.

@@ -46,18 +46,9 @@ class Restorer:
 
     Args:
         nonce: This launch's random name, equal on all ranks. Message keys contain it.
-        local: The hosts' local checkpoints. None without local checkpoints.
     """
 
-    def __init__(
-        self,
-        channel: StoreChannel,
-        *,
-        nonce: str,
-        files: Files | None = None,
-        local: LocalFolders | None = None,
-    ) -> None:
-        self._local = local
+    def __init__(self, channel: StoreChannel, *, nonce: str, files: Files | None = None) -> None:
         self._channel, self._nonce = channel, nonce
         self._system = files or FILE_SYSTEM
         self._messages = 0
@@ -68,7 +59,6 @@ class Restorer:
         *,
         check: Callable[[Checkpoint], None],
         live: Callable[[Checkpoint], Sequence[LiveTensor]],
-        with_local: bool = False,
         is_new: bool = False,
         finish: Callable[[], None] = lambda: None,
     ) -> Restored:
@@ -80,7 +70,6 @@ class Restorer:
         Args:
             check: Refuses another run's checkpoint before any tensor is read. Called on rank 0 only.
             live: Returns the tensors to fill, given the checkpoint. Called on all ranks.
-            with_local: Whether local checkpoints are candidates too.
             is_new: Whether nobody keeps the tensors after a failed load: a single read can then verify and fill them.
             finish: Changes the other state once all tensors are filled. An interrupt causes a second call.
 
@@ -93,7 +82,6 @@ class Restorer:
         """
         shared_load = self._key("store").replace("/", "-") if self._channel.world_size > 1 or not is_new else None
         files = PatientFiles(files_of(source.path, self._system, load=shared_load))
-        chooser = Chooser(source, files, check, local=self._local if with_local else None)
 
         def prepare(checkpoint: Checkpoint) -> Sequence[LiveTensor]:
             tensors = live(checkpoint)
@@ -104,7 +92,7 @@ class Restorer:
             return tensors
 
         try:
-            checkpoint, loaded_from, tensors = self._prepared(chooser, files, check, live, prepare)
+            checkpoint, loaded_from, tensors = self._prepared(source, files, check, live, prepare)
             if is_new:
                 self.check_replicas(tensors)
             else:
@@ -117,23 +105,29 @@ class Restorer:
 
     def _prepared(
         self,
-        chooser: Chooser,
+        source: LoadSource,
         files: Files,
         check: Callable[[Checkpoint], None],
         live: Callable[[Checkpoint], Sequence[LiveTensor]],
         prepare: Callable[[Checkpoint], T],
     ) -> tuple[Checkpoint, str, T]:
         """Return the first candidate prepared by every rank, its bytes' origin, and the result of `prepare`."""
+        chooser = Chooser(source, files, check)
         damage: TrainerError | None = None
+
+        def pick() -> tuple[str, str]:
+            """Return a candidate's path and digest; for a local one its folder name alone, as hosts' roots differ."""
+            path = chooser.pick(damage)
+            return (path.name, "") if chooser.checkpoint is None else (str(path), chooser.checkpoint.digest)
+
         while True:
-            name, digest = self._channel.from_first(self._key("pick"), partial(_pick_next, chooser, damage))
-            path = location(name) if digest or self._local is None else self._local.here(name)
-            loaded_from = ""
+            name, digest = self._channel.from_first(self._key("pick"), pick)
+            path, loaded_from, local = location(name), "", None if digest else source.local
             problem: TrainerError | None = None
             try:
-                if not digest:
-                    loaded_from = self._complete(path, check, live)
-                    digest = self._channel.from_first(self._key("open"), lambda: chooser.try_newest().digest)
+                if local is not None:
+                    path = local.folder.root / name
+                    digest, loaded_from = local.complete(path, check, lambda found: touched_pieces(found, live(found)))
                 try:
                     # Rank 0 has it open. Another rank opens it once it is visible there.
                     checkpoint = chooser.checkpoint or open_same(path, digest, files, reader=self._channel.coordinator)
@@ -145,7 +139,7 @@ class Restorer:
             except TrainerError as error:
                 if digest and isinstance(error, LaunchError):  # a lost rank proves nothing about the checkpoint
                     raise
-                damage = None if self._heal(path, error) else error
+                damage = None if local is not None and self._heal(local, path, error) else error
 
     def _change(self, fill_held: Callable[[], None], finish: Callable[[], None], tensors: Sequence[LiveTensor]) -> None:
         """Change live state, as all ranks have decided.
@@ -181,25 +175,13 @@ class Restorer:
         """
         replicas.check_replicas(live, self._channel, self._key("replicas"))
 
-    def _complete(
-        self,
-        path: Path,
-        check: Callable[[Checkpoint], None],
-        live: Callable[[Checkpoint], Sequence[LiveTensor]],
-    ) -> str:
-        """Fetch to every host the local checkpoint's pieces for its ranks, and return where they came from."""
-        assert self._local is not None
-        return self._local.complete(path, check, lambda found: touched_pieces(found, live(found)))
-
-    def _heal(self, path: Path, error: TrainerError) -> bool:
+    def _heal(self, local: LocalFolders, path: Path, error: TrainerError) -> bool:
         """Return whether hosts discarded damaged pieces of a local checkpoint, which others may have intact.
 
         Ranks may have different errors. Rank 0's decides, and all ranks make the same calls.
         """
-        if self._local is None or not self._local.owns(path):
-            return False
         may_heal = not isinstance(error, (LaunchError, MismatchError, UnreadableError))
-        return self._channel.from_first(self._key("heal"), lambda: may_heal) and self._local.heal(path)
+        return self._channel.from_first(self._key("heal"), lambda: may_heal) and local.heal(path)
 
     def _key(self, kind: str) -> str:
         """Return an unused key."""
@@ -241,22 +223,3 @@ def _complete_change(change: Callable[[], None]) -> None:
         except Exception as failure:  # noqa: BLE001 - every rank hears of it
             raise as_problem(failure) from error
         raise
-
-
-def _pick_next(chooser: Chooser, damage: TrainerError | None) -> tuple[str, str]:
-    """Return the next candidate, after skipping the last candidate if it is damaged.
-
-    Returns:
-        Its path and digest. Or a local checkpoint's folder name, as hosts may keep them under other paths, and an empty
-        text: the hosts must complete it before it is opened.
-    """
-    while True:
-        if damage is not None:
-            chooser.skip(damage)
-        path = chooser.find_newest()
-        if chooser.is_local(path):
-            return path.name, ""
-        try:
-            return str(path), chooser.try_newest().digest
-        except TrainerError as error:
-            damage = error

@@ -133,17 +133,9 @@ class HostFolders:
         newest = self.candidates[:1]
         return "".join(f"iteration {each.iteration} lacks {each.together.describe_missing()}" for each in newest)
 
-    def owns(self, path: Path) -> bool:
-        """Return whether a path belongs to this run's local checkpoints."""
-        return path.parent == self.folder.root
-
-    def here(self, name: str) -> Path:
-        """Return this host's path for a local checkpoint's folder name. Hosts may have different roots."""
-        return self.folder.root / name
-
     def complete(
         self, path: Path, check: Callable[[Checkpoint], None], pieces_to_read: Callable[[Checkpoint], PieceNumbers]
-    ) -> str:
+    ) -> tuple[str, str]:
         """Fetch to every host the missing pieces that its ranks will read, from hosts holding the part.
 
         Args:
@@ -151,7 +143,7 @@ class HostFolders:
             pieces_to_read: Returns the pieces that this rank reads.
 
         Returns:
-            Where the bytes came from, in words.
+            The manifest's digest, and in words where the bytes came from.
 
         Raises:
             TrainerError: No host has a part, a part arrives damaged, or it does not fit on a disk. Every rank raises.
@@ -177,7 +169,7 @@ class HostFolders:
 
         transfers = [Transfer(*row) for row in self._channel.from_first(self._key("plan"), plan)]
         if not transfers:
-            return "all local"
+            return digest, "all local"
         with self._agreed(path):
             needed, free = sum(sizes.values()), self.folder.files.free_bytes(path)
             if free is not None and free < needed:
@@ -189,7 +181,7 @@ class HostFolders:
         sent_bytes = Counter[str]()
         for transfer in transfers:
             sent_bytes[self.hosts.names[transfer.source]] += transfer.total_bytes
-        return ", ".join(f"{size / 1e6:.1f} MB from {name}" for name, size in sent_bytes.items())
+        return digest, ", ".join(f"{size / 1e6:.1f} MB from {name}" for name, size in sent_bytes.items())
 
     def _of_host(self, pieces: PieceNumbers) -> PieceNumbers:
         """On a leader, return the pieces for all its host's ranks; on other ranks, none."""

@@ -67,7 +67,7 @@ class LocalCheckpointer(Checkpointer):
     def note_loaded(self, restored: Restored) -> None:
         """Note the checkpoint from which the run starts."""
         super().note_loaded(restored)
-        if self.folders.owns(restored.checkpoint.path):
+        if restored.checkpoint.path.parent == self.folders.folder.root:
             self._copies.loaded(restored.checkpoint.iteration)
 
     def rewind(self, iteration: int, given_up: Collection[int] = ()) -> None:

@@ -208,11 +208,9 @@ def _train(
     if local is not None and channel.rank == 0:
         committed = local.folders.iterations
     if channel.broadcast("committed", str(len(committed)).encode()) != b"0":
-        source = LoadSource(plan.checkpoints, plan.rewind_to)
-        restorer = Restorer(channel, nonce=nonce, local=None if local is None else local.folders)
-        restored = restorer.restore(
-            source, check=lambda _: None, live=lambda _: run.contents().live, with_local=local is not None
-        )
+        source = LoadSource(plan.checkpoints, plan.rewind_to, local=None if local is None else local.folders)
+        restorer = Restorer(channel, nonce=nonce)
+        restored = restorer.restore(source, check=lambda _: None, live=lambda _: run.contents().live)
         checkpointer.note_loaded(restored)
         checkpoint = restored.checkpoint
         run.iteration = checkpoint.iteration

@@ -135,7 +135,7 @@ def build(
         batch_schedule=batch_schedule_of(config.train),
         valid_data=inputs.valid_data,
         saves=saves,
-        restorer=Restorer(cluster.channel, nonce=cluster.nonce, local=saves.host_folders),
+        restorer=Restorer(cluster.channel, nonce=cluster.nonce),
         control=RunControl(config, None, rank=cluster.rank),
         tokenizer=inputs.tokenizer,
         profiler=Profiler(Path(config.run.dir), config.train.profile_steps, rank=cluster.rank),

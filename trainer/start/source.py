@@ -134,13 +134,8 @@ class Checkpoints:
             fittings[:] = [Fitting(tensors, stored, part.model, run.config.train.seed)]
             return fittings[0].requests
 
-        restored = run.restorer.restore(
-            self.source,
-            check=check,
-            live=live,
-            with_local=self.is_own,
-            is_new=True,
-        )
+        source = replace(self.source, local=run.saves.host_folders) if self.is_own else self.source
+        restored = run.restorer.restore(source, check=check, live=live, is_new=True)
         checkpoint, (fitting,) = restored.checkpoint, fittings
         with run.cluster.channel.agreed(f"fitted/{part.name}"):
             fitting.finish()
