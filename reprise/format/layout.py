@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import TypeGuard
+from typing import Any
 
 from reprise.errors import CheckpointError
 from reprise.format.box import Box, Image, image
 from reprise.format.dtype import StoredDtype
 from reprise.format.names import ADAPTERS
 from reprise.storage import json_file
+from reprise.storage.json_file import integer
 
 PAGE_BYTES = 4096
 DEFAULT_FILE_BYTES = 2 << 30
@@ -227,22 +228,17 @@ def header_places(data: bytes, name: str, kind: TensorKind, total_bytes: int, *,
     return places
 
 
-def _parse_entry(name: str, entry: object, kind: TensorKind, *, where: str) -> tuple[TensorSpec, int]:
-    if not isinstance(entry, Mapping):
-        raise _malformed(where, "an object", entry)
-    shape, offsets, dtype = entry.get("shape"), entry.get("data_offsets"), entry.get("dtype")
-    if not isinstance(dtype, str) or dtype not in StoredDtype.__members__:
-        raise _malformed(where, "a dtype of " + ", ".join(sorted(StoredDtype.__members__)), dtype)
-    if not _are_naturals(shape) or not is_shape(shape):
-        raise _malformed(where, f"a shape of at most {MOST_DIMENSIONS} natural numbers and 2^63 - 1 elements", shape)
-    spec = TensorSpec(kind, name, tuple(shape), StoredDtype[dtype], tuple(shape))
-    if not _are_naturals(offsets) or len(offsets) != 2 or offsets[1] - offsets[0] != spec.total_bytes:
-        raise _malformed(where, f"two data_offsets {spec.total_bytes} B apart", offsets)
-    return spec, offsets[0]
-
-
-def _are_naturals(value: object) -> TypeGuard[list[int]]:
-    return isinstance(value, list) and all(type(number) is int and number >= 0 for number in value)
+def _parse_entry(name: str, entry: Any, kind: TensorKind, *, where: str) -> tuple[TensorSpec, int]:
+    try:
+        dtype, shape = StoredDtype[entry["dtype"]], tuple(map(integer, entry["shape"]))
+        start, end = map(integer, entry["data_offsets"])
+    except (LookupError, TypeError, ValueError) as error:
+        raise _malformed(where, "a dtype, a shape and two data_offsets", error) from error
+    spec = TensorSpec(kind, name, shape, dtype, shape)
+    if not is_shape(shape) or end - start != spec.total_bytes:
+        expected = f"at most {MOST_DIMENSIONS} dimensions and 2^63 - 1 elements, and their bytes between data_offsets"
+        raise _malformed(where, expected, entry)
+    return spec, start
 
 
 def _malformed(where: object, expected: str, actual: object) -> CheckpointError:

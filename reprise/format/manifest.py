@@ -125,9 +125,7 @@ class TensorEntry:
             return False
         if cells < 2 and not self.shares:  # none is in an empty tensor, whose other dimensions may have any cuts
             return count == block_count(total_bytes)
-        # At most one block of each piece is not full. Most wrong item sizes are told by this.
-        most = total_bytes // BLOCK_BYTES + cells + sum(map(len, self.shares.values()))
-        if count > most or not all(0 <= n < cells for n in self.shares):
+        if not all(0 <= number < cells for number in self.shares):
             return False
         blocks, _, are_filled = self._in_cells(itemsize)
         return are_filled and count == int(blocks.sum())
