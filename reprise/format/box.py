@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 from collections.abc import Iterator, Sequence
@@ -180,19 +181,10 @@ class Image:
 
     def spans(self, lo: int, hi: int) -> Iterator[tuple[int, int, int]]:
         """Yield `(offset in the tensor's bytes, offset in the packed image, length)` for packed bytes `[lo, hi)`."""
-        position = lo
-        while position < hi:
-            row, inside = divmod(position, self.run_bytes)
-            length = min(self.run_bytes - inside, hi - position)
-            yield self._row_start(row) + inside, position, length
-            position += length
-
-    def _row_start(self, row: int) -> int:
-        at = self.start
-        for count, stride in reversed(self.loops):
-            row, index = divmod(row, count)
-            at += index * stride
-        return at
+        strides = self.strides
+        for shape, start, at in self.boxes(lo, hi):
+            for number, index in enumerate(itertools.product(*map(range, shape[:-1]))):
+                yield start + sum(map(operator.mul, index, strides)), at + number * shape[-1], shape[-1]
 
 
 def covered_bytes(shape: Sequence[int], strides: Sequence[int]) -> int:

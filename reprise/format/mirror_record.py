@@ -63,10 +63,8 @@ class MirrorRule:
             stored: The checkpoints in the store, which count for `keep` too.
             at_end: Whether no later checkpoint follows. The newest is then due at any iteration.
         """
-        groups: tuple[list[str], list[str]] = ([], [])
-        for name in names:
-            groups[is_weights(name)].append(name)
-        full, weights = (sorted(group, key=iteration_in, reverse=True) for group in groups)
+        newest_first = sorted(names, key=iteration_in, reverse=True)
+        full, weights = [name for name in newest_first if not is_weights(name)], list(filter(is_weights, newest_first))
         step = self.interval or 1
         taken = [name for name in full if iteration_in(name) % step == 0 or (at_end and name == full[0])]
         if self.keep:
