@@ -252,41 +252,37 @@ class Chooser:
         return sorted([*local, *shared], key=lambda path: iteration_of(path) or 0, reverse=True)
 
     def _find_shared(self) -> list[Path]:
-        path = self._source.path
+        path, iteration, terms = self._source.path, self._source.iteration, self._source.terms
         if not is_dir(path):
-            raise no_folder(path, kind="checkpoint folder", fix=f"Correct {self._source.terms.path}.")
+            raise no_folder(path, kind="checkpoint folder", fix=f"Correct {terms.path}.")
         if exists(path / MANIFEST) or is_iteration_name(path.name):
-            if self._source.iteration is not None:
+            if iteration is not None:
                 raise CheckpointError(
                     "An iteration was requested from a folder that is itself one iteration",
                     where=path,
-                    found=f"iteration {self._source.iteration}",
-                    fix=f"Omit {self._source.terms.iteration}, or set {self._source.terms.path} to the run's "
-                    "checkpoint folder.",
+                    found=f"iteration {iteration}",
+                    fix=f"Omit {terms.iteration}, or set {terms.path} to the run's checkpoint folder.",
                 )
             self._is_exact = True
             return [path]
         folder = CheckpointFolder(path, self._files)
-        if self._source.iteration is not None:
-            return self._exactly(folder, self._source.iteration)
+        if iteration is not None:
+            committed = folder.committed()
+            if iteration not in committed:
+                raise CheckpointError(
+                    "An iteration was never saved",
+                    where=folder.iteration(iteration),
+                    expected="one of " + (", ".join(map(str, committed)) or "none"),
+                    fix=f"Correct {terms.iteration}.",
+                )
+            self._is_exact = True
+            return [folder.iteration(iteration)]
         committed = committed_in(folder)
         if not committed:
             raise CheckpointError(
                 "A folder holds no checkpoint",
                 where=path,
                 expected="an iter_ folder",
-                fix=f"{advice_on_other_program(path) or f'Correct {self._source.terms.path}'}.",
+                fix=f"{advice_on_other_program(path) or f'Correct {terms.path}'}.",
             )
-        return [folder.iteration(iteration) for iteration in reversed(committed)]
-
-    def _exactly(self, folder: CheckpointFolder, iteration: int) -> list[Path]:
-        committed, path = folder.committed(), folder.iteration(iteration)
-        if iteration not in committed:
-            raise CheckpointError(
-                "An iteration was never saved",
-                where=path,
-                expected="one of " + (", ".join(map(str, committed)) or "none"),
-                fix=f"Correct {self._source.terms.iteration}.",
-            )
-        self._is_exact = True
-        return [path]
+        return [folder.iteration(number) for number in reversed(committed)]

@@ -40,7 +40,7 @@ def zeros_like_files(
             continue
         packed = place.spec.image(live.box)
         if packed.is_contiguous and packed.total_bytes:
-            offset = place.offset + next(packed.spans(0, 1))[0]
+            offset = place.offset + packed.start
             if offset % alignment == 0:
                 found.append((place.file, offset, name, local, place.spec.dtype))
     found.sort(key=lambda each: each[:2])
