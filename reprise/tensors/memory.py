@@ -133,27 +133,25 @@ class Memory:
 
     Args:
         packed: The image.
-        stream: The stream for copies from an accelerator, other than training's.
         is_private: Whether this is a constant copy.
     """
 
-    def __init__(self, packed: torch.Tensor, stream: torch.Stream | None, *, is_private: bool) -> None:
+    def __init__(self, packed: torch.Tensor, *, is_private: bool) -> None:
         self.bytes = packed.reshape(-1).view(torch.uint8)  # keeps the memory alive
         self.total_bytes = packed.nbytes
         self.is_on_device = packed.device.type != "cpu"
         self.is_private = is_private and not self.is_on_device
         self.address = 0 if self.is_on_device else packed.data_ptr()
-        self._stream = stream
 
     def copy_to(self, target: Bytes, lo: int) -> torch.Event | None:
         """Copy bytes starting at `lo`. From a device, only start, and return the event recorded after the copy."""
         if not self.is_on_device:  # without torch, because the training step needs torch's threads
             ctypes.memmove(target.ctypes.data, self.address + lo, target.nbytes)
             return None
-        assert self._stream is not None
-        with torch.get_device_module(self.bytes.device).stream(self._stream):  # a stream's own context is shared
+        stream = _copy_stream(self.bytes.device)
+        with torch.get_device_module(self.bytes.device).stream(stream):  # a stream's own context is shared
             torch.from_numpy(target).copy_(self.bytes[lo : lo + target.nbytes], non_blocking=True)
-            return self._stream.record_event()
+            return stream.record_event()
 
 
 class Sources:
@@ -165,37 +163,34 @@ class Sources:
     """
 
     def __init__(self, live: Sequence[LiveTensor], steady: Collection[int] | None) -> None:
-        devices = [tensor.local.device for tensor in live if tensor.local.device.type != "cpu"]
-        self._device = devices[0] if devices else None
-        self._stream = None if self._device is None else _copy_stream(self._device)
+        self._devices = {tensor.local.device for tensor in live if tensor.local.device.type != "cpu"}
         self._steady: dict[str, Memory] = {}
         self._copied: list[LiveTensor] = []
         for tensor in live:
             local = tensor.local.detach()
             if local.is_contiguous() and (steady is None or local.untyped_storage().data_ptr() in steady):
-                self._steady[tensor.spec.name] = Memory(local, self._stream, is_private=False)
+                self._steady[tensor.spec.name] = Memory(local, is_private=False)
             else:
                 self._copied.append(tensor)
 
     @property
     def can_pin(self) -> bool:
         """Return whether copies go to the host from a device whose runtime pins memory: CUDA or ROCm."""
-        return self._device is not None and self._device.type == "cuda"
+        return any(device.type == "cuda" for device in self._devices)
 
     def begin(self) -> dict[str, Memory]:
         """Return every tensor's current memory by name. Call it on the main thread, at the start of a save."""
         copies: dict[str, Memory] = {}
         for tensor in self._copied:
             packed = tensor.local.detach().clone(memory_format=torch.contiguous_format)
-            copies[tensor.spec.name] = Memory(packed, self._stream, is_private=True)
-        if self._stream is not None:
-            assert self._device is not None
-            self._stream.wait_stream(torch.get_device_module(self._device).current_stream(self._device))
+            copies[tensor.spec.name] = Memory(packed, is_private=True)
+        for device in self._devices:
+            _copy_stream(device).wait_stream(torch.get_device_module(device).current_stream(device))
         return {**self._steady, **copies}
 
 
 @functools.cache
 def _copy_stream(device: torch.device) -> torch.Stream:
-    """Return the stream for all copies from a device. They end in order, also copies into the same memory."""
+    """Return the stream for all copies from a device, not training's. They end in order, also into the same memory."""
     stream: torch.Stream = torch.get_device_module(device).Stream(device)
     return stream

@@ -73,7 +73,7 @@ def test_a_copy_needs_no_attribute_that_numpy_imports(monkeypatch: pytest.Monkey
         _ = np.ctypeslib
     source = torch.arange(100, dtype=torch.uint8)
     target = np.zeros(40, dtype=np.uint8)
-    Memory(source, None, is_private=True).copy_to(target, 30)
+    Memory(source, is_private=True).copy_to(target, 30)
     assert target.tolist() == list(range(30, 70))
 
 
