@@ -50,7 +50,7 @@ class HostFile:
     @property
     def missing(self) -> dict[str, tuple[int, ...]]:
         """Return the pieces outside this folder."""
-        return without(self._pieces, self.held)
+        return without(self.pieces, self.held)
 
     @property
     def parts(self) -> tuple[int, ...]:
@@ -64,17 +64,18 @@ class HostFile:
         return not self.missing
 
     @property
-    def _pieces(self) -> dict[str, tuple[int, ...]]:
+    def pieces(self) -> dict[str, tuple[int, ...]]:
+        """Return every piece in the checkpoint."""
         return {name: tuple(range(len(hosts))) for name, hosts in self.writers.items()}
 
     def written_by(self, host: int) -> dict[str, tuple[int, ...]]:
         """Return a host's pieces."""
-        return self.by_host(self._pieces).get(host, {})
+        return self.by_host(self.pieces).get(host, {})
 
-    def by_host(self, pieces: PieceNumbers | None = None) -> dict[int, dict[str, tuple[int, ...]]]:
-        """Return pieces, by default all, grouped by the host number that wrote them."""
+    def by_host(self, pieces: PieceNumbers) -> dict[int, dict[str, tuple[int, ...]]]:
+        """Return pieces grouped by the host number that wrote them."""
         groups: dict[int, dict[str, list[int]]] = {}
-        for name, numbers in (self._pieces if pieces is None else pieces).items():
+        for name, numbers in pieces.items():
             for number in numbers:
                 groups.setdefault(self.writers[name][number], {}).setdefault(name, []).append(number)
         return {host: {name: tuple(group[name]) for name in group} for host, group in sorted(groups.items())}
@@ -156,11 +157,7 @@ def union(sets: Iterable[PieceNumbers]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(sorted(members)) for name, members in merged.items() if members}
 
 
-def without(numbers: PieceNumbers, excluded_pieces: PieceNumbers) -> dict[str, tuple[int, ...]]:
-    """Return the pieces in `numbers` but not in `excluded_pieces`."""
-    excluded = {name: frozenset(members) for name, members in excluded_pieces.items()}
-    difference = {
-        name: tuple(number for number in members if number not in excluded.get(name, ()))
-        for name, members in numbers.items()
-    }
-    return {name: members for name, members in difference.items() if members}
+def without(numbers: PieceNumbers, excluded: PieceNumbers) -> dict[str, tuple[int, ...]]:
+    """Return the pieces in `numbers` but not in `excluded`."""
+    difference = {name: sorted({*members}.difference(excluded.get(name, ()))) for name, members in numbers.items()}
+    return {name: tuple(members) for name, members in difference.items() if members}

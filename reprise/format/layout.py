@@ -8,6 +8,7 @@ bytes, a JSON header, then the data. Header padding aligns the data to a page bo
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Iterable, Sequence
@@ -175,21 +176,14 @@ def _fill(specs: Sequence[TensorSpec], file_bytes: int) -> list[list[TensorSpec]
 
 def _lay_file(name: str, specs: Sequence[TensorSpec]) -> FileLayout:
     table: dict[str, object] = {METADATA: {"format": "pt"}}
-    offsets, position = [], 0
-    for spec in specs:
-        offsets.append(position)
-        end = position + spec.total_bytes
-        table[spec.name] = {
-            "dtype": spec.dtype.name,
-            "shape": list(spec.shape),
-            "data_offsets": [position, end],
-        }
-        position = end
+    offsets = [0, *itertools.accumulate(spec.total_bytes for spec in specs)]
+    for spec, ends in zip(specs, itertools.pairwise(offsets), strict=True):
+        table[spec.name] = {"dtype": spec.dtype.name, "shape": list(spec.shape), "data_offsets": list(ends)}
     text = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
     length = -(-(8 + len(text)) // PAGE_BYTES) * PAGE_BYTES - 8
     header = length.to_bytes(8, "little") + text.ljust(length)
-    places = tuple(Place(spec, name, len(header) + at) for spec, at in zip(specs, offsets, strict=True))
-    return FileLayout(name, header, len(header) + position, places)
+    places = tuple(Place(spec, name, len(header) + at) for spec, at in zip(specs, offsets, strict=False))
+    return FileLayout(name, header, len(header) + offsets[-1], places)
 
 
 def is_shape(sizes: Sequence[int]) -> bool:

@@ -154,7 +154,7 @@ def _join(parts: Sequence[_Part], out: CheckpointFolder, progress: ProgressCallb
         with out.writing("The output"):
             write_skeleton(partial, skeleton_of(first), out.files, is_whole=True)
             with contextlib.closing(PieceWriter(replace(first, path=partial))) as writer:
-                for number, pieces in first.host.by_host().items():
+                for number, pieces in first.host.by_host(first.host.pieces).items():
                     holders = [part for part, members in parts if number in members.whole]
                     damage += _copy(holders, blocks_of(first, pieces), writer, count)
                 writer.sync()
