@@ -8,13 +8,13 @@ import ray
 from datatrove.executor.local import LocalPipelineExecutor
 from datatrove.executor.ray import RayPipelineExecutor
 from datatrove.pipeline.readers.jsonl import JsonlReader
-from datatrove.pipeline.tokens.tokenizer import DocumentTokenizer
+from datatrove.pipeline.tokens.megatron_tokenizer import MegatronDocumentTokenizer
 
 
 def main(texts: Path, tokenizer: Path, tokens: Path, engine: str, end_of_text: str = "<|endoftext|>") -> None:
     pipeline = [
         JsonlReader(str(texts), glob_pattern="*.jsonl*"),  # datatrove's filters and deduplication go here
-        DocumentTokenizer(str(tokens), str(tokenizer), eos_token=end_of_text, shuffle_documents=False),
+        MegatronDocumentTokenizer(str(tokens), tokenizer_name_or_path=str(tokenizer), eos_token=end_of_text),
     ]
     # A task for each file: then the files of tokens, by name, have the order of the files of text.
     tasks = len(list(texts.glob("*.jsonl*")))
@@ -30,7 +30,7 @@ def main(texts: Path, tokenizer: Path, tokens: Path, engine: str, end_of_text: s
         ray.shutdown()
     if missing := executor.get_incomplete_ranks():
         sys.exit(f"tasks {missing} have failed: see {tokens}.logs, and run this again")
-    print(f"data=datatrove 'data.train={tokens.absolute()}/*.ds' data.tokenizer={tokenizer.absolute()}")
+    print(f"data=megatron 'data.train={tokens.absolute()}/*.bin' data.tokenizer={tokenizer.absolute()}")
 
 
 if __name__ == "__main__":

@@ -38,7 +38,6 @@ NEEDED = {
     "data=text": ["data.path=book.txt"],
     "data=token_file": ["data.train=train.bin"],
     "data=megatron": ["data.train=prefix"],
-    "data=datatrove": ["data.train=tokens/*.ds"],
     "data=module": ["data.factory=package:make", "data.train=samples"],
 }
 # llm.c and transformers for the published ones; the small ones by hand: tables, blocks, last norm.

@@ -14,7 +14,6 @@ from reprise.errors import DataError
 from tests.bpe import train_bpe
 from tests.engines.programs import example, kill, needs, run_ok, started, wait_until
 from trainer.data.blocks import TextForm
-from trainer.data.datatrove_file import open_datatrove_file
 from trainer.data.indexed_file import open_indexed_file
 from trainer.data.prepared import Prepared, PrepareOptions, write_prepared
 from trainer.data.section import DataKind
@@ -54,7 +53,7 @@ def kill_in_the_middle(command: list[str], tokens: Path, log: Path) -> None:
     The files of the two are pipes: the first worker waits for room in its pipe, the second for a reader.
     """
     tokens.mkdir()
-    held = {number: tokens / f"{number:05d}_unshuffled.ds" for number in HELD}
+    held = {number: tokens / f"{number:05d}_tokens.bin" for number in HELD}
     for path in held.values():
         os.mkfifo(path)
     pipe, read = os.open(held[LARGE], os.O_RDONLY | os.O_NONBLOCK), bytearray()
@@ -72,8 +71,8 @@ def kill_in_the_middle(command: list[str], tokens: Path, log: Path) -> None:
     for path in held.values():
         path.unlink()
     held[LARGE].write_bytes(read)  # what such a worker leaves in a file
-    with pytest.raises(DataError, match=r"\.ds\.index"):
-        open_datatrove_file(held[LARGE])
+    with pytest.raises(DataError, match=r"\.idx"):
+        open_indexed_file(held[LARGE])
 
 
 @pytest.mark.slow
@@ -84,13 +83,13 @@ def test_a_killed_corpus_is_that_of_prepare_data(tmp_path: Path, texts: Path, pr
     tokens = tmp_path / "tokens"
     command = example("corpus", texts, prepared.tokenizer, tokens, engine)
     kill_in_the_middle(command, tokens, tmp_path / "killed.log")
-    completed = [tokens / f"{number:05d}_unshuffled.ds" for number in COMPLETED]
+    completed = [tokens / f"{number:05d}_tokens.bin" for number in COMPLETED]
     times = [path.stat().st_mtime_ns for path in completed]
     printed = run_ok(command, tmp_path / "resumed.log")
-    assert f"data=datatrove 'data.train={tokens}/*.ds'" in printed
+    assert f"data=megatron 'data.train={tokens}/*.bin'" in printed
     assert [path.stat().st_mtime_ns for path in completed] == times  # they are not made again
 
-    files = [open_datatrove_file(path) for path in sorted(tokens.glob("*.ds"))]
+    files = [open_indexed_file(path) for path in sorted(tokens.glob("*.bin"))]
     assert len(files) == FILES
     (expected,) = (open_indexed_file(path) for path in prepared.folder.glob("*.bin"))
     assert np.array_equal(np.concatenate([file.read() for file in files]), expected.read())

@@ -158,7 +158,7 @@ PAGES = [
         1,
         {
             "examples/": f"{ROOT}/examples/",
-            "data=datatrove": "train.train_iters=2 train.eval_interval=0 data=datatrove",
+            "data=megatron": "train.train_iters=2 train.eval_interval=0 data=megatron",
         },
         corpus,
         packages=("datatrove", "orjson", "ray"),

@@ -53,7 +53,8 @@ _REMOVED = {
     "train.sample_prompt",
     "train.sample_tokens",
 }
-_REMOVED_TRACKERS = ("tensorboard", "swanlab", "trackio")  # of `logging.publish`
+# Values of earlier versions, and what stands for them now.
+_REPLACED = {("logging.publish", "tensorboard"): None, ("data.kind", "datatrove"): "megatron"}
 
 # `topology` members in trainer_state.json, and their keys in the `parallel` section.
 PARALLEL_KEYS = {
@@ -142,8 +143,9 @@ def saved_values(document: Json, state: Json, *, where: object) -> dict[str, obj
         raise CheckpointError("The checkpoint's configuration is malformed", where=where, expected="sections of keys")
     values = {f"{name}.{key}": value for name, section in config.items() for key, value in section.items()}
     values = {key: value for key, value in values.items() if key not in _REMOVED}
-    if values.get("logging.publish") in _REMOVED_TRACKERS:
-        del values["logging.publish"]
+    for (key, before), now in _REPLACED.items():
+        if values.get(key) == before:
+            values[key] = now
     unknown = values.keys() - {f"{section}.{key}" for section, key in _keys()}
     if unknown:
         raise MismatchError(

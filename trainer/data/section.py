@@ -23,7 +23,6 @@ class DataKind(Enum):
     text = "text"
     token_file = "token_file"
     megatron = "megatron"
-    datatrove = "datatrove"
     module = "module"
 
 
@@ -47,8 +46,7 @@ class DataSection:
 
     Args:
         kind: `stdlib`, the Python standard library's source text; `text`, text files; `token_file`, token files;
-            `megatron`, pairs `.bin` and `.idx`; `datatrove`, pairs `.ds` and `.ds.index`; `module`, samples from
-            `factory`.
+            `megatron`, pairs `.bin` and `.idx`; `module`, samples from `factory`.
         factory: With `module`, ``package:function``, which returns samples and their fingerprint for each path in
             `train` and `valid`. Checkpoints do not carry it.
         path: With `text`, a file or glob (``**`` allowed): plain, gzip, Zstandard or Parquet (column ``text``).
@@ -62,8 +60,8 @@ class DataSection:
         valid: With tokenized files, validation tokens: a path or an ordered list of paths. Null means none.
         position: Where a source starts when it replaces another at a resume: `run`, at the run's consumed samples;
             `start`, at its first sample, once.
-        samples: `across_documents` cuts a file into consecutive windows. `per_document` (`megatron`, `datatrove`)
-            starts a window at each document and pads the document's last window, without targets.
+        samples: `across_documents` cuts a file into consecutive windows. `per_document` (`megatron`) starts a
+            window at each document and pads the document's last window, without targets.
         document_mask: Keep attention and positions within documents, which end at end-of-text tokens or by the index.
         end_of_text: Token ending a document for `document_mask`. Null takes the index, else the tokenizer's token.
         valid_fraction: Fraction held out for validation: complete files for texts, bytes for a single text, else
@@ -85,10 +83,8 @@ class DataSection:
     cache: str | None = None
 
 
-# Kinds with a document index.
-INDEXED_KINDS = frozenset({DataKind.megatron, DataKind.datatrove})
 # Kinds with tokenized files: their tokenizer is known only if the configuration names it.
-TOKEN_KINDS = INDEXED_KINDS | {DataKind.token_file, DataKind.module}
+TOKEN_KINDS = frozenset({DataKind.token_file, DataKind.megatron, DataKind.module})
 _KEYS_OF_KIND = {kind: {"tokenizer", *(("train", "valid") if kind in TOKEN_KINDS else ())} for kind in DataKind}
 _KEYS_OF_KIND[DataKind.text].add("path")
 _KEYS_OF_KIND[DataKind.module].add("factory")
@@ -149,12 +145,12 @@ def problems(section: DataSection) -> Iterator[str]:
             yield from _blend_problems(value)
         elif key in ("train", "valid") and value is not None:
             yield from _path_problems(key, value)
-    is_indexed, masks = section.kind in INDEXED_KINDS, section.document_mask
+    is_indexed, masks = section.kind is DataKind.megatron, section.document_mask
     knows_documents = is_indexed or section.end_of_text is not None or section.tokenizer is not None
     if section.kind is DataKind.module and not re.fullmatch(r"[\w.]+:\w+", section.factory or ""):
         yield f"data.factory={section.factory or 'null'}: data.kind=module needs package:function"
     if section.samples is SampleCut.per_document and not is_indexed:
-        yield ("data.samples=per_document: needs data.kind=megatron or datatrove, whose index lists the documents")
+        yield ("data.samples=per_document: needs data.kind=megatron, whose index lists the documents")
     if section.end_of_text is not None and not masks:
         yield f"data.end_of_text={section.end_of_text}: needs data.document_mask=true"
     if masks and section.kind is DataKind.module:

@@ -107,7 +107,7 @@ def open_token_file(path: str | Path) -> TokenFile:
             expected=f"{HEADER_BYTES} bytes with magic and version {' or '.join(map(str, _FORMATS))}",
             found=f"{(magic, version)} in {file.size} bytes",
             fix="Write it again with this header of 256 int32 values. For token arrays without a header, use `reprise "
-            "prepare-data --raw`; for datatrove files, data=datatrove; for Megatron files, data=megatron.",
+            "prepare-data --raw`; for Megatron files, data=megatron.",
         )
     if file.size != HEADER_BYTES + count * dtype.itemsize:
         raise wrong_size(file.path, f"{count} tokens of {dtype.itemsize} bytes", file.size)

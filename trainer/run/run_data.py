@@ -22,21 +22,18 @@ from reprise.errors import DataError
 from reprise.storage import Json
 from trainer.config.schema import Config
 from trainer.data.corpus import Corpus, default_cache, prepare
-from trainer.data.datatrove_file import open_datatrove_file
 from trainer.data.digest_file import digest_of
 from trainer.data.document_table import table_of
 from trainer.data.documents import DocumentMarks, uses_index
 from trainer.data.fingerprint import TokenDigest, fingerprint, fingerprint_of_sources
 from trainer.data.indexed_file import open_indexed_file
 from trainer.data.module_file import SAMPLES, ModuleFile
-from trainer.data.section import INDEXED_KINDS, TOKEN_KINDS, DataKind, SampleCut, sources_of
+from trainer.data.section import TOKEN_KINDS, DataKind, SampleCut, sources_of
 from trainer.data.text import open_encoder
 from trainer.data.token_file import TokenFile, open_token_file, open_token_files
 from trainer.launch.process_group import Cluster
 
 _DATA_TIMEOUT_S = 24 * 3600.0
-# Openers for files with an index. All others have a token file header.
-_OPENERS = {DataKind.megatron: open_indexed_file, DataKind.datatrove: open_datatrove_file}
 _VALID = "data.valid"
 # Fingerprints of tokens and of document boundaries, by the key for a source or the validation data.
 Fingerprints = Mapping[str, tuple[str, str | None]]
@@ -160,7 +157,7 @@ def _open(config: Config, *, is_evaluation: bool) -> tuple[list[Source], Documen
         corpora.append(corpus := prepare(source, cache=cache))
         parts.append((f"data.train[{number}]", corpus.train, weight))
         valid += corpus.valid
-    open_file = _OPENERS.get(config.data.kind, open_token_file)
+    open_file = open_indexed_file if section.kind is DataKind.megatron else open_token_file
     if section.kind is DataKind.module:
         length, rows = config.train.seq_length, config.model.vocab_size
         open_file = partial(ModuleFile, factory=section.factory or "", seq_length=length, vocab_size=rows)
@@ -180,7 +177,7 @@ def _marks(config: Config, corpus: Corpus) -> DocumentMarks:
         DataError: The tokenizer cannot be read, or the model lacks the token.
     """
     data, token = config.data, config.data.end_of_text
-    if token is None and data.kind in INDEXED_KINDS:
+    if token is None and data.kind is DataKind.megatron:
         return DocumentMarks(None)
     if token is None:
         token = open_encoder(data.tokenizer).end_of_text if data.kind in TOKEN_KINDS else corpus.end_of_text

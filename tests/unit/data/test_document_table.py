@@ -14,7 +14,7 @@ import xxhash
 from reprise.errors import DataError
 from tests.messages import refused
 from tests.unit.data.test_indexed_file import by_hand
-from trainer.data.datatrove_file import open_datatrove_file
+from trainer.data.document_index import HEADER
 from trainer.data.document_table import STRIDE, table_of
 from trainer.data.indexed_file import open_indexed_file
 from trainer.data.token_file import TokenFile
@@ -33,12 +33,6 @@ def megatron(path: Path, lengths: Ints, *, sentences: int = 1) -> TokenFile:
     """Write files of zeros whose documents have `sentences` sequences each, all but the first of a token."""
     sequences = [np.zeros(size) for length in lengths for size in (length, *[1] * (sentences - 1))]
     return open_indexed_file(by_hand(path, sequences, document_sequences=sentences))
-
-
-def datatrove(path: Path, lengths: Ints) -> TokenFile:
-    Path(f"{path}.index").write_bytes(np.cumsum(lengths).astype("<i8").tobytes())
-    path.write_bytes(bytes(2 * int(lengths.sum())))
-    return open_datatrove_file(path)
 
 
 def expected_samples(lengths: Ints) -> tuple[Ints, Ints]:
@@ -61,16 +55,12 @@ def pieces(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("pieces")
-@pytest.mark.parametrize("form", ["megatron", "sentences", "datatrove"])
+@pytest.mark.parametrize("sentences", [1, 3])
 @pytest.mark.parametrize("count", [1, STRIDE - 1, STRIDE, 3 * STRIDE, 3 * STRIDE + 5])
-def test_every_sample_is_where_its_document_has_it(tmp_path: Path, form: str, count: int) -> None:
+def test_every_sample_is_where_its_document_has_it(tmp_path: Path, sentences: int, count: int) -> None:
     lengths = lengths_of(count) + 2 * (count == 1)
-    if form == "datatrove":
-        documents = datatrove(tmp_path / "a.ds", lengths)
-    else:
-        sentences = 1 + 2 * (form == "sentences")
-        documents = megatron(tmp_path / "a.bin", lengths, sentences=sentences)
-        lengths = lengths + sentences - 1
+    documents = megatron(tmp_path / "a.bin", lengths, sentences=sentences)
+    lengths = lengths + sentences - 1
     table = table_of(documents, SEQ_LENGTH)
     starts, stops = expected_samples(lengths)
     assert table.samples == starts.size
@@ -89,26 +79,26 @@ def test_every_sample_is_where_its_document_has_it(tmp_path: Path, form: str, co
 
 
 def test_an_index_without_documents_has_the_digest_of_its_border(tmp_path: Path) -> None:
-    for documents in (megatron(tmp_path / "a.bin", lengths_of(0)), datatrove(tmp_path / "a.ds", lengths_of(0))):
-        table = table_of(documents, SEQ_LENGTH)
-        assert table.samples == 0
-        assert table.digest == xxhash.xxh3_64_hexdigest(bytes(8))
+    table = table_of(megatron(tmp_path / "a.bin", lengths_of(0)), SEQ_LENGTH)
+    assert table.samples == 0
+    assert table.digest == xxhash.xxh3_64_hexdigest(bytes(8))
 
 
 def test_an_index_overwritten_in_use_is_refused(tmp_path: Path) -> None:
     lengths = np.full(STRIDE + 1, 10)
-    documents = datatrove(tmp_path / "a.ds", lengths)
-    table = table_of(documents, SEQ_LENGTH)
-    with Path(f"{tmp_path}/a.ds.index").open("r+b") as file:
-        file.write(np.arange(1, 6, dtype="<i8").tobytes())
-    with refused(DataError, "a.ds.index"):
+    table = table_of(megatron(tmp_path / "a.bin", lengths), SEQ_LENGTH)
+    index, offsets_at = tmp_path / "a.idx", HEADER.size + 4 * lengths.size
+    with index.open("r+b") as file:
+        file.seek(offsets_at)
+        file.write(np.arange(0, 10, 2, dtype="<i8").tobytes())
+    with refused(DataError, "a.idx"):
         table.locate(0)
-    with Path(f"{tmp_path}/a.ds.index").open("r+b") as file:
-        file.seek(8 * (STRIDE - 1))
-        file.write(np.array([10 * STRIDE + 1], "<i8").tobytes())
-    with refused(DataError, "a.ds.index"):
+    with index.open("r+b") as file:
+        file.seek(offsets_at + 8 * STRIDE)
+        file.write(np.array([20 * STRIDE + 2], "<i8").tobytes())
+    with refused(DataError, "a.idx"):
         table.starts_in(0, 50)
-    with Path(f"{tmp_path}/a.ds.index").open("r+b") as file:
+    with index.open("r+b") as file:
         file.truncate(8)
-    with refused(DataError, "a.ds.index"):
+    with refused(DataError, "a.idx"):
         table.locate(0)
