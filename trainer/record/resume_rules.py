@@ -61,11 +61,12 @@ _ROUNDING = "weights and moments stay bitwise, the loss curve equals within roun
 _LOSSES = "checkpoint.keep_best and the best loss compare validation losses measured differently"
 _MASKS = f"{_ROUNDING}, except that dropout draws other masks"
 _MASKS_HINT = "within rounding, other dropout masks"
+_INVARIANT = "or bitwise on CPUs with parallel.invariant_ranks"
+_INVARIANT_TENSOR = "or bitwise on CPUs with parallel.invariant_tensor_ranks"
 _KERNELS = f"{_ROUNDING}: sums and products take the kernels of the processor"
 _OTHER_CURVE = "the loss curve will differ"
 _COARSER = "weights and moments stay bitwise, matrix products are rounded to another precision"
 _CONVERTED = "loaded moments are converted, and the loss curve will differ"
-_SAME_BITS = "weights and moments stay bitwise, and so does the loss curve: same bits"
 
 _LENGTH = "the position follows the consumed tokens, and all counts are in samples of this length"
 _EXTENDS = "keeps the saved schedule, which stays at schedule.min_lr"
@@ -85,11 +86,17 @@ RULES: tuple[Rule, ...] = (
     Rule("model.initializer_range", Verdict.LOGGED, says="it affects only the start of a run"),
     Rule("model.pad_vocab_multiple", Verdict.LOGGED, says=_ROUNDING),
     Rule("model.stop_token_ids", Verdict.LOGGED, says="it affects only where a generated text ends"),
-    Rule("topology", Allowed.topology, _ROUNDING, hint="within rounding"),
+    Rule("topology", Allowed.topology, f"{_ROUNDING}, {_INVARIANT}", f"within rounding, {_INVARIANT}"),
     *(
-        Rule(f"topology.{name}", Allowed.topology, _MASKS, _MASKS_HINT)
-        for name in ("tp", "sp", "invariant_tensor_ranks")
+        Rule(
+            f"topology.{name}",
+            Allowed.topology,
+            says=f"{_MASKS}, {_INVARIANT_TENSOR}",
+            hint=f"{_MASKS_HINT}, {_INVARIANT_TENSOR}",
+        )
+        for name in ("tp", "sp")
     ),
+    Rule("topology.invariant_tensor_ranks", Allowed.topology, _MASKS, _MASKS_HINT),
     Rule("topology.invariant_ranks", Verdict.LOGGED, says=f"{_ROUNDING}: gradients are added in another order"),
     Rule("batch", Allowed.batch, "the run continues with other batches"),
     Rule("batch.seq_length", Allowed.batch, _LENGTH),
@@ -170,12 +177,6 @@ _KEYS = {
         for name, key in keys.items()
     },
 }
-# With `parallel.invariant_ranks`, an iteration's bits do not depend on these.
-_BITWISE_FIELDS = frozenset(f"topology.{name}" for name in ("world_size", "dp", "pp", "vpp", "zero_stage", "replicate"))
-# With `parallel.invariant_tensor_ranks`, nor on these.
-_BITWISE_TENSOR_FIELDS = frozenset({"topology.tp", "topology.sp"})
-# Iterations do not depend on these rules' fields.
-_OUTSIDE_ITERATIONS = frozenset({"model.initializer_range", "data.valid_fingerprint", "evaluation", "ema_decay"})
 
 
 def rules_for(section: CheckpointSection) -> Sequence[Rule]:
@@ -258,34 +259,6 @@ def in_samples_of(seq_length: int, saved: Json) -> Json:
         converted = BatchSchedule(tuple((first * was // seq_length, size) for first, size in steps))
         batch = {**batch, "batch_schedule": str(converted)}
     return {**saved, "batch": batch, "schedule": schedule}
-
-
-def with_same_bits(differing: Sequence[Difference], saved: Json, current: Json) -> list[Difference]:
-    """Return the differences, with "same bits" as a topology change's effect if the loss curve keeps its bits.
-
-    It does if `invariant_ranks` is on and all other influences on an iteration are known and equal, on both sides and
-    on all ranks. Tests prove it on CPUs, so a run on another device does not get this message.
-
-    Args:
-        differing: The differences between the `compared` states.
-        saved: The checkpoint's state.
-        current: The run's own state.
-    """
-    topology, environment = current["topology"], flattened(current["environment"])
-    bitwise = _BITWISE_FIELDS | (_BITWISE_TENSOR_FIELDS if topology.get("invariant_tensor_ranks") else frozenset())
-    is_promised = topology.get("invariant_ranks") and environment["device"] == "cpu"
-    optional = tuple(rule.field for rule in RULES if rule.is_optional and rule.field not in _OUTSIDE_ITERATIONS)
-    is_unknown = any(field.startswith(optional) for field in flattened(current).keys() - flattened(saved).keys())
-    if (
-        not is_promised
-        or is_unknown
-        or assumed_in(saved)
-        or any(isinstance(value, list) for value in environment.values())
-        or any(d.field not in bitwise and d.rule.field not in _OUTSIDE_ITERATIONS for d in differing)
-    ):
-        return list(differing)
-    rules = {d.field: replace(d.rule, says=_SAME_BITS, hint="same bits") for d in differing if d.field in bitwise}
-    return [replace(d, rule=rules.get(d.field, d.rule)) for d in differing]
 
 
 def differences(saved: Json, current: Json, table: Sequence[Rule]) -> list[Difference]:

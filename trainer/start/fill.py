@@ -114,8 +114,6 @@ def _refuse(run: Run, section: CheckpointSection, checkpoint: Checkpoint) -> lis
     description = run.description
     states = resume_rules.compared(checkpoint.state, description, where=checkpoint.path)
     changes = differences(*states, resume_rules.rules_for(section))
-    if not section.no_load_optim:
-        changes = resume_rules.with_same_bits(changes, checkpoint.state, description)
     otherwise = own_command(checkpoint, run.config.run) if changes else ""
     saved = _saved_settings(checkpoint) if changes else {}
     lines = settle(
