@@ -109,7 +109,7 @@ def run(resolved: Resolved, environment: Environment, times: StartTimes) -> None
     timeout_s = 60 * train.distributed_timeout_minutes
     cluster = launch.start(train.device, deterministic=train.deterministic, threads=train.threads, timeout_s=timeout_s)
     report_channel = cluster.channel.clone(_EXIT_GRACE_S)
-    signals = SignalHandler(report=report_channel.fail)
+    signals = SignalHandler(report_channel.fail)
     watchdog = Watchdog(
         cluster.channel.clone(timeout_s),
         timeout_s,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import NamedTuple
 
 from trainer.config.schema import Config
@@ -27,22 +26,15 @@ class ControlFlags(NamedTuple):
 class RunControl:
     """Requests to a rank. Only rank 0 reads the clock, because ranks could see it differ."""
 
-    def __init__(
-        self,
-        config: Config,
-        signals: SignalHandler | None,
-        *,
-        rank: int,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._config, self._signals, self._rank, self._clock = config, signals, rank, clock
-        self._started = self._saved = clock()
+    def __init__(self, config: Config, signals: SignalHandler | None, *, rank: int) -> None:
+        self._config, self._signals, self._rank = config, signals, rank
+        self._started = self._saved = time.monotonic()
 
     def begin(self) -> None:
         """Start the save interval before the first iteration, and tell the signal handler about the loop."""
         if self._signals is not None:
             self._signals.await_iteration()
-        self._saved = self._clock()
+        self._saved = time.monotonic()
 
     def now(self, *, failed_saves: int = 0) -> ControlFlags:
         """Return the requests to this rank, given the number of consecutive failed saves."""
@@ -50,14 +42,14 @@ class RunControl:
         has_failed = 0 < checkpoint.exit_on_save_failure <= failed_saves
         if self._rank:
             return ControlFlags(stop=self.is_signalled(), exit_on_save_failure=has_failed)
-        now = self._clock()
+        now = time.monotonic()
         is_over = 0 < 60 * train.exit_duration_in_mins <= now - self._started
         is_due = 0 < 60 * checkpoint.save_interval_mins <= now - self._saved
         return ControlFlags(self.is_signalled() or is_over, is_due, has_failed)
 
     def saving(self) -> None:
         """Restart the save interval at a save."""
-        self._saved = self._clock()
+        self._saved = time.monotonic()
 
     def exits_after(self, iteration: int) -> bool:
         """Return whether `train.exit_interval` ends the run after `iteration`."""

@@ -30,17 +30,10 @@ class SignalHandler:
 
     Args:
         report: Called with the reason before the process is ended.
-        leave: Ends the process with a status.
     """
 
-    def __init__(
-        self,
-        *,
-        report: Callable[[str], object] = lambda _: None,
-        clock: Callable[[], float] = time.monotonic,
-        leave: Callable[[int], None] = os._exit,
-    ) -> None:
-        self._report, self._clock, self._leave = report, clock, leave
+    def __init__(self, report: Callable[[str], object]) -> None:
+        self._report = report
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
         self._first: tuple[int, float] | None = None
@@ -67,7 +60,7 @@ class SignalHandler:
         For a process about to end with an error, while torchrun sends SIGTERM to its peers.
         """
         self._status = status
-        timer = threading.Timer(seconds, self._leave, (status,))
+        timer = threading.Timer(seconds, os._exit, (status,))
         timer.daemon = True
         timer.start()
 
@@ -83,11 +76,11 @@ class SignalHandler:
 
     def receive(self, number: int) -> None:
         """Handle a signal. Called by the listening thread."""
-        now = self._clock()
+        now = time.monotonic()
         if number not in SIGNALS:
             return
         if self._status is not None:
-            self._leave(self._status)
+            os._exit(self._status)
         elif self._first is None:
             self._first = number, now
             if not self._is_awaited:
@@ -109,7 +102,7 @@ class SignalHandler:
         reporting = threading.Thread(target=self._report, args=(reason,), daemon=True)
         reporting.start()
         reporting.join(_EXIT_GRACE_S)  # the report may hang
-        self._leave(status)
+        os._exit(status)
 
 
 def _ignore(_number: int, _frame: FrameType | None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 PHASES = ("imports", "rendezvous", "data", "build", "load")  # in order
@@ -27,26 +27,21 @@ def importing() -> Iterator[None]:
 
 
 class StartTimes:
-    """Divides the time from now on among the startup phases.
+    """Divides the time from now on among the startup phases."""
 
-    Args:
-        clock: A clock in seconds.
-    """
-
-    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._began = self._last = clock()
+    def __init__(self) -> None:
+        self._began = self._last = time.monotonic()
         self._seconds = dict.fromkeys(PHASES, 0.0)
 
     def end(self, phase: str) -> None:
         """Add the time since the previous phase's end to `phase`. A phase may end several times."""
-        now = self._clock()
+        now = time.monotonic()
         self._seconds[phase] += max(0.0, now - self._last)
         self._last = now
 
     def age_s(self) -> float:
         """Return the seconds since the launch."""
-        return self._clock() - self._began
+        return time.monotonic() - self._began
 
     def seconds(self) -> dict[str, float]:
         """Return the total as `seconds`, then each phase's seconds."""

@@ -8,6 +8,7 @@ import pytest
 
 from tests.harness import compose
 from trainer.config.schema import Config
+from trainer.launch import control as module
 from trainer.launch.control import ControlFlags, RunControl
 from trainer.launch.signals import SignalHandler
 
@@ -16,16 +17,32 @@ def config(*rules: str) -> Config:
     return compose([*rules, "checkpoint.save=null"])
 
 
+class Clock:
+    """A clock that goes on when the test says so."""
+
+    now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+CLOCK = Clock()
+
+
+@pytest.fixture(autouse=True)
+def _clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "time", CLOCK)
+
+
 class Job:
-    """The control of a running job, on a clock that goes on when the test says so."""
+    """The control of a running job."""
 
     def __init__(self, *rules: str, rank: int = 0) -> None:
-        self.now = 1000.0
-        self.control = RunControl(config(*rules), None, rank=rank, clock=lambda: self.now)
+        self.control = RunControl(config(*rules), None, rank=rank)
 
     def after(self, seconds: float) -> ControlFlags:
         """Return what is asked for after some seconds more."""
-        self.now += seconds
+        CLOCK.now += seconds
         return self.control.now()
 
     def saves(self, seconds: int) -> int:
@@ -40,7 +57,7 @@ class Job:
 
 def test_a_save_is_due_so_many_minutes_after_the_last_one() -> None:
     job = Job("checkpoint.save_interval_mins=1.5")
-    job.now += 500.0  # building takes its time
+    CLOCK.now += 500.0  # building takes its time
     job.control.begin()
     assert [job.saves(seconds) for seconds in (89, 1, 89, 1)] == [0, 1, 0, 1]
     job.after(89.0)
@@ -63,7 +80,7 @@ def test_only_rank_0_looks_at_the_clock() -> None:
         assert job.after(1.0) == expected
     never = Job("checkpoint.exit_on_save_failure=0")
     never.control.begin()
-    never.now += 1e9
+    CLOCK.now += 1e9
     assert never.control.now(failed_saves=1000) == ControlFlags()
 
 
@@ -74,7 +91,7 @@ def test_so_many_failed_saves_end_the_run() -> None:
 
 
 def test_a_signal_on_any_rank_asks_for_the_end() -> None:
-    signals = SignalHandler(leave=lambda _: None)
+    signals = SignalHandler(lambda _: None)
     control = RunControl(config(), signals, rank=1)
     control.begin()
     assert not control.is_signalled()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from trainer.launch import start_times
 from trainer.launch.start_times import StartTimes
 
 
@@ -13,19 +14,20 @@ class Clock:
     def __init__(self) -> None:
         self.now = 0.0
 
-    def __call__(self) -> float:
+    def monotonic(self) -> float:
         return self.now
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    monkeypatch.setattr(start_times, "time", clock := Clock())
+    return clock
 
 
 def after(clock: Clock, *ends: tuple[str, float]) -> StartTimes:
     """Return the times of a start at 100, with phases that end at the given times."""
     clock.now = 100.0
-    times = StartTimes(clock=clock)
+    times = StartTimes()
     for phase, now in ends:
         clock.now = now
         times.end(phase)

@@ -27,6 +27,7 @@ from tests.fakes import iteration_record
 from tests.messages import refused
 from trainer import metrics
 from trainer.compare.read import read_curve
+from trainer.launch import start_times
 from trainer.launch.start_times import StartTimes
 from trainer.metrics.event_file import EventFile
 from trainer.metrics.jsonl_file import JsonlFile, cut_after, last_saved_iteration
@@ -276,12 +277,13 @@ def test_a_line_has_what_is_known_of_its_iteration(tmp_path: Path, loss: float) 
     assert {(record["loss"], record["loss_hex"]) for record in found} == {(None, loss.hex())}
 
 
-def test_a_launch_marks_its_first_iteration_and_its_ends(tmp_path: Path) -> None:
+def test_a_launch_marks_its_first_iteration_and_its_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for after in (0, 2, 2):
         log = run_log(tmp_path)
         description = {"topology": {"world_size": 4}}
         log.open(after, "a: 1\n", age_s=5.0, launch=f"launch {after}", description=description)
-        times = StartTimes(clock=[12.5, 10.0].pop)
+        monkeypatch.setattr(start_times, "time", SimpleNamespace(monotonic=[12.5, 10.0].pop))
+        times = StartTimes()
         times.end("imports")
         log.started(times)
         for iteration in (after + 1, after + 2, after + 3):
