@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,8 +24,6 @@ from reprise.storage import (
 )
 from reprise.stores import files_of, is_stored, location
 from trainer.config.checkpoint import Allowed, CheckpointSection
-from trainer.config.overrides import text_value
-from trainer.config.run import RunSection
 from trainer.config.saved import RUN_CONFIG, model_values, saved_values
 from trainer.config.schema import Config
 from trainer.data.text import BYTES, TOKENIZER
@@ -106,16 +103,6 @@ def _tokenizer_files(weights: Path, section: CheckpointSection, files: Files) ->
             for name in TOKENIZER_FILES
             if name in checkpoint.manifest.files
         }
-
-
-def own_command(checkpoint: Checkpoint, run: RunSection) -> str:
-    """Return advice: a command that uses a checkpoint's configuration. Empty if the checkpoint has none."""
-    if RUN_CONFIG not in checkpoint.manifest.files:
-        return ""
-    folder = checkpoint.path.parent
-    load = folder.parent if folder.name == "checkpoints" else folder
-    words = [f"run.dir={text_value(run.dir)}", f"checkpoint.load={text_value(str(load))}", "train.train_iters=N"]
-    return f"To continue with the run's own configuration: `reprise train {shlex.join(words)}`."
 
 
 def _with_tokenizer(values: dict[str, object], checkpoint: Checkpoint) -> dict[str, object]:

@@ -291,7 +291,6 @@ def settle(
     allowed: Collection[Allowed] = (),
     problem: str = "This command differs from the run that it resumes",
     fix: str = "Use the saved values, or start another run with checkpoint.load=none.",
-    otherwise: str = "",
 ) -> list[str]:
     """Raise for refused differences, and return log lines about the allowed ones.
 
@@ -301,7 +300,6 @@ def settle(
         allowed: The allowed differences.
         problem: The error's first sentence.
         fix: Advice on differences that no flag allows.
-        otherwise: Advice on any difference.
 
     Raises:
         MismatchError: A difference is refused, or its flag is not set. The message lists each by key, with both values
@@ -325,7 +323,7 @@ def settle(
             problem,
             where=where,
             found="these differences:\n" + "\n".join(rows),
-            fix="\n".join(["", fix, *([otherwise] if otherwise else [])]),
+            fix=f"\n{fix}",
         )
     return [_line(d) for d in differing]
 

@@ -13,7 +13,7 @@ from reprise.format import FRESH, LINEAGE
 from reprise.loading import Checkpoint
 from reprise.storage import integer
 from trainer.config.checkpoint import CheckpointSection
-from trainer.config.load_saved import config_document, own_command
+from trainer.config.load_saved import config_document
 from trainer.config.saved import flattened
 from trainer.data.position_map import SKIPPED, PositionMap, parse_ranges, resume_map
 from trainer.metrics.spikes import SPIKES
@@ -114,13 +114,11 @@ def _refuse(run: Run, section: CheckpointSection, checkpoint: Checkpoint) -> lis
     description = run.description
     states = resume_rules.compared(checkpoint.state, description, where=checkpoint.path)
     changes = differences(*states, resume_rules.rules_for(section))
-    otherwise = own_command(checkpoint, run.config.run) if changes else ""
     saved = _saved_settings(checkpoint) if changes else {}
     lines = settle(
         [_with_key(change, run, saved) for change in changes],
         allowed=section.allowed,
         where=checkpoint.path,
-        otherwise=otherwise,
         **({"problem": "The weights belong to another model than this command's"} if section.finetune else {}),
     )
     if not (checkpoint.has_optimizer or section.loads_weights_alone):

@@ -1,16 +1,13 @@
-"""A command finds what belongs to the weights it names, and the command that a refusal advises names the run."""
+"""A command finds what belongs to the weights it names."""
 
 from __future__ import annotations
 
 import json
 import re
-import shlex
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -25,26 +22,12 @@ from tests.interop.test_import_checks import values, write_hf
 from tests.messages import refused
 from tests.unit.model_samples import LLAMA3, VARIANTS, open_with_transformers, random_values, save_as_transformers
 from trainer.commands import convert
-from trainer.config.compose import CommandLine, compose, resolve_command
-from trainer.config.load_saved import own_command
-from trainer.config.run import RunSection
+from trainer.config.compose import CommandLine, resolve_command
 from trainer.config.saved import RUN_CONFIG
 from trainer.data import corpus
 from trainer.data.byte_level import bytes_tokenizer
 from trainer.data.sources import text_sources
 from trainer.data.token_file import write_token_file
-
-
-@pytest.mark.parametrize("name", ["plain", "a,b", "1e3", "1_000", "a b", 'it\'s="a"', "${x}", "训练 一"])
-@pytest.mark.parametrize("parent", ["runs", "/disk, two"])
-def test_the_advised_command_names_the_run(name: str, parent: str) -> None:
-    folder = Path(parent, name)
-    manifest = SimpleNamespace(files={RUN_CONFIG: None})
-    checkpoint: Any = SimpleNamespace(path=folder / "checkpoints/iter_0000001", manifest=manifest, state={})
-    words = shlex.split(own_command(checkpoint, RunSection(name, str(folder))).split("`")[1])
-    config = compose([word for word in words[2:] if word != "train.train_iters=N"])
-    assert config.checkpoint.load == config.run.dir == str(folder)
-
 
 MODEL = ["model=gpt2_tiny", *TINY]
 TEXTS = ["data=text", "data.path=texts/*.txt"]
