@@ -11,7 +11,8 @@ import textwrap
 from collections.abc import Iterator
 
 from trainer.commands.frame import FINE, IMPOSSIBLE, framed
-from trainer.config.options import Row, groups, keys, sections
+from trainer.config.options import Row, groups, sections
+from trainer.config.schema import key_types
 from trainer.config.suggest import closest
 
 
@@ -21,7 +22,7 @@ def describe(options: argparse.Namespace) -> int:
     if lines := list(_lines(key)):
         print("\n".join(lines))
         return FINE
-    closest_name = closest(key, [*keys(), *(group for group, _ in groups())])
+    closest_name = closest(key, [*key_types(), *(group for group, _ in groups())])
     hint = f"did you mean {closest_name}?" if closest_name else "`reprise options` lists all"
     print(f"reprise options: no key starts with {key!r}; {hint}", file=sys.stderr)
     return IMPOSSIBLE

@@ -48,7 +48,7 @@ def validate(config: Config, world_size: int) -> None:
         *_skip_problems(config.train),
         *_rank_problems(config.parallel, world_size),
         *_parallel_problems(config, enough),
-        *batch_problems(config, enough, _first_known_position(config)),
+        *batch_problems(config, enough, sys.maxsize),  # a start checks the others, from its position on
         *optimizer_problems(config.optimizer),
         *checkpoint_problems(config.checkpoint),
         *_save_needs(config),
@@ -75,8 +75,7 @@ def with_micro_batch(config: Config, world_size: int) -> Config:
         return with_size(1)
     most = min(train.max_micro_batch_size, train.global_batch_size, _MOST_TRIED)
     sizes = [size for size in range(1, most + 1) if train.global_batch_size % size == 0]
-    first = _first_known_position(config)
-    possible = [size for size in sizes if not any(batch_problems(with_size(size), world_size, first))]
+    possible = [size for size in sizes if not any(batch_problems(with_size(size), world_size, sys.maxsize))]
     return with_size(min(possible, key=lambda size: (most_samples(size), -size), default=1))
 
 
@@ -248,12 +247,6 @@ def _invariant_tensor_problems(config: Config) -> Iterator[str]:
         yield f"{key}: cannot be used with train.compile, which fuses operations that must stay separate"
     if model.is_adapted:
         yield f"{key}: cannot be used with model.lora.rank={model.lora.rank}"
-
-
-def _first_known_position(config: Config) -> int:
-    """Return the consumed samples at a run's start, or the largest integer if only its checkpoint knows."""
-    starts_fresh = config.checkpoint.load == "none" or config.train.dry_run
-    return 0 if starts_fresh else sys.maxsize
 
 
 def batch_problems(config: Config, world_size: int, consumed_samples: int) -> Iterator[str]:

@@ -28,10 +28,10 @@ from reprise.errors import ConfigError, first_of
 from reprise.storage import SMALL_BYTES, Files, is_dir, read_regular
 from reprise.stores import location
 from trainer.config.megatron_flags import refuse_flags
-from trainer.config.options import CONFIGS, choices_in, keys
+from trainer.config.options import CONFIGS, choices_in
 from trainer.config.overrides import escape, quote, readable
 from trainer.config.saved import flattened
-from trainer.config.schema import Config
+from trainer.config.schema import Config, key_types
 from trainer.config.suggest import closest
 from trainer.config.values import path_problems
 from trainer.data.byte_level import END_OF_TEXT_ID
@@ -323,7 +323,7 @@ def _suggestion(error: BaseException) -> str | None:
         suggestion = closest(choice, error.options or ())
         return suggestion and f"Did you mean {group}={suggestion}?"
     if isinstance(below, ConfigKeyError | ConfigAttributeError):
-        suggestion = closest(str(below.full_key), keys())
+        suggestion = closest(str(below.full_key), key_types())
         return suggestion and f"Did you mean {suggestion}?"
     return None
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import yaml
 
 from reprise.errors import ConfigError
-from trainer.config.options import keys
+from trainer.config.schema import key_types
 from trainer.config.suggest import closest
 
 DIFFERENCE = "difference"
@@ -59,7 +59,7 @@ def refuse_flags(words: Sequence[str]) -> None:
 
 def _answer(name: str, value: str) -> str | None:
     """Return the overrides for a flag's name, in the spelling of keys: by the table, else by a similar key, if any."""
-    by_name = {key.rpartition(".")[2]: key for key in reversed(keys())}
+    by_name = {key.rpartition(".")[2]: key for key in reversed(key_types())}
     flag_keys = flags().get(f"--{name.replace('_', '-')}")
     if flag_keys == []:
         return "has no counterpart; omit it"

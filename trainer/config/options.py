@@ -51,11 +51,6 @@ def sections() -> Iterator[Section]:
             yield Section(field.name, _summary(hint), tuple(_rows(hint, field.name)))
 
 
-def keys() -> list[str]:
-    """Return all dotted keys and section names."""
-    return [name for section in sections() for name in (section.name, *(row.key for row in section.rows))]
-
-
 def choices_in(folder: Path) -> dict[str, list[str]]:
     """Return each group's choices in a configuration folder."""
     groups_there = sorted(path for path in folder.iterdir() if is_dir(path))

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import is_dataclass
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_origin
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.errors import HydraException
 
-from trainer.config.schema import Config
+from trainer.config.schema import key_types
 
 _QUOTED = re.compile(r"""(['"]).*\1""", re.DOTALL)
 # A member of a list or a mapping, quoted or not.
@@ -25,15 +24,6 @@ def readable(overrides: Sequence[str]) -> list[str]:
     member.
     """
     return [_readable(word) for word in overrides]
-
-
-def hint_of(key: str) -> Any:
-    """Return a configuration key's type. None for an unknown key."""
-    hint: Any = Config
-    for name in key.split("."):
-        section = next(filter(is_dataclass, (hint, *get_args(hint))), None)
-        hint = None if section is None else get_type_hints(section).get(name)
-    return hint
 
 
 def text_value(text: str) -> str:
@@ -60,7 +50,7 @@ def _readable(word: str) -> str:
     key, equals, value = word.lstrip("+").partition("=")  # every key is there, so none is appended
     if not equals:
         return word
-    hint = hint_of(key)
+    hint = key_types().get(key)
     kinds = (hint, *get_args(hint))
     is_list = any(get_origin(kind) is list for kind in kinds)
     if is_list and re.match(r"[^\[$'\"]", value) and value != "null":

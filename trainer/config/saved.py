@@ -7,16 +7,17 @@ the same bytes at every topology and in every folder.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import fields, is_dataclass, replace
 from enum import Enum
-from typing import Any, get_type_hints
+from operator import attrgetter
+from typing import Any
 
 from models.config import ModelConfig
 from reprise.errors import CheckpointError, MismatchError
 from trainer.config.checkpoint import FinetuneKeys, LoadKeys, ResumeKeys
 from trainer.config.derived import length_of
-from trainer.config.schema import Config
+from trainer.config.schema import Config, key_types
 from trainer.schedules.lr import resolve
 
 Json = dict[str, Any]
@@ -89,8 +90,9 @@ def saved_config(config: Config) -> Json:
         resolved.lr_decay_iters = schedule.decay
     config = replace(config, schedule=resolved)
     sections: Json = {}
-    for section, key in _keys():
-        sections.setdefault(section, {})[key] = _plain(getattr(getattr(config, section), key))
+    for key in _keys():
+        section, _, name = key.partition(".")
+        sections.setdefault(section, {})[name] = _plain(attrgetter(key)(config))
     return sections
 
 
@@ -146,7 +148,7 @@ def saved_values(document: Json, state: Json, *, where: object) -> dict[str, obj
     for (key, before), now in _REPLACED.items():
         if values.get(key) == before:
             values[key] = now
-    unknown = values.keys() - {f"{section}.{key}" for section, key in _keys()}
+    unknown = values.keys() - _keys()
     if unknown:
         raise MismatchError(
             "The checkpoint's configuration has a key that this version does not know",
@@ -162,11 +164,10 @@ def saved_values(document: Json, state: Json, *, where: object) -> dict[str, obj
 _OTHER_WAY = "Set the configuration on the command line with model= or experiment=; this file is then ignored."
 
 
-def _keys() -> Iterator[tuple[str, str]]:
-    """Yield section and key of every setting in a checkpoint."""
-    for section, kind in get_type_hints(Config).items():
-        members = fields(kind) if is_dataclass(kind) and section not in _EXCLUDED else ()
-        yield from ((section, field.name) for field in members if f"{section}.{field.name}" not in _EXCLUDED)
+def _keys() -> list[str]:
+    """Return the dotted key of every setting in a checkpoint."""
+    keys = [key for key in key_types() if key.count(".") == 1]
+    return [key for key in keys if key not in _EXCLUDED and key.partition(".")[0] not in _EXCLUDED]
 
 
 def _plain(value: Any) -> Any:

@@ -5,7 +5,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, is_dataclass
+from functools import cache
+from typing import Any, get_args, get_type_hints
 
 from models.config import ModelConfig
 from trainer.config.checkpoint import CheckpointSection
@@ -32,3 +35,16 @@ class Config:
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
     logging: LoggingSection = field(default_factory=LoggingSection)
     experiment: str | None = None
+
+
+@cache
+def key_types() -> dict[str, Any]:
+    """Return the type of each key, and of each section, by dotted name."""
+    return dict(_types(Config))
+
+
+def _types(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, hint in get_type_hints(section).items():
+        yield f"{prefix}{name}", hint
+        for kind in filter(is_dataclass, (hint, *get_args(hint))):
+            yield from _types(kind, f"{prefix}{name}.")

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import fields, is_dataclass
+from dataclasses import is_dataclass
 from operator import attrgetter
 from types import NoneType, UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_origin
 
 from reprise.errors import ConfigError
 from reprise.storage import IS_URL, is_url
 from reprise.stores import is_store_url, location
+from trainer.config.schema import key_types
 from trainer.parallel.topology import MOST_THREADS
 
 # Keys that name a file or folder, or become part of a path.
@@ -139,11 +140,11 @@ def _store_problems(key: str, value: str) -> Iterator[str]:
         yield f"{key}: {error}"  # the error shows the URL without possible secrets
 
 
-def _leaves(section: Any, prefix: str = "") -> Iterator[tuple[str, object, tuple[Any, ...]]]:
-    """Yield every member's dotted key, value and possible types in nested dataclasses."""
-    hints = get_type_hints(type(section))
-    for field in fields(section):
-        key, value, hint = f"{prefix}{field.name}", getattr(section, field.name), hints[field.name]
-        yield key, value, get_args(hint) if isinstance(hint, UnionType) else (hint,)
-        if is_dataclass(value):
-            yield from _leaves(value, f"{key}.")
+def _leaves(config: object) -> Iterator[tuple[str, object, tuple[Any, ...]]]:
+    """Yield every key, with its value and possible types. A section that is null, or no section, has no keys."""
+    values = {"": config}
+    for key, hint in key_types().items():
+        section, _, name = key.rpartition(".")
+        if is_dataclass(values.get(section)):
+            values[key] = getattr(values[section], name)
+            yield key, values[key], get_args(hint) if isinstance(hint, UnionType) else (hint,)

@@ -6,14 +6,14 @@ import pytest
 
 from tests.messages import Printed
 from trainer.commands.options import main
-from trainer.config.options import keys
+from trainer.config.schema import key_types
 
 
 def test_all_keys_are_described(capsys: Printed) -> None:
     assert main([]) == 0
     printed = capsys.readouterr().out
     assert "model= one of gpt2_124m, " in printed
-    assert not [key for key in keys() if "." in key and f"\n{key} (" not in printed]
+    assert not [key for key in key_types() if "." in key and f"\n{key} (" not in printed]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from reprise.errors import ConfigError
 from tests.messages import refused
 from trainer.config.compose import compose, read_command
 from trainer.config.megatron_flags import flags, refuse_flags
-from trainer.config.options import keys
+from trainer.config.schema import key_types
 
 
 def test_flags_are_answered_with_their_keys() -> None:
@@ -49,4 +49,4 @@ def test_a_misspelled_flag_is_answered_with_the_key(words: str, suggestion: str)
 
 
 def test_every_key_of_the_table_exists() -> None:
-    assert {key for named in flags().values() for key in named} <= set(keys())
+    assert {key for named in flags().values() for key in named} <= key_types().keys()

@@ -18,7 +18,8 @@ from tests.harness import DEADLINE_S
 from tests.messages import refused
 from trainer.config.checks import unpinned_thread_lines, validate
 from trainer.config.compose import compose, unlike
-from trainer.config.options import CONFIGS, keys
+from trainer.config.options import CONFIGS
+from trainer.config.schema import key_types
 from trainer.launch.environment import Environment
 
 # Commands that cannot run, one a paragraph, most of them on one rank. The message names each key, or each after a bar.
@@ -289,7 +290,7 @@ ODD_VALUES = [
 
 @pytest.mark.parametrize("every", [257, pytest.param(1, marks=pytest.mark.nightly)])
 def test_odd_values_of_every_key_end_in_one_message(every: int) -> None:
-    words = [f"{key}={value}" for key in keys() for value in ODD_VALUES]
+    words = [f"{key}={value}" for key in key_types() for value in ODD_VALUES]
     for word in words[::every]:
         with suppress(ConfigError):
             check([word])

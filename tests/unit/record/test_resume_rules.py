@@ -15,9 +15,8 @@ from tests.harness import TINY, compose
 from tests.messages import refused
 from trainer.config.checkpoint import Allowed
 from trainer.config.derived import length_of, topology_of
-from trainer.config.options import keys
 from trainer.config.saved import flattened
-from trainer.config.schema import Config
+from trainer.config.schema import Config, key_types
 from trainer.record import resume_rules, run_record
 from trainer.record.resume_rules import (
     RULES,
@@ -278,5 +277,5 @@ def test_each_key_of_a_difference_is_one_of_the_configuration() -> None:
         description("data=token_file", "data.train=x", *LANES.split(), "train.freeze=[a]", "optimizer=muon")
     )
     named = {key_of(field) for field in fields if key_of(field) != field}
-    assert named <= set(keys())
+    assert named <= key_types().keys()
     assert {"optimizer.lr", "train.seq_length", "train.dtype", "optimizer.muon_momentum"} <= named
