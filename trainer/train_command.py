@@ -16,12 +16,7 @@ from typing import TYPE_CHECKING
 
 from reprise.errors import ConfigError, LaunchError, LockError
 from reprise.storage import FILE_SYSTEM
-from trainer.config.checks import (
-    share_lines,
-    unpinned_thread_lines,
-    validate,
-    with_micro_batch,
-)
+from trainer.config.checks import unpinned_thread_lines, validate, with_micro_batch
 from trainer.config.compose import Resolved, read_command, resolve_command, unlike
 from trainer.config.derived import topology_of
 from trainer.config.schema import Config
@@ -95,7 +90,7 @@ def run(resolved: Resolved, environment: Environment, times: StartTimes) -> None
     if config is not resolved.config:
         _log.info(f"train.micro_batch_size=auto: {config.train.micro_batch_size}")
         resolved = replace(resolved, config=config)
-    for line in [*share_lines(config, environment.world_size), *unpinned_thread_lines(config)]:
+    for line in unpinned_thread_lines(config):
         _log.info(line)
     _import_training(config, environment.world_size)
     times.end("imports")

@@ -155,7 +155,7 @@ def test_an_import_states_what_its_source_or_its_user_has(tmp_path: Path, caplog
     cluster = Cluster(0, 1, torch.device("cpu"), 1, single_rank_channel(), "test")
     with build_saves(run, cluster) as saves:
         start = decide(run, cluster, saves)
-    assert start.source.is_own
+    assert start.is_own
 
 
 def test_bfloat16_prefixes_and_plain_steps_are_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

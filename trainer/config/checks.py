@@ -79,19 +79,6 @@ def with_micro_batch(config: Config, world_size: int) -> Config:
     return with_size(min(possible, key=lambda size: (most_samples(size), -size), default=1))
 
 
-def share_lines(config: Config, world_size: int) -> Iterator[str]:
-    """Yield a line about micro-batch counts if they differ between ranks."""
-    train = config.train
-    share = share_of(config, world_size, train.global_batch_size)
-    if share != math.ceil(share):
-        count, ranks = train.global_batch_size // train.micro_batch_size, topology_of(config, world_size).dp
-        yield (
-            f"{ranks} data-parallel ranks share {count} micro-batches of "
-            f"train.micro_batch_size={train.micro_batch_size}: at most {math.ceil(share)} on a rank, {share:.2f} on "
-            "average"
-        )
-
-
 def unpinned_thread_lines(config: Config) -> Iterator[str]:
     """Yield a line if `train.threads` is unset but decides the bits kept by `invariant_ranks`."""
     lanes, train = config.parallel.invariant_ranks, config.train
@@ -285,25 +272,15 @@ def _batch_size_problems(config: Config, topology: Topology, size: int, key: str
     Args:
         key: The key setting the size, with a placeholder for it.
     """
-    train = config.train
-    least = train.micro_batch_size * topology.dp
-    if topology.pp > 1 and size % least:
+    train, each = config.train, config.train.micro_batch_size
+    least = each * topology.dp
+    unit = least if topology.pp > 1 else each  # shares are equal in a pipeline
+    if size % unit or size < least:
+        hint = f"; train.micro_batch_size={AUTO} chooses a size" if each > 1 else ""
         yield (
-            f"{key.format(size)}: must be a multiple of train.micro_batch_size={train.micro_batch_size} times the "
-            f"{topology.dp} data-parallel ranks, that is of {least}: their shares are equal in a pipeline"
+            f"{key.format(size)}: must be a multiple of {unit} and at least {least}, with "
+            f"train.micro_batch_size={each} on {count_of(topology.dp, 'data-parallel rank')}{hint}"
         )
-        return
-    reason = ""
-    if size % train.micro_batch_size:
-        reason = f"a multiple of train.micro_batch_size={train.micro_batch_size}"
-    elif size < least:
-        reason = (
-            f"at least {least}, train.micro_batch_size={train.micro_batch_size} for each of the {topology.dp} "
-            "data-parallel ranks"
-        )
-    if reason:
-        hint = f"; train.micro_batch_size={AUTO} chooses a size" if train.micro_batch_size > 1 else ""
-        yield f"{key.format(size)}: must be {reason}{hint}"
         return
     count = size // least
     sizes = {"micro-batches (train.global_batch_size / train.micro_batch_size)": size // train.micro_batch_size}

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from reprise.errors import DataError
+from reprise.errors import DataError, first_of
 from trainer.data.data_file import Ints
 from trainer.data.document_table import table_of
 from trainer.data.documents import PADDED, DocumentMarks, uses_index
-from trainer.data.token_file import TokenFile, listed
+from trainer.data.token_file import TokenFile
 
 _log = logging.getLogger(__name__)
 
@@ -38,8 +38,6 @@ class Samples:
     Raises:
         DataError: No window fits any file in a source, or an index cannot be read.
     """
-
-    __slots__ = ("_bounds", "_cuts_documents", "_files", "_marks", "_tables", "seq_length", "source_bounds")
 
     def __init__(
         self,
@@ -68,7 +66,9 @@ class Samples:
                     fix="Add data." if per_document else "Add data, or set a smaller train.seq_length.",
                 )
         if short := [file.path for file, size in zip(self._files, sizes, strict=True) if not size]:
-            _log.warning(f"{len(short)} of {len(sizes)} files give no sample, which needs a {least}: {listed(short)}")
+            _log.warning(
+                f"{len(short)} of {len(sizes)} files give no sample, which needs a {least}: {first_of(short, 20)}"
+            )
 
     @property
     def count(self) -> int:
@@ -89,18 +89,15 @@ class Samples:
         Raises:
             DataError: A file was truncated after it was opened, or cannot be read.
         """
-        out = np.empty((ids.size, self.seq_length + 1), dtype=np.int64)
-        if self._cuts_documents:
-            out.fill(PADDED)
+        out = np.full((ids.size, self.seq_length + 1), PADDED, dtype=np.int64)
         for row, identity in zip(out, ids.tolist(), strict=True):
             number = bisect_right(self._bounds, identity) - 1
-            sample, table = identity - self._bounds[number], self._tables[number]
-            start = sample * self.seq_length
-            stop = start + self.seq_length + 1
+            sample, file, table = identity - self._bounds[number], self._files[number], self._tables[number]
+            start, end = sample * self.seq_length, file.count
             if self._cuts_documents and table:
                 start, end = table.locate(sample)
-                stop = min(start + self.seq_length + 1, end)
-            row[: stop - start] = self._files[number].read(start, stop)
+            stop = min(start + self.seq_length + 1, end)
+            row[: stop - start] = file.read(start, stop)
             if self._marks is not None:
                 self._marks.mark(row[: stop - start], table, start)
         return out

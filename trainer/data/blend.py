@@ -32,8 +32,6 @@ class Blend:
         weights: Positive, with any sum. Their order affects the blend order.
     """
 
-    __slots__ = ("_places", "_ranks", "_sources", "is_exact")
-
     def __init__(self, weights: Sequence[Fraction]) -> None:
         self._places, self.is_exact = places_of(weights)
         self._sources, self._ranks = _schedule(self._places)

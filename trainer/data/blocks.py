@@ -21,8 +21,6 @@ from trainer.data.cuts import CHARACTERS, LINES, Cuts
 from trainer.data.sources import TextSource
 from trainer.data.text_file import PARQUET, packing, plain_name, read_text
 
-# Lines are parsed whole, and texts encoded whole up to a cut. A few compressed bytes may expand to gigabytes.
-MOST_BLOCK_BYTES = 256 << 20
 _HASHES = 2**64
 _JSON_LINES = (".json", ".jsonl", ".ndjson")
 _HEAD_BYTES = 8 << 10  # a file with a NUL in them is not text
@@ -145,13 +143,13 @@ def _cut(part: TextPart, fraction: float) -> int:
 
 
 def read_blocks(parts: Iterable[TextPart], cuts: Cuts) -> Iterator[TextBlock]:
-    """Yield the parts' blocks, about `BLOCK_BYTES` each. A JSON line is never cut.
+    """Yield the parts' blocks, about `BLOCK_BYTES` each. A JSON line, or a text without a cut, is a single block.
 
     Args:
         cuts: Where the tokenizer allows cuts in a text.
 
     Raises:
-        DataError: The file cannot be read, or has changed; or a line, or an uncuttable text, is too long.
+        DataError: The file cannot be read, or has changed.
     """
     for part in parts:
         allowed = LINES if part.form is TextForm.jsonl else cuts
@@ -162,14 +160,12 @@ def read_blocks(parts: Iterable[TextPart], cuts: Cuts) -> Iterator[TextBlock]:
             if piece and len(waiting) < least:
                 continue
             cut = allowed.last(waiting) if piece else len(waiting)
-            least = text_file.BLOCK_BYTES if cut else min(2 * len(waiting), MOST_BLOCK_BYTES)  # a search takes time
+            least = text_file.BLOCK_BYTES if cut else 2 * len(waiting)  # a search takes time
             if cut or not piece:
                 yield TextBlock(part, offset, line, bytes(waiting[:cut]), ends_text=not piece)
                 offset += cut
                 line += waiting.count(b"\n", 0, cut)
                 del waiting[:cut]
-            elif len(waiting) > MOST_BLOCK_BYTES:
-                raise _too_long(part, line)
         part.source.check_unchanged()
 
 
@@ -201,17 +197,6 @@ def _not_text(part: TextPart, at: int, problem: str) -> DataError:
         found=problem,
         fix="Convert it (iconv -f UTF-16 -t UTF-8 FILE), decompress it, or leave it out. For token arrays, use "
         "`reprise prepare-data --raw`.",
-    )
-
-
-def _too_long(part: TextPart, line: int) -> DataError:
-    """Return the error for a line, or a text without a cut."""
-    return DataError(
-        "A document is too long to encode in one piece",
-        where=f"{part.source.path}, line {line}",
-        expected=f"at most {MOST_BLOCK_BYTES} bytes in a line, or before a word's end where the tokenizer allows a cut",
-        found="more",
-        fix="Split it into JSON lines, read JSON lines as one text with --form text, or choose another tokenizer.",
     )
 
 

@@ -78,16 +78,6 @@ def unreadable(path: Path, error: OSError) -> DataError:
     )
 
 
-def unwritable(path: Path, error: OSError) -> DataError:
-    """Return the error for a file or folder that cannot be written."""
-    return DataError(
-        "Token files cannot be written",
-        where=path,
-        found=error.strerror or str(error),
-        fix="Check free space and permissions, or choose another folder (--output, or data.cache).",
-    )
-
-
 def wrong_size(path: Path, expected: object, size: int) -> DataError:
     """Return the error for a token file whose size contradicts its header or index."""
     return DataError(
@@ -111,22 +101,36 @@ def changed(path: Path, before: int, after: int) -> DataError:
 
 
 @contextmanager
-def new_file(path: Path) -> Iterator[BinaryIO]:
-    """Yield a file to write, which appears under its name complete and durable. Processes may race to write it.
-
-    Its folder is created if necessary.
+def new_path(path: Path, *, replaces: bool) -> Iterator[Path]:
+    """Yield a path to write a file or folder to, which then becomes `path`. Its folder is created if necessary.
 
     Raises:
         DataError: The file system fails.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_output(path, FILE_SYSTEM, replaces=True) as partial, partial.open("xb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
+        with atomic_output(path, FILE_SYSTEM, replaces=replaces) as partial:
+            yield partial
     except OSError as error:
-        raise unwritable(path, error) from error
+        raise DataError(
+            "Token files cannot be written",
+            where=path,
+            found=error.strerror or str(error),
+            fix="Check free space and permissions, or choose another folder (--output, or data.cache).",
+        ) from error
+
+
+@contextmanager
+def new_file(path: Path) -> Iterator[BinaryIO]:
+    """Yield a file to write, which appears under its name complete and durable. Processes may race to write it.
+
+    Raises:
+        DataError: The file system fails.
+    """
+    with new_path(path, replaces=True) as partial, partial.open("xb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def fitting_chunks(

@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
@@ -19,9 +18,9 @@ import numpy as np
 from tqdm import tqdm
 
 from reprise.errors import DataError
-from reprise.storage import FILE_SYSTEM, atomic_output, lexists
+from reprise.storage import lexists
 from trainer.data.blocks import SplitOptions, read_blocks, split
-from trainer.data.data_file import TokenArray, unwritable
+from trainer.data.data_file import TokenArray, new_path
 from trainer.data.encoding import Encoded, encoding
 from trainer.data.indexed_file import write_indexed_file
 from trainer.data.section import DataKind
@@ -96,7 +95,10 @@ def write_prepared(folder: Path, inputs: Sequence[TextSource], options: PrepareO
     folder, array, sides = Path(os.path.realpath(folder)), options.array, list[Side]()
     tokenizer = options.tokenizer or (None if array else BYTES)
     encoder = open_encoder(tokenizer)
-    with _new_folder(folder) as new:
+    with new_path(folder, replaces=False) as new:
+        if lexists(folder):
+            raise DataError("The output path already exists", where=folder, fix="Remove it, or choose another path.")
+        new.mkdir()
         parts = {} if array else split(inputs, options)
         write = partial(write_token_file, dtype=array or encoder.dtype)
         if options.kind is DataKind.megatron:
@@ -139,24 +141,6 @@ def _read_arrays(sources: Sequence[TextSource], dtype: np.dtype[Any]) -> Iterato
             source.check_unchanged()
 
     return read()
-
-
-@contextmanager
-def _new_folder(folder: Path) -> Iterator[Path]:
-    """Yield a new folder to write to, which becomes `folder`. It is removed on an error.
-
-    Raises:
-        DataError: The folder exists or cannot be created.
-    """
-    try:
-        if lexists(folder):
-            raise DataError("The output path already exists", where=folder, fix="Remove it, or choose another path.")
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_output(folder, FILE_SYSTEM) as partial:
-            partial.mkdir()
-            yield partial
-    except OSError as error:
-        raise unwritable(folder, error) from error
 
 
 def _write_side(

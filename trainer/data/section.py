@@ -138,9 +138,8 @@ def problems(section: DataSection) -> Iterator[str]:
         if key == needed and not value:
             yield f"data.{key}={value or 'null'}: data.kind={section.kind.value} needs a file or a glob"
         elif key not in allowed and value is not None:
-            users = ", ".join(kind.value for kind, keys in _KEYS_OF_KIND.items() if key in keys)
-            reason = f"data.kind={section.kind.value} does not use it; it is for {users}"
-            yield f"data.{key}={value}: {'data.train lists the sources' if is_blend else reason}"
+            reason = "data.train lists the sources" if is_blend else f"data.kind={section.kind.value} does not use it"
+            yield f"data.{key}={value}: {reason}"
         elif key == "train" and is_blend:
             yield from _blend_problems(value)
         elif key in ("train", "valid") and value is not None:

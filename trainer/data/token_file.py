@@ -15,14 +15,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from reprise.errors import DataError, count_of, first_of
+from reprise.errors import DataError, count_of
 from trainer.data.data_file import DataFile, TokenArray, fitting_chunks, new_file, wrong_size
 from trainer.data.document_index import DocumentIndex
 
 HEADER_BYTES = 256 * 4
 # The header stores the count as int32.
 MAX_TOKENS = 2**31 - 1
-_MOST_LISTED = 20
 _CHUNK_TOKENS = 4 * 2**20
 _OTHER_DESCRIPTORS = 1024  # descriptors for a rank's other files
 
@@ -83,11 +82,6 @@ class TokenFile:
         """
         for start in range(0, self.count, _CHUNK_TOKENS):
             yield self.read(start, min(start + _CHUNK_TOKENS, self.count))
-
-
-def listed(paths: Sequence[Path]) -> str:
-    """Return paths as text; for a long list, the first paths and the remaining count."""
-    return first_of(paths, _MOST_LISTED)
 
 
 def open_token_file(path: str | Path) -> TokenFile:

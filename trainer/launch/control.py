@@ -26,14 +26,13 @@ class ControlFlags(NamedTuple):
 class RunControl:
     """Requests to a rank. Only rank 0 reads the clock, because ranks could see it differ."""
 
-    def __init__(self, config: Config, signals: SignalHandler | None, *, rank: int) -> None:
+    def __init__(self, config: Config, signals: SignalHandler, *, rank: int) -> None:
         self._config, self._signals, self._rank = config, signals, rank
         self._started = self._saved = time.monotonic()
 
     def begin(self) -> None:
         """Start the save interval before the first iteration, and tell the signal handler about the loop."""
-        if self._signals is not None:
-            self._signals.await_iteration()
+        self._signals.await_iteration()
         self._saved = time.monotonic()
 
     def now(self, *, failed_saves: int = 0) -> ControlFlags:
@@ -58,16 +57,12 @@ class RunControl:
 
     def reason(self, iteration: int) -> str:
         """Return why the job ends after `iteration`, as far as this rank knows."""
-        if self._signal is not None:
-            return self._signal
+        if self._signals.name is not None:
+            return self._signals.name
         if self.exits_after(iteration):
             return f"train.exit_interval={self._config.train.exit_interval}"
         return "its time limit is reached, or another rank was asked to stop"
 
     def is_signalled(self) -> bool:
         """Return whether this rank has received a signal."""
-        return self._signal is not None
-
-    @property
-    def _signal(self) -> str | None:
-        return None if self._signals is None else self._signals.name
+        return self._signals.name is not None

@@ -34,14 +34,14 @@ class SignalHandler:
 
     def __init__(self, report: Callable[[str], object]) -> None:
         self._report = report
-        self._reader, self._writer = socket.socketpair()
-        self._writer.setblocking(False)
         self._first: tuple[int, float] | None = None
         self._is_awaited = False
         self._status: int | None = None
 
     def start(self) -> None:
-        """Start listening. Main thread only."""
+        """Start listening. Main thread only. A handler that is not started receives no signal."""
+        self._reader, self._writer = socket.socketpair()
+        self._writer.setblocking(False)
         for number in SIGNALS:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
                 signal.signal(number, _ignore)

@@ -280,8 +280,7 @@ def differences(saved: Json, current: Json, table: Sequence[Rule]) -> list[Diffe
 
 def assumed_in(state: Json) -> tuple[str, ...]:
     """Return prefixes for fields an imported state assumed because its source lacked them. They are not compared."""
-    fields = state.get(ASSUMED, [])
-    return tuple(f"{field}." for field in fields if isinstance(field, str)) if isinstance(fields, list) else ()
+    return tuple(f"{field}." for field in state.get(ASSUMED, ()))
 
 
 def settle(

@@ -24,6 +24,7 @@ from trainer.data.loader import BatchLoader
 from trainer.launch.control import RunControl
 from trainer.launch.device import device_name
 from trainer.launch.process_group import Cluster, thread_count
+from trainer.launch.signals import SignalHandler
 from trainer.launch.start_times import StartTimes
 from trainer.metrics.profile import Profiler
 from trainer.metrics.publish_sink import PublishSink
@@ -136,7 +137,7 @@ def build(
         valid_data=inputs.valid_data,
         saves=saves,
         restorer=Restorer(cluster.channel, nonce=cluster.nonce),
-        control=RunControl(config, None, rank=cluster.rank),
+        control=RunControl(config, SignalHandler(lambda _: None), rank=cluster.rank),
         tokenizer=inputs.tokenizer,
         profiler=Profiler(Path(config.run.dir), config.train.profile_steps, rank=cluster.rank),
         spikes=()

@@ -48,12 +48,14 @@ class Start:
             if a run resumes from its own checkpoint although its command names its first source. With `no_save_optim`,
             its own checkpoints have no optimizer state, and `no_load_optim` applies.
         journal: The run's journal so far.
+        is_own: Whether the source is the run's own newest checkpoint.
         keeps_weights: Whether earlier weights-only saves belong to this run.
     """
 
     source: TensorSource
     section: CheckpointSection
     journal: Journal
+    is_own: bool
     keeps_weights: bool
 
 
@@ -67,15 +69,18 @@ def decide(config: Config, cluster: Cluster, saves: Saves) -> Start:
     find = partial(_find, config, saves, journal, cluster.launch)
     answer: Json = cluster.channel.from_first("start", lambda: found_patiently(find, "checkpoint.load"))
     origin, choice = Origin[answer["origin"]], answer["source"]
+    is_own = origin in (Origin.own, Origin.newest)
     if origin is Origin.own:
         no_load_optim = section.no_load_optim and section.no_save_optim
         section = replace(section, finetune=False, no_load_optim=no_load_optim, ckpt_step=None)
     if choice.get("kind") == "checkpoint":
-        lineage = journal.lineage if origin in (Origin.own, Origin.newest) else None
+        lineage = journal.lineage if is_own else None
         source = Checkpoints(LoadSource(location(choice["path"]), section.ckpt_step, terms.LOAD, lineage))
-        return Start(source, section, journal, not section.finetune and (source.is_own or answer["is_inside"]))
+        keeps_weights = not section.finetune and (is_own or answer["is_inside"])
+        return Start(source, section, journal, is_own, keeps_weights)
     require_batches(config, cluster.world_size, 0)
-    return Start(Weights(Path(choice["path"])) if choice else InitialValues(), section, journal, keeps_weights=False)
+    weights = Weights(Path(choice["path"])) if choice else InitialValues()
+    return Start(weights, section, journal, is_own=False, keeps_weights=False)
 
 
 def found_patiently(find: Callable[[], Json], key: str) -> Json:

@@ -62,7 +62,7 @@ def fill(run: Run, start: Start) -> None:
     is_first = isinstance(start.source, InitialValues) and not section.finetune
     began_at = FRESH if is_first else run.state.progress.iteration
     saved = began_at if start.keeps_weights else FRESH
-    lineage = note_start(run, start.journal, checkpoint, began_at, is_own=start.source.is_own, saved=saved)
+    lineage = note_start(run, start.journal, checkpoint, began_at, is_own=start.is_own, saved=saved)
     run.saves.rewind(began_at, keeps_weights=start.keeps_weights)
     if lineage is not None:
         run.description[LINEAGE] = lineage

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar, TypeAlias
+from typing import TypeAlias
 
 from models import families
 from models.adapters import adapter_initial_values
@@ -60,8 +60,6 @@ Filled: TypeAlias = tuple[Json, Restored | None]
 class InitialValues:
     """A new run's initial values."""
 
-    is_own = False
-
     def fill(self, run: Run, part: Part) -> Filled:
         """Fill a part with initial values drawn from `train.seed`."""
         model, seed = part.model, run.config.train.seed
@@ -76,7 +74,6 @@ class Weights:
     """Another program's weights."""
 
     path: Path
-    is_own: ClassVar[bool] = False
 
     def fill(self, run: Run, part: Part) -> Filled:
         """Fill a part with the weights, cast to float32. Collective.
@@ -97,15 +94,10 @@ class Checkpoints:
     """A Reprise checkpoint, or a run's newest valid checkpoint.
 
     Args:
-        source: The checkpoint or run to load.
+        source: The checkpoint or run to load. With a lineage, the run's own: local checkpoints are candidates as well.
     """
 
     source: LoadSource
-
-    @property
-    def is_own(self) -> bool:
-        """Return whether they are this run's. Local checkpoints are then candidates as well."""
-        return self.source.lineage is not None
 
     def fill(self, run: Run, part: Part) -> Filled:
         """Fill a part from the newest undamaged checkpoint. Collective, see `Restorer.restore`.
@@ -134,7 +126,9 @@ class Checkpoints:
             fittings[:] = [Fitting(tensors, stored, part.model, run.config.train.seed)]
             return fittings[0].requests
 
-        source = replace(self.source, local=run.saves.host_folders) if self.is_own else self.source
+        source = self.source
+        if source.lineage is not None:  # the run's own
+            source = replace(source, local=run.saves.host_folders)
         restored = run.restorer.restore(source, check=check, live=live, is_new=True)
         checkpoint, (fitting,) = restored.checkpoint, fittings
         with run.cluster.channel.agreed(f"fitted/{part.name}"):

@@ -26,12 +26,10 @@ from tokenizers.pre_tokenizers import (
     WhitespaceSplit,
 )
 
-from reprise.errors import DataError
-from tests.messages import Printed, refused
-from tests.unit.data import doors
+from tests.messages import Printed
 from tests.unit.data.doors import tokens_of
 from trainer.commands.prepare_data import main
-from trainer.data import blocks, text_file
+from trainer.data import text_file
 from trainer.data.blocks import SplitOptions, TextForm, read_blocks
 from trainer.data.blocks import split as split_sources
 from trainer.data.prepared import PrepareOptions, write_prepared
@@ -218,17 +216,12 @@ def test_settings_are_switched_off_and_said_once(
     assert len(labels) == 5, "the cache has another name for other tokens"
 
 
-def test_a_text_too_long_to_be_whole_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocks, "MOST_BLOCK_BYTES", 4000)
-    source, level = tmp_path / "text.txt", "pre_tokenizer ByteLevel"
-    source.write_text("x \n" * 2000)
-    with refused(DataError, "text.txt", "4000"):
-        prepared(tmp_path, written(tmp_path, trained("normalizer Prepend")), 100)
-    assert len(prepared(tmp_path, written(tmp_path, trained(level)), 100)) > 2000
-    source.write_text("x" * 10_000)
-    assert doors.prepared(tmp_path / "bytes", source) == [*b"x" * 10_000, 256]
-    with refused(DataError, "text.txt"):
-        prepared(tmp_path, written(tmp_path, trained(level)), 100)
+def test_a_text_without_a_cut_is_encoded_whole(tmp_path: Path) -> None:
+    for setting in ("normalizer Prepend", "pre_tokenizer ByteLevel"):
+        for raw in ("x \n" * 2000, "x" * 10_000):
+            content = trained(setting)
+            (tmp_path / "text.txt").write_text(raw)
+            assert prepared(tmp_path, written(tmp_path, content), 100) == [*whole(content, raw), 0]
 
 
 ADDED = {

@@ -38,7 +38,7 @@ class Job:
     """The control of a running job."""
 
     def __init__(self, *rules: str, rank: int = 0) -> None:
-        self.control = RunControl(config(*rules), None, rank=rank)
+        self.control = RunControl(config(*rules), SignalHandler(lambda _: None), rank=rank)
 
     def after(self, seconds: float) -> ControlFlags:
         """Return what is asked for after some seconds more."""

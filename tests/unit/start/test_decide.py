@@ -163,7 +163,7 @@ def test_settings_of_a_beginning_end_with_the_own_checkpoint(tmp_path: Path) -> 
     start = started(config_in(tmp_path / "run", *beginning))
     assert isinstance(start.source, Checkpoints)
     assert (start.source.source.path, start.source.source.iteration) == (folder, None)
-    assert start.source.is_own
+    assert start.is_own
     assert not start.section.finetune
 
 
@@ -205,7 +205,7 @@ def test_a_start_over_needs_an_empty_mirror(tmp_path: Path, lineage: Lineage, co
         with refused(CheckpointError, "iteration 2 in the mirror"):
             started(config)
     else:
-        assert not started(config).source.is_own
+        assert not started(config).is_own
 
 
 @pytest.mark.parametrize("text", ["of version 0.2", "damaged", None])
@@ -217,11 +217,11 @@ def test_a_journal_without_saves_is_completed_by_the_log(tmp_path: Path, text: s
     (run / "run.json").write_bytes(data)
     if text is None:
         (run / "run.json").unlink()
-    assert started(config_in(run)).source.is_own
+    assert started(config_in(run)).is_own
     shutil.rmtree(folder)
     with refused(CheckpointError, "iteration 2 as"):
         started(config_in(run))
-    assert not started(config_in(run, ANEW)).source.is_own
+    assert not started(config_in(run, ANEW)).is_own
 
 
 @pytest.mark.parametrize("saved", [FRESH, None], ids=["a note", "a note of version 0.2"])
@@ -235,7 +235,7 @@ def test_a_killed_fresh_start_is_made_again(tmp_path: Path, is_killed: bool, sav
     if is_killed:
         lineage = replace(lineage, branches=(*lineage.branches, AFRESH.branches[1]))
     (run / "run.json").write_bytes(Journal(lineage, saved).to_bytes())
-    assert started(config_in(run)).source.is_own == (not is_killed)
+    assert started(config_in(run)).is_own == (not is_killed)
 
 
 def test_a_start_over_leaves_the_local_checkpoints_uncounted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
