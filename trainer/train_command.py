@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from reprise.errors import ConfigError, LaunchError, LockError
 from reprise.storage import FILE_SYSTEM
-from trainer.config.checks import unpinned_thread_lines, validate, with_micro_batch
+from trainer.config.checks import validate, with_micro_batch
 from trainer.config.compose import Resolved, read_command, resolve_command, unlike
 from trainer.config.derived import topology_of
 from trainer.config.schema import Config
@@ -90,8 +90,6 @@ def run(resolved: Resolved, environment: Environment, times: StartTimes) -> None
     if config is not resolved.config:
         _log.info(f"train.micro_batch_size=auto: {config.train.micro_batch_size}")
         resolved = replace(resolved, config=config)
-    for line in unpinned_thread_lines(config):
-        _log.info(line)
     _import_training(config, environment.world_size)
     times.end("imports")
     from trainer.launch import process_group as launch

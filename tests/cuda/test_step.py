@@ -51,7 +51,7 @@ def test_the_host_waits_once_in_a_step(device: torch.device, family: str) -> Non
 def test_the_host_does_not_wait_for_a_batch(device: torch.device) -> None:
     samples = Samples([tokens_in_memory(np.arange(1000, dtype=np.uint16))], seq_length=9)
     loader, batches = BatchLoader(samples, 4, 2, [0, 1], device), list[torch.Tensor]()
-    loader.train_batch(0, 1)  # the first pinned memory
-    assert waits_in(lambda: batches.extend(loader.train_batch(4, 1)), device) == 0
-    on_host = BatchLoader(samples, 4, 2, [0, 1], torch.device("cpu")).train_batch(4, 1)
+    loader.train_batch(0, 1, 4)  # the first pinned memory
+    assert waits_in(lambda: batches.extend(loader.train_batch(4, 1, 4)), device) == 0
+    on_host = BatchLoader(samples, 4, 2, [0, 1], torch.device("cpu")).train_batch(4, 1, 4)
     assert [batch.tolist() for batch in batches] == [batch.tolist() for batch in on_host]

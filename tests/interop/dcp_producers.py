@@ -63,7 +63,7 @@ def batches(config: Config, count: int = TOTAL) -> list[torch.Tensor]:
     samples = Samples([open_token_file(path) for path in corpus.train], seq_length=train.seq_length)
     size = train.global_batch_size
     feed = BatchLoader(samples, size, size, [0], torch.device("cpu"))
-    return [feed.train_batch(number * size, train.seed)[0] for number in range(count)]
+    return [feed.train_batch(number * size, train.seed, size)[0] for number in range(count)]
 
 
 def make(config: ModelConfig, *, seed: int = 1) -> Any:

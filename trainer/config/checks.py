@@ -23,7 +23,7 @@ from trainer.data.position_map import parse_ranges
 from trainer.data.section import TOKEN_KINDS
 from trainer.data.section import problems as data_problems
 from trainer.parallel.lanes import count_problems
-from trainer.parallel.topology import ACCELERATORS, Topology
+from trainer.parallel.topology import Topology
 from trainer.schedules.lr import problems as schedule_problems
 
 _MOST_TRIED = 1 << 16  # micro-batch sizes
@@ -48,7 +48,7 @@ def validate(config: Config, world_size: int) -> None:
         *_skip_problems(config.train),
         *_rank_problems(config.parallel, world_size),
         *_parallel_problems(config, enough),
-        *batch_problems(config, enough, sys.maxsize),  # a start checks the others, from its position on
+        *batch_problems(config, enough, _first_known_position(config)),
         *optimizer_problems(config.optimizer),
         *checkpoint_problems(config.checkpoint),
         *_save_needs(config),
@@ -75,18 +75,9 @@ def with_micro_batch(config: Config, world_size: int) -> Config:
         return with_size(1)
     most = min(train.max_micro_batch_size, train.global_batch_size, _MOST_TRIED)
     sizes = [size for size in range(1, most + 1) if train.global_batch_size % size == 0]
-    possible = [size for size in sizes if not any(batch_problems(with_size(size), world_size, sys.maxsize))]
+    first = _first_known_position(config)
+    possible = [size for size in sizes if not any(batch_problems(with_size(size), world_size, first))]
     return with_size(min(possible, key=lambda size: (most_samples(size), -size), default=1))
-
-
-def unpinned_thread_lines(config: Config) -> Iterator[str]:
-    """Yield a line if `train.threads` is unset but decides the bits kept by `invariant_ranks`."""
-    lanes, train = config.parallel.invariant_ranks, config.train
-    if lanes and train.threads == 0 and train.device not in ACCELERATORS:
-        yield (
-            f"train.threads is 0, so each rank uses its share of the host's cores: parallel.invariant_ranks={lanes} "
-            "keeps the result bitwise equal only between launches with the same thread count"
-        )
 
 
 def _size_type_problems(train: TrainSection) -> Iterator[str]:
@@ -98,8 +89,8 @@ def _size_type_problems(train: TrainSection) -> Iterator[str]:
 def _trained_problems(config: Config) -> Iterator[str]:
     """List problems with adapters and frozen parameters."""
     model, section = config.model, config.checkpoint
-    if problems := adapter_problems(model) or [*freeze_problems(model, config.train.freeze)]:
-        yield from problems
+    problems = adapter_problems(model) or [*freeze_problems(model, config.train.freeze)]
+    yield from problems
     if problems or not model.is_adapted:
         return
     if config.optimizer.name is not OptimizerName.adamw:
@@ -192,23 +183,17 @@ def _parallel_problems(config: Config, world_size: int) -> Iterator[str]:
             f"parallel.sequence_parallel: needs a parallel.tensor_model_parallel_size above 1 that divides "
             f"train.seq_length={config.train.seq_length}, found {tp}"
         )
-    yield from _copies_problems(parallel.replicate, parallel.zero_stage, data_ranks=world_size // (tp * pp))
+    copies, data_ranks = parallel.replicate, world_size // (tp * pp)
+    if copies > 1 and (parallel.zero_stage == 0 or data_ranks % copies or data_ranks == copies):
+        yield (
+            f"parallel.replicate={copies}: needs parallel.zero_stage above 0, and a divisor of the {data_ranks} "
+            "data-parallel ranks, with at least 2 per copy"
+        )
     yield from _invariant_tensor_problems(config)
     if pp * vpp > max(1, model.n_layer):
         yield f"{pp} pipeline ranks of {vpp} stages: more than model.n_layer={model.n_layer}"
     if vpp > 1 and pp == 1:
         yield f"parallel.num_virtual_stages_per_pipeline_rank={vpp}: needs more than one pipeline rank"
-
-
-def _copies_problems(copies: int, zero_stage: int, *, data_ranks: int) -> Iterator[str]:
-    """List problems with `parallel.replicate`."""
-    if copies == 1:
-        return
-    if zero_stage == 0:
-        yield f"parallel.replicate={copies}: needs parallel.zero_stage above 0; at stage 0 every rank has a copy"
-    elif data_ranks % copies or data_ranks == copies:
-        rule = "must divide the data-parallel ranks, with at least 2 per copy"
-        yield f"parallel.replicate={copies}: {rule}, and there are {data_ranks}"
 
 
 def _invariant_tensor_problems(config: Config) -> Iterator[str]:
@@ -234,6 +219,12 @@ def _invariant_tensor_problems(config: Config) -> Iterator[str]:
         yield f"{key}: cannot be used with train.compile, which fuses operations that must stay separate"
     if model.is_adapted:
         yield f"{key}: cannot be used with model.lora.rank={model.lora.rank}"
+
+
+def _first_known_position(config: Config) -> int:
+    """Return the consumed samples at a run's start, or the largest integer if only its checkpoint knows."""
+    starts_fresh = config.checkpoint.load == "none" or config.train.dry_run
+    return 0 if starts_fresh else sys.maxsize
 
 
 def batch_problems(config: Config, world_size: int, consumed_samples: int) -> Iterator[str]:
@@ -294,8 +285,7 @@ def _batch_size_problems(config: Config, topology: Topology, size: int, key: str
         )
     elif topology.vpp > 1 and count % (rounds := max(1, count // topology.pp)):
         # torch/distributed/pipelining/schedules.py, ScheduleInterleaved1F1B.
-        where = "" if train.batch_schedule is None else f" ({name})"
-        yield f"{count} micro-batches per iteration{where}: interleaved stages need a multiple of {rounds}"
+        yield f"{count} micro-batches per iteration, from {name}: interleaved stages need a multiple of {rounds}"
 
 
 def _save_needs(config: Config) -> Iterator[str]:

@@ -51,7 +51,6 @@ _ENVIRONMENT = "# from environment variables: "
 _MARK = "from an environment variable"
 
 _ONE_VALUE = "Pass one value per key: multirun is not supported. Text with a comma needs quotes: \"KEY='a,b'\"."
-_MOST_KEYS = 10  # in a message
 _SCHEDULE = ("schedule.", "optimizer.")
 _HELP = """\
 usage: reprise train KEY=VALUE ...
@@ -168,9 +167,12 @@ def unlike(text: str, first: str, *, rank: int) -> ConfigError:
     """Return the error for a rank whose configuration differs from rank 0's, given both as YAML. It names the keys."""
     values, first_values = (flattened(yaml.safe_load(each)) for each in (text, first))
     names = sorted(key for key in {*values, *first_values} if values.get(key, ...) != first_values.get(key, ...))
-    keys = f"other values of {first_of(names, _MOST_KEYS)}" if names else None
-    fix = "Enter the same command, with the same environment variables, on every host."
-    return ConfigError("The configuration differs from rank 0's", where=f"rank {rank}", found=keys, fix=fix)
+    return ConfigError(
+        "The configuration differs from rank 0's",
+        where=f"rank {rank}",
+        found=f"other values of {first_of(names, 10)}" if names else None,
+        fix="Enter the same command, with the same environment variables, on every host.",
+    )
 
 
 def compose(overrides: Sequence[str] = (), values: Mapping[str, object] | None = None) -> Config:

@@ -22,8 +22,9 @@ def frozen_names(model: ModelConfig, patterns: Sequence[str]) -> frozenset[str]:
 def freeze_problems(model: ModelConfig, patterns: Sequence[str]) -> Iterator[str]:
     """List problems with patterns: no match, or a match for every parameter."""
     if model.is_adapted:
-        reason = f"model.lora.rank={model.lora.rank} freezes everything except the adapters; omit the key"
-        yield from [f"train.freeze={list(patterns)}: {reason}"] * bool(patterns)
+        if patterns:
+            reason = f"model.lora.rank={model.lora.rank} freezes everything except the adapters; omit the key"
+            yield f"train.freeze={list(patterns)}: {reason}"
         return
     stored = stored_tensors(model)
     for pattern in patterns:

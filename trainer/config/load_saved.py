@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,10 +62,10 @@ def find_saved(load: Path, *, iteration: int | None, save: Path | None, files: F
             model, _ = read_folder_model(load)
             return SavedConfig(load / CONFIG, model_values(model))
         checkpoint = _open(load if save is None or _exists(load, save, files) else save, iteration, files)
-        if checkpoint is None or RUN_CONFIG not in checkpoint.manifest.files:
+        if checkpoint is None or not (document := config_document(checkpoint)):
             return None
         path = checkpoint.path / RUN_CONFIG
-        values = saved_values(config_document(checkpoint), checkpoint.state, where=path)
+        values = saved_values(document, checkpoint.state, where=path)
         return SavedConfig(path, _with_tokenizer(values, checkpoint))
 
 
@@ -141,13 +141,20 @@ def _open(load: Path, iteration: int | None, own_files: Files) -> Checkpoint | N
     if is_file(path / MANIFEST) or is_iteration_name(path.name):
         return open_checkpoint(path, files, may_lack=True)
     folder = CheckpointFolder(path, files)
-    for number in reversed(folder.committed()):
-        if iteration not in (None, number):
-            continue
+    numbers = [number for number in reversed(folder.committed()) if iteration in (None, number)]
+    return next(readable(folder, numbers), None)
+
+
+def readable(folder: CheckpointFolder, iterations: Iterable[int]) -> Iterator[Checkpoint]:
+    """Yield a folder's checkpoints of these iterations, without the damaged ones, on which a load reports.
+
+    Raises:
+        UnreadableError: A checkpoint cannot be read at the moment.
+    """
+    for iteration in iterations:
         try:
-            return open_checkpoint(folder.iteration(number), files, may_lack=True)
+            yield open_checkpoint(folder.iteration(iteration), folder.files, may_lack=True)
         except UnreadableError:
             raise
-        except TrainerError:  # the load reports the damage, and takes the next older checkpoint
+        except TrainerError:
             continue
-    return None

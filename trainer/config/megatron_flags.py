@@ -14,7 +14,6 @@ from trainer.config.suggest import closest
 
 DIFFERENCE = "difference"
 OPTIONS = ("--help", "--cfg", "--config-dir")  # of the command
-_LIKE_A_KEY = 0.75  # minimum similarity between a flag and a key
 
 
 @cache
@@ -64,8 +63,7 @@ def _answer(name: str, value: str) -> str | None:
     if flag_keys == []:
         return "has no counterpart; omit it"
     if flag_keys is None:
-        similar = closest(name, by_name, cutoff=_LIKE_A_KEY)
-        hint = "" if similar == name else "perhaps "
-        return f"{hint}{by_name[similar]}={value or 'VALUE'}" if similar else None
+        similar = closest(name, by_name)
+        return f"perhaps {by_name[similar]}={value or 'VALUE'}" if similar else None
     has_its_name = flag_keys[0].rpartition(".")[2] == name
     return f"{flag_keys[0]}={value}" if has_its_name and value else f"set {' and '.join(flag_keys)}"

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from enum import Enum
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from types import NoneType
+from typing import Any, get_args, get_origin
 
 from reprise.storage import is_dir, matching
-from trainer.config.schema import Config
+from trainer.config.schema import key_types
 
 CONFIGS = Path(__file__).resolve().parent.parent.parent / "configs"
 
@@ -45,10 +45,9 @@ def sections() -> Iterator[Section]:
     Raises:
         KeyError: A key has no entry in its section's docstring.
     """
-    hints = get_type_hints(Config)
-    for field in fields(Config):
-        if is_dataclass(hint := hints[field.name]):
-            yield Section(field.name, _summary(hint), tuple(_rows(hint, field.name)))
+    for name, (kind, *_) in key_types().items():
+        if "." not in name and is_dataclass(kind):
+            yield Section(name, _summary(kind), tuple(_rows(kind, name)))
 
 
 def choices_in(folder: Path) -> dict[str, list[str]]:
@@ -66,15 +65,15 @@ def groups() -> Iterator[tuple[str, list[str]]]:
 
 
 def _rows(section: Any, prefix: str) -> Iterator[Row]:
-    hints, explained = get_type_hints(section), _meanings(section)
+    explained = _meanings(section)
     for field in fields(section):
-        hint = hints[field.name]
-        kinds = get_args(hint) if isinstance(hint, UnionType) else (str, list, NoneType) if hint is Any else (hint,)
+        key = f"{prefix}.{field.name}"
+        kinds = (str, list, NoneType) if Any in key_types()[key] else key_types()[key]
         if field.default is None:  # the default shows it
             kinds = tuple(kind for kind in kinds if kind is not NoneType)
-        yield Row(f"{prefix}.{field.name}", " or ".join(map(_kind, kinds)), _default(field), explained[field.name])
+        yield Row(key, " or ".join(map(_kind, kinds)), _default(field), explained[field.name])
         for kind in filter(is_dataclass, kinds):
-            yield from _rows(kind, f"{prefix}.{field.name}")
+            yield from _rows(kind, key)
 
 
 def _kind(kind: type) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any, get_args, get_origin
+from typing import Any, get_origin
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, Quote, QuotedString
@@ -50,15 +50,14 @@ def _readable(word: str) -> str:
     key, equals, value = word.lstrip("+").partition("=")  # every key is there, so none is appended
     if not equals:
         return word
-    hint = key_types().get(key)
-    kinds = (hint, *get_args(hint))
+    kinds = key_types().get(key, ())
     is_list = any(get_origin(kind) is list for kind in kinds)
     if is_list and re.match(r"[^\[$'\"]", value) and value != "null":
         value = f"[{value}]"  # a list with a single member
     has_members = value.startswith(("[", "{"))
     is_text = str in kinds and int not in kinds and not is_list
     if is_text or (Any in kinds and not has_members):
-        is_null = value.lower() == "null" and hint is not str
+        is_null = value.lower() == "null" and kinds != (str,)
         return f"{key}={value if is_null or _QUOTED.fullmatch(value) else quote(value)}"
     value = _MEMBER.sub(_readable_member, value) if has_members else value
     return f"{key}={value if _parse(f'{key}={value}') else quote(value)}"

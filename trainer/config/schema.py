@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, is_dataclass
 from functools import cache
+from types import UnionType
 from typing import Any, get_args, get_type_hints
 
 from models.config import ModelConfig
@@ -38,13 +39,14 @@ class Config:
 
 
 @cache
-def key_types() -> dict[str, Any]:
-    """Return the type of each key, and of each section, by dotted name."""
+def key_types() -> dict[str, tuple[Any, ...]]:
+    """Return the possible types of each key, and of each section, by dotted name."""
     return dict(_types(Config))
 
 
-def _types(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _types(section: Any, prefix: str = "") -> Iterator[tuple[str, tuple[Any, ...]]]:
     for name, hint in get_type_hints(section).items():
-        yield f"{prefix}{name}", hint
-        for kind in filter(is_dataclass, (hint, *get_args(hint))):
+        kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+        yield f"{prefix}{name}", kinds
+        for kind in filter(is_dataclass, kinds):
             yield from _types(kind, f"{prefix}{name}.")

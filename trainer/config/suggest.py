@@ -6,15 +6,12 @@ import difflib
 from collections.abc import Iterable
 
 
-def closest(name: str, names: Iterable[str], *, cutoff: float = 0.6) -> str | None:
+def closest(name: str, names: Iterable[str]) -> str | None:
     """Return the name most similar to `name`, or None if no name is similar.
 
     A dotted name with the same last word wins: `lr` stands for `optimizer.lr`.
-
-    Args:
-        cutoff: The minimum similarity, from 0 to 1.
     """
-    candidates = list(names)
+    candidates, cutoff = list(names), 0.6
     word = name.rpartition(".")[2]
     if same := [candidate for candidate in candidates if candidate.rpartition(".")[2] == word]:
         candidates, cutoff = same, 0.0

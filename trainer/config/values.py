@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import is_dataclass
 from operator import attrgetter
-from types import NoneType, UnionType
+from types import NoneType
 from typing import Any, get_args, get_origin
 
 from reprise.errors import ConfigError
@@ -141,8 +141,8 @@ def _store_problems(key: str, value: str) -> Iterator[str]:
 def _leaves(config: object) -> Iterator[tuple[str, object, tuple[Any, ...]]]:
     """Yield every key, with its value and possible types. A section that is null, or no section, has no keys."""
     values = {"": config}
-    for key, hint in key_types().items():
+    for key, kinds in key_types().items():
         section, _, name = key.rpartition(".")
         if is_dataclass(values.get(section)):
             values[key] = getattr(values[section], name)
-            yield key, values[key], get_args(hint) if isinstance(hint, UnionType) else (hint,)
+            yield key, values[key], kinds

@@ -32,11 +32,10 @@ class Encoded:
     read_bytes: int
 
 
-Encode = Callable[[Iterable[TextBlock]], Iterator[Encoded]]
-
-
 @contextmanager
-def encoding(encoder: Encoder, tokenizer: str | Path, *, workers: int) -> Iterator[Encode]:
+def encoding(
+    encoder: Encoder, tokenizer: str | Path, *, workers: int
+) -> Iterator[Callable[[Iterable[TextBlock]], Iterator[Encoded]]]:
     """Yield a function that encodes blocks, in order, on `workers` processes; 1 means this process.
 
     If texts fail to encode, the function's error names the first in block order.

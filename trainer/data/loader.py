@@ -50,13 +50,12 @@ class BatchLoader:
         """Return the numbers of this rank's micro-batches in an iteration with `size` samples."""
         return [number for number in self.numbers if number < size // self.micro_batch_size]
 
-    def train_batch(self, consumed_samples: int, seed: int, size: int | None = None) -> list[torch.Tensor]:
+    def train_batch(self, consumed_samples: int, seed: int, size: int) -> list[torch.Tensor]:
         """Return the micro-batches for the iteration after `consumed_samples`, int64 [b, seq_length + 1].
 
         Args:
-            size: Samples in the iteration, over all data-parallel ranks. By default, `global_batch_size`.
+            size: Samples in the iteration, over all data-parallel ranks.
         """
-        size = size or self.global_batch_size
         key = consumed_samples, size, seed
         if key not in self._ahead:
             positions = self._positions(consumed_samples, size)

@@ -40,7 +40,7 @@ class ModuleFile(TokenFile):
         module, _, name = factory.partition(":")
         try:
             make = getattr(import_module(module), name)
-        except (ImportError, AttributeError) as error:
+        except (ImportError, AttributeError, TypeError, ValueError) as error:
             raise DataError(
                 "The sample factory cannot be imported",
                 where=self._where,
@@ -76,7 +76,8 @@ class ModuleFile(TokenFile):
         item = self._samples[number]
         tokens, mask = map(np.asarray, item if isinstance(item, tuple) else (item, np.ones(len(item), bool)))
         is_row = tokens.ndim == 1 and tokens.dtype.kind in "iu" and 1 < tokens.size <= length
-        if not (is_row and mask.shape == tokens.shape and mask[1:].any() and self._has(tokens)):
+        is_valid = is_row and tokens.min() >= 0 and tokens.max() < self._vocab_size
+        if not (is_valid and mask.shape == tokens.shape and mask[1:].any()):
             values = f", {tokens.min()} to {tokens.max()}" if is_row else ""
             raise DataError(
                 "A sample is invalid for this run",
@@ -88,6 +89,3 @@ class ModuleFile(TokenFile):
         window = np.full(length, PADDED, np.int64)
         window[: tokens.size] = tokens.astype(np.int64) | np.where(mask, 0, PADDED)
         return window
-
-    def _has(self, tokens: TokenArray) -> bool:
-        return int(tokens.min()) >= 0 and int(tokens.max()) < self._vocab_size

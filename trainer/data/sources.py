@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from reprise.errors import DataError, count_of
+from reprise.errors import DataError
 from reprise.storage import is_dir, is_file
 from trainer.data.data_file import changed, unreadable
 
@@ -63,7 +63,6 @@ def find_files(pattern: str) -> list[Path]:
         raise DataError(
             "No file matches",
             where=pattern,
-            found=count_of(len(paths), "folder") if paths else None,
             fix=f"Relative paths start at {Path.cwd()}. Quote globs; '**/*.txt' searches subfolders.",
         )
     return files

@@ -166,8 +166,8 @@ def open_tokenizer(path: Path | None) -> TokenizerFile:
         if table["model"].get("dropout"):
             changes["model"] = {**table["model"], "dropout": None}
         switched_off = ", ".join(changes).replace("model", "dropout")
-        if _adds_tokens(table.get("post_processor")):
-            changes["post_processor"] = None
+        if (processor := table.get("post_processor")) is not None and processor["type"] != "ByteLevel":
+            changes["post_processor"] = None  # it may add tokens
         entries, vocabulary = table.get("added_tokens") or [], table["model"]["vocab"]
         if not isinstance(vocabulary, Mapping):  # a list of (token, score), indexed by id
             vocabulary = {name: number for number, (name, _) in enumerate(vocabulary)}
@@ -188,12 +188,6 @@ def _malformed(path: object, error: Exception) -> DataError:
         found=f"{error!r:.300}",
         fix="Correct data.tokenizer.",
     )
-
-
-def _adds_tokens(processor: Any) -> bool:
-    if processor is None or processor["type"] == "ByteLevel":
-        return False
-    return processor["type"] != "Sequence" or any(_adds_tokens(part) for part in processor["processors"])
 
 
 def json_bytes(table: Mapping[str, object]) -> bytes:

@@ -47,10 +47,10 @@ def tokenizer_files(section: DataSection, *, rows: int, bos: int, eos: int, posi
     ends = {file.ids[name]: name for name in (*END_OF_TEXT_NAMES, file.end) if name in file.ids}
     special = file.special | ends
     if eos not in special:
-        known = "not known" if file.end is None else f"{file.ids[file.end]} ({file.end})"
         _log.warning(
-            f"model.eos_token_id={eos} is not a special token in the tokenizer {where}, whose end of text is {known}: "
-            "texts will not end there; set model.bos_token_id and model.eos_token_id to it"
+            f"model.eos_token_id={eos} is not a special token in the tokenizer {where}, "
+            f"whose end of text is {file.end}; texts will not end there: set model.bos_token_id and "
+            "model.eos_token_id to it"
         )
     table: dict[str, object] = {
         "tokenizer_class": "PreTrainedTokenizerFast",

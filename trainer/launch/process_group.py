@@ -59,28 +59,21 @@ class Cluster:
     launch: Launch = field(default_factory=Launch)
     activity: Activity = field(default_factory=Activity, compare=False)
 
-    def total(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Sum int64 numbers on the device over ranks, exact in any order. A collective call.
+    def reduced(self, numbers: torch.Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> torch.Tensor:
+        """Return the sums, or maxima, over ranks of int64 numbers on the device, exact in any order. A collective call.
 
         The host does not wait for the device.
         """
-        return self._reduced(numbers, dist.ReduceOp.SUM)
-
-    def largest(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Return the maxima over ranks of int64 numbers on the device, see `total`. A collective call."""
-        return self._reduced(numbers, dist.ReduceOp.MAX)
+        if self.world_size > 1:
+            dist.all_reduce(numbers, operation)
+        return numbers
 
     def counts(self, numbers: Sequence[int]) -> list[int]:
         """Sum whole numbers over ranks. A collective call, for which the host waits."""
         if self.world_size == 1:
             return list(numbers)
-        totals: list[int] = self.total(torch.tensor(numbers, dtype=torch.int64, device=self.device)).tolist()
+        totals: list[int] = self.reduced(torch.tensor(numbers, dtype=torch.int64, device=self.device)).tolist()
         return totals
-
-    def _reduced(self, numbers: torch.Tensor, operation: dist.ReduceOp.RedOpType) -> torch.Tensor:
-        if self.world_size > 1:
-            dist.all_reduce(numbers, operation)
-        return numbers
 
 
 def start(

@@ -44,14 +44,9 @@ def identify(variables: Mapping[str, str], agent_store: Store | None) -> Launch:
         earlier.append(names[-1])
     elif run is not None:
         names.append(f"torchrun/{run}")
-        earlier += names if _count(variables, "TORCHELASTIC_RESTART_COUNT") else []
+        earlier += names if variables.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" else []
     job = variables.get("SLURM_JOB_ID")
     if job is not None:
         names.append(f"slurm/{variables.get('SLURM_CLUSTER_NAME', '')}/{job}")
-        earlier += names[-1:] if _count(variables, "SLURM_RESTART_COUNT") else []
+        earlier += names[-1:] if variables.get("SLURM_RESTART_COUNT", "0") != "0" else []
     return Launch(tuple(names), tuple(earlier))
-
-
-def _count(variables: Mapping[str, str], name: str) -> int:
-    text = variables.get(name, "")
-    return int(text) if text.isdecimal() else 0

@@ -10,7 +10,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from types import FrameType
 
 _log = logging.getLogger(__name__)
 
@@ -44,7 +43,7 @@ class SignalHandler:
         self._writer.setblocking(False)
         for number in SIGNALS:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
-                signal.signal(number, _ignore)
+                signal.signal(number, lambda *_: None)  # with none, the signal would end the process
         signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         threading.Thread(target=self._listen, name="signals", daemon=True).start()
 
@@ -103,7 +102,3 @@ class SignalHandler:
         reporting.start()
         reporting.join(_EXIT_GRACE_S)  # the report may hang
         os._exit(status)
-
-
-def _ignore(_number: int, _frame: FrameType | None) -> None:
-    """Do nothing. Without a handler the signal would end the process."""

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from reprise.errors import first_of
 from reprise.storage import Json
 from trainer.config.saved import flattened
 from trainer.config.schema import Config
@@ -101,9 +102,7 @@ def joint_environment(environment: Json, cluster: Cluster) -> Json:
     if differing and cluster.rank == 0:
         for name, values in differing.items():
             ranks = [rank for rank, value in enumerate(values) if value != values[0]]
-            more = f" and {len(ranks) - 1} more" if len(ranks) > 1 else ""
-            text = f"{values[0]} on rank 0, {values[ranks[0]]} on rank {ranks[0]}{more}"
-            _log.warning(f"environment.{name}: {text}")
+            _log.warning(f"environment.{name}: {values[0]} on rank 0, {values[ranks[0]]} on rank {first_of(ranks, 1)}")
         _log.warning(
             "the ranks compute in different environments: a resume has the same bits if every rank runs in its old "
             "environment again, and parallel.invariant_ranks does not hold"

@@ -79,7 +79,7 @@ def decide(config: Config, cluster: Cluster, saves: Saves) -> Start:
         keeps_weights = not section.finetune and (is_own or answer["is_inside"])
         return Start(source, section, journal, is_own, keeps_weights)
     require_batches(config, cluster.world_size, 0)
-    weights = Weights(Path(choice["path"])) if choice else InitialValues()
+    weights: TensorSource = Weights(Path(choice["path"])) if choice else InitialValues()
     return Start(weights, section, journal, is_own=False, keeps_weights=False)
 
 

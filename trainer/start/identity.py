@@ -13,11 +13,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
 
-from reprise.errors import MismatchError, TrainerError, UnreadableError
+from reprise.errors import MismatchError
 from reprise.format import FRESH, Branch, Journal, Lineage, Parent, newest_lineage, saved_lineage
-from reprise.loading import Checkpoint, open_checkpoint
+from reprise.loading import Checkpoint
 from reprise.storage import CheckpointFolder, Json, is_dir
 from trainer.config.derived import save_folder
+from trainer.config.load_saved import readable
 from trainer.config.schema import Config
 from trainer.config.terms import LOCAL
 from trainer.launch.process_group import Cluster
@@ -178,19 +179,13 @@ def note_start(
 
 
 def saved_lineages(folder: CheckpointFolder) -> Iterator[tuple[int, Lineage]]:
-    """Yield a folder's committed iterations and their lineages, newest first. Damaged checkpoints are skipped.
+    """Yield a folder's committed iterations and their lineages, newest first, see `readable`.
 
     Raises:
         UnreadableError: A checkpoint cannot be read at the moment.
     """
-    for iteration in reversed(folder.committed()):
-        path = folder.iteration(iteration)
-        try:
-            yield iteration, saved_lineage(open_checkpoint(path, folder.files, may_lack=True).state, where=path)
-        except UnreadableError:
-            raise
-        except TrainerError as error:  # the load reports the damage
-            _log.debug("%s tells no lineage: %s", path, error)
+    for checkpoint in readable(folder, reversed(folder.committed())):
+        yield checkpoint.iteration, saved_lineage(checkpoint.state, where=checkpoint.path)
 
 
 def _newest_lineage(folder: CheckpointFolder) -> Lineage:

@@ -10,6 +10,7 @@ from operator import add
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from models.adapters import saved_tensors
 from models.families import aliases
@@ -108,7 +109,7 @@ def reduce_figures(
         values = torch.stack(list(losses)) if losses else torch.zeros(0, dtype=torch.float64, device=cluster.device)
         limbs = exact_sum.sum_limbs([values, gradient_squares(context.grad_norm_shares, cluster.device)]).view(-1)
     counts = to_device(np.array([context.reports_loss, *flags], np.int64), limbs.device)  # the host does not wait
-    row, columns = cluster.total(torch.cat([limbs, counts])).tolist(), exact_sum.COLUMNS
+    row, columns = cluster.reduced(torch.cat([limbs, counts])).tolist(), exact_sum.COLUMNS
     loss, square_sum = exact_sum.value(row[:columns]), exact_sum.value(row[columns : 2 * columns])
     reporting, *counted = row[2 * columns :]
     divisor = reporting if context.lanes is None else context.lanes.micro_batches
@@ -140,7 +141,7 @@ def _poisoned(state: TrainerState, loss: float, grad_norm: float, cluster: Clust
         if parameter.grad is not None and not bool(torch.isfinite(local_of(parameter.grad)).all())
     ]
     furthest = torch.tensor([-min(indices, default=len(names))], device=cluster.device)
-    first = -int(cluster.largest(furthest))
+    first = -int(cluster.reduced(furthest, dist.ReduceOp.MAX))
     place = f"gradient of {names[first]}" if first < len(names) else "all gradients are finite, their norm is not"
     return NonFiniteError(
         "Loss or gradients are not finite",

@@ -16,7 +16,7 @@ import pytest
 from reprise.errors import ConfigError, LaunchError
 from tests.harness import DEADLINE_S
 from tests.messages import refused
-from trainer.config.checks import unpinned_thread_lines, validate
+from trainer.config.checks import validate
 from trainer.config.compose import compose, unlike
 from trainer.config.options import CONFIGS
 from trainer.config.schema import key_types
@@ -189,15 +189,13 @@ checkpoint.base=b model.lora.rank=4 train.compile=true | model.lora.dropout=0.1 
 
 checkpoint.base=b model.lora.rank=4 | model.lora.target_modules=[q_proj]
 
-train.dry_run_ranks=1099511627776
-
 schedule.lr_decay_iters=5 | schedule.min_lr=1 schedule.lr_wsd_decay_iters=10 schedule.lr_warmup_iters=10
 
 schedule.lr_warmup_iters=101
 
 schedule=wsd | schedule.lr_wsd_decay_iters=91
 
-checkpoint.override_scheduler=true checkpoint.use_checkpoint_scheduler=true checkpoint.resize=true
+checkpoint.resize=true
 
 checkpoint.finetune=true
 
@@ -338,14 +336,6 @@ def test_the_command_prints_one_message_and_makes_no_file(
     assert "Traceback" not in ended.stderr
     assert "HYDRA_FULL_ERROR" not in ended.stderr
     assert {path.name for path in tmp_path.iterdir()} <= ({"runs"} if "load" in arguments else set())
-
-
-def test_threads_that_follow_the_cores_are_named() -> None:
-    lanes = ["parallel.invariant_ranks=2", "train.micro_batch_size=1"]
-    (line,) = unpinned_thread_lines(compose(lanes))
-    assert line.startswith("train.threads is 0")
-    for words in ([*lanes, "train.threads=1"], []):
-        assert not any(unpinned_thread_lines(compose(words)))
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ def test_the_order_is_asked_once_for_many_iterations() -> None:
     loader = BatchLoader(samples, 16, 8, [1], torch.device("cpu"))
     with mock.patch.object(BatchLoader, "sample_ids", autospec=True, side_effect=BatchLoader.sample_ids) as order:
         for number in range(130):
-            loader.train_batch(number * 16, 5)
+            loader.train_batch(number * 16, 5, 16)
             assert len(loader._ahead) == 128
-        replace(loader, global_batch_size=4096, numbers=range(512)).train_batch(0, 5)
+        replace(loader, global_batch_size=4096, numbers=range(512)).train_batch(0, 5, 4096)
     assert [call.args[1].size for call in order.call_args_list] == [1024, 1024, 4096]

@@ -110,8 +110,8 @@ def test_only_a_special_token_is_named_as_the_end(tmp_path: Path, caplog: pytest
     assert "eos_token" not in found
     assert found["bos_token"] == "<|endoftext|>"
     assert "model.eos_token_id=256" in caplog.text
-    assert "0 (<|endoftext|>)" in caplog.text
-    assert "set model.bos_token_id=0 model.eos_token_id=0" in caplog.text
+    assert "whose end of text is <|endoftext|>" in caplog.text
+    assert "set model.bos_token_id and model.eos_token_id" in caplog.text
 
 
 def vocabulary(folder: Path, *, special: str, eos: object = None) -> DataSection:
@@ -144,9 +144,10 @@ def test_a_text_ends_as_configured_or_with_a_special_token(
     assert encoder.end_of_text == expected
     assert prompt_tokens(encoder, "", 3) == [expected]
     saved = config(section, eos=expected)
-    assert saved["eos_token"] == ("</s>", special, "<eos>")[expected]
+    end = ("</s>", special, "<eos>")[expected]
+    assert saved["eos_token"] == end
     files(section, eos=7)
-    assert f"whose end of text is {expected} (" in caplog.text
+    assert f"whose end of text is {end}" in caplog.text
     # What is saved beside a checkpoint ends texts in the same way.
     for name, content in files(section, eos=expected).items():
         (tmp_path / name).write_bytes(content)

@@ -8,6 +8,7 @@ from typing import cast
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from reprise.ranks import single_rank_channel
@@ -25,8 +26,8 @@ FLAGS = (False, True, False)
 class EqualRanks(Cluster):
     """A rank among many with the same numbers."""
 
-    def total(self, numbers: torch.Tensor) -> torch.Tensor:
-        return numbers * self.world_size
+    def reduced(self, numbers: torch.Tensor, operation: object = dist.ReduceOp.SUM) -> torch.Tensor:
+        return numbers * self.world_size if operation is dist.ReduceOp.SUM else numbers
 
 
 def one_rank(ranks: int, parameter: nn.Parameter, lanes: Lanes | None) -> tuple[Cluster, ParallelContext]:
