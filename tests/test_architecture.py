@@ -161,6 +161,7 @@ TOUCHES_PATHS = (
     "reprise.storage.paths",
     "reprise.storage.files",
     "reprise.storage.holds",
+    "reprise.storage.lease",
     "reprise.storage.lock",
     "reprise.storage.shared_folder",
     "reprise.stores",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -70,7 +70,8 @@ class SaveJob(TwoPhaseCommit):
         except BaseException as error:
             self.local_ranks.drop()
             if isinstance(error, TrainerError) and self.lock is not None:
-                self.lock.refuse_if_taken()  # the successor swept our files: do not blame the disk
+                with suppress(OSError):
+                    self.lock.check()  # a successor swept our files: do not blame the disk
             raise
         finally:
             self.snapshot.close()  # even if nothing was written, so that no step waits

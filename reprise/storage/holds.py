@@ -21,11 +21,10 @@ import re
 import secrets
 import socket
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
-from reprise.storage.lease import Lease, is_alive
-from reprise.storage.paths import is_symlink
+from reprise.storage.lease import Holder, Lease
+from reprise.storage.paths import open_regular
 
 HOLD = "hold"
 EXPIRY_S = 600.0  # longer than a lock's expiry, which a start waits for
@@ -59,14 +58,10 @@ def file_system_time(folder: Path) -> float:
         return os.fstat(file.fileno()).st_mtime
 
 
-def is_held(folder: Path, *, clock: Callable[[Path], float] = file_system_time) -> bool:
-    """Return whether a folder has an unexpired hold. True if it cannot be read now.
-
-    Args:
-        clock: Returns the time by a folder's file system.
-    """
+def is_held(folder: Path) -> bool:
+    """Return whether a folder has an unexpired hold. True if it cannot be read now."""
     try:
-        return any(name == HOLD or _is_valid(folder / name, clock) for name in [path.name for path in folder.iterdir()])
+        return any(map(_is_valid, [*folder.iterdir()]))
     except (FileNotFoundError, NotADirectoryError):
         return False
     except OSError:
@@ -78,35 +73,26 @@ class Hold(Lease):
 
     @staticmethod
     def take(folder: Path) -> Hold | None:
-        """Take a hold and remove expired holds. Return None if the folder does not exist or was renamed.
+        """Take a hold. Return None if the folder does not exist or was renamed.
 
         Raises:
             OSError: The folder cannot be written.
         """
         nonce = secrets.token_hex(4)
-        hold, is_kept = Hold(folder / f"{HOLD}.{os.getpid()}.{nonce}", nonce, machine()), False
-        try:
-            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                if not is_symlink(folder):
-                    hold.begin(hold._create)
-                    # Whether the folder is still at its path.
-                    is_kept = os.path.samestat(os.stat(hold.path), os.fstat(hold.descriptor))
-        finally:
-            if not is_kept:  # also after an interrupt: the caller has no hold to release
-                hold.release()
-        return hold if is_kept else None
+        hold = Hold(folder / f"{HOLD}.{os.getpid()}.{nonce}", nonce, machine())
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            hold.begin(hold._create)
+            return hold
+        return None
 
     def _create(self) -> None:
-        """Remove expired holds, and write the record for other processes to read."""
-        for path in self.path.parent.iterdir():
-            if _PROCESS_HOLD.fullmatch(path.name) and not _is_valid(path, file_system_time):
-                with contextlib.suppress(OSError):
-                    path.unlink()
-        self.descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        """Write the record for other processes to read, and check that the folder is still at its path."""
+        self.descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         with contextlib.suppress(OSError):  # without flock, the heartbeat decides
             fcntl.flock(self.descriptor, fcntl.LOCK_EX)
         self.write_record()
-        os.fsync(self.descriptor)
+        self.sync()
+        self.path.lstat()
 
     def beat(self) -> None:
         os.utime(self.descriptor)
@@ -116,13 +102,24 @@ class Hold(Lease):
         os.unlink(os.readlink(f"/proc/self/fd/{self.descriptor}"))
 
 
-def _is_valid(path: Path, clock: Callable[[Path], float]) -> bool:
-    """Return whether a file is a process's hold and has not expired."""
+def _is_valid(path: Path) -> bool:
+    """Return whether a file is the user's hold, or a process's that has not expired."""
     if not _PROCESS_HOLD.fullmatch(path.name):
-        return False
+        return path.name == HOLD
     try:
-        is_running = is_alive(path, machine())
-        return clock(path.parent) - path.lstat().st_mtime < EXPIRY_S if is_running is None else is_running
+        descriptor = open_regular(path)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            holder = Holder.of(path)
+            if holder is not None and holder.host == machine():
+                return False
+        except BlockingIOError:
+            return True
+        except OSError:  # without flock, the heartbeat decides
+            pass
+        finally:
+            os.close(descriptor)
+        return file_system_time(path.parent) - path.lstat().st_mtime < EXPIRY_S
     except FileNotFoundError:
         return False
     except OSError:

@@ -7,24 +7,22 @@ modification time.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
-from reprise.storage.paths import open_regular, read_regular
-from reprise.storage.worker import Job
+from reprise.storage.files import keep_block
+from reprise.storage.paths import read_regular
 
 HEARTBEAT_S = 15.0
-_POLL_S = 1.0
 _RELEASE_S = 5.0  # limits the wait for a hung file system
-_MAX_BYTES = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,33 +42,11 @@ class Holder:
             OSError: The file cannot be read.
         """
         try:
-            holder = Holder(**json.loads(read_regular(path, limit_bytes=_MAX_BYTES)))
+            holder = Holder(**json.loads(read_regular(path)))
             time.localtime(holder.started)  # raises if out of range
             return holder
         except (OverflowError, RecursionError, TypeError, ValueError):
             return None
-
-
-def is_alive(path: Path, host: str) -> bool | None:
-    """Return whether the owner of a lease file runs, or None if only its heartbeat can tell.
-
-    Args:
-        host: This host, as its records name it.
-
-    Raises:
-        OSError: The file cannot be read.
-    """
-    descriptor = open_regular(path)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return None
-    finally:
-        os.close(descriptor)
-    holder = Holder.of(path)
-    return False if holder is not None and holder.host == host else None
 
 
 class Lease:
@@ -85,27 +61,50 @@ class Lease:
 
     Attributes:
         descriptor: The open file, opened within `begin` and closed at the lease's end. -1 without a lease.
-        calls: Calls for the thread. None ends it.
+        calls: Calls for the thread, which ignores their file system errors. None ends it.
+        is_synced: Whether other hosts can read the record.
+        owner: The object using a lock; see `FolderLock`.
+        dropped: Ends the lease once nothing refers to the lock. Kept here, since it must outlive the lock.
     """
 
+    owner: weakref.ref[object]
+    dropped: weakref.ref[object]
+
     def __init__(self, path: Path, nonce: str, host: str | None = None) -> None:
-        self.path, self.descriptor = path, -1
+        self.path, self.descriptor, self.is_synced = path, -1, False
         self.me = Holder(host or socket.gethostname(), os.getpid(), nonce, time.time())
-        self.calls: SimpleQueue[Job | None] = SimpleQueue()
+        self.calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self.is_over = threading.Event()
         self._thread = threading.Thread(target=self._run_thread, name="lease", daemon=True)
 
+    def is_mine(self) -> bool:
+        """Return whether the file names this lease.
+
+        Raises:
+            OSError: The file cannot be read.
+        """
+        return Holder.of(self.path) == self.me
+
     def beat(self) -> None:
         """Show other hosts that this process is alive."""
-        raise NotImplementedError
+        if self.is_mine():
+            os.utime(self.path)
 
     def give_up(self) -> None:
         """Show all other processes that the lease is free."""
-        raise NotImplementedError
+        if self.is_mine():
+            os.ftruncate(self.descriptor, 0)
+            keep_block(self.descriptor)
 
     def write_record(self) -> None:
-        """Name this process in the empty file."""
+        """Name this process in the file."""
         os.pwrite(self.descriptor, json.dumps(asdict(self.me)).encode(), 0)
+
+    def sync(self) -> None:
+        """Make the record durable, for other hosts to read. Repeated calls do nothing."""
+        if not self.is_synced:
+            os.fsync(self.descriptor)
+            self.is_synced = True
 
     def begin(self, make: Callable[[], None]) -> None:
         """Start the thread, then call `make` to create the file. Called once."""
@@ -117,19 +116,6 @@ class Lease:
             self.release()
             raise
 
-    def run(self, call: Callable[[], None]) -> None:
-        """Run a call on the thread and raise its exception. After the lease's end, do nothing."""
-        job = Job(call)
-        self.calls.put(job)
-        self.await_job(job)
-
-    def await_job(self, job: Job) -> None:
-        """Wait for a queued job and raise its exception. Return early if the lease ends."""
-        while not job.ends(_POLL_S):
-            if self.is_over.is_set():
-                return
-        job.wait()
-
     def release(self) -> None:
         """Give up the lease. Repeated calls do nothing. A hung thread keeps it until the process ends."""
         self.calls.put(None)
@@ -139,23 +125,19 @@ class Lease:
     def close(self) -> None:
         """Close the file. A forked child must close it too, or its copy would keep the flock alive."""
         descriptor, self.descriptor = self.descriptor, -1
-        if descriptor >= 0:
-            with contextlib.suppress(OSError):
-                os.close(descriptor)
+        with contextlib.suppress(OSError):
+            os.close(descriptor)
         self.is_over.set()
 
     def _run_thread(self) -> None:
-        while True:
+        call: Callable[[], None] | None = self.beat
+        while call is not None:
+            with contextlib.suppress(OSError):
+                call()
             try:
-                job = self.calls.get(timeout=HEARTBEAT_S)
+                call = self.calls.get(timeout=HEARTBEAT_S)
             except Empty:
-                with contextlib.suppress(OSError):
-                    self.beat()
-                continue
-            if job is None:
-                break
-            job.run()
-            del job
+                call = self.beat
         with contextlib.suppress(OSError):
             self.give_up()
         self.close()

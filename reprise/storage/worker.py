@@ -9,11 +9,8 @@ import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from queue import SimpleQueue
-from typing import TypeVar
 
 from reprise.errors import CheckpointError
-
-T = TypeVar("T")
 
 
 class Job:
@@ -48,7 +45,7 @@ class Job:
             _clear_frames(error)  # the error may live long and would keep the call's local variables alive
             self.error = error
         finally:
-            self._call = _nothing  # frees what the call refers to
+            del self._call  # frees what the call refers to
             self._done.set()
             del self  # the error's traceback refers to this frame
 
@@ -84,20 +81,11 @@ class Job:
                 del self  # the error's traceback refers to this frame and its callers
 
 
-def _clear_frames(error: BaseException) -> None:
+def _clear_frames(error: BaseException | None) -> None:
     """Clear local variables in all frames of an error and its causes."""
-    queue, seen = [error], set[int]()
-    while queue:
-        exception = queue.pop()
-        seen.add(id(exception))
-        traceback.clear_frames(exception.__traceback__)
-        for before in (exception.__cause__, exception.__context__):
-            if before is not None and id(before) not in seen:
-                queue.append(before)
-
-
-def _nothing() -> None:
-    """Do nothing."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__context__
 
 
 class Worker:
@@ -111,7 +99,9 @@ class Worker:
         self._name, self._count = name, threads
         self._threads: list[threading.Thread] = []
         self._queue: SimpleQueue[Job | None] = SimpleQueue()
-        self._dropped = ending_with(self, self._queue)
+        # Once nothing refers to this worker, None ends the threads. This may happen at any point in any thread: the
+        # callback runs no Python code, which could be interrupted or wait for a lock held by the same thread.
+        self._dropped = weakref.ref(self, partial(self._queue.put, None))
 
     def submit(self, call: Callable[[], None]) -> Job:
         """Queue a call and return its job."""
@@ -131,15 +121,6 @@ class Worker:
             thread.join(timeout_s)
 
 
-def ending_with(owner: T, queue: SimpleQueue[Job | None]) -> weakref.ref[T]:
-    """Return a weak reference that queues None once its owner is gone.
-
-    This may happen at any point in any thread. The callback runs no Python code, which could be interrupted or wait for
-    a lock held by the same thread.
-    """
-    return weakref.ref(owner, partial(queue.put, None))
-
-
 class Stopped(Exception):
     """Ends a call of `run_together` after another call has failed."""
 
@@ -157,17 +138,14 @@ def run_together(calls: Sequence[Callable[[], object]], *, name: str, threads: i
         for job in waiting:
             job.run()
 
-    started = list[threading.Thread]()
+    helpers = Worker(name, threads=threads)
     try:
         with contextlib.suppress(RuntimeError):
-            for _ in range(min(threads, len(jobs)) - 1):
-                helper = threading.Thread(target=work, name=name, daemon=True)
-                helper.start()
-                started.append(helper)
+            for _ in jobs[1:threads]:
+                helpers.submit(work)
         work()
     finally:  # even if this thread is interrupted: the caller may reuse the calls' data
-        for helper in started:
-            helper.join()
+        helpers.close()
     errors = [job.error for job in jobs if job.error is not None]
     for error in sorted(errors, key=lambda error: isinstance(error, Stopped)):
         raise error
