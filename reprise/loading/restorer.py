@@ -19,7 +19,7 @@ from reprise.loading.same_checkpoint import open_same
 from reprise.ranks.channel import StoreChannel
 from reprise.ranks.error_message import as_problem
 from reprise.storage.files import FILE_SYSTEM, Files, T
-from reprise.storage.patience import PatientFiles
+from reprise.storage.patience import with_retries
 from reprise.storage.progress_line import ProgressLine
 from reprise.stores.locations import files_of, location
 from reprise.tensors.live import LiveTensor
@@ -81,7 +81,7 @@ class Restorer:
             MismatchError: A rank finds another checkpoint under the path than rank 0. Every rank raises.
         """
         shared_load = self._key("store").replace("/", "-") if self._channel.world_size > 1 or not is_new else None
-        files = PatientFiles(files_of(source.path, self._system, load=shared_load))
+        files = with_retries(files_of(source.path, self._system, load=shared_load))
 
         def prepare(checkpoint: Checkpoint) -> Sequence[LiveTensor]:
             tensors = live(checkpoint)

@@ -8,8 +8,7 @@ from reprise.errors import CheckpointError, MismatchError, UnreadableError
 from reprise.format.names import MANIFEST
 from reprise.loading.reader import Checkpoint, open_checkpoint
 from reprise.storage.files import Files
-from reprise.storage.shared_folder import look_again, on_this_host
-from reprise.stores.locations import is_stored
+from reprise.storage.shared_folder import on_this_host, why_unseen
 
 
 def open_same(path: Path, digest: str, files: Files, *, reader: int = 0) -> Checkpoint:
@@ -29,20 +28,18 @@ def open_same(path: Path, digest: str, files: Files, *, reader: int = 0) -> Chec
     """
     checkpoints: list[Checkpoint] = []
 
-    def problem() -> str:
+    def look(path: Path) -> None:
         try:
             checkpoint = open_checkpoint(path, files, may_lack=True)
         except UnreadableError:
             raise
         except CheckpointError as error:
-            return str(error)
-        if checkpoint.digest == digest:
-            checkpoints.append(checkpoint)
-            return ""
-        return f"digest {checkpoint.digest}"
+            raise OSError(str(error)) from error
+        if checkpoint.digest != digest:
+            raise OSError(f"digest {checkpoint.digest}")
+        checkpoints.append(checkpoint)
 
-    difference = problem() if is_stored(path) else look_again(problem, path)
-    if difference:
+    if difference := why_unseen(path, look):
         raise MismatchError(
             f"This host reads a different checkpoint from rank {reader} at the same path",
             where=on_this_host(path / MANIFEST),

@@ -34,7 +34,6 @@ from reprise.storage.json_file import step_count as step_count
 from reprise.storage.lock import FolderLock as FolderLock
 from reprise.storage.lock import is_locked as is_locked
 from reprise.storage.paths import IS_URL as IS_URL
-from reprise.storage.paths import SMALL_BYTES as SMALL_BYTES
 from reprise.storage.paths import exists as exists
 from reprise.storage.paths import is_dir as is_dir
 from reprise.storage.paths import is_file as is_file
@@ -45,11 +44,11 @@ from reprise.storage.paths import lexists as lexists
 from reprise.storage.paths import matching as matching
 from reprise.storage.paths import open_regular as open_regular
 from reprise.storage.paths import read_regular as read_regular
-from reprise.storage.patience import PatientFiles as PatientFiles
 from reprise.storage.patience import failed_read as failed_read
 from reprise.storage.patience import is_damage as is_damage
 from reprise.storage.patience import retry as retry
 from reprise.storage.patience import unreadable as unreadable
+from reprise.storage.patience import with_retries as with_retries
 from reprise.storage.progress_line import ProgressLine as ProgressLine
 from reprise.storage.shared_folder import on_this_host as on_this_host
 from reprise.storage.shared_folder import why_unseen as why_unseen

@@ -53,7 +53,7 @@ class Files:
 
     def sync_folder(self, path: Path) -> None:
         """Make the names in a folder durable."""
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(descriptor)
         finally:
@@ -61,11 +61,12 @@ class Files:
 
     def write_new(self, path: Path, data: bytes) -> int:
         """Write a new file and return its open descriptor. Its content is durable after `sync`."""
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
-        with contextlib.ExitStack() as on_error:
-            on_error.callback(os.close, descriptor)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        try:
             self.write(descriptor, memoryview(data), offset=0)
-            on_error.pop_all()
+        except OSError:
+            os.close(descriptor)
+            raise
         return descriptor
 
     def write_whole(self, path: Path, data: bytes) -> None:
@@ -94,31 +95,29 @@ class Files:
 
     def open_for_writing(self, path: Path) -> int:
         """Open a shared file for writing, as several ranks do at once. Create it if missing, never truncate it."""
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        return os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
 
     def open_direct(self, path: Path) -> int | None:
         """Open an existing shared file for direct I/O, bypassing the page cache. None if it is not supported.
 
         Offsets, sizes and addresses must be block aligned. Some file systems refuse only the first write.
         """
-        try:
-            return os.open(path, os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC)
-        except OSError as error:
-            if error.errno not in _UNSUPPORTED:
-                raise
-            return None
+        with contextlib.suppress(OSError):
+            return os.open(path, os.O_WRONLY | os.O_DIRECT)
+        return None
 
     def sync_together(self, syncs: Sequence[Callable[[], None]]) -> None:
         """Run `sync` and `sync_folder` calls concurrently, and raise the first error."""
         run_together(syncs, name="checkpoint-sync", threads=_SYNC_THREADS)
 
     def open_for_reading(self, path: Path) -> int:
-        """Open a file for reading. Refuse a link, as `size` does."""
-        return open_regular(path, follows_links=False)
+        """Open a regular file for reading."""
+        return open_regular(path)
 
-    def reopen(self, descriptor: int, path: Path) -> None:
+    def reopen(self, descriptor: int) -> None:
         """Reopen an open file under the same descriptor, since a stale handle stays stale."""
-        fresh = self.open_for_reading(path)
+        path = os.readlink(f"/proc/self/fd/{descriptor}").removesuffix(" (deleted)")  # or replaced by another file
+        fresh = self.open_for_reading(Path(path))
         try:
             os.dup2(fresh, descriptor, inheritable=False)
         finally:
@@ -127,18 +126,16 @@ class Files:
     def close(self, descriptor: int) -> None:
         os.close(descriptor)
 
-    def reserve(self, descriptor: int, total_bytes: int) -> None:
+    def reserve(self, descriptor: int, total_bytes: int, *, is_sparse: bool = False) -> None:
         """Extend a file to its final size and, if the file system can, reserve its blocks. Its content stays.
+
+        Args:
+            is_sparse: Whether to reserve no blocks. Ranges never written stay holes.
 
         Raises:
             OSError: There are not enough blocks (ENOSPC, EDQUOT or EFBIG).
         """
-        if not allocate(descriptor, total_bytes):
-            self.extend(descriptor, total_bytes)
-
-    def extend(self, descriptor: int, total_bytes: int) -> None:
-        """Extend a file to its final size without reserving blocks. Ranges never written stay holes."""
-        if os.fstat(descriptor).st_size < total_bytes:
+        if (is_sparse or not allocate(descriptor, total_bytes)) and os.fstat(descriptor).st_size < total_bytes:
             os.ftruncate(descriptor, total_bytes)
 
     def read(self, descriptor: int, buffer: memoryview, *, offset: int) -> int:
@@ -184,15 +181,13 @@ class Files:
 
     def tree(self, path: Path) -> dict[str, os.stat_result]:
         """Return the status for each file below a folder, by relative name. A link counts as a file."""
-        statuses, folders = dict[str, os.stat_result](), [""]
-        while folders:
-            inner = folders.pop()
-            with os.scandir(os.path.join(path, inner)) as entries:
-                for entry in entries:
-                    if entry.is_dir(follow_symlinks=False):
-                        folders.append(f"{inner}{entry.name}/")
-                    else:
-                        statuses[inner + entry.name] = entry.stat(follow_symlinks=False)
+        statuses = dict[str, os.stat_result]()
+        for child in path.iterdir():
+            status = child.lstat()
+            if stat.S_ISDIR(status.st_mode):
+                statuses |= {f"{child.name}/{name}": inner for name, inner in self.tree(child).items()}
+            else:
+                statuses[child.name] = status
         return statuses
 
     def is_folder(self, path: Path) -> bool:
@@ -206,11 +201,6 @@ class Files:
         """
         status = os.statvfs(path)
         return status.f_bavail * status.f_frsize if status.f_blocks else None
-
-    def free_inodes(self, path: Path) -> int | None:
-        """Return the free inode count on the path's file system. None if it has no such limit."""
-        status = os.statvfs(path)
-        return status.f_favail if status.f_files else None
 
     def allocated_bytes(self, path: Path) -> int:
         """Return the bytes allocated to all files below `path`."""
@@ -232,22 +222,22 @@ def allocate(descriptor: int, total_bytes: int) -> bool:
     Raises:
         OSError: There are not enough blocks (ENOSPC, EDQUOT or EFBIG).
     """
-    code = errno.EINTR
-    while code == errno.EINTR:  # a signal interrupted the call
-        if _libc.fallocate(descriptor, 0, ctypes.c_int64(0), ctypes.c_int64(total_bytes)) == 0:
-            return True
+    while _libc.fallocate(descriptor, 0, ctypes.c_int64(0), ctypes.c_int64(total_bytes)) != 0:
         code = ctypes.get_errno()
-    if code not in _UNSUPPORTED:
-        raise OSError(code, os.strerror(code))
-    return False
+        if code in _UNSUPPORTED:
+            return False
+        if code != errno.EINTR:  # otherwise a signal interrupted the call
+            raise OSError(code, os.strerror(code))
+    return True
 
 
 def describe_free_space(files: Files, path: Path) -> str:
     """Describe how much space is left on the path's file system."""
     try:
-        free = files.free_bytes(path)
+        free, status = files.free_bytes(path), os.statvfs(path)
         room = "an unknown number of bytes free" if free is None else f"{free} B free"
-        return f"no inodes left, so no file can be created; {room}" if files.free_inodes(path) == 0 else room
+        is_full = status.f_files > 0 and status.f_favail == 0
+        return f"no inodes left, so no file can be created; {room}" if is_full else room
     except OSError as error:
         return f"free space unknown: {error.strerror}"
 

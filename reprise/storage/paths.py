@@ -16,7 +16,7 @@ import stat
 from pathlib import Path
 
 # A limit for small files: a configuration, a tokenizer. The largest tokenizer.json in use has 35 MB.
-SMALL_BYTES = 256 << 20
+_SMALL_BYTES = 256 << 20
 
 _MAX_NAME_BYTES = 255  # on common file systems
 
@@ -88,38 +88,30 @@ def matching(folder: Path, pattern: str) -> list[Path]:
     return sorted(paths)
 
 
-def open_regular(path: Path, *, follows_links: bool = True) -> int:
-    """Open a regular file for reading and return its descriptor.
-
-    Args:
-        follows_links: Open a symbolic link's target. Otherwise refuse a link.
+def open_regular(path: Path) -> int:
+    """Open a regular file for reading, or a link's target, and return its descriptor.
 
     Raises:
-        OSError: The file cannot be opened, or is a pipe, a device, a socket, a folder, or a refused link.
+        OSError: The file cannot be opened, or is a pipe, a device, a socket or a folder.
     """
-    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe without a writer would block otherwise
-    descriptor = os.open(path, flags if follows_links else flags | os.O_NOFOLLOW)
-    try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError(errno.EINVAL, "not a regular file", str(path))
-    except OSError:
-        os.close(descriptor)
-        raise
-    return descriptor
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe without a writer would block otherwise
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return descriptor
+    os.close(descriptor)
+    raise OSError(errno.EINVAL, "not a regular file", str(path))
 
 
-def read_regular(path: Path, *, limit_bytes: int | None = None, follows_links: bool = True) -> bytes:
+def read_regular(path: Path, *, limit_bytes: int = _SMALL_BYTES) -> bytes:
     """Return a regular file's content.
 
     Args:
-        limit_bytes: The largest accepted size in bytes. None accepts any.
-        follows_links: Read a symbolic link's target. Otherwise refuse a link.
+        limit_bytes: The largest accepted size in bytes.
 
     Raises:
         OSError: See `open_regular`; or the file is larger than the limit (EFBIG).
     """
-    with os.fdopen(open_regular(path, follows_links=follows_links), "rb") as file:
-        if limit_bytes is not None and os.fstat(file.fileno()).st_size > limit_bytes:
+    with os.fdopen(open_regular(path), "rb") as file:
+        if os.fstat(file.fileno()).st_size > limit_bytes:
             raise OSError(errno.EFBIG, f"larger than {limit_bytes} B", str(path))
         return file.read()
 

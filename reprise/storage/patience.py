@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import errno
-import itertools
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -15,9 +15,9 @@ from reprise.storage.files import Files, T
 
 _log = logging.getLogger(__name__)
 
-
 # How long a failing read is retried, for instance while a server fails over or other processes exhaust a limit.
 RETRY_S = 10.0
+_PAUSE_S = 0.1
 OLDER = "load an older iteration"
 # Errors from a missing or too large file, or something else in its place. All others prove no damage.
 _MISSING = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EISDIR, errno.EINVAL, errno.ENAMETOOLONG, errno.EFBIG)
@@ -51,28 +51,29 @@ def unreadable(error: OSError, *, where: object) -> UnreadableError:
     )
 
 
-def retry(call: Callable[[], T], *, where: object = None) -> T:
+def retry(call: Callable[[], T], *, where: object = None, repair: Callable[[], None] = lambda: None) -> T:
     """Return the result of `call`, retrying for `RETRY_S` while it fails.
 
     Args:
         where: The path to log, if the error does not name it.
+        repair: Called before each retry. Its failure counts as that of `call`.
 
     Raises:
         OSError: The error proves damage, or was the last when time ran out.
     """
-    tries, is_first = waits(RETRY_S), True
+    deadline, is_first = time.monotonic() + RETRY_S, True
     while True:
         try:
+            if not is_first:
+                repair()
             return call()
         except OSError as error:
-            if is_damage(error):
+            if is_damage(error) or time.monotonic() >= deadline:
                 raise
             if is_first:
-                text = f"{error.strerror} (errno {error.errno})"
-                _log.warning("%s cannot be read, retrying: %s", error.filename or where, text)
-            is_first = False
-            if not next(tries, False):
-                raise
+                _log.warning("%s cannot be read, retrying: %s", error.filename or where or "a file", error)
+        is_first = False
+        time.sleep(_PAUSE_S)
 
 
 def look(call: Callable[[], T], *, where: object) -> T:
@@ -90,43 +91,18 @@ def look(call: Callable[[], T], *, where: object) -> T:
         raise unreadable(error, where=where) from error
 
 
-def waits(seconds: float, *, pause_s: float = 0.05, longest_s: float = 1.0) -> Iterator[bool]:
-    """Pause, then yield True for another try, until time is up. Pauses double, up to `longest_s`."""
-    deadline = time.monotonic() + seconds
-    while (now := time.monotonic()) < deadline:
-        time.sleep(min(pause_s, deadline - now))
-        pause_s = min(2 * pause_s, longest_s)
-        yield True
+def with_retries(files: Files) -> Files:
+    """Return `files` which retry failing reads for a limited time, each after reopening its file."""
+    patient = copy.copy(files)
 
+    def read(descriptor: int, buffer: memoryview, *, offset: int) -> int:
+        call = partial(files.read, descriptor, buffer, offset=offset)
+        return retry(call, repair=partial(files.reopen, descriptor))
 
-class PatientFiles(Files):
-    """Wraps `files` and retries failing reads for a limited time."""
-
-    def __init__(self, files: Files) -> None:
-        self._files = files
-        self.reading_threads, self.step_bytes = files.reading_threads, files.step_bytes
-        for name in ("map", "end", "close"):  # without retries
-            setattr(self, name, getattr(files, name))
-        for name in ("size", "is_folder"):
-            setattr(self, name, partial(_patiently, getattr(files, name)))
-        self._paths: dict[int, Path] = {}  # files opened so far, by descriptor
-
-    def open_for_reading(self, path: Path) -> int:
-        """Open a file for reading; see `Files.open_for_reading`."""
-        descriptor = _patiently(self._files.open_for_reading, path)
-        self._paths[descriptor] = path
-        return descriptor
-
-    def read(self, descriptor: int, buffer: memoryview, *, offset: int) -> int:
-        """Fill `buffer` from `offset`, reopening the file after a failure; see `Files.read`."""
-        path, tries = self._paths[descriptor], itertools.count()
-
-        def read() -> int:
-            if next(tries):
-                self._files.reopen(descriptor, path)
-            return self._files.read(descriptor, buffer, offset=offset)
-
-        return retry(read, where=path)
+    for name in ("open_for_reading", "size", "is_folder"):
+        setattr(patient, name, partial(_patiently, getattr(files, name)))
+    patient.read = read  # type: ignore[method-assign]
+    return patient
 
 
 def _patiently(call: Callable[[Path], T], path: Path) -> T:

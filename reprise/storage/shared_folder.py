@@ -8,16 +8,18 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from reprise.errors import CheckpointError
 from reprise.storage.folder import CheckpointFolder
 from reprise.storage.lock import LOCK
-from reprise.storage.patience import waits
+from reprise.storage.paths import is_stored
 
 # How long a rank looks for what its leader made. A network file system may show it late.
 SEEN_WITHIN_S = 5.0
+_PAUSE_S = 0.02
 
 
 def require_lock(folder: CheckpointFolder, nonce: str, *, leader: int) -> None:
@@ -74,28 +76,20 @@ def _require(folder: CheckpointFolder, path: Path, look: Callable[[Path], object
 
 
 def why_unseen(path: Path, look: Callable[[Path], object]) -> str:
-    """Wait until `look`, called with the path, raises no OSError, and return "". After SEEN_WITHIN_S, return why."""
+    """Wait until `look`, called with the path, raises no OSError, and return "". After SEEN_WITHIN_S, return why.
 
-    def problem() -> str:
+    For a path in a store, do not wait.
+    """
+    deadline = time.monotonic() + SEEN_WITHIN_S
+    while True:
         try:
             look(path)
+            return ""
         except OSError as error:
-            return error.strerror or str(error)
-        return ""
-
-    return look_again(problem, path.parent)
-
-
-def look_again(problem: Callable[[], str], folder: Path) -> str:
-    """Call `problem` until it returns "" or SEEN_WITHIN_S has passed, and return its last result.
-
-    Args:
-        folder: The folder to revalidate before each further call.
-    """
-    tries = waits(SEEN_WITHIN_S, pause_s=0.005, longest_s=0.25)
-    while (answer := problem()) and next(tries, False):
-        _revalidate(folder)
-    return answer
+            if is_stored(path) or time.monotonic() >= deadline:
+                return error.strerror or str(error)
+        time.sleep(_PAUSE_S)
+        _revalidate(path)
 
 
 def on_this_host(path: Path) -> str:
@@ -103,8 +97,9 @@ def on_this_host(path: Path) -> str:
     return f"host {socket.gethostname()}, {path.absolute()}"
 
 
-def _revalidate(folder: Path) -> None:
+def _revalidate(path: Path) -> None:
     """Open a folder and its parents, which makes an NFS client ask its server and forget negative lookups."""
-    for path in reversed((folder.absolute(), *folder.absolute().parents)):
+    path = path.absolute()
+    for folder in reversed((path, *path.parents)):
         with contextlib.suppress(OSError):
-            os.close(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+            os.close(os.open(folder, os.O_RDONLY | os.O_DIRECTORY))

@@ -15,12 +15,12 @@ from reprise.storage import (
     CheckpointFolder,
     Files,
     Json,
-    PatientFiles,
     exists,
     failed_read,
     is_file,
     is_iteration_name,
     json_file,
+    with_retries,
 )
 from reprise.stores import files_of, is_stored, location
 from trainer.config.checkpoint import Allowed, CheckpointSection
@@ -136,7 +136,7 @@ def _exists(load: Path, save: Path, files: Files) -> bool:
 
 
 def _open(load: Path, iteration: int | None, own_files: Files) -> Checkpoint | None:
-    files = PatientFiles(files_of(load, own_files))
+    files = with_retries(files_of(load, own_files))
     path = LoadSource.named(load).path
     if is_file(path / MANIFEST) or is_iteration_name(path.name):
         return open_checkpoint(path, files, may_lack=True)

@@ -14,7 +14,7 @@ from reprise.format.manifest import BLOCK_BYTES, digest_of
 from reprise.loading.blocks import PieceBlock
 from reprise.loading.reader import OpenFile
 from reprise.storage.files import FILE_SYSTEM, Files
-from reprise.storage.patience import PatientFiles
+from reprise.storage.patience import with_retries
 from reprise.stores.files import StoreFiles
 
 
@@ -30,7 +30,7 @@ def test_a_block_in_a_part_has_its_elements(box: Box, name: str) -> None:
     assert str(PieceBlock(Place(spec, "a", 0), 0, spec.image(box), 0, 8, "")) == f"tensor w, {name}"
 
 
-@pytest.mark.parametrize(("files", "count"), [(FILE_SYSTEM, 8), (StoreFiles(), 1), (PatientFiles(StoreFiles()), 1)])
+@pytest.mark.parametrize(("files", "count"), [(FILE_SYSTEM, 8), (StoreFiles(), 1), (with_retries(StoreFiles()), 1)])
 def test_a_block_in_a_store_is_one_request(files: Files, count: int) -> None:
     class Read(OpenFile):
         def read(self, buffer: memoryview, offset: int) -> None:
