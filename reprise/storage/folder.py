@@ -22,7 +22,6 @@ _log = logging.getLogger(__name__)
 
 WEIGHTS = "weights"  # the subfolder for saves of the weights alone
 TRACKER = "latest_checkpointed_iteration.txt"
-_MAX_TRACKER_BYTES = 64
 Stamp = tuple[int, int]  # a folder's inode, and its modification time in ns
 _NAME = re.compile(r"iter_(\d{7,})(\.superseded-\d+)?")
 _TEMPORARY = re.compile(rf"\.({_NAME.pattern})\.(.*)\.(partial|deleting|replaced)")
@@ -124,23 +123,19 @@ class CheckpointFolder:
     def stamps(self) -> dict[int, Stamp]:
         """Return each committed iteration folder's stamp, in ascending order. Stamps are unique."""
         # The inode alone is not unique: a freed inode is reused.
-        return {i: (status.st_ino, status.st_mtime_ns) for i, status in self._statuses() if S_ISDIR(status.st_mode)}
+        return {i: (status.st_ino, status.st_mtime_ns) for i, status in self.taken().items() if S_ISDIR(status.st_mode)}
 
-    def taken(self) -> list[int]:
-        """Return the iterations whose name is taken, in ascending order: by a checkpoint, or by a link or a file.
+    def taken(self) -> dict[int, os.stat_result]:
+        """Return the status of each iteration's name, in ascending order: a checkpoint, or a link or a file.
 
         Another run may write to a link's target, and another host may not see it.
         """
-        return [iteration for iteration, _ in self._statuses()]
-
-    def _statuses(self) -> list[tuple[int, os.stat_result]]:
-        """Return each iteration's name's status, in ascending order, except those deleted meanwhile."""
-        statuses = list[tuple[int, os.stat_result]]()
+        statuses = dict[int, os.stat_result]()
         for path in self.root.iterdir() if is_dir(self.root) else ():
             if (iteration := iteration_of(path)) is not None:
-                with contextlib.suppress(FileNotFoundError):
-                    statuses.append((iteration, path.lstat()))
-        return sorted(statuses)
+                with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
+                    statuses[iteration] = path.lstat()
+        return dict(sorted(statuses.items()))
 
     def held(self, iterations: Iterable[int]) -> list[int]:
         """Return the iterations protected by a hold."""
@@ -157,7 +152,7 @@ class CheckpointFolder:
     def tracker(self) -> int | None:
         """Return the iteration in Megatron's tracker file, which is only a hint. None if missing or unreadable."""
         try:
-            return int(read_regular(self.root / TRACKER, limit_bytes=_MAX_TRACKER_BYTES))
+            return int(read_regular(self.root / TRACKER))
         except (OSError, ValueError):
             return None
 
@@ -171,7 +166,7 @@ class CheckpointFolder:
 
     def _temporaries(self) -> list[tuple[Path, re.Match[str]]]:
         """Return the folders that saves and deletions have renamed, or are about to, with their names' parts."""
-        paths = [path for path in sorted(self.root.iterdir()) if is_dir(path) and not is_symlink(path)]
+        paths = [path for path in matching(self.root, ".iter_*") if is_dir(path) and not is_symlink(path)]
         return [(path, match) for path in paths if (match := _TEMPORARY.fullmatch(path.name))]
 
     def commit(self, iteration: int, attempt: str, *, replaces: bool = False) -> bool:
@@ -190,42 +185,33 @@ class CheckpointFolder:
         Raises:
             OSError: The rename failed, or was undone because it could not be made durable. An existing checkpoint with
                 the final name is unchanged.
-            CheckpointError: A link or a file has the final name.
         """
         source, target = self.partial(iteration, attempt), self.iteration(iteration)
-        aside: Path | None = None
-        try:
-            self.files.rename(source, target)
-        except OSError as error:
-            if error.errno == errno.ENOTDIR and lexists(target):
-                raise CheckpointError(
-                    "A save cannot be renamed to its final name",
-                    where=target,
-                    expected="nothing, or a checkpoint",
-                    found=kind_of(target),
-                    fix="Remove it or move it away. Committed checkpoints are untouched.",
-                ) from error
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                raise
-            aside = self.root / f".{target.name}.{attempt}{_OUTDATED if replaces else ''}.replaced"
-            self.files.rename(target, aside)
-            try:
-                self.files.rename(source, target)
-            except OSError:
-                self.files.rename(aside, target)
-                raise
+        aside = self.root / f".{target.name}.{attempt}{_OUTDATED if replaces else ''}.replaced"
         is_durable = True
         try:
-            self.files.sync_folder(self.root)
-        except OSError as error:
-            if self._undo_commit(source, target, aside):
-                raise
-            _log.error("%s is there, but may not be durable: its folder cannot be synced: %s", target, error)
-            is_durable = False
-        if aside is not None:
-            with _errors_logged("the replaced %s waits as %s for the next start", target, aside):
-                if self._is_leftover(aside):
-                    self.files.remove_tree(aside)
+            try:
+                self.files.rename(source, target)
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):  # the last for a link or a file
+                    raise
+                self.files.rename(target, aside)
+                self.files.rename(source, target)
+            try:
+                self.files.sync_folder(self.root)
+            except OSError as error:
+                try:
+                    self.files.rename(target, source)
+                except OSError as failure:
+                    is_durable = False
+                    _log.error(
+                        "%s is there, but may not be durable: %s. It cannot be undone: %s", target, error, failure
+                    )
+                else:
+                    raise
+        finally:
+            if lexists(aside):
+                self._settle(aside)
         self._update_tracker()
         return is_durable
 
@@ -234,17 +220,16 @@ class CheckpointFolder:
 
         A link with such a name is itself renamed, not its target.
         """
+        if not iterations:
+            return []
         renamed = []
-        if iterations and not set(self.committed()) - set(iterations):  # no checkpoint is left for the tracker to name
-            self.files.remove_file(self.root / TRACKER)
+        self.files.remove_file(self.root / TRACKER)  # a kill may leave no checkpoint for it to name
         for iteration in iterations:
             source = self.iteration(iteration)
-            if lexists(source):
-                renamed.append(self._free_name(source))
-                self.files.rename(source, renamed[-1])
-        if renamed:
-            self.files.sync_folder(self.root)
-            self._update_tracker()
+            renamed.append(self._free_name(source))
+            self.files.rename(source, renamed[-1])
+        self.files.sync_folder(self.root)
+        self._update_tracker()
         return renamed
 
     def delete(self, path: Path, attempt: str, *, inside: Path | None = None) -> bool:
@@ -273,16 +258,10 @@ class CheckpointFolder:
         """Remove leftovers from dead attempts and interrupted deletions, and return them. Only under the lock.
 
         A checkpoint moved aside by an interrupted commit, or held while being deleted, gets its name back, or a
-        superseded one, unless the commit was to delete it and only its end is missing. If a removal fails, it is
-        logged, and the leftover stays.
+        superseded one, unless the commit was to delete it and only its end is missing. If that fails, it is logged, and
+        the leftover stays.
         """
-        if not is_dir(self.root):
-            return []
-        removed = list[Path]()
-        for path in [path for path, _ in self._temporaries() if self._is_leftover(path)]:
-            with _errors_logged("%s could not be swept", path):
-                self.files.remove_tree(path)
-                removed.append(path)
+        removed = [path for path, _ in self._temporaries() if self._settle(path)]
         if committed := self.committed():  # otherwise only the tracker shows that there was a run
             if (tracked := self.tracker() or 0) > committed[-1]:
                 _log.warning(
@@ -294,30 +273,28 @@ class CheckpointFolder:
             self._update_tracker()
         return removed
 
-    def _is_leftover(self, path: Path) -> bool:
-        """Return whether a temporary folder is to be removed. A checkpoint gets its name back, or a superseded one."""
+    def _settle(self, path: Path) -> bool:
+        """Remove a temporary folder, or give a checkpoint its name back, or a superseded one. Log a failure.
+
+        Returns:
+            Whether it is removed.
+        """
         match = _TEMPORARY.fullmatch(path.name)
         assert match is not None
         target, is_replaced = self.root / match[1], match[5] == "replaced"
-        is_free = not lexists(target)
-        is_checkpoint = is_replaced and (is_free or not match[4].endswith(_OUTDATED))
-        if is_checkpoint or (match[5] != "partial" and is_held(path)):
-            self.files.rename(path, target if is_free else self._free_name(self.iteration(int(match[2]))))
+        try:
+            is_free = not lexists(target)
+            is_checkpoint = is_replaced and (is_free or not match[4].endswith(_OUTDATED))
+            if is_checkpoint or (match[5] != "partial" and is_held(path)):
+                self.files.rename(path, target if is_free else self._free_name(self.iteration(int(match[2]))))
+                return False
+            if is_replaced:  # first its successor's name is durable
+                self.files.sync_folder(self.root)
+            self.files.remove_tree(path)
+        except OSError as error:
+            _log.error("%s waits for the next start: %s", path, error)
             return False
-        if is_replaced:  # first its successor's name is durable
-            self.files.sync_folder(self.root)
         return True
-
-    def _undo_commit(self, partial: Path, target: Path, aside: Path | None) -> bool:
-        """Undo a commit. Return whether it is undone."""
-        is_undone = False
-        with _errors_logged("the commit of %s cannot be undone", target):
-            self.files.rename(target, partial)
-            is_undone = True
-            with _errors_logged("%s waits as %s for the next start", target, aside):
-                if aside is not None:
-                    self.files.rename(aside, target)
-        return is_undone
 
     def _update_tracker(self) -> None:
         """Update the tracker to the newest checkpoint. It is only a hint, so it is not synced, and a failure is logged.
@@ -325,25 +302,18 @@ class CheckpointFolder:
         After a power failure it may be old, empty or missing. The next start repairs it.
         """
         tracker = self.root / TRACKER
-        with _errors_logged("%s could not be updated to the newest iteration", tracker):
+        try:
             newest = max(self.committed(), default=None)
             if newest is None:
                 self.files.remove_file(tracker)
             elif newest != self.tracker():
                 self.files.close(self.files.write_new(temporary_of(tracker), f"{newest}\n".encode()))
                 self.files.rename(temporary_of(tracker), tracker)
+        except OSError as error:
+            _log.error("%s could not be updated to the newest iteration: %s", tracker, error)
 
     def _free_name(self, iteration: Path) -> Path:
         number = 1
         while lexists(path := iteration.with_name(f"{iteration.name}.superseded-{number}")):
             number += 1
         return path
-
-
-@contextlib.contextmanager
-def _errors_logged(what: str, *paths: Path | None) -> Iterator[None]:
-    """Log a file system error in the block instead of raising it."""
-    try:
-        yield
-    except OSError as error:
-        _log.error(f"{what}: %s", *paths, error)

@@ -133,7 +133,7 @@ class Saves:
 
     def iterations(self) -> list[int]:
         """Return the iterations from which a start could resume. Rank 0 only."""
-        shared = [] if self.shared is None else self.shared.taken()
+        shared = [] if self.shared is None else [*self.shared.taken()]
         return shared if self.local is None else [*shared, *self.local.folders.iterations]
 
     @property

@@ -16,7 +16,7 @@ from typing import TypeAlias
 from reprise.errors import MismatchError
 from reprise.format import FRESH, Branch, Journal, Lineage, Parent, newest_lineage, saved_lineage
 from reprise.loading import Checkpoint
-from reprise.storage import CheckpointFolder, Json, is_dir
+from reprise.storage import CheckpointFolder, Json
 from trainer.config.derived import save_folder
 from trainer.config.load_saved import readable
 from trainer.config.schema import Config
@@ -77,7 +77,7 @@ def find_journal(config: Config, cluster: Cluster, saves: Saves) -> Journal:
 
 def _host_table(run: Lineage, folder: CheckpointFolder) -> list[object]:
     """Return a host's lineages, and the launch names in its newest local checkpoint."""
-    if not (is_dir(folder.root) and (folder.committed() or folder.partials() or folder.superseded())):
+    if not (folder.committed() or folder.partials() or folder.superseded()):
         return [_record(run), None, []]
     noted, newest = read_journal(folder.root / RUN_FILE).lineage, _newest_lineage(folder)
     return [_record(run), _record(noted if noted.branches else newest), newest.launch]
