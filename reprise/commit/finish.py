@@ -33,7 +33,7 @@ def json_files(
     has_adapters = any(place.spec.kind is TensorKind.ADAPTER for place in attempt.layout.places.values())
     index: dict[str, json_file.Document] = {} if has_adapters else {INDEX: model_index(attempt.layout)}
     for name, document in {**index, **documents}.items():
-        files[name] = json_file.content(document)
+        files[name] = document if isinstance(document, bytes) else json_file.to_bytes(document)
         entries[name] = FileEntry(len(files[name]), manifest.digest_of(files[name]), is_tensor_file=False)
     files[MANIFEST] = manifest.to_bytes(Manifest(attempt.name, entries, tensors, aliases))
     return files

@@ -21,10 +21,10 @@ MAX_BYTES = 256 << 20
 # Deeper than any of our documents nests, and shallow enough for recursive functions such as `repr`.
 MAX_DEPTH = 64
 MAX_INTEGER = 2**63 - 1  # the largest integer in numpy and torch
-_MAX_TEXT, _MAX_ITEMS, _MAX_BITS = 200, 10, 256
+_MAX_TEXT, _MAX_ITEMS = 200, 10
 _COMPACT = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 _STRICT = json.JSONEncoder(allow_nan=False)
-_SEAL = ',"xxh3_64":"%s"}\n'  # in `manifest.json` and `host.json`
+_SEAL = '"xxh3_64":"%s"}\n'  # the last member in `manifest.json` and `host.json`
 
 
 def to_bytes(value: Json) -> bytes:
@@ -47,20 +47,14 @@ def to_bytes(value: Json) -> bytes:
         ) from error
 
 
-def content(document: Document) -> bytes:
-    """Return a document's bytes.
-
-    Raises:
-        CheckpointError: See `to_bytes`.
-    """
-    return document if isinstance(document, bytes) else to_bytes(document)
+def _parse_finite(digits: str) -> float:
+    value = float(digits)
+    if not math.isfinite(value):
+        raise ValueError(f"{digits[:40]} is not a finite float")
+    return value
 
 
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not standard JSON")
-
-
-def parse(data: bytes, *, where: object, constant: Callable[[str], object] = _refuse_constant) -> Json:
+def parse(data: bytes, *, where: object, constant: Callable[[str], object] = _parse_finite) -> Json:
     """Parse a JSON object.
 
     Args:
@@ -74,20 +68,19 @@ def parse(data: bytes, *, where: object, constant: Callable[[str], object] = _re
         value = json.loads(
             data.decode(), parse_constant=constant, parse_float=_parse_finite, object_pairs_hook=_unique_keys
         )
-        if data.count(b"{") + data.count(b"[") > MAX_DEPTH:
-            require_depth(value)
+        require_depth(value)
         if b"\\u" in data:
             json.dumps(value, ensure_ascii=False).encode()  # fails for an unpaired surrogate, which no message can hold
+        if not isinstance(value, dict):
+            raise ValueError(shown(value))
     except (ValueError, RecursionError) as error:
         raise CheckpointError(
             "A JSON file cannot be read", where=where, expected="one standard JSON object", found=error
         ) from error
-    if not isinstance(value, dict):
-        raise CheckpointError("A JSON file does not contain an object", where=where, found=type(value).__name__)
     return value
 
 
-def read(path: Path, *, constant: Callable[[str], object] = _refuse_constant) -> Json:
+def read(path: Path, *, constant: Callable[[str], object] = _parse_finite) -> Json:
     """Read and parse the JSON object in `path`; see `parse`.
 
     Raises:
@@ -98,13 +91,6 @@ def read(path: Path, *, constant: Callable[[str], object] = _refuse_constant) ->
         return parse(read_regular(path, limit_bytes=MAX_BYTES), where=path, constant=constant)
     except OSError as error:
         raise failed_read("A JSON file cannot be read", error, where=path) from error
-
-
-def _parse_finite(digits: str) -> float:
-    value = float(digits)
-    if not math.isfinite(value):
-        raise ValueError(f"{digits[:40]} is out of the range of a float")
-    return value
 
 
 def require_depth(value: object, levels: int = MAX_DEPTH) -> None:
@@ -133,16 +119,13 @@ def shown(value: object) -> str:
 
     For values other than numbers, text and lists, only the type is shown.
     """
+    if value is None or isinstance(value, int | float | complex):
+        return repr(value)
     if isinstance(value, str | bytes):
         return repr(value[:_MAX_TEXT]) + ("..." if len(value) > _MAX_TEXT else "")
     if isinstance(value, list | tuple):
-        parts = [shown(part) if not isinstance(part, list | tuple | dict) else "..." for part in value[:_MAX_ITEMS]]
-        text = ", ".join(parts) + (", ..." if len(value) > _MAX_ITEMS else "")
-        return f"[{text}]" if isinstance(value, list) else f"({text})"
-    if value is None or isinstance(value, bool | float | complex):
-        return repr(value)
-    if isinstance(value, int):
-        return repr(value) if value.bit_length() <= _MAX_BITS else f"a number of {value.bit_length()} bits"
+        parts = [shown(part) if not isinstance(part, list | tuple) else "..." for part in value[:_MAX_ITEMS]]
+        return f"[{', '.join(parts)}{', ...' if len(value) > _MAX_ITEMS else ''}]"
     return f"an object of {type(value).__name__}"
 
 
@@ -165,9 +148,8 @@ def finite_number(value: object, *, least: float = -math.inf) -> float:
     """
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not max(least, -MAX_INTEGER) <= value <= MAX_INTEGER:  # type: ignore[operator]
-        raise ValueError(
-            f"{shown(value)} is not a finite number" + (f" of at least {least:g}" if least > -math.inf else "")
-        )
+        bound = f" of at least {least:g}" if least > -math.inf else ""
+        raise ValueError(f"{shown(value)} is not a finite number{bound}")
     return float(value)  # type: ignore[arg-type]
 
 
@@ -197,7 +179,7 @@ def sealed(body: Json) -> bytes:
     The text is encoded in parts, since a manifest has tens of MB, and the encoder blocks all other threads.
     """
     data = b"".join(part.encode() for part in _parts_of(body))
-    return data + (_SEAL % _digest_of(data)).encode()
+    return data + f",{_SEAL % _digest_of(data)}".encode()
 
 
 def _parts_of(body: Json) -> Iterator[str]:
@@ -237,8 +219,8 @@ def unsealed(
         MismatchError: The file has another format version.
         CheckpointError: The file is damaged, or `build` finds a member missing or invalid.
     """
-    tail = len(_SEAL % ("0" * 16))
-    if data[-tail:] != (_SEAL % _digest_of(data[:-tail])).encode():
+    body, _, seal = data.rpartition(b",")
+    if seal != (_SEAL % _digest_of(body)).encode():
         raise CheckpointError(f"A {kind} is damaged", where=where, fix=fix)
     table = parse(data, where=where)
     if table.get("format") != form:
