@@ -119,8 +119,8 @@ def from_bytes(data: bytes, *, where: object) -> HostFile:
 def attempt_of(folder: Path) -> str | None:
     """Return the save attempt whose manifest and `host.json` lie in a folder, or None if either is missing."""
     try:
-        host = from_bytes(read_regular(folder / HOST, limit_bytes=json_file.MAX_BYTES), where=folder / HOST)
-        digest = digest_of(read_regular(folder / MANIFEST, limit_bytes=json_file.MAX_BYTES))
+        host = from_bytes(read_regular(folder / HOST), where=folder / HOST)
+        digest = digest_of(read_regular(folder / MANIFEST))
     except (OSError, CheckpointError):
         return None
     return host.attempt if digest == host.manifest else None

@@ -49,7 +49,7 @@ def write_skeleton(folder: Path, contents: Mapping[str, bytes], files: Files, *,
         if name in entries and entries[name].is_tensor_file:
             descriptor = files.open_for_writing(folder / name)
             try:
-                (files.reserve if is_whole else files.extend)(descriptor, entries[name].total_bytes)
+                files.reserve(descriptor, entries[name].total_bytes, is_sparse=not is_whole)
             finally:
                 files.close(descriptor)
 

@@ -91,7 +91,7 @@ class Writer:
     def _begin(self, file: FileLayout, descriptor: int) -> None:
         """Reserve a new file's blocks and, on the leader, write its header."""
         files = self.attempt.folder.files
-        (files.extend if self.is_sparse else files.reserve)(descriptor, file.total_bytes)
+        files.reserve(descriptor, file.total_bytes, is_sparse=self.is_sparse)
         if self.leads:
             files.write(descriptor, memoryview(file.header), offset=0)
 

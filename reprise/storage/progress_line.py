@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
-from collections.abc import Callable
 
 _log = logging.getLogger(__name__)
 
@@ -20,21 +18,19 @@ class ProgressLine:
         total_bytes: Bytes to transfer.
     """
 
-    def __init__(self, title: str, total_bytes: int, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._title, self._total_bytes, self._clock = title, total_bytes, clock
-        self._start = self._last_time = clock()
+    def __init__(self, title: str, total_bytes: int) -> None:
+        self._title, self._total_bytes = title, total_bytes
+        self._start = self._last_time = time.monotonic()
         self._added_bytes = 0
-        self._lock = threading.Lock()
 
     def add(self, done_bytes: int) -> None:
-        """Count transferred bytes. Any thread."""
-        with self._lock:
-            self._added_bytes += done_bytes
-            self.at(self._added_bytes)
+        """Count transferred bytes. Threads may call it at once, and rarely miss a count."""
+        self._added_bytes += done_bytes
+        self.at(self._added_bytes)
 
     def at(self, done_bytes: int) -> None:
-        """Note how many bytes have been transferred so far. One thread only."""
-        now = self._clock()
+        """Note how many bytes have been transferred so far."""
+        now = time.monotonic()
         if now - self._last_time < EVERY_S:
             return
         self._last_time = now

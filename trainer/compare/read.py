@@ -11,7 +11,7 @@ import numpy
 import yaml
 
 from reprise.errors import DataError
-from reprise.storage import SMALL_BYTES, exists, is_dir, matching, read_regular
+from reprise.storage import exists, is_dir, matching, read_regular
 from trainer.compare.curves import QUANTITIES, Curve
 from trainer.compare.formats import column_form_of
 from trainer.compare.logs import TextLog, first_object, parse_log, require_points
@@ -116,7 +116,7 @@ def _is_metrics(text: str, file: Path) -> bool:
 def read_dtype(config: Path) -> str | None:
     """Return the `dtype` in a config.yaml's `train` section, or None if missing or unknown."""
     try:
-        text = read_regular(config, limit_bytes=SMALL_BYTES)
+        text = read_regular(config)
         document = yaml.load(text, yaml.BaseLoader)  # all values are text, so another key's cannot be invalid
         return DTYPES.get(str(document["train"]["dtype"]).lower())
     except (OSError, yaml.YAMLError, LookupError, TypeError, RecursionError):

@@ -25,7 +25,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 from yaml import YAMLError
 
 from reprise.errors import ConfigError, first_of
-from reprise.storage import SMALL_BYTES, Files, is_dir, read_regular
+from reprise.storage import Files, is_dir, read_regular
 from reprise.stores import location
 from trainer.config.megatron_flags import refuse_flags
 from trainer.config.options import CONFIGS, choices_in
@@ -375,7 +375,7 @@ def read_resolved(path: Path) -> tuple[dict[str, object], frozenset[str]]:
         OSError: It cannot be read.
     """
     try:
-        text = read_regular(path, limit_bytes=SMALL_BYTES).decode()
+        text = read_regular(path).decode()
         values = OmegaConf.to_container(OmegaConf.create(text))
     except FileNotFoundError:
         return {}, frozenset()

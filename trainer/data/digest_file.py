@@ -41,7 +41,7 @@ def digest_of(file: TokenFile, *, cache: Path) -> TokenDigest:
     places = beside(file.path), in_cache(file.path, before, cache)
     for place in places:
         with contextlib.suppress(OSError):
-            text, _, checksum = read_regular(place, limit_bytes=_MOST_BYTES, follows_links=False).rpartition(b" ")
+            text, _, checksum = read_regular(place, limit_bytes=_MOST_BYTES).rpartition(b" ")
             if text.startswith(prefix.encode()) and checksum == _checksum(text):
                 digest, largest = text[len(prefix) :].decode().split()
                 return TokenDigest(file.nbytes, file.dtype.name, digest, int(largest))

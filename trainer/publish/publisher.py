@@ -204,7 +204,7 @@ def read_branches(run: Path) -> Branches:
     """
     path = run / "run.json"
     try:
-        lineage = Journal.from_bytes(read_regular(path, limit_bytes=json_file.MAX_BYTES), where=path).lineage
+        lineage = Journal.from_bytes(read_regular(path), where=path).lineage
     except FileNotFoundError:
         return []
     return [(branch.id, branch.began_at) for branch in lineage.branches]

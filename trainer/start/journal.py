@@ -19,7 +19,6 @@ from reprise.storage import (
     failed_read,
     is_damage,
     is_file,
-    json_file,
     matching,
     read_regular,
 )
@@ -38,7 +37,7 @@ def read_journal(path: Path) -> Journal:
         UnreadableError: The file cannot be read at the moment.
     """
     try:
-        return Journal.from_bytes(read_regular(path, limit_bytes=json_file.MAX_BYTES), where=path)
+        return Journal.from_bytes(read_regular(path), where=path)
     except OSError as error:
         if not is_damage(error):
             raise failed_read("The record of a run cannot be read", error, where=path) from error

@@ -141,9 +141,11 @@ def test_a_file_system_that_reports_no_size_has_an_unknown_room(monkeypatch: pyt
     """/proc reports 0 of 0 blocks and 0 of 0 inodes, as some network file systems do."""
     files, proc = Files(), Path("/proc")
     assert os.statvfs(proc).f_blocks == 0
-    assert (files.free_bytes(proc), files.free_inodes(proc)) == (None, None)
+    assert files.free_bytes(proc) is None
     assert describe_free_space(files, proc) == "an unknown number of bytes free"
-    monkeypatch.setattr(files, "free_inodes", lambda _: 0)  # such a file system is not called full
+    status = [*os.statvfs(proc)]
+    status[5:8] = (1000, 0, 0)  # all, free and available inodes
+    monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result(status))
     assert describe_free_space(files, proc).startswith("no inodes left")
 
 

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import logging
+import time
 
 import pytest
 
 from reprise.storage.progress_line import EVERY_S, ProgressLine
 
 
-def test_a_line_comes_every_few_seconds_of_long_transfers_only(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_line_comes_every_few_seconds_of_long_transfers_only(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     caplog.set_level(logging.INFO)
     now = 100.0
-    line = ProgressLine("saving iteration 7", 8_000_000_000, clock=lambda: now)
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    line = ProgressLine("saving iteration 7", 8_000_000_000)
     line.add(1_000_000_000)
     now += EVERY_S - 0.1
     line.add(1_000_000_000)
