@@ -60,15 +60,16 @@ class BlockReader:
         """
         count = self._checkpoint.files.reading_threads or min(MOST_THREADS, len(os.sched_getaffinity(0)))
         numbers = [0] * count  # each thread's last block
-        pool = Worker("checkpoint-reader", threads=count)
-        jobs = [pool.submit(partial(self._work, numbers, thread)) for thread in range(count)]
+        workers = [Worker("checkpoint-reader") for _ in numbers]
+        jobs = [worker.submit(partial(self._work, numbers, thread)) for thread, worker in enumerate(workers)]
         try:
             for job in jobs:
                 while not job.ends(PROGRESS_S):
                     progress(self.done_bytes)
         finally:
             self.close()
-            pool.close(_LEAVE_S)
+            for worker in workers:
+                worker.close(_LEAVE_S)
         for _, job in sorted(zip(numbers, jobs, strict=True), key=operator.itemgetter(0)):
             job.wait()
         progress(self.done_bytes)

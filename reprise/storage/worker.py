@@ -26,7 +26,7 @@ class Job:
         self.error: BaseException | None = None
 
     @staticmethod
-    def run_from(queue: SimpleQueue[Job | None], _dropped: object = None) -> None:
+    def run_from(queue: SimpleQueue[Job | None], _dropped: object) -> None:
         """Run queued jobs in order until None arrives. Each job keeps its exception. Runs on a worker thread.
 
         Args:
@@ -35,7 +35,6 @@ class Job:
         while (job := queue.get()) is not None:
             job.run()
             del job
-        queue.put(None)  # ends the next thread
 
     def run(self) -> None:
         """Run the call and keep its exception. Called once, on a worker thread."""
@@ -89,36 +88,31 @@ def _clear_frames(error: BaseException | None) -> None:
 
 
 class Worker:
-    """Runs jobs in order on daemon threads. The program's exit does not wait for them.
+    """Runs jobs in order on a daemon thread, which the first job starts. The program's exit does not wait for it.
 
-    Each of the first `threads` jobs starts a thread. The threads end after the queued jobs, once the worker is closed
-    or dropped.
+    The thread ends after the queued jobs, once the worker is closed or dropped.
     """
 
-    def __init__(self, name: str, *, threads: int = 1) -> None:
-        self._name, self._count = name, threads
-        self._threads: list[threading.Thread] = []
+    def __init__(self, name: str) -> None:
         self._queue: SimpleQueue[Job | None] = SimpleQueue()
-        # Once nothing refers to this worker, None ends the threads. This may happen at any point in any thread: the
+        # Once nothing refers to this worker, None ends the thread. This may happen at any point in any thread: the
         # callback runs no Python code, which could be interrupted or wait for a lock held by the same thread.
-        self._dropped = weakref.ref(self, partial(self._queue.put, None))
+        queue = (self._queue, weakref.ref(self, partial(self._queue.put, None)))
+        self._thread = threading.Thread(target=Job.run_from, args=queue, name=name, daemon=True)
 
     def submit(self, call: Callable[[], None]) -> Job:
         """Queue a call and return its job."""
-        if len(self._threads) < self._count:
-            queue = (self._queue, self._dropped)
-            thread = threading.Thread(target=Job.run_from, args=queue, name=self._name, daemon=True)
-            thread.start()  # the system may refuse another thread
-            self._threads.append(thread)
+        if self._thread.ident is None:
+            self._thread.start()  # the system may refuse another thread
         job = Job(call)
         self._queue.put(job)
         return job
 
     def close(self, timeout_s: float | None = None) -> None:
-        """End the threads after the queued jobs, the last. Wait at most `timeout_s` for each, then leave it behind."""
+        """End the thread after the queued jobs, the last. Wait at most `timeout_s`, then leave it behind."""
         self._queue.put(None)
-        for thread in self._threads:
-            thread.join(timeout_s)
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
 
 
 class Stopped(Exception):
@@ -138,14 +132,15 @@ def run_together(calls: Sequence[Callable[[], object]], *, name: str, threads: i
         for job in waiting:
             job.run()
 
-    helpers = Worker(name, threads=threads)
+    helpers = [Worker(name) for _ in jobs[1:threads]]
     try:
         with contextlib.suppress(RuntimeError):
-            for _ in jobs[1:threads]:
-                helpers.submit(work)
+            for helper in helpers:
+                helper.submit(work)
         work()
     finally:  # even if this thread is interrupted: the caller may reuse the calls' data
-        helpers.close()
+        for helper in helpers:
+            helper.close()
     errors = [job.error for job in jobs if job.error is not None]
     for error in sorted(errors, key=lambda error: isinstance(error, Stopped)):
         raise error
