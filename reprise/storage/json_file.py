@@ -153,18 +153,6 @@ def finite_number(value: object, *, least: float = -math.inf) -> float:
     return float(value)  # type: ignore[arg-type]
 
 
-def step_count(value: object) -> float:
-    """Return an optimizer's step count, a non-negative whole integer or float, as a float.
-
-    Raises:
-        ValueError: `value` is negative, not whole, or not a number.
-    """
-    steps = finite_number(value, least=0)
-    if not steps.is_integer():
-        raise ValueError(f"{shown(value)} is not a whole number")
-    return steps
-
-
 def dumps(value: object) -> str:
     """Return standard JSON on a single line, with null in place of NaN and infinity."""
     try:
@@ -220,18 +208,18 @@ def unsealed(
         CheckpointError: The file is damaged, or `build` finds a member missing or invalid.
     """
     body, _, seal = data.rpartition(b",")
-    if seal != (_SEAL % _digest_of(body)).encode():
-        raise CheckpointError(f"A {kind} is damaged", where=where, fix=fix)
-    table = parse(data, where=where)
-    if table.get("format") != form:
-        raise MismatchError(
-            f"A {kind} has another format version",
-            where=where,
-            expected=form,
-            found=table.get("format"),
-            fix="Load it with the version of this program that wrote it, or a newer one.",
-        )
     try:
+        if seal != (_SEAL % _digest_of(body)).encode():
+            raise ValueError("another digest")
+        table = parse(data, where=where)
+        if table.get("format") != form:
+            raise MismatchError(
+                f"A {kind} has another format version",
+                where=where,
+                expected=form,
+                found=table.get("format"),
+                fix="Load it with the version of this program that wrote it, or a newer one.",
+            )
         return build(table)
     except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"A {kind} is malformed", where=where, found=repr(error)) from error
+        raise CheckpointError(f"A {kind} is damaged", where=where, found=repr(error), fix=fix) from error

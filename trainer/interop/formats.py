@@ -13,7 +13,7 @@ import torch
 
 from reprise.errors import CheckpointError, ConfigError, MismatchError, count_of
 from reprise.loading import Checkpoint, no_folder
-from reprise.storage import FILE_SYSTEM, Files, is_dir, is_file, shown, step_count
+from reprise.storage import FILE_SYSTEM, Files, finite_number, is_dir, is_file, shown
 from trainer.config.schema import Config
 from trainer.interop.source import StateSource
 
@@ -90,7 +90,7 @@ def common_step(values: Iterable[object]) -> float | None:
         ValueError: The counts differ, or a count is invalid.
     """
     counts = (value.item() if isinstance(value, torch.Tensor) else value for value in values if value is not None)
-    steps = set(map(step_count, counts))
+    steps = {finite_number(count, least=0) for count in counts}
     if len(steps) > 1:
         raise ValueError(f"an optimizer's step counts differ: {sorted(steps)}")
     return steps.pop() if steps else None

@@ -15,7 +15,7 @@ import pytest
 from reprise.errors import CheckpointError
 from reprise.format.manifest import digest_of
 from reprise.storage import json_file
-from reprise.storage.json_file import MAX_INTEGER, Json, dumps, finite_number, integer, step_count
+from reprise.storage.json_file import MAX_INTEGER, Json, dumps, finite_number, integer
 from tests.messages import refused
 
 NAN, INF = math.nan, math.inf
@@ -103,7 +103,6 @@ def test_a_file_that_is_missing_too_large_or_a_pipe_is_named(tmp_path: Path, mon
         (partial(integer, most=7), [7], [8]),
         (finite_number, [0, -3, 1.5, -1e18], [NAN, INF, -INF, 1e19, 10**400, True, "1", None, [1]]),
         (partial(finite_number, least=0), [0], [-0.5]),
-        (step_count, [3, 3.0], [2.5, -1, NAN, True, "3"]),
     ],
 )
 def test_a_number_is_one_of_its_range(check: Callable[[object], float], values: list[float], others: list[Any]) -> None:
@@ -114,7 +113,7 @@ def test_a_number_is_one_of_its_range(check: Callable[[object], float], values: 
 
 
 def test_a_finite_number_is_a_float() -> None:
-    assert type(finite_number(3)) is type(step_count(3)) is float
+    assert type(finite_number(3)) is float
 
 
 def test_constants_are_refused_unless_they_are_converted() -> None:
