@@ -29,7 +29,6 @@ from reprise.storage.paths import open_regular
 HOLD = "hold"
 EXPIRY_S = 600.0  # longer than a lock's expiry, which a start waits for
 _PROCESS_HOLD = re.compile(r"hold\.\d+(\.[0-9a-f]+)?")
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def machine(*namespaces: Path) -> str:
@@ -42,7 +41,8 @@ def machine(*namespaces: Path) -> str:
     """
     try:
         numbers = [str(namespace.stat().st_ino) for namespace in namespaces]
-        return " ".join([socket.gethostname(), _BOOT_ID.read_text().strip(), *numbers])
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return " ".join([socket.gethostname(), boot, *numbers])
     except OSError:
         return secrets.token_hex(8)  # equal to no other
 
@@ -61,7 +61,7 @@ def file_system_time(folder: Path) -> float:
 def is_held(folder: Path) -> bool:
     """Return whether a folder has an unexpired hold. True if it cannot be read now."""
     try:
-        return any(map(_is_valid, [*folder.iterdir()]))
+        return any(map(_is_valid, folder.iterdir()))
     except (FileNotFoundError, NotADirectoryError):
         return False
     except OSError:

@@ -14,9 +14,9 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
+from typing import NamedTuple
 
 from reprise.storage.files import keep_block
 from reprise.storage.paths import read_regular
@@ -25,8 +25,7 @@ HEARTBEAT_S = 15.0
 _RELEASE_S = 5.0  # limits the wait for a hung file system
 
 
-@dataclass(frozen=True, slots=True)
-class Holder:
+class Holder(NamedTuple):
     """A lease's owner. `started` is Unix time in seconds."""
 
     host: str
@@ -98,7 +97,7 @@ class Lease:
 
     def write_record(self) -> None:
         """Name this process in the file."""
-        os.pwrite(self.descriptor, json.dumps(asdict(self.me)).encode(), 0)
+        os.pwrite(self.descriptor, json.dumps(self.me._asdict()).encode(), 0)
 
     def sync(self) -> None:
         """Make the record durable, for other hosts to read. Repeated calls do nothing."""

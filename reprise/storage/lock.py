@@ -56,7 +56,6 @@ class FolderLock:
             ...
 
     Args:
-        kind: The folder kind, for messages.
         another: What the user should name to use another folder, for messages.
         is_local: Whether the folder belongs to this host alone, even if the host was renamed. Then flock alone decides.
         name: The lock file's name.
@@ -69,15 +68,14 @@ class FolderLock:
         folder: Path,
         nonce: str,
         *,
-        kind: str = "checkpoint folder",
         another: str = "another folder",
         is_local: bool = False,
         name: str = LOCK,
         owner: object = None,
     ) -> None:
-        self._kind, self._another, self._is_local = kind, another, is_local
+        self._another, self._is_local = another, is_local
         self._lease = lease = Lease(folder.absolute() / name, nonce)
-        lease.owner = weakref.ref(self if owner is None else owner)
+        lease.owner = weakref.ref(owner or self)
         lease.dropped = weakref.ref(self, partial(lease.calls.put, None))  # see `Worker`
 
     def acquire(self) -> None:
@@ -100,10 +98,6 @@ class FolderLock:
         self.acquire()
         return self
 
-    def __exit__(self, *_error: object) -> None:
-        """Release the lock."""
-        self.release()
-
     def check(self) -> None:
         """Raise if this job no longer holds the lock.
 
@@ -123,9 +117,11 @@ class FolderLock:
                 return
         raise self._refusal()
 
-    def release(self) -> None:
+    def release(self, *_error: object) -> None:
         """Release the lock. Repeated calls do nothing."""
         self._lease.release()
+
+    __exit__ = release
 
     def _take(self) -> None:
         """Open the lock file, creating it if missing, and take the lock."""
@@ -139,7 +135,7 @@ class FolderLock:
             raise self._refusal() from None
         except OSError as error:
             raise LockError(
-                f"The lock of a {self._kind} cannot be taken: {error.strerror} (errno {error.errno})",
+                f"A folder's lock cannot be taken: {error.strerror} (errno {error.errno})",
                 where=lease.path,
                 fix=f"Mount the file system with flock(2) support, or name {self._another}.",
             ) from error
@@ -178,23 +174,24 @@ class FolderLock:
 
     def _await_dropped(self) -> None:
         """Wait for this process's locks whose owners were dropped, which a save under way may still hold."""
-        for lease in [lease for lease in tuple(leases) if lease.path == self._lease.path]:
-            gc.collect()
-            if lease.owner() is None:
-                lease.is_over.wait(_DROPPED_S)
+        for lease in tuple(leases):
+            if lease.path == self._lease.path:
+                gc.collect()
+                if lease.owner() is None:
+                    lease.is_over.wait(_DROPPED_S)
 
     def _refusal(self) -> LockError:
         """Return the error naming the lock's holder."""
         holder, path = None, self._lease.path
         with contextlib.suppress(OSError):
             holder = Holder.of(path)
-        what, name = f"Another job writes to this {self._kind}", "a holder that left no name"
+        what, name = "Another job writes to this folder", "a holder that left no name"
         fix = f"End that job, or give this one {self._another}."
         if holder is not None:
             started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(holder.started))
             name = f"host {holder.host}, pid {holder.pid}, started {started}"
             if any(lease.path == path and lease is not self._lease for lease in tuple(leases)):
-                what = f"This process writes to this {self._kind} already"
+                what = "This process writes to this folder already"
                 fix = (
                     "Call `close` on the AsyncSaver using it, which lives as long as a variable or an error's "
                     f"traceback refers to it. Or wait for another thread's call using it, or name {self._another}."

@@ -88,7 +88,7 @@ def follow(passes: MirrorPass, folder: Path, finishing: threading.Event) -> None
         LockError: Another process still mirrors the folder at the end.
         CheckpointError: The URL belongs to another run.
     """
-    new_lock = partial(FolderLock, folder / LOCK_FOLDER, kind="mirror of a run", another="another run")
+    new_lock = partial(FolderLock, folder / LOCK_FOLDER, another="another run")
     lock: FolderLock | None = None
     pause_s = 0.0
     with contextlib.ExitStack() as stack:

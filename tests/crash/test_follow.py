@@ -8,11 +8,12 @@ import shutil
 import signal
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 import trainer.commands.follow
-from reprise.storage import CheckpointFolder, Files, Json
+from reprise.storage import CheckpointFolder, Files, Json, holds
 from reprise.storage.holds import EXPIRY_S, is_held
 from tests.crash.killing import AFTER, BEFORE, TORN, Killer
 from tests.harness import TINY, Ended, call_on_ranks, run_ok
@@ -40,7 +41,8 @@ def statuses(run: Path) -> list[tuple[int, int]]:
 def held(run: Path, *, after_s: float = 0.0) -> list[int]:
     """Return the iterations that are held when a time has passed."""
     folder = CheckpointFolder(run / "checkpoints", Files())
-    return [n for n in folder.committed() if is_held(folder.iteration(n), clock=lambda _: time.time() + after_s)]
+    with mock.patch.object(holds, "file_system_time", return_value=time.time() + after_s):
+        return [n for n in folder.committed() if is_held(folder.iteration(n))]
 
 
 def follow_killed(arguments: list[str]) -> None:

@@ -121,7 +121,7 @@ def test_a_dropped_saver_lets_go(tmp_path: Path) -> None:
     del saver  # the save is under way
     again = reprise.AsyncSaver(tmp_path)
     assert (tmp_path / "iter_0000001").is_dir()
-    with pytest.raises(LockError, match="This process writes to this checkpoint folder already") as caught:
+    with pytest.raises(LockError, match="This process writes to this folder already") as caught:
         reprise.AsyncSaver(tmp_path)
     assert "AsyncSaver" in str(caught.value)
     assert "End that job" not in str(caught.value)

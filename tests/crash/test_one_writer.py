@@ -145,7 +145,7 @@ def test_a_stopped_trainer_taken_for_dead_ends_with_a_lock_error(tmp_path: Path,
         zombie.join(DEADLINE_S)
     ended = zombie.ended()
     assert set(ended.statuses) == {1}, ended.text
-    assert "Another job writes to this checkpoint folder" in ended.outputs[0]
+    assert "Another job writes to this folder" in ended.outputs[0]
     if moment == "save":  # its files were swept: it hears why with the save that fails by that, not with the next
         assert "step     8/12" in ended.outputs[0]
         assert "step     9/12" not in ended.outputs[0]
@@ -165,7 +165,7 @@ def test_a_second_job_with_the_same_run_folder_is_refused(tmp_path: Path, elsewh
         before = all_files(run)
         ended = call_on_ranks(run_trainer, second, folder=tmp_path / "second", ranks=1)
         assert ended.statuses == (1,), ended.text
-        assert f"LockError: Another job writes to this run folder ({run})" in ended.text
+        assert f"LockError: Another job writes to this folder ({run})" in ended.text
         assert f"host {socket.gethostname()}, pid {running.processes[0].pid}" in ended.text
         assert all_files(run) == before
         assert not other.exists()

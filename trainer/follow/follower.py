@@ -89,7 +89,7 @@ class Follower:
             sleep(poll_s)
         folder, stem = Path.cwd() if is_stored(self._run) else self._run, f"{FOLLOW}.{name}" if name else FOLLOW
         lines, nonce = f"{stem}.jsonl", secrets.token_hex(4)
-        self._lock = FolderLock(folder, nonce, kind=lines, another="another --name", name=f"{stem}.lock")
+        self._lock = FolderLock(folder, nonce, another="another --name", name=f"{stem}.lock")
         with self._lock:
             self._open_log(folder / lines)
             while True:

@@ -25,7 +25,7 @@ def hold_run_folder(folder: Path, checkpoints: Path | None, channel: StoreChanne
         LockError: Another job writes to the folder. Every rank raises.
         TrainerError: The folder cannot be written. Every rank raises.
     """
-    lock = FolderLock(folder, nonce, kind="run folder", another=RUN.another)
+    lock = FolderLock(folder, nonce, another=RUN.another)
     has_lock = channel.rank == 0 and (checkpoints is None or checkpoints.resolve() != folder.resolve())
     try:
         with channel.agreed("run folder"):

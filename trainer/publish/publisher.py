@@ -113,7 +113,7 @@ class Publisher:
         """
         self._run, self._tracker, self._project, self._title = run, tracker, project, title
         self.folder = run / PUBLISH / name
-        self._lock = FolderLock(self.folder, secrets.token_hex(4), kind="published run", another="another tracker")
+        self._lock = FolderLock(self.folder, secrets.token_hex(4), another="another tracker")
         self._lock.acquire()
         self._log = LogFollower(run)
         self.reopen()

@@ -305,7 +305,7 @@ def test_two_followers_need_two_names(tmp_path: Path, monkeypatch: pytest.Monkey
     lock.acquire()
     try:
         assert main([str(tmp_path), "--once", "--", *ECHO]) == 2
-        assert "follow.jsonl" in capsys.readouterr().err
+        assert "--name" in capsys.readouterr().err
         assert main([str(tmp_path), "--once", "--name", "b", "--", *ECHO]) == 0
     finally:
         lock.release()

@@ -214,7 +214,7 @@ def test_without_the_lock_nothing_changes(
     before = all_files(folder / "iter_0000010").keys()
 
     def lose(lock: FolderLock) -> None:
-        raise LockError("Another job writes to this checkpoint folder")
+        raise LockError("Another job writes to this folder")
 
     if is_lost:
         monkeypatch.setattr(FolderLock, "check", lose)

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -94,8 +94,8 @@ def test_the_hold_of_a_process_ends_with_it(tmp_path: Path, clock: Callable[[flo
     assert len(list(tmp_path.iterdir())) == 1
 
 
-ELSEWHERE = json.dumps(asdict(Holder("another", 7, "ab", 1.0)))
-SAME_NAME = json.dumps(asdict(Holder(f"{socket.gethostname()} another-boot", 7, "ab", 1.0)))
+ELSEWHERE = json.dumps(Holder("another", 7, "ab", 1.0)._asdict())
+SAME_NAME = json.dumps(Holder(f"{socket.gethostname()} another-boot", 7, "ab", 1.0)._asdict())
 OF_0_2 = '{"host": "a", "pid": 7, "started": 5, "boot": "b", "namespace": "pid:[1]"}'
 
 
@@ -123,7 +123,7 @@ def test_elsewhere_or_torn_a_hold_lasts_as_long_as_its_heartbeat(
 def test_a_dead_process_of_a_container_here_holds_nothing(tmp_path: Path) -> None:
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     host = f"{socket.gethostname()} {boot}"  # whatever its process namespace: a container's restart makes a new one
-    (tmp_path / "hold.7.ab").write_text(json.dumps(asdict(Holder(host, 7, "ab", 1.0))))
+    (tmp_path / "hold.7.ab").write_text(json.dumps(Holder(host, 7, "ab", 1.0)._asdict()))
     assert not is_held(tmp_path)
 
 
