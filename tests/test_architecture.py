@@ -122,7 +122,7 @@ PARTS_UNDER_TEST = {
     "tests.fakes": "format.box saving.snapshot storage.worker",
     "tests.golden": "saving.plan",
     "tests.local_folders": "loading.blocks",
-    "tests.resume": "format.manifest storage.progress_line",
+    "tests.resume": "format.manifest",
     "tests.simulated": "tensors",
     "tests.stores": "format stores",
 }

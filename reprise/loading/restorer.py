@@ -20,7 +20,7 @@ from reprise.ranks.channel import StoreChannel
 from reprise.ranks.error_message import as_problem
 from reprise.storage.files import FILE_SYSTEM, Files, T
 from reprise.storage.patience import with_retries
-from reprise.storage.progress_line import ProgressLine
+from reprise.storage.progress_line import log_progress
 from reprise.stores.locations import files_of, location
 from reprise.tensors.live import LiveTensor
 
@@ -196,7 +196,7 @@ def _fill(checkpoint: Checkpoint, tensors: Sequence[LiveTensor]) -> None:
 def _progress(what: str, checkpoint: Checkpoint, tensors: Sequence[LiveTensor]) -> Progress:
     """Return a progress callback for reading tensors, which logs a load at most every few seconds."""
     total_bytes = sum(tensor.local.nbytes for tensor in tensors)
-    return ProgressLine(f"{what} iteration {checkpoint.iteration}", total_bytes).at
+    return log_progress(f"{what} iteration {checkpoint.iteration}", total_bytes)
 
 
 def _held(tensors: Sequence[LiveTensor]) -> list[LiveTensor]:

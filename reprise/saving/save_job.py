@@ -23,7 +23,6 @@ from reprise.saving.snapshot import Snapshot
 from reprise.saving.writer import Writer
 from reprise.storage.holds import is_held
 from reprise.storage.paths import matching
-from reprise.storage.progress_line import ProgressLine
 from reprise.storage.shared_folder import seen_throughout
 from reprise.storage.worker import Job
 
@@ -104,7 +103,6 @@ class SaveJob(TwoPhaseCommit):
                 attempt=attempt,
                 plan=self.plan,
                 snapshot=snapshot,
-                progress=ProgressLine(f"saving iteration {attempt.iteration}", self.report.written_bytes).add,
                 leads=self.leads,
                 is_sparse=self.copying is not None,
                 stripes=stripes,
@@ -140,7 +138,7 @@ class SaveJob(TwoPhaseCommit):
 
     def _remove(self, path: Path) -> None:
         try:
-            self.attempt.folder.files.remove_tree(path)
+            self.attempt.folder.files.remove(path)
         except OSError as error:
             if self.leads:
                 _log.error("%s could not be removed, the next start sweeps it: %s", path, error)

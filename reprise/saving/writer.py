@@ -39,7 +39,6 @@ class Writer:
     """Writes a rank's chunks into an uncommitted folder, for a single save.
 
     Args:
-        progress: Called from any writer thread with the byte count just written.
         leads: Whether this rank creates every file, even those it writes no data to, and writes the headers.
         is_sparse: Whether files keep holes where other hosts write.
         stripes: By tensor, the stripes that assemble columns into whole rows. Columns elsewhere are written row by row.
@@ -48,7 +47,6 @@ class Writer:
     attempt: Attempt
     plan: Plan
     snapshot: Snapshot
-    progress: Callable[[int], None]
     leads: bool
     is_sparse: bool
     stripes: Stripes
@@ -149,7 +147,6 @@ class Writer:
                 self._place_rows(target, chunk, chunk.strided, data)
         finally:
             self.snapshot.done(chunk)
-        self.progress(chunk.size)
 
     def _digest(self, part: ChunkPart, data: memoryview, digest: xxhash.xxh3_64) -> None:
         """Digest a piece's next bytes. A single thread adds them in order."""

@@ -1,38 +1,31 @@
-"""Logs progress during long transfers. Short transfers are silent."""
+"""Logs progress during long loads. Short loads are silent."""
 
 from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 
 _log = logging.getLogger(__name__)
 
 EVERY_S = 5.0
 
 
-class ProgressLine:
-    """Logs a transfer's progress, at most every `EVERY_S` seconds.
+def log_progress(title: str, total_bytes: int) -> Callable[[int], None]:
+    """Return a call that notes how many bytes were read so far, and logs them at most every `EVERY_S` seconds.
 
     Args:
-        title: The operation, such as "saving iteration 10".
-        total_bytes: Bytes to transfer.
+        title: The operation, such as "loading iteration 10".
+        total_bytes: Bytes to read.
     """
+    start = last = time.monotonic()
 
-    def __init__(self, title: str, total_bytes: int) -> None:
-        self._title, self._total_bytes = title, total_bytes
-        self._start = self._last_time = time.monotonic()
-        self._added_bytes = 0
-
-    def add(self, done_bytes: int) -> None:
-        """Count transferred bytes. Threads may call it at once, and rarely miss a count."""
-        self._added_bytes += done_bytes
-        self.at(self._added_bytes)
-
-    def at(self, done_bytes: int) -> None:
-        """Note how many bytes have been transferred so far."""
+    def note(done_bytes: int) -> None:
+        nonlocal last
         now = time.monotonic()
-        if now - self._last_time < EVERY_S:
-            return
-        self._last_time = now
-        share, rate = done_bytes / max(1, self._total_bytes), done_bytes / (now - self._start)
-        _log.info(f"{self._title}: {share:.0%} of {self._total_bytes / 1e9:.2f} GB, {rate / 1e9:.2f} GB/s")
+        if now - last >= EVERY_S:
+            last = now
+            share, rate = done_bytes / max(1, total_bytes), done_bytes / (now - start)
+            _log.info(f"{title}: {share:.0%} of {total_bytes / 1e9:.2f} GB, {rate / 1e9:.2f} GB/s")
+
+    return note

@@ -11,7 +11,7 @@ from models.config import ModelConfig
 from reprise.commit import check_replicas
 from reprise.errors import MismatchError
 from reprise.format import MANIFEST
-from reprise.storage import ProgressLine, is_file, on_this_host, unreadable
+from reprise.storage import is_file, log_progress, on_this_host, unreadable
 from reprise.tensors import LiveTensor
 from trainer.config.checkpoint import CheckpointSection
 from trainer.interop import llmc
@@ -53,17 +53,19 @@ def weights_identity(weights: ForeignWeights) -> dict[str, str]:
 def fill_live(
     weights: ForeignWeights, live: Sequence[LiveTensor], progress: Callable[[int], object] = lambda _: None
 ) -> None:
-    """Copy each box in `live` from its file, reading nothing else. `progress` receives the copied bytes.
+    """Copy each box in `live` from its file, reading nothing else. `progress` receives the bytes copied so far.
 
     Raises:
         CheckpointError: A number is NaN or infinite.
     """
+    done_bytes = 0
     for tensor in live:
         spec, values = tensor.spec, weights.tensors[tensor.spec.name].read()
         part = values.reshape(spec.view)[tensor.box.slices]
         tensor.local.detach().copy_(part.reshape(tensor.local.shape))
         require_finite(tensor.local, where=f"{weights.files[spec.name]}, {spec.name}")
-        progress(tensor.local.nbytes)
+        done_bytes += tensor.local.nbytes
+        progress(done_bytes)
 
 
 def load_pretrained(
@@ -110,8 +112,8 @@ def load_pretrained(
     for text in [*weights.notes, *fitting.notes(path)] if cluster.rank == 0 else ():
         _log.warning(text)
     with channel.agreed("pretrained/fill"):
-        line = ProgressLine(f"loading {path}", sum(tensor.local.nbytes for tensor in live))
-        fill_live(weights, fitting.requests, line.add)
+        progress = log_progress(f"loading {path}", sum(tensor.local.nbytes for tensor in live))
+        fill_live(weights, fitting.requests, progress)
         fitting.finish()
     check_replicas(live, channel, "pretrained/replicas")
     return fitting.requests, identity
