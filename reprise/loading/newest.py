@@ -52,7 +52,8 @@ def has_no_checkpoint(path: Path) -> bool:
 def advice_on_other_program(path: Path) -> str:
     """Return how to import another program's checkpoint, or a folder with such checkpoints. Otherwise empty."""
     for name, (program, companions) in _PROGRAMS.items():
-        below = sorted(matching(path, f"*/{name}"), key=lambda file: (len(str(file)), file), reverse=True)
+        inner = [file for child in matching(path, "*") for file in matching(child, name)]
+        below = sorted(inner, key=lambda file: (len(str(file)), file), reverse=True)
         for folder in (file.parent for file in (*matching(path, name), *below) if matching(file.parent, companions)):
             command = f"reprise convert import dcp {shlex.quote(str(folder))} FOLDER --trust-pickle"
             return (

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import fnmatch
-import itertools
 import os
 import re
 import stat
@@ -69,23 +68,17 @@ def is_symlink(path: Path) -> bool:
     Raises:
         OSError: The file system fails.
     """
-    return not is_stored(path) and stat.S_ISLNK(_mode(path, follows_links=False))
+    return stat.S_ISLNK(_mode(path, follows_links=False))
 
 
 def matching(folder: Path, pattern: str) -> list[Path]:
-    """Return the sorted paths below a folder that match a pattern. Empty if the folder does not exist.
-
-    Args:
-        pattern: An `fnmatch` pattern for a name, or several separated by slashes, for each level.
+    """Return the sorted paths in a folder whose names match an `fnmatch` pattern. Empty if the folder does not exist.
 
     Raises:
         OSError: The file system fails.
     """
-    paths = [folder]
-    for part in pattern.split("/"):
-        children = itertools.chain.from_iterable(path.iterdir() for path in paths if is_dir(path))
-        paths = [child for child in children if fnmatch.fnmatchcase(child.name, part)]
-    return sorted(paths)
+    children = folder.iterdir() if is_dir(folder) else ()
+    return sorted(child for child in children if fnmatch.fnmatchcase(child.name, pattern))
 
 
 def open_regular(path: Path) -> int:
@@ -119,7 +112,7 @@ def read_regular(path: Path, *, limit_bytes: int = _SMALL_BYTES) -> bytes:
 def is_file_name(text: str) -> bool:
     """Return whether a text is a valid file name, without a path to other folders."""
     size = len(text.encode("utf-8", "surrogatepass"))
-    return 0 < size <= _MAX_NAME_BYTES and not {"/", "\0"} & set(text) and text not in (".", "..")
+    return 0 < size <= _MAX_NAME_BYTES and Path(text).name == text != ".." and "\0" not in text
 
 
 def is_stored(path: Path) -> bool:

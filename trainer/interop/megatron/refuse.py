@@ -9,7 +9,7 @@ from reprise.storage import is_dir, is_file, matching
 from trainer.interop.formats import few
 
 _METADATA, _BACKEND = "metadata.json", b"sharded_backend"  # of megatron/core/dist_checkpointing/core.py
-_LEGACY = "mp_rank_*/model_optim_rng.pt"  # Megatron-LM, --ckpt-format torch
+_LEGACY = "model_optim_rng.pt"  # in `mp_rank_*`, of Megatron-LM, --ckpt-format torch
 
 
 def refuse_megatron(path: Path) -> None:
@@ -31,4 +31,4 @@ def refuse_megatron(path: Path) -> None:
 def _is_megatrons(path: Path) -> bool:
     metadata = path / _METADATA
     has_backend = is_file(metadata) and _BACKEND in metadata.read_bytes()
-    return has_backend or bool(is_dir(path) and matching(path, _LEGACY))
+    return has_backend or any(is_file(folder / _LEGACY) for folder in matching(path, "mp_rank_*"))
