@@ -149,7 +149,7 @@ def _failing(kind: str) -> Callable[..., object]:
 
 for _kind in (
     *("make_folder", "open_for_writing", "open_for_reading", "close", "reserve", "read", "write", "sync"),
-    *("sync_folder", "write_new", "rename", "remove_tree", "free_bytes"),
+    *("sync_folder", "write_new", "rename", "remove", "free_bytes"),
 ):
     setattr(FailingFiles, _kind, _failing(_kind))
 

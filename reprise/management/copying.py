@@ -124,7 +124,7 @@ def _download(source: Path, target: Path, content: CheckpointFiles, count: Calla
     try:
         verify_tensors(open_checkpoint(partial, files))
     except CheckpointError:
-        files.remove_tree(partial)  # an interrupted copy may have left the damaged file: the next copy starts over
+        files.remove(partial)  # an interrupted copy may have left the damaged file: the next copy starts over
         raise
     sync_folders(files, partial)
     files.rename(partial, target)

@@ -85,7 +85,7 @@ def gather(
     with lock, lock:
         for number, attempt in folder.partials():  # left by a killed call; others may be a copy under way
             if attempt.startswith(_ATTEMPT):
-                folder.files.remove_tree(folder.partial(number, attempt))
+                folder.files.remove(folder.partial(number, attempt))
         return _join(parts, folder, progress)
 
 
@@ -162,7 +162,7 @@ def _join(parts: Sequence[_Part], out: CheckpointFolder, progress: ProgressCallb
             out.commit(first.iteration, attempt)
     finally:
         with contextlib.suppress(OSError):  # the original error matters more
-            out.files.remove_tree(partial)
+            out.files.remove(partial)
     sources = tuple(GatherSource(part.path, copied_bytes[part.path]) for part, _ in parts)
     return GatherReport(target, first.iteration, total, sources, tuple(damage))
 

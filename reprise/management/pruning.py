@@ -215,7 +215,7 @@ def _rename_away(folder: CheckpointFolder, checkpoint: LightenedCheckpoint, lock
     lock.check()
     if folder.delete(path / OPTIMIZER_FILES, f"{secrets.token_hex(4)}-light", inside=path):
         return True
-    files.remove_file(path / OPTIMIZER_DROPPED)
+    files.remove(path / OPTIMIZER_DROPPED)
     return False
 
 

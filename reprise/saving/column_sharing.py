@@ -36,7 +36,6 @@ from reprise.format.box import Box, Image
 from reprise.format.layout import PAGE_BYTES, Layout
 from reprise.format.manifest import Piece
 from reprise.ranks.channel import StoreChannel
-from reprise.storage.files import allocate
 from reprise.storage.holds import machine
 from reprise.tensors.memory import populate
 
@@ -129,7 +128,7 @@ class SharedMemory:
         with contextlib.ExitStack() as on_error:
             on_error.callback(os.close, descriptor)
             if total_bytes:
-                allocate(descriptor, total_bytes)
+                os.posix_fallocate(descriptor, 0, total_bytes)
             self._memory = np.frombuffer(mmap.mmap(descriptor, 0), np.uint8)
             populate(self._memory)
             on_error.pop_all()

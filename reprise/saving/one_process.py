@@ -56,5 +56,5 @@ def write_checkpoint(
             finish.prepare(attempt, json_files, lock=lock)
             finish.rename(attempt)
         finally:
-            files.remove_tree(attempt.partial)  # no longer there after the rename
+            files.remove(attempt.partial)  # no longer there after the rename
     return attempt.target

@@ -15,7 +15,7 @@ from reprise.format.names import INTERIM, STATE
 from reprise.saving.policy import Retention
 from reprise.storage import json_file
 from reprise.storage.files import describe_free_space
-from reprise.storage.folder import CheckpointFolder, Stamp
+from reprise.storage.folder import CheckpointFolder
 from reprise.storage.lock import FolderLock
 
 _log = logging.getLogger(__name__)
@@ -29,22 +29,23 @@ def decide_expired(folder: CheckpointFolder, retention: Retention, *, pinned: Co
     """
     losses, interim, kept = dict[int, float | None](), set[int](), {*pinned}
     try:
-        stamps = folder.stamps()
-        for iteration, stamp in stamps.items() if retention.max_checkpoint_keep else ():
+        committed = folder.committed()
+        for iteration in committed if retention.max_checkpoint_keep else ():
             path = folder.iteration(iteration)
+            status = path.lstat()
             try:
-                losses[iteration], is_interim = _record_of(path, stamp)
+                losses[iteration], is_interim = _record_of(path, status.st_ino, status.st_mtime_ns)
                 interim |= {iteration} if is_interim else set()
             except TrainerError as error:
                 kept |= {iteration} if isinstance(error, UnreadableError) else set()  # it may be the best
                 _log.error("the validation loss of %s cannot be read: %s", path, error)
-        expired = retention.expired(stamps, pinned=kept, losses=losses, interim=interim)
+        expired = retention.expired(committed, pinned=kept, losses=losses, interim=interim)
         protected = {*folder.held(expired)}
     except OSError as error:
         _log.error("%s cannot be listed, nothing is deleted: %s", folder.root, error)
         return []
     if retention.mirror is not None and expired:
-        protected |= {*retention.mirror.unmirrored(folder.root, [*stamps], expired)}
+        protected |= {*retention.mirror.unmirrored(folder.root, committed, expired)}
     return [iteration for iteration in expired if iteration not in protected]
 
 
@@ -72,14 +73,15 @@ def delete(folder: CheckpointFolder, iterations: Sequence[int], *, attempt: str,
 
 
 @functools.lru_cache(maxsize=1 << 16)
-def _record_of(path: Path, stamp: Stamp) -> tuple[float | None, bool]:
+def _record_of(path: Path, _inode: int, _modified_ns: int) -> tuple[float | None, bool]:
     """Return a checkpoint's validation loss, and whether the checkpoint is interim.
 
     Results are cached, since a run reads all its checkpoints after every save and they do not change. A checkpoint
     saved again lies in a new folder.
 
     Args:
-        stamp: The folder's stamp, part of the cache key.
+        _inode: The folder's inode, part of the cache key. It alone is not unique: a freed inode is reused.
+        _modified_ns: The folder's modification time, part of the cache key.
 
     Raises:
         TrainerError: The state cannot be read. Nothing is cached.

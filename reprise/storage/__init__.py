@@ -30,7 +30,6 @@ from reprise.storage.json_file import dumps as dumps
 from reprise.storage.json_file import finite_number as finite_number
 from reprise.storage.json_file import integer as integer
 from reprise.storage.json_file import shown as shown
-from reprise.storage.json_file import step_count as step_count
 from reprise.storage.lock import FolderLock as FolderLock
 from reprise.storage.lock import is_locked as is_locked
 from reprise.storage.paths import IS_URL as IS_URL
@@ -49,6 +48,6 @@ from reprise.storage.patience import is_damage as is_damage
 from reprise.storage.patience import retry as retry
 from reprise.storage.patience import unreadable as unreadable
 from reprise.storage.patience import with_retries as with_retries
-from reprise.storage.progress_line import ProgressLine as ProgressLine
+from reprise.storage.progress_line import log_progress as log_progress
 from reprise.storage.shared_folder import on_this_host as on_this_host
 from reprise.storage.shared_folder import why_unseen as why_unseen

@@ -40,8 +40,7 @@ def atomic_output(path: Path, files: Files, *, replaces: bool = False) -> Iterat
     Raises:
         OSError: The file system fails, or `path` exists and `replaces` is False (EEXIST).
     """
-    # The random part separates hosts that share the folder and use the same process id.
-    partial = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.partial")
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
     try:
         yield partial
         if not lexists(partial):
@@ -54,10 +53,7 @@ def atomic_output(path: Path, files: Files, *, replaces: bool = False) -> Iterat
         files.sync_folder(path.parent)
     finally:
         with contextlib.suppress(OSError):  # an error in the block matters more
-            if is_dir(partial):
-                files.remove_tree(partial)
-            else:
-                files.remove_file(partial)
+            files.remove(partial)
 
 
 def sync_folders(files: Files, folder: Path) -> None:

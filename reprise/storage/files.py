@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from reprise.errors import CheckpointError
-from reprise.storage.paths import is_dir, open_regular
+from reprise.storage.paths import is_dir, is_symlink, open_regular
 from reprise.storage.worker import run_together
 
 T = TypeVar("T")
@@ -53,7 +53,7 @@ class Files:
 
     def sync_folder(self, path: Path) -> None:
         """Make the names in a folder durable."""
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)
         finally:
@@ -81,13 +81,12 @@ class Files:
         """Rename, replacing any file with the target's name."""
         os.rename(source, target)
 
-    def remove_tree(self, path: Path) -> None:
-        """Remove a folder and its contents. It may be missing."""
-        shutil.rmtree(path, ignore_errors=False, onerror=_ignore_missing)
-
-    def remove_file(self, path: Path) -> None:
-        """Remove a file. It may be missing."""
-        path.unlink(missing_ok=True)
+    def remove(self, path: Path) -> None:
+        """Remove a folder and its contents, or a file. It may be missing."""
+        if is_dir(path) and not is_symlink(path):
+            shutil.rmtree(path, onerror=_ignore_missing)
+        else:
+            path.unlink(missing_ok=True)
 
     def make_folder(self, path: Path) -> None:
         """Create `path`, unless it exists. Its parent must exist."""
@@ -135,7 +134,13 @@ class Files:
         Raises:
             OSError: There are not enough blocks (ENOSPC, EDQUOT or EFBIG).
         """
-        if (is_sparse or not allocate(descriptor, total_bytes)) and os.fstat(descriptor).st_size < total_bytes:
+        while not is_sparse and _libc.fallocate(descriptor, 0, ctypes.c_int64(0), ctypes.c_int64(total_bytes)) != 0:
+            code = ctypes.get_errno()
+            if code in _UNSUPPORTED:
+                break
+            if code != errno.EINTR:  # otherwise a signal interrupted the call
+                raise OSError(code, os.strerror(code))
+        if os.fstat(descriptor).st_size < total_bytes:
             os.ftruncate(descriptor, total_bytes)
 
     def read(self, descriptor: int, buffer: memoryview, *, offset: int) -> int:
@@ -214,21 +219,6 @@ def _ignore_missing(_function: object, _path: str, error: tuple[type[BaseExcepti
 
 # This machine's file system, which entry points use by default.
 FILE_SYSTEM = Files()
-
-
-def allocate(descriptor: int, total_bytes: int) -> bool:
-    """Extend a local file to its final size and reserve its blocks. Return whether its file system can.
-
-    Raises:
-        OSError: There are not enough blocks (ENOSPC, EDQUOT or EFBIG).
-    """
-    while _libc.fallocate(descriptor, 0, ctypes.c_int64(0), ctypes.c_int64(total_bytes)) != 0:
-        code = ctypes.get_errno()
-        if code in _UNSUPPORTED:
-            return False
-        if code != errno.EINTR:  # otherwise a signal interrupted the call
-            raise OSError(code, os.strerror(code))
-    return True
 
 
 def describe_free_space(files: Files, path: Path) -> str:

@@ -22,7 +22,6 @@ _log = logging.getLogger(__name__)
 
 WEIGHTS = "weights"  # the subfolder for saves of the weights alone
 TRACKER = "latest_checkpointed_iteration.txt"
-Stamp = tuple[int, int]  # a folder's inode, and its modification time in ns
 _NAME = re.compile(r"iter_(\d{7,})(\.superseded-\d+)?")
 _TEMPORARY = re.compile(rf"\.({_NAME.pattern})\.(.*)\.(partial|deleting|replaced)")
 _OUTDATED = ".outdated"  # ends the attempt in the name of a replaced folder to be deleted
@@ -113,17 +112,13 @@ class CheckpointFolder:
         try:
             yield
         except OSError as error:
-            path, another = path or self.root, self.terms.another
-            raise cannot_write(path, error, what=what, files=self.files, another=another, room=room) from error
+            raise cannot_write(
+                path or self.root, error, what=what, files=self.files, another=self.terms.another, room=room
+            ) from error
 
     def committed(self) -> list[int]:
         """Return the committed iterations in ascending order. Empty if the folder does not exist."""
-        return list(self.stamps())
-
-    def stamps(self) -> dict[int, Stamp]:
-        """Return each committed iteration folder's stamp, in ascending order. Stamps are unique."""
-        # The inode alone is not unique: a freed inode is reused.
-        return {i: (status.st_ino, status.st_mtime_ns) for i, status in self.taken().items() if S_ISDIR(status.st_mode)}
+        return [iteration for iteration, status in self.taken().items() if S_ISDIR(status.st_mode)]
 
     def taken(self) -> dict[int, os.stat_result]:
         """Return the status of each iteration's name, in ascending order: a checkpoint, or a link or a file.
@@ -223,7 +218,7 @@ class CheckpointFolder:
         if not iterations:
             return []
         renamed = []
-        self.files.remove_file(self.root / TRACKER)  # a kill may leave no checkpoint for it to name
+        self.files.remove(self.root / TRACKER)  # a kill may leave no checkpoint for it to name
         for iteration in iterations:
             source = self.iteration(iteration)
             renamed.append(self._free_name(source))
@@ -249,9 +244,9 @@ class CheckpointFolder:
         if is_held(inside or leaving):
             self.files.rename(leaving, path)
             return False
-        for folder in dict.fromkeys((path.parent, self.root)):
+        for folder in {path.parent, self.root}:
             self.files.sync_folder(folder)
-        self.files.remove_tree(leaving)
+        self.files.remove(leaving)
         return True
 
     def sweep(self) -> list[Path]:
@@ -290,7 +285,7 @@ class CheckpointFolder:
                 return False
             if is_replaced:  # first its successor's name is durable
                 self.files.sync_folder(self.root)
-            self.files.remove_tree(path)
+            self.files.remove(path)
         except OSError as error:
             _log.error("%s waits for the next start: %s", path, error)
             return False
@@ -305,7 +300,7 @@ class CheckpointFolder:
         try:
             newest = max(self.committed(), default=None)
             if newest is None:
-                self.files.remove_file(tracker)
+                self.files.remove(tracker)
             elif newest != self.tracker():
                 self.files.close(self.files.write_new(temporary_of(tracker), f"{newest}\n".encode()))
                 self.files.rename(temporary_of(tracker), tracker)

@@ -8,7 +8,6 @@ import logging
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 from reprise.errors import CheckpointError, UnreadableError
 from reprise.storage.files import Files, T
@@ -18,7 +17,6 @@ _log = logging.getLogger(__name__)
 # How long a failing read is retried, for instance while a server fails over or other processes exhaust a limit.
 RETRY_S = 10.0
 _PAUSE_S = 0.1
-OLDER = "load an older iteration"
 # Errors from a missing or too large file, or something else in its place. All others prove no damage.
 _MISSING = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EISDIR, errno.EINVAL, errno.ENAMETOOLONG, errno.EFBIG)
 
@@ -47,15 +45,14 @@ def unreadable(error: OSError, *, where: object) -> UnreadableError:
         f"A file cannot be read now: {error.strerror} (errno {error.errno})",
         where=error.filename or where,
         fix="Nothing was changed, and the file may be whole. Repair the file system, the permissions or the limits of "
-        f"this host, and start again. If the file is lost for good, {OLDER}.",
+        "this host, and start again. If the file is lost for good, load an older iteration.",
     )
 
 
-def retry(call: Callable[[], T], *, where: object = None, repair: Callable[[], None] = lambda: None) -> T:
-    """Return the result of `call`, retrying for `RETRY_S` while it fails.
+def retry(call: Callable[..., T], *arguments: object, repair: Callable[[], None] = lambda: None) -> T:
+    """Return the result of `call` with these arguments, retrying for `RETRY_S` while it fails.
 
     Args:
-        where: The path to log, if the error does not name it.
         repair: Called before each retry. Its failure counts as that of `call`.
 
     Raises:
@@ -66,12 +63,12 @@ def retry(call: Callable[[], T], *, where: object = None, repair: Callable[[], N
         try:
             if not is_first:
                 repair()
-            return call()
+            return call(*arguments)
         except OSError as error:
             if is_damage(error) or time.monotonic() >= deadline:
                 raise
             if is_first:
-                _log.warning("%s cannot be read, retrying: %s", error.filename or where or "a file", error)
+                _log.warning("a read is tried again: %s", error)
         is_first = False
         time.sleep(_PAUSE_S)
 
@@ -86,7 +83,7 @@ def look(call: Callable[[], T], *, where: object) -> T:
         UnreadableError: The error proves damage, or was the last when time ran out.
     """
     try:
-        return retry(call, where=where)
+        return retry(call)
     except OSError as error:
         raise unreadable(error, where=where) from error
 
@@ -100,10 +97,6 @@ def with_retries(files: Files) -> Files:
         return retry(call, repair=partial(files.reopen, descriptor))
 
     for name in ("open_for_reading", "size", "is_folder"):
-        setattr(patient, name, partial(_patiently, getattr(files, name)))
+        setattr(patient, name, partial(retry, getattr(files, name)))
     patient.read = read  # type: ignore[method-assign]
     return patient
-
-
-def _patiently(call: Callable[[Path], T], path: Path) -> T:
-    return retry(partial(call, path), where=path)

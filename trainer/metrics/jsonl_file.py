@@ -93,7 +93,7 @@ def cut_after(path: Path, iteration: int, *, owes_evaluation: bool = False) -> N
     if exists(moved) and not exists(shortened):
         _name_side_file(path, moved)
     for file in (moved, shortened):  # in this order: moved lines alone would mean that the cut was made
-        FILE_SYSTEM.remove_file(file)
+        FILE_SYSTEM.remove(file)
     retained, cut, size = list[bytes](), list[bytes](), 0
     for line in tail(path):
         record = record_of(line) or {"iteration": iteration + 1}

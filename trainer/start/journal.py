@@ -74,7 +74,7 @@ def note_saved(folder: Path, lineage: Json | None, iteration: int) -> None:
                 journal = Journal(Lineage.from_record(lineage))
             if journal.lineage.record() == lineage and (journal.saved is None or journal.saved < iteration):
                 for path in matching(folder, f".{RUN_FILE}.*.partial"):  # a kill left it; no start is under way now
-                    FILE_SYSTEM.remove_file(path)
+                    FILE_SYSTEM.remove(path)
                 write_journal(folder, Journal(journal.lineage, iteration))
     except (OSError, TrainerError) as error:
         _log.error("%s", error)

@@ -109,7 +109,7 @@ def test_a_cut_that_is_killed_anywhere_loses_and_doubles_nothing(
         return wrapped
 
     with monkeypatch.context() as patch:
-        for name in ("write_whole", "sync", "rename", "sync_folder", "remove_file"):
+        for name in ("write_whole", "sync", "rename", "sync_folder", "remove"):
             patch.setattr(Files, name, dying(getattr(Files, name)))
         with contextlib.suppress(Killed):
             cut_after(path, 50)

@@ -85,7 +85,7 @@ def test_a_killed_call_leaves_no_checkpoint_and_is_swept(tmp_path: Path, monkeyp
     a, b = save_on_two_hosts(tmp_path, 2)
     out = tmp_path / "out"
     with monkeypatch.context() as patched:
-        patched.setattr(Files, "remove_tree", lambda *_: None)
+        patched.setattr(Files, "remove", lambda *_: None)
         patched.setattr(Files, "rename", lambda *_: (_ for _ in ()).throw(OSError(5, "Input/output error")))
         assert main(["gather", str(a), str(b), str(out)]) == IMPOSSIBLE
     assert [path.name.startswith(f".{NAME}.gather-") for path in out.iterdir() if path.is_dir()] == [True]

@@ -254,7 +254,7 @@ def test_a_failure_leaves_the_committed_and_a_whole_save_or_none(
 
 def test_a_start_sweeps_dead_attempts_and_a_save_does_not(tmp_path: Path) -> None:
     class Broken(FailingFiles):
-        def remove_tree(self, path: Path) -> None:
+        def remove(self, path: Path) -> None:
             raise OSError(errno.EIO, "Input/output error")
 
     with started(SavePolicy(tmp_path), Broken("sync")) as checkpointer:
@@ -271,7 +271,7 @@ def test_a_start_sweeps_dead_attempts_and_a_save_does_not(tmp_path: Path) -> Non
 
 
 def test_an_undeletable_checkpoint_does_not_fail_the_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with started(SavePolicy(tmp_path, retention=Retention(1)), FailingFiles("remove_tree")) as checkpointer:
+    with started(SavePolicy(tmp_path, retention=Retention(1)), FailingFiles("remove")) as checkpointer:
         saved(checkpointer, 1)
         saved(checkpointer, 2)
     assert "iteration 1 could not be deleted" in caplog.text

@@ -198,7 +198,7 @@ def losing_one() -> Callable[..., Any]:
 @pytest.mark.parametrize(
     ("owner", "name", "fault", "words"),
     [
-        (sharing_module, "allocate", raising(errno.ENOMEM), None),
+        (os, "posix_fallocate", raising(errno.ENOMEM), None),
         (SharedMemory, "open", staticmethod(lambda _: None), "the memory of rank 0"),
         (SharedMemory, "claim", losing_one(), "every byte once"),
         (os, "memfd_create", raising(errno.ENOSYS), None),

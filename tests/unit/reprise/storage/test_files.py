@@ -65,15 +65,15 @@ def test_read_returns_less_only_at_the_end(tmp_path: Path) -> None:
     files.close(descriptor)
 
 
-def test_remove_tree_tells_only_what_it_cannot_remove(tmp_path: Path) -> None:
+def test_a_folder_a_file_or_a_link_is_removed_once_or_again(tmp_path: Path) -> None:
     (tmp_path / "a/b").mkdir(parents=True)
     (tmp_path / "a/b/c").write_bytes(b"x")
     (tmp_path / "file").write_bytes(b"x")
-    for _ in range(2):
-        Files().remove_tree(tmp_path / "a")
-    with pytest.raises(OSError, match="file"):
-        Files().remove_tree(tmp_path / "file")
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "link").symlink_to("kept")
+    for name in ("a", "file", "link") * 2:
+        Files().remove(tmp_path / name)
+    assert [path.name for path in tmp_path.iterdir()] == ["kept"]
 
 
 @pytest.mark.parametrize("kind", ["write", "sync", "rename"])

@@ -40,7 +40,7 @@ def test_only_folders_of_the_exact_name_are_checkpoints(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_looked_at_does_not_hold_nothing(tmp_path: Path) -> None:
     folder = CheckpointFolder(tmp_path / ("x" * 300), Files())
-    for look in (folder.committed, folder.stamps, folder.taken, folder.superseded):
+    for look in (folder.committed, folder.taken, folder.superseded):
         with pytest.raises(OSError, match="too long"):
             look()
 
@@ -63,7 +63,7 @@ def test_sweep_removes_leftovers_and_nothing_similar(tmp_path: Path) -> None:
 
 def test_what_cannot_be_swept_is_named_and_in_nobodys_way(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder_with(tmp_path, ".iter_0000001.n-1.partial", "iter_0000002")
-    folder = CheckpointFolder(tmp_path, FailingFiles("remove_tree"))
+    folder = CheckpointFolder(tmp_path, FailingFiles("remove"))
     assert folder.sweep() == []
     assert ".iter_0000001.n-1.partial waits for the next start" in caplog.text
     assert folder.committed() == [2]
@@ -220,7 +220,7 @@ def test_a_tracker_that_cannot_be_written_does_not_undo_a_commit(
 def test_a_deletion_is_durable_before_its_files_go(tmp_path: Path) -> None:
     folder_with(tmp_path, "iter_0000007", "iter_0000008.superseded-1")
     for name in ("iter_0000007", "iter_0000008.superseded-1"):
-        folder = CheckpointFolder(tmp_path, FailingFiles("remove_tree"))
+        folder = CheckpointFolder(tmp_path, FailingFiles("remove"))
         with pytest.raises(OSError, match="Input/output"):
             folder.delete(tmp_path / name, "n-1")
     assert folder.committed() == []
