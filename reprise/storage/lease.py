@@ -129,14 +129,15 @@ class Lease:
         self.is_over.set()
 
     def _run_thread(self) -> None:
-        call: Callable[[], None] | None = self.beat
-        while call is not None:
-            with contextlib.suppress(OSError):
-                call()
+        while True:
             try:
                 call = self.calls.get(timeout=HEARTBEAT_S)
             except Empty:
                 call = self.beat
+            if call is None:
+                break
+            with contextlib.suppress(OSError):
+                call()
         with contextlib.suppress(OSError):
             self.give_up()
         self.close()
