@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -24,7 +23,6 @@ from reprise.saving import program_end
 from reprise.saving.checkpointer import Checkpointer
 from reprise.saving.policy import Retention, SavePolicy
 from reprise.storage.files import Files
-from reprise.tensors.live import Contents
 
 
 class AsyncSaver:
@@ -91,15 +89,6 @@ class AsyncSaver:
                 self._held = HeldTensors()
                 with call.agreed():
                     self._folder = target_folder(folder)
-                    check_options(
-                        from_rank0,
-                        max_checkpoint_keep,
-                        file_bytes,
-                        staging_bytes,
-                        stall_timeout_s=stall_timeout_s,
-                        commit_timeout_s=commit_timeout_s,
-                    )
-                    self._from_rank0, self._overwrite = tuple(from_rank0), overwrite
                     policy = SavePolicy(
                         self._folder,
                         retention=Retention(max_checkpoint_keep),
@@ -110,6 +99,8 @@ class AsyncSaver:
                         staging_bytes=staging_bytes,
                         stall_timeout_s=stall_timeout_s,
                     )
+                    check_options(policy, from_rank0)
+                    self._from_rank0, self._overwrite = tuple(from_rank0), overwrite
                     checkpointer = Checkpointer(policy, self._channel, nonce=call.nonce, files=files)
                 self._checkpointer = checkpointer
                 checkpointer.start()
@@ -134,15 +125,7 @@ class AsyncSaver:
         Raises:
             TrainerError: A tensor or value cannot be saved. Every rank raises.
         """
-        self._prepare(lambda: tree_of(model, optimizer, state))
-
-    def prepare_state_dict(self, state_dict: dict[str, Any], *, model: nn.Module | None = None) -> None:
-        """Allocate the staging memory for a nested state dict; see `prepare`.
-
-        Raises:
-            TrainerError: A tensor or value cannot be saved. Every rank raises.
-        """
-        self._prepare(lambda: tree_of_dict(state_dict, model=model))
+        self._call(None, lambda: tree_of(model, optimizer, state))
 
     def save(
         self,
@@ -161,7 +144,7 @@ class AsyncSaver:
             TrainerError: The previous save failed, or a tensor or value cannot be saved. Every rank raises.
         """
         rank = self._channel.rank
-        self._save(
+        self._call(
             iteration,
             lambda: tree_of(model, optimizer, state, rank=rank, per_rank=per_rank, rng=rng, files=files),
         )
@@ -181,7 +164,7 @@ class AsyncSaver:
         Raises:
             TrainerError: The previous save failed, or a tensor or value cannot be saved. Every rank raises.
         """
-        self._save(iteration, lambda: tree_of_dict(state_dict, model=model, files=files))
+        self._call(iteration, lambda: tree_of_dict(state_dict, model=model, files=files))
 
     @property
     def is_saving(self) -> bool:
@@ -211,12 +194,10 @@ class AsyncSaver:
         try:
             self._is_closed = True
             self._checkpointer.close()
-        except BaseException:
+            self._held = HeldTensors()
+            self.wait()
+        finally:
             self._abandon()
-            raise
-        program_end.forget(self)
-        self._held = HeldTensors()
-        self.wait()
 
     def __enter__(self) -> AsyncSaver:
         """Return the saver."""
@@ -229,11 +210,8 @@ class AsyncSaver:
         try:
             if error is None or (isinstance(error, SystemExit) and not error.code):
                 self.close()
-                return
-        except BaseException:
+        finally:
             self._abandon()
-            raise
-        self._abandon()
 
     def _abandon(self) -> None:
         """Release the folder, after waiting a short time for a running save."""
@@ -241,42 +219,42 @@ class AsyncSaver:
         program_end.forget(self)
         self._checkpointer.abandon()
 
-    def _save(self, iteration: int, make_tree: MakeTree) -> None:
-        name = f"AsyncSaver.save(iteration={iteration})"
-        with self._joint_call(name, iteration, make_tree) as contents:
-            try:
-                self._checkpointer.save(iteration, contents)
-            finally:  # after the save, since the program may be exiting already
-                program_end.finish_at_end(self, self._checkpointer.job)
-
-    def _prepare(self, make_tree: MakeTree) -> None:
-        with self._joint_call("AsyncSaver.prepare()", None, make_tree) as contents:
-            self._checkpointer.prepare(contents)
-
-    @contextlib.contextmanager
-    def _joint_call(self, name: str, iteration: int | None, make_tree: MakeTree) -> Iterator[Contents]:
-        """Agree on a call's contents. Without an iteration, nothing is saved yet."""
-        attempts, call = self._checkpointer.attempts, None
+    def _call(self, iteration: int | None, make_tree: MakeTree) -> None:
+        """Save a tree once all ranks agree on it. Without an iteration, allocate the memory for it."""
+        name = "AsyncSaver.prepare()" if iteration is None else f"AsyncSaver.save(iteration={iteration})"
+        checkpointer, call = self._checkpointer, None
+        attempts = checkpointer.attempts
 
         def make() -> Tree:
             self._require_open()
             return make_tree()
 
+        def require_vacant() -> None:
+            if iteration is not None and not self._overwrite:
+                check_vacant(self._folder, iteration)
+
         try:
             self._calls += 1
             call = JointCall(self._channel, f"contents/{self._calls}", name, timeout_s=self._timeout_s)
-            yield contents_of(
+            contents = contents_of(
                 call,
                 make,
                 holdings=self._held,
                 iteration=iteration or 0,
                 from_rank0=self._from_rank0,
-                before_decision=lambda: self._require_vacant(iteration),
+                before_decision=require_vacant,
             )
+            if iteration is None:
+                checkpointer.prepare(contents)
+                return
+            try:
+                checkpointer.save(iteration, contents)
+            finally:  # after the save, since the program may be exiting already
+                program_end.finish_at_end(self, checkpointer.job)
         except BaseException as error:
             is_joint = self._channel.world_size > 1 and (call is None or call.is_out_of_step)
             is_alone = is_joint and not isinstance(error, TrainerError)
-            if is_alone and self._checkpointer.attempts == attempts:  # otherwise the aborted attempt tells all ranks
+            if is_alone and checkpointer.attempts == attempts:  # otherwise the aborted attempt tells all ranks
                 self._is_closed = True
                 end_waits(self._channel, error)
             raise
@@ -286,7 +264,3 @@ class AsyncSaver:
         if self._is_closed:
             raise CheckpointError("The saver is closed", where=self._folder, fix="Create a new one.")
         self.wait()
-
-    def _require_vacant(self, iteration: int | None) -> None:
-        if iteration is not None and not self._overwrite:
-            check_vacant(self._folder, iteration)

@@ -106,15 +106,14 @@ def save_now(
         BaseException: See `contents_of`.
     """
     with call.preparing():
-        path = target_folder(folder)
-        check_options(from_rank0, keep, file_bytes)
-        policy = SavePolicy(path, retention=Retention(keep), file_bytes=file_bytes)
+        policy = SavePolicy(target_folder(folder), retention=Retention(keep), file_bytes=file_bytes)
+        check_options(policy, from_rank0)
         checkpointer = Checkpointer(policy, call.channel, nonce=call.nonce)
 
     def take_folder() -> None:
         checkpointer.take_folder()
         if not overwrite:
-            check_vacant(path, iteration)
+            check_vacant(policy.folder, iteration)
 
     with closing(checkpointer), closing(checkpointer):  # twice: an interrupt may end the first
         contents = contents_of(

@@ -8,6 +8,7 @@ from pathlib import Path
 from reprise.errors import CheckpointError, ConfigError
 from reprise.format.layout import MOST_ELEMENTS
 from reprise.ranks.group import check_seconds
+from reprise.saving.policy import SavePolicy
 from reprise.storage.folder import iteration_name, require_vacant
 from reprise.storage.paths import is_url
 
@@ -34,15 +35,10 @@ def check_iteration(iteration: int) -> None:
         raise CheckpointError("The iteration is invalid", expected="an int of 0 or more", found=repr(iteration))
 
 
-def check_options(
-    from_rank0: object, max_checkpoint_keep: object, file_bytes: object, staging_bytes: object = None, **seconds: object
-) -> None:
+def check_options(policy: SavePolicy, from_rank0: object) -> None:
     """Refuse save options with invalid types or values.
 
     A string as `from_rank0`, for instance, would be split into letters.
-
-    Args:
-        seconds: Time limits by name. Each must be a finite number of seconds above 0.
 
     Raises:
         ConfigError: Names the first invalid option.
@@ -50,13 +46,13 @@ def check_options(
     is_list = isinstance(from_rank0, Sequence | Set) and not isinstance(from_rank0, str | bytes)
     are_texts = is_list and all(isinstance(part, str) for part in from_rank0)  # type: ignore[attr-defined]
     require("from_rank0", are_texts, 'texts in a list, such as ["*.running_*"]', from_rank0)
-    is_count = _is_int(max_checkpoint_keep, 0)
-    require("max_checkpoint_keep", is_count, "an int of 0 or more; 0 keeps all", max_checkpoint_keep)
-    require("file_bytes", _is_int(file_bytes, 1), "an int of 1 or more", file_bytes)
+    keep, staging_bytes = policy.retention.max_checkpoint_keep, policy.staging_bytes
+    require("max_checkpoint_keep", _is_int(keep, 0), "an int of 0 or more; 0 keeps all", keep)
+    require("file_bytes", _is_int(policy.file_bytes, 1), "an int of 1 or more", policy.file_bytes)
     is_size = staging_bytes is None or _is_int(staging_bytes, 0)
     require("staging_bytes", is_size, "None, or an int of 0 or more", staging_bytes)
-    for name, limit in seconds.items():
-        check_seconds(name, limit)
+    for name in ("stall_timeout_s", "commit_timeout_s"):
+        check_seconds(name, getattr(policy, name))
 
 
 def require(name: str, is_valid: bool, expected: str, value: object) -> None:

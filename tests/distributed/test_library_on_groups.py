@@ -116,7 +116,6 @@ def save_two_of_three(folder: Path, rank: int) -> None:
     state = {"model": {f"w{rank}": torch.full((5,), float(rank)), "both": torch.arange(4.0)}, "ranks": [1, 2]}
     save_state_dict(folder, state, iteration=1, process_group=group, coordinator_rank=2)
     with AsyncSaver(folder, process_group=group, coordinator_rank=2, max_checkpoint_keep=1) as saver:
-        saver.prepare_state_dict(state)
         saver.save_state_dict(2, state)
     again = {"model": {f"w{3 - rank}": torch.zeros(5), "both": torch.zeros(4)}, "ranks": []}
     load_state_dict(folder, again, process_group=group, coordinator_rank=1)

@@ -85,10 +85,7 @@ class Front:
 
     def prepare(self, training: Training) -> None:
         assert self.saver is not None
-        if self.is_of_model:
-            self.saver.prepare(training.net, training.optimizer)
-        else:
-            self.saver.prepare_state_dict(nested(training))
+        self.saver.prepare(training.net, training.optimizer)
 
     def wait(self) -> None:
         """Wait for the save under way, and raise why it failed."""
