@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import torch.distributed as dist
+from torch import nn
 
-from reprise.api import load_state_dict
+from reprise.api import load
 from reprise.async_saver import AsyncSaver
 
 # The step in `ModelCheckpoint` file names.
@@ -48,7 +50,9 @@ class RepriseIO:
             is_distributed = dist.is_available() and dist.is_initialized()
             group = dist.new_group([0], use_local_synchronization=True) if is_distributed else None
             self._savers[folder] = AsyncSaver(folder, max_checkpoint_keep=self._keep, process_group=group)
-        self._savers[folder].save_state_dict(checkpoint["global_step"], {"lightning": _Value(checkpoint)})
+        # One value: its optimizers have numbered parameters.
+        value = SimpleNamespace(state_dict=lambda: checkpoint, load_state_dict=checkpoint.update)
+        self._savers[folder].save_state_dict(checkpoint["global_step"], {"lightning": value})
 
     def load_checkpoint(
         self, path: str | os.PathLike[str], map_location: Any = None, weights_only: bool | None = None
@@ -63,10 +67,11 @@ class RepriseIO:
         """
         for saver in self._savers.values():
             saver.wait()
-        value, step = _Value({}), _STEP.search(os.path.basename(path))
+        step = _STEP.search(os.path.basename(path))
         folder = os.path.dirname(path) if step else os.fspath(path)
-        load_state_dict(folder, {"lightning": value}, iteration=int(step[1]) if step else None)
-        return value.value
+        loaded = load(folder, nn.Module(), state={}, iteration=int(step[1]) if step else None)
+        value: dict[str, Any] = loaded["lightning"]
+        return value
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Leave removal to `max_checkpoint_keep`, because the next checkpoint may be under way."""
@@ -79,16 +84,3 @@ class RepriseIO:
         """
         while self._savers:
             self._savers.popitem()[1].close()
-
-
-class _Value:
-    """A checkpoint as one value, whose optimizers have numbered parameters."""
-
-    def __init__(self, value: dict[str, Any]) -> None:
-        self.value = value
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.value
-
-    def load_state_dict(self, value: dict[str, Any]) -> None:
-        self.value = value
