@@ -166,7 +166,7 @@ def fill(
     tensors, fillings = local.with_replicas(joint, channel.rank), list[Filling]()
 
     def live(checkpoint: Checkpoint) -> Sequence[LiveTensor]:
-        check_optimizer(checkpoint, tree.optimizers.get(OPTIMIZER[:1]), may_lack=strict is False)
+        check_optimizer(checkpoint, tree.optimizers.get(OPTIMIZER[:1]))
         stored, requested = read_state(checkpoint), joint
         saved = len(stored.members(PER_RANK))
         if tree.may_drop_random_state and saved != channel.world_size:

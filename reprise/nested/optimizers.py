@@ -258,24 +258,15 @@ def _names_of_numbers(
     )
 
 
-def check_optimizer(checkpoint: Checkpoint, optimizer: OptimizerState | None, *, may_lack: bool) -> None:
+def check_optimizer(checkpoint: Checkpoint, optimizer: OptimizerState | None) -> None:
     """Refuse state from another optimizer class, with which the next step would fail or be wrong.
 
-    Args:
-        may_lack: Whether the checkpoint may have no optimizer.
-
     Raises:
-        MismatchError: The checkpoint was saved without an optimizer, or with another optimizer class.
+        MismatchError: The checkpoint was saved with another optimizer class.
     """
-    if optimizer is None or not optimizer.kind:
-        return
-    if not may_lack and not checkpoint.has_optimizer and not checkpoint.state.get("groups"):
-        raise MismatchError(
-            "The checkpoint was saved without an optimizer", where=checkpoint.path, fix="Load the model alone."
-        )
     record = checkpoint.state.get("optimizer", {})
     saved = record.get("name") if isinstance(record, dict) else record
-    if saved not in (None, optimizer.kind):
+    if optimizer is not None and optimizer.kind and saved not in (None, optimizer.kind):
         raise MismatchError(
             "The checkpoint was saved with another optimizer class",
             where=checkpoint.path,
