@@ -259,12 +259,11 @@ class Filling:
         owner, kind = receiver.owner, torch_dtype(spec.dtype)
         like = current if owner is None else owner
         order = None if like is None or is_sharded(like) else self._stored.orders.get(spec.name)
-        on_host = receiver.on_host or like is None or like.is_meta
-        if owner is not None and not order and not on_host:
+        if owner is not None and not order and not owner.is_meta:
             form = in_memory(torch.empty(spec.shape, dtype=kind, device="meta"), dtype)
             if tuple(form.shape) == tuple(getattr(owner, "global_shape", owner.shape)):
                 return torch.zeros_like(owner.detach(), dtype=form.dtype)
-        device = torch.device("cpu") if on_host or like is None else local_of(like).device
+        device = torch.device("cpu") if like is None or like.is_meta else local_of(like).device
         return in_memory(
             torch.empty_permuted(spec.shape, order or [*range(len(spec.shape))], dtype=kind, device=device), dtype
         )

@@ -30,15 +30,13 @@ class Receiver:
         template: Returns the current state, whose sharded tensors are filled in place.
         put: Receives the checkpoint's state.
         is_value: Whether the state is a value in a container, which is no template for tensors.
-        owner: The parameter whose optimizer state this is, which a load creates.
-        on_host: Whether the state is a step counter on the host.
+        owner: The parameter beside which a load creates this optimizer state. None for a step counter on the host.
     """
 
     template: Callable[[], Any]
     put: Callable[[Any], object]
     is_value: bool = False
     owner: nn.Parameter | None = None
-    on_host: bool = False
 
     @property
     def is_open(self) -> bool:
