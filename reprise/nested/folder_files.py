@@ -35,28 +35,24 @@ def folder_files(files: Mapping[str, object] | None) -> dict[str, bytes]:
                 expected="a name without a folder, other than those of the checkpoint's own files",
                 found=repr(name),
             )
-        contents[name] = _content(name, content)
-        if len(contents[name]) > json_file.MAX_BYTES:
+        try:
+            contents[name] = _content(content)
+        except (OSError, TypeError, ValueError) as error:
             raise CheckpointError(
-                "A file for a checkpoint is too large",
+                "The content of a file cannot be read, or written as UTF-8 or JSON",
                 where=f"`files`, {name}",
-                expected=f"<= {json_file.MAX_BYTES} B",
-                found=f"{len(contents[name])} B",
-            )
+                expected=f"bytes, text, a pathlib.Path, or a dict or list for JSON, at most {json_file.MAX_BYTES} B",
+                found=error,
+            ) from error
     return contents
 
 
-def _content(name: str, content: object) -> bytes:
-    try:
-        if isinstance(content, Path):
-            return content.read_bytes()
-        if isinstance(content, (dict, list)):
-            content = json.dumps(content, indent=2, allow_nan=False) + "\n"
-        return content.encode() if isinstance(content, str) else bytes(memoryview(content))  # type: ignore[arg-type]
-    except (OSError, TypeError, ValueError) as error:
-        raise CheckpointError(
-            "The content of a file cannot be read, or written as UTF-8 or JSON",
-            where=f"`files`, {name}",
-            expected="bytes, text, a pathlib.Path, or a dict or list for JSON",
-            found=error,
-        ) from error
+def _content(content: object) -> bytes:
+    if isinstance(content, (dict, list)):
+        content = json.dumps(content, indent=2, allow_nan=False) + "\n"
+    if isinstance(content, str):
+        content = content.encode()
+    data = content.read_bytes() if isinstance(content, Path) else bytes(memoryview(content))  # type: ignore[arg-type]
+    if len(data) > json_file.MAX_BYTES:
+        raise ValueError(f"{len(data)} B")
+    return data
