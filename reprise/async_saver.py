@@ -13,6 +13,7 @@ from torch import nn
 
 from reprise.errors import CheckpointError, TrainerError
 from reprise.format.layout import DEFAULT_FILE_BYTES
+from reprise.nested.agreement import KnownTables
 from reprise.nested.calls import MakeTree, contents_of
 from reprise.nested.held import HeldTensors
 from reprise.nested.save_arguments import check_options, check_vacant, target_folder
@@ -86,7 +87,7 @@ class AsyncSaver:
             ) as call:
                 self._channel, self._timeout_s = call.channel.clone(), timeout_s
                 self._calls, self._is_closed = 0, False
-                self._held = HeldTensors()
+                self._held = HeldTensors(KnownTables())
                 with call.agreed():
                     self._folder = target_folder(folder)
                     policy = SavePolicy(
@@ -194,7 +195,7 @@ class AsyncSaver:
         try:
             self._is_closed = True
             self._checkpointer.close()
-            self._held = HeldTensors()
+            self._held = HeldTensors(KnownTables())
             self.wait()
         finally:
             self._abandon()

@@ -35,7 +35,7 @@ def agree_on_state(
     values: bytes,
     cache: KnownTables,
     *,
-    before_decision: Callable[[], None] = lambda: None,
+    before_decision: Callable[[], None],
 ) -> tuple[JointTable, Section | None]:
     """Return the joint table and the joined values for all ranks. Collective.
 

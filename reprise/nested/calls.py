@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from reprise.loading.restorer import Restorer
 from reprise.nested.agreement import KnownTables, agree_on_state
 from reprise.nested.documents import document, read_state
 from reprise.nested.filling import Filling
-from reprise.nested.held import HeldTensors
+from reprise.nested.held import HeldTensors, local_tensors
 from reprise.nested.loaded import LoadedState, Strictness
 from reprise.nested.optimizers import check_optimizer
 from reprise.nested.save_arguments import (
@@ -30,7 +30,7 @@ from reprise.nested.save_arguments import (
     require_path,
     target_folder,
 )
-from reprise.nested.stored_names import OPTIMIZER, PER_RANK, RNG
+from reprise.nested.stored_names import OPTIMIZER, PER_RANK, RNG, keys_of_pointer, pointer
 from reprise.nested.tree import Tree
 from reprise.ranks.joint_call import JointCall
 from reprise.saving.checkpointer import Checkpointer
@@ -157,26 +157,37 @@ def fill(
         require_path(path)
         source = location(path)
         require("`strict`", type(strict) is bool or strict == "missing", 'True, False or "missing"', strict)
-        tree, local = make_tree(), HeldTensors()
-        table = local.table_of(tree)
-    joint, _ = agree_on_state(call, table, to_bytes({}), local.known)
-    is_missing = partial(look, partial(has_no_checkpoint, source), where=source)
-    if channel.from_first("missing", lambda: missing_ok and is_missing()):
+        tree = make_tree()
+        tensors, aliases = local_tensors(tree)
+        # A load creates all state saved for an optimizer's parameters. An empty key says that an object is passed.
+        states = [(*top, "state", name) for top, each in tree.optimizers.items() for name in each.parameters]
+        objects = [(*keys, "") for keys in (*tree.optimizers, *tree.objects)]
+        requests = [*map(pointer, (*tree.tensors, *tree.receivers, *states, *objects))]
+    offers = call.offer(json.dumps(requests).encode())
+    call.decide("")
+
+    def join() -> list[str] | None:
+        if missing_ok and look(partial(has_no_checkpoint, source), where=source):
+            return None
+        return sorted({name for offer in offers for name in json.loads(offer)})
+
+    names = channel.from_first("requests", join)
+    if names is None:
         return LoadedState({**tree.given, "iteration": 0})
-    tensors, fillings = local.with_replicas(joint, channel.rank), list[Filling]()
+    entries, fillings = {keys_of_pointer(name)[0] for name in names}, list[Filling]()
 
     def live(checkpoint: Checkpoint) -> Sequence[LiveTensor]:
         check_optimizer(checkpoint, tree.optimizers.get(OPTIMIZER[:1]))
-        stored, requested = read_state(checkpoint), joint
+        stored, requested = read_state(checkpoint), entries
         saved = len(stored.members(PER_RANK))
         if tree.may_drop_random_state and saved != channel.world_size:
             tree.declined = (*tree.declined, RNG)
             tree.receivers.pop((PER_RANK, str(channel.rank), RNG), None)
-            requested = replace(joint, entries=joint.entries - {PER_RANK})
+            requested = entries - {PER_RANK}
             if channel.coordinates:
                 ranks = f"saved on {count_of(saved, 'rank')}, loaded on {channel.world_size}"
                 _log.warning(f"random state not loaded from {checkpoint.path}: {ranks}")
-        elif tree.returns and PER_RANK in joint.entries and saved not in (0, channel.world_size):
+        elif tree.returns and PER_RANK in entries and saved not in (0, channel.world_size):
             raise MismatchError(
                 "The checkpoint has random state or other per-rank state for a different number of ranks",
                 where=checkpoint.path,
@@ -184,7 +195,7 @@ def fill(
                 found=f"{count_of(saved, 'rank')}, as in the save",
                 fix='Load on the same number of ranks, or with rng="if_same_ranks" and without per_rank.',
             )
-        fillings.append(Filling(tree, tensors, requested, strict, checkpoint, stored))
+        fillings.append(Filling(tree, tensors, aliases, names, requested, strict, checkpoint, stored))
         return fillings[-1].live()
 
     Restorer(channel, nonce=call.nonce).restore(

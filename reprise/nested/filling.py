@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -23,11 +23,10 @@ from reprise.nested.stored_names import (
     PER_RANK,
     RNG,
     Keys,
-    keys_of,
+    keys_of_pointer,
     pointer,
     stored_name,
 )
-from reprise.nested.table import JointTable
 from reprise.nested.tree import Tree
 from reprise.nested.typed_values import TensorReference, leaves, needs_template, rebuilt, references
 from reprise.tensors.dtypes import torch_dtype
@@ -41,35 +40,40 @@ class Filling:
 
     Args:
         tree: This rank's tree to fill.
-        tensors: This rank's tensors, with the ranks holding the same boxes.
-        joint: The table for all ranks.
+        tensors: This rank's tensors.
+        aliases: Second names in the tree, alias -> name in `tensors`.
+        names: JSON Pointers to all tensors and values requested by any rank.
+        entries: The outermost keys passed by any rank.
         stored: The checkpoint's state.
     """
 
     def __init__(
         self,
         tree: Tree,
-        tensors: Sequence[LiveTensor],
-        joint: JointTable,
+        tensors: Mapping[str, LiveTensor],
+        aliases: Mapping[str, str],
+        names: Iterable[str],
+        entries: Collection[str],
         strict: Strictness,
         checkpoint: Checkpoint,
         stored: StoredState,
     ) -> None:
-        self._tree, self._own, self._joint, self._strict = tree, tensors, joint, strict
+        self._tree, self._own, self._entries, self._strict = tree, tensors, entries, strict
         self._checkpoint, self._stored, self._places = checkpoint, stored, read_places(checkpoint)
-        aliases = checkpoint.manifest.aliases
-        names = {*self._places, *aliases}
+        saved_aliases = checkpoint.manifest.aliases
+        saved = {*self._places, *saved_aliases}
         # By second names, the names in the files: here, tied tensors may have others.
         self._targets = {
-            name: aliases.get(alias, alias)
-            for alias, name in joint.aliases.items()
-            if alias in names and name not in names
-        } | {**aliases}
+            name: saved_aliases.get(alias, alias)
+            for alias, name in aliases.items()
+            if alias in saved and name not in saved
+        } | {**saved_aliases}
+        self._names = frozenset(names)
+        self._requested = {self._target(stored_name(keys_of_pointer(name))[1]) for name in self._names}
         # The names that one side alone has, as keys, in the order in which they are listed.
         self._missing, self._unexpected = dict[str, None](), dict[str, None]()
         # By keys, the new values with tensor references, their templates, and their receivers.
         self._taken = dict[Keys, tuple[Any, Any, Receiver]]()
-        self._requested = set[str]()  # the requested tensors, by their names in the files
         self._tensors = dict[str, torch.Tensor]()  # the tensors in the values, by stored name
         self._new = list[LiveTensor]()  # their parts to fill
         self._copies = [stored.copy_back for stored in tree.tensors.values()]
@@ -85,16 +89,16 @@ class Filling:
         Raises:
             MismatchError: Lists the mismatched names and tensors.
         """
-        joint, places = self._joint, self._places
+        places = self._places
         values = [keys for keys, receiver in self._tree.receivers.items() if not receiver.is_open]
         self._missing = dict.fromkeys(map(pointer, (*self._take_groups(), *values)))
         self._visit((), self._stored.root, is_requested=False)
-        requested = {MODEL, OPTIMIZER[0], PER_RANK, *joint.entries}
+        requested = {MODEL, OPTIMIZER[0], PER_RANK, *self._entries}
         for key, value in self._stored.root.items() if self._tree.returns else ():
             if key not in requested and not needs_template(value):
                 self._take((key,), value, Receiver(dict, partial(self._returned.__setitem__, key)))
         replaced = {stored_name(keys)[1] for keys in self._taken}
-        pairs = [(self._target(each.spec.name), each) for each in self._own if each.spec.name not in replaced]
+        pairs = [(self._target(name), each) for name, each in self._own.items() if name not in replaced]
         self._missing = dict.fromkeys(name for name, _ in pairs if name not in places) | self._missing
         tensors = [replace(each, spec=replace(each.spec, name=name)) for name, each in pairs if name in places]
         saved_dtypes = self._stored.dtypes
@@ -106,18 +110,12 @@ class Filling:
             if name in places and dtypes.get(name) != saved_dtypes.get(name)
         ]
         tensors += self._new
-        self._requested |= {self._target(spec.name) for spec in joint.specs}
-        leftovers = [
-            name
-            for name, place in places.items()
-            if name not in self._requested and keys_of(place.spec.kind, name)[0] in joint.entries
-        ]
-        self._unexpected = dict.fromkeys((*leftovers, *sorted(self._unexpected)))
+        self._unexpected = dict.fromkeys(name for name in self._unexpected if name not in self._requested)
         problems += [f"{name} is missing" for name in self._missing if self._strict]
         problems += [f"{name} is unexpected" for name in self._unexpected if self._strict is True]
         specs = [tensor.spec for tensor in tensors]
         check_tensors(specs, places, where=self._checkpoint.path, is_partial=True, further=problems)
-        return tensors
+        return [replace(tensor, replicas=()) for tensor in tensors]  # a rank verifies all that it reads
 
     def finish(self) -> None:
         """Replace the values, after this rank has filled its tensors. Calling it twice has the same effect.
@@ -153,7 +151,7 @@ class Filling:
         checkpoint = self._checkpoint
         values = {**self._tree.given, **self._returned, "iteration": checkpoint.iteration}
         result = LoadedState(values, self._missing, self._unexpected)
-        log_result(checkpoint.path, result, self._stored, self._tree, self._joint.entries, is_first=is_first)
+        log_result(checkpoint.path, result, self._stored, self._tree, self._entries, is_first=is_first)
         return result
 
     def _target(self, name: str) -> str:
@@ -202,17 +200,15 @@ class Filling:
             return
         where, receiver = pointer(keys), self._tree.receiver(keys, value)
         is_declined = RNG in self._tree.declined and keys[::2] == (PER_RANK, RNG)  # between them is the rank
-        is_requested = is_requested or is_declined or (receiver is None and where in self._joint.values)
+        is_requested = is_requested or is_declined or (receiver is None and where in self._names)
         if receiver is not None and not (receiver.is_value and needs_template(value)):
             self._missing.pop(where, None)
             self._take(keys, value, receiver)
-        elif isinstance(value, TensorReference):
-            self._requested |= {self._target(value.name)} if is_requested else set()
         elif isinstance(value, dict) or (isinstance(value, (list, tuple)) and any(references(value))):
             for key, member in value.items() if isinstance(value, dict) else enumerate(value):
                 self._visit((*keys, str(key)), member, is_requested=is_requested)
-        elif not is_requested and keys[0] in self._joint.entries:
-            self._unexpected[where] = None
+        elif not is_requested and keys[0] in self._entries:
+            self._unexpected[self._target(value.name) if isinstance(value, TensorReference) else where] = None
 
     def _take(self, keys: Keys, value: Any, receiver: Receiver) -> None:
         """Take a value and create its tensors. Sharded tensors in the current value are filled in place."""
@@ -243,8 +239,7 @@ class Filling:
             self._copies.append(form.copy_back)
             if owner is not None:
                 self._tied[target] = form.tensor
-            # Other ranks' copies are not compared.
-            self._new += [replace(part, replicas=(), is_new=is_new) for part in form.parts(spec.kind, target)]
+            self._new += [replace(part, is_new=is_new) for part in form.parts(spec.kind, target)]
         return tensor.detach()
 
     def _new_tensor(

@@ -9,7 +9,7 @@ from dataclasses import replace
 from reprise.errors import CheckpointError
 from reprise.format.layout import TensorKind, refuse_unstorable
 from reprise.nested.agreement import KnownTables
-from reprise.nested.stored_names import MODEL, Keys, pointer, stored_name
+from reprise.nested.stored_names import MODEL, Keys, stored_name
 from reprise.nested.table import JointTable, table_of
 from reprise.nested.tree import Tree
 from reprise.tensors.live import LiveTensor, check_disjoint, identity_of, memory_holder
@@ -25,15 +25,15 @@ class HeldTensors:
         known: The tables from the ranks' last agreement.
     """
 
-    def __init__(self, known: KnownTables | None = None) -> None:
-        self.known = known or KnownTables()
+    def __init__(self, known: KnownTables) -> None:
+        self.known = known
         self._marks: object = None
         self._live: Mapping[str, LiveTensor] = {}
         self._table = b""
         self._joint: JointTable | None = None  # the table `_located` was made for
         self._located: tuple[LiveTensor, ...] = ()
 
-    def table_of(self, tree: Tree, patterns: Sequence[str] = ()) -> bytes:
+    def table_of(self, tree: Tree, patterns: Sequence[str]) -> bytes:
         """Return this rank's table; see `table.table_of` for the arguments.
 
         Raises:
@@ -42,17 +42,7 @@ class HeldTensors:
         marks = (_marks(tree), [*patterns], tree.is_whole)
         if marks != self._marks:
             self._live, aliases = local_tensors(tree)
-            # A load creates all state saved for an optimizer's parameters.
-            states = [(*top, "state", name) for top, each in tree.optimizers.items() for name in each.parameters]
-            requested = [*map(pointer, (*tree.receivers, *states))] if tree.is_load else []
-            self._table = table_of(
-                self._live.values(),
-                aliases=aliases,
-                entries=sorted({keys[0] for keys in (*tree.tensors, *tree.receivers, *tree.optimizers, *tree.objects)}),
-                values=requested,
-                patterns=patterns,
-                is_replicated=tree.is_whole,
-            )
+            self._table = table_of(self._live.values(), aliases=aliases, patterns=patterns, is_replicated=tree.is_whole)
             self._marks, self._joint = marks, None
         return self._table
 

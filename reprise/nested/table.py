@@ -22,8 +22,6 @@ def table_of(
     live: Iterable[LiveTensor],
     *,
     aliases: Mapping[str, str],
-    entries: Sequence[str],
-    values: Sequence[str],
     patterns: Sequence[str],
     is_replicated: bool,
 ) -> bytes:
@@ -31,8 +29,6 @@ def table_of(
 
     Args:
         aliases: Second tensor names, alias -> stored name.
-        entries: The outermost keys.
-        values: JSON Pointers to all other values.
         patterns: Name patterns for tensors with different values on different ranks by design. Only the coordinator's
             count.
         is_replicated: Whether every rank passes all tensors, with rows in model order. Otherwise each rank passes its
@@ -48,7 +44,7 @@ def table_of(
         ]
         for tensor in live
     }
-    return json.dumps([{**rows, **aliases}, entries, values, sorted(patterns), is_replicated]).encode()
+    return json.dumps([{**rows, **aliases}, sorted(patterns), is_replicated]).encode()
 
 
 class Differences:
@@ -90,22 +86,19 @@ class JointTable:
     specs: tuple[TensorSpec, ...]
     holders: Mapping[str, Mapping[Box, tuple[int, ...]]]
     aliases: Mapping[str, str]
-    entries: frozenset[str]
-    values: frozenset[str]
     patterns: tuple[str, ...]
     digest: str
 
     @staticmethod
     def from_text(text: str) -> JointTable:
         """Return the table in a message from `join`."""
-        rows, aliases, entries, values, patterns = json.loads(text)
+        rows, aliases, patterns = json.loads(text)
         holders = {
             name: {Box(tuple(offset), tuple(shape)): tuple(ranks) for offset, shape, ranks in boxes}
             for name, *_, boxes in rows
         }
         specs = tuple(_spec(*row) for *row, _ in rows)
-        names = (frozenset(entries), frozenset(values), tuple(patterns))
-        return JointTable(specs, holders, aliases, *names, digest_of(text.encode()))
+        return JointTable(specs, holders, aliases, tuple(patterns), digest_of(text.encode()))
 
 
 def join(tables: Mapping[int, bytes]) -> str:
@@ -148,8 +141,7 @@ def join(tables: Mapping[int, bytes]) -> str:
         [spec.name, *first[spec.name][1], [[*box, ranks] for box, ranks in sorted(holders[spec.name].items())]]
         for spec in sorted(specs, key=lambda spec: order_of(spec, place_of))
     ]
-    names = [sorted({name for table in by_rank.values() for name in table[place]}) for place in (1, 2)]
-    return json.dumps([rows, aliases, *names, patterns])
+    return json.dumps([rows, aliases, patterns])
 
 
 def refuse(problems: Sequence[str], what: str, fix: str) -> None:

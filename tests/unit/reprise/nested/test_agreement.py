@@ -27,14 +27,16 @@ def table(
     """Return the table of a rank that holds two rows, from `rows` on, of tensors of four."""
     specs = [TensorSpec(TensorKind.MODEL, name, (4, 3), dtype, (4, 3)) for name in names]
     live = [LiveTensor(spec, Box((rows, 0), (2, 3)), torch.empty(0), ()) for spec in specs]
-    return table_of(live, aliases=aliases or {}, entries=["model"], values=(), patterns=(), is_replicated=False)
+    return table_of(live, aliases=aliases or {}, patterns=(), is_replicated=False)
 
 
 def agreed(
     channel: StoreChannel, key: str, mine: bytes, values: object, known: KnownTables
 ) -> tuple[JointTable, object]:
     call = JointCall(channel, key, "save()", timeout_s=60.0)
-    joint, joined = agree_on_state(call, mine, json.dumps({"values": values}).encode(), known)
+    joint, joined = agree_on_state(
+        call, mine, json.dumps({"values": values}).encode(), known, before_decision=lambda: None
+    )
     return joint, joined and joined["values"]
 
 
@@ -72,7 +74,7 @@ def test_a_joint_table_has_every_box_with_its_ranks() -> None:
     joint = JointTable.from_text(join({5: table("b", "a10", "a9", aliases={"x": "b"}), 2: table("b", rows=2)}))
     assert [spec.name for spec in joint.specs] == ["a9", "a10", "b"]
     assert joint.holders["b"] == {Box((0, 0), (2, 3)): (5,), Box((2, 0), (2, 3)): (2,)}
-    assert (joint.aliases, joint.entries) == ({"x": "b"}, {"model"})
+    assert joint.aliases == {"x": "b"}
 
 
 @pytest.mark.parametrize(
@@ -91,7 +93,7 @@ def test_tables_that_contradict_each_other_are_refused(other: bytes, words: list
 
 def test_the_patterns_are_those_of_the_coordinator() -> None:
     by_rank = {
-        rank: table_of([], aliases={}, entries=(), values=(), patterns=patterns, is_replicated=False)
+        rank: table_of([], aliases={}, patterns=patterns, is_replicated=False)
         for rank, patterns in ((1, ["/x"]), (0, []))
     }
     assert JointTable.from_text(join(by_rank)).patterns == ("/x",)
