@@ -86,7 +86,13 @@ def leaves(value: object, keys: Keys = ()) -> Iterator[tuple[Keys, object]]:
     if not isinstance(value, (dict, list, tuple)):
         yield keys, value
         return
-    _require_depth(keys)
+    if len(keys) > _MAX_DEPTH:
+        raise CheckpointError(
+            "A state dict is nested too deeply",
+            where=f"{pointer(keys[:4])}/...",
+            expected=f"at most {_MAX_DEPTH} levels",
+            fix="Look for a dict or list that contains itself.",
+        )
     for key, member in value.items() if isinstance(value, dict) else enumerate(value):
         inner = (*keys, key if isinstance(key, str) else repr(key))
         if isinstance(member, (dict, list, tuple)):
@@ -98,16 +104,6 @@ def leaves(value: object, keys: Keys = ()) -> Iterator[tuple[Keys, object]]:
 def references(value: object) -> Iterator[TensorReference]:
     """Yield the tensor references in a value."""
     return (leaf for _, leaf in leaves(value) if isinstance(leaf, TensorReference))
-
-
-def _require_depth(keys: Keys) -> None:
-    if len(keys) > _MAX_DEPTH:
-        raise CheckpointError(
-            "A state dict is nested too deeply",
-            where=f"{pointer(keys[:4])}/...",
-            expected=f"at most {_MAX_DEPTH} levels",
-            fix="Look for a dict or list that contains itself.",
-        )
 
 
 def encode_number(value: object, keys: Keys) -> Any:
@@ -193,14 +189,12 @@ def encode(value: Any, keys: Keys, tensors: dict[Keys, torch.Tensor] | None = No
     ):
         return value
     if kind in DICTS.values():
-        _require_depth(keys)
         places = {key: (*keys, key if type(key) is str and is_unicode(key) else repr(key)) for key in value}
         members = {key: encode(value[key], place, tensors) for key, place in places.items()}
         if kind is dict and not is_tagged and TAG not in value and has_text_keys(value):
             return members
         return {TAG: kind.__name__, "value": [[encode(key, places[key]), members[key]] for key in value]}
     if kind is list and not is_tagged:
-        _require_depth(keys)
         return [encode(member, (*keys, str(number)), tensors) for number, member in enumerate(value)]
     if isinstance(value, torch.Tensor) and tensors is not None:
         tensors[keys] = value
