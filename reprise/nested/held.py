@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -47,10 +46,9 @@ class HeldTensors:
         return self._table
 
     def with_replicas(self, joint: JointTable, rank: int) -> tuple[LiveTensor, ...]:
-        """Return the tensors with all ranks holding the same boxes, in the joint table's order.
+        """Return the tensors with all ranks saving the same boxes, in the joint table's order.
 
-        For a tensor matching a pattern, only the first rank with each box saves. Return the same tuple if nothing has
-        changed.
+        Return the same tuple if nothing has changed.
         """
         if joint is self._joint:
             return self._located
@@ -58,9 +56,7 @@ class HeldTensors:
         for spec in joint.specs:
             if (tensor := self._live.get(spec.name)) is not None:
                 holders = joint.holders[spec.name][tensor.box]
-                is_first = any(fnmatch.fnmatchcase(spec.name, pattern) for pattern in joint.patterns)
-                replicas, is_copy = (holders[:1], rank != holders[0]) if is_first else (holders, False)
-                tensors.append(replace(tensor, replicas=replicas, is_copy=is_copy))
+                tensors.append(replace(tensor, replicas=holders, is_copy=rank not in holders))
         self._located, self._joint = tuple(tensors), joint
         return self._located
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ def table_of(
     Args:
         aliases: Second tensor names, alias -> stored name.
         patterns: Name patterns for tensors with different values on different ranks by design. Only the coordinator's
-            count.
+            count: the first rank with each box saves it.
         is_replicated: Whether every rank passes all tensors, with rows in model order. Otherwise each rank passes its
             own tensors, and the joint table is sorted by name alone.
     """
@@ -78,27 +79,25 @@ class JointTable:
 
     Args:
         specs: Every tensor, in the order of `order_of`.
-        holders: By stored name, the ranks of each box, ascending.
-        patterns: The coordinator's name patterns.
+        holders: By stored name, the ranks that save each box, ascending.
         digest: The message digest.
     """
 
     specs: tuple[TensorSpec, ...]
     holders: Mapping[str, Mapping[Box, tuple[int, ...]]]
     aliases: Mapping[str, str]
-    patterns: tuple[str, ...]
     digest: str
 
     @staticmethod
     def from_text(text: str) -> JointTable:
         """Return the table in a message from `join`."""
-        rows, aliases, patterns = json.loads(text)
+        rows, aliases = json.loads(text)
         holders = {
             name: {Box(tuple(offset), tuple(shape)): tuple(ranks) for offset, shape, ranks in boxes}
             for name, *_, boxes in rows
         }
         specs = tuple(_spec(*row) for *row, _ in rows)
-        return JointTable(specs, holders, aliases, tuple(patterns), digest_of(text.encode()))
+        return JointTable(specs, holders, aliases, digest_of(text.encode()))
 
 
 def join(tables: Mapping[int, bytes]) -> str:
@@ -137,11 +136,12 @@ def join(tables: Mapping[int, bytes]) -> str:
         places = {name: (place,) for place, name in enumerate(first)}
         place_of = (places | {alias: places[name] for alias, name in aliases.items()}).__getitem__
     specs = [_spec(name, *first[name][1]) for name in holders]
-    rows = [
-        [spec.name, *first[spec.name][1], [[*box, ranks] for box, ranks in sorted(holders[spec.name].items())]]
-        for spec in sorted(specs, key=lambda spec: order_of(spec, place_of))
-    ]
-    return json.dumps([rows, aliases, patterns])
+    rows = []
+    for spec in sorted(specs, key=lambda spec: order_of(spec, place_of)):
+        most = 1 if any(fnmatch.fnmatchcase(spec.name, pattern) for pattern in patterns) else None
+        boxes = [[*box, ranks[:most]] for box, ranks in sorted(holders[spec.name].items())]
+        rows.append([spec.name, *first[spec.name][1], boxes])
+    return json.dumps([rows, aliases])
 
 
 def refuse(problems: Sequence[str], what: str, fix: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -22,12 +23,16 @@ from tests.messages import refused
 
 
 def table(
-    *names: str, rows: int = 0, dtype: StoredDtype = StoredDtype.F32, aliases: dict[str, str] | None = None
+    *names: str,
+    rows: int = 0,
+    dtype: StoredDtype = StoredDtype.F32,
+    aliases: dict[str, str] | None = None,
+    patterns: Sequence[str] = (),
 ) -> bytes:
     """Return the table of a rank that holds two rows, from `rows` on, of tensors of four."""
     specs = [TensorSpec(TensorKind.MODEL, name, (4, 3), dtype, (4, 3)) for name in names]
     live = [LiveTensor(spec, Box((rows, 0), (2, 3)), torch.empty(0), ()) for spec in specs]
-    return table_of(live, aliases=aliases or {}, patterns=(), is_replicated=False)
+    return table_of(live, aliases=aliases or {}, patterns=patterns, is_replicated=False)
 
 
 def agreed(
@@ -92,8 +97,6 @@ def test_tables_that_contradict_each_other_are_refused(other: bytes, words: list
 
 
 def test_the_patterns_are_those_of_the_coordinator() -> None:
-    by_rank = {
-        rank: table_of([], aliases={}, patterns=patterns, is_replicated=False)
-        for rank, patterns in ((1, ["/x"]), (0, []))
-    }
-    assert JointTable.from_text(join(by_rank)).patterns == ("/x",)
+    own, other = table("a", patterns=["a"]), table("a", patterns=["b"])
+    for by_rank, ranks in (({1: own, 0: other}, (0,)), ({0: other, 1: own}, (0, 1))):
+        assert [*JointTable.from_text(join(by_rank)).holders["a"].values()] == [ranks]
