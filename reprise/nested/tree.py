@@ -113,10 +113,11 @@ class Tree:
         Raises:
             CheckpointError: See `add_dict`.
         """
-        single = {"value", "tensor"} if self.is_whole and not isinstance(value, dict) else {"value"}
+        may_have_tensors = self.is_whole and not isinstance(value, dict)
+        is_single = all(_is_value(leaf, may_have_tensors) for _, leaf in leaves(value, keys))
         is_by_leaf = isinstance(value, dict) and has_text_keys(value)
         is_by_leaf = is_by_leaf and (self.is_load or type(value) not in (OrderedDict, Counter))
-        if {_kind(leaf) for _, leaf in leaves(value, keys)} <= single and not (is_by_leaf and value):
+        if is_single and not (is_by_leaf and value):
             if self.is_load and isinstance(place[0], tuple):
                 where = pointer(keys)
                 raise CheckpointError("A value in a tuple cannot be filled in place", where=where, fix="Pass a list.")
@@ -138,9 +139,9 @@ class Tree:
         Args:
             keys: The value's keys in the checkpoint.
         """
-        for top, optimizer in self.optimizers.items():
-            inner = keys[len(top) :]
-            if keys[: len(top)] == top and len(inner) == 3 and (vacancy := optimizer.vacancy(*inner)) is not None:
+        if len(keys) > 2 and keys[:-3] in self.optimizers:
+            vacancy = self.optimizers[keys[:-3]].vacancy(*keys[-3:])
+            if vacancy is not None:
                 return vacancy
         receiver = self.receivers.get(keys)
         if receiver is not None or (isinstance(value, TensorReference) and value.is_implied):
@@ -249,11 +250,11 @@ def _replace(container: Any, key: str | int, value: object) -> None:
         container[key] = value
 
 
-def _kind(leaf: object) -> str:
-    """Return what a leaf is: a value, an object with its own state, or a tensor, of which ranks may have shards."""
+def _is_value(leaf: object, may_be_tensor: bool) -> bool:
+    """Return whether a leaf may be part of a single value: it has no state of its own and is no shard."""
     if isinstance(leaf, torch.Tensor):
-        return "shard" if is_sharded(leaf) else "tensor"
-    return "object" if is_stateful(leaf) else "value"
+        return may_be_tensor and not is_sharded(leaf)
+    return not is_stateful(leaf)
 
 
 def tree_of(
