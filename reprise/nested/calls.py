@@ -27,6 +27,7 @@ from reprise.nested.save_arguments import (
     check_options,
     check_vacant,
     require,
+    require_path,
     target_folder,
 )
 from reprise.nested.stored_names import OPTIMIZER, PER_RANK, RNG, keys_of_pointer, pointer
@@ -153,7 +154,7 @@ def fill(
     """
     channel = call.channel
     with call.preparing(), own_modes():
-        require("The path", isinstance(path, (str, Path)), "a str or a pathlib.Path", path)
+        require_path(path)
         source = location(path)
         require("`strict`", type(strict) is bool or strict == "missing", 'True, False or "missing"', strict)
         tree = make_tree()

@@ -38,7 +38,7 @@ class HeldTensors:
         Raises:
             CheckpointError: See `local_tensors`.
         """
-        marks = (_marks(tree), tree.is_whole)
+        marks = (_marks(tree), [*patterns], tree.is_whole)
         if marks != self._marks:
             self._live, aliases = local_tensors(tree)
             self._table = table_of(self._live.values(), aliases=aliases, patterns=patterns, is_replicated=tree.is_whole)

@@ -17,8 +17,9 @@ def target_folder(folder: str | Path) -> Path:
     """Return the absolute path for a folder to save to.
 
     Raises:
-        ConfigError: `folder` is a URL.
+        ConfigError: `folder` is a URL, or neither a str nor a Path.
     """
+    require_path(folder)
     if is_url(str(folder)):
         raise ConfigError("A checkpoint folder is a URL; only mounted file systems can be written", found=folder)
     return Path(folder).absolute()
@@ -78,3 +79,12 @@ def check_vacant(folder: Path, iteration: int) -> None:
         folder / iteration_name(iteration),
         "Save another iteration, or pass overwrite=True, which keeps the existing folder as `.superseded-k`.",
     )
+
+
+def require_path(path: object) -> None:
+    """Refuse anything but a path, with an error shared with other ranks.
+
+    Raises:
+        ConfigError: `path` is neither a str nor a Path.
+    """
+    require("The path", isinstance(path, (str, Path)), "a str or a pathlib.Path", path)
