@@ -60,19 +60,19 @@ def agree_on_state(
             is_same = {first for first, _ in offers} == {known} != {""}
             is_equal = all(digest == digests[1] for _, (_, digest) in offers)
             before_decision()
-    is_same, is_equal, theirs = json.loads(call.decide(json.dumps([is_same, is_equal, digests])))
+    is_same, is_equal, first_digests = json.loads(call.decide(json.dumps([is_same, is_equal, digests])))
     # The coordinator has its own, and needs no table of the last agreement.
-    own_table = "" if is_same or digests[0] == theirs[0] else table.decode()
-    own_values = "" if digests[1] == theirs[1] else values.decode()
+    own_table = "" if is_same or digests[0] == first_digests[0] else table.decode()
+    own_values = "" if digests[1] == first_digests[1] else values.decode()
     gather = partial(channel.gather, f"{call.key}/documents", json.dumps([own_table, own_values]).encode())
 
     def join_all() -> str:
         nonlocal joined
         by_rank = dict(zip(channel.ranks, map(json.loads, gather()), strict=True))
-        text = "" if is_same else join({rank: own.encode() or table for rank, (own, _) in by_rank.items()})
+        text = "" if is_same else join({rank: part.encode() or table for rank, (part, _) in by_rank.items()})
         if not is_equal:
-            first_ranks = {own: rank for rank, (_, own) in reversed(by_rank.items())}
-            joined = join_sections({rank: json.loads(own or values) for own, rank in first_ranks.items()})
+            first_ranks = {part: rank for rank, (_, part) in reversed(by_rank.items())}
+            joined = join_sections({rank: json.loads(part or values) for part, rank in first_ranks.items()})
         return text
 
     if not is_same or not is_equal:

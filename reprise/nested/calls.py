@@ -159,20 +159,9 @@ def fill(
         require("`strict`", type(strict) is bool or strict == "missing", 'True, False or "missing"', strict)
         tree = make_tree()
         tensors, aliases = local_tensors(tree)
-        # A load creates all state saved for an optimizer's parameters. An empty key says that an object is passed.
-        states = [(*top, "state", name) for top, each in tree.optimizers.items() for name in each.parameters]
-        objects = [(*keys, "") for keys in (*tree.optimizers, *tree.objects)]
-        requests = [*map(pointer, (*tree.tensors, *tree.receivers, *states, *objects))]
-    offers = call.offer(json.dumps(requests).encode())
-    call.decide("")
-
-    def join() -> list[str] | None:
-        if missing_ok and look(partial(has_no_checkpoint, source), where=source):
-            return None
-        return sorted({name for offer in offers for name in json.loads(offer)})
-
-    names = channel.from_first("requests", join)
-    if names is None:
+    names = _join_requests(call, tree)
+    is_missing = partial(look, partial(has_no_checkpoint, source), where=source)
+    if channel.from_first("missing", lambda: missing_ok and is_missing()):
         return LoadedState({**tree.given, "iteration": 0})
     entries, fillings = {keys_of_pointer(name)[0] for name in names}, list[Filling]()
 
@@ -202,3 +191,19 @@ def fill(
         LoadSource(source, iteration), check=lambda _: None, live=live, finish=lambda: fillings[-1].finish()
     )
     return fillings[-1].result(is_first=channel.coordinates)
+
+
+def _join_requests(call: JointCall, tree: Tree) -> list[str]:
+    """Return JSON Pointers to all that any rank requests. Collective.
+
+    A load creates all state saved for an optimizer's parameters. An empty key says that an object is passed.
+    """
+    states = [(*top, "state", name) for top, each in tree.optimizers.items() for name in each.parameters]
+    objects = [(*keys, "") for keys in (*tree.optimizers, *tree.objects)]
+    requests = [*map(pointer, (*tree.tensors, *tree.receivers, *states, *objects))]
+    offers = call.offer(json.dumps(requests).encode())
+    call.decide("")
+    names: list[str] = call.channel.from_first(
+        "requests", lambda: sorted({name for offer in offers for name in json.loads(offer)})
+    )
+    return names

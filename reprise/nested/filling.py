@@ -61,12 +61,12 @@ class Filling:
         self._tree, self._own, self._entries, self._strict = tree, tensors, entries, strict
         self._checkpoint, self._stored, self._places = checkpoint, stored, read_places(checkpoint)
         saved_aliases = checkpoint.manifest.aliases
-        saved = {*self._places, *saved_aliases}
+        file_names = {*self._places, *saved_aliases}
         # By second names, the names in the files: here, tied tensors may have others.
         self._targets = {
             name: saved_aliases.get(alias, alias)
             for alias, name in aliases.items()
-            if alias in saved and name not in saved
+            if alias in file_names and name not in file_names
         } | {**saved_aliases}
         self._names = frozenset(names)
         self._requested = {self._target(stored_name(keys_of_pointer(name))[1]) for name in self._names}
