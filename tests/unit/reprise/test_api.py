@@ -129,7 +129,7 @@ def test_differing_tensors_are_all_listed_and_none_is_filled(tmp_path: Path) -> 
     with refused(MismatchError, f"{tmp_path}/iter_0000001") as caught:
         load(tmp_path, target)
     assert [" ".join(line.split()[:3]) for line in str(caught.value.found).split("; ")] == [
-        "0.bias has shape", "0.weight has shape", "1.weight has dtype", "2.bias is missing", "2.weight is missing",
+        "0.weight has shape", "0.bias has shape", "1.weight has dtype", "2.weight is missing", "2.bias is missing",
         "1.bias is unexpected",
     ]  # fmt: skip
     with refused(MismatchError, "31 more"):
