@@ -10,15 +10,21 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_right
 from collections import defaultdict, deque
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from operator import itemgetter
 
+import torch
+
 from reprise.format.box import Image
-from reprise.format.layout import PAGE_BYTES, Layout, build_layout
+from reprise.format.layout import PAGE_BYTES, Layout, Place, build_layout
 from reprise.format.manifest import Piece
-from reprise.tensors.live import Contents
-from reprise.tensors.memory import Sources
+from reprise.saving.policy import SavePolicy
+from reprise.tensors.dtypes import stored_dtype
+from reprise.tensors.file_aligned import zeros_like_files
+from reprise.tensors.live import Contents, LiveTensor, storages_of
+from reprise.tensors.memory import Memory, Sources
+from reprise.tensors.modes import own_modes
 
 # Files are written in extents about this long, several concurrently.
 EXTENT_BYTES = 128 << 20
@@ -51,13 +57,19 @@ class Chunk:
     strided: Image | None = None
 
 
-def cut(pieces: Sequence[Piece], layout: Layout) -> dict[str, list[list[Chunk]]]:
+def cut(pieces: Sequence[Piece], holdings: Sequence[Holding]) -> dict[str, list[list[Chunk]]]:
     """Cut `pieces` into chunks, by file and in file order, grouped into extents with whole pieces.
 
     Adjacent pieces share chunks. Chunks end at multiples of CHUNK_BYTES in the file, except where an extent or a
     contiguous run ends.
     """
-    starts, chunks, room = [(*_placed(piece, layout), piece) for piece in pieces], dict[str, list[list[Chunk]]](), 0
+    held = {holding.place.spec.name: holding for holding in holdings}
+    starts = list[tuple[str, int, Image | None, Piece]]()  # with the image if rows are not contiguous in the file
+    for piece in pieces:
+        place, image = held[piece.name].place, held[piece.name].image
+        first, _, length = next(image.spans(piece.lo, piece.hi))
+        starts.append((place.file, place.offset + first, image if length < piece.hi - piece.lo else None, piece))
+    chunks, room = dict[str, list[list[Chunk]]](), 0
     for file, start, packed, piece in sorted(starts, key=itemgetter(0, 1)):
         extents = chunks.setdefault(file, [])
         if not extents or room <= 0:
@@ -71,18 +83,10 @@ def cut(pieces: Sequence[Piece], layout: Layout) -> dict[str, list[list[Chunk]]]
                 last.parts.append(part)
                 last.size += hi - lo
             else:
-                offset = layout.places[piece.name].offset if packed else start
+                offset = held[piece.name].place.offset if packed else start
                 extent.append(Chunk(offset, hi - lo, [part], packed))
             start += hi - lo
     return chunks
-
-
-def _placed(piece: Piece, layout: Layout) -> tuple[str, int, Image | None]:
-    """Return a piece's file, its first byte's offset there, and the image of a box whose rows are not contiguous."""
-    place = layout.places[piece.name]
-    packed = place.spec.image(piece.box)
-    first, _, length = next(packed.spans(piece.lo, piece.hi))
-    return place.file, place.offset + first, packed if length < piece.hi - piece.lo else None
 
 
 # A smaller tensor goes whole to a single replica: splitting it would cost more than the imbalance.
@@ -91,33 +95,53 @@ SMALL_BYTES = 64 << 10
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """A box held by a rank: `offset` is the tensor's file offset, `replicas` all ranks with this box."""
+    """A box held by a rank: `place` is the tensor's, `replicas` all ranks with this box."""
 
-    name: str
+    place: Place
     image: Image
-    offset: int
     replicas: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
 class Plan:
-    """What is known about a save before it starts. Later saves reuse it for the same tensors.
+    """A rank's saves of a set of live tensors: which bytes it writes, and the memory with these bytes. Main thread.
 
-    Args:
+    Attributes:
+        live: The tensors to save. Under the policy `dtype` their copies, which `begin` fills.
+        optimizers: The optimizers whose steps may change them during a save.
         chunks: Chunks by file, in extents for concurrent writing. Each rank starts with another file, so ranks do not
             queue for the same file.
+        sources: The memory of the tensors with pieces.
+        staging_bytes: The size of the memory for copies of what training may overtake.
     """
 
-    contents: Contents
-    layout: Layout
-    pieces: list[Piece]
-    chunks: dict[str, list[list[Chunk]]]
-    sources: Sources
+    def __init__(self, contents: Contents, policy: SavePolicy, rank: int) -> None:
+        self._contents, specs, dtype = contents, contents.specs, policy.dtype
+        if dtype is not None:
+            specs = tuple(replace(spec, dtype=stored_dtype(dtype, where=spec.name)) for spec in specs)
+        self.layout = build_layout(specs, file_bytes=policy.file_bytes)
+        self.live = self._originals = [tensor for tensor in contents.live if not tensor.is_copy]
+        if dtype is not None:
+            self.live = _empty_casts(self._originals, self.layout, dtype)
+        is_overtaken = policy.async_save and dtype is None
+        self.optimizers = contents.optimizers if is_overtaken else ()
+        places = [self.layout.places[tensor.spec.name] for tensor in self.live]
+        held = [Holding(p, p.spec.image(t.box), t.replicas) for p, t in zip(places, self.live, strict=True)]
+        self.pieces = pieces_of(held, rank)
+        names = {piece.name for piece in self.pieces}
+        files = deque(cut(self.pieces, held).items())
+        files.rotate(-rank)
+        self.chunks = dict(files)
+        is_steady = policy.copies_at_call or not is_overtaken
+        steady = None if is_steady else storages_of(self.optimizers, contents.constant)
+        self.sources = Sources([tensor for tensor in self.live if tensor.spec.name in names], steady)
+        total_bytes = sum(chunk.size + PAGE_BYTES for chunk in self.order) if is_overtaken else 0
+        limit = policy.staging_bytes
+        self.staging_bytes = total_bytes if limit is None else min(limit, total_bytes)
 
     def suits(self, contents: Contents) -> bool:
         """Return whether `contents` has the very same tensors as this plan."""
-        is_same = self.contents.specs is contents.specs and self.contents.live is contents.live
-        return is_same and self.contents.optimizers == contents.optimizers
+        is_same = self._contents.specs is contents.specs and self._contents.live is contents.live
+        return is_same and self._contents.optimizers == contents.optimizers
 
     @property
     def order(self) -> list[Chunk]:
@@ -129,22 +153,23 @@ class Plan:
         """Return the pieces whose rows are not contiguous in their file."""
         return [*dict.fromkeys(chunk.parts[0].piece for chunk in self.order if chunk.strided)]
 
+    def begin(self) -> dict[str, Memory]:
+        """Return the memory with the tensors' current values, by name. No save may be under way."""
+        if self.live is not self._originals:
+            with torch.no_grad():
+                for source, target in zip(self._originals, self.live, strict=True):
+                    target.local.copy_(source.local)
+        return self.sources.begin()
 
-def make_plan(contents: Contents, *, rank: int, file_bytes: int, steady: Collection[int] | None) -> Plan:
-    """Plan saves for `contents`.
 
-    Args:
-        steady: Addresses of storages that stay unchanged until the snapshot is released. None means all.
-    """
-    layout = build_layout(contents.specs, file_bytes=file_bytes)
-    live = [t for t in contents.live if not t.is_copy]
-    holdings = [Holding(t.spec.name, t.spec.image(t.box), layout.places[t.spec.name].offset, t.replicas) for t in live]
-    pieces = pieces_of(holdings, rank)
-    names = {piece.name for piece in pieces}
-    files = deque(cut(pieces, layout).items())
-    files.rotate(-rank)
-    sources = Sources([t for t in live if t.spec.name in names], steady)
-    return Plan(contents, layout, pieces, dict(files), sources)
+@own_modes()
+def _empty_casts(live: Sequence[LiveTensor], layout: Layout, dtype: torch.dtype) -> list[LiveTensor]:
+    """Return tensors for casts to `dtype`, in host memory laid out as in the files where rows are contiguous there."""
+    empty = [torch.empty(tensor.box.shape, dtype=dtype, device="cpu") for tensor in live]
+    aligned = zeros_like_files(zip(live, empty, strict=True), ("",), layout)
+    return [
+        replace(tensor, local=aligned.get(tensor.spec.name, memory)) for tensor, memory in zip(live, empty, strict=True)
+    ]
 
 
 def pieces_of(holdings: Sequence[Holding], rank: int) -> list[Piece]:
@@ -164,8 +189,8 @@ def pieces_of(holdings: Sequence[Holding], rank: int) -> list[Piece]:
         for holding, start in zip(members, starts, strict=False):
             lo, hi = max(first - start, 0), min(last - start, holding.image.total_bytes)
             if lo < hi:
-                by_name[holding.name] = Piece(holding.name, holding.image.box, lo, hi)
-    return [by_name[holding.name] for holding in holdings if holding.name in by_name]
+                by_name[holding.place.spec.name] = Piece(holding.place.spec.name, holding.image.box, lo, hi)
+    return [by_name[holding.place.spec.name] for holding in holdings if holding.place.spec.name in by_name]
 
 
 def _boundary(members: list[Holding], starts: list[int], *, index: int, count: int) -> int:
@@ -178,6 +203,6 @@ def _boundary(members: list[Holding], starts: list[int], *, index: int, count: i
     if holding.image.total_bytes < SMALL_BYTES:
         return starts[at]
     if holding.image.is_contiguous:
-        in_file = holding.offset + holding.image.start
+        in_file = holding.place.offset + holding.image.start
         return starts[at] + max(0, (in_file + inside) // PAGE_BYTES * PAGE_BYTES - in_file)
     return starts[at] + inside // holding.image.run_bytes * holding.image.run_bytes

@@ -82,7 +82,6 @@ class Contents:
         optimizers: The optimizers that update the live tensors. A background save delays their next step while it reads
             tensors that the step changes. Tensors outside these optimizers are copied.
         constant: Live tensors that do not change during a save and need no copy.
-        is_own: Whether the live tensors are copies that stay unchanged until the save ends.
         syncs: Calls that make durable anything the checkpoint must not precede, such as a log. The renaming rank makes
             them on a background thread, together with the syncs before the rename. They raise only OSError.
         notes: calls after the commit, for a record of it. The ranks that rename make them on a background thread; they
@@ -95,7 +94,6 @@ class Contents:
     documents: Mapping[str, Document] = field(default_factory=dict)
     optimizers: tuple[torch.optim.Optimizer, ...] = ()
     constant: tuple[torch.Tensor, ...] = ()
-    is_own: bool = False
     syncs: tuple[Callable[[], None], ...] = ()
     notes: tuple[Callable[[], None], ...] = ()
 

@@ -38,6 +38,9 @@ class Arena:
     Args:
         total_bytes: The size in bytes. Unused pages take no physical memory until `touch`.
         is_pinned: Whether to pin the memory, so that copies from a CUDA device do not block the host.
+
+    Attributes:
+        is_touched: Whether its pages are populated.
     """
 
     def __init__(self, total_bytes: int, *, is_pinned: bool) -> None:
@@ -50,6 +53,7 @@ class Arena:
             # populated pages. Eight threads populate them in 0.8 s, and other threads launch kernels meanwhile.
             populate(self._memory, threads=min(_POPULATE_THREADS, len(os.sched_getaffinity(0))))
             pin(self._memory)
+        self.is_touched = self._is_pinned or not total_bytes
 
     def take(self, size: int, *, offset: int) -> Bytes | None:
         """Return `size` bytes at an address congruent to a file's `offset` modulo a page; None if the arena is full.
@@ -68,8 +72,9 @@ class Arena:
 
     def touch(self) -> None:
         """Populate the pages, so that the first copy causes no page faults. Their contents stay."""
-        if not self._is_pinned:
+        if not self.is_touched:
             populate(self._memory)
+            self.is_touched = True
 
     def close(self) -> None:
         """Unpin the memory, and free it once no slice is left. The arena must not be used afterwards."""

@@ -156,9 +156,9 @@ def _holdings(simulated: Simulated, layout: Layout, coordinate: Mapping[str, int
             parameter = name if spec.kind is TensorKind.MODEL else name.partition(".")[2]
             if parameter in placed and spec.shape:
                 box, replicas = placed[parameter]
-                yield Holding(name, spec.image(intersect(box, whole(spec.view))), place.offset, replicas)
+                yield Holding(place, spec.image(intersect(box, whole(spec.view))), replicas)
             elif parameter in placed:
-                yield Holding(name, image(whole(()), (), 4), place.offset, simulated.grid.holders({}))
+                yield Holding(place, image(whole(()), (), 4), simulated.grid.holders({}))
 
 
 def _zeros(name: str, box: Box, lo: int, hi: int) -> WrittenPiece:

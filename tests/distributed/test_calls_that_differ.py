@@ -14,7 +14,7 @@ from reprise import AsyncSaver, load, load_state_dict, save, save_state_dict
 from reprise.errors import CheckpointError
 from reprise.nested.filling import Filling
 from reprise.nested.held import HeldTensors
-from reprise.saving.snapshot import Staging
+from reprise.saving.plan import Plan
 from reprise.storage import FolderLock, shared_folder
 from reprise.storage.worker import Worker
 from tests.distributed.programs import Outcome, refused, run_programs
@@ -57,7 +57,7 @@ def raise_after_the_agreement(folder: Path, *, is_failing: bool) -> None:
     """Raise on one rank within a save that all ranks have agreed on; then save again."""
     model = linear()
     with AsyncSaver(folder / "saver") as saver:
-        places = [(Staging, "plan"), (Staging, "begin"), (Worker, "submit")]
+        places = [(Plan, "__init__"), (Plan, "begin"), (Worker, "submit")]
         for number, (owner, name) in enumerate(places):
             original = getattr(owner, name)
             if is_failing:

@@ -324,7 +324,7 @@ def test_ten_saves_leave_no_descriptor_or_hook_and_one_plan(tmp_path: Path, fron
             saver.wait()
             threads, hooks = set(threading.enumerate()) - earlier, training.optimizer._optimizer_step_pre_hooks
             counts.add((len(threads), len(open_files()), len(hooks)))
-            plans.add(id(saver.checkpointer._staging._plan))
+            plans.add(id(saver.checkpointer._plan))
     assert len(counts) == 1
     assert len(plans) == 1 or front == CHECKPOINTER  # which is told of the same tensors by its caller
 
@@ -447,7 +447,7 @@ def test_a_closed_saver_keeps_neither_tensors_nor_copies(tmp_path: Path) -> None
     saver = AsyncSaver(tmp_path)
     for iteration in (1, 2):
         saver.save_state_dict(iteration, state)
-    kept = [weakref.ref(array), weakref.ref(saver._checkpointer._staging.arena._memory.base)]  # type: ignore[arg-type]
+    kept = [weakref.ref(array), weakref.ref(saver._checkpointer._arena._memory.base)]  # type: ignore[arg-type]
     saver.close()
     del array, state
     gc.collect()

@@ -38,7 +38,7 @@ from reprise.saving.snapshot import Snapshot
 from reprise.storage.files import Files
 from reprise.storage.folder import CheckpointFolder
 from reprise.tensors.live import Contents
-from reprise.tensors.memory import Arena, Sources
+from reprise.tensors.memory import Arena
 from tests.profiles import examples
 from tests.turns import Fault, FaultyStore, Task, Turns
 
@@ -343,14 +343,14 @@ class SimulatedJob(SaveJob):
         pieces = [Piece("w", Box((rank.number,), (1,)), 0, 4)]
         if rank.number in attempted.told.odd:
             attempt, pieces = replace(attempt, layout=build_layout([ODD])), []
-        channel = attempted.channel(rank.number)
+        channel, policy = attempted.channel(rank.number), SavePolicy(attempt.folder.root)
         return SimulatedJob(
             attempt=attempt,
             contents=Contents((), (), {}, {STATE: {"format": FORMAT, "iteration": 7}}),
             pieces=pieces,
-            plan=Plan(Contents((), ()), attempt.layout, pieces, {}, Sources([], None)),
+            plan=Plan(Contents((), ()), policy, rank.number),
             plans=KnownPlans(),
-            snapshot=Snapshot({}, [], arena=Arena(0, is_pinned=False), stall_timeout_s=1.0),
+            snapshot=Snapshot({}, [], arena=Arena(0, is_pinned=False), policy=policy),
             replicas=ReplicaDigests(()),
             channel=channel,
             shared=rank.shared,

@@ -183,7 +183,7 @@ def test_without_an_optimizer_everything_is_copied_at_once(tmp_path: Path) -> No
 
 def be_patient(checkpointer: Checkpointer) -> None:
     """Let the next steps wait for a disk that is only slow."""
-    checkpointer._staging._policy = replace(checkpointer._staging._policy, stall_timeout_s=JOIN_S)
+    checkpointer._policy = replace(checkpointer._policy, stall_timeout_s=JOIN_S)
 
 
 def test_the_error_of_a_save_does_not_keep_its_memory(tmp_path: Path) -> None:
@@ -234,19 +234,19 @@ def test_the_arena_stays_while_a_thread_that_hangs_may_use_it(tmp_path: Path) ->
     checkpointer.save(1, Contents(whole.specs[:1], whole.live[:1], {}, whole.documents, whole.optimizers))
     assert files.reached.wait(JOIN_S)
     checkpointer._policy = SavePolicy(tmp_path, async_save=True, commit_timeout_s=0.01)
-    arena = checkpointer._staging.arena
+    arena = checkpointer._arena
     assert 0 < arena.total_bytes < sum(spec.total_bytes for spec in whole.specs)
     for iteration in (2, 3):
         checkpointer.save(iteration, whole)
-        assert checkpointer._staging.arena is arena
+        assert checkpointer._arena is arena
     assert [report.error is None for report in checkpointer.reports()] == [False] * 3
     files.released.set()
     checkpointer.drain(JOIN_S)
-    be_patient(checkpointer)
     checkpointer._policy = SavePolicy(tmp_path, async_save=True)
+    be_patient(checkpointer)
     training.iteration = 4
     checkpointer.save(4, training.contents())
-    assert checkpointer._staging.arena.total_bytes > arena.total_bytes
+    assert checkpointer._arena.total_bytes > arena.total_bytes
     expected = training.values()
     training.step()
     assert_same(loaded(only_report(checkpointer).path), expected)

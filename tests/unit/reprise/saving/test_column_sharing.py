@@ -31,7 +31,7 @@ from reprise.saving import column_sharing as sharing_module
 from reprise.saving import plan as planning
 from reprise.saving.checkpointer import Checkpointer
 from reprise.saving.column_sharing import STRIPES_AT, LocalRanks, SharedMemory, Stripe, Stripes
-from reprise.saving.plan import make_plan
+from reprise.saving.plan import Plan
 from reprise.saving.policy import SavePolicy, SaveReport
 from reprise.storage.files import Files
 from reprise.storage.folder import CheckpointFolder
@@ -299,7 +299,7 @@ def columns_on(sharding: Sharding, rank: int) -> list[Piece]:
     """Return the pieces of a rank that have rows apart."""
     if rank >= sharding.world_size:
         return []
-    return make_plan(contents(sharding, rank, 1), rank=rank, file_bytes=1 << 20, steady=None).columns
+    return Plan(contents(sharding, rank, 1), SavePolicy(Path(), file_bytes=1 << 20), rank).columns
 
 
 def test_memory_is_taken_by_address_only_while_unchanged() -> None:

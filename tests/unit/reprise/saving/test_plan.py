@@ -12,10 +12,14 @@ from hypothesis import strategies as st
 
 from reprise.format.box import Box, image, whole
 from reprise.format.dtype import StoredDtype
-from reprise.format.layout import PAGE_BYTES, TensorKind, TensorSpec, build_layout
+from reprise.format.layout import PAGE_BYTES, Place, TensorKind, TensorSpec, build_layout
 from reprise.format.manifest import Piece
 from reprise.saving.plan import CHUNK_BYTES, SMALL_BYTES, Holding, cut, pieces_of
 from tests.profiles import examples
+
+
+def placed(name: str, shape: tuple[int, ...], offset: int) -> Place:
+    return Place(TensorSpec(TensorKind.MODEL, name, shape, StoredDtype.F32, shape), "model.safetensors", offset)
 
 
 def everybodys(holdings: list[Holding], world_size: int) -> dict[str, list[tuple[int, Piece]]]:
@@ -24,7 +28,7 @@ def everybodys(holdings: list[Holding], world_size: int) -> dict[str, list[tuple
     for rank in range(world_size):
         mine = [holding for holding in holdings if rank in holding.replicas]
         pieces = pieces_of(mine, rank)
-        order = [holding.name for holding in mine]
+        order = [holding.place.spec.name for holding in mine]
         assert [p.name for p in pieces] == [n for n in order if n in {p.name for p in pieces}]
         for piece in pieces:
             found[piece.name].append((rank, piece))
@@ -41,11 +45,11 @@ def test_pieces_of_all_ranks_tile_every_byte_once(data: st.DataObject) -> None:
         shape = data.draw(st.tuples(st.integers(0, 300), st.integers(1, 300)))
         lo, hi = sorted(data.draw(st.tuples(st.integers(0, shape[1]), st.integers(0, shape[1]))))
         box = data.draw(st.sampled_from([whole(shape), Box((0, lo), (shape[0], hi - lo))]))
-        holdings.append(Holding(f"t{number}", image(box, shape, 4), offset, data.draw(groups)))
+        holdings.append(Holding(placed(f"t{number}", shape, offset), image(box, shape, 4), data.draw(groups)))
         offset += shape[0] * shape[1] * 4
     found = everybodys(holdings, world_size)
     for holding in holdings:
-        pieces = found.get(holding.name, [])
+        pieces = found.get(holding.place.spec.name, [])
         spans = sorted((piece.lo, piece.hi) for _, piece in pieces)
         total = holding.image.total_bytes
         assert all(lo < hi for lo, hi in spans)
@@ -57,7 +61,7 @@ def test_pieces_of_all_ranks_tile_every_byte_once(data: st.DataObject) -> None:
         if total < SMALL_BYTES:
             assert len(spans) <= 1
         elif holding.image.is_contiguous:
-            first = holding.offset + next(holding.image.spans(0, 1))[0]
+            first = holding.place.offset + next(holding.image.spans(0, 1))[0]
             assert all((first + cut) % PAGE_BYTES == 0 for cut in inner_cuts)
         else:
             assert all(cut % holding.image.run_bytes == 0 for cut in inner_cuts)
@@ -67,9 +71,10 @@ def test_pieces_of_all_ranks_tile_every_byte_once(data: st.DataObject) -> None:
 def test_replicas_of_a_model_write_equal_shares(world_size: int) -> None:
     shapes: list[tuple[int, ...]] = [(50257, 768), (1024, 768), *48 * [(768, 3072), (768,)], *400 * [(1000,)]]
     images = [image(whole(shape), shape, 4) for shape in shapes]
-    places = itertools.accumulate((packed.total_bytes for packed in images), initial=PAGE_BYTES)
+    offsets = itertools.accumulate((packed.total_bytes for packed in images), initial=PAGE_BYTES)
+    places = [placed(f"t{at}", shape, at) for shape, at in zip(shapes, offsets, strict=False)]
     replicas = tuple(range(world_size))
-    holdings = [Holding(f"t{at}", packed, at, replicas) for packed, at in zip(images, places, strict=False)]
+    holdings = [Holding(place, packed, replicas) for place, packed in zip(places, images, strict=True)]
     written = np.array([sum(piece.hi - piece.lo for piece in pieces_of(holdings, rank)) for rank in replicas])
     assert written.sum() == sum(packed.total_bytes for packed in images)
     assert written.max() / written.mean() <= 1.05
@@ -77,9 +82,11 @@ def test_replicas_of_a_model_write_equal_shares(world_size: int) -> None:
 
 def test_all_but_the_ends_of_a_run_lie_on_pages() -> None:
     shapes = {"bias": (5,), "large": (5_000_001,)}
-    specs = {name: TensorSpec(TensorKind.MODEL, name, shape, StoredDtype.F32, shape) for name, shape in shapes.items()}
+    specs = {name: placed(name, shape, 0).spec for name, shape in shapes.items()}
     pieces = [Piece(name, whole(shapes[name]), 0, specs[name].total_bytes) for name in ("large", "bias")]
-    ((chunks,),) = cut(pieces, build_layout(list(specs.values()))).values()
+    places = build_layout(list(specs.values())).places
+    holdings = [Holding(place, image(whole(place.spec.view), place.spec.view, 4), (0,)) for place in places.values()]
+    ((chunks,),) = cut(pieces, holdings).values()
     assert len(chunks) == 3
     assert all(chunk.size <= CHUNK_BYTES for chunk in chunks)
     assert [part.piece.name for part in chunks[0].parts] == ["bias", "large"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from reprise.format.box import Box
 from reprise.format.manifest import Piece
 from reprise.saving.plan import Chunk, ChunkPart
+from reprise.saving.policy import SavePolicy
 from reprise.saving.snapshot import Snapshot
 from reprise.tensors.memory import Arena, Bytes, map_memory
 from tests.fakes import JOIN_S
@@ -80,7 +82,8 @@ def test_a_step_comes_after_the_copies_from_the_device(staged: int) -> None:
     stream = Stream()
     memory = {name: Memory(stream, number + 1) for number, name in enumerate("abcde")}
     chunks = chunks_of(list(memory))
-    snapshot = Snapshot(memory, chunks, arena=Arena(staged * SIZE, is_pinned=False), stall_timeout_s=JOIN_S)
+    policy = SavePolicy(Path(), stall_timeout_s=JOIN_S)
+    snapshot = Snapshot(memory, chunks, arena=Arena(staged * SIZE, is_pinned=False), policy=policy)
     assert snapshot.copied_bytes == staged * SIZE  # all that fits is on its way before anything waits
     values: dict[str, set[int]] = {}
 
