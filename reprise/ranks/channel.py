@@ -30,7 +30,7 @@ _FAILED = "failed"
 _EXIT_GRACE_S = 5.0
 _BATCH = 256  # messages read per call, which holds the GIL while it copies them
 
-# By store, the connection for its channels: a new one costs milliseconds, and other code waits in the store's own.
+# By store, the connection for its new channels: a new one costs milliseconds, and other code waits in the store's own.
 _connections = weakref.WeakKeyDictionary[Store, Store]()
 
 
@@ -180,6 +180,7 @@ class StoreChannel:
                     parts = [self._store.get(name) for name in _chunks(key, value)]
                     data.append(b"".join(parts) if parts else value[len(_SMALL) :])
             except dist.DistError as error:
+                _connections.pop(self._source, None)
                 silent = batch[0]
                 with contextlib.suppress(dist.DistError):  # the store may be gone
                     silent = next((key for key in batch if not self._store.check([key])), silent)
@@ -358,6 +359,7 @@ class StoreChannel:
         try:
             yield
         except dist.DistError as error:
+            _connections.pop(self._source, None)  # it may be broken: a later call takes a new one
             raise self._lost(key, error) from error
 
     def _lost(self, key: str, error: Exception | None) -> LaunchError:

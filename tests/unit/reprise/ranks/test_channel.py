@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
 
 from reprise.errors import CheckpointError, LaunchError, LockError, MismatchError, TrainerError, UnreadableError
 from reprise.ranks.channel import StoreChannel, single_rank_channel
-from tests.fakes import all_ranks, run_ranks, tcp_store
+from tests.fakes import JOIN_S, all_ranks, run_ranks, tcp_store
 from tests.messages import refused
 
 LARGE = (9 << 20) + 5  # several chunks
@@ -144,6 +145,20 @@ def test_a_message_that_does_not_come_names_its_sender(door: str) -> None:
     options = {} if door == "gather" else {"sender": "rank 1"}
     with pytest.raises(LaunchError, match=r"rank 1\b"):
         getattr(channel, door)(*arguments, **options)
+
+
+@pytest.mark.parametrize("door", ["has", "read"])
+def test_a_broken_connection_serves_no_later_channel(door: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: object) -> None:
+        raise dist.DistNetworkError("Broken pipe")
+
+    store = tcp_store()
+    first, same = (StoreChannel(store, 0, world_size=2, timeout_s=JOIN_S) for _ in range(2))
+    monkeypatch.setattr(first, "_store", SimpleNamespace(check=fail))
+    with pytest.raises(LaunchError, match="Broken pipe"):
+        getattr(first, door)("k")
+    assert first._connection is same._connection
+    assert StoreChannel(store, 0, world_size=2, timeout_s=JOIN_S)._connection is not first._connection
 
 
 def test_delete_waits_for_nothing_and_may_come_twice() -> None:
