@@ -194,6 +194,21 @@ def _exit_after(environment: Environment, seconds: float) -> Iterator[None]:
         timer.cancel()
 
 
+@contextmanager
+def _naming_silent_ranks(channel: StoreChannel) -> Iterator[None]:
+    """Name the ranks that are lost in the block, in which all others fail at about the same time."""
+    try:
+        yield
+    except (dist.DistError, RuntimeError) as error:
+        channel.fail(str(error).splitlines()[0])
+        if silent := channel.silent_ranks(_GRACE_S):
+            raise LaunchError(
+                f"Rank {', '.join(map(str, silent))} did not join: it was killed or is hung",
+                fix="Check that rank's log and host.",
+            ) from error
+        raise
+
+
 def _join(
     environment: Environment, device: torch.device, timeout_s: float, variables: Mapping[str, str]
 ) -> tuple[StoreChannel, str, Launch]:
@@ -212,14 +227,15 @@ def _join(
             launch = identify(variables, server if environment.has_agent_store else None)
         store = PrefixStore(name, server)
         channel = StoreChannel(store, rank, world_size=world_size, timeout_s=timeout_s)
-        dist.init_process_group(
-            dist.get_default_backend_for_device(device),  # gloo for a CPU, nccl for CUDA and ROCm, xccl for XPU
-            store=store,
-            rank=rank,
-            world_size=world_size,
-            timeout=timeout,
-            device_id=None if device.type == CPU else device,
-        )
+        with _naming_silent_ranks(channel):
+            dist.init_process_group(
+                dist.get_default_backend_for_device(device),  # gloo for a CPU, nccl for CUDA and ROCm, xccl for XPU
+                store=store,
+                rank=rank,
+                world_size=world_size,
+                timeout=timeout,
+                device_id=None if device.type == CPU else device,
+            )
     except (dist.DistError, RuntimeError, ValueError) as error:
         raise LaunchError(
             "The ranks did not all join",
