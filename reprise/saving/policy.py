@@ -77,8 +77,8 @@ class SavePolicy:
             step. For programs changing tensors at any time.
         staging_bytes: Largest number of host memory bytes for copying chunks before the next optimizer step overwrites
             them. None allows all bytes the rank writes, plus its columns, which a host's ranks assemble in shared
-            memory. With any limit, columns are written row by row. With less than all bytes, the step waits for the
-            disk. Tensors that may change at any time (buffers, frozen parameters) are copied in addition.
+            memory. With less memory, columns may be written row by row, and the step waits for the disk. Tensors that
+            may change at any time (buffers, frozen parameters) are copied in addition.
         stall_timeout_s: Seconds this step waits for a stalled disk before the save is aborted.
         check_replicas: Compare replicas bit by bit at every n-th save. 0 never compares.
         terms: How messages name the folder.

@@ -181,8 +181,7 @@ class WriteKeys:
         commit_timeout_s: Seconds before a save is aborted.
         async_save: Write in the background. The next optimizer step copies tensors not written by then.
         staging_bytes: Maximum host memory per rank for those copies, in bytes. null allows the bytes written by this
-            rank, twice for tensors split by columns. With less, the step waits for the disk. With any limit, columns
-            are written row by row.
+            rank, twice for tensors split by columns. With less, the step waits for the disk.
         stall_timeout_s: Seconds the step waits for a stalled disk before the save is aborted.
         check_replicas: Saves between bitwise replica comparisons. A difference commits nothing and ends the run. 0
             disables them.

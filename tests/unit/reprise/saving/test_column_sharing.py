@@ -160,7 +160,8 @@ def load(folder: Path, saving: Sharding, sharding: Sharding, channel: StoreChann
 
 
 @pytest.mark.parametrize(
-    ("hosts", "rank_1_bytes", "is_by_row"), [([[0, 1]], None, False), ([], None, True), ([[0, 1]], 1000, True)]
+    ("hosts", "rank_1_bytes", "is_by_row"),
+    [([[0, 1]], None, False), ([], None, True), ([[0, 1]], 1000, True), ([[0, 1]], 10 << 20, False)],
 )
 def test_ranks_with_memory_for_it_write_no_row_by_itself(
     tmp_path: Path, expected: dict[str, bytes], hosts: list[list[int]], rank_1_bytes: int | None, is_by_row: bool
