@@ -7,7 +7,8 @@ import io
 import itertools
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 
@@ -42,11 +43,13 @@ class TextLog:
     Attributes:
         source: The file, for messages.
         notes: Remarks on the file, such as damage. The parser adds its own.
+        quantities: What to read.
     """
 
     text: str
     source: str
     notes: list[str] = field(default_factory=list)
+    quantities: Sequence[str] = QUANTITIES
 
 
 def parse_log(log: TextLog) -> Curve:
@@ -77,7 +80,7 @@ def parse_times(log: TextLog) -> tuple[Meaning, dict[int, float]]:
     Raises:
         DataError: As for `parse_log`, or the log has no times.
     """
-    meaning, points = _parse(log)
+    meaning, points = _parse(replace(log, quantities=(*QUANTITIES, ELAPSED, CLOCK)))
     clocks = sorted((n, point[CLOCK]) for n, point in points.items() if CLOCK in point)
     seconds = {n: point[ELAPSED] / 1000 for n, point in points.items() if ELAPSED in point} or {
         n: (end - begin) / (n - before)
@@ -157,7 +160,7 @@ def _entries_of_lines(log: TextLog) -> tuple[Meaning, Iterator[Entry]]:
 
 
 def _read_lines(log: TextLog, form: LineForm) -> Iterator[Entry]:
-    text, number, seen = log.text, 1, 0
+    text, quantities, number, seen = log.text, log.quantities, 1, 0
     for match in form.pattern.finditer(text):
         start, fields = match.start(), match[2]
         number, seen = number + text.count("\n", seen, start), start
@@ -165,12 +168,14 @@ def _read_lines(log: TextLog, form: LineForm) -> Iterator[Entry]:
         is_torn = match.end() == len(text)
         if is_torn:
             fields = fields[: max(map(fields.rfind, "|, ")) + 1]
-        tokens = {quantity: field.search(fields) for quantity, field in form.fields.items()}
+        tokens = {quantity: form.fields[quantity].search(fields) for quantity in form.fields if quantity in quantities}
         cells = {quantity: token[1].rstrip(",;)") for quantity, token in tokens.items() if token}
         if "loss" in cells:
-            clock = _CLOCK.search(text, text.rfind("\n", 0, start) + 1, start)
-            time = {CLOCK: datetime.fromisoformat(clock[0]).timestamp()} if clock else {}
-            yield where, _record(match[1], cells, form.meaning, where) | time
+            record = _record(match[1], cells, form.meaning, where)
+            if CLOCK in quantities and (clock := _CLOCK.search(text, text.rfind("\n", 0, start) + 1, start)):
+                with suppress(ValueError):  # there is no such day
+                    record[CLOCK] = datetime.fromisoformat(clock[0]).timestamp()
+            yield where, record
         elif is_torn:
             log.notes.append(f"{where} is torn (no newline at its end) and was left out")
 
@@ -195,7 +200,8 @@ def _entries_of_table(log: TextLog) -> tuple[Meaning, Iterator[Entry]] | None:
             found=", ".join(losses),
             fix="Export one run and one loss.",
         )
-    chosen = {name: matches[0] for name, matches in columns.items() if matches}
+    wanted = ("iteration", *log.quantities)
+    chosen = {name: matches[0] for name, matches in columns.items() if matches and name in wanted}
     return meaning, _read_rows(rows, chosen, meaning)
 
 

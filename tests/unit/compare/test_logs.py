@@ -14,7 +14,7 @@ from reprise.errors import DataError
 from tests.messages import refused
 from tests.unit.compare.test_curves import losses_of
 from trainer.compare.curves import Curve, Tolerance, compare, report
-from trainer.compare.logs import TextLog, parse_log
+from trainer.compare.logs import TextLog, parse_log, parse_times
 from trainer.compare.read import read_curve
 from trainer.compare.table import summarize
 
@@ -79,6 +79,9 @@ READ: dict[str, Sequence[Any]] = {
         "Megatron or GPT-NeoX: mean of 10 iterations",
         MEANS,
     ),
+    "times that are none": (
+        megatron(MEANS, before=" [2026-13-45 25:61:61]").replace(": 9.1", ": 9,1"), "Megatron or GPT-NeoX", MEANS,
+    ),
     "GPT-NeoX": (
         megatron(MEANS, label="lm_loss", before=" samples/sec: 12.345 |"), "GPT-NeoX: mean of 10 iterations", MEANS,
     ),
@@ -128,6 +131,11 @@ def test_a_log_is_read_as_its_program_means_it(tmp_path: Path, case: str) -> Non
     comparison = compare(curve, curve, tolerance=Tolerance(1e-5))
     for text in (report(comparison), summarize(comparison, "a")["losses"]):
         assert meaning in text
+
+
+def test_a_day_that_is_none_is_no_time() -> None:
+    log = TextLog(megatron(MEANS, before=" [2026-13-45 25:61:61]"), "a.log")
+    assert set(parse_times(log)[1].values()) == {0.0091}
 
 
 REFUSED: dict[str, tuple[str, str]] = {
