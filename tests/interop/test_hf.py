@@ -288,6 +288,14 @@ def test_an_index_that_names_what_is_not_there_is_refused(tmp_path: Path, tensor
         begin(folder, OURS_GPT2)
 
 
+def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
+    folder = save("gpt2", tmp_path / "shards", shard="20KB")
+    first, second, *_ = sorted(folder.glob("model-*"))
+    save_file({**load_file(first), **load_file(second)}, first)
+    with refused(CheckpointError, "two files"):
+        begin(folder, OURS_GPT2)
+
+
 @pytest.fixture
 def twice(folder: Path, tmp_path: Path) -> Path:
     """Return a folder with another model in a single file beside its shards, as older transformers leave them."""

@@ -63,14 +63,16 @@ def open_folder(path: Path) -> ForeignWeights:
     model, lost = read_folder_model(path)
     index = path / _weights_name(path)
     weight_map = _weight_map(index) if index.suffix == ".json" else {}
-    files = {name: path / file_name for name, file_name in weight_map.items()}
-    contents = {file: mapped(file) for file in sorted({*files.values()} or {index})}
-    files = files or dict.fromkeys(contents[index], index)
-    for name, file in files.items():
-        if name not in contents[file]:
-            expected = f"{name} in {file.name}"
+    tensors, files = dict[str, FileTensor](), dict[str, Path]()
+    for file in sorted({path / name for name in weight_map.values()} or {index}):
+        for name, tensor in mapped(file).items():
+            if name in tensors:
+                raise CheckpointError("A tensor is stored in two files", where=file, found=name)
+            tensors[name], files[name] = FileTensor.of(tensor), file
+    for name, file_name in weight_map.items():
+        if files.get(name) != path / file_name:
+            expected = f"{name} in {file_name}"
             raise CheckpointError("A tensor is not in the file listed in the index", where=index, expected=expected)
-    tensors = {name: FileTensor.of(contents[file][name]) for name, file in files.items()}
     # A model without a head stores its tensors without the prefix that the head adds.
     prefixed = {name.split(".", 1)[1]: name for name in families.stored_tensors(model) if name not in tensors}
     for name in tensors.keys() & prefixed.keys():
