@@ -143,8 +143,7 @@ def test_an_import_states_what_its_source_or_its_user_has(tmp_path: Path, caplog
     state = {**state_of(model, optimizer, flat=False), "iteration": 1, "epoch": 7}
     stated = [override for override in OURS if override.startswith(("model", "train."))]
     bring_in(save_dcp(tmp_path / "saved", state), tmp_path / "run", [*stated, "optimizer.weight_decay=0.2"])
-    assert "not carried: epoch" in caplog.text
-    assert "iteration (1)" not in caplog.text
+    assert "not carried: epoch, param_groups\n" in caplog.text
     saved = json.loads((tmp_path / "run/checkpoints/iter_0000001/trainer_state.json").read_text())
     others = ["optimizer.adam_beta2=0.999", "schedule=constant", "train.seed=5", "train.threads=3", "optimizer.lr=0.5"]
     _, description = describe_alone(compose([*stated, *others, "optimizer.weight_decay=0.3"]))

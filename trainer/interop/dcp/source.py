@@ -78,7 +78,8 @@ def _log_content(folder: DcpFolder, located: LocatedKeys) -> None:
             "torch.distributed.checkpoint.state_dict.get_optimizer_state_dict"
         )
     if keys:
-        _log.info(f"not carried: {few({key.split('.')[0] for key in keys})}")
+        parts = {"param_groups" if ".param_groups." in f".{key}" else key.split(".")[0] for key in keys}
+        _log.info(f"not carried: {few(parts)}")
 
 
 FORMAT = Format(

@@ -190,7 +190,7 @@ def _family(args: Mapping[str, Any], configured: Family | None, *, where: object
     if len(nearest) == 1:
         return nearest[0], []
     matches = " and ".join(family.value for family in nearest) or "no family"
-    return None, [f"{POSITIONS}={shown(positions)}: args match {matches}; set model=NAME"]
+    return None, [f"{POSITIONS}={shown(args.get(POSITIONS))}: args match {matches}; set model=NAME"]
 
 
 def _misfits(args: Mapping[str, Any], table: Mapping[str, tuple[object, ...]]) -> int:
