@@ -1,4 +1,4 @@
-"""Print the validation loss of checkpoints, one JSON line each: `reprise evaluate CHECKPOINT... [KEY=VALUE ...]`.
+"""Print the validation loss of checkpoints, one JSON line each: `reprise evaluate CHECKPOINT... [--set KEY=VALUE ...]`.
 
 Evaluates as the trainer does, with the checkpoint's configuration overridden by the command's keys. With the run's own
 batch, the loss equals the run's logged loss bit for bit. For several ranks, start it with `torchrun --no-python ...`.

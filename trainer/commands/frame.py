@@ -27,7 +27,8 @@ def framed(
 ) -> Main:
     """Return a subcommand's `main`: it parses the arguments, and returns the exit status from `call`.
 
-    The module of `call` gives the subcommand its name, and its docstring is the help's first text.
+    The module of `call` gives the subcommand its name. Its docstring's first paragraph is the help's first text,
+    the others are the last.
 
     Args:
         form: The format of log lines. By default, they follow the command's name.
@@ -35,7 +36,8 @@ def framed(
 
     def main(arguments: Sequence[str]) -> int:
         name = f"reprise {call.__module__.rpartition('.')[2].replace('_', '-')}"
-        parser = ArgumentParser(prog=name, description=sys.modules[call.__module__].__doc__)
+        texts = (sys.modules[call.__module__].__doc__ or "").partition("\n\n")
+        parser = ArgumentParser(prog=name, description=texts[0], epilog=texts[2])
         add_arguments(parser)
         logging.basicConfig(format=form or f"{name}: %(message)s", stream=sys.stderr)
         if isinstance(sys.stdout, io.TextIOWrapper):  # its encoding may lack a text's characters
