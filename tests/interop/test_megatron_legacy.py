@@ -140,3 +140,7 @@ def test_missing_ranks_are_named(tmp_path: Path) -> None:
     shutil.rmtree(path / "mp_rank_01_001")
     with refused(TrainerError, "mp_rank_01_001"):
         opened("megatron", path, OURS)
+    file = path / "mp_rank_00_000/model_optim_rng.pt"
+    replace_file(file, lambda table: setattr(table["args"], "tensor_model_parallel_size", 1 << 62))
+    with pytest.raises(TrainerError, match="mp_rank_06_000"):
+        opened("megatron", path, OURS)

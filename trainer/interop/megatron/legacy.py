@@ -100,7 +100,8 @@ def _ranks(path: Path, options: ImportOptions) -> list[list[_Rank]]:
         max(1, integer(args.get(f"{kind}_model_parallel_size") or 1), *(1 + place[axis] for place in ranks_by_place))
         for axis, kind in enumerate(("tensor", "pipeline"))
     )
-    if lacking := [place for place in itertools.product(range(tp), range(pp)) if place not in ranks_by_place]:
+    needed = ((rank, stage) for rank in range(tp) for stage in range(pp))
+    if lacking := list(itertools.islice((place for place in needed if place not in ranks_by_place), 10)):
         raise CheckpointError(
             "Megatron checkpoint files are missing",
             where=path,
