@@ -17,7 +17,7 @@ _Number = TypeVar("_Number", int, float)
 
 def _number(kind: Callable[[str], _Number], least: int = 0, below: float = math.inf) -> Callable[[str], _Number]:
     """Return an argument type for numbers in a range."""
-    limit = "" if below == math.inf else f" and below {below}"
+    limit = f" and below {below}" if kind is float else ""
 
     def number(text: str) -> _Number:
         if not least <= (value := kind(text)) < below:
