@@ -7,7 +7,7 @@ import json
 import pickle
 import shutil
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -122,6 +122,20 @@ def test_the_first_of_copies_in_buckets_is_taken(
     path = write(tmp_path, state, Way(tp=2, dp=2, rows=264), Form("buckets"))
     assert_carried(opened(path), state)
     assert sum("linear_proj.bias" in line for line in caplog.messages) == 3 * 4  # three kinds of four biases
+
+
+def test_moments_that_are_integers_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_chunks = torch_dist_layout._bucket_chunks
+
+    def rounded(*args: Any) -> Iterator[tuple[str, Any]]:
+        for key, (shape, parts) in write_chunks(*args):
+            is_moment = key.endswith(".exp_avg")
+            yield key, (shape, {at: part.int() if is_moment else part for at, part in parts.items()})
+
+    monkeypatch.setattr(torch_dist_layout, "_bucket_chunks", rounded)
+    path = write(tmp_path, state_of("gpt2"), Way(), Form("buckets"))
+    with pytest.raises(MismatchError, match="int32"):
+        opened(path)
 
 
 # ---- values that are not tensors

@@ -27,14 +27,16 @@ _ALIGNMENT, _MOST_PADDING = 64, 1 << 20  # elements
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """A float32 tensor of one dimension.
+    """A tensor of one dimension.
 
     Args:
         size: The element count.
+        dtype: Its dtype.
         read: Returns a slice.
     """
 
     size: int
+    dtype: torch.dtype
     read: Callable[[slice], torch.Tensor]
 
 

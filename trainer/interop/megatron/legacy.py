@@ -211,4 +211,4 @@ def _buckets(buffer: Table, key: str, where: Path) -> list[Bucket]:
             found=", ".join(map(str, buffer)),
             fix="Import the weights alone with --weights-only.",
         )
-    return [Bucket(len(tensor), tensor.__getitem__) for tensor in tensors]
+    return [Bucket(len(tensor), tensor.dtype, tensor.__getitem__) for tensor in tensors]

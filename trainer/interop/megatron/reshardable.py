@@ -36,7 +36,7 @@ def _bucket(dcp: DcpFolder, key: str) -> Bucket:
     def read(part: slice) -> torch.Tensor:
         return dcp.read_box(key, Box((part.start,), (part.stop - part.start,)))
 
-    return Bucket(dcp.tensors[key].shape[0], read)
+    return Bucket(dcp.tensors[key].shape[0], dcp.tensors[key].dtype, read)
 
 
 def bucket_pieces(
@@ -80,7 +80,7 @@ def bucket_pieces(
 
     def pieces(name: str, ranks: Sequence[Sequence[Bucket]]) -> list[FileTensor]:
         slot, shape = slots[name], parts[name].shape
-        return [FileTensor(shape, torch.float32, partial(slot.take, r, shape)) for r in ranks]
+        return [FileTensor(shape, r[slot.bucket].dtype, partial(slot.take, r, shape)) for r in ranks]
 
     return {kind: {name: pieces(name, ranks) for name in parts} for kind, ranks in buckets.items()}
 
