@@ -200,8 +200,8 @@ def _entries_of_table(log: TextLog) -> tuple[Meaning, Iterator[Entry]] | None:
             found=", ".join(losses),
             fix="Export one run and one loss.",
         )
-    wanted = ("iteration", *log.quantities)
-    chosen = {name: matches[0] for name, matches in columns.items() if matches and name in wanted}
+    kinds = ("iteration", *log.quantities)
+    chosen = {name: matches[0] for name, matches in columns.items() if matches and name in kinds}
     return meaning, _read_rows(rows, chosen, meaning)
 
 
