@@ -65,7 +65,7 @@ def merged(checkpoint: Checkpoint, base: Path, *, averages: bool = False) -> Sta
         oriented = product.T if spec_of(model).fan_in_fan_out else product
         return weight + oriented * scale_of(model)
 
-    tokenizer = {**weights.tokenizer, **adapters.tokenizer}
+    tokenizer = adapters.tokenizer or weights.tokenizer
     return replace(adapters, model=base_of(model), has_optimizer=False, read=read, tokenizer=tokenizer)
 
 
