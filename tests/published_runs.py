@@ -17,31 +17,16 @@ from trainer.publish.tracker import RemoteRun, Tracker, TrackerRow
 # Values whose decimals would not keep their bits, and those that JSON lacks.
 LOSSES = (0.1 + 0.2, 1e-310, 2.0**-1074, math.pi * 1e300, math.nan, math.inf)
 
-# Stands for the package wandb where it is not installed: a file of lines for each remote run, a line for each row.
-_WANDB = """
+# Stands for the package trackio where it is not installed: a file of lines for each remote run, a line for each key.
+_TRACKIO = """
 import json, os, pathlib
 
-class Error(Exception): pass
-
-class Settings:
-    def __init__(self, **_): pass
-
-class Run:
-    url = ""
-
-    def __init__(self, run_id):
-        self._path = pathlib.Path(os.environ["WANDB_DIR"], f"{run_id}.jsonl")
-
-    def define_metric(self, *_, **__): pass
-
-    def log(self, row, step, commit):
-        with self._path.open("a") as file:
-            file.write(json.dumps([step, row]) + chr(10))
-
-    def finish(self): pass
-
-def init(*, id, **_):
-    return Run(id)
+class SQLiteStorage:
+    @staticmethod
+    def bulk_log(project, run, metrics, steps, timestamps, config, log_ids, run_id):
+        with pathlib.Path(os.environ["TRACKIO_DIR"], f"{run_id}.jsonl").open("a") as file:
+            for row in zip(log_ids, steps, metrics, strict=True):
+                file.write(json.dumps(row) + chr(10))
 """
 
 CONFIG = "train:\n  seed: 7\nlogging:\n  log_interval: 1\n"
@@ -52,22 +37,24 @@ def loss_at(iteration: int, *, branch: int = 0) -> float:
     return LOSSES[iteration % len(LOSSES)] if branch == 0 else 1.0 / (iteration + branch)
 
 
-def fake_wandb(folder: Path) -> dict[str, str]:
-    """Write a package that stands for wandb, and return the variables with which a process imports and uses it."""
-    package = folder / "packages/wandb"
+def fake_trackio(folder: Path) -> dict[str, str]:
+    """Write a package that stands for trackio, and return the variables with which a process imports and uses it."""
+    package = folder / "packages/trackio"
     package.mkdir(parents=True)
-    (package / "__init__.py").write_text(_WANDB)
+    (package / "__init__.py").touch()
+    (package / "sqlite_storage.py").write_text(_TRACKIO)
     paths = (str(package.parent), *filter(None, [os.environ.get("PYTHONPATH")]))
-    return {"PYTHONPATH": os.pathsep.join(paths), "WANDB_DIR": str(folder)}
+    return {"PYTHONPATH": os.pathsep.join(paths), "TRACKIO_DIR": str(folder)}
 
 
 def tracked(folder: Path) -> dict[str, dict[int, float]]:
-    """Return the curves that the fake wandb has of its only run."""
+    """Return the curves that the fake trackio has of its only run."""
     (path,) = folder.glob("*.jsonl")
+    rows = {key: row for key, *row in map(json.loads, path.read_text().splitlines())}
     curves: dict[str, dict[int, float]] = {}
-    for row in dict(map(json.loads, path.read_text().splitlines())).values():
-        for name, value in row.items():
-            curves.setdefault(name, {})[row["iteration"]] = value
+    for step, figures in rows.values():
+        for name, value in figures.items():
+            curves.setdefault(name, {})[step] = value
     return curves
 
 

@@ -202,8 +202,10 @@ ONLY_IN = {
     "obstore": "reprise.stores.client",
     "tensorboard": "trainer.compare.events trainer.metrics.event_file",
     "wandb": "trainer.publish.wandb_tracker",
+    "swanlab": "trainer.publish.swanlab_tracker",
     "mlflow": "trainer.publish.mlflow_tracker",
-    "requests": "trainer.publish.mlflow_tracker",
+    "trackio": "trainer.publish.trackio_tracker",
+    "requests": "trainer.publish.mlflow_tracker trainer.publish.swanlab_tracker",
     "yaml": "trainer.compare.read trainer.config.compose trainer.config.megatron_flags",
     "torch.distributed.tensor": """
         reprise.torch_private reprise.tensors.live trainer.interop.dcp.by_rank trainer.parallel

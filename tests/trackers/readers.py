@@ -17,7 +17,7 @@ _FULL, _LAST = 1, 4
 
 
 def log_records(path: Path) -> Iterator[bytes]:
-    """Yield the records of a log in LevelDB's format, as W&B writes behind a header of its own.
+    """Yield the records of a log in LevelDB's format, as W&B and SwanLab write behind a header of their own.
 
     Each part of a record, which may not cross a block, has a checksum (4 bytes), length (2) and kind (1) before it. See
     https://github.com/google/leveldb/blob/main/doc/log_format.md. A torn end is left out.
@@ -71,7 +71,38 @@ def read_mlflow(_: Path, store: Path) -> dict[str, Curves]:
     return runs
 
 
+def read_trackio(_: Path, store: Path) -> dict[str, Curves]:
+    """Read the table of a database."""
+    (path,) = store.glob("reprise*.db")
+    with sqlite3.connect(path) as database:
+        rows = database.execute("select run_id, step, metrics from metrics order by step").fetchall()
+    runs: dict[str, Curves] = {}
+    for run_id, step, text in rows:
+        for name, value in json.loads(text).items():
+            if name != "spike/figure":
+                runs.setdefault(run_id, defaultdict(list))[name].append((step, float(value).hex()))
+    return runs
+
+
+def read_swanlab(folder: Path, _: Path) -> dict[str, Curves]:
+    """Read the records that `swanlab sync` sends: the server drops points up to the last one of a curve."""
+    from swanlab.proto.swanlab.record.v1.record_pb2 import Record
+
+    runs: dict[str, Curves] = {}
+    for run in (folder / "publish/swanlab").iterdir():
+        if run.is_dir():
+            curves = runs.setdefault(run.name, defaultdict(list))
+            for path in sorted(run.glob("run-*/run-*.swanlab")):
+                for data in log_records(path):
+                    scalar = Record.FromString(data).scalar
+                    if scalar.key and scalar.step > max(curves[scalar.key], default=(-1,))[0]:
+                        curves[scalar.key].append((scalar.step, scalar.value.number.hex()))
+    return runs
+
+
 READERS: dict[str, Callable[[Path, Path], dict[str, Curves]]] = {
     "wandb": read_wandb,
     "mlflow": read_mlflow,
+    "trackio": read_trackio,
+    "swanlab": read_swanlab,
 }

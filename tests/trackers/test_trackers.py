@@ -54,7 +54,9 @@ class Processes:
         self.environment = {
             **os.environ,
             "WANDB_MODE": "offline",
+            "SWANLAB_MODE": "local",
             "MLFLOW_TRACKING_URI": f"sqlite:///{store}/mlflow.db",
+            "TRACKIO_DIR": str(store),
             "HOME": str(store),
             "PYTHONPATH": str(ROOT),
         }

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness import TINY, curve, launch, run_ok
-from tests.published_runs import fake_wandb, tracked
+from tests.published_runs import fake_trackio, tracked
 
 BASE = [
     "model=gpt2_tiny",
@@ -18,7 +18,7 @@ BASE = [
     "train.eval_interval=4",
     "train.eval_iters=1",
     "checkpoint.save_interval=4",
-    "logging.publish=wandb",
+    "logging.publish=trackio",
 ]
 # Waits for the lock of the publishers, which end after their runs.
 WAIT = "import fcntl, sys; fcntl.flock(open(sys.argv[1], 'a'), fcntl.LOCK_EX)"
@@ -27,15 +27,15 @@ DEADLINE_S = 300
 
 @pytest.mark.slow
 def test_a_run_that_is_killed_is_published_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in fake_wandb(tmp_path).items():
+    for name, value in fake_trackio(tmp_path).items():
         monkeypatch.setenv(name, value)
     run = tmp_path / "run"
     assert launch(run, BASE, kill_after=6, saved=4).statuses == (-9,)
     assert launch(run, BASE, kill_after=10, saved=8).statuses == (-9,)
     run_ok(run, BASE)
-    lock = run / "publish/wandb/lock"
+    lock = run / "publish/trackio/lock"
     subprocess.run([sys.executable, "-c", WAIT, str(lock)], timeout=DEADLINE_S, check=True)
-    command = [sys.executable, "-m", "reprise", "publish", str(run), "--to", "wandb"]
+    command = [sys.executable, "-m", "reprise", "publish", str(run), "--to", "trackio"]
     subprocess.run(command, timeout=DEADLINE_S, check=True)
     curves = tracked(tmp_path)
     assert [(step, loss.hex()) for step, loss in curves["train/loss"].items()] == [

@@ -21,7 +21,7 @@ COMMANDS = {
     "follow": "evaluate, or run a command on, each checkpoint of a run, while it trains",
     "generate": "continue a text with a trained model",
     "prepare-data": "make token files from texts",
-    "publish": "send a run's metrics to W&B or MLflow",
+    "publish": "send a run's metrics to W&B, SwanLab, MLflow or trackio",
     "report": "write a report on runs: curves, timeline, goodput, settings",
     "compare-loss": "compare the loss curves of runs",
     "compare-steps": "find the first tensor that differs between two runs",

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 # Trackers for `reprise publish`, by name: each value is the path of a `Tracker` class.
 TRACKERS = {
-    "wandb": "trainer.publish.wandb_tracker.WandbTracker",
-    "mlflow": "trainer.publish.mlflow_tracker.MlflowTracker",
+    name: f"trainer.publish.{name}_tracker.{name.capitalize()}Tracker"
+    for name in ("wandb", "swanlab", "mlflow", "trackio")
 }
 
 
@@ -19,8 +19,8 @@ class LoggingSection:
     Args:
         log_interval: Iterations between log lines.
         tensorboard: Write TensorBoard files into the run's folder.
-        publish: Tracker to which a process beside the run sends metrics (docs/trackers.md): `wandb` or
-            `mlflow`.
+        publish: Tracker to which a process beside the run sends metrics (docs/trackers.md): `wandb`, `swanlab`,
+            `mlflow` or `trackio`.
     """
 
     log_interval: int = 1

@@ -97,6 +97,6 @@ def test_a_publication_says_where(run: LoggedRun, monkeypatch: pytest.MonkeyPatc
     tracker = MemoryTracker()
     tracker.place = "memory"
     monkeypatch.setattr("trainer.commands.publish.load_tracker", lambda _: tracker)
-    assert main([str(run.folder), "--to", "wandb"]) == 0
+    assert main([str(run.folder), "--to", "trackio"]) == 0
     assert capsys.readouterr().out == "the remote run is a1b2c3 in memory\n"
     assert len(tracker.losses("a1b2c3")) == 3

@@ -9,7 +9,7 @@ import pytest
 
 from tests.fakes import iteration_record
 from tests.messages import says
-from tests.published_runs import fake_wandb, tracked
+from tests.published_runs import fake_trackio, tracked
 from trainer.config.logging import LoggingSection, logging_problems
 from trainer.metrics.publish_sink import PublishSink
 from trainer.metrics.run_log import RunLog
@@ -21,13 +21,13 @@ DEADLINE_S = 100
 def store(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return the tracker's folder."""
     folder = tmp_path_factory.mktemp("store")
-    for name, value in fake_wandb(folder).items():
+    for name, value in fake_trackio(folder).items():
         monkeypatch.setenv(name, value)
     return folder
 
 
 def start(folder: Path) -> PublishSink:
-    sink = PublishSink("wandb")
+    sink = PublishSink("trackio")
     sink.start(folder, 0)
     return sink
 
@@ -42,7 +42,7 @@ def test_it_sends_the_log_and_ends_after_the_run(tmp_path: Path, store: Path) ->
     process = sink._process
     sink.close()
     assert process is not None
-    assert process.wait(DEADLINE_S) == 0, (tmp_path / "publish/wandb/publish.log").read_text()
+    assert process.wait(DEADLINE_S) == 0, (tmp_path / "publish/trackio/publish.log").read_text()
     assert list(tracked(store)["train/loss"]) == list(range(1, 10))
 
 
