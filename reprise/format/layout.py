@@ -227,7 +227,8 @@ def _parse_entry(name: str, entry: Any, kind: TensorKind, *, where: str) -> tupl
         dtype, shape = StoredDtype[entry["dtype"]], tuple(map(integer, entry["shape"]))
         start, end = map(integer, entry["data_offsets"])
     except (LookupError, TypeError, ValueError) as error:
-        raise _malformed(where, "a dtype, a shape and two data_offsets", error) from error
+        expected = f"a dtype of {', '.join(StoredDtype.__members__)}, a shape and two data_offsets of natural numbers"
+        raise _malformed(where, expected, entry) from error
     spec = TensorSpec(kind, name, shape, dtype, shape)
     if not is_shape(shape) or end - start != spec.total_bytes:
         expected = f"at most {MOST_DIMENSIONS} dimensions and 2^63 - 1 elements, and their bytes between data_offsets"
