@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+import operator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 from reprise.errors import CheckpointError, MismatchError
-from reprise.format.box import Box
+from reprise.format.box import Box, intersect, relative, whole
 from reprise.format.layout import TensorKind, TensorSpec
 from reprise.tensors.dtypes import STORED_DTYPES, stored_dtype
 from reprise.tensors.live import (
@@ -67,61 +68,86 @@ def resolve(
 
     Args:
         where: Returns the tensor's place, for errors.
-        parameter: The parameter whose optimizer state this is. State with its local shape has its shard.
+        parameter: The parameter whose optimizer state this is. State with its local shape has its shards.
 
     Raises:
-        CheckpointError: Names a tensor that is not plain memory, or whose description as a shard contradicts itself.
+        CheckpointError: Names a tensor that is not plain memory, one whose description contradicts itself, or one
+            whose shards on this rank are not a box together.
     """
     local = memory_holder(tensor)
     if is_a(local, "AsyncCollectiveTensor"):
         local = local.trigger_wait()  # type: ignore[attr-defined]
         tensor = with_memory(tensor, local)
     require_plain(where, local)
-    source, shape, offset = local.detach(), tuple(tensor.shape), None
+    source, shape, box = local.detach(), tuple(tensor.shape), None
+    pairs = [(whole(tuple(source.shape)), source)]
     described = local if is_described(local) else parameter
     if is_described(described) and described.shape == local.shape:
-        if (shard := _shard_of(described, where)) is None:
+        shape, shards = _shards_of(described, where)
+        if not shards:
             return None
-        shape, offset, part = shard
-        source = tensor = source[part.slices]
+        box = _box_of([shard for shard, _ in shards], where)
+        pairs = [(relative(shard, box), source[part.slices]) for shard, part in shards]
+        source = tensor = pairs[0][1]
     local = source
-    if local.is_neg() or local.is_conj() or _repeated(local):
-        local = torch.empty(source.shape, dtype=source.dtype, device=source.device).copy_(source)
+    if len(pairs) > 1 or local.is_neg() or local.is_conj() or _repeated(local):
+        local = torch.empty(source.shape if box is None else box.shape, dtype=source.dtype, device=source.device)
+        for part, memory in pairs:
+            local[part.slices] = memory
     require_disjoint_elements(where, local)
     stored = _stored(local)
     dtype = None if stored.dtype == source.dtype else str(source.dtype).removeprefix("torch.")
-    copy_back = None if local is source else partial(_copy_back, local, source, where())
+    copy_back = None if local is source else partial(_copy_back, local, pairs, where())
     further = stored.shape[source.ndim :]
-    box = None if offset is None else Box((*offset, *(0 for _ in further)), tuple(stored.shape))
+    box = box and Box((*box.offset, *(0 for _ in further)), tuple(stored.shape))
     # A detached tensor's version, too, is the given tensor's.
     storable = tensor.detach() if stored is source else with_memory(tensor, stored)
     return StorableTensor(storable, dtype, (*shape, *further), box, copy_back)
 
 
-def _shard_of(place: torch.Tensor, where: Callable[[], str]) -> tuple[tuple[int, ...], tuple[int, ...], Box] | None:
-    """Return a global tensor's shape, a local tensor's offset in it, and its box in the local one; None without any.
+def _shards_of(place: torch.Tensor, where: Callable[[], str]) -> tuple[tuple[int, ...], list[tuple[Box, Box]]]:
+    """Return a global tensor's shape, and each shard's box there and in the local tensor.
 
     Args:
         place: A tensor that describes them, such as the local tensor itself.
         where: Returns the tensor's place, for errors.
 
     Raises:
-        CheckpointError: The description contradicts itself, or has several shards.
+        CheckpointError: The description contradicts itself.
     """
     shape, *lists = (getattr(place, name) for name in GLOBAL_PLACE)
-    if not any(lists):
-        return None
     counts, dims = [len(each) for each in lists], {len(each) for each in (shape, *itertools.chain(*lists))}
-    if counts != [1, 1, 1] or dims != {place.ndim}:
+    if len(set(counts)) > 1 or dims != {place.ndim}:
         raise CheckpointError(
-            "A tensor's description as a shard of a global tensor does not fit",
+            "A tensor's description as shards of a global tensor contradicts itself",
             where=where(),
-            expected=f"one offset there, one offset here and one size, in {place.ndim} dimensions",
+            expected=f"an offset there, an offset here and a size for each shard, in {place.ndim} dimensions",
             found=f"{counts} of them, in {sorted(dims)}",
-            fix=f"Correct its {', '.join(GLOBAL_PLACE[1:])}, or pass its shards as separate tensors.",
+            fix=f"Correct its {', '.join(GLOBAL_PLACE[1:])}.",
         )
-    (offset,), (start,), (size,) = lists
-    return tuple(shape), tuple(offset), Box(tuple(start), tuple(size))
+    rows = [map(tuple, row) for row in zip(*lists, strict=True)]
+    return tuple(shape), [(Box(offset, size), Box(start, size)) for offset, start, size in rows]
+
+
+def _box_of(boxes: Sequence[Box], where: Callable[[], str]) -> Box:
+    """Return the box that disjoint boxes fill.
+
+    Raises:
+        CheckpointError: They leave gaps or overlap.
+    """
+    start = tuple(map(min, zip(*(box.offset for box in boxes), strict=True)))
+    end = map(max, zip(*(box.end for box in boxes), strict=True))
+    union = Box(start, tuple(map(operator.sub, end, start)))
+    if union.numel != sum(box.numel for box in boxes) or any(
+        intersect(a, b).numel for a, b in itertools.combinations(boxes, 2)
+    ):
+        raise CheckpointError(
+            "A tensor's shards on this rank do not form a box",
+            where=where(),
+            found=", ".join(map(str, boxes)),
+            fix="Pass them as separate tensors.",
+        )
+    return union
 
 
 def in_memory(stored: torch.Tensor, dtype: str | None) -> torch.Tensor:
@@ -149,17 +175,18 @@ def _stored(local: torch.Tensor) -> torch.Tensor:
     return local
 
 
-def _copy_back(source: torch.Tensor, target: torch.Tensor, where: str) -> None:
-    first = source
-    for dim in _repeated(target):
-        first, target = first.narrow(dim, 0, 1), target.narrow(dim, 0, 1)
-    if first is not source and not bytes_of(first.expand_as(source)).equal(bytes_of(source)):
-        raise MismatchError(
-            "The elements of an expanded tensor share memory, and a checkpoint has different ones for them",
-            where=where,
-            fix="Pass a tensor with memory for each element, such as tensor.clone().",
-        )
-    overwrite(target, first)
+def _copy_back(packed: torch.Tensor, pairs: Sequence[tuple[Box, torch.Tensor]], where: str) -> None:
+    for part, target in pairs:
+        source = first = packed[part.slices]
+        for dim in _repeated(target):
+            first, target = first.narrow(dim, 0, 1), target.narrow(dim, 0, 1)
+        if first is not source and not bytes_of(first.expand_as(source)).equal(bytes_of(source)):
+            raise MismatchError(
+                "The elements of an expanded tensor share memory, and a checkpoint has different ones for them",
+                where=where,
+                fix="Pass a tensor with memory for each element, such as tensor.clone().",
+            )
+        overwrite(target, first)
 
 
 def _repeated(local: torch.Tensor) -> list[int]:

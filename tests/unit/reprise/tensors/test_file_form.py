@@ -142,16 +142,27 @@ def placed(local: torch.Tensor, offsets: list[tuple[int, ...]], *parts: Box) -> 
     return local
 
 
-def test_a_tensor_that_describes_its_shard_is_carried(tmp_path: Path) -> None:
-    part, numbers = Box((1, 2), (4, 6)), torch.arange(24.0).reshape(4, 6)
+@pytest.mark.parametrize(
+    ("offsets", "parts"),
+    [
+        ([(0, 0)], [Box((1, 2), (4, 6))]),
+        ([(2, 0), (0, 0)], [Box((0, 0), (2, 6)), Box((3, 1), (2, 6))]),
+    ],
+    ids=["padded", "two_parts"],
+)
+def test_a_tensor_that_describes_its_shards_is_carried(
+    tmp_path: Path, offsets: list[tuple[int, int]], parts: list[Box]
+) -> None:
+    numbers = torch.arange(24.0).reshape(4, 6)
     for whole in (numbers, torch.complex(numbers, -numbers)):
         local, again = torch.full((5, 8), -1.0, dtype=whole.dtype), torch.full((5, 8), -1.0, dtype=whole.dtype)
-        local[part.slices] = whole
-        path = save_state_dict(tmp_path / str(whole.dtype), {"x": placed(local, [(0, 0)], part)}, iteration=1)
+        for offset, part in zip(offsets, parts, strict=True):
+            local[part.slices] = whole[Box(offset, part.shape).slices]
+        path = save_state_dict(tmp_path / str(whole.dtype), {"x": placed(local, offsets, *parts)}, iteration=1)
         plain = {"x": torch.zeros_like(whole)}
         load_state_dict(path, plain)
         assert torch.equal(plain["x"], whole)
-        load_state_dict(path, {"x": placed(again, [(0, 0)], part)})
+        load_state_dict(path, {"x": placed(again, offsets, *parts)})
         assert torch.equal(again, local)
 
 
@@ -184,9 +195,10 @@ def test_an_object_keeps_the_shards_that_it_describes(tmp_path: Path) -> None:
     assert torch.equal(again.tensor[part.slices], local[part.slices])
 
 
-def test_torch_carries_the_same_shard(tmp_path: Path) -> None:
+def test_torch_carries_the_same_shards(tmp_path: Path) -> None:
     protocol = pytest.importorskip("torch.distributed.checkpoint.protocol", reason="new in torch 2.14")
-    whole, local = torch.rand(4, 6), placed(torch.zeros(5, 8), [(0, 0)], Box((1, 2), (4, 6)))
+    whole, parts = torch.rand(4, 6), [Box((0, 0), (2, 6)), Box((3, 1), (2, 6))]
+    local = placed(torch.zeros(5, 8), [(2, 0), (0, 0)], *parts)
     assert isinstance(local, protocol.CheckpointableTensor)
     load_state_dict(save_state_dict(tmp_path / "ours", {"x": whole}, iteration=1), {"x": local})
     dcp.save({"x": local}, checkpoint_id=tmp_path / "torch", no_dist=True)
@@ -195,18 +207,15 @@ def test_torch_carries_the_same_shard(tmp_path: Path) -> None:
     assert torch.equal(plain["x"], whole)
 
 
-@pytest.mark.parametrize(
-    ("offsets", "parts"),
-    [
-        ([(0, 0), (2, 0)], [Box((0, 0), (4, 6))]),
-        ([(0, 0, 0)], [Box((0, 0), (4, 6))]),
-        ([(0, 0), (2, 0)], [Box((0, 0), (2, 6)), Box((2, 0), (2, 6))]),
-    ],
-    ids=["shards", "dimensions", "several"],
-)
-def test_a_description_that_does_not_fit_is_refused(
-    tmp_path: Path, offsets: list[tuple[int, ...]], parts: list[Box]
-) -> None:
-    local = placed(torch.zeros(4, 6), offsets, *parts)
+@pytest.mark.parametrize("offsets", [[(0, 0), (2, 0)], [(0, 0, 0)]], ids=["shards", "dimensions"])
+def test_a_description_that_contradicts_itself_is_refused(tmp_path: Path, offsets: list[tuple[int, ...]]) -> None:
+    local = placed(torch.zeros(4, 6), offsets, Box((0, 0), (4, 6)))
     with refused(CheckpointError, "(/x)", "global_offsets"):
+        save_state_dict(tmp_path, {"x": local}, iteration=1)
+
+
+@pytest.mark.parametrize("second", [(0, 3), (3, 0)], ids=["overlap", "gap"])
+def test_shards_that_are_not_a_box_are_refused(tmp_path: Path, second: tuple[int, int]) -> None:
+    local = placed(torch.zeros(4, 6), [(0, 0), second], Box((0, 0), (2, 4)), Box((2, 0), (1, 2)))
+    with refused(CheckpointError, "(/x)"):
         save_state_dict(tmp_path, {"x": local}, iteration=1)
