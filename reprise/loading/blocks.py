@@ -37,7 +37,7 @@ class PieceBlock:
     def __str__(self) -> str:
         ranges = ", ".join(f"{part.start}:{part.stop}" for part in self.packed.box.slices)
         part = f" of elements [{ranges}]" if self.packed.total_bytes < self.place.spec.total_bytes else ""
-        return f"tensor {self.place.spec.name}, bytes [{self.lo}, {self.hi}){part}"
+        return f"{self.place.file}, tensor {self.place.spec.name}, bytes [{self.lo}, {self.hi}){part}"
 
     def read(self, file: OpenFile, into: Bytes) -> None:
         """Fill an array with the bytes, and compare them with their digest.
@@ -53,7 +53,7 @@ class PieceBlock:
         if (actual := digest.hexdigest()) != self.digest:
             raise CheckpointError(
                 "A tensor is damaged",
-                where=f"{file.path}, {self}",
+                where=f"{file.path.parent}/{self}",
                 expected=f"digest {self.digest}",
                 found=actual,
                 fix="Load another iteration; this one cannot be trusted.",

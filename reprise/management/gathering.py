@@ -190,7 +190,7 @@ def _copy(
         blocks = list(writer.damage)
         if not blocks:
             return damage
-        damage += [f"{holder.path / block.place.file}, {block}" for block in blocks]
+        damage += [str(holder.path / str(block)) for block in blocks]
     raise CheckpointError(
         "A part of a tensor is damaged in every folder that holds it",
         where=writer.damage[0],

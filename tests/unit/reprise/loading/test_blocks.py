@@ -27,7 +27,7 @@ from reprise.stores.files import StoreFiles
 )
 def test_a_block_in_a_part_has_its_elements(box: Box, name: str) -> None:
     spec = TensorSpec(TensorKind.MODEL, "w", (4, 6), StoredDtype.F32, (4, 6))
-    assert str(PieceBlock(Place(spec, "a", 0), 0, spec.image(box), 0, 8, "")) == f"tensor w, {name}"
+    assert str(PieceBlock(Place(spec, "a", 0), 0, spec.image(box), 0, 8, "")) == f"a, tensor w, {name}"
 
 
 @pytest.mark.parametrize(("files", "count"), [(FILE_SYSTEM, 8), (StoreFiles(), 1), (with_retries(StoreFiles()), 1)])
