@@ -14,7 +14,7 @@ from reprise.format.layout import TensorKind
 from reprise.loading.block_reader import Progress
 from reprise.loading.choose import Chooser, LoadSource, LocalFolders
 from reprise.loading.loader import fill, touched_pieces, verify_blocks
-from reprise.loading.reader import Checkpoint
+from reprise.loading.reader import Checkpoint, open_checkpoint
 from reprise.loading.same_checkpoint import open_same
 from reprise.ranks.channel import StoreChannel
 from reprise.ranks.error_message import as_problem
@@ -112,7 +112,7 @@ class Restorer:
         prepare: Callable[[Checkpoint], T],
     ) -> tuple[Checkpoint, str, T]:
         """Return the first candidate prepared by every rank, its bytes' origin, and the result of `prepare`."""
-        chooser = Chooser(source, files, check)
+        chooser, coordinator = Chooser(source, files, check), self._channel.coordinator
         damage: TrainerError | None = None
 
         def pick() -> tuple[str, str]:
@@ -129,8 +129,10 @@ class Restorer:
                     path = local.folder.root / name
                     digest, loaded_from = local.complete(path, check, lambda found: touched_pieces(found, live(found)))
                 try:
-                    # Rank 0 has it open. Another rank opens it once it is visible there.
-                    checkpoint = chooser.checkpoint or open_same(path, digest, files, reader=self._channel.coordinator)
+                    if local is not None:  # `complete` found the same on every host: a problem now is damage
+                        checkpoint = open_checkpoint(path, files, may_lack=True)
+                    else:  # rank 0 has it open; another rank opens it once it is visible there
+                        checkpoint = chooser.checkpoint or open_same(path, digest, files, reader=coordinator)
                     prepared = prepare(checkpoint)
                 except TrainerError as error:
                     problem = error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,7 @@ from reprise.errors import UnreadableError
 from reprise.format.lineage import Branch, Lineage
 from reprise.loading.blocks import blocks_of
 from reprise.loading.reader import open_checkpoint
+from reprise.local.host_folders import HostFolders
 from reprise.local.local_checkpointer import LocalCheckpointer
 from reprise.storage.files import Files
 from tests.fakes import flip_bit
@@ -109,3 +111,19 @@ def test_two_damaged_parts_each_come_from_the_other_host(saved: Path, tmp_path: 
     for host, folder in enumerate(folders):
         flip(folder / "iter_0000002", of_host=host)
     assert load_on_hosts(folders) == 2
+
+
+@pytest.mark.parametrize("host", [0, 1])
+def test_damage_within_a_load_costs_one_iteration(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: int
+) -> None:
+    folders, complete = copied(saved, tmp_path / "hosts"), HostFolders.complete
+
+    def spoil(self: HostFolders, path: Path, *arguments: Any) -> tuple[str, str]:
+        outcome = complete(self, path, *arguments)
+        if path == folders[host] / "iter_0000002":
+            (path / "manifest.json").write_text("{}")
+        return outcome
+
+    monkeypatch.setattr(HostFolders, "complete", spoil)
+    assert load_on_hosts(folders) == 1
