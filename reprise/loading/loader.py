@@ -143,7 +143,7 @@ def _blocks_of(checkpoint: Checkpoint, targets: Sequence[Target]) -> Iterator[Pi
             if number not in present:
                 raise not_held(checkpoint, place, number)
             blocks += target.blocks_of(number, piece)
-        yield from sorted(blocks, key=lambda block: next(block.packed.spans(block.lo, block.hi))[0])
+        yield from sorted(blocks, key=lambda block: next(block.packed.boxes(block.lo, block.hi))[1])
 
 
 class Target:

@@ -67,8 +67,8 @@ def cut(pieces: Sequence[Piece], holdings: Sequence[Holding]) -> dict[str, list[
     starts = list[tuple[str, int, Image | None, Piece]]()  # with the image if rows are not contiguous in the file
     for piece in pieces:
         place, image = held[piece.name].place, held[piece.name].image
-        first, _, length = next(image.spans(piece.lo, piece.hi))
-        starts.append((place.file, place.offset + first, image if length < piece.hi - piece.lo else None, piece))
+        shape, first, _ = next(image.boxes(piece.lo, piece.hi))
+        starts.append((place.file, place.offset + first, image if shape[-1] < piece.hi - piece.lo else None, piece))
     chunks, room = dict[str, list[list[Chunk]]](), 0
     for file, start, packed, piece in sorted(starts, key=itemgetter(0, 1)):
         extents = chunks.setdefault(file, [])
