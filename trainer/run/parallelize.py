@@ -207,8 +207,8 @@ def _build_pipeline(
     lo, hi = cut(0, config.model.padded_vocab_size, index=mesh.get_local_rank("tp"), count=topology.tp)
     parts, shards = [part.model for part in state.parts], config.parallel.invariant_tensor_ranks // topology.tp
     size, length, device = config.train.micro_batch_size, config.train.seq_length, next(parts[0].parameters()).device
-    # Without requires_grad the schedule sends no gradient back.
-    activation = functools.partial(torch.empty, dtype=compute_dtype(config), device=device, requires_grad=True)
+    # Examples need no memory. Without requires_grad the schedule sends no gradient back.
+    activation = functools.partial(torch.empty, dtype=compute_dtype(config), device="meta", requires_grad=True)
     logits = activation(size, length, hi - lo)
     if shards:
         logits = activation(shards, size, length, (hi - lo) // shards).permute(1, 2, 0, 3)
