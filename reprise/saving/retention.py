@@ -32,11 +32,11 @@ def decide_expired(folder: CheckpointFolder, retention: Retention, *, pinned: Co
         committed = folder.committed()
         for iteration in committed if retention.max_checkpoint_keep else ():
             path = folder.iteration(iteration)
-            status = path.lstat()
             try:
+                status = path.lstat()
                 losses[iteration], is_interim = _record_of(path, status.st_ino, status.st_mtime_ns)
                 interim |= {iteration} if is_interim else set()
-            except TrainerError as error:
+            except (FileNotFoundError, TrainerError) as error:
                 kept |= {iteration} if isinstance(error, UnreadableError) else set()  # it may be the best
                 _log.error("the validation loss of %s cannot be read: %s", path, error)
         expired = retention.expired(committed, pinned=kept, losses=losses, interim=interim)

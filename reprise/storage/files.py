@@ -113,10 +113,9 @@ class Files:
         """Open a regular file for reading."""
         return open_regular(path)
 
-    def reopen(self, descriptor: int) -> None:
+    def reopen(self, descriptor: int, path: Path) -> None:
         """Reopen an open file under the same descriptor, since a stale handle stays stale."""
-        path = os.readlink(f"/proc/self/fd/{descriptor}").removesuffix(" (deleted)")  # or replaced by another file
-        fresh = self.open_for_reading(Path(path))
+        fresh = self.open_for_reading(path)
         try:
             os.dup2(fresh, descriptor, inheritable=False)
         finally:

@@ -183,7 +183,7 @@ class CheckpointFolder:
         """
         source, target = self.partial(iteration, attempt), self.iteration(iteration)
         aside = self.root / f".{target.name}.{attempt}{_OUTDATED if replaces else ''}.replaced"
-        is_durable = True
+        is_durable, is_aside = True, False
         try:
             try:
                 self.files.rename(source, target)
@@ -191,6 +191,7 @@ class CheckpointFolder:
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):  # the last for a link or a file
                     raise
                 self.files.rename(target, aside)
+                is_aside = True
                 self.files.rename(source, target)
             try:
                 self.files.sync_folder(self.root)
@@ -205,7 +206,7 @@ class CheckpointFolder:
                 else:
                     raise
         finally:
-            if lexists(aside):
+            if is_aside:
                 self._settle(aside)
         self._update_tracker()
         return is_durable

@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 from reprise.errors import CheckpointError, UnreadableError
 from reprise.storage.files import Files, T
@@ -90,13 +91,18 @@ def look(call: Callable[[], T], *, where: object) -> T:
 
 def with_retries(files: Files) -> Files:
     """Return `files` which retry failing reads for a limited time, each after reopening its file."""
-    patient = copy.copy(files)
+    patient, paths = copy.copy(files), dict[int, Path]()
+
+    def open_for_reading(path: Path) -> int:
+        descriptor = retry(files.open_for_reading, path)
+        paths[descriptor] = path  # an unmounted file system's descriptors do not name theirs
+        return descriptor
 
     def read(descriptor: int, buffer: memoryview, *, offset: int) -> int:
         call = partial(files.read, descriptor, buffer, offset=offset)
-        return retry(call, repair=partial(files.reopen, descriptor))
+        return retry(call, repair=partial(files.reopen, descriptor, paths[descriptor]))
 
-    for name in ("open_for_reading", "size", "is_folder"):
+    for name in ("size", "is_folder"):
         setattr(patient, name, partial(retry, getattr(files, name)))
-    patient.read = read  # type: ignore[method-assign]
+    patient.open_for_reading, patient.read = open_for_reading, read  # type: ignore[method-assign]
     return patient

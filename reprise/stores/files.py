@@ -70,9 +70,9 @@ class StoreFiles(Files):
         """Close an object opened by `open_for_reading`."""
         del self._open[descriptor]
 
-    def reopen(self, descriptor: int) -> None:
+    def reopen(self, descriptor: int, path: Path) -> None:
         """Switch to an object's current version if it was replaced."""
-        self._versions.pop(self._open[descriptor], None)
+        self._versions.pop(path, None)
 
     def map(self, call: Callable[[T], Result], items: Iterable[T]) -> Iterable[Result]:
         """Return the call's result for each item, with `CONNECTIONS` calls under way at a time."""

@@ -20,7 +20,7 @@ from reprise.saving.retention import decide_expired
 from reprise.storage import json_file, patience
 from reprise.storage.files import Files
 from reprise.storage.folder import CheckpointFolder
-from reprise.storage.patience import RETRY_S, unreadable
+from reprise.storage.patience import RETRY_S, unreadable, with_retries
 from tests.fakes import FailingFiles, run_ranks
 from tests.messages import refused
 from tests.unit.reprise.loading.test_reader import contents, save
@@ -143,6 +143,22 @@ def test_a_stale_handle_is_opened_again(run: Path) -> None:
     assert resume(run, files) == 11
     assert files.opened > 1
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_file_is_opened_again_where_it_was_found(tmp_path: Path, clock: Clock) -> None:
+    """As after a mount made anew: the old file system's descriptors name no path to the new one."""
+    (tmp_path / "mount").mkdir()
+    (tmp_path / "mount/file").write_bytes(b"old")
+    failing = FailingFiles("read", errno.ESTALE)
+    clock.wakes = {1: lambda: setattr(failing, "is_armed", False)}
+    files = with_retries(failing)
+    descriptor, buffer = files.open_for_reading(tmp_path / "mount/file"), bytearray(3)
+    (tmp_path / "mount").rename(tmp_path / "gone")
+    (tmp_path / "mount").mkdir()
+    (tmp_path / "mount/file").write_bytes(b"new")
+    assert files.read(descriptor, memoryview(buffer), offset=0) == 3
+    assert buffer == b"new"
+    files.close(descriptor)
 
 
 @pytest.mark.parametrize(("culprit", "kind"), [(0, "size"), (1, "read")])

@@ -63,7 +63,7 @@ def test_a_replaced_object_is_found(run: Path) -> None:
     assert path.stat().st_ino != version
     with pytest.raises(OSError, match="replaced"):
         files.read(number, memoryview(bytearray(10)), offset=0)
-    files.reopen(number)
+    files.reopen(number, path)
     assert files.read(number, memoryview(bytearray(300)), offset=0) == 200
     files.end()
 
