@@ -199,3 +199,8 @@ def test_a_best_checkpoint_with_an_unreadable_loss_is_kept(
     assert "iter_0000009 cannot be read" in caplog.text
     monkeypatch.undo()
     assert decide_expired(folder, Retention(1, keep_best=1), pinned=()) == [9, 10]
+
+
+def test_a_checkpoint_removed_meanwhile_ends_no_deletion(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CheckpointFolder, "committed", lambda _: [8, 9, 10, 11])
+    assert decide_expired(CheckpointFolder(run, Files()), Retention(1)) == [8, 9, 10]
