@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -154,7 +154,7 @@ def of_optimizer(keys: Keys, modules: Mapping[Keys, nn.Module], optimizer: torch
     """
     parameters = dict.fromkeys(parameter for group in optimizer.param_groups for parameter in group["params"])
     if type(optimizer).state_dict is not torch.optim.Optimizer.state_dict:
-        _refuse_extra_state(optimizer)
+        _refuse_extra_state(optimizer, parameters)
     names = _names_in(modules, parameters)
     foreign = sum(parameter not in names for parameter in parameters)
     if foreign:
@@ -184,13 +184,15 @@ def _names_in(modules: Mapping[Keys, nn.Module], parameters: Collection[nn.Param
     return names
 
 
-def _refuse_extra_state(optimizer: torch.optim.Optimizer) -> None:
+def _refuse_extra_state(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> None:
     """Refuse an optimizer whose own `state_dict()` has content beyond its groups and its parameters' state.
 
     Raises:
         CheckpointError: Names the first such content.
     """
-    expected = {keys for keys, _ in leaves(torch.optim.Optimizer.state_dict(optimizer), OPTIMIZER[:1])}
+    state = {number: optimizer.state.get(parameter) for number, parameter in enumerate(parameters)}
+    content = {"state": state, "param_groups": [*optimizer.param_groups]}
+    expected = {keys for keys, _ in leaves(content, OPTIMIZER[:1])}
     if extra := [keys for keys, _ in leaves(dict(optimizer.state_dict()), OPTIMIZER[:1]) if keys not in expected]:
         raise CheckpointError(
             "An optimizer's own state_dict() has content beyond its groups and its parameters' state",
