@@ -14,7 +14,7 @@ from reprise.format.names import FORMAT, STATE
 from reprise.loading.reader import Checkpoint, read_places
 from reprise.nested.stored_names import Keys, keys_of, keys_of_pointer, pointer
 from reprise.nested.table import Differences, refuse
-from reprise.nested.typed_values import DICTS, MALFORMED, ByLeaf, TensorReference, decode, references
+from reprise.nested.typed_values import DICTS, MALFORMED, ByLeaf, TensorReference, decode, references, torch_dtype
 from reprise.storage.json_file import Json
 
 STATE_DICT = "state_dict"
@@ -145,10 +145,18 @@ def _parsed(section: Section) -> StoredState:
     root = ByLeaf()
     for where, value in section["values"].items():
         _insert(root, keys_of_pointer(where), decode(value))
+    for groups in section["groups"].values():
+        for group in groups:
+            is_group = isinstance(group["numbers"], dict) and all(isinstance(name, str) for name in group["names"])
+            _require(is_group, group)
     for where in sorted(section["classes"], reverse=True):  # inner dicts before outer dicts
         *parents, last = keys_of_pointer(where)
         container = _dict_at(root, parents)
         container[last] = DICTS[section["classes"][where]](container.get(last, ()))
+    for name in section["dtypes"].values():
+        torch_dtype(name)
+    for order in section["orders"].values():
+        _require(sorted(order) == [*range(len(order))], order)
     groups = {where: members for where, members in section["groups"].items() if members}
     return StoredState(root, groups, section["dtypes"], section["orders"])
 
