@@ -114,7 +114,7 @@ class Tree:
             CheckpointError: See `add_dict`.
         """
         may_have_tensors = self.is_whole and not isinstance(value, dict)
-        is_single = all(_is_value(leaf, may_have_tensors) for _, leaf in leaves(value, keys))
+        is_single = {_is_value(leaf, may_have_tensors) for _, leaf in leaves(value, keys)} <= {True}  # visits all
         is_by_leaf = isinstance(value, dict) and has_text_keys(value)
         is_by_leaf = is_by_leaf and (self.is_load or type(value) not in (OrderedDict, Counter))
         if is_single and not (is_by_leaf and value):

@@ -86,13 +86,7 @@ def leaves(value: object, keys: Keys = ()) -> Iterator[tuple[Keys, object]]:
     if not isinstance(value, (dict, list, tuple)):
         yield keys, value
         return
-    if len(keys) > _MAX_DEPTH:
-        raise CheckpointError(
-            "A state dict is nested too deeply",
-            where=f"{pointer(keys[:4])}/...",
-            expected=f"at most {_MAX_DEPTH} levels",
-            fix="Look for a dict or list that contains itself.",
-        )
+    _require_depth(keys)
     for key, member in value.items() if isinstance(value, dict) else enumerate(value):
         inner = (*keys, key if isinstance(key, str) else repr(key))
         if isinstance(member, (dict, list, tuple)):
@@ -104,6 +98,16 @@ def leaves(value: object, keys: Keys = ()) -> Iterator[tuple[Keys, object]]:
 def references(value: object) -> Iterator[TensorReference]:
     """Yield the tensor references in a value."""
     return (leaf for _, leaf in leaves(value) if isinstance(leaf, TensorReference))
+
+
+def _require_depth(keys: Keys) -> None:
+    if len(keys) > _MAX_DEPTH:
+        raise CheckpointError(
+            "A state dict is nested too deeply",
+            where=f"{pointer(keys[:4])}/...",
+            expected=f"at most {_MAX_DEPTH} levels",
+            fix="Look for a dict or list that contains itself.",
+        )
 
 
 def encode_number(value: object, keys: Keys) -> Any:
@@ -179,6 +183,7 @@ def encode(value: Any, keys: Keys, tensors: dict[Keys, torch.Tensor] | None = No
     Raises:
         CheckpointError: A value has another type, or contains itself.
     """
+    _require_depth(keys)
     kind = type(value)
     if (
         value is None
