@@ -8,9 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
 
-from reprise.api import load
+from reprise.api import load_state_dict
 from reprise.async_saver import AsyncSaver
 
 # The step in `ModelCheckpoint` file names.
@@ -69,9 +68,10 @@ class RepriseIO:
             saver.wait()
         step = _STEP.search(os.path.basename(path))
         folder = os.path.dirname(path) if step else os.fspath(path)
-        loaded = load(folder, nn.Module(), state={}, iteration=int(step[1]) if step else None)
-        value: dict[str, Any] = loaded["lightning"]
-        return value
+        checkpoint: dict[str, Any] = {}
+        value = SimpleNamespace(state_dict=dict, load_state_dict=checkpoint.update)
+        load_state_dict(folder, {"lightning": value}, iteration=int(step[1]) if step else None)
+        return checkpoint
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Leave removal to `max_checkpoint_keep`, because the next checkpoint may be under way."""
