@@ -18,6 +18,7 @@ The library is independent of the trainer around it and works with any torch mod
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from reprise import errors as errors  # an attribute, as its classes
 from reprise.lazy import importer
 
 if TYPE_CHECKING:
