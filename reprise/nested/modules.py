@@ -30,13 +30,14 @@ class Receiver:
         template: Returns the current state, whose sharded tensors are filled in place.
         put: Receives the checkpoint's state.
         is_value: Whether the state is a value in a container, which is no template for tensors.
-        owner: The parameter beside which a load creates this optimizer state. None for a step counter on the host.
+        owner: The tensor beside which a load creates this optimizer state: its parameter, or one on the host for a
+            step counter there. None for other state.
     """
 
     template: Callable[[], Any]
     put: Callable[[Any], object]
     is_value: bool = False
-    owner: nn.Parameter | None = None
+    owner: torch.Tensor | None = None
 
     @property
     def is_open(self) -> bool:

@@ -139,7 +139,8 @@ class OptimizerState:
             values[key] = value
 
         on_device = any(group.live.get("fused") or group.live.get("capturable") for group in self.groups)
-        return Receiver(list, put, owner=None if key == "step" and not on_device else self.parameters[owner])
+        is_on_host = key == "step" and not on_device
+        return Receiver(list, put, owner=torch.empty(0, device="cpu") if is_on_host else self.parameters[owner])
 
 
 def of_optimizer(keys: Keys, modules: Mapping[Keys, nn.Module], optimizer: torch.optim.Optimizer) -> OptimizerState:

@@ -147,13 +147,13 @@ def test_tied_state_of_a_fresh_optimizer_is_tied_again(tmp_path: Path) -> None:
     net, again = nn.Linear(4, 3), nn.Linear(4, 3)
     optimizer = Given(net, {"a": torch.ones(3, 4)})
     values = optimizer.state[optimizer.parameter]
-    values.update(b=values["a"], c=[values["a"], torch.ones(2)], weight=optimizer.parameter.detach())
+    values.update(b=values["a"], step=values["a"], c=[values["a"], torch.ones(2)], weight=optimizer.parameter.detach())
     load(save(tmp_path, net, optimizer, iteration=1), again, fresh := Given(again))
     found = fresh.state[fresh.parameter]
     found["a"].fill_(7)
     with torch.no_grad():
         again.weight.fill_(8)
-    assert (found["b"][0, 0], found["c"][0][0, 0], found["weight"][0, 0]) == (7, 7, 8)
+    assert (found["b"][0, 0], found["step"][0, 0], found["c"][0][0, 0], found["weight"][0, 0]) == (7, 7, 7, 8)
 
 
 def test_tensors_that_a_fresh_group_lacks_come_back(tmp_path: Path) -> None:
