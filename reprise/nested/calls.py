@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,7 @@ from reprise.nested.save_arguments import (
     require_path,
     target_folder,
 )
-from reprise.nested.stored_names import OPTIMIZER, PER_RANK, RNG, keys_of_pointer, pointer
+from reprise.nested.stored_names import OPTIMIZER, PER_RANK, RNG, keys_of_pointer, pointer, stored_name
 from reprise.nested.tree import Tree
 from reprise.ranks.joint_call import JointCall
 from reprise.saving.checkpointer import Checkpointer
@@ -158,8 +158,8 @@ def fill(
         source = location(path)
         require("`strict`", type(strict) is bool or strict == "missing", 'True, False or "missing"', strict)
         tree = make_tree()
-        tensors, aliases = local_tensors(tree)
-    names = _join_requests(call, tree)
+        tensors, own_aliases = local_tensors(tree)
+    names, aliases = _join_requests(call, tree, own_aliases)
     is_missing = partial(look, partial(has_no_checkpoint, source), where=source)
     if channel.from_first("missing", lambda: missing_ok and is_missing()):
         return LoadedState({**tree.given, "iteration": 0})
@@ -193,17 +193,22 @@ def fill(
     return fillings[-1].result(is_first=channel.coordinates)
 
 
-def _join_requests(call: JointCall, tree: Tree) -> list[str]:
-    """Return JSON Pointers to all that any rank requests. Collective.
+def _join_requests(call: JointCall, tree: Tree, aliases: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
+    """Return JSON Pointers to all that any rank requests, and the second names for tied tensors. Collective.
 
     A load creates all state saved for an optimizer's parameters. An empty key says that an object is passed.
     """
+    own = [keys for keys in tree.tensors if stored_name(keys)[1] not in aliases]
     states = [(*top, "state", name) for top, each in tree.optimizers.items() for name in each.parameters]
     objects = [(*keys, "") for keys in (*tree.optimizers, *tree.objects)]
-    requests = [*map(pointer, (*tree.tensors, *tree.receivers, *states, *objects))]
-    offers = call.offer(json.dumps(requests).encode())
+    requests = [*map(pointer, (*own, *tree.receivers, *states, *objects))]
+    offers = call.offer(json.dumps([requests, aliases]).encode())
     call.decide("")
-    names: list[str] = call.channel.from_first(
-        "requests", lambda: sorted({name for offer in offers for name in json.loads(offer)})
-    )
-    return names
+
+    def join_all() -> list[object]:
+        parts = [json.loads(offer) for offer in {*offers}]
+        names = {name for names, _ in parts for name in names}
+        return [sorted(names), {alias: name for _, pairs in parts for alias, name in pairs.items()}]
+
+    joined: tuple[list[str], dict[str, str]] = call.channel.from_first("requests", join_all)
+    return joined

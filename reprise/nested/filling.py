@@ -41,7 +41,7 @@ class Filling:
     Args:
         tree: This rank's tree to fill.
         tensors: This rank's tensors.
-        aliases: Second names in the tree, alias -> name in `tensors`.
+        aliases: Second names on any rank, alias -> name in its tensors.
         names: JSON Pointers to all tensors and values requested by any rank.
         entries: The outermost keys passed by any rank.
         stored: The checkpoint's state.
@@ -197,6 +197,7 @@ class Filling:
             is_requested: Whether some rank requests a value around it.
         """
         if isinstance(value, TensorReference) and value.name in self._live_names:
+            self._unexpected[self._target(value.name)] = None  # unless a rank requests it: ties are one request
             return
         where, receiver = pointer(keys), self._tree.receiver(keys, value)
         is_declined = RNG in self._tree.declined and keys[::2] == (PER_RANK, RNG)  # between them is the rank

@@ -99,6 +99,9 @@ def save_stages(folder: Path, rank: int) -> None:
         state["ema"]["more"] = torch.ones(1)
     save_state_dict(folder, state, iteration=4)
     assert len(tables) == rank, tables
+    # A tie on one rank, stored under its second name, is known to the other.
+    save_state_dict(folder, {"b": (tied := torch.zeros(3)), "own": torch.ones(1)}, iteration=5)
+    load_state_dict(folder, {"a": tied, "b": tied} if rank else {"own": torch.zeros(1)})
 
 
 def save_two_of_three(folder: Path, rank: int) -> None:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from enum import IntEnum
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -17,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from reprise import load_state_dict, save_state_dict
-from reprise.errors import CheckpointError, ConfigError
+from reprise.errors import CheckpointError, ConfigError, MismatchError
 from tests.messages import refused
 from tests.states import Net, assert_same, assert_same_optimizer, trained
 
@@ -32,6 +33,8 @@ def test_tied_tensors_are_found_by_memory_and_stored_once(tmp_path: Path) -> Non
     untied = {name: value.clone() for name, value in Net().state_dict().items()}
     load_state_dict(path, {"model": untied})
     assert_same(dict(net.state_dict()), untied)
+    with pytest.raises(MismatchError, match=r"found head.weight is unexpected\.$"):  # it may have other bits
+        load_state_dict(save_state_dict(tmp_path / "untied", {"model": untied}, iteration=1), {"model": state["model"]})
     for number, names in enumerate((reversed(net.state_dict()), [n for n in net.state_dict() if n != "embed.weight"])):
         stored = {name: net.state_dict()[name] for name in names}  # the other name comes first, or alone
         save_state_dict(tmp_path / str(number), {"model": stored}, iteration=1)
@@ -117,7 +120,7 @@ class Color(IntEnum):
 
 
 def itself() -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {"first": ONE}
     found["in"] = found
     return found
 
@@ -145,6 +148,7 @@ REFUSED: list[tuple[Callable[[], Any], list[str]]] = [
     (lambda: {"model": {"exp_avg.w": torch.zeros(1)}, "optimizer": {"state": {"w": {"exp_avg": ONE}}}}, ["exp_avg.w"]),
     (lambda: {"o": {"state": {"w": {}}, "param_groups": [{"params": ["v"]}]}}, ["(/o)"]),
     (lambda: {"d": torch.zeros([1] * 65)}, ["/d", "65"]),
+    (lambda: {"s": SimpleNamespace(state_dict=itself, load_state_dict=print)}, ["/s/in/in/in/..."]),
 ]
 
 
