@@ -36,12 +36,24 @@ class Own(torch.optim.SGD):
         return {**super().state_dict(), **self.more}
 
 
+class Around(torch.optim.Optimizer):
+    """Has the content of another, as accelerated optimizers do: torch's constructor never ran for it."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.param_groups, self.state, self.state_dict_of = inner.param_groups, inner.state, inner.state_dict
+        self.defaults = inner.defaults
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state_dict_of()
+
+
 def test_further_content_of_a_state_dict_is_refused(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     for place, optimizer in (("count", Own(model, count=3)), ("state/shared", Own(model, state={"shared": 3}))):
         with refused(CheckpointError, f"(/optimizer/{place})", "Own"):
             save(tmp_path, model, optimizer, iteration=1)
     save(tmp_path, model, Own(model), iteration=1)
+    save(tmp_path, model, Around(Own(model)), iteration=2)
 
 
 def test_a_tied_weight_is_no_state_of_an_optimizer(tmp_path: Path) -> None:
