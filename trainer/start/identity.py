@@ -9,11 +9,12 @@ import json
 import logging
 import secrets
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
 
-from reprise.errors import MismatchError
+from reprise.errors import CheckpointError, MismatchError
 from reprise.format import FRESH, Branch, Journal, Lineage, Parent, newest_lineage, saved_lineage
 from reprise.loading import Checkpoint
 from reprise.storage import CheckpointFolder, Json
@@ -181,11 +182,14 @@ def note_start(
 def saved_lineages(folder: CheckpointFolder) -> Iterator[tuple[int, Lineage]]:
     """Yield a folder's committed iterations and their lineages, newest first, see `readable`.
 
+    Those with a malformed lineage are skipped too: the load reports on them.
+
     Raises:
         UnreadableError: A checkpoint cannot be read at the moment.
     """
     for checkpoint in readable(folder, reversed(folder.committed())):
-        yield checkpoint.iteration, saved_lineage(checkpoint.state, where=checkpoint.path)
+        with suppress(CheckpointError):
+            yield checkpoint.iteration, saved_lineage(checkpoint.state, where=checkpoint.path)
 
 
 def _newest_lineage(folder: CheckpointFolder) -> Lineage:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -10,11 +11,12 @@ import pytest
 import torch
 
 from reprise.errors import CheckpointError
-from reprise.format import FRESH, Branch, Journal, Lineage
+from reprise.format import FRESH, LINEAGE, STATE, Branch, Journal, Lineage
 from reprise.ranks import StoreChannel, single_rank_channel
 from tests.fakes import run_ranks
 from tests.harness import TINY, built, compose, filled
 from tests.messages import refused, says
+from tests.unit.reprise.format.test_document import rewrite
 from trainer.config.schema import Config
 from trainer.launch.process_group import Cluster
 from trainer.launch.relaunch import Launch
@@ -236,6 +238,18 @@ def test_a_killed_fresh_start_is_made_again(tmp_path: Path, is_killed: bool, sav
         lineage = replace(lineage, branches=(*lineage.branches, AFRESH.branches[1]))
     (run / "run.json").write_bytes(Journal(lineage, saved).to_bytes())
     assert started(config_in(run)).is_own == (not is_killed)
+
+
+def test_a_malformed_lineage_holds_no_start(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    newest = trained(run, "checkpoint.save_interval=1") / "iter_0000002"
+    rewrite(newest, STATE, lambda data: json.dumps({**json.loads(data), LINEAGE: {"branches": 5}}).encode())
+    (run / "run.json").write_bytes(Journal(journal_in(run).lineage, FRESH).to_bytes())
+    config = config_in(run, "train.train_iters=2")
+    assert started(config).is_own
+    result = filled(built(config, cluster_of(single_rank_channel())))
+    with result.saves:
+        assert result.state.progress.iteration == 1
 
 
 def test_a_start_over_leaves_the_local_checkpoints_uncounted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
