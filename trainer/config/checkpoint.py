@@ -142,7 +142,7 @@ class ResumeKeys:
             `reshard` and `lr` for `override_scheduler`. `all` allows every difference, and logs the ones found.
         reshard: Allow another topology (ranks, parallel sizes, ZeRO stage) or micro_batch_size.
         override_scheduler: Allow another schedule, other optimizer settings or clip_grad.
-        use_checkpoint_scheduler: Take the schedule and optimizer settings from the checkpoint, whatever is allowed.
+        use_checkpoint_scheduler: Take the schedule and optimizer settings from the checkpoint.
         override_batch_size: Allow another global_batch_size, batch_schedule or seq_length.
         override_data: Allow other data or another seed.
         override_dropout: Allow other dropout rates.
@@ -246,6 +246,8 @@ def checkpoint_problems(section: CheckpointSection) -> Iterator[str]:
         yield f"checkpoint.mirror={section.mirror}: needs checkpoint.save, the folder that is mirrored"
     if section.local.dir is not None and section.local.dir == section.save:
         yield f"checkpoint.local.dir={section.local.dir}: must be another folder than checkpoint.save"
+    if section.use_checkpoint_scheduler and (section.override_scheduler or Allowed.lr in section.allow):
+        yield "checkpoint.use_checkpoint_scheduler=true: excludes checkpoint.override_scheduler and checkpoint.allow=lr"
     if section.finetune and section.load in ("auto", "none"):
         yield f"checkpoint.finetune: needs checkpoint.load=PATH, found {section.load}"
     if section.resize and not section.finetune:

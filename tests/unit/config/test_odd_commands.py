@@ -195,7 +195,7 @@ schedule.lr_warmup_iters=101
 
 schedule=wsd | schedule.lr_wsd_decay_iters=91
 
-checkpoint.resize=true
+checkpoint.override_scheduler=true checkpoint.use_checkpoint_scheduler=true checkpoint.resize=true
 
 checkpoint.finetune=true
 
