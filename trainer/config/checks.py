@@ -268,6 +268,7 @@ def _batch_size_problems(config: Config, topology: Topology, size: int, key: str
     unit = least if topology.pp > 1 else each  # shares are equal in a pipeline
     if size % unit or size < least:
         hint = f"; train.micro_batch_size={AUTO} chooses a size" if each > 1 else ""
+        hint += "; a pipeline's data-parallel ranks have equal shares" if topology.pp > 1 else ""
         yield (
             f"{key.format(size)}: must be a multiple of {unit} and at least {least}, with "
             f"train.micro_batch_size={each} on {count_of(topology.dp, 'data-parallel rank')}{hint}"
