@@ -101,6 +101,12 @@ def run(resolved: Resolved, environment: Environment, times: StartTimes) -> None
     train = config.train
     timeout_s = 60 * train.distributed_timeout_minutes
     cluster = launch.start(train.device, deterministic=train.deterministic, threads=train.threads, timeout_s=timeout_s)
+    lanes = config.parallel.invariant_ranks
+    if lanes and not train.threads and cluster.device.type == "cpu":
+        _log.info(
+            f"train.threads is 0, so each rank uses its share of the host's cores: parallel.invariant_ranks={lanes} "
+            "keeps the bits only between launches with the same thread count"
+        )
     report_channel = cluster.channel.clone(_EXIT_GRACE_S)
     signals = SignalHandler(report_channel.fail)
     watchdog = Watchdog(
