@@ -61,12 +61,11 @@ _ROUNDING = "weights and moments stay bitwise, the loss curve equals within roun
 _LOSSES = "checkpoint.keep_best and the best loss compare validation losses measured differently"
 _MASKS = f"{_ROUNDING}, except that dropout draws other masks"
 _MASKS_HINT = "within rounding, other dropout masks"
-_INVARIANT = "or bitwise on CPUs with parallel.invariant_ranks"
-_INVARIANT_TENSOR = "or bitwise on CPUs with parallel.invariant_tensor_ranks"
 _KERNELS = f"{_ROUNDING}: sums and products take the kernels of the processor"
 _OTHER_CURVE = "the loss curve will differ"
 _COARSER = "weights and moments stay bitwise, matrix products are rounded to another precision"
 _CONVERTED = "loaded moments are converted, and the loss curve will differ"
+_SAME_BITS = "weights and moments stay bitwise, and so does the loss curve: same bits"
 
 _LENGTH = "the position follows the consumed tokens, and all counts are in samples of this length"
 _EXTENDS = "keeps the saved schedule, which stays at schedule.min_lr"
@@ -86,17 +85,11 @@ RULES: tuple[Rule, ...] = (
     Rule("model.initializer_range", Verdict.LOGGED, says="it affects only the start of a run"),
     Rule("model.pad_vocab_multiple", Verdict.LOGGED, says=_ROUNDING),
     Rule("model.stop_token_ids", Verdict.LOGGED, says="it affects only where a generated text ends"),
-    Rule("topology", Allowed.topology, f"{_ROUNDING}, {_INVARIANT}", f"within rounding, {_INVARIANT}"),
+    Rule("topology", Allowed.topology, _ROUNDING, hint="within rounding"),
     *(
-        Rule(
-            f"topology.{name}",
-            Allowed.topology,
-            says=f"{_MASKS}, {_INVARIANT_TENSOR}",
-            hint=f"{_MASKS_HINT}, {_INVARIANT_TENSOR}",
-        )
-        for name in ("tp", "sp")
+        Rule(f"topology.{name}", Allowed.topology, _MASKS, _MASKS_HINT)
+        for name in ("tp", "sp", "invariant_tensor_ranks")
     ),
-    Rule("topology.invariant_tensor_ranks", Allowed.topology, _MASKS, _MASKS_HINT),
     Rule("topology.invariant_ranks", Verdict.LOGGED, says=f"{_ROUNDING}: gradients are added in another order"),
     Rule("batch", Allowed.batch, "the run continues with other batches"),
     Rule("batch.seq_length", Allowed.batch, _LENGTH),
@@ -177,6 +170,12 @@ _KEYS = {
         for name, key in keys.items()
     },
 }
+# With `parallel.invariant_ranks`, an iteration's bits do not depend on these.
+_BITWISE_FIELDS = frozenset(f"topology.{name}" for name in ("world_size", "dp", "pp", "vpp", "zero_stage", "replicate"))
+# With `parallel.invariant_tensor_ranks`, nor on these.
+_BITWISE_TENSOR_FIELDS = frozenset({"topology.tp", "topology.sp"})
+# Iterations do not depend on these rules' fields.
+_OUTSIDE_ITERATIONS = frozenset({"model.initializer_range", "data.valid_fingerprint", "evaluation", "ema_decay"})
 
 
 def rules_for(section: CheckpointSection) -> Sequence[Rule]:
@@ -276,6 +275,29 @@ def differences(saved: Json, current: Json, table: Sequence[Rule]) -> list[Diffe
         if old.get(field) != new.get(field):
             differing.append(Difference(field, old.get(field), new.get(field), rule))
     return sorted(differing, key=lambda d: table.index(d.rule))
+
+
+def with_same_bits(differing: list[Difference], saved: Json, current: Json) -> list[Difference]:
+    """Return the differences, with "same bits" as a topology change's effect if the loss curve keeps its bits.
+
+    It does if `invariant_ranks` is on and all other influences on an iteration are known and equal, on both sides and
+    on all ranks. Tests prove it on CPUs, so a run on another device does not get this message.
+
+    Args:
+        differing: The differences between the states.
+        saved: The checkpoint's state, as `compared`.
+        current: The run's own state, as `compared`.
+    """
+    topology, environment = current["topology"], flattened(current["environment"])
+    kept = _BITWISE_FIELDS | (_BITWISE_TENSOR_FIELDS if topology["invariant_tensor_ranks"] else frozenset())
+    strict = [replace(rule, is_optional=False) for rule in RULES]  # what is not known may differ
+    others = {d.field for d in differences(saved, current, strict) if d.rule.field not in _OUTSIDE_ITERATIONS}
+    is_mixed = any(isinstance(value, list) for value in environment.values())
+    is_promised = topology["invariant_ranks"] and environment["device"] == "cpu" and not is_mixed
+    if not is_promised or assumed_in(saved) or not others <= kept:
+        return differing
+    same = {d.field: replace(d.rule, says=_SAME_BITS, hint="same bits") for d in differing if d.field in kept}
+    return [replace(d, rule=same.get(d.field, d.rule)) for d in differing]
 
 
 def assumed_in(state: Json) -> tuple[str, ...]:

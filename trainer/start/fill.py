@@ -113,7 +113,10 @@ def _refuse(run: Run, section: CheckpointSection, checkpoint: Checkpoint) -> lis
     """Refuse another run's checkpoint, and return log lines on the allowed differences. Opens no tensor file."""
     description = run.description
     states = resume_rules.compared(checkpoint.state, description, where=checkpoint.path)
-    changes = differences(*states, resume_rules.rules_for(section))
+    with reading_state("record of its settings", checkpoint.path):
+        changes = differences(*states, resume_rules.rules_for(section))
+    if not section.no_load_optim:
+        changes = resume_rules.with_same_bits(changes, *states)
     saved = _saved_settings(checkpoint) if changes else {}
     lines = settle(
         [_with_key(change, run, saved) for change in changes],

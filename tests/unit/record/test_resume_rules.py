@@ -130,15 +130,97 @@ def description(*overrides: str, ranks: int = 1, environment: Json = CPU) -> Jso
 
 
 def effects(saved: Json, current: Json) -> dict[str, Difference]:
-    return {d.field: d for d in differences(*compared(saved, current, where="x"), RULES)}
+    states = compared(saved, current, where="x")
+    return {d.field: d for d in resume_rules.with_same_bits(differences(*states, RULES), *states)}
 
 
 LANES = "parallel.invariant_ranks=4"
 SHARDS = "parallel.invariant_tensor_ranks=2 model.pad_vocab_multiple=2"
+SAME = "weights and moments stay bitwise, and so does the loss curve: same bits"
 ROUNDING = "weights and moments stay bitwise, the loss curve equals within rounding"
 MASKS = f"{ROUNDING}, except that dropout draws other masks"
-BITWISE = f"{ROUNDING}, or bitwise on CPUs with parallel.invariant_ranks"
-BITWISE_TENSOR = f"{MASKS}, or bitwise on CPUs with parallel.invariant_tensor_ranks"
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "ranks", "fields"),
+    [
+        ("", "", (1, 4), "dp world_size"),
+        ("", "parallel=zero3", (1, 1), "zero_stage"),
+        ("", "parallel=ddp", (1, 4), "dp world_size zero_stage"),
+        ("", "parallel=pp2_vpp2", (1, 4), "pp vpp dp world_size"),
+        (
+            "",
+            "parallel=zero3 model.initializer_range=0.5 train.eval_interval=5",
+            (1, 2),
+            "dp world_size zero_stage",
+        ),
+        ("parallel=tp2_sp", "parallel=tp2_sp parallel.zero_stage=3", (2, 8), "dp world_size zero_stage"),
+        (SHARDS, f"{SHARDS} parallel=tp2", (1, 2), "tp world_size"),
+        (SHARDS, f"{SHARDS} parallel=tp2_sp parallel.zero_stage=3", (1, 4), "tp sp dp world_size zero_stage"),
+    ],
+)
+def test_another_topology_keeps_the_bits_with_invariant_ranks(
+    first: str, second: str, ranks: tuple[int, int], fields: str
+) -> None:
+    saved = description(LANES, *first.split(), ranks=ranks[0])
+    current = description(LANES, *second.split(), ranks=ranks[1])
+    for changed in (effects(saved, current), effects(current, saved)):
+        shown = {d.field.removeprefix("topology."): d.rule for d in changed.values() if d.field.startswith("topology.")}
+        assert shown.keys() == {*fields.split()}
+        assert {(rule.says, rule.verdict, rule.hint) for rule in shown.values()} == {
+            (SAME, Allowed.topology, "same bits")
+        }
+    if SHARDS not in first:
+        without = effects(description(*first.split(), ranks=ranks[0]), description(*second.split(), ranks=ranks[1]))
+        assert {d.rule.says for d in without.values() if d.field.startswith("topology.")} == {ROUNDING}
+
+
+OTHER_ENVIRONMENTS: list[Json] = [
+    {**CPU, "threads": 1},
+    {**CPU, "torch": "3"},
+    {**CPU, "compile": True},
+    {**CPU, "device": "NVIDIA H100"},
+    {**CPU, "processor": {**PROCESSOR, "instructions": "avx"}},
+    {**CPU, "math": {**MATH, "kernels": "DEFAULT"}},
+    {**CPU, "math": {**MATH, "settings": "MKL_CBWR=COMPATIBLE"}},
+]
+OTHER_KEYS = [
+    "parallel.invariant_ranks=8", "parallel.invariant_ranks=0", "train.micro_batch_size=1", "train.dtype=bfloat16",
+    "model.dropout=0.2", "model.pad_vocab_multiple=64", "train.global_batch_size=32", "train.seed=5",
+    "train.clip_grad=0.5", "optimizer.lr=0.002",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("overrides", "environment"),
+    [*(([word], CPU) for word in OTHER_KEYS), *(([], other) for other in OTHER_ENVIRONMENTS)],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_another_difference_leaves_the_curve_within_rounding(overrides: list[str], environment: Json) -> None:
+    saved, current = description(LANES), description(LANES, *overrides, ranks=2, environment=environment)
+    changed = effects(saved, current)
+    assert changed["topology.dp"].rule.says == changed["topology.world_size"].rule.says == ROUNDING
+    device: Json = {**CPU, "device": "NVIDIA H100"}  # which is promised no bits
+    states = (description(LANES, ranks=ranks, environment=device) for ranks in (1, 2))
+    assert effects(*states)["topology.dp"].rule.says == ROUNDING
+
+
+def test_ranks_on_different_machines_are_promised_no_bits() -> None:
+    mixed: Json = {**CPU, "math": {**MATH, "kernels": ["AVX512", "AVX2"]}}
+    states = [description(LANES, f"parallel.zero_stage={stage}", ranks=2, environment=mixed) for stage in (1, 3)]
+    changed = effects(*states)
+    assert {field: d.rule.says for field, d in changed.items()} == {"topology.zero_stage": ROUNDING}
+    assert effects(states[0], states[0]) == {}
+
+
+@pytest.mark.parametrize("member", ["processor", "math", "precision", "micro_batch_size"])
+def test_a_record_that_does_not_say_all_is_promised_no_bits(member: str) -> None:
+    """Older checkpoints lack members; a resume at the same topology says nothing of them."""
+    saved: Any = copy.deepcopy(description(LANES))
+    for table in (saved, saved["environment"], saved["batch"]):
+        table.pop(member, None)
+    assert effects(saved, description(LANES)) == {}
+    assert effects(saved, description(LANES, ranks=2))["topology.dp"].rule.says == ROUNDING
 
 
 @pytest.mark.parametrize(
@@ -165,8 +247,8 @@ ORDER = f"{ROUNDING}: gradients are added in another order"
 @pytest.mark.parametrize(
     ("first", "second", "ranks", "expected"),
     [
-        ("", "parallel=tp2", (2, 4), {"topology.tp": BITWISE_TENSOR, "topology.world_size": BITWISE}),
-        ("parallel=tp2", "parallel=tp2_sp", (2, 2), {"topology.sp": BITWISE_TENSOR}),
+        ("", "parallel=tp2", (1, 4), {"topology.tp": MASKS, "topology.dp": ROUNDING, "topology.world_size": ROUNDING}),
+        ("parallel=tp2", "parallel=tp2_sp", (2, 2), {"topology.sp": MASKS}),
         ("", "train.micro_batch_size=1", (1, 1), {"batch.micro_batch_size": MASKS}),
         ("", "model.pad_vocab_multiple=2", (1, 1), {"model.pad_vocab_multiple": ROUNDING}),
         ("model.pad_vocab_multiple=2", SHARDS, (1, 1), {VIRTUAL: MASKS}),
@@ -199,7 +281,7 @@ def test_all_problems_that_no_flag_allows_are_in_one_message() -> None:
     with refused(MismatchError, "To continue anyway, set checkpoint.allow=data,topology."):
         settle(flagged, where="here", allowed={Allowed.data})
     lines = settle(flagged, where="here", allowed={Allowed.data, Allowed.topology})
-    assert f"parallel.tensor_model_parallel_size: saved 1, now 2; {BITWISE_TENSOR}" in lines
+    assert f"parallel.tensor_model_parallel_size: saved 1, now 2; {MASKS}" in lines
 
 
 @pytest.mark.parametrize("saved", [None, 0])
