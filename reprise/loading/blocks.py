@@ -53,7 +53,7 @@ class PieceBlock:
         if (actual := digest.hexdigest()) != self.digest:
             raise CheckpointError(
                 "A tensor is damaged",
-                where=f"{file.path.parent}/{self}",
+                where=str(self).replace(self.place.file, str(file.path), 1),
                 expected=f"digest {self.digest}",
                 found=actual,
                 fix="Load another iteration; this one cannot be trusted.",

@@ -40,7 +40,7 @@ class Arena:
         is_pinned: Whether to pin the memory, so that copies from a CUDA device do not block the host.
 
     Attributes:
-        is_touched: Whether its pages are populated.
+        is_touched: Whether its pages are populated, or queued for it.
     """
 
     def __init__(self, total_bytes: int, *, is_pinned: bool) -> None:
@@ -72,9 +72,7 @@ class Arena:
 
     def touch(self) -> None:
         """Populate the pages, so that the first copy causes no page faults. Their contents stay."""
-        if not self.is_touched:
-            populate(self._memory)
-            self.is_touched = True
+        populate(self._memory)
 
     def close(self) -> None:
         """Unpin the memory, and free it once no slice is left. The arena must not be used afterwards."""

@@ -20,7 +20,7 @@ from reprise.format import STATE
 from reprise.nested.documents import document
 from reprise.nested.tree import tree_of
 from reprise.ranks import single_rank_channel
-from reprise.saving import Checkpointer, Retention, SavePolicy, snapshot
+from reprise.saving import Checkpointer, Retention, SavePolicy, checkpointer
 from reprise.saving.snapshot import Snapshot
 from reprise.storage import Files
 from reprise.tensors import Contents, Grid, live_tensors, map_memory, memory_of
@@ -257,7 +257,7 @@ def test_with_little_staging_memory_a_call_waits(
 ) -> None:
     """A save takes longer, and has the same bytes."""
     if staging_bytes is None:
-        monkeypatch.setattr(snapshot, "Arena", refuse)
+        monkeypatch.setattr(checkpointer, "Arena", refuse)
     training = Training(device, 128)
     training.step()
     with AsyncSaver(tmp_path / "saves", staging_bytes=staging_bytes) as saver:

@@ -75,7 +75,7 @@ REFUSED: dict[str, tuple[Way, str, Callable[[dict[Any, Any]], object], str]] = {
     "a missing parameter": (PLAIN, MODEL_FILE, drop, "linear_fc1.bias"),
     "a frozen parameter": (PLAIN, MODEL_FILE, freeze, "18 and 34"),
     "a lacking moment": (PLAIN, MODEL_FILE, cut_state, "exp_avg_sq"),
-    "another save": (TP2, "mp_rank_01/model_optim_rng.pt", lambda s: s.update(iteration=2), "(2, 3.0"),
+    "another save": (TP2, "mp_rank_01/model_optim_rng.pt", lambda s: s.update(iteration=2), "[2, 3.0"),
     "another version": (TP2, MODEL_FILE, lambda s: s.update(checkpoint_version=2.0), "2.0"),
     "an older version": (PLAIN, MODEL_FILE, lambda s: s.update(checkpoint_version=1.0), "1.0"),
     "no arguments": (Way(), MODEL_FILE, lambda s: s.pop("args"), "position_embedding_type"),

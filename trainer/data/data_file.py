@@ -111,11 +111,11 @@ def new_path(path: Path, *, replaces: bool) -> Iterator[Path]:
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_output(path, FILE_SYSTEM, replaces=replaces) as partial:
             yield partial
-    except OSError as error:
+    except (OSError, ValueError) as error:  # a root has no name
         raise DataError(
             "Token files cannot be written",
             where=path,
-            found=error.strerror or str(error),
+            found=getattr(error, "strerror", None) or str(error),
             fix="Check free space and permissions, or choose another folder (--output, or data.cache).",
         ) from error
 

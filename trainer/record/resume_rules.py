@@ -289,14 +289,14 @@ def with_same_bits(differing: list[Difference], saved: Json, current: Json) -> l
         current: The run's own state, as `compared`.
     """
     topology, environment = current["topology"], flattened(current["environment"])
-    kept = _BITWISE_FIELDS | (_BITWISE_TENSOR_FIELDS if topology["invariant_tensor_ranks"] else frozenset())
+    bitwise_fields = _BITWISE_FIELDS | (_BITWISE_TENSOR_FIELDS if topology["invariant_tensor_ranks"] else frozenset())
     strict = [replace(rule, is_optional=False) for rule in RULES]  # what is not known may differ
-    others = {d.field for d in differences(saved, current, strict) if d.rule.field not in _OUTSIDE_ITERATIONS}
+    strict_fields = {d.field for d in differences(saved, current, strict) if d.rule.field not in _OUTSIDE_ITERATIONS}
     is_mixed = any(isinstance(value, list) for value in environment.values())
     is_promised = topology["invariant_ranks"] and environment["device"] == "cpu" and not is_mixed
-    if not is_promised or assumed_in(saved) or not others <= kept:
+    if not is_promised or assumed_in(saved) or not strict_fields <= bitwise_fields:
         return differing
-    same = {d.field: replace(d.rule, says=_SAME_BITS, hint="same bits") for d in differing if d.field in kept}
+    same = {d.field: replace(d.rule, says=_SAME_BITS, hint="same bits") for d in differing if d.field in bitwise_fields}
     return [replace(d, rule=same.get(d.field, d.rule)) for d in differing]
 
 

@@ -123,13 +123,16 @@ def test_what_is_malformed_counts_for_nothing_and_is_replaced(path: Path, tmp_pa
         beside(path).write_bytes(data)
         assert look(path, tmp_path) == (expected, True)
         assert beside(path).read_bytes() == good
-    # Neither a link nor a pipe is followed or awaited.
+    # A pipe is not awaited. A link counts if its content is right.
     (tmp_path / "good").write_bytes(good)
-    for make in (lambda: beside(path).symlink_to(tmp_path / "good"), lambda: os.mkfifo(beside(path))):
+    for make, is_new in (
+        (lambda: beside(path).symlink_to(tmp_path / "good"), False),
+        (lambda: os.mkfifo(beside(path)), True),
+    ):
         beside(path).unlink()
         make()
-        assert look(path, tmp_path) == (expected, True)
-        assert stat.S_ISREG(beside(path).lstat().st_mode)
+        assert look(path, tmp_path) == (expected, is_new)
+    assert stat.S_ISREG(beside(path).lstat().st_mode)
 
 
 def test_a_file_that_is_written_to_while_it_is_read_is_refused(path: Path, tmp_path: Path) -> None:
