@@ -138,10 +138,10 @@ CHOOSES_STORE = (
     "reprise.management",
     "reprise.nested.calls",
     "reprise.storage.lock",
+    "reprise.stores.child",
     "reprise.stores.locations",
     "reprise.stores.mirror",
     "reprise.stores.mirror_pass",
-    "reprise.stores.ranges",
     "reprise.stores.upload",
     "scripts",
     "trainer",  # a run's folders lie on this machine
@@ -233,7 +233,6 @@ HANDED_ON = {
         reprise.loading.restorer
         reprise.nested.modules
         reprise.stores.child
-        reprise.stores.ranges
         trainer.config.compose
         trainer.data.text_file
         trainer.metrics.run_log

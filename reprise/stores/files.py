@@ -10,10 +10,8 @@ from pathlib import Path
 
 from reprise.storage.files import Files, Result, T
 from reprise.stores.path import status_of, url_of
-from reprise.stores.ranges import CELL_BYTES, cell_at
-from reprise.stores.store import CHILD_CLIENT, CONNECTIONS, child, end_child
-
-_Version = tuple[int, str | None, float]  # size, ETag and time: a store may have no ETag
+from reprise.stores.ranges import CELL_BYTES, Version, cell_at
+from reprise.stores.store import CHILD, CHILD_CLIENT, CONNECTIONS
 
 
 class StoreFiles(Files):
@@ -31,7 +29,7 @@ class StoreFiles(Files):
         self._load = load
         self._numbers = itertools.count()
         self._open: dict[int, Path] = {}
-        self._versions: dict[Path, _Version] = {}  # for all reads in a load, until an object is reopened
+        self._versions: dict[Path, Version] = {}  # for all reads in a load, until an object is reopened
 
     def size(self, path: Path) -> int:
         return self._version(path)[0]
@@ -59,7 +57,7 @@ class StoreFiles(Files):
         while at < end:
             start, stop = cell_at(at, size)
             into = part[at - offset : min(end, stop) - offset]
-            fetched = child().ask("open", url_of(path), version, start, stop - start)
+            fetched = CHILD.ask("open", url_of(path), version, start, stop - start)
             try:
                 at += os.preadv(fetched, [into], at - start)
             finally:
@@ -80,12 +78,13 @@ class StoreFiles(Files):
             return list(threads.map(call, items))
 
     def end(self) -> None:
-        end_child()
+        CHILD.end()
         self._versions.clear()
 
-    def _version(self, path: Path) -> _Version:
+    def _version(self, path: Path) -> Version:
         version = self._versions.get(path)  # looked up once: another thread may reopen the object meanwhile
         if version is None:
-            child(self._load)
+            if self._load is not None:
+                CHILD.share(self._load)
             version = self._versions[path] = CHILD_CLIENT.head(url_of(path))
         return version

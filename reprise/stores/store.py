@@ -38,39 +38,48 @@ MOST_TRIES = 4
 
 
 class Child:
-    """A child process, started at its first use. A dead one is replaced, up to `MOST_TRIES` times per request.
+    """The child process, started at its first use. A dead one is replaced, up to `MOST_TRIES` times per request.
 
-    Args:
-        load: The load whose ranks share it, found by this name. Empty for this process alone.
-
-    Raises:
-        ConfigError: obstore is not installed.
+    Attributes:
+        process: The child, if this process has started it.
     """
 
-    def __init__(self, load: str = "") -> None:
-        require_obstore()
-        self.load, self._address = load, f"\0reprise-store-{os.getuid()}-{load or secrets.token_hex(8)}"
-        self._idle: list[Connection] = []  # each makes one request at a time
+    def __init__(self) -> None:
         self.process: subprocess.Popen[bytes] | None = None
+        self._load = ""
+        self._idle: list[Connection] = []  # each makes one request at a time
+
+    def share(self, load: str) -> None:
+        """Share the child of a load's ranks from now on, until its end."""
+        if load != self._load:
+            self.end()
+            self._load = load
 
     def link(self) -> Connection:
-        """Return a new connection."""
+        """Return a new connection.
+
+        Raises:
+            ConfigError: obstore is not installed.
+        """
+        address = f"\0reprise-store-{os.getuid()}-{self._load or f'{_OWN}-{os.getpid()}'}"
         while True:
             with socket.socket(socket.AF_UNIX) as connected, contextlib.suppress(ConnectionError):
-                connected.connect(self._address)
+                connected.connect(address)
                 if not is_of_this_user(connected):
                     raise PermissionError(errno.EACCES, "a process of another user answered", "a store")
                 return Connection(connected.detach())
             with socket.socket(socket.AF_UNIX) as listener:
                 try:
-                    listener.bind(self._address)
+                    listener.bind(address)
                 except OSError:  # another rank starts it
                     continue
+                require_obstore()
                 listener.listen(4096)
                 if self.process is not None:
-                    self.end()
+                    self.process.kill()
+                    self.process.wait()
                     _log.warning("the store reader process exited and is restarted")
-                number, most_bytes = listener.fileno(), sys.maxsize if self.load else KEPT_BYTES
+                number, most_bytes = listener.fileno(), sys.maxsize if self._load else KEPT_BYTES
                 self.process = start_process("reprise.stores.child", number, most_bytes, pass_fds=[number])
 
     def ask(self, call: str, url: StoreUrl, *details: object) -> Any:
@@ -87,18 +96,18 @@ class Child:
                 connection = self.link()
             try:
                 connection.send((call, url, *details))
-                answer = connection.recv()
-                if call == "open" and isinstance(answer, list):
-                    answer = [recv_handle(connection)]
+                result, error = connection.recv()
+                if call == "open" and error is None:
+                    result = recv_handle(connection)
             except (OSError, EOFError):
                 self.forget()  # the other connections ended with this one
                 continue
             except RuntimeError:  # the descriptor was lost
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(url)) from None
             self._idle.append(connection)
-            if isinstance(answer, Exception):
-                raise answer
-            return answer[0]
+            if error is not None:
+                raise error
+            return result
         raise OSError(errno.EIO, f"the store reader process exited {MOST_TRIES} times", str(url))
 
     def forget(self) -> None:
@@ -108,11 +117,12 @@ class Child:
                 self._idle.pop().close()
 
     def end(self) -> None:
-        """End the child, if this process has started it. Another rank still using it starts its own."""
+        """End the child, if this process has started it. Another rank still using it, or the next use, starts one."""
         self.forget()
         if self.process is not None:
             self.process.kill()
             self.process.wait()
+        self.process, self._load = None, ""
 
 
 def require_obstore() -> None:
@@ -140,43 +150,26 @@ def start_process(module: str, *words: object, **settings: Any) -> subprocess.Po
     return process
 
 
-_child: Child | None = None
 _inputs = weakref.WeakSet[Any]()  # of child processes
+_OWN = secrets.token_hex(8)  # names the children of this program and its forks
 
-
-def child(load: str | None = None) -> Child:
-    """Return this process's child or, given a load's name, the one that the load's ranks share."""
-    global _child
-    if _child is None or (load is not None and _child.load != load):
-        end_child()
-        _child = Child(load or "")
-    return _child
+CHILD = Child()
 
 
 class _ChildClient:
     def __getattr__(self, call: str) -> Callable[..., Any]:
-        return partial(child().ask, call)
+        return partial(CHILD.ask, call)
 
 
-CHILD_CLIENT = cast("StoreClient", _ChildClient())  # whose calls this process's child makes
-
-
-def end_child() -> None:
-    """End the child. The next use starts another."""
-    global _child
-    if _child is not None:
-        _child.end()
-        _child = None
+CHILD_CLIENT = cast("StoreClient", _ChildClient())  # whose calls the child makes
 
 
 def _forget_in_fork() -> None:
-    """Leave all children to the parent process: two processes would mix up their requests."""
-    global _child
+    """Leave all connections and processes to the parent process: two processes would mix up their requests."""
     for file in _inputs:
         file.close()
-    if _child is not None:
-        _child.forget()
-        _child = None
+    CHILD.process = None
+    CHILD.end()
 
 
 os.register_at_fork(after_in_child=_forget_in_fork)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -15,6 +16,7 @@ from reprise.format.lineage import FRESH, Branch, Lineage
 from reprise.ranks import single_rank_channel
 from reprise.saving import Checkpointer, SavePolicy
 from reprise.storage import iteration_name
+from reprise.stores.child import Server
 from reprise.stores.client import StoreClient
 from reprise.stores.upload import MARK
 from tests.fakes import lone_contents
@@ -31,6 +33,16 @@ class WatchedClient(StoreClient):
             setattr(self, name, partial(watch, getattr(self, name)))
         delete_one = self.delete
         self.delete = lambda folder, names: [delete_one(folder, [name]) for name in names] and None  # type: ignore[method-assign, assignment]
+
+
+def asking(server: Server) -> Callable[..., Any]:
+    """Return a `Child.ask` whose calls a server in this process makes."""
+
+    def ask(_: object, call: str, *details: Any) -> Any:
+        answer = getattr(server, call)(*details)
+        return os.dup(answer.fileno()) if call == "open" else answer
+
+    return ask
 
 
 def save(

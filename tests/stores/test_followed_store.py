@@ -18,7 +18,7 @@ from reprise import prune
 from reprise.format import STILL_MIRRORED
 from reprise.format.lineage import Branch, Lineage
 from reprise.stores import location
-from reprise.stores.store import end_child
+from reprise.stores.store import CHILD
 from tests.stores.saving import RUN, committed, content, give_up, save
 from tests.stores.test_mirror_pass import Site, finish, names_of
 from trainer.commands.follow import main
@@ -33,7 +33,7 @@ def site(tmp_path: Path) -> Iterator[Site]:
     save(site.folder, [5])
     site.mirror()
     yield site
-    end_child()
+    CHILD.end()
 
 
 def add(site: Site, *iterations: int) -> None:

@@ -20,7 +20,7 @@ from reprise.storage import iteration_name
 from reprise.stores import mirror_pass
 from reprise.stores.client import StoreClient
 from reprise.stores.mirror_pass import MirrorPass
-from reprise.stores.store import end_child
+from reprise.stores.store import CHILD
 from reprise.stores.upload import SourceChangedError, Upload
 from reprise.stores.url import StoreUrl
 from tests.messages import refused
@@ -143,7 +143,7 @@ def test_a_copy_into_a_store_may_end_at_any_call(tmp_path: Path, step: int) -> N
         assert assert_whole(store, folder) == [iteration_name(5)]
         is_killed = killer.count >= number
         number += step
-    end_child()
+    CHILD.end()
     assert number > 10
 
 
@@ -178,4 +178,4 @@ def test_a_copy_clears_only_what_an_upload_has_left(tmp_path: Path) -> None:
     copied, source = tmp_path / "copied", f"file://{store / iteration_name(5)}"
     copy(source, f"file://{copied}")  # by a stream from store to store
     assert content(copied) == content(store)
-    end_child()
+    CHILD.end()

@@ -69,7 +69,7 @@ def test_the_newest_whole_checkpoint_is_loaded(tmp_path: Path, scheme: str, capl
     assert_loads(9, f"{run}/best")
     with refused(CheckpointError, *(path.name for path in list(paths.values())[1:4])):
         load(run, model, missing_ok=True)
-    assert not scheme or store._child is None  # a failed load leaves no process
+    assert not scheme or store.CHILD.process is None  # a failed load leaves no process
 
 
 @pytest.mark.parametrize("name", ["iter_0000010.superseded-2", "iter_0000010.backup"])

@@ -5,11 +5,9 @@ from __future__ import annotations
 import itertools
 import os
 import random
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from errno import ENOSPC
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,46 +16,50 @@ from reprise.loading.loader import fill
 from reprise.loading.reader import open_checkpoint
 from reprise.loading.verify import check_first_blocks
 from reprise.storage.files import FILE_SYSTEM
+from reprise.stores import child as child_module
 from reprise.stores import ranges as ranges_module
 from reprise.stores.child import Server
 from reprise.stores.client import StoreClient
 from reprise.stores.files import StoreFiles
 from reprise.stores.locations import location
-from reprise.stores.ranges import RangeCache, cell_at
+from reprise.stores.ranges import cell_at
 from reprise.stores.store import Child
 from reprise.stores.url import StoreUrl
 from reprise.tensors.dtypes import torch_dtype
 from tests.fakes import SHARDINGS, sample_specs, sample_state, save_sample
 from tests.profiles import slow
+from tests.stores.saving import asking
 
 Span = tuple[int, int]
 BY_NAME = {sharding.name: sharding for sharding in SHARDINGS}
 CONTENT = random.Random(0).randbytes(400_017)
 
 
-class Fetched:
-    """An object that counts what is fetched of it."""
+class Fetching(Server):
+    """A server of one object, which counts what is fetched of it."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.spans: list[Span] = []
 
-    def __call__(self, offset: int, size: int) -> memoryview:
+    def read(self, url: StoreUrl, offset: int, size: int, etag: str | None = None) -> memoryview:
         self.spans.append((offset, offset + size))
         return memoryview(CONTENT)[offset : offset + size]
 
 
-def read(ranges: RangeCache, fetched: Callable[[int, int], memoryview], span: Span, cell: Span | None = None) -> bytes:
+def read(server: Server, span: Span, cell: Span | None = None) -> bytes:
     start, end = cell or span
-    file = ranges.open(start, lambda: fetched(start, end - start))
+    file = server.open(StoreUrl("s3://bucket", "x"), (len(CONTENT), None, 0.0), start, end - start)
     return os.pread(file.fileno(), span[1] - span[0], span[0] - start)
 
 
 @pytest.mark.parametrize("room", [1 << 30, 40_000, 5_000])
 def test_threads_fetch_each_byte_once_with_room(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FILE_SYSTEM, "free_bytes", lambda _: room)
-    monkeypatch.setattr(ranges_module, "CELL_BYTES", 7777)
+    for module in (child_module, ranges_module):
+        monkeypatch.setattr(module, "CELL_BYTES", 7777)
     monkeypatch.setattr(ranges_module, "FIRST_CELL_BYTES", 1000)
-    generator, fetched, ranges = random.Random(1), Fetched(), RangeCache()
+    generator, server = random.Random(1), Fetching()
     cuts, reads, size = sorted(generator.sample(range(len(CONTENT)), 80)), list[tuple[Span, Span]](), len(CONTENT)
     for start, end in itertools.pairwise([0, *cuts, size]):
         at = start
@@ -67,56 +69,59 @@ def test_threads_fetch_each_byte_once_with_room(room: int, monkeypatch: pytest.M
             at = cell[1]
     generator.shuffle(reads)
     with ThreadPoolExecutor(8) as threads:
-        for (start, end), body in threads.map(lambda one: (one[0], read(ranges, fetched, *one)), reads):
+        for (start, end), body in threads.map(lambda one: (one[0], read(server, *one)), reads):
             assert body == CONTENT[start:end]
-    fetches = sorted(fetched.spans)
-    assert sum(os.fstat(kept.result().fileno()).st_size for kept in ranges._ranges.values()) <= max(room, 7777)
+    fetches = sorted(server.spans)
+    assert sum(os.fstat(kept.result().fileno()).st_size for kept in server._ranges.values()) <= max(room, 7777)
     if room > size:
         assert fetches == [(0, 1000), *((at, min(size, at + 7777)) for at in range(1000, size, 7777))]
 
 
 def test_the_newest_ranges_stay_and_the_oldest_are_fetched_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FILE_SYSTEM, "free_bytes", lambda _: 550)
-    monkeypatch.setattr(ranges_module, "CELL_BYTES", 100)
-    fetched, ranges, spans = Fetched(), RangeCache(), list(itertools.pairwise(range(0, 1000, 100)))
+    for module in (child_module, ranges_module):
+        monkeypatch.setattr(module, "CELL_BYTES", 100)
+    server, spans = Fetching(), list(itertools.pairwise(range(0, 1000, 100)))
     for span in [*spans, *spans[-5:], spans[0]]:
-        assert read(ranges, fetched, span) == CONTENT[slice(*span)]
-    assert fetched.spans == [*spans, spans[0]]
+        assert read(server, span) == CONTENT[slice(*span)]
+    assert server.spans == [*spans, spans[0]]
 
 
 def test_a_full_disk_keeps_one_range_until_it_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(**_: object) -> int:
         raise OSError(ENOSPC, "no room")
 
-    fetched, ranges, first, second = Fetched(), RangeCache(), (65536, 131072), (0, 65536)
+    server, first, second = Fetching(), (65536, 131072), (0, 65536)
     with monkeypatch.context() as patch:
-        patch.setattr(ranges_module.tempfile, "TemporaryFile", refuse)
+        patch.setattr(child_module.tempfile, "TemporaryFile", refuse)
         for span in (first, second, first):
             with ThreadPoolExecutor(3) as threads:
-                for body in threads.map(lambda _, span=span: read(ranges, fetched, span), range(9)):  # type: ignore[misc]
+                for body in threads.map(lambda _, span=span: read(server, span), range(9)):  # type: ignore[misc]
                     assert body == CONTENT[slice(*span)]
-        assert fetched.spans == [first, second, first]
+        assert server.spans == [first, second, first]
     for _ in range(2):
-        assert read(ranges, fetched, second) == CONTENT[slice(*second)]
-    assert fetched.spans == [first, second, first, second]
+        assert read(server, second) == CONTENT[slice(*second)]
+    assert server.spans == [first, second, first, second]
 
 
 def test_without_a_folder_for_its_file_nothing_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(ranges_module.tempfile, "tempdir", str(tmp_path / "gone"))
-    fetched, ranges, span = Fetched(), RangeCache(), (0, 1000)
+    monkeypatch.setattr(child_module.tempfile, "tempdir", str(tmp_path / "gone"))
+    server, span = Fetching(), (0, 1000)
     with ThreadPoolExecutor(3) as threads:
-        for body in threads.map(lambda _: read(ranges, fetched, span), range(3)):
+        for body in threads.map(lambda _: read(server, span), range(3)):
             assert body == CONTENT[slice(*span)]
 
 
-def test_a_failed_fetch_is_repeated_by_the_next_read() -> None:
-    def failing(_offset: int, _size: int) -> memoryview:
+def test_a_failed_fetch_is_repeated_by_the_next_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*_: object) -> memoryview:
         raise MemoryError
 
-    ranges = RangeCache()
-    with pytest.raises(MemoryError):
-        read(ranges, failing, (0, 10))
-    assert read(ranges, Fetched(), (0, 10)) == CONTENT[:10]
+    server = Fetching()
+    with monkeypatch.context() as patch:
+        patch.setattr(server, "read", failing)
+        with pytest.raises(MemoryError):
+            read(server, (0, 10))
+    assert read(server, (0, 10)) == CONTENT[:10]
 
 
 @pytest.mark.parametrize(
@@ -140,15 +145,9 @@ def test_a_load_reads_little_more_than_it_needs(
         fetched.append(size)
         return read_object(self, url, offset, size, etag)
 
-    def ask(_: Child, call: str, url: StoreUrl, *details: Any) -> Any:
-        answer, file = server.answer(call, url, *details)
-        if isinstance(answer, Exception):
-            raise answer
-        return answer[0] if file is None else os.dup(file.fileno())
-
     read_object = StoreClient.read
     monkeypatch.setattr(StoreClient, "read", read)
-    monkeypatch.setattr(Child, "ask", ask)  # in this process
+    monkeypatch.setattr(Child, "ask", asking(server))
 
     def load(rank: int) -> StoreFiles:
         files = StoreFiles(tmp_path.name if len(ranks) > 1 else None)

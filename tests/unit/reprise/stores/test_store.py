@@ -25,9 +25,10 @@ from reprise.stores.client import StoreClient
 from reprise.stores.files import StoreFiles
 from reprise.stores.locations import files_of, location
 from reprise.stores.ranges import CELL_BYTES, FIRST_CELL_BYTES
-from reprise.stores.store import CHILD_CLIENT, CONNECTIONS, MOST_TRIES, Child, child, end_child
+from reprise.stores.store import CHILD, CHILD_CLIENT, CONNECTIONS, MOST_TRIES, Child
 from reprise.stores.upload import remove
 from reprise.stores.url import StoreUrl
+from tests.stores.saving import asking
 from tests.unit.reprise.loading.test_choose import filled
 
 FORKS = 20
@@ -45,7 +46,7 @@ def url_of(path: Path) -> str:
 
 
 def process_id() -> int:
-    process = child().process
+    process = CHILD.process
     assert process is not None
     return process.pid
 
@@ -79,18 +80,13 @@ def test_an_object_is_read_while_another_thread_reopens_it(monkeypatch: pytest.M
     monkeypatch.setattr(type(CHILD_CLIENT), "head", lambda *_: (7, None, 0.0), raising=False)
     files._versions = Emptied()
     assert [files.size(path) for _ in range(2)] == [7, 7]
-    end_child()
+    CHILD.end()
 
 
 def test_a_replaced_object_is_found_without_its_etag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As some stores have none: nothing else tells the kept bytes from the new ones."""
-    server, head = Server(), StoreClient.head
-
-    def ask(_: Child, call: str, url: StoreUrl, *details: Any) -> Any:
-        answer, file = server.answer(call, url, *details)
-        return answer[0] if file is None else os.dup(file.fileno())  # type: ignore[index]
-
-    monkeypatch.setattr(Child, "ask", ask)  # in this process
+    head = StoreClient.head
+    monkeypatch.setattr(Child, "ask", asking(Server()))
     monkeypatch.setattr(StoreClient, "head", lambda *call: (head(*call)[0], None, head(*call)[2]))
     path = location(url_of(tmp_path / "x"))
     for time, content in ((5, b"old"), (7, b"new"), (7, b"longer")):
@@ -106,9 +102,9 @@ def test_a_program_that_has_loaded_forks(run: Path) -> None:
     for index in range(FORKS):
         child = os.fork()
         if not child:
-            is_equal = not index % 10 and not path.exists()  # some use the store themselves
-            end_child()
-            os._exit(int(is_equal))
+            has_failed = not index % 10 and not (path.exists() and CHILD.process)  # some ask a child of their own
+            CHILD.end()
+            os._exit(int(has_failed))
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         buffer = bytearray(len(content))
         files.read(number, memoryview(buffer), offset=0)
@@ -134,7 +130,7 @@ def test_a_fork_does_not_wait_for_a_thread_that_reads(run: Path) -> None:
         os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     thread.join()
-    end_child()
+    CHILD.end()
     assert has_ended
 
 
@@ -147,11 +143,12 @@ def test_a_child_ends_with_the_program_that_started_it() -> None:
     """Though a fork of the program lives on. Another rank's program then starts its own."""
     program = (
         "import os, sys\n"
-        "from reprise.stores.store import child\n"
+        "from reprise.stores.store import CHILD\n"
         "from reprise.stores.url import StoreUrl\n"
+        "CHILD.share('shared')\n"
         "for line in sys.stdin:\n"
-        "    child('shared').ask('names', StoreUrl('file://', ''))\n"
-        "    print(child().process and child().process.pid, flush=True)\n"
+        "    CHILD.ask('names', StoreUrl('file://', ''))\n"
+        "    print(CHILD.process and CHILD.process.pid, flush=True)\n"
         "    if line == 'fork\\n' and not os.fork():\n"
         "        os._exit(sys.stdin.read() != '')\n"
     )
@@ -179,7 +176,7 @@ def test_a_child_ends_with_the_program_that_started_it() -> None:
 def test_a_killed_child_is_started_again_a_few_times(
     run: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    end_child()
+    CHILD.end()
     send, kills = Connection.send, MOST_TRIES - 1
 
     def killed(connection: Connection, request: Any) -> None:
@@ -195,16 +192,16 @@ def test_a_killed_child_is_started_again_a_few_times(
     kills = MOST_TRIES
     with pytest.raises(OSError, match=f"exited {MOST_TRIES} times"):
         location(url_of(run) + "/iter_0000001").is_dir()
-    end_child()
+    CHILD.end()
 
 
 def test_connections_of_a_killed_child_are_no_tries() -> None:
     url = StoreUrl("file://", "")
     CHILD_CLIENT.names(url)
-    child()._idle.extend(child().link() for _ in range(CONNECTIONS))  # as after a load
+    CHILD._idle.extend(CHILD.link() for _ in range(CONNECTIONS))  # as after a load
     os.kill(process_id(), signal.SIGKILL)
     assert CHILD_CLIENT.names(url)
-    end_child()
+    CHILD.end()
 
 
 def test_a_load_goes_on_after_its_child_is_killed(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,13 +231,14 @@ def test_an_answer_never_taken_is_not_the_next_one(tmp_path: Path) -> None:
     with contextlib.suppress(KeyboardInterrupt):
         CHILD_CLIENT.head(StoreUrl("file://", keys[0]))
     assert {CHILD_CLIENT.head(StoreUrl("file://", keys[1]))[0] for _ in range(2 * CONNECTIONS)} == {1}
-    end_child()
+    CHILD.end()
 
 
 def test_a_child_of_another_user_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_module, "is_of_this_user", lambda _: False)
     with pytest.raises(PermissionError, match="another user"):
-        Child().link()
+        CHILD.link()
+    CHILD.end()
 
 
 def test_too_many_open_files_are_named(run: Path) -> None:
@@ -254,7 +252,7 @@ def test_too_many_open_files_are_named(run: Path) -> None:
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     assert files.read(number, body, offset=0) == 9
-    end_child()
+    CHILD.end()
 
 
 def test_a_listing_of_a_store_is_that_of_a_folder(run: Path) -> None:
@@ -269,7 +267,7 @@ def test_a_listing_of_a_store_is_that_of_a_folder(run: Path) -> None:
     assert [held.total_bytes, light.total_bytes] == [of_folder[0].total_bytes, of_folder[-1].total_bytes]
     assert held.written_at == int(of_folder[0].written_at)
     assert "iter_0000002" not in [path.name for path in location(url_of(run)).iterdir()]
-    end_child()
+    CHILD.end()
 
 
 def test_the_tools_take_urls(run: Path) -> None:
@@ -280,7 +278,7 @@ def test_the_tools_take_urls(run: Path) -> None:
     assert [result.checked_bytes for result in verify(url)] == [result.checked_bytes for result in verify(run)]
     assert diff(url, run, progress=lambda *call: counts.append(call)).is_empty
     assert counts == [("", count, 2) for count in range(3)]
-    end_child()
+    CHILD.end()
 
 
 def test_bytes_are_those_of_the_object_at_every_size(tmp_path: Path) -> None:
@@ -314,7 +312,7 @@ def test_what_a_load_keeps_is_bounded(
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     content = os.urandom(FIRST_CELL_BYTES + 2 * CELL_BYTES)
     (tmp_path / "x").write_bytes(content)
-    end_child()
+    CHILD.end()
     path, files = location(url_of(tmp_path / "x")), StoreFiles(load)
     number, body = files.open_for_reading(path), memoryview(bytearray(1000))
     for start in range(0, len(content) - 1000, 1 << 20):
