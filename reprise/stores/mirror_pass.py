@@ -36,7 +36,7 @@ from reprise.storage.lock import is_locked
 from reprise.storage.paths import read_regular
 from reprise.stores.locations import ManifestVersion, manifest_version
 from reprise.stores.path import by_checkpoint
-from reprise.stores.upload import MARK, SourceChangedError, Upload, remove
+from reprise.stores.upload import MARK, Upload, remove
 from reprise.stores.url import StoreUrl
 
 if TYPE_CHECKING:
@@ -157,7 +157,7 @@ class MirrorPass:
             upload = Upload(self._client, self.url.child(name), path)
             self._remove(name)  # saved again since
             upload.run()
-        except (SourceChangedError, FileNotFoundError):
+        except FileNotFoundError:
             _log.info("%s was replaced or deleted: its upload is canceled", name)
             self._clear(name)
         except CheckpointError as error:

@@ -26,10 +26,6 @@ MARK = ".upload-"
 _REMOVAL = f"{MARK}removed"
 
 
-class SourceChangedError(CheckpointError):
-    """The checkpoint was replaced or deleted during its upload."""
-
-
 class Upload:
     """Uploads one checkpoint.
 
@@ -53,7 +49,7 @@ class Upload:
             sent: Called with the name of each uploaded file.
 
         Raises:
-            SourceChangedError: The checkpoint is no longer there, or the folder has lost its mark.
+            FileNotFoundError: The checkpoint is no longer there, or the folder has lost its mark.
             CheckpointError: A file is missing or has the wrong size, or the folder has another checkpoint, or objects
                 not left by an upload.
             OSError: The store or the source fails, or an uploaded file has disappeared.
@@ -89,14 +85,13 @@ class Upload:
         self._client.put(self._folder.child(name), str(path))
 
     def _require_same(self) -> None:
-        """Raise unless the checkpoint is unchanged, and the folder has its mark."""
-        try:
-            is_same = files_of(self._source).read_whole(self._source / MANIFEST) == self.files.manifest
-            self._client.head(self._folder.child(self._mark))
-        except FileNotFoundError:
-            is_same = False
-        if not is_same:
-            raise SourceChangedError("A checkpoint was replaced or deleted during its upload", where=self._source)
+        """Raise FileNotFoundError unless the checkpoint is unchanged, and the folder has its mark."""
+        with contextlib.suppress(FileNotFoundError):
+            if files_of(self._source).read_whole(self._source / MANIFEST) == self.files.manifest:
+                self._client.head(self._folder.child(self._mark))
+                return
+        what = "the checkpoint was replaced or deleted during its upload"
+        raise FileNotFoundError(errno.ENOENT, what, str(self._source))
 
     def _commit(self) -> None:
         self._require_same()

@@ -21,7 +21,7 @@ from reprise.stores import mirror_pass
 from reprise.stores.client import StoreClient
 from reprise.stores.mirror_pass import MirrorPass
 from reprise.stores.store import CHILD
-from reprise.stores.upload import SourceChangedError, Upload
+from reprise.stores.upload import Upload
 from reprise.stores.url import StoreUrl
 from tests.messages import refused
 from tests.profiles import SEED, day, slow
@@ -158,7 +158,7 @@ def test_an_upload_to_a_taken_folder_is_not_committed(tmp_path: Path) -> None:
         if len(left) == len(uploads[0].files.sizes):
             uploads[1].run()
 
-    with pytest.raises(SourceChangedError):
+    with pytest.raises(FileNotFoundError, match="replaced or deleted"):
         uploads[0].run(take)
     assert content(tmp_path / "store") == content(tmp_path / "run0.5" / iteration_name(5))
 
