@@ -196,7 +196,7 @@ def main(folder: str, url: str, *numbers: str) -> None:
     logging.basicConfig(level=level, format="%(message)s")
     finishing = threading.Event()
     threading.Thread(target=_obey, args=(finishing,), daemon=True).start()
-    passes = MirrorPass(StoreClient(), StoreUrl.parse(url), Path(folder), MirrorRule(url, interval, keep))
+    passes = MirrorPass(StoreClient(), Path(folder), MirrorRule(url, interval, keep))
     try:
         follow(passes, Path(folder), finishing)
     except (OSError, TrainerError) as error:

@@ -51,15 +51,15 @@ class MirrorPass:
     """Passes over a checkpoint folder, one after the other.
 
     Args:
-        url: The run's URL in the store.
         folder: The run's checkpoint folder.
 
     Attributes:
+        url: The run's URL in the store.
         refused: Digests of the checkpoints that the log has reported as not mirrored, by name.
     """
 
-    def __init__(self, client: StoreClient, url: StoreUrl, folder: Path, rule: MirrorRule) -> None:
-        self._client, self.url, self._root, self._rule = client, url, folder, rule
+    def __init__(self, client: StoreClient, folder: Path, rule: MirrorRule) -> None:
+        self._client, self.url, self._root, self._rule = client, StoreUrl.parse(rule.url), folder, rule
         self._stored = dict[str, MirroredCheckpoint]()  # the run's checkpoints, once surveyed
         self._is_surveyed = False
         self._run = ""  # which claims the URL

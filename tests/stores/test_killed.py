@@ -59,7 +59,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("scene")
     folder, url = root / "run" / "checkpoints", StoreUrl.parse(f"file://{root / 'store'}")
     save(folder, [5, 10, 15], files=2)
-    passes = MirrorPass(StoreClient(), url, folder, MirrorRule(str(url)))
+    passes = MirrorPass(StoreClient(), folder, MirrorRule(str(url)))
     while not passes.run():
         pass
     for iteration in (10, 15):
@@ -82,7 +82,7 @@ def run_until_killed(folder: Path, store: Path, killer: Killer, monkeypatch: pyt
     is_killed = False
 
     def start() -> MirrorPass:
-        return MirrorPass(WatchedClient(killer.watch), url, folder, MirrorRule(str(url), keep=2))
+        return MirrorPass(WatchedClient(killer.watch), folder, MirrorRule(str(url), keep=2))
 
     with monkeypatch.context() as patch:
         patch.setattr(mirror_pass, "replace_file", partial(killer.watch, mirror_pass.replace_file))

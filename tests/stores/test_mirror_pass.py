@@ -49,7 +49,7 @@ class Site:
     def passes(self, *, keep: int = 0, interval: int = 0, fails_at: int = 0) -> MirrorPass:
         self.left = fails_at
         client, rule = WatchedClient(self._request), MirrorRule(str(self.url), interval, keep)
-        return MirrorPass(client, self.url, self.folder, rule)
+        return MirrorPass(client, self.folder, rule)
 
     def _request(self, call: Callable[..., Any], *arguments: Any) -> Any:
         self.left -= 1
