@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections import deque
 from collections.abc import Mapping
@@ -11,7 +12,7 @@ from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
 
-from reprise.errors import CheckpointError, TrainerError
+from reprise.errors import TrainerError
 from reprise.format.names import ADAPTERS, HOST, MANIFEST, OPTIMIZER_DROPPED, STATE, is_lightened
 from reprise.loading.reader import check_state, read_content
 from reprise.loading.verify import check_first_blocks
@@ -23,7 +24,6 @@ from reprise.storage.folder import iteration_of, named_iteration
 from reprise.storage.holds import HOLD, is_held
 from reprise.storage.json_file import Json
 from reprise.storage.paths import is_symlink
-from reprise.storage.patience import unreadable
 from reprise.stores.locations import files_of, location
 
 CHECKED = 100  # how many of a folder's newest checkpoints, by default
@@ -47,27 +47,21 @@ def list_checkpoints(*folders: str | Path, check: int | None = CHECKED) -> tuple
         paths = checkpoints_in(root)
         checked = {path for _, group in groupby(paths, attrgetter("parent")) for path in deque(group, maxlen=check)}
         for summary in files_of(root).map(partial(_listed, root), paths):
-            is_checked = summary.path in checked or summary.problem is not None
+            is_checked = summary.path in checked or summary.state is None
             summaries.append(_checked(summary) if is_checked else summary)
     return tuple(summaries)
 
 
 def _listed(folder: Path, path: Path) -> CheckpointSummary:
-    """Return an unchecked summary, with a problem if only a check can classify the checkpoint."""
+    """Return an unchecked summary, without a state if only a check can classify the checkpoint."""
     tree: Tree = {}
     state: Json | None = None
-    problem: TrainerError | None = None
     files = files_of(path)
-    try:
+    with contextlib.suppress(OSError, TrainerError):  # a check names the error
         tree = {} if is_symlink(path) else files.tree(path)
-        state = json_file.parse(read_content(path / STATE, files), where=path / STATE)
-        check_state(state, path)
-        if MANIFEST not in tree:
-            problem = CheckpointError("A checkpoint has no manifest", where=path)
-    except OSError as error:
-        problem = unreadable(error, where=path)
-    except TrainerError as error:
-        problem = error
+        content = json_file.parse(read_content(path / STATE, files), where=path / STATE)
+        check_state(content, path)
+        state = content if MANIFEST in tree else None
     return CheckpointSummary(
         folder,
         path,
@@ -75,7 +69,7 @@ def _listed(folder: Path, path: Path) -> CheckpointSummary:
         size_of(path, tree),
         (tree.get(MANIFEST) or path.lstat()).st_mtime,  # not the folder's time, which a `hold` file changes
         CheckpointStatus.UNCHECKED,
-        problem,
+        None,
         state,
         has_adapters=ADAPTERS in tree,
         is_lightened=is_lightened(tree) or OPTIMIZER_DROPPED in (state or ()),
@@ -93,7 +87,6 @@ def _checked(summary: CheckpointSummary) -> CheckpointSummary:
         summary,
         iteration=checkpoint.iteration,
         status=status,
-        problem=None,
         state=checkpoint.state,
         is_lightened=checkpoint.is_lightened,
         share=share_of(checkpoint),
