@@ -13,17 +13,17 @@ from pathlib import Path
 from reprise.errors import CheckpointError, TrainerError
 from reprise.format.names import HOST, MANIFEST
 from reprise.loading.blocks import PieceBlock, blocks_of
-from reprise.loading.choose import LoadSource, no_folder
 from reprise.loading.reader import Checkpoint, open_checkpoint, read_places, tensor_bytes
 from reprise.local.parts import Parts, candidates
 from reprise.local.pieces import PieceWriter, read_blocks
 from reprise.local.skeleton import skeleton_of, write_skeleton
+from reprise.management.paths import checkpoint_folder
 from reprise.management.progress import ProgressCallback, ignore_progress
 from reprise.storage.atomic import sync_folders
 from reprise.storage.files import FILE_SYSTEM
 from reprise.storage.folder import CheckpointFolder, is_iteration_name, require_vacant
 from reprise.storage.lock import FolderLock
-from reprise.storage.paths import exists, is_dir
+from reprise.storage.paths import exists
 
 _log = logging.getLogger(__name__)
 
@@ -94,9 +94,7 @@ def _parts_in(host: Path) -> list[_Part]:
 
     Damaged checkpoints, and checkpoints that belong to no single host, are logged and skipped.
     """
-    if not is_dir(host):
-        raise no_folder(host)
-    path = LoadSource.named(host).path
+    path = checkpoint_folder(host)
     if is_iteration_name(path.name) or exists(path / MANIFEST):
         return [_open(path)]
     folder, parts = CheckpointFolder(path, FILE_SYSTEM), list[_Part]()
