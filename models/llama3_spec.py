@@ -58,25 +58,46 @@ _PLAN = TensorParallelPlan(
         "post_attention_layernorm": Cut.sequence_norm,
     },
 )
-_HF = HfConfig(
-    "LlamaForCausalLM",
-    "llama",
-    (
+
+
+def hf_members(
+    n_kv_head: HfField, head_dim: HfField | HfConstant, inner_width: int, vocab_size: int, positions: int, unused: str
+) -> tuple[HfField | HfConstant | HfRope, ...]:
+    """Return the `config.json` members that LLaMA shares with its relatives, in file order.
+
+    Args:
+        inner_width, vocab_size, positions: The values for a file without them.
+        unused: A member that must be false.
+    """
+    return (
         HfConstant("hidden_act", ("silu", "swish")),
         HfField("n_layer", "num_hidden_layers", 32),
         HfField("n_head", "num_attention_heads", 32),
-        HfField("n_kv_head", "num_key_value_heads", lambda values: values["n_head"]),
-        HfConstant("head_dim", lambda values: (values["n_embd"] // values["n_head"], None)),
+        n_kv_head,
+        head_dim,
         HfField("n_embd", "hidden_size", 4096),
-        HfField("intermediate_size", "intermediate_size", 11008),
-        HfField("vocab_size", "vocab_size", 32000),
-        HfField("max_position_embeddings", "max_position_embeddings", 2048),
+        HfField("intermediate_size", "intermediate_size", inner_width),
+        HfField("vocab_size", "vocab_size", vocab_size),
+        HfField("max_position_embeddings", "max_position_embeddings", positions),
         HfField("norm_eps", "rms_norm_eps", 1e-6),
         HfField("initializer_range", "initializer_range", 0.02),
         HfConstant("attention_bias", (False,)),
-        HfConstant("mlp_bias", (False,)),
+        HfConstant(unused, (False,)),
         HfRope(),
         HfField("tie_word_embeddings", "tie_word_embeddings", False),
+    )
+
+
+_HF = HfConfig(
+    "LlamaForCausalLM",
+    "llama",
+    hf_members(
+        HfField("n_kv_head", "num_key_value_heads", lambda values: values["n_head"]),
+        HfConstant("head_dim", lambda values: (values["n_embd"] // values["n_head"], None)),
+        inner_width=11008,
+        vocab_size=32000,
+        positions=2048,
+        unused="mlp_bias",
     ),
     tokens={"bos_token_id": 1, "eos_token_id": 2},
     neutral={"attention_dropout": 0.0},

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from models import llama3_spec
 from models.config import ModelConfig, StoredTensor
-from models.hf_config import HfConfig, HfConstant, HfField, HfRope
+from models.hf_config import HfConfig, HfConstant, HfField
 from models.megatron_names import MegatronPart
 from models.spec import Cut, TensorParallelPlan
 
@@ -32,21 +32,14 @@ _HF = HfConfig(
     "Qwen3ForCausalLM",
     "qwen3",
     (
-        HfConstant("hidden_act", ("silu", "swish")),
-        HfField("n_layer", "num_hidden_layers", 32),
-        HfField("n_head", "num_attention_heads", 32),
-        HfField("n_kv_head", "num_key_value_heads", 32),
-        HfField("head_dim", "head_dim", 128),
-        HfField("n_embd", "hidden_size", 4096),
-        HfField("intermediate_size", "intermediate_size", 22016),
-        HfField("vocab_size", "vocab_size", 151936),
-        HfField("max_position_embeddings", "max_position_embeddings", 32768),
-        HfField("norm_eps", "rms_norm_eps", 1e-6),
-        HfField("initializer_range", "initializer_range", 0.02),
-        HfConstant("attention_bias", (False,)),
-        HfConstant("use_sliding_window", (False,)),
-        HfRope(),
-        HfField("tie_word_embeddings", "tie_word_embeddings", False),
+        *llama3_spec.hf_members(
+            HfField("n_kv_head", "num_key_value_heads", 32),
+            HfField("head_dim", "head_dim", 128),
+            inner_width=22016,
+            vocab_size=151936,
+            positions=32768,
+            unused="use_sliding_window",
+        ),
         HfConstant("layer_types", lambda values: (["full_attention"] * values["n_layer"], None), is_written=False),
     ),
     tokens={"bos_token_id": None, "eos_token_id": None},

@@ -121,7 +121,7 @@ def run(resolved: Resolved, environment: Environment, times: StartTimes) -> None
         _train(resolved, cluster, signals, times)
         launch.final_barrier(cluster)
     except BaseException as error:
-        signals.leave_within(_LEAVE_WITHIN_S, 1)
+        signals.leave_within(_LEAVE_WITHIN_S)
         error = out_of_memory(error, config, where=f"rank {cluster.rank}, {cluster.device}") or error
         cause = watchdog.explain(error, cluster.channel)
         if cause is not None:

@@ -15,7 +15,7 @@ from models.families import problems as model_problems
 from reprise import saving
 from reprise.errors import ConfigError, MismatchError, count_of
 from reprise.format import STATE, WrittenPiece, build_layout
-from reprise.storage import FILE_SYSTEM, CheckpointFolder, Document, Files, Json, dumps, exists, replace_file
+from reprise.storage import FILE_SYSTEM, CheckpointFolder, Document, Json, dumps, exists, replace_file
 from trainer.config.checkpoint import CheckpointSection
 from trainer.config.derived import batch_schedule_of
 from trainer.config.frozen import frozen_names
@@ -48,7 +48,6 @@ def write_checkpoint(
     *,
     consumed_samples: int | None = None,
     stated: Sequence[str] | None = None,
-    files: Files = FILE_SYSTEM,
 ) -> Path:
     """Write `folder/iter_<iteration>` from a source, as a single-rank run with `config` would, and return its path.
 
@@ -60,7 +59,6 @@ def write_checkpoint(
         consumed_samples: Number of consumed samples. By default the source's count, or a global batch per iteration.
         stated: The user's overrides in `config`. The checkpoint marks all other settings as assumed, and a resume does
             not compare them. None if all settings are stated.
-        files: The store to write to.
 
     Raises:
         TrainerError: The iteration exists already, the source holds another model, or the checkpoint cannot be written.
@@ -87,10 +85,10 @@ def write_checkpoint(
         return tensor
 
     def write(partial: Path) -> list[WrittenPiece]:
-        return write_tensor_files(partial, files, layout, read)
+        return write_tensor_files(partial, FILE_SYSTEM, layout, read)
 
     return saving.write_checkpoint(
-        CheckpointFolder(folder, files),
+        CheckpointFolder(folder, FILE_SYSTEM),
         source.iteration,
         layout,
         write,

@@ -35,7 +35,7 @@ class SignalHandler:
         self._report = report
         self._first: tuple[int, float] | None = None
         self._is_awaited = False
-        self._status: int | None = None
+        self._is_leaving = False
 
     def start(self) -> None:
         """Start listening. Main thread only. A handler that is not started receives no signal."""
@@ -53,13 +53,13 @@ class SignalHandler:
         if self._first is not None:
             self._end(128 + self._first[0], f"received {self.name} before the first iteration")
 
-    def leave_within(self, seconds: float, status: int) -> None:
-        """Exit silently with `status` after `seconds`, even if the process hangs, or at the next signal.
+    def leave_within(self, seconds: float) -> None:
+        """Exit silently with status 1 after `seconds`, even if the process hangs, or at the next signal.
 
         For a process about to end with an error, while torchrun sends SIGTERM to its peers.
         """
-        self._status = status
-        timer = threading.Timer(seconds, os._exit, (status,))
+        self._is_leaving = True
+        timer = threading.Timer(seconds, os._exit, (1,))
         timer.daemon = True
         timer.start()
 
@@ -78,8 +78,8 @@ class SignalHandler:
         now = time.monotonic()
         if number not in SIGNALS:
             return
-        if self._status is not None:
-            os._exit(self._status)
+        if self._is_leaving:
+            os._exit(1)
         elif self._first is None:
             self._first = number, now
             if not self._is_awaited:

@@ -58,7 +58,11 @@ class Watchdog:
         self._activity, self._hangs = activity, hangs
         self._channel, self._timeout_s, self._leave = channel, timeout_s, leave
         self._pause_s = _CHECK_INTERVAL_S + channel.world_size * _PER_RANK_S
-        self._heartbeat = _Heartbeat(channel, timeout_s, look_s=self._pause_s, activity=self._activity)
+        self._next = (channel.rank + 1) % channel.world_size  # so each rank is checked by another
+        self._looks_per_beat = max(1, int(timeout_s / _BEATS / self._pause_s))
+        self._patience = math.ceil(timeout_s / self._pause_s) + self._looks_per_beat
+        self._looks = self._beats = 0
+        self._seen, self._seen_at = "", 0
         self._is_over = threading.Event()  # watching has ended
         self._is_ending = threading.Event()  # the main thread ends on its own
         self._looked = time.monotonic()
@@ -124,7 +128,7 @@ class Watchdog:
             try:
                 failure = failure or self._channel.failure() or self._lost_rank()
                 if failure is not None:
-                    self._heartbeat.beat()
+                    self._beat()
                     self._channel.answer()
             except (dist.DistError, LaunchError):
                 failure = failure or _STORE_IS_GONE
@@ -144,13 +148,32 @@ class Watchdog:
         print(text, file=sys.stderr, flush=True)
 
     def _lost_rank(self) -> str | None:
-        """Report to all ranks if the next rank is lost. Return this failure, or another rank's earlier failure."""
-        lost = self._heartbeat.look()
-        if lost is None:
+        """Publish a heartbeat and check the next rank's, if they are due. Report to all ranks if that rank is lost.
+
+        Silence is measured in this rank's own checks, not in time: stopping and continuing a whole job loses no rank.
+
+        Returns:
+            This failure, or another rank's earlier failure.
+
+        Raises:
+            LaunchError: The store is gone.
+        """
+        if self._looks % self._looks_per_beat == 0:
+            self._beat()
+            beat = self._channel.published(_HEARTBEAT, self._next)
+            if beat != self._seen:
+                self._seen, self._seen_at = beat, self._looks
+        self._looks += 1
+        if self._looks - self._seen_at <= self._patience:
             return None
-        text = f"Rank {lost} sent no heartbeat for {self._timeout_s:.0f} s: it was killed or is hung"
-        text += _last_activity(self._channel, lost)
+        text = f"Rank {self._next} sent no heartbeat for {self._timeout_s:.0f} s: it was killed or is hung"
+        text += _last_activity(self._channel, self._next)
         return self._channel.fail(text) or text
+
+    def _beat(self) -> None:
+        """Publish a heartbeat with this rank's present activity."""
+        self._beats += 1
+        self._channel.publish(_HEARTBEAT, f"{self._beats} {self._activity}")
 
     def _guard(self) -> None:
         """Exit if a store request hangs: a stopped host blocks every call, past any timeout.
@@ -167,50 +190,6 @@ class Watchdog:
                 self._say(f"{host} has not answered for {self._timeout_s:.0f} s: it is hung or cannot be reached")
                 self._leave(1)
                 return
-
-
-class _Heartbeat:
-    """Publishes this rank's heartbeat and checks the next rank's, so each rank is checked by another.
-
-    Silence is measured in this rank's own checks, not in time: stopping and continuing a whole job loses no rank.
-
-    Args:
-        channel: This thread's channel.
-        timeout_s: The longest time without a heartbeat, in seconds.
-        look_s: The interval between calls to `look`, in seconds.
-        activity: The activity sent with each heartbeat.
-    """
-
-    def __init__(self, channel: StoreChannel, timeout_s: float, *, look_s: float, activity: Activity) -> None:
-        self._activity = activity
-        self._channel, self._next = channel, (channel.rank + 1) % channel.world_size
-        self._looks_per_beat = max(1, int(timeout_s / _BEATS / look_s))
-        self._patience = math.ceil(timeout_s / look_s) + self._looks_per_beat
-        self._looks = self._beats = 0
-        self._seen, self._seen_at = "", 0
-
-    def look(self) -> int | None:
-        """Publish a heartbeat if it is due. Return the next rank if it is lost.
-
-        Raises:
-            LaunchError: The store is gone.
-        """
-        if self._looks % self._looks_per_beat == 0:
-            self.beat()
-            beat = self._channel.published(_HEARTBEAT, self._next)
-            if beat != self._seen:
-                self._seen, self._seen_at = beat, self._looks
-        self._looks += 1
-        return self._next if self._looks - self._seen_at > self._patience else None
-
-    def beat(self) -> None:
-        """Publish a heartbeat with this rank's present activity.
-
-        Raises:
-            LaunchError: The store is gone.
-        """
-        self._beats += 1
-        self._channel.publish(_HEARTBEAT, f"{self._beats} {self._activity}")
 
 
 def _last_activity(channel: StoreChannel, rank: int) -> str:

@@ -132,7 +132,7 @@ def test_a_process_that_ends_by_an_error_is_silent_at_a_signal(
     statuses: list[int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     case = Case()
-    case.handler.leave_within(LONG_S, 1)
+    case.handler.leave_within(LONG_S)
     case.handler.receive(TERM)
     assert (statuses, case.reports) == ([1], [])
     assert capsys.readouterr() == ("", "")

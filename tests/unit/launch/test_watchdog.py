@@ -134,13 +134,13 @@ def test_a_rank_that_shows_no_sign_of_life_is_named_to_all(
     assert "rank 1 exits: Rank 2 sent no heartbeat" in said
 
 
-def test_a_rank_is_lost_once_its_heartbeat_stops() -> None:
+def test_a_rank_is_lost_once_its_heartbeat_stops(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "_CHECK_INTERVAL_S", 1.0)
     store = HashStore()
-    channels = [StoreChannel(store, rank, world_size=2, timeout_s=0.0) for rank in range(2)]
-    first, second = (peers._Heartbeat(channel, 8.0, look_s=1.0, activity=Activity()) for channel in channels)
+    first, second = (Rank(store, rank, timeout_s=8.0).watch for rank in range(2))
     for _ in range(50):
-        assert (first.look(), second.look()) == (None, None)
-    looks = next(count for count in range(1, 50) if first.look() == 1)
+        assert (first._lost_rank(), second._lost_rank()) == (None, None)
+    looks = next(count for count in range(1, 50) if first._lost_rank())
     assert 8 <= looks <= 10
 
 
@@ -248,9 +248,8 @@ def test_a_rank_that_is_late_is_named_with_what_it_does(tmp_path: Path, capsys: 
 
 def test_a_lost_rank_is_named_with_its_last_activity() -> None:
     store = HashStore()
-    channels = [StoreChannel(store, rank, world_size=2, timeout_s=0.0) for rank in range(2)]
-    activity = Activity()
-    activity.begin("the save", 40)
-    peers._Heartbeat(channels[1], 8.0, look_s=1.0, activity=activity).look()
-    assert peers._last_activity(channels[0], 1) == "; at its last heartbeat it was in the save of iteration 40"
-    assert peers._last_activity(channels[1], 0) == ""
+    first, second = (Rank(store, rank) for rank in range(2))
+    second.activity.begin("the save", 40)
+    second.watch._beat()
+    assert peers._last_activity(first.channel, 1) == "; at its last heartbeat it was in the save of iteration 40"
+    assert peers._last_activity(second.channel, 0) == ""
