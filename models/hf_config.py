@@ -1,7 +1,7 @@
 """A family's `config.json` in transformers as data, used in both directions."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from enum import Enum
 from typing import Any, TypeAlias
 
@@ -130,8 +130,8 @@ class HfConfig:
     architecture: str
     model_type: str
     members: tuple[HfField | HfConstant | HfRope, ...]
-    tokens: Json = field(default_factory=dict)
-    neutral: Json = field(default_factory=dict)
+    tokens: Json
+    neutral: Json
 
     def write(self, config: ModelConfig) -> dict[str, object]:
         """Return the `config.json` with which transformers opens the stored tensors."""

@@ -33,7 +33,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "tests", metavar="TEST", nargs="+", help="a run folder, metrics.jsonl or text log to compare with BASE"
     )
-    parser.add_argument("--threshold", type=amount, default=None, metavar="X", help="absolute tolerance in any dtype")
+    parser.add_argument("--threshold", type=amount, metavar="X", help="absolute tolerance in any dtype")
     parser.add_argument(
         "--threshold-fp32",
         type=amount,
@@ -54,7 +54,6 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype",
         choices=("float32", "bfloat16"),
-        default=None,
         help="which threshold to use; default: the dtype in config.yaml or in the log's file name, else float32",
     )
     parser.add_argument(
@@ -63,7 +62,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--allow-missing-prefix", action="store_true", help="TEST may start later than BASE, as after a resume"
     )
-    parser.add_argument("--plot", metavar="FILE", default=None, help="plot all curves and their differences from BASE")
+    parser.add_argument("--plot", metavar="FILE", help="plot all curves and their differences from BASE")
     parser.add_argument(
         "--max-rows",
         type=natural,

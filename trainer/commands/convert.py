@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from reprise.loading import Checkpoint, Chooser, LoadSource, open_checkpoint
+from reprise.loading import Chooser, LoadSource, open_checkpoint
 from reprise.stores import files_of
 from trainer.commands.arguments import any_path, local_path
 from trainer.commands.frame import FINE, add_command, framed
@@ -75,19 +75,14 @@ def export_checkpoint(options: argparse.Namespace) -> int:
     """Convert a Reprise checkpoint to another program's format."""
     form = FORMATS[options.format]
     assert form.write is not None
-    checkpoint = _newest(options.checkpoint)
+    files = files_of(options.checkpoint)
+    chooser = Chooser(LoadSource.named(options.checkpoint), files, lambda _: None)
+    checkpoint = open_checkpoint(chooser.pick(), files, may_lack=True)
     form.write(
         checkpoint, options.out, ExportOptions(DTYPES[options.dtype], options.tokenizer, options.merge, options.ema)
     )
     print(f"{options.out}: iteration {checkpoint.iteration} of {checkpoint.path}")
     return FINE
-
-
-def _newest(path: Path) -> Checkpoint:
-    """Open a checkpoint: the folder itself, or a run's newest valid checkpoint."""
-    files = files_of(path)
-    chooser = Chooser(LoadSource.named(path), files, lambda _: None)
-    return open_checkpoint(chooser.pick(), files, may_lack=True)
 
 
 def _add_commands(parser: argparse.ArgumentParser) -> None:

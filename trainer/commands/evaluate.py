@@ -64,6 +64,9 @@ def evaluate(options: argparse.Namespace) -> int:
 def _evaluate_all(options: argparse.Namespace, world_size: int) -> None:
     """Print each checkpoint's line on rank 0. Equally configured checkpoints share a model. Call on all ranks."""
     from trainer.launch import process_group
+    from trainer.run.build import build
+    from trainer.run.inputs import open_inputs
+    from trainer.saves.targets import build_saves
 
     cluster: Cluster | None = None
     run: Run | None = None
@@ -75,7 +78,8 @@ def _evaluate_all(options: argparse.Namespace, world_size: int) -> None:
         if run is None or run.config != config:
             run = None
             gc.collect()  # modules and their hooks form reference cycles
-            run = _build(config, cluster)
+            inputs = open_inputs(config, cluster, is_evaluation=True)
+            run = build(config, cluster, inputs=inputs, saves=build_saves(config, cluster))
         line = _evaluate(run, path, averages=options.ema)
         if cluster.rank == 0:
             print(dumps(line), flush=True)
@@ -122,15 +126,6 @@ def _config(path: Path, options: argparse.Namespace, world_size: int) -> Config:
     frozen = [] if config.model.is_adapted else ["*"]  # frozen parameters have no moments
     optimizer = replace(config.optimizer, name=OptimizerName.adamw)
     return replace(config, train=replace(config.train, freeze=frozen), optimizer=optimizer)
-
-
-def _build(config: Config, cluster: Cluster) -> Run:
-    from trainer.run.build import build
-    from trainer.run.inputs import open_inputs
-    from trainer.saves.targets import build_saves
-
-    inputs, saves = open_inputs(config, cluster, is_evaluation=True), build_saves(config, cluster)
-    return build(config, cluster, inputs=inputs, saves=saves)
 
 
 def _evaluate(run: Run, path: Path, *, averages: bool) -> Json:

@@ -12,8 +12,8 @@ import os
 import select
 import signal
 import sys
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 
 from reprise.errors import DataError, LockError
 from reprise.storage import exists
@@ -26,6 +26,7 @@ from trainer.publish.tracker import load_tracker
 
 _INTERVAL_S, _MOST_WAIT_S = 5.0, 60.0
 _LEAST_PRIORITY = 19
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 def send(options: argparse.Namespace) -> int:
@@ -34,7 +35,7 @@ def send(options: argparse.Namespace) -> int:
     if options.until_input_ends:
         os.nice(_LEAST_PRIORITY)
     if options.follow:
-        with _Pause(until_input_ends=options.until_input_ends) as pause:
+        with _pausing(until_input_ends=options.until_input_ends) as pause:
             return _publish(options, pause)
     return _publish(options, lambda _: False)
 
@@ -61,32 +62,30 @@ def _publish(options: argparse.Namespace, pause: Callable[[float], bool]) -> int
     return FINE
 
 
-class _Pause:
-    """Waits between checks of the log, until a signal arrives or the input ends."""
+@contextmanager
+def _pausing(*, until_input_ends: bool) -> Iterator[Callable[[float], bool]]:
+    """Yield a function that waits between checks of the log, until a signal arrives or the input ends."""
+    read, write = os.pipe()
+    inputs = [read, *([sys.stdin.fileno()] if until_input_ends else [])]
 
-    def __init__(self, *, until_input_ends: bool) -> None:
-        self._read, self._write = os.pipe()
-        self._inputs = [self._read, *([sys.stdin.fileno()] if until_input_ends else [])]
-
-    def __enter__(self) -> Callable[[float], bool]:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: os.write(self._write, b"\n"))
-        return self._wait
-
-    def __exit__(self, *_: object) -> None:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, signal.SIG_DFL)
-
-    def _wait(self, times: float) -> bool:
-        ready, _, _ = select.select(self._inputs, [], [], min(_INTERVAL_S * times, _MOST_WAIT_S))
+    def wait(times: float) -> bool:
+        ready, _, _ = select.select(inputs, [], [], min(_INTERVAL_S * times, _MOST_WAIT_S))
         return not ready
+
+    for number in _SIGNALS:
+        signal.signal(number, lambda *_: os.write(write, b"\n"))
+    try:
+        yield wait
+    finally:
+        for number in _SIGNALS:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", type=existing_folder, help="run folder")
     parser.add_argument("--to", metavar="TRACKER", required=True, choices=tuple(TRACKERS), help=", ".join(TRACKERS))
     parser.add_argument("--project", default="reprise", help="the tracker's project or experiment (%(default)s)")
-    parser.add_argument("--name", default=None, help="the remote run's name; default: the folder's name")
+    parser.add_argument("--name", help="the remote run's name; default: the folder's name")
     parser.add_argument(
         "--follow", action="store_true", help="keep sending while the run trains, until SIGTERM or Ctrl-C"
     )

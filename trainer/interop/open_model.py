@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +9,6 @@ import torch
 
 from models import families
 from models.build import build_model
-from models.config import ModelConfig
 from models.network import Model
 from reprise.errors import CheckpointError
 from reprise.loading import Chooser, LoadSource, open_checkpoint
@@ -18,7 +16,7 @@ from reprise.storage import FILE_SYSTEM, Files
 from trainer.interop.hf.config import is_folder
 from trainer.interop.hf.folder import open_folder, weights_source
 from trainer.interop.merge import check_adapters, merged
-from trainer.interop.source import of_checkpoint
+from trainer.interop.source import StateSource, of_checkpoint
 
 
 def open_model(
@@ -43,7 +41,7 @@ def open_model(
     """
     if is_folder(path) and not averages:
         source = weights_source(open_folder(path))
-        return _filled(source.model, source.read, device), path
+        return _filled(source, device), path
     chooser = Chooser(LoadSource.named(path), files, lambda _: None)
     while True:
         chosen = chooser.pick()
@@ -53,15 +51,15 @@ def open_model(
                 check_adapters(checkpoint)
                 break
             source = of_checkpoint(checkpoint, averages=averages)
-            return _filled(source.model, source.read, device), chosen
+            return _filled(source, device), chosen
         except CheckpointError as error:  # every block is verified as it is read: an older checkpoint may be intact
             chooser.skip(error)
     source = merged(checkpoint, base, averages=averages)
-    return _filled(source.model, source.read, device), chosen
+    return _filled(source, device), chosen
 
 
-def _filled(config: ModelConfig, read: Callable[[str], torch.Tensor], device: torch.device) -> Model:
-    config = replace(config, pad_vocab_multiple=1)
+def _filled(source: StateSource, device: torch.device) -> Model:
+    config = replace(source.model, pad_vocab_multiple=1)
     with torch.device("meta"):
         model = build_model(config)
     model.to_empty(device=device)
@@ -69,5 +67,5 @@ def _filled(config: ModelConfig, read: Callable[[str], torch.Tensor], device: to
     names = families.aliases(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(read(names.get(name, name)).reshape(parameter.shape))
+            parameter.copy_(source.read(names.get(name, name)).reshape(parameter.shape))
     return model.eval()

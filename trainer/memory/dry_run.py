@@ -14,7 +14,6 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from models.config import Stage
 from models.families import parameter_count
 from models.network import Model
 from reprise.errors import count_of
@@ -196,11 +195,8 @@ def _headline(config: Config, topology: Topology) -> str:
 
 
 def _cells(simulated: Simulated, tp: int, memory: RankMemory) -> list[str]:
-    layers = " ".join(_span(part.stage) for part in simulated.parts)
+    numbers = [part.stage.layers for part in simulated.parts]
+    layers = " ".join(f"{stage[0]}-{stage[-1]}" if stage else "none" for stage in numbers)
     parameters, *sizes = memory
     cells = [f"{size / _GIB:.2f} GiB" for size in (*sizes, sum(sizes))]
     return [str(simulated.pp), str(tp), layers, f"{parameters:,}", *cells]
-
-
-def _span(stage: Stage) -> str:
-    return f"{stage.layers[0]}-{stage.layers[-1]}" if len(stage.layers) else "none"

@@ -7,7 +7,6 @@ decimal `NAME`, which is null for NaN and infinity.
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import math
 import os
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from reprise.errors import DataError
-from reprise.storage import MAX_INTEGER, Json, open_regular
+from reprise.storage import MAX_INTEGER, Json, exists, open_regular
 
 METRICS = "metrics.jsonl"  # every run's metrics log
 ABSENT, DECIMAL, EXACT, UNREADABLE = range(4)  # how a record states a value; only EXACT preserves all bits
@@ -139,11 +138,9 @@ def record_of(line: bytes) -> Json | None:
 
 def tail(path: Path) -> Iterator[bytes]:
     """Yield a file's lines from last to first, with their newlines. A missing file has no lines."""
-    try:
-        file: BinaryIO = os.fdopen(open_regular(path), "rb")
-    except FileNotFoundError:
-        file = io.BytesIO()
-    with file:
+    if not exists(path):
+        return
+    with os.fdopen(open_regular(path), "rb") as file:
         at, partial = file.seek(0, os.SEEK_END), b""
         while at:
             size = min(at, _BLOCK_BYTES)

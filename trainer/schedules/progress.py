@@ -33,10 +33,6 @@ class Progress:
             self.iteration + 1, self.consumed_samples + samples, self.consumed_tokens + tokens, self.best_loss
         )
 
-    def without_evaluation(self) -> Progress:
-        """Return the progress with its evaluation marked as interrupted."""
-        return replace(self, owes_evaluation=True)
-
     def after_evaluation(self, loss: float) -> Progress:
         """Return the progress after an evaluation. A nonfinite loss never becomes the best."""
         best = self.best_loss

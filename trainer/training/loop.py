@@ -205,7 +205,7 @@ def _evaluate(run: Run) -> None:
         with averages_in_place([part.optimizer for part in run.state.parts]):
             average_loss = evaluate(run)
     if loss is None or (average_loss is None and run.state.averages):
-        run.state.progress = run.state.progress.without_evaluation()
+        run.state.progress = replace(run.state.progress, owes_evaluation=True)
         _log.info(
             f"the evaluation at iteration {run.state.progress.iteration} was interrupted; the resumed run repeats it",
         )
