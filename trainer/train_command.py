@@ -168,12 +168,11 @@ def _train(resolved: Resolved, cluster: Cluster, signals: SignalHandler, times: 
     checkpoints = None if config.checkpoint.save is None else Path(config.checkpoint.save)
     control = RunControl(config, signals, rank=cluster.rank)
     with hold_run_folder(Path(config.run.dir), checkpoints, channel, cluster.nonce):
-        rewind = _train_from(resolved, config, cluster, inputs, control, times, None)
-        while rewind is not None:
+        rewind: Rewind | None = None
+        while (rewind := _train_from(resolved, config, cluster, inputs, control, times, rewind)) is not None:
             gc.collect()  # modules and their hooks form cycles, and hold memory needed by the next start
             nonce = channel.from_first(f"rewind/{cluster.nonce}", lambda: secrets.token_hex(4))
             cluster, config, times = replace(cluster, nonce=nonce), rewind.config(config), StartTimes()
-            rewind = _train_from(resolved, config, cluster, inputs, control, times, rewind)
 
 
 def _train_from(

@@ -195,9 +195,7 @@ def json_bytes(table: Mapping[str, object]) -> bytes:
     return (json.dumps(table, indent=2, ensure_ascii=False) + "\n").encode()
 
 
-@cache
-def _report_once(line: str) -> None:
-    _log.warning(line)
+_report_once = cache(_log.warning)
 
 
 def _end_of_text(path: Path, names: Collection[str], special: Collection[str]) -> str | None:

@@ -54,24 +54,20 @@ def _write_file(
 
 def _write_tensor(files: Files, descriptor: int, place: Place, read: Read, progress: Callable[[int], object]) -> bytes:
     """Write a tensor at its offset in an open file. Return its concatenated block digests."""
-    digests, offset, dtype = [], place.offset, torch_dtype(place.spec.dtype)
-    for block in blocks_of(_checked(read(place.spec.name), place), dtype, where=place.spec.name):
+    spec, tensor, offset, digests = place.spec, read(place.spec.name), place.offset, list[bytes]()
+    if tuple(tensor.shape) != spec.shape:
+        raise CheckpointError(
+            "A tensor's shape differs from the model's",
+            where=spec.name,
+            expected=list(spec.shape),
+            found=list(tensor.shape),
+        )
+    for block in blocks_of(tensor, torch_dtype(spec.dtype), where=spec.name):
         files.write(descriptor, block, offset=offset)
         digests.append(bytes.fromhex(digest_of(block)))
         offset += block.nbytes
         progress(block.nbytes)
     return b"".join(digests)
-
-
-def _checked(tensor: torch.Tensor, place: Place) -> torch.Tensor:
-    if tuple(tensor.shape) != place.spec.shape:
-        raise CheckpointError(
-            "A tensor's shape differs from the model's",
-            where=place.spec.name,
-            expected=list(place.spec.shape),
-            found=list(tensor.shape),
-        )
-    return tensor
 
 
 def blocks_of(tensor: torch.Tensor, dtype: torch.dtype, *, where: str) -> Iterator[memoryview]:

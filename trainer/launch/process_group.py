@@ -101,7 +101,10 @@ def start(
     if chosen.type == CPU:
         _set_allocator({_M_MMAP_THRESHOLD: _MMAP_THRESHOLD_BYTES, _M_TRIM_THRESHOLD: -1})
     if deterministic:
-        _make_deterministic(chosen)
+        if chosen.type == "cuda":
+            # https://docs.nvidia.com/cuda/cublas/#results-reproducibility
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)  # also stops the compiler from choosing kernels by timing
     rank, world_size, local_ranks = environment.rank, environment.world_size, environment.local_ranks
     if world_size == 1:
         channel, name, launch = single_rank_channel(), secrets.token_hex(4), identify(variables, None)
@@ -165,13 +168,6 @@ def _set_allocator(parameters: Mapping[int, int]) -> None:
             mallopt(parameter, value)
 
 
-def _make_deterministic(device: torch.device) -> None:
-    if device.type == "cuda":
-        # https://docs.nvidia.com/cuda/cublas/#results-reproducibility
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)  # also stops the compiler from choosing kernels by timing
-
-
 @contextmanager
 def _exit_after(environment: Environment, seconds: float) -> Iterator[None]:
     """Exit the process if the block takes longer: a stopped store host blocks every call, past any timeout."""
@@ -194,21 +190,6 @@ def _exit_after(environment: Environment, seconds: float) -> Iterator[None]:
         timer.cancel()
 
 
-@contextmanager
-def _naming_silent_ranks(channel: StoreChannel) -> Iterator[None]:
-    """Name the ranks that are lost in the block, in which all others fail at about the same time."""
-    try:
-        yield
-    except (dist.DistError, RuntimeError) as error:
-        channel.fail(str(error).splitlines()[0])
-        if silent := channel.silent_ranks(_GRACE_S):
-            raise LaunchError(
-                f"Rank {', '.join(map(str, silent))} did not join: it was killed or is hung",
-                fix="Check that rank's log and host.",
-            ) from error
-        raise
-
-
 def _join(
     environment: Environment, device: torch.device, timeout_s: float, variables: Mapping[str, str]
 ) -> tuple[StoreChannel, str, Launch]:
@@ -227,7 +208,7 @@ def _join(
             launch = identify(variables, server if environment.has_agent_store else None)
         store = PrefixStore(name, server)
         channel = StoreChannel(store, rank, world_size=world_size, timeout_s=timeout_s)
-        with _naming_silent_ranks(channel):
+        try:
             dist.init_process_group(
                 dist.get_default_backend_for_device(device),  # gloo for a CPU, nccl for CUDA and ROCm, xccl for XPU
                 store=store,
@@ -236,6 +217,14 @@ def _join(
                 timeout=timeout,
                 device_id=None if device.type == CPU else device,
             )
+        except (dist.DistError, RuntimeError) as error:  # all ranks that are not lost fail at about the same time
+            channel.fail(str(error).splitlines()[0])
+            if silent := channel.silent_ranks(_GRACE_S):
+                raise LaunchError(
+                    f"Rank {', '.join(map(str, silent))} did not join: it was killed or is hung",
+                    fix="Check that rank's log and host.",
+                ) from error
+            raise
     except (dist.DistError, RuntimeError, ValueError) as error:
         raise LaunchError(
             "The ranks did not all join",

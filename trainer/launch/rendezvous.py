@@ -26,13 +26,19 @@ def rendezvous(store: Store, rank: int, *, world_size: int, timeout_s: float) ->
     deadline = time.monotonic() + timeout_s
     pause_s = 0.02 + world_size / 20_000  # at most about 20,000 store requests per second, for any rank count
     key = f"rendezvous/{world_size}"
+
+    def pause() -> bool:
+        """Sleep, then return whether time is left."""
+        time.sleep(pause_s)
+        return time.monotonic() < deadline
+
     if rank:
-        return _join(store, rank, key, lambda: _pause(deadline, pause_s), timeout_s)
+        return _join(store, rank, key, pause, timeout_s)
     name = secrets.token_hex(4)
     store.set(key, name)
     missing = list(range(1, world_size))
     while missing := [peer for peer in missing if not store.check([f"{name}/hello/{peer}"])]:
-        if not _pause(deadline, pause_s):
+        if not pause():
             raise LaunchError(
                 f"Rank {', '.join(map(str, missing))} did not join within {timeout_s:.0f} s",
                 fix="Check that rank's log and host; it may be dead or hung.",
@@ -56,9 +62,3 @@ def _join(store: Store, rank: int, key: str, pause: Callable[[], bool], timeout_
                 f"Rank 0 did not admit rank {rank} within {timeout_s:.0f} s: rank 0 or another rank did not join",
                 fix="Check the logs and hosts of the other ranks.",
             )
-
-
-def _pause(deadline: float, pause_s: float) -> bool:
-    """Sleep, then return whether time is left."""
-    time.sleep(pause_s)
-    return time.monotonic() < deadline

@@ -51,7 +51,7 @@ class IterationRecord:
     tokens: int
     seconds: float
     checkpoint_seconds: float
-    data_seconds: float | None = None
+    data_seconds: float = 0.0
     global_batch_size: int | None = None
     is_skipped: bool = False
 
@@ -70,9 +70,8 @@ class IterationRecord:
             "tokens_per_second": round(self.tokens_per_second, 1),
             "seconds": round(self.seconds, 6),
             "checkpoint_seconds": round(self.checkpoint_seconds, 6),
+            "data_seconds": round(self.data_seconds, 6),
         }
-        if self.data_seconds is not None:
-            record["data_seconds"] = round(self.data_seconds, 6)
         if self.global_batch_size is not None:
             record["global_batch_size"] = self.global_batch_size
         if self.is_skipped:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from reprise.errors import DataError
-from reprise.format import Journal
+from reprise.format import Branch, Journal
 from reprise.storage import (
     FILE_SYSTEM,
     FolderLock,
@@ -35,7 +35,6 @@ _log = logging.getLogger(__name__)
 
 _BATCH = 1000
 _FIRST_ATTEMPTS = 5
-Branches = Sequence[tuple[str, int]]  # each branch's id and start iteration
 
 
 @dataclass(slots=True)
@@ -167,23 +166,23 @@ class Publisher:
     def _path(self, number: int) -> Path:
         return self.folder / f"cursor-{number}.json"
 
-    def _read(self, number: int, branches: Branches) -> Cursor:
+    def _read(self, number: int, branches: Sequence[Branch]) -> Cursor:
         path = self._path(number)
         if exists(path):
             try:
                 return Cursor(**json_file.read(path))
             except TypeError as error:
                 raise DataError("A published run's cursor is damaged", where=path, found=error) from error
-        first = branches[0][0] if branches else secrets.token_hex(8)
+        first = branches[0].id if branches else secrets.token_hex(8)
         return Cursor(f"{self._read(0, branches).id}-{number}" if number else first)
 
     def _store(self, cursor: Cursor) -> None:
         replace_file(FILE_SYSTEM, self._path(self._number), json.dumps(asdict(cursor)).encode())
 
-    def _remote(self, branches: Branches) -> RemoteRun:
+    def _remote(self, branches: Sequence[Branch]) -> RemoteRun:
         config, title = read_config(self._run), self._title
         if self._number:
-            began_at, parent = branches[self._number][1], self._read(self._number - 1, branches).id
+            began_at, parent = branches[self._number].began_at, self._read(self._number - 1, branches).id
             config |= {"reprise.forked_from": parent, "reprise.forked_at": began_at}
             title = f"{title} from {began_at}"
         _log.info("the remote run is %s", self._cursor.id)
@@ -196,7 +195,7 @@ def read_config(run: Path) -> Json:
     return {key: value for key, value in flattened(sections).items() if key not in environment_keys}
 
 
-def read_branches(run: Path) -> Branches:
+def read_branches(run: Path) -> Sequence[Branch]:
     """Return a run's branches, or none without a `run.json`. The first branch has the run's id.
 
     Raises:
@@ -204,10 +203,9 @@ def read_branches(run: Path) -> Branches:
     """
     path = run / "run.json"
     try:
-        lineage = Journal.from_bytes(read_regular(path), where=path).lineage
+        return Journal.from_bytes(read_regular(path), where=path).lineage.branches
     except FileNotFoundError:
-        return []
-    return [(branch.id, branch.began_at) for branch in lineage.branches]
+        return ()
 
 
 def _is_at(path: Path, file: BinaryIO) -> bool:

@@ -123,11 +123,11 @@ def _run_data(sources: Sequence[Source], marks: DocumentMarks | None, fingerprin
     Raises:
         DataError: Two sources have the same tokens.
     """
-    total, named = sum(source.weight for source in sources), list[Source]()
+    total, members = sum(source.weight for source in sources), list[Source]()
     for source in sources:
         tokens, documents = fingerprints[source.key]
-        named.append(replace(source, weight=source.weight / total, fingerprint=tokens, documents=documents))
-    train = sorted((source for source in named if source.weight), key=attrgetter("fingerprint"))
+        members.append(replace(source, weight=source.weight / total, fingerprint=tokens, documents=documents))
+    train = sorted((source for source in members if source.weight), key=attrgetter("fingerprint"))
     for first, second in itertools.pairwise(train):
         if first.fingerprint == second.fingerprint:
             raise DataError(
@@ -136,7 +136,7 @@ def _run_data(sources: Sequence[Source], marks: DocumentMarks | None, fingerprin
                 found=f"fingerprint {first.fingerprint} of both",
                 fix="Name one of them in data.train, with the sum of the weights.",
             )
-    valid = next((source for source in named if not source.weight), None)
+    valid = next((source for source in members if not source.weight), None)
     if valid is None:
         return RunData(train, (), None, marks)
     return RunData(train, valid.files, valid.fingerprint, marks)

@@ -58,7 +58,9 @@ def fill(run: Run, start: Start) -> None:
             _resume(run, checkpoint, section)
     rebind(run)
     if run.state.averages:
-        _begin_averages(run, checkpoint, section)
+        stored = {} if checkpoint is None or section.loads_weights_alone else checkpoint.manifest.tensors
+        for stage in run.state.parts:  # averages that were not loaded begin with the weights
+            begin_average(stage.optimizer, stage.model, stored, families.aliases(run.config.model))
     is_first = isinstance(start.source, InitialValues) and not section.finetune
     began_at = FRESH if is_first else run.state.progress.iteration
     saved = began_at if start.keeps_weights else FRESH
@@ -194,13 +196,6 @@ def _rates(run: Run, progress: Progress, checkpoint: Checkpoint, *, is_new: bool
         )
     stays = f", where the schedule ends ({key}={schedule.decay})" if is_past else ""
     return [f"learning rate: {rates[0]:.4e} in iteration {first}, {rates[1]:.4e} in iteration {last}{stays}"]
-
-
-def _begin_averages(run: Run, checkpoint: Checkpoint | None, section: CheckpointSection) -> None:
-    """Initialize moving averages with the weights, unless they were loaded."""
-    stored = {} if checkpoint is None or section.loads_weights_alone else checkpoint.manifest.tensors
-    for part in run.state.parts:
-        begin_average(part.optimizer, part.model, stored, families.aliases(run.config.model))
 
 
 def rebind(run: Run) -> None:

@@ -90,7 +90,7 @@ def _saved(folder: Path, save: Path, *, before: int) -> dict[int, Path | None]:
     return saved
 
 
-def replay(folder: Path, first: int, last: int, out: Path, *, begin: int = 0, values: Collection[str] = ()) -> None:
+def replay(folder: Path, first: int, last: int, out: Path, *, begin: int, values: Collection[str]) -> None:
     """Train a run from after iteration `first` to `last` and record it, as one of the launch's ranks.
 
     Args:
