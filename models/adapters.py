@@ -51,11 +51,9 @@ def adapter_initial_values(config: ModelConfig) -> dict[str, Initial]:
     values = {}
     for name, tensor in adapter_tensors(config).items():
         is_first = name.endswith(A)
-        values[name] = Initial(InitialKind.uniform, 1 / sqrt(tensor.shape[1])) if is_first else _ZEROS
+        bound = 1 / sqrt(tensor.shape[1])
+        values[name] = Initial(InitialKind.uniform, bound) if is_first else Initial(InitialKind.zeros)
     return values
-
-
-_ZEROS = Initial(InitialKind.zeros)
 
 
 def saved_tensors(config: ModelConfig) -> dict[str, StoredTensor]:

@@ -3,7 +3,6 @@
 from dataclasses import fields
 from enum import Enum
 from math import prod
-from typing import Any
 
 from models import gpt2_spec, llama3_spec, qwen3_spec
 from models.config import Family, Initial, ModelConfig, StoredTensor, common_problems, rotary_problems
@@ -50,11 +49,6 @@ def problems(config: ModelConfig) -> list[str]:
 def has_field(family: Family, name: str) -> bool:
     """Return whether a `ModelConfig` field applies to a family."""
     return name not in FAMILIES[family].unused
-
-
-def default_of(name: str) -> Any:
-    """Return a `ModelConfig` field's default, which families without the field keep."""
-    return _DEFAULTS[name]
 
 
 def stored_tensors(config: ModelConfig) -> dict[str, StoredTensor]:

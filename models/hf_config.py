@@ -94,13 +94,12 @@ class HfRope:
 
     def read(self, table: Json, _: Json, problems: list[str]) -> dict[str, object]:
         """Return the `ModelConfig` fields; add an unsupported rotation to `problems`."""
-        theta = table.get("rope_theta", _THETA)
         scaling = table.get("rope_scaling") or table.get("rope_parameters") or {}
         if not isinstance(scaling, Mapping):
             problems.append(f"rope_parameters={scaling!r}: not an object")
             return {}
         kind = scaling.get("rope_type", scaling.get("type", "default"))
-        theta = _checked("rope_theta", scaling.get("rope_theta", theta), 1.0, problems)
+        theta = _checked("rope_theta", scaling.get("rope_theta", table.get("rope_theta", _THETA)), 1.0, problems)
         like = asdict(RopeScaling())
         names = {"rope_type", "type", "rope_theta", *(like if kind == "llama3" else ())}
         if kind not in ("default", "llama3"):

@@ -126,16 +126,12 @@ def path_problems(config: object) -> Iterator[str]:
         elif key in _MUST_BE_STORED and not is_store_url(value):
             yield f"{key}={value}: must be a store URL, such as s3://bucket/run"
         elif key in _MAY_BE_STORED and is_store_url(value):
-            yield from _store_problems(key, value)
+            try:
+                location(value)
+            except ConfigError as error:
+                yield f"{key}: {error}"  # the error shows the URL without possible secrets
         elif key in _PATHS and is_url(value):
             yield f"{key}={value}: {IS_URL}"
-
-
-def _store_problems(key: str, value: str) -> Iterator[str]:
-    try:
-        location(value)
-    except ConfigError as error:
-        yield f"{key}: {error}"  # the error shows the URL without possible secrets
 
 
 def _leaves(config: object) -> Iterator[tuple[str, object, tuple[Any, ...]]]:

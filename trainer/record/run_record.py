@@ -17,7 +17,6 @@ from trainer.config.frozen import frozen_names
 from trainer.config.optimizer import OptimizerSection
 from trainer.config.parallel import INVARIANT
 from trainer.config.schema import Config
-from trainer.config.train import TrainSection
 from trainer.data.position_map import SKIPPED, parse_ranges
 from trainer.optim.table import OPTIMIZERS, optimizer_record, settings_record
 from trainer.parallel.topology import Topology
@@ -48,6 +47,8 @@ def describe(config: Config, *, schedule: Schedule, topology: Topology, data: Js
     """
     train = config.train
     frozen, sizes = frozen_names(config.model, train.freeze), batch_schedule_of(train)
+    skipped = parse_ranges(train.skip_samples).record()
+    extras = {"ema_decay": train.ema_decay, SKIPPED: skipped, "freeze": list(train.freeze)}
     return {
         "model": model_record(config.model),
         "topology": {
@@ -70,17 +71,10 @@ def describe(config: Config, *, schedule: Schedule, topology: Topology, data: Js
         "schedule": schedule.record(),
         **settings_record(config.optimizer),
         "optimizer": optimizer_record(config.model, config.optimizer, frozen),
-        **_optional_record(train),
+        **{name: value for name, value in extras.items() if value},
         "precision": {"dtype": train.dtype.value},
         "environment": environment,
     }
-
-
-def _optional_record(train: TrainSection) -> Json:
-    """Return the fields recorded only when set."""
-    skipped = parse_ranges(train.skip_samples).record()
-    fields = {"ema_decay": train.ema_decay, SKIPPED: skipped, "freeze": list(train.freeze)}
-    return {name: value for name, value in fields.items() if value}
 
 
 def saved_progress(state: Json, *, seq_length: int, where: object) -> Progress:

@@ -13,7 +13,7 @@ from typing import Any
 
 from models import families
 from models.config import Activation, Family, ModelConfig, RopeScaling
-from models.families import FAMILIES, default_of, has_field, spec_of
+from models.families import FAMILIES, has_field, spec_of
 from models.megatron_names import POSITIONS
 from reprise.errors import MismatchError
 from reprise.storage import shown
@@ -102,7 +102,7 @@ def describe(
         raise _model_mismatch(problems, where=where)
     stated = _stated(args, family)
     chosen = {key: getattr(configured, key) for key in _CHOSEN if key in overridden}
-    absent = {field.name: default_of(field.name) for field in fields(ModelConfig) if not has_field(family, field.name)}
+    absent = {field.name: field.default for field in fields(ModelConfig) if not has_field(family, field.name)}
     if FAMILIES[family].is_rotary and "rope_theta" not in settable:
         absent["rope_theta"] = _ROTARY_BASE
     model = replace(configured, **{**absent, "vocab_size": rows, **stated, **chosen, "family": family})
