@@ -88,7 +88,6 @@ def test_a_refusal_ends_every_rank_soon_with_its_message(tmp_path: Path) -> None
     assert "checkpoint.override_data=true" in text
     last = "".join(text.splitlines(keepends=True)[-10:])  # as `| tail` shows
     assert "train.seed  saved 1234  current 7" in last
-    assert f"`reprise train run.dir=run checkpoint.load={source} train.train_iters=N`" in last
     assert text.count("current 7") == 2  # in the message, and in torchrun's report
     assert not (tmp_path / "run/metrics.jsonl").exists()
 
