@@ -57,8 +57,9 @@ class SharedAttempt:
             LaunchError: The store does not hold it.
         """
         if self._channel.world_size > 1:
-            self.left.append(f"{self.key}/{kind}/{self._channel.rank}")
-            self._channel.put(self.left[-1], message.to_bytes(), is_first=is_first)
+            key = f"{self.key}/{kind}/{self._channel.rank}"
+            self.left.append(key)
+            self._channel.put(key, message.to_bytes(), is_first=is_first)
 
     def read(self, kind: str, form: type[M], rank: int) -> M:
         """Wait for a rank's message of a kind, and return it.

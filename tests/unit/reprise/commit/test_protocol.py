@@ -9,7 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
+from reprise.commit.attempt import Hosts
+from reprise.commit.messages import Opening
+from reprise.commit.shared_attempt import SharedAttempt
 from reprise.errors import CheckpointError, LaunchError
 from reprise.format.dtype import StoredDtype
 from reprise.format.layout import TensorKind, TensorSpec
@@ -114,6 +118,23 @@ def test_ranks_count_attempts_alike_after_a_wait_that_raises(tmp_path: Path) -> 
 
     for report in all_ranks(2, call):
         assert (report.iteration, report.error) == (3, None)
+
+
+class Shared(list[str]):
+    """A list to which another thread appends whenever one does."""
+
+    def append(self, key: str) -> None:
+        super().append(key)
+        super().append("save/n-1/decision/0")
+
+
+def test_two_threads_send_each_message_under_its_own_key() -> None:
+    channel = StoreChannel(HashStore(), 0, world_size=2, timeout_s=0.01)
+    shared = SharedAttempt("n-1", channel, Hosts.of(channel.ranks))
+    shared.left = Shared()
+    shared.put("opened", Opening(is_decided=True))
+    assert shared.read("opened", Opening, 0) == Opening(is_decided=True)
+    assert not channel.has(["save/n-1/decision/0"])
 
 
 class Deaf(StoreChannel):
