@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from reprise.commit import commit_state
 from reprise.commit.attempt import Hosts
-from reprise.commit.commit_state import Action, CommitState, Event, Outcome
+from reprise.commit.commit_state import Action, CommitState, Event
 from reprise.commit.messages import DecisionMessage, Message, Offer, Opening, RankReport
 from reprise.errors import LaunchError, TrainerError
 from reprise.ranks.channel import StoreChannel
@@ -96,12 +96,10 @@ class SharedAttempt:
         else:
             self.post("offer", Offer(problem=problem))
 
-    def abort(self, error: TrainerError) -> bool:
+    def abort(self, error: TrainerError) -> None:
         """Abort the attempt on behalf of a hung worker, and tell the other ranks.
 
-        Returns:
-            Whether it has failed for certain. If this rank has sent its report, or the rename has started, it is too
-            late: the attempt is in doubt.
+        If this rank has sent its report, or the rename has started, it is too late: the attempt is in doubt.
         """
         action = self.take(commit_state.Aborted(str(error)))
         if action is Action.BROADCAST:
@@ -109,7 +107,6 @@ class SharedAttempt:
         if action is Action.REPORT:
             self.post("report", RankReport(problem=str(error)))
             self.refuse(error)
-        return self.current.outcome is Outcome.FAILED
 
     def delete_read(self) -> None:
         """Delete this rank's messages, except the decision: once an attempt is committed, every rank has read them.

@@ -326,7 +326,8 @@ class Attempted:
         assert rank.worker is not None
         if not rank.worker.is_over:
             error = CheckpointError("A save did not end in time")
-            rank.is_abort_certain = rank.shared.abort(error)
+            rank.shared.abort(error)
+            rank.is_abort_certain = rank.shared.current.outcome is Outcome.FAILED
 
 
 @dataclass(slots=True, kw_only=True)
