@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import itertools
 import math
+import re
 import subprocess
 import sys
 from collections import defaultdict
@@ -68,6 +70,8 @@ def test_the_library_exports_its_names_and_no_others() -> None:
     assert completion == "True False"
     assert {name for name in names.split() if not name.startswith("__")} == set(reprise.__all__)
     assert "list" not in reprise.__all__  # Python's own stays
+    lists = re.findall(r"^__all__ = (\[.*?\])$", Path(reprise.__file__).read_text(), re.DOTALL | re.MULTILINE)
+    assert [*map(ast.literal_eval, lists)] == [reprise.__all__]  # a type checker evaluates nothing else
     assert all(callable(getattr(reprise, name)) for name in [*reprise.__all__, "list"])
     with pytest.raises(AttributeError, match="restore"):
         reprise.restore  # noqa: B018 - the access is the test
