@@ -163,7 +163,7 @@ def fill(
     is_missing = partial(look, partial(has_no_checkpoint, source), where=source)
     if channel.from_first("missing", lambda: missing_ok and is_missing()):
         return LoadedState({**tree.given, "iteration": 0})
-    entries, fillings = {keys_of_pointer(name)[0] for name in names}, list[Filling]()
+    entries, fillings = {keys_of_pointer(name)[0] for part in names for name in part}, list[Filling]()
 
     def live(checkpoint: Checkpoint) -> Sequence[LiveTensor]:
         check_optimizer(checkpoint, tree.optimizers.get(OPTIMIZER[:1]))
@@ -193,22 +193,22 @@ def fill(
     return fillings[-1].result(is_first=channel.coordinates)
 
 
-def _join_requests(call: JointCall, tree: Tree, aliases: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
-    """Return JSON Pointers to all that any rank requests, and the second names for tied tensors. Collective.
+def _join_requests(call: JointCall, tree: Tree, aliases: Mapping[str, str]) -> tuple[list[list[str]], dict[str, str]]:
+    """Return two lists of JSON Pointers, to the tensors and to all else that any rank requests; and all aliases.
 
-    A load creates all state saved for an optimizer's parameters. An empty key says that an object is passed.
+    Collective. A load creates all state saved for an optimizer's parameters. An empty key stands for an object.
     """
-    own = [keys for keys in tree.tensors if stored_name(keys)[1] not in aliases]
+    tensors = [keys for keys in tree.tensors if stored_name(keys)[1] not in aliases]
     states = [(*top, "state", name) for top, each in tree.optimizers.items() for name in each.parameters]
     objects = [(*keys, "") for keys in (*tree.optimizers, *tree.objects)]
-    requests = [*map(pointer, (*own, *tree.receivers, *states, *objects))]
-    offers = call.offer(json.dumps([requests, aliases]).encode())
+    requests = [[*map(pointer, keys)] for keys in (tensors, (*tree.receivers, *states, *objects))]
+    offers = call.offer(json.dumps([*requests, aliases]).encode())
     call.decide("")
 
     def join_all() -> list[object]:
-        parts = [json.loads(offer) for offer in {*offers}]
-        names = {name for names, _ in parts for name in names}
-        return [sorted(names), {alias: name for _, pairs in parts for alias, name in pairs.items()}]
+        tensors, values, aliases = zip(*(json.loads(offer) for offer in {*offers}), strict=True)
+        names = [sorted({name for part in parts for name in part}) for parts in (tensors, values)]
+        return [names, {alias: name for pairs in aliases for alias, name in pairs.items()}]
 
-    joined: tuple[list[str], dict[str, str]] = call.channel.from_first("requests", join_all)
+    joined: tuple[list[list[str]], dict[str, str]] = call.channel.from_first("requests", join_all)
     return joined

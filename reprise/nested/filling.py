@@ -42,7 +42,7 @@ class Filling:
         tree: This rank's tree to fill.
         tensors: This rank's tensors.
         aliases: Second names on any rank, alias -> name in its tensors.
-        names: JSON Pointers to all tensors and values requested by any rank.
+        names: JSON Pointers to all tensors requested by any rank, and to all else.
         entries: The outermost keys passed by any rank.
         stored: The checkpoint's state.
     """
@@ -52,7 +52,7 @@ class Filling:
         tree: Tree,
         tensors: Mapping[str, LiveTensor],
         aliases: Mapping[str, str],
-        names: Iterable[str],
+        names: Sequence[Iterable[str]],
         entries: Collection[str],
         strict: Strictness,
         checkpoint: Checkpoint,
@@ -68,8 +68,11 @@ class Filling:
             for alias, name in aliases.items()
             if alias in file_names and name not in file_names
         } | {**saved_aliases}
-        self._names = frozenset(names)
-        self._requested = {self._target(stored_name(keys_of_pointer(name))[1]) for name in self._names}
+        tensor_names, value_names = names
+        self._value_names = frozenset(value_names)
+        # The requested tensors, by their names in the files. A value in the place of one is not requested.
+        requested = {self._target(stored_name(keys_of_pointer(name))[1]) for name in tensor_names}
+        self._requested = requested & self._places.keys()
         # The names that one side alone has, as keys, in the order in which they are listed.
         self._missing, self._unexpected = dict[str, None](), dict[str, None]()
         # By keys, the new values with tensor references, their templates, and their receivers.
@@ -201,7 +204,7 @@ class Filling:
             return
         where, receiver = pointer(keys), self._tree.receiver(keys, value)
         is_declined = RNG in self._tree.declined and keys[::2] == (PER_RANK, RNG)  # between them is the rank
-        is_requested = is_requested or is_declined or (receiver is None and where in self._names)
+        is_requested = is_requested or is_declined or (receiver is None and where in self._value_names)
         if receiver is not None and not (receiver.is_value and needs_template(value)):
             self._missing.pop(where, None)
             self._take(keys, value, receiver)

@@ -90,6 +90,27 @@ def test_names_that_a_side_lacks_are_refused_or_returned(
             load_state_dict(path, target, strict=False)
 
 
+# What is passed in another kind's place, and the names that are missing and unexpected.
+KINDS: list[tuple[dict[str, Any], str, list[str]]] = [
+    ({"tensor": 5}, "/tensor", ["/tensor"]),
+    ({"value": torch.zeros(2)}, "/value", ["/value"]),
+    ({"model": {"w": 5}}, "/model/w", ["w"]),
+    ({"dict": torch.zeros(2)}, "/dict", ["/dict/tensor", "/dict/value"]),
+]
+
+
+@pytest.mark.parametrize(("given", "missing", "unexpected"), KINDS, ids=["value", "tensor", "weight", "dict"])
+def test_another_kind_under_a_name_is_missing_and_unexpected(
+    tmp_path: Path, given: dict[str, Any], missing: str, unexpected: list[str]
+) -> None:
+    own, inner = ({"tensor": torch.ones(2), "value": 3} for _ in range(2))
+    path = save_state_dict(tmp_path, {**own, "dict": inner, "model": {"w": torch.ones(2)}}, iteration=1)
+    with refused(MismatchError, f"{missing} is missing", *(f"{name} is unexpected" for name in unexpected)):
+        load_state_dict(path, given)
+    found = load_state_dict(path, given, strict=False)
+    assert (found.missing_keys, sorted(found.unexpected_keys)) == ([missing], unexpected)
+
+
 def loop() -> Loop:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
