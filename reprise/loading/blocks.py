@@ -35,9 +35,13 @@ class PieceBlock:
     move: Callable[[Bytes], int] | None = None
 
     def __str__(self) -> str:
+        return f"{self.place.file}, {self._in_file}"
+
+    @property
+    def _in_file(self) -> str:
         ranges = ", ".join(f"{part.start}:{part.stop}" for part in self.packed.box.slices)
         part = f" of elements [{ranges}]" if self.packed.total_bytes < self.place.spec.total_bytes else ""
-        return f"{self.place.file}, tensor {self.place.spec.name}, bytes [{self.lo}, {self.hi}){part}"
+        return f"tensor {self.place.spec.name}, bytes [{self.lo}, {self.hi}){part}"
 
     def read(self, file: OpenFile, into: Bytes) -> None:
         """Fill an array with the bytes, and compare them with their digest.
@@ -53,7 +57,7 @@ class PieceBlock:
         if (actual := digest.hexdigest()) != self.digest:
             raise CheckpointError(
                 "A tensor is damaged",
-                where=str(self).replace(self.place.file, str(file.path), 1),
+                where=f"{file.path}, {self._in_file}",
                 expected=f"digest {self.digest}",
                 found=actual,
                 fix="Load another iteration; this one cannot be trusted.",
