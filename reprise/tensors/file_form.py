@@ -28,6 +28,8 @@ from reprise.tensors.live import (
 from reprise.tensors.modes import overwrite
 from reprise.torch_private import is_a
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
 
 @dataclass(frozen=True, slots=True)
 class StorableTensor:
@@ -75,7 +77,7 @@ def resolve(
             whose shards on this rank are not a box together.
     """
     local = memory_holder(tensor)
-    if is_a(local, "AsyncCollectiveTensor"):
+    if type(local) not in _PLAIN and is_a(local, "AsyncCollectiveTensor"):  # each save calls this for each tensor
         local = local.trigger_wait()  # type: ignore[attr-defined]
         tensor = with_memory(tensor, local)
     require_plain(where, local)
