@@ -100,6 +100,7 @@ class Server(StoreClient):
                 connection.send((None if call == "open" else result, error))
                 if call == "open" and error is None:
                     send_handle(connection, result.fileno(), None)
+                del result  # the next call may be long in coming, and the range dropped meanwhile
 
 
 def main(number: int, most_bytes: int) -> None:

@@ -316,6 +316,7 @@ def test_what_a_load_keeps_is_bounded(
     path, files = location(url_of(tmp_path / "x")), StoreFiles(load)
     number, body = files.open_for_reading(path), memoryview(bytearray(1000))
     for start in range(0, len(content) - 1000, 1 << 20):
+        CHILD._idle.append(CHILD.link())  # as for another thread, whose connection then idles
         assert files.read(number, body, offset=start) == 1000
         assert body == content[start : start + 1000]
     opened = Path(f"/proc/{process_id()}/fd").iterdir()
