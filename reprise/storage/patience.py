@@ -6,7 +6,7 @@ import copy
 import errno
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -17,7 +17,7 @@ _log = logging.getLogger(__name__)
 
 # How long a failing read is retried, for instance while a server fails over or other processes exhaust a limit.
 RETRY_S = 10.0
-_PAUSE_S = 0.1
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 0.5
 # Errors from a missing or too large file, or something else in its place. All others prove no damage.
 _MISSING = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EISDIR, errno.EINVAL, errno.ENAMETOOLONG, errno.EFBIG)
 
@@ -59,19 +59,32 @@ def retry(call: Callable[..., T], *arguments: object, repair: Callable[[], None]
     Raises:
         OSError: The error proves damage, or was the last when time ran out.
     """
-    deadline, is_first = time.monotonic() + RETRY_S, True
+    waits, is_first = pauses(RETRY_S), True
     while True:
         try:
             if not is_first:
                 repair()
             return call(*arguments)
         except OSError as error:
-            if is_damage(error) or time.monotonic() >= deadline:
+            if is_damage(error):
                 raise
             if is_first:
                 _log.warning("a read is tried again: %s", error)
-        is_first = False
-        time.sleep(_PAUSE_S)
+            is_first = False
+            if not next(waits, False):
+                raise
+
+
+def pauses(seconds: float) -> Iterator[bool]:
+    """Pause and yield True for another try, until the time since the first pause began is over.
+
+    Pauses double: thousands of ranks may try at once, for instance while a server fails over.
+    """
+    deadline, pause_s = time.monotonic() + seconds, _FIRST_PAUSE_S
+    while time.monotonic() < deadline:
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        yield True
 
 
 def look(call: Callable[[], T], *, where: object) -> T:

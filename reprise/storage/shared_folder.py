@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,10 +15,10 @@ from reprise.errors import CheckpointError
 from reprise.storage.folder import CheckpointFolder
 from reprise.storage.lock import LOCK
 from reprise.storage.paths import is_stored
+from reprise.storage.patience import pauses
 
 # How long a rank looks for what its leader made. A network file system may show it late.
 SEEN_WITHIN_S = 5.0
-_PAUSE_S = 0.02
 
 
 def require_lock(folder: CheckpointFolder, nonce: str, *, leader: int) -> None:
@@ -80,15 +79,14 @@ def why_unseen(path: Path, look: Callable[[Path], object]) -> str:
 
     For a path in a store, do not wait.
     """
-    deadline = time.monotonic() + SEEN_WITHIN_S
+    waits = pauses(SEEN_WITHIN_S)
     while True:
         try:
             look(path)
             return ""
         except OSError as error:
-            if is_stored(path) or time.monotonic() >= deadline:
+            if is_stored(path) or not next(waits, False):
                 return error.strerror or str(error)
-        time.sleep(_PAUSE_S)
         _revalidate(path)
 
 
