@@ -68,7 +68,7 @@ def is_symlink(path: Path) -> bool:
     Raises:
         OSError: The file system fails.
     """
-    return stat.S_ISLNK(_mode(path, follows_links=False))
+    return not is_stored(path) and stat.S_ISLNK(_mode(path, follows_links=False))  # a store has no links
 
 
 def matching(folder: Path, pattern: str) -> list[Path]:
