@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 from collections.abc import Callable, Iterable
@@ -59,9 +60,11 @@ class StoreFiles(Files):
             into = part[at - offset : min(end, stop) - offset]
             fetched = CHILD.ask("open", url_of(path), version, start, stop - start)
             try:
-                at += os.preadv(fetched, [into], at - start)
+                if super().read(fetched, into, offset=at - start) != into.nbytes:
+                    raise OSError(errno.EIO, "a file of fetched bytes ends early", str(path))
             finally:
                 os.close(fetched)
+            at += into.nbytes
         return max(0, end - offset)
 
     def close(self, descriptor: int) -> None:

@@ -104,6 +104,18 @@ def test_a_full_disk_keeps_one_range_until_it_has_room(monkeypatch: pytest.Monke
     assert server.spans == [first, second, first, second]
 
 
+def test_a_cut_file_of_fetched_bytes_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "x").write_bytes(CONTENT)
+    server, files, body = Server(), StoreFiles(), memoryview(bytearray(2000))
+    monkeypatch.setattr(Child, "ask", asking(server))
+    number = files.open_for_reading(location(f"file://{tmp_path / 'x'}"))
+    assert files.read(number, body, offset=0) == 2000
+    (kept,) = server._ranges.values()
+    os.ftruncate(kept.result().fileno(), 1000)
+    with pytest.raises(OSError, match="ends early"):
+        files.read(number, body, offset=0)
+
+
 def test_without_a_folder_for_its_file_nothing_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(child_module.tempfile, "tempdir", str(tmp_path / "gone"))
     server, span = Fetching(), (0, 1000)
