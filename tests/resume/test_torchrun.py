@@ -88,6 +88,8 @@ def test_a_refusal_ends_every_rank_soon_with_its_message(tmp_path: Path) -> None
     assert "checkpoint.override_data=true" in text
     last = "".join(text.splitlines(keepends=True)[-10:])  # as `| tail` shows
     assert "train.seed  saved 1234  current 7" in last
+    assert str(source) in last
+    assert "To continue anyway, set checkpoint.allow=data." in last
     assert text.count("current 7") == 2  # in the message, and in torchrun's report
     assert not (tmp_path / "run/metrics.jsonl").exists()
 
