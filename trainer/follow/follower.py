@@ -138,7 +138,7 @@ class Follower:
             if iteration < self._first or iteration % self._every:
                 continue
             path = folder.iteration(iteration)
-            version = _version_at(path)
+            version = self._version(path)
             if version is None or self._done.get(path.name) == version:
                 continue
             try:
@@ -157,14 +157,14 @@ class Follower:
         path = checkpoint.path
         hold = None if is_stored(path) else Hold.take(path)  # in a store, nothing protects a checkpoint
         try:
-            if _version_at(path) != version:
+            if self._version(path) != version:
                 _log.info("%s was deleted or replaced before it could be held", shown_name(path))
                 return
             self._problems.pop(path.name, None)
             command = [word.replace(PLACE, str(path)) for word in self._command]
             _log.info("%s: %s", shown_name(path), shlex.join(command))
             outcome = run_command(command)
-            if _version_at(path) == version:
+            if self._version(path) == version:
                 self._append(self._record(checkpoint, command, outcome))
             else:
                 _log.warning("%s was renamed while the command read it: the result is discarded", shown_name(path))
@@ -216,21 +216,22 @@ class Follower:
             return is_at_end and not is_file(folder.root / STILL_MIRRORED)
         return is_at_end and not (self._weights and is_locked(folder.root / WEIGHTS))
 
+    def _version(self, path: Path) -> ManifestVersion | None:
+        """Return a checkpoint's version, or None without one. A folder's failed read is logged, and tried again."""
+        try:
+            return manifest_version(path)
+        except OSError as error:
+            if is_stored(path):
+                raise
+            if path.name not in self._done:
+                self._problem(path, f"cannot be read: {error.strerror}")
+            return None
+
     def _problem(self, path: Path, problem: str) -> None:
         """Remember a checkpoint's problem, and log it if it is new."""
         if self._problems.get(path.name) != problem:
             self._problems[path.name] = problem
             _log.warning("%s %s", shown_name(path), problem)
-
-
-def _version_at(path: Path) -> ManifestVersion | None:
-    """Return a checkpoint's version, or None without one, also if a folder cannot be read now."""
-    try:
-        return manifest_version(path)
-    except OSError:
-        if is_stored(path):
-            raise
-        return None
 
 
 def _json_at(path: Path) -> Json:

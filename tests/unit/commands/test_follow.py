@@ -11,6 +11,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -173,6 +174,16 @@ def test_a_manifest_that_cannot_be_read_is_looked_at_again(tmp_path: Path, monke
     runner = FakeRunner(lambda: None)
     assert run_follower(tmp_path, runner)
     assert (iterations(tmp_path), runner.folders) == ([1], ["iter_0000001"])
+
+
+def test_a_manifest_that_stays_unreadable_is_a_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(tmp_path, 1)
+    failing = mock.Mock(side_effect=OSError(errno.EIO, "it failed"))
+    monkeypatch.setattr("trainer.follow.follower.manifest_version", failing)
+    assert not run_follower(tmp_path, FakeRunner(), once=True)
+    assert "iter_0000001 cannot be read: it failed" in caplog.text
 
 
 @pytest.mark.parametrize("is_light_first", [False, True])
