@@ -178,6 +178,16 @@ def test_more_lanes_are_another_rounding(train: Train) -> None:
     assert train(ALONE, *overrides) != train(ALONE, *overrides, "parallel.invariant_ranks=2")
 
 
+def test_threads_that_follow_the_cores_are_named(tmp_path: Path) -> None:
+    lanes = "parallel.invariant_ranks=2"
+    base = ["model=gpt2_tiny", *BASE, "train.train_iters=1", "schedule.lr_warmup_iters=0"]
+    for number, words in enumerate(([lanes], [lanes, "train.threads=1"], [])):
+        ended = launch(tmp_path / str(number), [*base, *words])
+        assert ended.ok, ended.text
+        line = f"train.threads is 0, so each rank uses its share of the host's cores: {lanes} keeps the bits only"
+        assert (line in ended.text) == (words == [lanes])
+
+
 def killed_and_moved(run: Path, overrides: Sequence[str], topologies: Sequence[Case]) -> Outcome:
     """Return what a run leaves that is killed twice, each time an iteration after a save, and goes on elsewhere."""
     words = [*overrides, "checkpoint.save_interval=2", "checkpoint.reshard=true", "checkpoint.max_checkpoint_keep=1"]
