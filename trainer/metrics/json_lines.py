@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from reprise.errors import DataError
-from reprise.storage import MAX_INTEGER, Json, exists, open_regular
+from reprise.storage import MAX_INTEGER, Json, open_regular
 
 METRICS = "metrics.jsonl"  # every run's metrics log
 ABSENT, DECIMAL, EXACT, UNREADABLE = range(4)  # how a record states a value; only EXACT preserves all bits
@@ -138,9 +138,11 @@ def record_of(line: bytes) -> Json | None:
 
 def tail(path: Path) -> Iterator[bytes]:
     """Yield a file's lines from last to first, with their newlines. A missing file has no lines."""
-    if not exists(path):
+    try:
+        descriptor = open_regular(path)
+    except FileNotFoundError:
         return
-    with os.fdopen(open_regular(path), "rb") as file:
+    with os.fdopen(descriptor, "rb") as file:
         at, partial = file.seek(0, os.SEEK_END), b""
         while at:
             size = min(at, _BLOCK_BYTES)
