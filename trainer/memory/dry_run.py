@@ -195,8 +195,8 @@ def _headline(config: Config, topology: Topology) -> str:
 
 
 def _cells(simulated: Simulated, tp: int, memory: RankMemory) -> list[str]:
-    numbers = [part.stage.layers for part in simulated.parts]
-    layers = " ".join(f"{stage[0]}-{stage[-1]}" if stage else "none" for stage in numbers)
+    spans = [part.stage.layers for part in simulated.parts]
+    layers = " ".join(f"{span[0]}-{span[-1]}" if span else "none" for span in spans)
     parameters, *sizes = memory
     cells = [f"{size / _GIB:.2f} GiB" for size in (*sizes, sum(sizes))]
     return [str(simulated.pp), str(tp), layers, f"{parameters:,}", *cells]
