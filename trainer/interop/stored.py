@@ -96,7 +96,7 @@ def require_fit(
 def are_equal(first: torch.Tensor, second: torch.Tensor, dtype: torch.dtype) -> bool:
     """Return whether tensors are equal once they are cast, which is done in small parts."""
     parts = zip(*(torch.split(tensor.reshape(tensor.shape or (1,)), _ROWS) for tensor in (first, second)), strict=False)
-    return first.shape == second.shape and all(torch.equal(*(rows.to(dtype) for rows in part)) for part in parts)
+    return first.shape == second.shape and all(torch.equal(one.to(dtype), other.to(dtype)) for one, other in parts)
 
 
 def require_tied(stored: torch.Tensor, alias: torch.Tensor, *, where: object) -> None:

@@ -81,7 +81,7 @@ def joined_shape(pieces: Sequence[FileTensor], cut: int | None) -> Shape:
     """
     shape = list(pieces[0].shape)
     for piece in pieces:
-        dims = {dim for dim, sizes in enumerate(zip(piece.shape, shape, strict=True)) if len(set(sizes)) > 1}
+        dims = {dim for dim, (size, first) in enumerate(zip(piece.shape, shape, strict=True)) if size != first}
         if piece.dtype != pieces[0].dtype or dims - {cut}:
             forms = [f"{list(part.shape)} of {part.dtype}" for part in (pieces[0], piece)]
             raise ValueError(f"a tensor's parts on tensor-parallel ranks do not fit together: {' and '.join(forms)}")
