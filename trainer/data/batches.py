@@ -89,7 +89,7 @@ class Samples:
         Raises:
             DataError: A file was truncated after it was opened, or cannot be read.
         """
-        out = np.full((ids.size, self.seq_length + 1), PADDED, dtype=np.int64)
+        out = np.empty((ids.size, self.seq_length + 1), dtype=np.int64)
         for row, identity in zip(out, ids.tolist(), strict=True):
             number = bisect_right(self._bounds, identity) - 1
             sample, file, table = identity - self._bounds[number], self._files[number], self._tables[number]
@@ -98,6 +98,7 @@ class Samples:
                 start, end = table.locate(sample)
             stop = min(start + self.seq_length + 1, end)
             row[: stop - start] = file.read(start, stop)
+            row[stop - start :] = PADDED
             if self._marks is not None:
                 self._marks.mark(row[: stop - start], table, start)
         return out
