@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from reprise.errors import DataError
-from reprise.storage import FILE_SYSTEM, atomic_output, open_regular
+from reprise.storage import FILE_SYSTEM, atomic_output, lexists, open_regular
 
 TokenArray: TypeAlias = npt.NDArray[np.integer[Any]]
 Ints: TypeAlias = npt.NDArray[np.int64]
@@ -105,17 +105,19 @@ def new_path(path: Path, *, replaces: bool) -> Iterator[Path]:
     """Yield a path to write a file or folder to, which then becomes `path`. Its folder is created if necessary.
 
     Raises:
-        DataError: The file system fails.
+        DataError: The file system fails, or `path` exists and `replaces` is False.
     """
     try:
+        if not replaces and lexists(path):
+            raise DataError("The output path already exists", where=path, fix="Remove it, or choose another path.")
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_output(path, FILE_SYSTEM, replaces=replaces) as partial:
             yield partial
-    except (OSError, ValueError) as error:  # a root has no name
+    except OSError as error:
         raise DataError(
             "Token files cannot be written",
             where=path,
-            found=getattr(error, "strerror", None) or str(error),
+            found=error.strerror or str(error),
             fix="Check free space and permissions, or choose another folder (--output, or data.cache).",
         ) from error
 

@@ -18,7 +18,6 @@ import numpy as np
 from tqdm import tqdm
 
 from reprise.errors import DataError
-from reprise.storage import lexists
 from trainer.data.blocks import SplitOptions, read_blocks, split
 from trainer.data.data_file import TokenArray, new_path
 from trainer.data.encoding import Encoded, encoding
@@ -96,8 +95,6 @@ def write_prepared(folder: Path, inputs: Sequence[TextSource], options: PrepareO
     tokenizer = options.tokenizer or (None if array else BYTES)
     encoder = open_encoder(tokenizer)
     with new_path(folder, replaces=False) as new:
-        if lexists(folder):
-            raise DataError("The output path already exists", where=folder, fix="Remove it, or choose another path.")
         new.mkdir()
         parts = {} if array else split(inputs, options)
         write = partial(write_token_file, dtype=array or encoder.dtype)

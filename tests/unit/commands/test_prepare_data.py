@@ -167,8 +167,8 @@ def test_what_is_there_is_not_replaced(tmp_path: Path, capsys: Printed) -> None:
     assert content(out) == first
     (tmp_path / "file").write_text("")
     (tmp_path / "link").symlink_to("file")
-    for name in ("file", "link"):
-        assert str(tmp_path / "file") in refusal(capsys, source, "--output", tmp_path / name)
+    for name, existing in (("file", tmp_path / "file"), ("link", tmp_path / "file"), ("/", "/")):
+        assert f"already exists ({existing})" in refusal(capsys, source, "--output", tmp_path / name)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "in.txt", "link", "out"]
 
 
