@@ -222,8 +222,14 @@ class Conv1D(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., in] to [..., ...out]."""
-        weight, bias = self.weight.to(x.dtype), self.bias.to(x.dtype)
-        return F.linear(x, weight.flatten(1).t(), bias.flatten()).view(*x.shape[:-1], *bias.shape)
+        return project(x, self.weight, self.bias)
+
+
+def project(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """Return the product of `x` [..., in] and a `Conv1D`'s weight, plus its bias, [..., ...out]."""
+    weight, bias = weight.to(x.dtype), bias.to(x.dtype)
+    product = F.linear(x, weight.flatten(1).t(), bias.flatten())
+    return product if bias.dim() == 1 else product.view(*x.shape[:-1], *bias.shape)
 
 
 class LayerNorm(nn.Module):

@@ -11,7 +11,6 @@ from types import MethodType
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_module, distribute_tensor
@@ -29,7 +28,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from models import families
-from models.layers import Conv1D, Dropout, Site, token_loss
+from models.layers import Conv1D, Dropout, Site, project, token_loss
 from models.network import Model
 from models.spec import Cut
 
@@ -141,8 +140,7 @@ class Columns(ParallelStyle):
         def forward(self: Conv1D, x: torch.Tensor) -> torch.Tensor:
             # Each rank has the input's gradient from its own columns only.
             local = on_mesh(x, device_mesh).to_local(grad_placements=(Partial(),))
-            weight, bias = _local(self.weight).to(local.dtype), _local(self.bias).to(local.dtype)
-            return F.linear(local, weight.flatten(1).t(), bias.flatten()).view(*local.shape[:-1], *bias.shape)
+            return project(local, _local(self.weight), _local(self.bias))
 
         distribute(module, device_mesh, weight=Shard(-1), bias=Shard(-1))
         module.forward = MethodType(forward, module)

@@ -140,9 +140,9 @@ class _Projection:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         assert self.weight is not None
-        is_transposed = isinstance(self.module, Conv1D)
-        output = product(x, self.weight, self.bias, is_transposed=is_transposed)
-        return output.view(*x.shape[:-1], *self.weight.tensor.shape[1:]) if is_transposed else output
+        output = product(x, self.weight, self.bias, is_transposed=isinstance(self.module, Conv1D))
+        out = self.weight.tensor.shape[1:]
+        return output.view(*x.shape[:-1], *out) if len(out) > 1 else output
 
 
 class _ShardedModule:
