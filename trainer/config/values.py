@@ -37,6 +37,7 @@ _INT64 = 1 << 63
 # Clocks, timers and torch's stores count small units in 64 bits: 19 years of minutes are enough.
 _MOST_TIME = 1e7
 _MOST_WINDOW = 10_000  # values in every checkpoint
+_MOST_RANKS = 1 << 20  # in a dry run; torch takes less than 2^31
 
 # Rules for numbers and list members that are not null, and the keys they hold for.
 _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
@@ -82,6 +83,7 @@ _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("from 1 to 99", lambda value: 1 <= value < 100, "optimizer.muon_ns_steps"),
     (f"from 0 to {MOST_THREADS}", lambda value: 0 <= value <= MOST_THREADS, "train.threads"),
     (f"from 2 to {_MOST_WINDOW}", lambda value: 2 <= value <= _MOST_WINDOW, "train.spike_window"),
+    (f"at most {_MOST_RANKS}", lambda value: value <= _MOST_RANKS, "train.dry_run_ranks"),
 )
 
 

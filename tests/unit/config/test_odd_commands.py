@@ -189,6 +189,8 @@ checkpoint.base=b model.lora.rank=4 train.compile=true | model.lora.dropout=0.1 
 
 checkpoint.base=b model.lora.rank=4 | model.lora.target_modules=[q_proj]
 
+train.dry_run_ranks=1099511627776
+
 schedule.lr_decay_iters=5 | schedule.min_lr=1 schedule.lr_wsd_decay_iters=10 schedule.lr_warmup_iters=10
 
 schedule.lr_warmup_iters=101
