@@ -6,6 +6,7 @@ import signal
 
 import pytest
 
+from tests.fakes import Clock
 from tests.harness import compose
 from trainer.config.schema import Config
 from trainer.launch import control as module
@@ -15,15 +16,6 @@ from trainer.launch.signals import SignalHandler
 
 def config(*rules: str) -> Config:
     return compose([*rules, "checkpoint.save=null"])
-
-
-class Clock:
-    """A clock that goes on when the test says so."""
-
-    now = 1000.0
-
-    def monotonic(self) -> float:
-        return self.now
 
 
 CLOCK = Clock()

@@ -10,21 +10,12 @@ from collections.abc import Iterator
 import pytest
 
 from tests.crash.moments import await_true
-from tests.fakes import JOIN_S
+from tests.fakes import JOIN_S, Clock
 from trainer.launch import signals
 from trainer.launch.signals import SIGNALS, SignalHandler
 
 TERM, INT, USR1 = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1
 LONG_S = 3600.0
-
-
-class Clock:
-    """A clock that stands still."""
-
-    now = 100.0
-
-    def monotonic(self) -> float:
-        return self.now
 
 
 @pytest.fixture(autouse=True)

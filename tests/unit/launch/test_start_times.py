@@ -4,18 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from tests.fakes import Clock
 from trainer.launch import start_times
 from trainer.launch.start_times import StartTimes
-
-
-class Clock:
-    """A clock that stands until it is set."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def monotonic(self) -> float:
-        return self.now
 
 
 @pytest.fixture
@@ -25,8 +16,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def after(clock: Clock, *ends: tuple[str, float]) -> StartTimes:
-    """Return the times of a start at 100, with phases that end at the given times."""
-    clock.now = 100.0
+    """Return the times of a start, with phases that end at the given times."""
     times = StartTimes()
     for phase, now in ends:
         clock.now = now
