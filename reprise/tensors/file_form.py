@@ -21,7 +21,6 @@ from reprise.tensors.live import (
     is_described,
     locate,
     memory_holder,
-    require_disjoint_elements,
     require_plain,
     with_memory,
 )
@@ -92,11 +91,10 @@ def resolve(
         pairs = [(relative(shard, box), source[part.slices]) for shard, part in shards]
         source = tensor = pairs[0][1]
     local = source
-    if len(pairs) > 1 or local.is_neg() or local.is_conj() or _repeated(local):
+    if len(pairs) > 1 or local.is_neg() or local.is_conj() or _may_overlap_itself(local):
         local = torch.empty(source.shape if box is None else box.shape, dtype=source.dtype, device=source.device)
         for part, memory in pairs:
             local[part.slices] = memory
-    require_disjoint_elements(where, local)
     stored = _stored(local)
     dtype = None if stored.dtype == source.dtype else str(source.dtype).removeprefix("torch.")
     copy_back = None if local is source else partial(_copy_back, local, pairs, where())
@@ -179,24 +177,28 @@ def _stored(local: torch.Tensor) -> torch.Tensor:
 
 def _copy_back(packed: torch.Tensor, pairs: Sequence[tuple[Box, torch.Tensor]], where: str) -> None:
     for part, target in pairs:
-        source = first = packed[part.slices]
-        for dim in _repeated(target):
-            first, target = first.narrow(dim, 0, 1), target.narrow(dim, 0, 1)
-        if first is not source and not bytes_of(first.expand_as(source)).equal(bytes_of(source)):
+        source = packed[part.slices]
+        # Torch refuses to write to a dimension along which all elements share memory.
+        written = tuple(slice(None, None if stride else 1) for stride in target.stride())
+        overwrite(target[written], source[written])
+        kept = torch.empty_like(source).copy_(target) if _may_overlap_itself(target) else None
+        if kept is not None and not bytes_of(kept).equal(bytes_of(source)):
             raise MismatchError(
-                "The elements of an expanded tensor share memory, and a checkpoint has different ones for them",
+                "Elements of a tensor share memory, and a checkpoint has different values for them",
                 where=where,
                 fix="Pass a tensor with memory for each element, such as tensor.clone().",
             )
-        overwrite(target, first)
 
 
-def _repeated(local: torch.Tensor) -> list[int]:
-    """Return the dimensions along which all elements share memory."""
-    if local.is_contiguous():
-        return []
-    sizes = zip(local.stride(), local.shape, strict=True)
-    return [dim for dim, (stride, size) in enumerate(sizes) if stride == 0 and size > 1 and local.numel()]
+def _may_overlap_itself(local: torch.Tensor) -> bool:
+    """Return False only if every element certainly has its own bytes, because the strides do not overlap."""
+    reach = 0
+    for stride, size in sorted(zip(local.stride(), local.shape, strict=True)):
+        if size > 1 and local.numel():
+            if stride <= reach:
+                return True
+            reach += (size - 1) * stride
+    return False
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -393,29 +393,11 @@ def require_plain(where: Callable[[], str], local: torch.Tensor) -> None:
         )
 
 
-def require_disjoint_elements(where: Callable[[], str], local: torch.Tensor) -> None:
-    """Require separate bytes for each element.
-
-    Args:
-        where: Returns the tensor's place, for errors.
-
-    Raises:
-        CheckpointError: Names a tensor whose elements share memory.
-    """
-    if not local.is_contiguous() and _may_overlap_itself(local):
-        raise CheckpointError(
-            "Elements of a tensor share memory",
-            where=where(),
-            found=f"strides {local.stride()} for a shape of {tuple(local.shape)}",
-            fix="Make it contiguous (an expanded tensor is stored as the one it was expanded from).",
-        )
-
-
 def check_disjoint(tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
     """Refuse tensors that share memory: a load fills both, and the later wins.
 
     Args:
-        tensors: Tensors approved by `require_disjoint_elements`, each once.
+        tensors: Tensors in storable form, each once.
 
     Raises:
         CheckpointError: Names the first two.
@@ -435,17 +417,6 @@ def check_disjoint(tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
                     fix="Tie them by assigning one and the same parameter, or clone one of them.",
                 )
         open_parts.append((name, local, addresses))
-
-
-def _may_overlap_itself(local: torch.Tensor) -> bool:
-    """Return False only if every element certainly has its own bytes, because the strides do not overlap."""
-    reach = 0
-    for stride, size in sorted(zip(local.stride(), local.shape, strict=True)):
-        if size > 1 and local.numel():
-            if stride <= reach:
-                return True
-            reach += (size - 1) * stride
-    return False
 
 
 def _addresses(local: torch.Tensor) -> Array:

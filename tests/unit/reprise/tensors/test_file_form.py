@@ -122,6 +122,15 @@ def test_an_expanded_tensor_holds_one_value_for_its_elements(tmp_path: Path) -> 
     assert state["a"].tolist() == [0, 1, 2]
 
 
+def test_overlapping_windows_keep_their_values_or_are_refused(tmp_path: Path) -> None:
+    path = save_state_dict(tmp_path, {"a": torch.arange(9.0).unfold(0, 4, 2)}, iteration=1)
+    load_state_dict(path, state := {"a": torch.zeros(9).unfold(0, 4, 2)})
+    assert state["a"].tolist() == torch.arange(9.0).unfold(0, 4, 2).tolist()
+    path = save_state_dict(tmp_path, {"a": torch.arange(12.0).reshape(3, 4)}, iteration=2)
+    with refused(PartialLoadError, "/a"):
+        load_state_dict(path, state)
+
+
 @pytest.mark.parametrize(
     ("make", "name"),
     [(lambda: nn.LazyLinear(2), "weight"), (lambda: nn.LazyBatchNorm1d(affine=False), "running_mean")],
