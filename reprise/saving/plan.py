@@ -23,7 +23,7 @@ from reprise.saving.policy import SavePolicy
 from reprise.tensors.dtypes import stored_dtype
 from reprise.tensors.file_aligned import zeros_like_files
 from reprise.tensors.live import Contents, LiveTensor, storages_of
-from reprise.tensors.memory import Memory, Sources
+from reprise.tensors.memory import Memory, await_training
 from reprise.tensors.modes import own_modes
 
 # Files are written in extents about this long, several concurrently.
@@ -110,7 +110,7 @@ class Plan:
         optimizers: The optimizers whose steps may change them during a save.
         chunks: Chunks by file, in extents for concurrent writing. Each rank starts with another file, so ranks do not
             queue for the same file.
-        sources: The memory of the tensors with pieces.
+        devices: The devices with tensors to save.
         staging_bytes: The size of the memory for copies of what training may overtake.
     """
 
@@ -128,12 +128,22 @@ class Plan:
         held = [Holding(p, p.spec.image(t.box), t.replicas) for p, t in zip(places, self.live, strict=True)]
         self.pieces = pieces_of(held, rank)
         names = {piece.name for piece in self.pieces}
+        self.devices = {tensor.local.device for tensor in self.live if tensor.local.device.type != "cpu"}
         files = deque(cut(self.pieces, held).items())
         files.rotate(-rank)
         self.chunks = dict(files)
+        # Other tensors may change at any time, and are copied as a save begins.
         is_steady = policy.copies_at_call or not is_overtaken
         steady = None if is_steady else storages_of(self.optimizers, contents.constant)
-        self.sources = Sources([tensor for tensor in self.live if tensor.spec.name in names], steady)
+        self._steady, self._copied = dict[str, Memory](), list[LiveTensor]()
+        for tensor in self.live:
+            local = tensor.local.detach()
+            if tensor.spec.name not in names:
+                continue
+            if local.is_contiguous() and (steady is None or local.untyped_storage().data_ptr() in steady):
+                self._steady[tensor.spec.name] = Memory(local, is_private=False)
+            else:
+                self._copied.append(tensor)
         total_bytes = sum(chunk.size + PAGE_BYTES for chunk in self.order) if is_overtaken else 0
         limit = policy.staging_bytes
         self.staging_bytes = total_bytes if limit is None else min(limit, total_bytes)
@@ -159,7 +169,12 @@ class Plan:
             with torch.no_grad():
                 for source, target in zip(self._originals, self.live, strict=True):
                     target.local.copy_(source.local)
-        return self.sources.begin()
+        copies: dict[str, Memory] = {}
+        for tensor in self._copied:
+            packed = tensor.local.detach().clone(memory_format=torch.contiguous_format)
+            copies[tensor.spec.name] = Memory(packed, is_private=True)
+        await_training(self.devices)
+        return {**self._steady, **copies}
 
 
 @own_modes()

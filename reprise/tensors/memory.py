@@ -7,7 +7,7 @@ import ctypes
 import functools
 import mmap
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,6 @@ import torch
 from reprise.errors import CheckpointError
 from reprise.format.layout import PAGE_BYTES
 from reprise.storage.worker import run_together
-from reprise.tensors.live import LiveTensor
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -157,39 +156,10 @@ class Memory:
             return stream.record_event()
 
 
-class Sources:
-    """The memory of repeatedly saved tensors, without copies where possible.
-
-    Args:
-        steady: Addresses of storages that change only at known times. None means all. Tensors in other storages, and
-            non-contiguous tensors, are copied at every `begin`.
-    """
-
-    def __init__(self, live: Sequence[LiveTensor], steady: Collection[int] | None) -> None:
-        self._devices = {tensor.local.device for tensor in live if tensor.local.device.type != "cpu"}
-        self._steady: dict[str, Memory] = {}
-        self._copied: list[LiveTensor] = []
-        for tensor in live:
-            local = tensor.local.detach()
-            if local.is_contiguous() and (steady is None or local.untyped_storage().data_ptr() in steady):
-                self._steady[tensor.spec.name] = Memory(local, is_private=False)
-            else:
-                self._copied.append(tensor)
-
-    @property
-    def can_pin(self) -> bool:
-        """Return whether copies go to the host from a device whose runtime pins memory: CUDA or ROCm."""
-        return any(device.type == "cuda" for device in self._devices)
-
-    def begin(self) -> dict[str, Memory]:
-        """Return every tensor's current memory by name. Call it on the main thread, at the start of a save."""
-        copies: dict[str, Memory] = {}
-        for tensor in self._copied:
-            packed = tensor.local.detach().clone(memory_format=torch.contiguous_format)
-            copies[tensor.spec.name] = Memory(packed, is_private=True)
-        for device in self._devices:
-            _copy_stream(device).wait_stream(torch.get_device_module(device).current_stream(device))
-        return {**self._steady, **copies}
+def await_training(devices: Iterable[torch.device]) -> None:
+    """Let later copies from these devices wait for the work launched so far. Call it on the main thread."""
+    for device in devices:
+        _copy_stream(device).wait_stream(torch.get_device_module(device).current_stream(device))
 
 
 @functools.cache
