@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import os
 import re
@@ -183,16 +182,11 @@ class CheckpointFolder:
         """
         source, target = self.partial(iteration, attempt), self.iteration(iteration)
         aside = self.root / f".{target.name}.{attempt}{_OUTDATED if replaces else ''}.replaced"
-        is_durable, is_aside = True, False
+        is_durable, is_aside = True, lexists(source) and lexists(target)
+        if is_aside:
+            self.files.rename(target, aside)
         try:
-            try:
-                self.files.rename(source, target)
-            except OSError as error:
-                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):  # the last for a link or a file
-                    raise
-                self.files.rename(target, aside)
-                is_aside = True
-                self.files.rename(source, target)
+            self.files.rename(source, target)
             try:
                 self.files.sync_folder(self.root)
             except OSError as error:
