@@ -5,10 +5,10 @@ No other module reads DTensor internals.
 
 from __future__ import annotations
 
-import ctypes
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -120,7 +120,7 @@ class Grid:
     def holders(self, fixed: Mapping[str, int]) -> tuple[int, ...]:
         """Return the ranks at the `fixed` coordinates, in ascending order."""
         index = tuple(fixed.get(axis, slice(None)) for axis in self.axes)
-        return tuple(sorted(int(rank) for rank in np.ravel(self.ranks[index])))
+        return tuple(sorted(np.ravel(self.ranks[index]).tolist()))
 
 
 def free_gathered_parameters(model: nn.Module) -> None:
@@ -207,11 +207,10 @@ def memory_holder(tensor: torch.Tensor) -> torch.Tensor:
 
 def order_in_memory(tensor: torch.Tensor) -> list[int] | None:
     """Return a plain tensor's dimensions from the outermost in memory, or None if they are in C order."""
-    local = memory_holder(tensor)
-    if local is not tensor or local.is_contiguous():
+    if is_dtensor(tensor) or tensor.is_contiguous():
         return None
-    order = sorted(range(local.ndim), key=local.stride, reverse=True)
-    return order if local.permute(order).is_contiguous() else None
+    order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
+    return order if tensor.permute(order).is_contiguous() else None
 
 
 def with_memory(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
@@ -402,7 +401,7 @@ def check_disjoint(tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
     Raises:
         CheckpointError: Names the first two.
     """
-    parts = [(name, local) for name, local in tensors if local.numel() and local.device.type != "meta"]
+    parts = [part for part in tensors if part[1].numel()]
     open_parts: list[tuple[str, torch.Tensor, Array]] = []
     for name, local in sorted(parts, key=lambda part: (str(part[1].device), part[1].data_ptr())):
         addresses = _addresses(local)
@@ -421,7 +420,11 @@ def check_disjoint(tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
 
 def _addresses(local: torch.Tensor) -> Array:
     """Return an array at a tensor's addresses, which may lie on a device and are not read."""
-    strides = [stride * local.itemsize for stride in local.stride()]
-    extent = sum((size - 1) * stride for size, stride in zip(local.shape, strides, strict=True)) + local.itemsize
-    memory = (ctypes.c_byte * extent).from_address(local.data_ptr())
-    return np.ndarray(tuple(local.shape), f"V{local.itemsize}", memory, strides=strides)  # type: ignore[arg-type]
+    interface = {
+        "data": (local.data_ptr(), True),
+        "shape": tuple(local.shape),
+        "strides": tuple(stride * local.itemsize for stride in local.stride()),
+        "typestr": f"|V{local.itemsize}",
+        "version": 3,
+    }
+    return np.asarray(SimpleNamespace(__array_interface__=interface))
