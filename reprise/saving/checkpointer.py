@@ -423,8 +423,8 @@ class Checkpointer:
             total_bytes = self._plan.staging_bytes
             if total_bytes > self._arena.total_bytes:
                 try:
-                    can_pin = any(device.type == "cuda" for device in self._plan.devices)  # CUDA or ROCm
-                    larger = Arena(total_bytes, is_pinned=can_pin)
+                    is_cuda = any(device.type == "cuda" for device in self._plan.devices)  # CUDA or ROCm
+                    larger = Arena(total_bytes, is_pinned=is_cuda)
                     self._arena.close()
                     self._arena = larger
                 except (CheckpointError, OSError) as error:

@@ -179,10 +179,10 @@ def _copy_back(packed: torch.Tensor, pairs: Sequence[tuple[Box, torch.Tensor]], 
     for part, target in pairs:
         source = packed[part.slices]
         # Torch refuses to write to a dimension along which all elements share memory.
-        written = tuple(slice(None, None if stride else 1) for stride in target.stride())
-        overwrite(target[written], source[written])
-        kept = torch.empty_like(source).copy_(target) if _may_overlap_itself(target) else None
-        if kept is not None and not bytes_of(kept).equal(bytes_of(source)):
+        first_elements = tuple(slice(None, None if stride else 1) for stride in target.stride())
+        overwrite(target[first_elements], source[first_elements])
+        elements = torch.empty_like(source).copy_(target) if _may_overlap_itself(target) else None
+        if elements is not None and not bytes_of(elements).equal(bytes_of(source)):
             raise MismatchError(
                 "Elements of a tensor share memory, and a checkpoint has different values for them",
                 where=where,
