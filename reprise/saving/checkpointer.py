@@ -35,7 +35,7 @@ from reprise.storage.paths import is_symlink
 from reprise.storage.shared_folder import require_lock
 from reprise.storage.worker import Job, Worker
 from reprise.tensors.live import Contents
-from reprise.tensors.memory import Arena
+from reprise.tensors.memory import PINNING, Arena
 
 _log = logging.getLogger(__name__)
 
@@ -423,8 +423,8 @@ class Checkpointer:
             total_bytes = self._plan.staging_bytes
             if total_bytes > self._arena.total_bytes:
                 try:
-                    is_cuda = any(device.type == "cuda" for device in self._plan.devices)  # CUDA or ROCm
-                    larger = Arena(total_bytes, is_pinned=is_cuda)
+                    is_pinned = any(device.type in PINNING for device in self._plan.devices)
+                    larger = Arena(total_bytes, is_pinned=is_pinned)
                     self._arena.close()
                     self._arena = larger
                 except (CheckpointError, OSError) as error:

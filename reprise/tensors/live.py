@@ -422,7 +422,7 @@ def _addresses(local: torch.Tensor) -> Array:
     """Return an array at a tensor's addresses, which may lie on a device and are not read."""
     interface = {
         "data": (local.data_ptr(), True),
-        "shape": tuple(local.shape),
+        "shape": local.shape,
         "strides": tuple(stride * local.itemsize for stride in local.stride()),
         "typestr": f"|V{local.itemsize}",
         "version": 3,

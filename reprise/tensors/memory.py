@@ -26,6 +26,7 @@ _MADV_POPULATE_WRITE = 23  # linux/mman.h, since Linux 5.14
 # During a 768 MiB call an mmap took as long as that call, 0.09 to 2 s; during 8 MiB calls at most 2 ms.
 _POPULATE_BYTES = 8 << 20
 _POPULATE_THREADS = 8
+PINNING = {"cuda"}  # devices whose runtime pins memory: CUDA or ROCm
 _HUGE_BYTES = 2 << 20  # a huge page on x86-64, and on arm64 with 4 KiB pages
 
 

@@ -41,4 +41,4 @@ def begin() -> None:
     from reprise.tensors import memory
 
     memory._cudart = lambda: Runtime
-    memory.Sources.can_pin = property(lambda self: bool(self._devices))
+    memory.PINNING.add(register.NAME)
