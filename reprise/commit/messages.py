@@ -71,10 +71,12 @@ class Opening(Message):
     """Rank 0's answer to all offers: the ranks may write, unless a value says otherwise.
 
     Args:
+        iteration: The iteration that rank 0 saves.
         sides: The ranks with different replicas, which all ranks are about to learn; see `require_agreement`.
         is_decided: Whether the attempt is decided already.
     """
 
+    iteration: int = 0
     sides: Sequence[Sequence[int]] = ()
     is_decided: bool = False
 

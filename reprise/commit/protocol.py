@@ -155,7 +155,7 @@ class TwoPhaseCommit(ABC):
             False if rank 0 has decided the attempt already.
 
         Raises:
-            CheckpointError: The ranks save different tensors, or a rank saves nothing.
+            CheckpointError: The ranks save different tensors or iterations, or a rank saves nothing.
             ReplicaError: They hold different bits for the same tensor. Raised on rank 0.
             LaunchError: A rank does not answer.
         """
@@ -176,9 +176,17 @@ class TwoPhaseCommit(ABC):
         require_agreement(channel, self.shared.key, answer.sides, self.replicas.table)
         if answer.problem is not None:
             raise CheckpointError(answer.problem.rstrip("."))
-        if not answer.is_decided:
-            self.plans.delivered(offer)
-        return not answer.is_decided
+        if answer.is_decided:
+            return False
+        if answer.iteration != attempt.iteration:
+            raise CheckpointError(
+                "The ranks save different iterations",
+                expected=f"iteration {answer.iteration}, as on rank {channel.coordinator}",
+                found=f"iteration {attempt.iteration}",
+                fix="Nothing was saved. Give all ranks the same iteration.",
+            )
+        self.plans.delivered(offer)
+        return True
 
     def _lead(self, offer: Offer) -> None:
         """Read all ranks' offers, and open the attempt. Rank 0 only."""
@@ -192,7 +200,7 @@ class TwoPhaseCommit(ABC):
         require_agreement(channel, shared.key, sides, self.replicas.table)
         self.begin()
         self.plans.delivered(offer)
-        shared.post("opened", Opening())
+        shared.post("opened", Opening(iteration=self.attempt.iteration))
 
     def _await_decision(self) -> Event:
         """Wait for rank 0's decision or, on another host's leader, the files that it asks to prepare."""

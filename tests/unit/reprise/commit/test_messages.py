@@ -34,7 +34,7 @@ GROUPS = [[1, 4], [2**64 - 1, 0]]
         RankReport(problem="a disk, broken"),
         DecisionMessage(iteration=0, payload=b"[true, 2, null]"),
         DecisionMessage(problem="Rank 1: \udcff is no\ntext"),
-        Opening(sides=[[0, 2], [3]]),
+        Opening(iteration=7, sides=[[0, 2], [3]]),
         Message(),
     ],
 )

@@ -84,6 +84,20 @@ def test_an_error_that_nobody_expects_reaches_all_ranks_at_once(tmp_path: Path, 
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["iter_0000002"]
 
 
+def test_a_rank_that_saves_another_iteration_is_named_on_all_ranks(tmp_path: Path) -> None:
+    def call(channel: StoreChannel) -> str:
+        checkpointer = started(channel, SavePolicy(tmp_path, commit_timeout_s=JOIN_S))
+        report = checkpointer.save(5 if channel.rank == 1 else 4, contents(channel.rank, 4))
+        assert report is not None
+        checkpointer.close()
+        return str(report.error)
+
+    for error in all_ranks(2, call):
+        assert "Rank 1: The ranks save different iterations" in error or error.startswith("The ranks save different")
+        assert "expected iteration 4, as on rank 0, found iteration 5" in error
+    assert not [path for path in tmp_path.iterdir() if path.is_dir()]
+
+
 class Alone(StoreChannel):
     """A channel whose rank 0 waits for no report of rank 1 on the second attempt, which only rank 0 makes."""
 
