@@ -192,6 +192,8 @@ def _copy_back(packed: torch.Tensor, pairs: Sequence[tuple[Box, torch.Tensor]], 
 
 def _may_overlap_itself(local: torch.Tensor) -> bool:
     """Return False only if every element certainly has its own bytes, because the strides do not overlap."""
+    if local.is_contiguous():
+        return False
     reach = 0
     for stride, size in sorted(zip(local.stride(), local.shape, strict=True)):
         if size > 1 and local.numel():
