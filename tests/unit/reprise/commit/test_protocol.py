@@ -84,7 +84,7 @@ def test_an_error_that_nobody_expects_reaches_all_ranks_at_once(tmp_path: Path, 
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["iter_0000002"]
 
 
-def test_a_rank_that_saves_another_iteration_is_named_on_all_ranks(tmp_path: Path) -> None:
+def test_a_rank_at_another_iteration_is_named_on_all_ranks(tmp_path: Path) -> None:
     def call(channel: StoreChannel) -> str:
         checkpointer = started(channel, SavePolicy(tmp_path, commit_timeout_s=JOIN_S))
         report = checkpointer.save(5 if channel.rank == 1 else 4, contents(channel.rank, 4))
