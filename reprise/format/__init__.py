@@ -8,7 +8,6 @@ if TYPE_CHECKING:
     from reprise.format.box import Box as Box
     from reprise.format.box import Image as Image
     from reprise.format.box import Split as Split
-    from reprise.format.box import absolute as absolute
     from reprise.format.box import box_of_splits as box_of_splits
     from reprise.format.box import cut as cut
     from reprise.format.box import extent as extent
@@ -50,7 +49,7 @@ if TYPE_CHECKING:
     from reprise.format.names import STILL_MIRRORED as STILL_MIRRORED
 
 _NAMES = {
-    "format.box": "Box Image Split absolute box_of_splits cut extent image in_bytes intersect relative whole",
+    "format.box": "Box Image Split box_of_splits cut extent image in_bytes intersect relative whole",
     "format.dtype": "StoredDtype",
     "format.layout": (
         "DEFAULT_FILE_BYTES FileLayout Layout Place TensorKind TensorSpec build_layout header_places model_index"

@@ -45,13 +45,8 @@ def intersect(a: Box, b: Box) -> Box:
 
 
 def relative(inner: Box, outer: Box) -> Box:
-    """Return `inner`, a box inside `outer`, in coordinates relative to `outer`'s corner."""
+    """Return `inner` in coordinates relative to `outer`'s corner."""
     return Box(tuple(i - o for i, o in zip(inner.offset, outer.offset, strict=True)), inner.shape)
-
-
-def absolute(inner: Box, outer: Box) -> Box:
-    """Return `inner`, a box in coordinates relative to `outer`'s corner, in `outer`'s coordinates."""
-    return Box(tuple(i + o for i, o in zip(inner.offset, outer.offset, strict=True)), inner.shape)
 
 
 def in_bytes(box: Box, itemsize: int) -> Box:
@@ -214,25 +209,12 @@ def image(box: Box, shape: Sequence[int], itemsize: int) -> Image:
 def extent(shape: Sequence[int], lo: int, hi: int) -> Iterator[Box]:
     """Yield the fewest boxes covering elements `[lo, hi)` in a C-ordered array shaped `shape`, in order.
 
-    There are at most 2 * dimensions - 1.
+    There are at most 2 * dimensions - 1. The array has at least one dimension.
     """
-    if lo >= hi:
-        return
-    if not shape:
-        yield Box((), ())
-        return
-    row = math.prod(shape[1:])
-    (first, skip), (last, end) = divmod(lo, row), divmod(hi, row)
-    if first == last:
-        yield from _beneath(first, extent(shape[1:], skip, end))
-        return
-    if skip:
-        yield from _beneath(first, extent(shape[1:], skip, row))
-        first += 1
-    if first < last:
-        yield Box((first, *(0 for _ in shape[1:])), (last - first, *shape[1:]))
-    yield from _beneath(last, extent(shape[1:], 0, end))
-
-
-def _beneath(index: int, boxes: Iterator[Box]) -> Iterator[Box]:
-    return (Box((index, *box.offset), (1, *box.shape)) for box in boxes)
+    sizes = [math.prod(shape[dim:]) for dim in range(1, len(shape) + 1)]  # of one index's elements, by dimension
+    while lo < hi:
+        dim = next(dim for dim, size in enumerate(sizes) if lo % size == 0 and size <= hi - lo)
+        offset = tuple(lo // size % count for size, count in zip(sizes, shape, strict=True))
+        count = min(shape[dim] - offset[dim], (hi - lo) // sizes[dim])
+        yield Box(offset, (*(1 for _ in shape[:dim]), count, *shape[dim + 1 :]))
+        lo += count * sizes[dim]

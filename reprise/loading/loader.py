@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from reprise.errors import CheckpointError, MismatchError, first_of
-from reprise.format.box import Box, absolute, extent, image, in_bytes, intersect, relative, whole
+from reprise.format.box import Box, extent, image, in_bytes, intersect, relative, whole
 from reprise.format.layout import Place, TensorSpec
 from reprise.format.manifest import BLOCK_BYTES, WrittenPiece
 from reprise.loading.block_reader import BlockReader, Progress, host_memory
@@ -177,37 +177,42 @@ class Target:
         A block is read into live memory directly if all its bytes are adjacent there.
         """
         box = in_bytes(piece.box, self.place.spec.dtype.itemsize)
-        common = intersect(box, self.box)
-        packed = image(relative(common, box), box.shape, 1)
+        own = relative(self.box, box)
+        common = intersect(own, whole(box.shape))
+        packed = image(common, box.shape, 1)
         first, last = packed.start, packed.start + packed.extent
-        memory = self._adjacent(common) if packed.is_contiguous else None
+        memory = self._adjacent(relative(common, own)) if packed.is_contiguous else None
         for block in blocks_in(self.place, number, piece, begin=first, end=last):
             is_direct = memory is not None and first <= block.lo and block.hi <= last
             into = memory[block.lo - first : block.hi - first] if memory is not None and is_direct else None
-            yield replace(block, into=into, move=partial(self.move, box, common, block.lo))
+            yield replace(block, into=into, move=partial(self.move, box.shape, own, block.lo))
 
     def _adjacent(self, part: Box) -> Bytes | None:
-        """Return the memory of `part` if the host can write to it and it is contiguous, otherwise None."""
+        """Return the memory of a part of `box` if the host can write to it and it is contiguous, otherwise None."""
         if self._array is None:
             return None
-        array = self._array if part == self.box else self._array[relative(part, self.box).slices]
+        array = self._array[part.slices]
         return array.reshape(-1) if array.flags.c_contiguous else None
 
-    def move(self, box: Box, common: Box, lo: int, data: Bytes) -> int:
-        """Copy to `common` its bytes from `data`, which starts at byte `lo` in a packed box. Return their count."""
+    def move(self, shape: tuple[int, ...], own: Box, lo: int, data: Bytes) -> int:
+        """Copy this memory's bytes from `data`, and return their count.
+
+        Args:
+            shape: The shape of a piece's box, in bytes.
+            own: This memory's box, relative to the piece's.
+            lo: Where `data` starts in the packed piece.
+        """
         at = moved = 0
-        for inner in extent(box.shape, lo, lo + data.size):
-            outer = absolute(inner, box)
-            part = intersect(outer, common)
+        for box in extent(shape, lo, lo + data.size):
+            part = intersect(box, own)
             if part.numel:
-                array = data[at : at + outer.numel].reshape(outer.shape)
-                self._put(part, array[relative(part, outer).slices])
-            at += outer.numel
+                array = data[at : at + box.numel].reshape(box.shape)
+                self._put(relative(part, own).slices, array[relative(part, box).slices])
+            at += box.numel
             moved += part.numel
         return moved
 
-    def _put(self, part: Box, data: Bytes) -> None:
-        index = relative(part, self.box).slices
+    def _put(self, index: tuple[slice, ...], data: Bytes) -> None:
         if self._array is not None:
             np.copyto(self._array[index], data)
         else:

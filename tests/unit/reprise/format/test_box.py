@@ -12,7 +12,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from reprise.format.box import Box, Split, absolute, box_of_splits, extent, image, intersect, relative
+from reprise.format.box import Box, Split, box_of_splits, extent, image, intersect, relative
 from tests.profiles import examples
 
 shapes = st.lists(st.integers(0, 7), min_size=0, max_size=3).map(tuple)
@@ -94,7 +94,6 @@ def test_intersect_is_the_set_of_common_elements(case: tuple[tuple[int, ...], li
         inner = relative(common, a)
         numbers = np.arange(math.prod(shape)).reshape(shape)
         assert np.array_equal(numbers[a.slices][inner.slices], numbers[common.slices])
-        assert absolute(inner, a) == common
 
 
 @examples(300)
@@ -127,12 +126,12 @@ def test_image_spans_are_where_numpy_puts_the_bytes(
 
 
 @examples(300)
-@given(shapes, st.data())
+@given(shapes.filter(len), st.data())
 def test_extent_gives_boxes_that_are_the_elements_in_order(shape: tuple[int, ...], data: st.DataObject) -> None:
     total = math.prod(shape)
     lo, hi = sorted((data.draw(st.integers(0, total)), data.draw(st.integers(0, total))))
     numbers = np.arange(total).reshape(shape)
     found = list(extent(shape, lo, hi))
     assert [int(n) for box in found for n in numbers[box.slices].flatten()] == list(range(lo, hi))
-    assert len(found) <= max(1, 2 * len(shape) - 1)
+    assert len(found) <= 2 * len(shape) - 1
     assert all(box.numel for box in found)
