@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from reprise.errors import CheckpointError
+from reprise.format.layout import integers
 from reprise.format.manifest import digest_of
 from reprise.format.names import HOST, MANIFEST
 from reprise.storage import json_file
@@ -130,22 +131,14 @@ def _from_table(table: Mapping[str, Any]) -> HostFile:
     hosts = tuple(str(name) for name in table["hosts"])
     if not hosts:
         raise ValueError("there are no hosts")
-    writers = {str(name): _numbers(values, most=len(hosts) - 1) for name, values in table["writers"].items()}
+    writers = {str(name): integers(values, most=len(hosts) - 1) for name, values in table["writers"].items()}
     pieces = {}
     for name, values in table["held"].items():
-        pieces[str(name)] = _numbers(values, most=len(writers[name]) - 1)
+        pieces[str(name)] = integers(values, most=len(writers[name]) - 1)
         if list(pieces[name]) != sorted(set(pieces[name])):
             raise ValueError(f"the pieces of {name} are not in order")
     host = None if table["host"] is None else integer(table["host"], most=len(hosts) - 1)
     return HostFile(str(table["attempt"]), str(table["manifest_xxh3_64"]), host, hosts, writers, pieces)
-
-
-def _numbers(values: Iterable[int], *, most: int) -> tuple[int, ...]:
-    """Return numbers from 0 to `most`. They are checked together, because a large checkpoint has millions."""
-    numbers = tuple(values)
-    if numbers and not ({type(number) for number in numbers} == {int} and 0 <= min(numbers) <= max(numbers) <= most):
-        raise ValueError(f"numbers from 0 to {most} are expected")
-    return numbers
 
 
 def union(sets: Iterable[PieceNumbers]) -> dict[str, tuple[int, ...]]:

@@ -186,11 +186,23 @@ def _lay_file(name: str, specs: Sequence[TensorSpec]) -> FileLayout:
     return FileLayout(name, header, len(header) + offsets[-1], places)
 
 
+def integers(values: Iterable[int], *, most: int = MOST_ELEMENTS) -> tuple[int, ...]:
+    """Return a JSON list's integers from 0 to `most`. They are checked together, since some lists have millions.
+
+    Raises:
+        TypeError: It is not a list.
+        ValueError: Names the first wrong value.
+    """
+    numbers = tuple(values)
+    if numbers and not ({*map(type, numbers)} == {int} and 0 <= min(numbers) <= max(numbers) <= most):
+        for number in numbers:
+            integer(number, most=most)
+    return numbers
+
+
 def is_shape(sizes: Sequence[int]) -> bool:
-    """Return whether a tensor can have these sizes: neither too many dimensions nor too many elements."""
-    if len(sizes) > MOST_DIMENSIONS or any(size > MOST_ELEMENTS for size in sizes):
-        return False
-    return math.prod(sizes) <= MOST_ELEMENTS
+    """Return whether a tensor can have these `integers`: neither too many dimensions nor too many elements."""
+    return len(sizes) <= MOST_DIMENSIONS and math.prod(sizes) <= MOST_ELEMENTS
 
 
 def header_places(data: bytes, name: str, kind: TensorKind, total_bytes: int, *, where: object) -> list[Place]:
@@ -224,8 +236,8 @@ def header_places(data: bytes, name: str, kind: TensorKind, total_bytes: int, *,
 
 def _parse_entry(name: str, entry: Any, kind: TensorKind, *, where: str) -> tuple[TensorSpec, int]:
     try:
-        dtype, shape = StoredDtype[entry["dtype"]], tuple(map(integer, entry["shape"]))
-        start, end = map(integer, entry["data_offsets"])
+        dtype, shape = StoredDtype[entry["dtype"]], integers(entry["shape"])
+        start, end = integers(entry["data_offsets"])
     except (LookupError, TypeError, ValueError) as error:
         expected = f"a dtype of {', '.join(StoredDtype.__members__)}, a shape and two data_offsets of natural numbers"
         raise _malformed(where, expected, entry) from error

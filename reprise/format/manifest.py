@@ -9,16 +9,16 @@ import functools
 import itertools
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
 from reprise.format.box import Box
-from reprise.format.layout import MOST_ELEMENTS, is_shape
+from reprise.format.layout import integers, is_shape
 from reprise.format.names import MANIFEST_FORMAT
 from reprise.storage import json_file
 from reprise.storage.json_file import integer
@@ -222,38 +222,23 @@ def _from_table(table: Mapping[str, Any]) -> Manifest:
     for name, entry in table["files"].items():
         is_tensor_file = "header_xxh3_64" in entry
         digest = entry["header_xxh3_64" if is_tensor_file else "xxh3_64"]
-        files[_inside(name)] = FileEntry(_size(entry["bytes"]), str(digest), is_tensor_file)
+        files[_inside(name)] = FileEntry(integer(entry["bytes"]), str(digest), is_tensor_file)
     tensors = {name: _tensor_entry(entry) for name, entry in table["tensors"].items()}
     return Manifest(str(table["attempt"]), files, tensors, dict(table["aliases"]))
 
 
 def _tensor_entry(entry: Mapping[str, Any]) -> TensorEntry:
-    view = tuple(_size(n) for n in entry["view"])
+    view = integers(entry["view"])
     if not is_shape(view):
         raise ValueError(f"a view of {len(view)} dimensions has too many dimensions or elements")
-    cuts = tuple(_marks(marks) for marks in entry["cuts"])
+    cuts = tuple(map(integers, entry["cuts"]))
     if len(cuts) != len(view) or any(
         marks[0] != 0 or marks[-1] != n or (_distances(marks) <= 0).any() for marks, n in zip(cuts, view, strict=True)
     ):
         raise ValueError(f"cuts {cuts} do not fit a tensor of {view}")
-    shares = {_cell(key): tuple(_size(n) for n in offsets) for key, offsets in entry.get("shares", {}).items()}
+    shares = {_cell(key): integers(offsets) for key, offsets in entry.get("shares", {}).items()}
     # Only the headers know the item size, with which `reader.read_places` checks digests and shares.
     return TensorEntry(view, cuts, shares, bytes.fromhex(entry["digests"]))
-
-
-def _size(value: object) -> int:
-    return integer(value, most=MOST_ELEMENTS)
-
-
-def _marks(values: Iterable[object]) -> tuple[int, ...]:
-    """Return a list's numbers. They are checked together, because a tensor has thousands."""
-    marks = tuple(values)
-    if not set(map(type, marks)) <= {int}:
-        return tuple(_size(value) for value in marks)  # names the first bad one
-    numbers = cast("tuple[int, ...]", marks)
-    for number in (min(numbers, default=0), max(numbers, default=0)):
-        _size(number)
-    return numbers
 
 
 def _cell(key: str) -> int:
