@@ -15,7 +15,6 @@ from pathlib import Path
 from reprise.commit.attempt import Hosts
 from reprise.commit.messages import pack_files, unpack_files
 from reprise.errors import CheckpointError, TrainerError, UnreadableError
-from reprise.format import host_file
 from reprise.format.host_file import HostFile, PieceNumbers, union, without
 from reprise.format.lineage import Lineage, saved_lineage
 from reprise.format.names import HOST
@@ -26,7 +25,7 @@ from reprise.loading.verify import check_first_blocks
 from reprise.local.link import exchange
 from reprise.local.parts import Candidate, Parts, Transfer, assign, candidates
 from reprise.local.pieces import damaged_pieces
-from reprise.local.skeleton import make_skeleton, skeleton_of
+from reprise.local.skeleton import skeleton_of, write_skeleton
 from reprise.ranks.channel import StoreChannel
 from reprise.storage.atomic import replace_file
 from reprise.storage.folder import CheckpointFolder
@@ -60,7 +59,7 @@ class HostFolders:
         self._messages = 0
         self.lineage = Lineage()
         self.given_up: set[int] = set()
-        self._surveyed: dict[int, HostFile] = {}  # on leaders, for this host
+        self._surveyed: dict[int, Parts] = {}  # on leaders, for this host
         self.candidates: list[Candidate] = []
 
     def survey(self) -> None:
@@ -68,18 +67,11 @@ class HostFolders:
         with self._agreed():
             iterations = self.folder.committed() if self.leads else []
             intact = [(iteration, self._intact(iteration)) for iteration in iterations]
-            self._surveyed = {iteration: host for iteration, host in intact if host is not None}
-        rows = {iteration: Parts.of(host) for iteration, host in self._surveyed.items()}
-        data = zlib.compress(json.dumps([rows, sorted(self.given_up)]).encode())
+            self._surveyed = {iteration: Parts.of(host) for iteration, host in intact if host is not None}
+        data = zlib.compress(json.dumps(self._surveyed).encode())
         received = self._channel.gather(self._key("survey"), data)
         tables = [json.loads(zlib.decompress(received[rank])) for rank in self.hosts.leaders if received]
-        self.candidates = candidates(
-            [{int(number): Parts(*row) for number, row in table[0].items()} for table in tables]
-        )
-        for name, (_, given_up) in zip(self.hosts.names, tables, strict=False):
-            if given_up:
-                listed = ", ".join(map(str, given_up))
-                _log.warning("local iterations of abandoned branches on host %s: %s", name, listed)
+        self.candidates = candidates([{int(number): Parts(*row) for number, row in table.items()} for table in tables])
 
     def _intact(self, iteration: int) -> HostFile | None:
         """Return the `host.json` for a run's iteration on this host. Log and return None for any other folder.
@@ -100,6 +92,7 @@ class HostFolders:
             _log.warning("%s is not a local checkpoint: it has no %s", path, HOST)
         elif not is_admitted:
             self.given_up.add(iteration)
+            _log.error("skipping %s: this run has abandoned its branch, or it belongs to another run", path)
             return None
         return checkpoint.host
 
@@ -113,7 +106,7 @@ class HostFolders:
         names = self.hosts.names
         sources = {(self._host - step) % len(names) for step in range(1, count + 1)}
         surveyed = self._surveyed.items()
-        return [iteration for iteration, host in surveyed if host.hosts == names and sources <= set(host.parts)]
+        return [number for number, parts in surveyed if parts.hosts == names and sources <= set(parts.whole)]
 
     def paths(self, iteration: int | None = None) -> list[Path]:
         """Return the checkpoints whole on all hosts together, newest first, or only the given one. Rank 0 only."""
@@ -256,14 +249,18 @@ class HostFolders:
         key, sends = self._key("seed"), self.leads and self._host == source
         with self._agreed(path):
             if sends:
-                contents = skeleton_of(open_checkpoint(path, self.folder.files))
-                self._channel.put(key, pack_files({**contents, HOST: self._surveyed[iteration].to_bytes()}))
+                checkpoint = open_checkpoint(path, self.folder.files)
+                assert checkpoint.host is not None
+                host = replace(checkpoint.host, host=None, held={})
+                self._channel.put(key, pack_files({**skeleton_of(checkpoint), HOST: host.to_bytes()}))
         with self._agreed(path):
             if self.leads and self._host in lacking:
-                skeleton = unpack_files(self._channel.read(key))
-                template = host_file.from_bytes(skeleton.pop(HOST), where=f"host {self.hosts.names[source]}")
+                attempt, files = f"{self._nonce}-fetch", self.folder.files
+                partial = self.folder.partial(iteration, attempt)
+                write_skeleton(partial, unpack_files(self._channel.read(key)), files, is_whole=False)
+                files.sync_folder(partial)
                 self.given_up.discard(iteration)  # its folder is renamed to make room
-                make_skeleton(self.folder, iteration, template, skeleton, attempt=f"{self._nonce}-fetch")
+                self.folder.commit(iteration, attempt)
         if sends:
             self._channel.delete([key])
         return str(digest)

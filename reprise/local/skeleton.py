@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 
 from reprise.format import manifest
-from reprise.format.host_file import HostFile, stored_name
-from reprise.format.names import HOST, MANIFEST
+from reprise.format.host_file import stored_name
+from reprise.format.names import MANIFEST
 from reprise.loading.reader import Checkpoint, open_tensor_file, read_content, read_file, read_header
 from reprise.storage.files import Files
-from reprise.storage.folder import CheckpointFolder
 
 
 def skeleton_of(checkpoint: Checkpoint) -> dict[str, bytes]:
@@ -52,22 +50,3 @@ def write_skeleton(folder: Path, contents: Mapping[str, bytes], files: Files, *,
                 files.reserve(descriptor, entries[name].total_bytes, is_sparse=not is_whole)
             finally:
                 files.close(descriptor)
-
-
-def make_skeleton(
-    folder: CheckpointFolder, iteration: int, part: HostFile, contents: Mapping[str, bytes], *, attempt: str
-) -> None:
-    """Create a checkpoint folder without pieces, under its final name.
-
-    Args:
-        part: The `host.json` from any host with the checkpoint.
-        attempt: A name unique over the folder's lifetime.
-
-    Raises:
-        OSError: The disk fails.
-    """
-    files, partial = folder.files, folder.partial(iteration, attempt)
-    host = replace(part, host=None, held={}).to_bytes()
-    write_skeleton(partial, {**contents, HOST: host}, files, is_whole=False)
-    files.sync_folder(partial)
-    folder.commit(iteration, attempt)
