@@ -45,9 +45,8 @@ class Copies:
         # Iterations with all their copies on this host. The copying thread may add one at any time. Other threads
         # replace the set, and lose at most that one.
         self._copied: set[int] = set()
-        self._safe: int | None = None  # the newest iteration with all copies on every host
+        self._safe: int | None = None  # the newest iteration with all copies on every host; first the loaded one
         self._current: int | None = None
-        self._loaded: int | None = None
 
     @property
     def pinned(self) -> Collection[int]:
@@ -55,12 +54,11 @@ class Copies:
 
         Before the first complete copy, the loaded iteration must stay.
         """
-        safe = self._loaded if self._safe is None else self._safe
-        return {number for number in (safe, self._current) if number is not None}
+        return {number for number in (self._safe, self._current) if number is not None}
 
     def loaded(self, iteration: int) -> None:
         """Note the run's first iteration, if copies will replace it."""
-        self._loaded = iteration if self.count else None
+        self._safe = iteration if self.count else None
 
     def found(self, iterations: Collection[int]) -> None:
         """Note iterations whose copies this host has from earlier."""
