@@ -47,7 +47,6 @@ class LocalCheckpointer(Checkpointer):
             policy, channel, nonce=name, files=files, local_ranks=local_ranks, hosts=hosts, copying=self._copies
         )
         self.folders = HostFolders(self.folder, channel, hosts, nonce=name, timeout_s=timeout_s)
-        self._waits = 0
 
     def start(self, lineage: Lineage | None = None) -> None:
         """Take the locks, clean up after dead attempts, and survey every host's checkpoints.
@@ -84,9 +83,8 @@ class LocalCheckpointer(Checkpointer):
             LaunchError: A rank is lost.
         """
         self.wait()
-        self._copies.wait(min(_COPIES_S, self._channel.timeout_s / 2))
-        self._waits += 1
-        self._channel.agree(f"local/{self._nonce}/copies/{self._waits}", None)
+        with self._leading():
+            self._copies.wait(min(_COPIES_S, self._channel.timeout_s / 2))
 
     def close(self) -> None:
         """Wait for the running save and copies, and release the locks."""

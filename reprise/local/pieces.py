@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from reprise.errors import TrainerError
-from reprise.format.host_file import PieceNumbers, path_of, union
+from reprise.format.host_file import PieceNumbers, path_of, union, without
 from reprise.format.manifest import BLOCK_BYTES, digest_of
 from reprise.format.names import HOST
 from reprise.loading.blocks import PieceBlock, blocks_of
@@ -88,12 +88,8 @@ class PieceWriter:
         self.sync()
         host, folder = self._checkpoint.host, self._checkpoint.path
         assert host is not None
-        damaged = {(block.place.spec.name, block.number) for block in self.damage}
-        good = {
-            name: tuple(number for number in members if (name, number) not in damaged)
-            for name, members in pieces.items()
-        }
-        noted = replace(host, held=union([host.held, good]))
+        damaged = union({block.place.spec.name: (block.number,)} for block in self.damage)
+        noted = replace(host, held=union([host.held, without(pieces, damaged)]))
         for name in self._checkpoint.manifest.files if noted.is_whole else ():
             path = path_of(folder, name)
             if path != folder / name:  # the name that other programs expect
