@@ -6,12 +6,12 @@ the listed pieces' ranges hold data. Every other range is a hole and must not be
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from reprise.errors import CheckpointError
+from reprise.errors import CheckpointError, first_of
 from reprise.format.layout import integers
 from reprise.format.manifest import digest_of
 from reprise.format.names import HOST, MANIFEST
@@ -26,6 +26,30 @@ _CONFIGS, _OF_PART = ("config.json", "adapter_config.json"), ".part"
 
 # By tensor: piece numbers, in `TensorEntry.pieces` order. A tensor without pieces is absent.
 PieceNumbers = Mapping[str, tuple[int, ...]]
+
+
+class Parts(NamedTuple):
+    """A checkpoint's parts in a folder. A part is everything that one host's ranks wrote in a save.
+
+    Args:
+        manifest: The manifest's digest, the same in every folder with the checkpoint.
+        hosts: The names of the saving hosts.
+        whole: The numbers of the hosts whose part is in the folder.
+    """
+
+    manifest: str
+    hosts: Sequence[str]
+    whole: Collection[int]
+
+    @property
+    def missing(self) -> list[str]:
+        """Return the hosts whose part is missing in the folder."""
+        return [name for number, name in enumerate(self.hosts) if number not in self.whole]
+
+    def describe_missing(self) -> str:
+        """Return the missing parts in words. Empty if there are none."""
+        names = self.missing
+        return f"{len(names)} of {len(self.hosts)} parts: {first_of(names, 3)}" if names else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +78,10 @@ class HostFile:
         return without(self.pieces, self.held)
 
     @property
-    def parts(self) -> tuple[int, ...]:
-        """Return the hosts, by number, whose pieces all lie in this folder."""
-        lacking = self.by_host(self.missing)
-        return tuple(number for number in range(len(self.hosts)) if number not in lacking)
+    def parts(self) -> Parts:
+        """Return the parts in this folder: those whose pieces all lie here are whole."""
+        whole = set(range(len(self.hosts))) - self.by_host(self.missing).keys()
+        return Parts(self.manifest, self.hosts, sorted(whole))
 
     @property
     def is_whole(self) -> bool:

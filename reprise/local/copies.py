@@ -70,7 +70,8 @@ class Copies:
 
     def status(self, iteration: int) -> bytes:
         """Return this host's status for rank 0 in a save, which replaces the iteration's earlier copies."""
-        return json.dumps([self._is_busy, sorted(self._copied - {iteration})]).encode()
+        is_busy = self._job is not None and not self._job.is_done
+        return json.dumps([is_busy, sorted(self._copied - {iteration})]).encode()
 
     def decide(self, statuses: Sequence[bytes]) -> bytes:
         """Return whether to copy the checkpoint, and the newest complete copy."""
@@ -94,14 +95,9 @@ class Copies:
 
     def close(self) -> None:
         """Wait for a copy under way and end the thread. Raise an unexpected error from it."""
-        self.wait(_CLOSE_S)
-        self._worker.close(0.0 if self._is_busy else _CLOSE_S)
+        self._worker.close(_CLOSE_S)
         if self._job is not None and self._job.is_done:
             self._job.wait()
-
-    @property
-    def _is_busy(self) -> bool:
-        return self._job is not None and not self._job.is_done
 
     def _copy(self, attempt: Attempt) -> None:
         """Send this host's part to the next hosts, and receive those of the hosts before it."""

@@ -15,7 +15,7 @@ from pathlib import Path
 from reprise.commit.attempt import Hosts
 from reprise.commit.messages import pack_files, unpack_files
 from reprise.errors import CheckpointError, TrainerError, UnreadableError
-from reprise.format.host_file import HostFile, PieceNumbers, union, without
+from reprise.format.host_file import HostFile, Parts, PieceNumbers, union, without
 from reprise.format.lineage import Lineage, saved_lineage
 from reprise.format.names import HOST
 from reprise.loading.blocks import bytes_of
@@ -23,7 +23,7 @@ from reprise.loading.reader import Checkpoint, open_checkpoint, read_places
 from reprise.loading.same_checkpoint import open_same
 from reprise.loading.verify import check_first_blocks
 from reprise.local.link import exchange
-from reprise.local.parts import Candidate, Parts, Transfer, assign, candidates
+from reprise.local.parts import Candidate, Transfer, assign, candidates
 from reprise.local.pieces import damaged_pieces
 from reprise.local.skeleton import skeleton_of, write_skeleton
 from reprise.ranks.channel import StoreChannel
@@ -67,7 +67,7 @@ class HostFolders:
         with self._agreed():
             iterations = self.folder.committed() if self.leads else []
             intact = [(iteration, self._intact(iteration)) for iteration in iterations]
-            self._surveyed = {iteration: Parts.of(host) for iteration, host in intact if host is not None}
+            self._surveyed = {iteration: host.parts for iteration, host in intact if host is not None}
         data = zlib.compress(json.dumps(self._surveyed).encode())
         received = self._channel.gather(self._key("survey"), data)
         tables = [json.loads(zlib.decompress(received[rank])) for rank in self.hosts.leaders if received]

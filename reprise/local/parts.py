@@ -1,47 +1,16 @@
 """What the hosts hold: which local checkpoints are whole together, and who sends a part to whom. Pure.
 
-A part is everything that one host's ranks wrote in a save. A folder holds whole parts: its host's own, and copies from
-other hosts.
+A folder holds whole parts: its host's own, and copies from other hosts.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from reprise.errors import first_of
-from reprise.format.host_file import HostFile
-
-
-class Parts(NamedTuple):
-    """A checkpoint's parts in a folder.
-
-    Args:
-        manifest: The manifest's digest, the same in every folder with the checkpoint.
-        hosts: The names of the saving hosts.
-        whole: The numbers of the hosts whose part is in the folder.
-    """
-
-    manifest: str
-    hosts: Sequence[str]
-    whole: Collection[int]
-
-    @staticmethod
-    def of(host: HostFile) -> Parts:
-        """Return the parts listed in a `host.json`."""
-        return Parts(host.manifest, host.hosts, host.parts)
-
-    @property
-    def missing(self) -> list[str]:
-        """Return the hosts whose part is missing in the folder."""
-        return [name for number, name in enumerate(self.hosts) if number not in self.whole]
-
-    def describe_missing(self) -> str:
-        """Return the missing parts in words. Empty if there are none."""
-        names = self.missing
-        return f"{len(names)} of {len(self.hosts)} parts: {first_of(names, 3)}" if names else ""
+from reprise.format.host_file import Parts
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,14 +19,15 @@ def skeleton_of(checkpoint: Checkpoint) -> dict[str, bytes]:
         CheckpointError: Names a damaged file.
     """
 
-    def content(name: str, entry: manifest.FileEntry) -> bytes:
-        if not entry.is_tensor_file:
-            return read_file(checkpoint, name)
-        with open_tensor_file(checkpoint.files, checkpoint.path / name) as file:
-            return read_header(file, entry.total_bytes, where=checkpoint.path / name)
-
-    contents = {name: content(name, entry) for name, entry in checkpoint.manifest.files.items()}
-    return contents | {MANIFEST: read_content(checkpoint.path / MANIFEST, checkpoint.files)}
+    contents = dict[str, bytes]()
+    for name, entry in checkpoint.manifest.files.items():
+        if entry.is_tensor_file:
+            with open_tensor_file(checkpoint.files, checkpoint.path / name) as file:
+                contents[name] = read_header(file, entry.total_bytes, where=checkpoint.path / name)
+        else:
+            contents[name] = read_file(checkpoint, name)
+    contents[MANIFEST] = read_content(checkpoint.path / MANIFEST, checkpoint.files)
+    return contents
 
 
 def write_skeleton(folder: Path, contents: Mapping[str, bytes], files: Files, *, is_whole: bool) -> None:

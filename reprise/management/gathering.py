@@ -11,10 +11,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from reprise.errors import CheckpointError, TrainerError
+from reprise.format.host_file import Parts
 from reprise.format.names import HOST, MANIFEST
 from reprise.loading.blocks import PieceBlock, blocks_of
 from reprise.loading.reader import Checkpoint, open_checkpoint, read_places, tensor_bytes
-from reprise.local.parts import Parts, candidates
+from reprise.local.parts import candidates
 from reprise.local.pieces import PieceWriter, read_blocks
 from reprise.local.skeleton import skeleton_of, write_skeleton
 from reprise.management.paths import checkpoint_folder
@@ -111,7 +112,7 @@ def _open(path: Path) -> _Part:
     read_places(checkpoint)
     if checkpoint.host is None:
         raise CheckpointError("A checkpoint is not that of one host", where=path, expected=HOST, found="all pieces")
-    return checkpoint, Parts.of(checkpoint.host)
+    return checkpoint, checkpoint.host.parts
 
 
 def _newest_whole(parts: Sequence[_Part], iteration: int | None) -> list[_Part]:
@@ -143,11 +144,11 @@ def _join(parts: Sequence[_Part], out: CheckpointFolder, progress: ProgressCallb
     require_vacant(target)
     total, copied_bytes = tensor_bytes(first), Counter[Path]()
 
-    def count(path: Path | None = None, size: int = 0) -> None:
-        copied_bytes.update({} if path is None else {path: size})
+    def count(path: Path, size: int) -> None:
+        copied_bytes[path] += size
         progress(target.name, copied_bytes.total(), total)
 
-    count()
+    count(first.path, 0)
     try:
         with out.writing("The output"):
             write_skeleton(partial, skeleton_of(first), out.files, is_whole=True)

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from reprise.loading.blocks import bytes_of
 from reprise.loading.reader import Checkpoint, tensor_bytes
-from reprise.local.parts import Parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,5 +43,5 @@ def share_of(checkpoint: Checkpoint) -> HostShare | None:
         hosts=tuple(host.hosts),
         present_bytes=bytes_of(checkpoint, host.held),
         total_bytes=tensor_bytes(checkpoint),
-        missing=Parts.of(host).describe_missing(),
+        missing=host.parts.describe_missing(),
     )

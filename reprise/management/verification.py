@@ -67,6 +67,5 @@ def _verify(path: Path, is_named: bool, progress: ProgressCallback) -> VerifiedC
         checked_bytes = verify_tensors(checkpoint, progress=lambda n: progress(path.name, n, total))
 
     status, problem, checkpoint = examined(path, check, is_named=is_named)
-    if checkpoint is None:
-        return VerifiedCheckpoint(path, named_iteration(path.name), status, problem)
-    return VerifiedCheckpoint(path, checkpoint.iteration, status, problem, checked_bytes, share)
+    iteration = named_iteration(path.name) if checkpoint is None else checkpoint.iteration
+    return VerifiedCheckpoint(path, iteration, status, problem, checked_bytes, share)

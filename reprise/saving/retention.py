@@ -10,7 +10,6 @@ from pathlib import Path
 
 from reprise.commit.attempt import Attempt
 from reprise.errors import CheckpointError, LockError, TrainerError, UnreadableError
-from reprise.format.host_file import path_of
 from reprise.format.names import INTERIM, STATE
 from reprise.saving.policy import Retention
 from reprise.storage import json_file
@@ -86,7 +85,7 @@ def _record_of(path: Path, _inode: int, _modified_ns: int) -> tuple[float | None
     Raises:
         TrainerError: The state cannot be read. Nothing is cached.
     """
-    state = json_file.read(path_of(path, STATE))
+    state = json_file.read(path / STATE)
     loss = state.get("valid_loss")
     # Losses are written as floats; `json_file` rejects NaN.
     return (float(loss) if isinstance(loss, float) else None), state.get(INTERIM) is True

@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reprise.local.parts import Parts, assign, candidates
+from reprise.format.host_file import Parts
+from reprise.local.parts import assign, candidates
 
 HOSTS = ("host-a", "host-b", "host-c")
 
