@@ -114,17 +114,15 @@ class HostFolders:
         for candidate in self.candidates:
             if iteration not in (None, candidate.iteration) or candidate.iteration in whole:
                 continue
-            if candidate.together.missing:
-                lacks = candidate.together.describe_missing()
-                _log.warning("local iteration %d is incomplete: missing %s", candidate.iteration, lacks)
+            if candidate.problem:
+                _log.warning("local %s", candidate.problem)
             else:
                 whole[candidate.iteration] = self.folder.iteration(candidate.iteration)
         return list(whole.values())
 
     def describe_missing(self) -> str:
         """Describe what the newest local checkpoint lacks. Empty if there is no checkpoint. Rank 0 only."""
-        newest = self.candidates[:1]
-        return "".join(f"iteration {each.iteration} lacks {each.together.describe_missing()}" for each in newest)
+        return self.candidates[0].problem if self.candidates else ""
 
     def complete(
         self, path: Path, check: Callable[[Checkpoint], None], pieces_to_read: Callable[[Checkpoint], PieceNumbers]
@@ -219,11 +217,11 @@ class HostFolders:
             CheckpointError: They do not.
         """
         candidate = next((each for each in self.candidates if self.folder.iteration(each.iteration) == path), None)
-        if candidate is None or candidate.together.missing:
+        if candidate is None or candidate.problem:
             raise CheckpointError(
                 "A local checkpoint is incomplete",
                 where=path,
-                found=f"on no host: {candidate.together.describe_missing() if candidate else 'any part'}",
+                found=candidate.problem if candidate else "no part of it",
                 fix="Bring back the host that has the missing parts, or load an older iteration.",
             )
         return candidate

@@ -30,6 +30,12 @@ class Candidate:
         manifest, hosts, _ = next(iter(self.folders.values()))
         return Parts(manifest, hosts, {number for parts in self.folders.values() for number in parts.whole})
 
+    @property
+    def problem(self) -> str:
+        """Return in words what no folder has. Empty if the checkpoint is whole."""
+        lacks = self.together.describe_missing()
+        return f"iteration {self.iteration} lacks {lacks}" if lacks else ""
+
 
 def candidates(folders: Sequence[Mapping[int, Parts]]) -> list[Candidate]:
     """Return the checkpoints with at least one part, newest first.

@@ -18,7 +18,6 @@ def skeleton_of(checkpoint: Checkpoint) -> dict[str, bytes]:
     Raises:
         CheckpointError: Names a damaged file.
     """
-
     contents = dict[str, bytes]()
     for name, entry in checkpoint.manifest.files.items():
         if entry.is_tensor_file:

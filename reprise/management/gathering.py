@@ -124,11 +124,11 @@ def _newest_whole(parts: Sequence[_Part], iteration: int | None) -> list[_Part]:
     lacking = list[str]()
     for candidate in candidates([{checkpoint.iteration: members} for checkpoint, members in parts]):
         if iteration in (None, candidate.iteration):
-            if not candidate.together.missing:
+            if not candidate.problem:
                 for problem in lacking:
                     _log.warning("%s; an older one is whole", problem)
                 return [parts[number] for number in sorted(candidate.folders)]
-            lacking.append(f"iteration {candidate.iteration} lacks {candidate.together.describe_missing()}")
+            lacking.append(candidate.problem)
     raise CheckpointError(
         "No checkpoint is whole in these folders together",
         expected=None if iteration is None else f"iteration {iteration}",
