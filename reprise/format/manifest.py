@@ -30,17 +30,6 @@ DIGEST_BYTES = 8
 _MOST_REMEMBERED = 64
 
 
-def block_ranges(lo: int, hi: int, *, begin: int = 0, end: int | None = None) -> Iterator[tuple[int, int]]:
-    """Yield, in order, the blocks overlapping `[begin, end)` in a piece, which is bytes `[lo, hi)` of a packed image.
-
-    Args:
-        end: End offset. None means the piece's end.
-    """
-    skipped = max(0, begin - lo) // BLOCK_BYTES * BLOCK_BYTES
-    for first in range(lo + skipped, hi if end is None else min(hi, end), BLOCK_BYTES):
-        yield first, min(first + BLOCK_BYTES, hi)
-
-
 @dataclass(frozen=True, slots=True)
 class Piece:
     """Bytes `[lo, hi)` in the packed image of `box`, written by a single rank: the whole box or a part."""
@@ -250,7 +239,6 @@ def _cell(key: str) -> int:
 
 def _inside(name: str) -> str:
     """Return `name` if it is a relative path within the folder."""
-    parts = name.split("/")
-    if not name or name.startswith("/") or "\\" in name or "\0" in name or any(p in ("", ".", "..") for p in parts):
+    if "\\" in name or "\0" in name or any(part in ("", ".", "..") for part in name.split("/")):
         raise ValueError(f"the file name {name!r} is not a path inside the folder")
     return name

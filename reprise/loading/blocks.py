@@ -10,8 +10,8 @@ import xxhash
 from reprise.errors import CheckpointError
 from reprise.format.box import Image, whole
 from reprise.format.host_file import PieceNumbers
-from reprise.format.layout import Place
-from reprise.format.manifest import BLOCK_BYTES, DIGEST_BYTES, WrittenPiece, block_ranges
+from reprise.format.layout import MOST_ELEMENTS, Place
+from reprise.format.manifest import BLOCK_BYTES, DIGEST_BYTES, WrittenPiece
 from reprise.loading.reader import Bytes, Checkpoint, OpenFile, read_places
 
 
@@ -84,13 +84,14 @@ def blocks_of(checkpoint: Checkpoint, pieces: Mapping[str, Collection[int]]) -> 
 
 
 def blocks_in(
-    place: Place, number: int, piece: WrittenPiece, *, begin: int = 0, end: int | None = None
+    place: Place, number: int, piece: WrittenPiece, *, begin: int = 0, end: int = MOST_ELEMENTS
 ) -> Iterator[PieceBlock]:
     """Yield a piece's blocks with a byte in `[begin, end)`, in order. By default yield all blocks."""
-    packed = place.spec.image(piece.box)
-    for lo, hi in block_ranges(piece.lo, piece.hi, begin=begin, end=end):
+    packed, skipped = place.spec.image(piece.box), max(0, begin - piece.lo) // BLOCK_BYTES
+    for lo in range(piece.lo + skipped * BLOCK_BYTES, min(piece.hi, end), BLOCK_BYTES):
         at = (lo - piece.lo) // BLOCK_BYTES * DIGEST_BYTES
-        yield PieceBlock(place, number, packed, lo, hi, piece.digests[at : at + DIGEST_BYTES].hex())
+        hi, digest = min(lo + BLOCK_BYTES, piece.hi), piece.digests[at : at + DIGEST_BYTES].hex()
+        yield PieceBlock(place, number, packed, lo, hi, digest)
 
 
 def bytes_of(checkpoint: Checkpoint, pieces: PieceNumbers) -> int:

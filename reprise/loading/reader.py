@@ -225,8 +225,7 @@ def _checked_file(root: Path, name: str, entry: manifest.FileEntry, files: Files
     """Check a file's size and, unless it is a tensor file, its digest. Return the content, empty for a tensor file."""
     path = root / name
     try:
-        if not exists(path):
-            path = host_file.path_of(root, name)
+        path = host_file.path_of(root, name)
         _refuse_links(root, name, files)
         size = files.size(path)
         data = b"" if entry.is_tensor_file or size != entry.total_bytes else read_content(path, files)
