@@ -152,13 +152,13 @@ def attempt_of(folder: Path) -> str | None:
 
 
 def _from_table(table: Mapping[str, Any]) -> HostFile:
-    hosts = tuple(str(name) for name in table["hosts"])
+    hosts = tuple(map(str, table["hosts"]))
     if not hosts:
         raise ValueError("there are no hosts")
-    writers = {str(name): integers(values, most=len(hosts) - 1) for name, values in table["writers"].items()}
+    writers = {name: integers(values, most=len(hosts) - 1) for name, values in table["writers"].items()}
     pieces = {}
     for name, values in table["held"].items():
-        pieces[str(name)] = integers(values, most=len(writers[name]) - 1)
+        pieces[name] = integers(values, most=len(writers[name]) - 1)
         if list(pieces[name]) != sorted(set(pieces[name])):
             raise ValueError(f"the pieces of {name} are not in order")
     host = None if table["host"] is None else integer(table["host"], most=len(hosts) - 1)
