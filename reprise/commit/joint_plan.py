@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from reprise.commit.messages import Offer, ranks_text, sides_of
+from reprise.commit.messages import Groups, Message, ranks_text, sides_of
 from reprise.errors import CheckpointError
 from reprise.format.layout import Layout, Place
 from reprise.format.manifest import BLOCK_BYTES, DIGEST_BYTES, Piece, TensorEntry, WrittenPiece
@@ -200,17 +200,17 @@ class KnownPlans:
         self._tables: dict[int, bytes] = {}  # on rank 0, by rank: compressed, as received
         self._joint: JointPlan | None = None
 
-    def with_table(self, offer: Offer, table: bytes) -> Offer:
+    def offer(self, table: bytes, groups: Groups = ()) -> Message:
         """Return this rank's offer with its table's digest, and the table itself unless rank 0 has it."""
         digest = _digest_of(table)
         is_delivered, self._delivered = digest == self._delivered, None
-        return replace(offer, pieces=digest, payload=b"" if is_delivered else zlib.compress(table, _LEVEL))
+        return Message(None, digest, groups, b"" if is_delivered else zlib.compress(table, _LEVEL))
 
-    def delivered(self, offer: Offer) -> None:
+    def delivered(self, offer: Message) -> None:
         """Note that rank 0 has this rank's offer with its table."""
-        self._delivered = offer.pieces
+        self._delivered = offer.number
 
-    def joint(self, layout: Layout, offers: Mapping[int, Offer]) -> JointPlan:
+    def joint(self, layout: Layout, offers: Mapping[int, Message]) -> JointPlan:
         """Return all ranks' joint plan. Rank 0 only.
 
         Args:
@@ -221,19 +221,19 @@ class KnownPlans:
                 not arrived.
         """
         self._tables |= {rank: offer.payload for rank, offer in offers.items() if offer.payload}
-        if self._joint is None or self._joint.tables != tuple(offer.pieces for offer in offers.values()):
+        if self._joint is None or self._joint.tables != tuple(offer.number for offer in offers.values()):
             self._joint = None  # frees its memory while building the next
             self._joint = JointPlan.of(layout, {rank: self._table(rank, offer) for rank, offer in offers.items()})
         return self._joint
 
-    def _table(self, rank: int, offer: Offer) -> bytes:
+    def _table(self, rank: int, offer: Message) -> bytes:
         """Return an offer's table, sent or remembered."""
         table = zlib.decompress(self._tables[rank]) if rank in self._tables else b""
-        if _digest_of(table) != offer.pieces:
+        if _digest_of(table) != offer.number:
             raise CheckpointError(
                 "The table of a rank's pieces has not arrived at rank 0",
                 where=f"rank {rank}",
-                expected=f"digest {offer.pieces:016x}",
+                expected=f"digest {offer.number:016x}",
                 found=f"{_digest_of(table):016x}",
                 fix="Nothing was written. The next save sends all tables again.",
             )

@@ -7,8 +7,7 @@ import json
 import zipfile
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import ClassVar, Self
+from dataclasses import dataclass
 
 from reprise.errors import first_of
 
@@ -16,94 +15,44 @@ from reprise.errors import first_of
 Groups = Sequence[Sequence[int]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Message:
-    """A message: values by name, which travel as JSON, and a payload, which travels unchanged.
+    """What a rank tells other ranks about an attempt: values, which travel as JSON, and a payload as it is.
 
-    A leader sends a plain message to rank 0 once it was asked to prepare its host's folder. The payload is its copies'
-    status.
+    * An offer says what a rank is about to save: `number` is the digest of its piece table, `groups` are the replicas
+      that it compares with other ranks, and the payload is the compressed table, if rank 0 does not have it.
+    * "Opened" is rank 0's answer to all offers: the ranks may write the iteration `number`. Without a number, the
+      attempt is decided already. `groups` are the ranks with different replicas; see `require_agreement`.
+    * A report says how many bytes a rank has written, without headers: ranks on a host write for each other, so only
+      the sum over all ranks equals the pieces' bytes. The payload is the digests for all blocks, in table order.
+    * "Files" are what the other hosts' leaders prepare. They answer with "prepared", and their copies' status.
+    * A decision has the checkpoint's iteration, and as its payload the order for copying local checkpoints.
 
     Args:
         problem: The sender's failure, or the attempt's. None without a failure.
+        number: Below 2^64. If it is the only value, it travels in 8 bytes, since most messages are like this.
+        groups: See `ReplicaDigests.groups` and `differing_sides`.
     """
 
     problem: str | None = None
+    number: int | None = None
+    groups: Groups = ()
     payload: bytes = b""
 
-    # A frequent message's number below 2^64. If the message has no other value, the number travels without its name.
-    _NUMBER: ClassVar[str] = ""
-
     def to_bytes(self) -> bytes:
-        """Return the message. In JSON, default values do not travel."""
-        values = {field.name: value for field in fields(self) if (value := getattr(self, field.name)) != field.default}
-        payload: bytes = values.pop("payload", b"")
-        if self._NUMBER and values.keys() <= {self._NUMBER}:
-            number: int = getattr(self, self._NUMBER)
-            return b"\n" + number.to_bytes(8) + payload
-        return json.dumps(values).encode() + b"\n" + payload
+        """Return the message."""
+        if self.number is not None and self.problem is None and not self.groups:
+            return b"\n" + self.number.to_bytes(8) + self.payload
+        return json.dumps([self.problem, self.number, self.groups]).encode() + b"\n" + self.payload
 
-    @classmethod
-    def from_bytes(cls, data: bytes) -> Self:
+    @staticmethod
+    def from_bytes(data: bytes) -> Message:
         """Parse a message."""
         values, _, payload = data.partition(b"\n")
         if values:
-            return cls(**json.loads(values), payload=payload)
-        return cls(**{cls._NUMBER: int.from_bytes(payload[:8])}, payload=payload[8:])  # type: ignore[arg-type]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Offer(Message):
-    """What a rank is about to save. The payload is its compressed piece table, if rank 0 does not have the table.
-
-    Args:
-        pieces: The table's digest; see `joint_plan.encode`.
-        groups: The replicas that this rank compares with other ranks; see `ReplicaDigests.groups`.
-    """
-
-    pieces: int = 0
-    groups: Groups = ()
-
-    _NUMBER: ClassVar[str] = "pieces"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Opening(Message):
-    """Rank 0's answer to all offers: the ranks may write, unless a value says otherwise.
-
-    Args:
-        iteration: The iteration that rank 0 saves.
-        sides: The ranks with different replicas, which all ranks are about to learn; see `require_agreement`.
-        is_decided: Whether the attempt is decided already.
-    """
-
-    iteration: int = 0
-    sides: Sequence[Sequence[int]] = ()
-    is_decided: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankReport(Message):
-    """What a rank has written. The payload is the digests for all blocks in its pieces, in table order.
-
-    Args:
-        written_bytes: Bytes written by this rank, without headers. Ranks on a host write for each other, so only the
-            sum over all ranks equals the pieces' bytes.
-    """
-
-    written_bytes: int = 0
-
-    _NUMBER: ClassVar[str] = "written_bytes"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecisionMessage(Message):
-    """Rank 0's decision on an attempt. The payload is the order for copying local checkpoints.
-
-    Args:
-        iteration: The checkpoint's iteration. None without a checkpoint.
-    """
-
-    iteration: int | None = None
+            problem, number, groups = json.loads(values)
+            return Message(problem, number, groups, payload)
+        return Message(number=int.from_bytes(payload[:8]), payload=payload[8:])
 
 
 def pack_files(files: Mapping[str, bytes]) -> bytes:

@@ -14,16 +14,7 @@ from reprise.commit import commit_state, finish
 from reprise.commit.attempt import Attempt, Copying
 from reprise.commit.commit_state import Action, Event, Outcome
 from reprise.commit.joint_plan import JointPlan, KnownPlans, encode
-from reprise.commit.messages import (
-    DecisionMessage,
-    Message,
-    Offer,
-    Opening,
-    RankReport,
-    first_problem,
-    pack_files,
-    unpack_files,
-)
+from reprise.commit.messages import Message, first_problem, pack_files, unpack_files
 from reprise.commit.replicas import ReplicaDigests, differing_sides, require_agreement
 from reprise.commit.shared_attempt import SharedAttempt
 from reprise.errors import CheckpointError, LaunchError, TrainerError
@@ -70,11 +61,11 @@ class TwoPhaseCommit(ABC):
     copying: Copying | None = None
     is_durable: bool = False
     _error: BaseException | None = None  # this rank's
-    _report: RankReport = RankReport()  # noqa: RUF009 - frozen
+    _report: Message = Message()  # noqa: RUF009 - frozen
     _files: bytes = b""  # packed, on another host's leader
     _order: bytes = b""  # for the copies
     # On rank 0, by rank:
-    _reports: dict[int, RankReport] = field(default_factory=dict)
+    _reports: dict[int, Message] = field(default_factory=dict)
     _statuses: dict[int, bytes] = field(default_factory=dict)
     _plan: JointPlan | None = None
 
@@ -83,7 +74,7 @@ class TwoPhaseCommit(ABC):
         """Make the partial folder before any rank writes. Leaders only."""
 
     @abstractmethod
-    def write(self) -> RankReport:
+    def write(self) -> Message:
         """Write this rank's part durably."""
 
     @property
@@ -163,8 +154,7 @@ class TwoPhaseCommit(ABC):
         try:
             if self.leads and not channel.coordinates:
                 self.begin()
-            offer = Offer(groups=self.replicas.groups() or ())
-            offer = self.plans.with_table(offer, encode(self.pieces, attempt.layout))
+            offer = self.plans.offer(encode(self.pieces, attempt.layout), self.replicas.groups())
             if channel.coordinates:
                 self._lead(offer)
                 return True
@@ -172,57 +162,57 @@ class TwoPhaseCommit(ABC):
             self.shared.refuse(error)
             raise
         self.shared.put("offer", offer)
-        answer = self.shared.read("opened", Opening, channel.coordinator)
-        require_agreement(channel, self.shared.key, answer.sides, self.replicas.table)
+        answer = self.shared.read("opened", channel.coordinator)
+        require_agreement(channel, self.shared.key, answer.groups, self.replicas.table)
         if answer.problem is not None:
             raise CheckpointError(answer.problem.rstrip("."))
-        if answer.is_decided:
+        if answer.number is None:
             return False
-        if answer.iteration != attempt.iteration:
+        if answer.number != attempt.iteration:
             raise CheckpointError(
                 "The ranks save different iterations",
-                expected=f"iteration {answer.iteration}, as on rank {channel.coordinator}",
+                expected=f"iteration {answer.number}, as on rank {channel.coordinator}",
                 found=f"iteration {attempt.iteration}",
                 fix="Nothing was saved. Give all ranks the same iteration.",
             )
         self.plans.delivered(offer)
         return True
 
-    def _lead(self, offer: Offer) -> None:
+    def _lead(self, offer: Message) -> None:
         """Read all ranks' offers, and open the attempt. Rank 0 only."""
         channel, shared = self.channel, self.shared
-        offers = {channel.rank: offer, **shared.read_all("offer", Offer, channel.ranks[1:])}
+        offers = {channel.rank: offer, **shared.read_all("offer", channel.ranks[1:])}
         if (problem := first_problem(offers)) is not None:
             raise CheckpointError(problem.rstrip("."))
         self._plan = self.plans.joint(self.attempt.layout, offers)
         if sides := differing_sides({rank: offer.groups for rank, offer in offers.items()}):
-            shared.put("opened", Opening(sides=sides), is_first=False)
+            shared.put("opened", Message(groups=sides), is_first=False)
         require_agreement(channel, shared.key, sides, self.replicas.table)
         self.begin()
         self.plans.delivered(offer)
-        shared.post("opened", Opening(iteration=self.attempt.iteration))
+        shared.post("opened", Message(number=self.attempt.iteration))
 
     def _await_decision(self) -> Event:
         """Wait for rank 0's decision or, on another host's leader, the files that it asks to prepare."""
         if self.shared.current.leads:
-            self._files = self.shared.read("files", Message, self.channel.coordinator).payload
+            self._files = self.shared.read("files", self.channel.coordinator).payload
             if self._files:
                 return commit_state.AskedToPrepare()
         return self._read_decision()
 
     def _read_decision(self) -> Event:
         coordinator, iteration = self.channel.coordinator, self.attempt.iteration
-        decision = self.shared.read("decision", DecisionMessage, coordinator)
+        decision = self.shared.read("decision", coordinator)
         self._order, problem = decision.payload, decision.problem
-        if problem is None and decision.iteration != iteration:
-            problem = f"Rank {coordinator} saved iteration {decision.iteration}, this rank {iteration}"
+        if problem is None and decision.number != iteration:
+            problem = f"Rank {coordinator} saved iteration {decision.number}, this rank {iteration}"
         return commit_state.Decision(None if problem is None else problem.rstrip("."))
 
     def _look(self) -> Event | None:
         return None if self.attempt.is_committed() else commit_state.Failed("there is no checkpoint")
 
     def _collect(self) -> Event | None:
-        self._reports |= self.shared.read_all("report", RankReport, self.channel.ranks[1:])
+        self._reports |= self.shared.read_all("report", self.channel.ranks[1:])
         return _failed(first_problem(self._reports))
 
     def _prepare(self) -> None:
@@ -249,7 +239,7 @@ class TwoPhaseCommit(ABC):
         Raises:
             CheckpointError: A rank relied on another to write its bytes, which did not.
         """
-        written_bytes = sum(report.written_bytes for report in self._reports.values())
+        written_bytes = sum(report.number or 0 for report in self._reports.values())
         expected = sum(place.spec.total_bytes for place in self.attempt.layout.places.values())
         if written_bytes != expected:
             raise CheckpointError(
@@ -278,22 +268,22 @@ class TwoPhaseCommit(ABC):
         self.shared.put("prepared", Message(problem=problem, payload=status))
 
     def _await_leaders(self) -> Event | None:
-        answers = self.shared.read_all("prepared", Message, self.attempt.hosts.leaders[1:])
+        answers = self.shared.read_all("prepared", self.attempt.hosts.leaders[1:])
         self._statuses |= {leader: answer.payload for leader, answer in answers.items()}
         return _failed(first_problem(answers))
 
     def _rename(self) -> None:
         self.is_durable = finish.rename(self.attempt)
 
-    def _decision(self) -> DecisionMessage:
+    def _decision(self) -> Message:
         """Return rank 0's decision, with the order for the copies."""
         state, iteration = self.shared.current, self.attempt.iteration
         if state.outcome is not Outcome.COMMITTED:
-            return DecisionMessage(problem=str(state.problem))
+            return Message(problem=str(state.problem))
         if self.copying is not None:
             self._statuses[self.channel.rank] = self.copying.status(iteration)
             self._order = self.copying.decide([self._statuses[rank] for rank in self.attempt.hosts.leaders])
-        return DecisionMessage(iteration=iteration, payload=self._order)
+        return Message(number=iteration, payload=self._order)
 
 
 def _failed(problem: str | None) -> Event | None:

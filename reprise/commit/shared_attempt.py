@@ -5,19 +5,16 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Sequence
-from typing import TypeVar
 
 from reprise.commit import commit_state
 from reprise.commit.attempt import Hosts
 from reprise.commit.commit_state import Action, CommitState, Event
-from reprise.commit.messages import DecisionMessage, Message, Offer, Opening, RankReport
+from reprise.commit.messages import Message
 from reprise.errors import LaunchError, TrainerError
 from reprise.ranks.channel import StoreChannel
 from reprise.ranks.error_message import as_problem
 
 _log = logging.getLogger(__name__)
-
-M = TypeVar("M", bound=Message)
 
 
 class SharedAttempt:
@@ -61,18 +58,18 @@ class SharedAttempt:
             self.left.append(key)
             self._channel.put(key, message.to_bytes(), is_first=is_first)
 
-    def read(self, kind: str, form: type[M], rank: int) -> M:
+    def read(self, kind: str, rank: int) -> Message:
         """Wait for a rank's message of a kind, and return it.
 
         Raises:
             LaunchError: It does not come.
         """
-        return self.read_all(kind, form, [rank])[rank]
+        return self.read_all(kind, [rank])[rank]
 
-    def read_all(self, kind: str, form: type[M], ranks: Sequence[int]) -> dict[int, M]:
+    def read_all(self, kind: str, ranks: Sequence[int]) -> dict[int, Message]:
         """Return messages of a kind by rank; see `read`. Each rank deletes its own after the attempt."""
         messages = self._channel.read_all({f"{self.key}/{kind}/{rank}": f"rank {rank}" for rank in ranks})
-        return dict(zip(ranks, map(form.from_bytes, messages), strict=True))
+        return dict(zip(ranks, map(Message.from_bytes, messages), strict=True))
 
     def post(self, kind: str, message: Message) -> None:
         """Send a message that changes nothing decided. If the store is gone, log it. An earlier message stands."""
@@ -81,10 +78,10 @@ class SharedAttempt:
         except LaunchError as error:
             _log.error("%s/%s could not be sent: %s", self.key, kind, error)
 
-    def decide(self, decision: DecisionMessage) -> None:
+    def decide(self, decision: Message) -> None:
         """Send the decision, and end all waits for rank 0's earlier messages. Rank 0 only."""
         self.post("decision", decision)
-        self.post("opened", Opening(is_decided=True))
+        self.post("opened", Message())
         if self._followers:
             self.post("files", Message())
 
@@ -92,9 +89,9 @@ class SharedAttempt:
         """Tell the other ranks that this rank saves nothing, unless it has opened the attempt, or offered its part."""
         problem = str(as_problem(error))
         if self._state.coordinates:
-            self.post("opened", Opening(problem=problem))
+            self.post("opened", Message(problem=problem))
         else:
-            self.post("offer", Offer(problem=problem))
+            self.post("offer", Message(problem=problem))
 
     def abort(self, error: TrainerError) -> None:
         """Abort the attempt on behalf of a hung worker, and tell the other ranks.
@@ -103,9 +100,9 @@ class SharedAttempt:
         """
         action = self.take(commit_state.Aborted(str(error)))
         if action is Action.BROADCAST:
-            self.decide(DecisionMessage(problem=str(error)))
+            self.decide(Message(problem=str(error)))
         if action is Action.REPORT:
-            self.post("report", RankReport(problem=str(error)))
+            self.post("report", Message(problem=str(error)))
             self.refuse(error)
 
     def delete_read(self) -> None:

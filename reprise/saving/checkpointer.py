@@ -13,7 +13,7 @@ import torch
 from reprise.commit.attempt import Attempt, Copying, Hosts
 from reprise.commit.commit_state import Outcome
 from reprise.commit.joint_plan import KnownPlans
-from reprise.commit.messages import DecisionMessage
+from reprise.commit.messages import Message
 from reprise.commit.replicas import ReplicaDigests
 from reprise.commit.shared_attempt import SharedAttempt
 from reprise.errors import CheckpointError, TrainerError
@@ -260,7 +260,7 @@ class Checkpointer:
             if is_saved and not self._policy.copies_at_call:  # else the tensors may have changed since
                 _log.info("iteration %d needs no new save", iteration)
                 if self._channel.coordinates:
-                    shared.decide(DecisionMessage(iteration=iteration))
+                    shared.decide(Message(number=iteration))
                 return None
             if self.job is not None and not self.job.is_done:  # a hung thread may still use the arena
                 raise stalled_error(target)

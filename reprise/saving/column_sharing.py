@@ -240,12 +240,12 @@ class LocalRanks:
         first, *others = self._ranks
         report = self._host, list(map(astuple, pieces)) if may_share and not self._stays_out else None
         if self._rank == first:
-            messages = shared.read_all("stripes", Message, others).values()
+            messages = shared.read_all("stripes", others).values()
             decision = self._decide([report, *(json.loads(message.payload) for message in messages)], layout)
             shared.put("stripes", Message(payload=json.dumps(decision).encode()))
         else:
             shared.put("stripes", Message(payload=json.dumps(report).encode()))
-            decision = json.loads(shared.read("stripes", Message, first).payload)
+            decision = json.loads(shared.read("stripes", first).payload)
         if decision is None:
             return {}
         address, stripes = decision

@@ -12,7 +12,7 @@ import torch
 
 from reprise.commit.commit_state import Outcome
 from reprise.commit.finish import naming_failures
-from reprise.commit.messages import RankReport
+from reprise.commit.messages import Message
 from reprise.commit.protocol import TwoPhaseCommit
 from reprise.errors import CheckpointError, LaunchError, TrainerError
 from reprise.saving.column_sharing import LocalRanks
@@ -93,7 +93,7 @@ class SaveJob(TwoPhaseCommit):
         with naming_failures(attempt):
             attempt.folder.files.make_folder(attempt.partial)
 
-    def write(self) -> RankReport:
+    def write(self) -> Message:
         """Write this rank's part durably. The host's other ranks wait in `join`, so nothing before it may hang."""
         attempt, snapshot = self.attempt, self.snapshot
         try:

@@ -16,7 +16,7 @@ import xxhash
 
 from reprise.commit import finish
 from reprise.commit.attempt import Attempt
-from reprise.commit.messages import RankReport
+from reprise.commit.messages import Message
 from reprise.format.box import Image
 from reprise.format.layout import PAGE_BYTES, FileLayout
 from reprise.format.manifest import BLOCK_BYTES, DIGEST_BYTES
@@ -55,7 +55,7 @@ class Writer:
     _has_failed: threading.Event = field(init=False, default_factory=threading.Event)
     _turns: threading.Semaphore = field(init=False, default_factory=partial(threading.Semaphore, _WRITES))
 
-    def write(self) -> RankReport:
+    def write(self) -> Message:
         """Write this rank's chunks (and headers, on the leader), sync, and return the report with the pieces' digests.
 
         All writes precede the first sync: an optimizer step waits for a chunk, never for a sync.
@@ -84,7 +84,7 @@ class Writer:
                 run_together([self._write_stripes] * _WRITES, name=_THREAD, threads=_WRITES)
             files.sync_together([partial(self._sync, target) for target in self._targets.values()])
         written_bytes = sum(target.written_bytes for target in self._targets.values())
-        return RankReport(written_bytes=written_bytes, payload=b"".join(self._digests.values()))
+        return Message(number=written_bytes, payload=b"".join(self._digests.values()))
 
     def _begin(self, file: FileLayout, descriptor: int) -> None:
         """Reserve a new file's blocks and, on the leader, write its header."""

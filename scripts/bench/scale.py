@@ -24,7 +24,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from reprise.commit import find_hosts
 from reprise.commit.attempt import Attempt, Hosts
 from reprise.commit.joint_plan import KnownPlans
-from reprise.commit.messages import Opening, RankReport
+from reprise.commit.messages import Message
 from reprise.commit.protocol import TwoPhaseCommit
 from reprise.commit.replicas import ReplicaDigests
 from reprise.commit.shared_attempt import SharedAttempt
@@ -45,7 +45,7 @@ from trainer.memory.dry_run import Simulated, simulate
 from trainer.optim.adamw import stored_names
 from trainer.run.state import checkpoint_specs
 
-_TIMEOUT_S = 600.0
+_TIMEOUT_S, _ITERATION = 600.0, 7
 _ROW_ITEMS, _TENSORS = 256, 8
 _RANKS_PER_HOST = 8
 _LLAMA = ("model=llama3_405b", "parallel.tensor_model_parallel_size=8", "parallel.pipeline_model_parallel_size=16")
@@ -64,7 +64,7 @@ class _PeerChannel(StoreChannel):
 
     def read_all(self, senders: Mapping[str, str]) -> list[bytes]:
         if all("/opened/" in key for key in senders):
-            return [Opening().to_bytes()]
+            return [Message(number=_ITERATION).to_bytes()]
         raise LaunchError(f"{[*senders]} are not there")
 
 
@@ -72,12 +72,12 @@ class _PeerChannel(StoreChannel):
 class _Commit(TwoPhaseCommit):
     """A rank's side of a save, which the disk has no part in."""
 
-    report: RankReport
+    report: Message
 
     def begin(self) -> None:
         """Require no room."""
 
-    def write(self) -> RankReport:
+    def write(self) -> Message:
         """Return the pieces as written."""
         return self.report
 
@@ -95,12 +95,12 @@ class _Saves:
         self._rank, self._layout, self._pieces, self._plans = rank, layout, pieces, KnownPlans()
         written_bytes = sum(piece.hi - piece.lo for piece in pieces)
         digests = b"".join(piece.digests for piece in pieces)
-        self._report = RankReport(written_bytes=written_bytes, payload=digests)
+        self._report = Message(number=written_bytes, payload=digests)
 
     def run(self, name: str, channel: StoreChannel) -> None:
         """Commit an attempt; a peer's ends where it would wait, as if it were committed."""
         folder = CheckpointFolder(Path(tempfile.gettempdir()), Files())
-        attempt = Attempt(7, name, folder, self._layout, Hosts.of(channel.ranks))
+        attempt = Attempt(_ITERATION, name, folder, self._layout, Hosts.of(channel.ranks))
         shared = SharedAttempt(name, channel, attempt.hosts)
         commit = _Commit(
             attempt=attempt,

@@ -17,7 +17,7 @@ from reprise.commit import commit_state
 from reprise.commit.attempt import Attempt, Hosts
 from reprise.commit.commit_state import Action, CommitState, Event, Outcome
 from reprise.commit.joint_plan import KnownPlans, encode
-from reprise.commit.messages import DecisionMessage, Offer, RankReport
+from reprise.commit.messages import Message
 from reprise.commit.replicas import ReplicaDigests
 from reprise.commit.shared_attempt import SharedAttempt
 from reprise.errors import CheckpointError, TrainerError
@@ -308,7 +308,7 @@ class Attempted:
         self.jobs[rank.number].run()
         rank.has_returned = True
 
-    def write(self, number: int) -> RankReport:
+    def write(self, number: int) -> Message:
         """Write the part of a rank."""
         work_s = self.told.work_s[number]
         if work_s is None:
@@ -319,7 +319,7 @@ class Attempted:
             raise CheckpointError("There is no room")
         self.attempt(number).partial.mkdir(exist_ok=True)
         self.written.add(number)
-        return RankReport(written_bytes=4, payload=bytes(DIGEST_BYTES))
+        return Message(number=4, payload=bytes(DIGEST_BYTES))
 
     def _abort(self, rank: Rank) -> None:
         self.turns.sleep(self.told.aborts_s[rank.number] or 0.0)
@@ -367,7 +367,7 @@ class SimulatedJob(SaveJob):
     def begin(self) -> None:
         """Require no room."""
 
-    def write(self) -> RankReport:
+    def write(self) -> Message:
         assert self.attempted is not None
         return self.attempted.write(self.number)
 
@@ -507,7 +507,7 @@ class SavedEarlier(Attempted):
     def _save(self, rank: Rank) -> None:
         if rank.number == 0:
             self.turns.sleep(self.told.work_s[0] or 0.0)
-            rank.shared.decide(DecisionMessage(iteration=7))
+            rank.shared.decide(Message(number=7))
         else:
             super()._save(rank)
 
@@ -518,7 +518,7 @@ def test_what_rank_0_never_reads_counts_as_sent_to_nobody(work_s: float, tmp_pat
     found.run()
     assert outcomes(found)[1:] == [Outcome.COMMITTED] * 2
     for number, job in found.jobs.items():
-        assert job.plans.with_table(Offer(), encode(job.pieces, job.attempt.layout)).payload
+        assert job.plans.offer(encode(job.pieces, job.attempt.layout)).payload
         assert not found.channel(0).has([f"save/n-1/report/{number}"])
 
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reprise.commit.joint_plan import JointPlan, KnownPlans, encode, tile
-from reprise.commit.messages import Offer
+from reprise.commit.messages import Message
 from reprise.errors import CheckpointError
 from reprise.format.box import Box, whole
 from reprise.format.dtype import StoredDtype
@@ -74,12 +74,12 @@ def digested(division: Division, first: int = 0) -> Division:
     ]
 
 
-def offers_of(plans: Sequence[KnownPlans], division: Division) -> dict[int, Offer]:
+def offers_of(plans: Sequence[KnownPlans], division: Division) -> dict[int, Message]:
     """Return the offers of the ranks, as they arrive."""
     offers = {}
     for rank, pieces in enumerate(division):
-        offer = plans[rank].with_table(Offer(), encode(pieces, LAYOUT))
-        offers[rank] = Offer.from_bytes(offer.to_bytes())
+        offer = plans[rank].offer(encode(pieces, LAYOUT))
+        offers[rank] = Message.from_bytes(offer.to_bytes())
     return offers
 
 
@@ -188,4 +188,4 @@ def test_ranks_with_other_tensors_are_named(change: dict[str, object]) -> None:
 def test_a_table_that_rank_0_lacks_commits_nothing() -> None:
     plan = KnownPlans()
     with refused(CheckpointError, "rank 0"):
-        plan.joint(SMALL, {0: replace(plan.with_table(Offer(), encode(GOOD, SMALL)), payload=b"")})
+        plan.joint(SMALL, {0: replace(plan.offer(encode(GOOD, SMALL)), payload=b"")})

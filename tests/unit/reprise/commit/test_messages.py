@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from reprise.commit.attempt import find_hosts
 from reprise.commit.messages import (
-    DecisionMessage,
     Message,
-    Offer,
-    Opening,
-    RankReport,
     first_problem,
     pack_files,
     ranks_text,
@@ -28,18 +25,19 @@ GROUPS = [[1, 4], [2**64 - 1, 0]]
 @pytest.mark.parametrize(
     "message",
     [
-        Offer(pieces=2**64 - 1, groups=GROUPS, payload=b"\ntable\n"),
-        Offer(pieces=2**64 - 1, payload=b"\ntable\n"),
-        RankReport(written_bytes=5, payload=bytes(range(256))),
-        RankReport(problem="a disk, broken"),
-        DecisionMessage(iteration=0, payload=b"[true, 2, null]"),
-        DecisionMessage(problem="Rank 1: \udcff is no\ntext"),
-        Opening(iteration=7, sides=[[0, 2], [3]]),
+        Message(number=2**64 - 1, groups=GROUPS, payload=b"\ntable\n"),
+        Message(number=2**64 - 1, payload=b"\ntable\n"),
+        Message(number=5, payload=bytes(range(256))),
+        Message(problem="a disk, broken"),
+        Message(number=0, payload=b"[true, 2, null]"),
+        Message(problem="Rank 1: \udcff is no\ntext"),
+        Message(number=7, groups=[[0, 2], [3]]),
         Message(),
     ],
 )
 def test_a_message_arrives_as_it_was(message: Message) -> None:
-    assert type(message).from_bytes(message.to_bytes()) == message
+    arrived = Message.from_bytes(message.to_bytes())
+    assert replace(arrived, groups=list(arrived.groups)) == replace(message, groups=list(message.groups))
 
 
 class Rank0(StoreChannel):
@@ -73,9 +71,9 @@ def test_files_travel_as_they_are() -> None:
 
 
 def test_the_first_rank_with_a_problem_is_named() -> None:
-    ready = {rank: Offer() for rank in (0, 1)}
+    ready = {rank: Message() for rank in (0, 1)}
     assert first_problem(ready) is None
-    assert first_problem({**ready, 2: Offer(problem="there is no disk."), 3: Offer(problem="nor here")}) == (
+    assert first_problem({**ready, 2: Message(problem="there is no disk."), 3: Message(problem="nor here")}) == (
         "Rank 2: there is no disk."
     )
 

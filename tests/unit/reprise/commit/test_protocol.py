@@ -12,7 +12,7 @@ import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from reprise.commit.attempt import Hosts
-from reprise.commit.messages import Opening
+from reprise.commit.messages import Message
 from reprise.commit.shared_attempt import SharedAttempt
 from reprise.errors import CheckpointError, LaunchError
 from reprise.format.dtype import StoredDtype
@@ -146,8 +146,8 @@ def test_two_threads_send_each_message_under_its_own_key() -> None:
     channel = StoreChannel(HashStore(), 0, world_size=2, timeout_s=0.01)
     shared = SharedAttempt("n-1", channel, Hosts.of(channel.ranks))
     shared.left = Shared()
-    shared.put("opened", Opening(is_decided=True))
-    assert shared.read("opened", Opening, 0) == Opening(is_decided=True)
+    shared.put("opened", Message(number=7))
+    assert shared.read("opened", 0) == Message(number=7)
     assert not channel.has(["save/n-1/decision/0"])
 
 
