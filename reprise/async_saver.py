@@ -223,8 +223,8 @@ class AsyncSaver:
     def _call(self, iteration: int | None, make_tree: MakeTree) -> None:
         """Save a tree once all ranks agree on it. Without an iteration, allocate the memory for it."""
         name = "AsyncSaver.prepare()" if iteration is None else f"AsyncSaver.save(iteration={iteration})"
-        checkpointer, call = self._checkpointer, None
-        attempts = checkpointer.attempts
+        checkpointer, attempts = self._checkpointer, self._checkpointer.attempts
+        call = JointCall(self._channel, f"contents/{self._calls + 1}", name, timeout_s=self._timeout_s)
 
         def make() -> Tree:
             self._require_open()
@@ -236,7 +236,7 @@ class AsyncSaver:
 
         try:
             self._calls += 1
-            call = JointCall(self._channel, f"contents/{self._calls}", name, timeout_s=self._timeout_s)
+            call.announce()
             contents = contents_of(
                 call,
                 make,
@@ -253,8 +253,7 @@ class AsyncSaver:
             finally:  # after the save, since the program may be exiting already
                 program_end.finish_at_end(self, checkpointer.job)
         except BaseException as error:
-            is_joint = self._channel.world_size > 1 and (call is None or call.is_out_of_step)
-            is_alone = is_joint and not isinstance(error, TrainerError)
+            is_alone = call.is_out_of_step and not isinstance(error, TrainerError)
             if is_alone and checkpointer.attempts == attempts:  # otherwise the aborted attempt tells all ranks
                 self._is_closed = True
                 end_waits(self._channel, error)

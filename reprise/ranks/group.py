@@ -11,7 +11,7 @@ from torch.distributed.distributed_c10d import Store
 
 from reprise.errors import ConfigError
 from reprise.ranks.channel import StoreChannel, single_rank_channel
-from reprise.ranks.joint_call import OpenCall
+from reprise.ranks.joint_call import JointCall
 from reprise.torch_private import _get_default_store
 
 # How long ranks in a call wait for a rank that is late: one with a long evaluation, say.
@@ -25,7 +25,7 @@ def open_call(
     timeout_s: float = CALL_TIMEOUT_S,
     process_group: dist.ProcessGroup | None = None,
     coordinator_rank: int = 0,
-) -> OpenCall:
+) -> JointCall:
     """Return a joint call by a process group as a context, with its own channel.
 
     Messages lie in the default store under the group's and the call's prefix, so other ranks take no part.
@@ -46,7 +46,7 @@ def open_call(
             raise ConfigError(
                 "The process group is not initialized", fix="Call torch.distributed.init_process_group first."
             )
-        return OpenCall(single_rank_channel(), name, timeout_s=timeout_s, check=check)
+        return JointCall(single_rank_channel(), "call", name, timeout_s=timeout_s, check=check)
     rank, ranks = dist.get_rank(), _members(process_group)
     store: Store = _get_default_store()  # torch has no public name for it
     is_all = len(ranks) == dist.get_world_size()
@@ -67,7 +67,7 @@ def open_call(
         _require_coordinator(coordinator_rank, ranks)
 
     coordinator = "" if coordinator_rank == 0 else f" with coordinator_rank={coordinator_rank}"
-    return OpenCall(channel, f"{name}{coordinator}", timeout_s=timeout_s, check=check_all)
+    return JointCall(channel, "call", f"{name}{coordinator}", timeout_s=timeout_s, check=check_all)
 
 
 def check_seconds(name: str, limit: object, *, may_be_zero: bool = False) -> None:

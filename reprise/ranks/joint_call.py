@@ -27,36 +27,82 @@ class JointCall:
     `timeout_s` limits the wait for absent ranks. A rank in the call may prepare for as long as the
     channel's own timeout.
 
-        call = JointCall(channel, "save", "save(iteration=3)", timeout_s=120.0)
-        with call.preparing():
-            part = prepare()
-        offers = call.offer(part)
-        answer = call.decide(choose(offers) if channel.coordinates else "")
+        with JointCall(channel, "save", "save(iteration=3)", timeout_s=120.0) as call:
+            with call.preparing():
+                part = prepare()
+            offers = call.offer(part)
+            answer = call.decide(choose(offers) if channel.coordinates else "")
+
+    As a context on a channel of its own, whatever ends this rank's part ends the other ranks' waits. A class, not a
+    generator: an interrupt in a generator's first line leaves it suspended, with its handlers unrun, for as long as the
+    program refers to the interrupt.
 
     Args:
         key: Message key, new on this channel.
         name: The call as the user wrote it, with everything that must be equal on all ranks.
+        check: Raises if this rank's arguments are invalid; then every rank raises.
 
     Attributes:
         nonce: A random name, equal on all ranks.
         is_agreed: Whether the ranks decided for the coordinator's data, so that the other ranks go on.
-
-    Raises:
-        CheckpointError: A rank makes another call in its place. Every rank raises.
-        LaunchError: The store is gone.
     """
 
-    def __init__(self, channel: StoreChannel, key: str, name: str, *, timeout_s: float) -> None:
-        self.channel, self.key, self.name, self.timeout_s = channel, key, name, timeout_s
+    def __init__(
+        self,
+        channel: StoreChannel,
+        key: str,
+        name: str,
+        *,
+        timeout_s: float,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.channel, self.key, self.name, self.timeout_s, self._check = channel, key, name, timeout_s, check
         self.nonce = secrets.token_hex(4)
         self._is_decided, self.is_agreed = channel.world_size == 1, False
+
+    def announce(self) -> None:
+        """Tell the other ranks that this rank makes the call, and check its arguments.
+
+        Raises:
+            CheckpointError: A rank makes another call in its place. Every rank raises.
+            TrainerError: `check` raised on a rank.
+            LaunchError: The store is gone.
+        """
+        channel, name = self.channel, self.name
         if not self._is_decided:
             channel.publish(_LAST, f"{self._place}\n{name}")
             first, self.nonce, first_name = channel.settle(
-                f"{key}/name", f"{channel.rank}\n{self.nonce}\n{name}"
+                f"{self.key}/name", f"{channel.rank}\n{self.nonce}\n{name}"
             ).split("\n", 2)
             if first_name != name:
                 self._decide(_NO + pack(_different_calls({int(first): first_name, channel.rank: name})))
+        with self.preparing():
+            self._check()
+
+    def __enter__(self) -> JointCall:
+        """Announce the call, and return it."""
+        try:
+            self.announce()
+            return self  # an interrupt in this line, too, ends the waits
+        except BaseException as error:
+            end_waits(self.channel, error)
+            raise
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Report an error to the other ranks.
+
+        Raises:
+            CheckpointError: Replaces a LaunchError if another rank failed with its own error.
+        """
+        if error is None:
+            return
+        if isinstance(error, LaunchError) and self.channel.world_size > 1:
+            with contextlib.suppress(dist.DistError):
+                if (failure := self.channel.failure()) is not None:
+                    raise CheckpointError(failure.rstrip(".")) from error
+        end_waits(self.channel, error)
 
     @property
     def is_out_of_step(self) -> bool:
@@ -183,54 +229,6 @@ class JointCall:
             f"{_ranks(ranks)} called {self.name}, but did not become ready within {self.channel.timeout_s:g} s",
             fix="Check that rank's log: it may have died, or its disk may hang.",
         )
-
-
-class OpenCall:
-    """A joint call as a context: whatever ends this rank's part ends the other ranks' waits.
-
-    A class, not a generator: an interrupt in a generator's first line leaves it suspended, with its handlers unrun, for
-    as long as the program refers to the interrupt.
-
-    Args:
-        channel: This call's own channel.
-        name: The call as the user wrote it, with everything that must be equal on all ranks.
-        check: Raises if this rank's arguments are invalid; then every rank raises.
-    """
-
-    def __init__(self, channel: StoreChannel, name: str, *, timeout_s: float, check: Callable[[], None]) -> None:
-        self._channel, self._name, self._timeout_s, self._check = channel, name, timeout_s, check
-
-    def __enter__(self) -> JointCall:
-        """Announce the call, and return it.
-
-        Raises:
-            CheckpointError: The ranks made different calls.
-            TrainerError: `check` raised on a rank.
-        """
-        try:
-            call = JointCall(self._channel, "call", self._name, timeout_s=self._timeout_s)
-            with call.preparing():
-                self._check()
-            return call  # an interrupt in this line, too, ends the waits
-        except BaseException as error:
-            end_waits(self._channel, error)
-            raise
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Report an error to the other ranks.
-
-        Raises:
-            CheckpointError: Replaces a LaunchError if another rank failed with its own error.
-        """
-        if error is None:
-            return
-        if isinstance(error, LaunchError) and self._channel.world_size > 1:
-            with contextlib.suppress(dist.DistError):
-                if (failure := self._channel.failure()) is not None:
-                    raise CheckpointError(failure.rstrip(".")) from error
-        end_waits(self._channel, error)
 
 
 def end_waits(channel: StoreChannel, error: BaseException) -> None:

@@ -39,6 +39,7 @@ def agreed(
     channel: StoreChannel, key: str, mine: bytes, values: object, known: KnownTables
 ) -> tuple[JointTable, object]:
     call = JointCall(channel, key, "save()", timeout_s=60.0)
+    call.announce()
     joint, joined = agree_on_state(
         call, mine, json.dumps({"values": values}).encode(), known, before_decision=lambda: None
     )

@@ -12,7 +12,9 @@ from tests.fakes import JOIN_S, run_ranks
 
 
 def called(channel: StoreChannel, name: str = "save()", *, key: str = "k", timeout_s: float = JOIN_S) -> JointCall:
-    return JointCall(channel, key, name, timeout_s=timeout_s)
+    call = JointCall(channel, key, name, timeout_s=timeout_s)
+    call.announce()
+    return call
 
 
 @pytest.mark.parametrize("culprit", [0, 1, 2])
