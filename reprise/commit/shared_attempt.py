@@ -54,9 +54,8 @@ class SharedAttempt:
             LaunchError: The store does not hold it.
         """
         if self._channel.world_size > 1:
-            key = f"{self.key}/{kind}/{self._channel.rank}"
-            self.left.append(key)
-            self._channel.put(key, message.to_bytes(), is_first=is_first)
+            self.left.append(f"{self.key}/{kind}/{self._channel.rank}")
+            self._channel.put(f"{self.key}/{kind}", message.to_bytes(), is_first=is_first)
 
     def read(self, kind: str, rank: int) -> Message:
         """Wait for a rank's message of a kind, and return it.
@@ -68,7 +67,7 @@ class SharedAttempt:
 
     def read_all(self, kind: str, ranks: Sequence[int]) -> dict[int, Message]:
         """Return messages of a kind by rank; see `read`. Each rank deletes its own after the attempt."""
-        messages = self._channel.read_all({f"{self.key}/{kind}/{rank}": f"rank {rank}" for rank in ranks})
+        messages = self._channel.read_all(f"{self.key}/{kind}", ranks)
         return dict(zip(ranks, map(Message.from_bytes, messages), strict=True))
 
     def post(self, kind: str, message: Message) -> None:

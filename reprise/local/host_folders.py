@@ -178,10 +178,9 @@ class HostFolders:
         """On a leader, return the pieces for all its host's ranks; on other ranks, none."""
         key = self._key("pieces")
         if not self.leads:
-            self._channel.put(f"{key}/{self._channel.rank}", json.dumps(pieces).encode())
+            self._channel.put(key, json.dumps(pieces).encode())
             return {}
-        ranks = self.hosts.ranks[self._host][1:]
-        data = [self._channel.take(f"{key}/{rank}", sender=f"rank {rank}") for rank in ranks]
+        data = self._channel.take_all(key, self.hosts.ranks[self._host][1:])
         return union([pieces, *map(json.loads, data)])
 
     def heal(self, path: Path) -> bool:
@@ -254,13 +253,14 @@ class HostFolders:
         with self._agreed(path):
             if self.leads and self._host in lacking:
                 attempt, files = f"{self._nonce}-fetch", self.folder.files
+                skeleton = unpack_files(*self._channel.read_all(key, [self.hosts.leaders[source]]))
                 partial = self.folder.partial(iteration, attempt)
-                write_skeleton(partial, unpack_files(self._channel.read(key)), files, is_whole=False)
+                write_skeleton(partial, skeleton, files, is_whole=False)
                 files.sync_folder(partial)
                 self.given_up.discard(iteration)  # its folder is renamed to make room
                 self.folder.commit(iteration, attempt)
         if sends:
-            self._channel.delete([key])
+            self._channel.delete([f"{key}/{self._channel.rank}"])
         return str(digest)
 
     @contextlib.contextmanager

@@ -11,7 +11,7 @@ import copy
 import json
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -48,9 +48,10 @@ class StoreChannel:
     Any thread may call any method. All ranks call `gather`, `broadcast`, `agree` and the methods built on them in the
     same order, on a channel or its clones, and on one thread per channel.
 
-    `gather` deletes rank 0's earlier broadcasts: a rank in the gather is past them. `broadcast` deletes a rank's
-    messages to an earlier `gather`: rank 0 is past it, and deletes nothing for the ranks. A message sent by `put`
-    stays until `take` or `delete`: see `SharedAttempt.delete_read` for saves.
+    A message lies under its key and its sender's rank. `gather` deletes rank 0's earlier broadcasts: a rank in the
+    gather is past them. `broadcast` deletes a rank's messages to an earlier `gather`: rank 0 is past it, and deletes
+    nothing for the ranks. A message sent by `put` stays until `take_all` or `delete`: see `SharedAttempt.delete_read`
+    for saves.
     """
 
     def __init__(
@@ -72,14 +73,14 @@ class StoreChannel:
         self.world_size = world_size
         self.timeout_s = timeout_s
         self.ranks = tuple(range(world_size) if ranks is None else ranks)
-        self._told: list[str] = []  # rank 0's broadcasts and settled texts since its last `gather`
-        self._gathered: list[str] = []  # this rank's `gather` messages since the last broadcast that it read
+        # Rank 0's broadcasts and settled texts since its last `gather`. On other ranks, their messages to a `gather`.
+        self._sent: list[str] = []
 
     def clone(self, timeout_s: float | None = None) -> StoreChannel:
         """Return a channel to the same ranks for another thread, or with another timeout."""
         channel = copy.copy(self)
         channel.timeout_s = self.timeout_s if timeout_s is None else timeout_s
-        channel._told, channel._gathered = [], []
+        channel._sent = []
         return channel
 
     @property
@@ -103,7 +104,7 @@ class StoreChannel:
         return f"{self._prefix}/{key}"
 
     def put(self, key: str, data: bytes, *, is_first: bool = True) -> None:
-        """Store `data` under `key`, and check the store: `set` on a dead host returns normally.
+        """Store `data` as this rank's message, and check the store: `set` on a dead host returns normally.
 
         Args:
             is_first: Whether an earlier message under the key is an error. If not, the earlier message stays.
@@ -111,7 +112,7 @@ class StoreChannel:
         Raises:
             LaunchError: The store does not hold it.
         """
-        value = _SMALL + data
+        key, value = f"{key}/{self.rank}", _SMALL + data
         with self._reaching(key):
             if len(data) > SMALL_BYTES:
                 chunks = [data[at : at + MESSAGE_BYTES] for at in range(0, len(data), MESSAGE_BYTES)]
@@ -143,48 +144,37 @@ class StoreChannel:
         with self._reaching(key):
             return bytes(self._connection.get(key)).decode() if self._connection.check([key]) else ""
 
-    def read(self, key: str, *, sender: str = "a peer") -> bytes:
-        """Wait for `key` and return its data.
+    def take_all(self, key: str, ranks: Sequence[int]) -> list[bytes]:
+        """Return messages as `read_all` does, and delete them. For messages to this rank alone, read once.
 
         Raises:
-            LaunchError: It is missing after `timeout_s`. Names the `sender`.
+            LaunchError: See `read_all`; or the store is gone before the messages are deleted.
         """
-        return self.read_all({key: sender})[0]
-
-    def take(self, key: str, *, sender: str = "a peer") -> bytes:
-        """Wait for `key`, return its data and delete it. For a message to this rank alone, read once.
-
-        Raises:
-            LaunchError: See `read`; or the store is gone before the message is deleted.
-        """
-        data = self.read(key, sender=sender)
-        self.delete([key])
+        data = self.read_all(key, ranks)
+        self.delete([f"{key}/{rank}" for rank in ranks])
         return data
 
-    def read_all(self, senders: Mapping[str, str]) -> list[bytes]:
-        """Wait for the messages under all these keys and return their data in order, with few store calls.
-
-        Args:
-            senders: By key, the sender in words.
+    def read_all(self, key: str, ranks: Sequence[int]) -> list[bytes]:
+        """Wait for these ranks' messages under a key and return their data in order, with few store calls.
 
         Raises:
-            LaunchError: Some are missing after `timeout_s`. Names the first missing sender.
+            LaunchError: Some are missing after `timeout_s`. Names the first missing rank.
         """
-        keys, data = list(senders), list[bytes]()
+        keys, data = [f"{key}/{rank}" for rank in ranks], list[bytes]()
         for at in range(0, len(keys), _BATCH):
             batch = keys[at : at + _BATCH]
             try:
                 if not self._await(batch, self.timeout_s, watch=True):
                     raise dist.DistStoreError("nothing came")
-                for key, value in zip(batch, map(bytes, self._store.multi_get(batch)), strict=True):
-                    parts = [self._store.get(name) for name in _chunks(key, value)]
+                for name, value in zip(batch, map(bytes, self._store.multi_get(batch)), strict=True):
+                    parts = [self._store.get(chunk) for chunk in _chunks(name, value)]
                     data.append(b"".join(parts) if parts else value[len(_SMALL) :])
             except dist.DistError as error:
                 _connections.pop(self._source, None)
                 silent = batch[0]
                 with contextlib.suppress(dist.DistError):  # the store may be gone
-                    silent = next((key for key in batch if not self._store.check([key])), silent)
-                raise self._silent(silent, senders[silent], error) from error
+                    silent = next((name for name in batch if not self._store.check([name])), silent)
+                raise self._silent(silent, error) from error
         return data
 
     def delete(self, keys: Sequence[str]) -> None:
@@ -206,18 +196,18 @@ class StoreChannel:
             LaunchError: The store is gone.
         """
         if self.coordinates:
-            self._told.append(key)
+            self._sent.append(key)
         with self._reaching(key):
             return bytes(self._store.compare_set(key, "", f"{_SMALL.decode()}{text}")).decode()[len(_SMALL) :]
 
     def forget(self, *, but: Sequence[str] = ()) -> None:
-        """Delete rank 0's messages to all ranks, which have read them, except some keys. Rank 0 only.
+        """Delete this rank's messages that the other ranks have read, except some keys.
 
         Raises:
             LaunchError: The store is gone.
         """
-        self.delete([key for key in self._told if key not in but])
-        self._told[:] = [key for key in self._told if key in but]
+        self.delete([key for key in self._sent if key not in but])
+        self._sent[:] = [key for key in self._sent if key in but]
 
     def has(self, keys: Sequence[str]) -> bool:
         """Return whether all these keys are stored.
@@ -240,25 +230,26 @@ class StoreChannel:
     def gather(self, key: str, data: bytes) -> list[bytes]:
         """Send `data` to rank 0. Return all ranks' data there, ordered like `ranks`, and an empty list elsewhere."""
         if not self.coordinates:
-            self.put(f"{key}/{self.rank}", data)
-            self._gathered.append(f"{key}/{self.rank}")
+            self._send(key, data)
             return []
-        messages = self.read_all({f"{key}/{rank}": f"rank {rank}" for rank in self.ranks[1:]})
+        messages = self.read_all(key, self.ranks[1:])
         self.forget()
         return [data, *messages]
 
     def broadcast(self, key: str, data: bytes | None) -> bytes:
         """Return rank 0's `data` on every rank."""
         if not self.coordinates:
-            data = self.read(key, sender=f"rank {self.coordinator}")
-            self.delete(self._gathered)
-            self._gathered.clear()
+            (data,) = self.read_all(key, self.ranks[:1])
+            self.forget()
             return data
         assert data is not None
         if self.world_size > 1:
-            self.put(key, data)
-            self._told.append(key)
+            self._send(key, data)
         return data
+
+    def _send(self, key: str, data: bytes) -> None:
+        self.put(key, data)
+        self._sent.append(f"{key}/{self.rank}")
 
     def agree(self, key: str, problem: TrainerError | None) -> None:
         """Return on every rank if no rank has a problem; else raise on all.
@@ -366,9 +357,9 @@ class StoreChannel:
         reason = None if error is None else str(error).splitlines()[0]
         return LaunchError("The store lost a message", where=f"key {key}, rank {self.rank}", found=reason)
 
-    def _silent(self, key: str, sender: str, error: Exception) -> LaunchError:
+    def _silent(self, key: str, error: Exception) -> LaunchError:
         return LaunchError(
-            f"No message from {sender}",
+            f"No message from rank {key.rpartition('/')[2]}",
             where=f"key {key}, rank {self.rank}",
             expected=f"one within {self.timeout_s:.0f} s",
             found=str(error).splitlines()[0],

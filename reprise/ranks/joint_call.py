@@ -148,15 +148,14 @@ class JointCall:
         """
         channel = self.channel
         if not channel.coordinates:
-            channel.put(f"{self.key}/offer/{channel.rank}", data)
+            channel.put(f"{self.key}/offer", data)
             return []
         if channel.world_size > 1:
             keys = {rank: f"{self.key}/offer/{rank}" for rank in channel.ranks[1:]}
             self._await(
                 lambda: channel.has(list(keys.values())), lambda: [r for r in keys if not channel.has([keys[r]])]
             )
-            messages = channel.read_all({key: f"rank {rank}" for rank, key in keys.items()})
-            channel.delete(list(keys.values()))
+            messages = channel.take_all(f"{self.key}/offer", channel.ranks[1:])
             channel.forget(but=(f"{self.key}/name", self._decision))
             return [data, *messages]
         return [data]

@@ -62,10 +62,10 @@ class _PeerChannel(StoreChannel):
         _PeerChannel.sent_bytes += len(data)
         super().put(key, data, is_first=is_first)
 
-    def read_all(self, senders: Mapping[str, str]) -> list[bytes]:
-        if all("/opened/" in key for key in senders):
+    def read_all(self, key: str, ranks: Sequence[int]) -> list[bytes]:
+        if key.endswith("/opened"):
             return [Message(number=_ITERATION).to_bytes()]
-        raise LaunchError(f"{[*senders]} are not there")
+        raise LaunchError(f"{key} of {[*ranks]} is not there")
 
 
 @dataclass(slots=True, kw_only=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -104,10 +104,10 @@ class Alone(StoreChannel):
     def clone(self, timeout_s: float | None = None) -> StoreChannel:
         return Alone(self._source, self.rank, world_size=self.world_size, timeout_s=timeout_s or self.timeout_s)
 
-    def read_all(self, senders: Mapping[str, str]) -> list[bytes]:
-        if "save/n-2/report/1" in senders:
+    def read_all(self, key: str, ranks: Sequence[int]) -> list[bytes]:
+        if key == "save/n-2/report" and 1 in ranks:
             raise LaunchError("No message from rank 1")
-        return super().read_all(senders)
+        return super().read_all(key, ranks)
 
 
 def test_ranks_count_attempts_alike_after_a_wait_that_raises(tmp_path: Path) -> None:
@@ -161,9 +161,9 @@ class Deaf(StoreChannel):
         channel.attempt = self.attempt
         return channel
 
-    def read_all(self, senders: Mapping[str, str]) -> list[bytes]:
-        messages = super().read_all(senders)
-        if self.rank == 1 and any(key.startswith(f"save/{self.attempt}") and "/decision/" in key for key in senders):
+    def read_all(self, key: str, ranks: Sequence[int]) -> list[bytes]:
+        messages = super().read_all(key, ranks)
+        if self.rank == 1 and key.startswith(f"save/{self.attempt}") and key.endswith("/decision"):
             raise LaunchError("No message from rank 0")
         return messages
 

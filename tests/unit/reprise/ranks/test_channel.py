@@ -27,8 +27,8 @@ def test_a_message_arrives_whole_and_leaves_no_key(size: int) -> None:
             channel.put("k", data)
         messages = [channel.broadcast("all", data if channel.rank == 0 else None)]
         if channel.rank == 1:
-            messages.append(channel.take("k", sender="rank 0"))
-            assert not any(channel._store.check([key]) for key in ("k", "k/0", "k/1", "k/2"))
+            messages.append(*channel.take_all("k", [0]))
+            assert not any(channel._store.check([key]) for key in ("k/0", "k/0/0", "k/0/1", "k/0/2"))
         return messages
 
     assert all_ranks(2, call, store=tcp_store) == [[data], [data, data]]
@@ -54,10 +54,10 @@ def test_a_message_asks_the_store_no_more_than_it_must(size: int, chunks: int) -
     channel.put("k", bytes(size))
     assert store.counts == Counter(compare_set=1, set=chunks)
     store.counts.clear()
-    assert channel.read("k") == bytes(size)
+    assert channel.read_all("k", [0]) == [bytes(size)]
     assert store.counts == Counter(check=1, multi_get=1, get=chunks)
     store.counts.clear()
-    channel.delete(["k"])
+    channel.delete(["k/0"])
     assert store.counts == Counter(check=1, get=1, delete_key=1 + chunks)
 
 
@@ -69,8 +69,8 @@ def test_a_later_message_replaces_the_first_only_if_published() -> None:
     assert channel.clone().published("heartbeat", 0) == "2"
     channel.put("k", b"first")
     channel.put("k", b"second", is_first=False)
-    assert channel.read("k") == b"first"
-    with refused(LaunchError, "k"):
+    assert channel.read_all("k", [0]) == [b"first"]
+    with refused(LaunchError, "k/0"):
         channel.put("k", b"third")
 
 
@@ -138,17 +138,18 @@ def test_a_defect_of_the_first_ends_every_rank() -> None:
     assert "ZeroDivisionError" in str(told)
 
 
-@pytest.mark.parametrize("door", ["read", "take", "gather"])
+@pytest.mark.parametrize("door", ["read_all", "take_all", "gather"])
 def test_a_message_that_does_not_come_names_its_sender(door: str) -> None:
     channel = StoreChannel(dist.HashStore(), 0, world_size=2, timeout_s=0.01)
-    arguments = ("never", b"") if door == "gather" else ("never",)
-    options = {} if door == "gather" else {"sender": "rank 1"}
+    arguments = ("never", b"" if door == "gather" else [1])
     with pytest.raises(LaunchError, match=r"rank 1\b"):
-        getattr(channel, door)(*arguments, **options)
+        getattr(channel, door)(*arguments)
 
 
-@pytest.mark.parametrize("door", ["has", "read"])
-def test_a_broken_connection_serves_no_later_channel(door: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("door", "arguments"), [("has", ["k/0"]), ("read_all", ["k", [0]])])
+def test_a_broken_connection_serves_no_later_channel(
+    door: str, arguments: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(_: object) -> None:
         raise dist.DistNetworkError("Broken pipe")
 
@@ -156,7 +157,7 @@ def test_a_broken_connection_serves_no_later_channel(door: str, monkeypatch: pyt
     first, same = (StoreChannel(store, 0, world_size=2, timeout_s=JOIN_S) for _ in range(2))
     monkeypatch.setattr(first, "_store", SimpleNamespace(check=fail))
     with pytest.raises(LaunchError, match="Broken pipe"):
-        getattr(first, door)("k")
+        getattr(first, door)(*arguments)
     assert first._connection is same._connection
     assert StoreChannel(store, 0, world_size=2, timeout_s=JOIN_S)._connection is not first._connection
 
@@ -165,14 +166,14 @@ def test_delete_waits_for_nothing_and_may_come_twice() -> None:
     def call(channel: StoreChannel) -> int:
         channel.timeout_s = 3600.0  # a channel that waited would outlast the test
         if channel.rank:
-            channel.read("go")
+            channel.read_all("go", [0])
         else:
             before = int(channel._store.num_keys())
             channel.put("k", bytes(LARGE))
-            channel.delete(["none", "k", "k"])
+            channel.delete(["none", "k/0", "k/0"])
             assert int(channel._store.num_keys()) == before
             channel.broadcast("broadcast", b"x")
-            channel.delete(["broadcast"])
+            channel.delete(["broadcast/0"])
             channel.put("go", b"")
         return len(channel.gather("after the broadcast is deleted", b""))
 
@@ -205,6 +206,6 @@ def test_a_message_on_a_file_store_is_deleted(tmp_path: Path) -> None:
     store = dist.FileStore(str(tmp_path / "store"), 2)
     channel = StoreChannel(store, 0, world_size=2, timeout_s=5.0)
     channel.put("key", b"data")
-    channel.delete(["key", "no such key"])
-    assert not store.check(["key"])
+    channel.delete(["key/0", "no such key"])
     assert not store.check(["key/0"])
+    assert not store.check(["key/0/0"])

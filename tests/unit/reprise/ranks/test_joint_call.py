@@ -50,11 +50,11 @@ def test_a_rank_that_takes_long_to_prepare_is_waited_for() -> None:
     def call(channel: StoreChannel) -> None:
         own = Watched(store, channel.rank, world_size=2, timeout_s=JOIN_S)
         joint = called(own, timeout_s=0.1)
-        own.put(f"here/{own.rank}", b"")
+        own.put("in the call", b"")
         with joint.agreed():
-            own.read("here/1")
+            own.read_all("in the call", [1])
             if own.rank:
-                own.read("time is over")
+                own.read_all("time is over", [0])
 
     assert run_ranks(2, call, store=lambda: store) == [None, None]
 
