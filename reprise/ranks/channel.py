@@ -97,7 +97,7 @@ class StoreChannel:
         """Return the store below a prefix with its own connection, for a process group other than the run's."""
         connection = self._connection.clone()  # type: ignore[attr-defined]
         connection.set_timeout(timedelta(seconds=timeout_s))
-        return PrefixStore(f"{self._prefix}/{prefix}" if self._prefix else prefix, connection)
+        return PrefixStore(self.path_of(prefix), connection)
 
     def path_of(self, key: str) -> str:
         """Return a channel key's full name in the store."""
@@ -310,7 +310,7 @@ class StoreChannel:
         report, first = f"Rank {self.rank} failed: {text}", ""
         with contextlib.suppress(dist.DistError):
             first = bytes(self._store.compare_set(_FAILED, "", report)).decode()
-            self._store.set(f"here/{self.rank}", "")
+            self.answer()
             self._store.set(f"left/{self.rank}", "")
         return first if first not in ("", report) else None
 
@@ -373,8 +373,8 @@ class StoreChannel:
     def _poll(self, is_there: Callable[[], bool], timeout_s: float, *, watch: bool) -> bool:
         began = time.monotonic()
         while not is_there():
-            if watch and self._store.check([_FAILED]) and not is_there():
-                raise LaunchError(bytes(self._store.get(_FAILED)).decode().rstrip("."))
+            if watch and (failure := self.failure()) is not None and not is_there():
+                raise LaunchError(failure.rstrip("."))
             waited_s = time.monotonic() - began
             if waited_s > timeout_s:
                 return False
