@@ -188,7 +188,7 @@ def _empty_casts(live: Sequence[LiveTensor], layout: Layout, dtype: torch.dtype)
 
 
 def pieces_of(holdings: Sequence[Holding], rank: int) -> list[Piece]:
-    """Return the pieces written by `rank`, in the same order as `holdings`.
+    """Return the pieces written by `rank`.
 
     A pure function. Replicas agree: each sees the same common boxes in the same order, whatever else it holds.
     """
@@ -196,7 +196,7 @@ def pieces_of(holdings: Sequence[Holding], rank: int) -> list[Piece]:
     for holding in holdings:
         if holding.image.total_bytes:
             groups[holding.replicas].append(holding)
-    by_name: dict[str, Piece] = {}
+    pieces = []
     for replicas, members in groups.items():
         starts = [0, *itertools.accumulate(holding.image.total_bytes for holding in members)]
         index, count = replicas.index(rank), len(replicas)
@@ -204,8 +204,8 @@ def pieces_of(holdings: Sequence[Holding], rank: int) -> list[Piece]:
         for holding, start in zip(members, starts, strict=False):
             lo, hi = max(first - start, 0), min(last - start, holding.image.total_bytes)
             if lo < hi:
-                by_name[holding.place.spec.name] = Piece(holding.place.spec.name, holding.image.box, lo, hi)
-    return [by_name[holding.place.spec.name] for holding in holdings if holding.place.spec.name in by_name]
+                pieces.append(Piece(holding.place.spec.name, holding.image.box, lo, hi))
+    return pieces
 
 
 def _boundary(members: list[Holding], starts: list[int], *, index: int, count: int) -> int:

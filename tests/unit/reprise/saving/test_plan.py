@@ -27,10 +27,7 @@ def everybodys(holdings: list[Holding], world_size: int) -> dict[str, list[tuple
     found: dict[str, list[tuple[int, Piece]]] = defaultdict(list)
     for rank in range(world_size):
         mine = [holding for holding in holdings if rank in holding.replicas]
-        pieces = pieces_of(mine, rank)
-        order = [holding.place.spec.name for holding in mine]
-        assert [p.name for p in pieces] == [n for n in order if n in {p.name for p in pieces}]
-        for piece in pieces:
+        for piece in pieces_of(mine, rank):
             found[piece.name].append((rank, piece))
     return found
 
