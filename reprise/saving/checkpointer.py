@@ -395,7 +395,6 @@ class Checkpointer:
             snapshot=Snapshot(memory, plan.order, arena=self._arena, policy=self._policy),
             retention=self._policy.retention,
             local_ranks=self._local_ranks,
-            may_share=self._may_share(plan),
             start=start,
             report=SaveReport(iteration, attempt.target, written_bytes, waited_s=start - called),
         )
@@ -441,11 +440,6 @@ class Checkpointer:
         if not self._arena.is_touched:
             self._arena.is_touched = True
             self._worker.submit(self._arena.touch)
-
-    def _may_share(self, plan: Plan) -> bool:
-        """Return whether memory allows a second copy of the columns, besides the arena."""
-        limit = self._policy.staging_bytes
-        return limit is None or sum(piece.hi - piece.lo for piece in plan.columns) + self._arena.total_bytes <= limit
 
     def _add_report(self, report: SaveReport) -> None:
         self.results.add(report)

@@ -36,7 +36,6 @@ class SaveJob(TwoPhaseCommit):
     Args:
         retention: Which checkpoints to keep after this commit.
         local_ranks: This host's ranks, which assemble columns into whole rows in shared memory.
-        may_share: Whether this rank has the memory to assemble columns.
         start: When the previous save had ended, by `time.perf_counter`.
         report: The report on this save, which it fills in.
 
@@ -51,7 +50,6 @@ class SaveJob(TwoPhaseCommit):
     local_ranks: LocalRanks
     report: SaveReport
     start: float
-    may_share: bool = False
     job: Job = field(init=False)
     hooks: list[torch.utils.hooks.RemovableHandle] = field(init=False, default_factory=list)
 
@@ -95,10 +93,10 @@ class SaveJob(TwoPhaseCommit):
 
     def write(self) -> Message:
         """Write this rank's part durably. The host's other ranks wait in `join`, so nothing before it may hang."""
-        attempt, snapshot = self.attempt, self.snapshot
+        attempt, snapshot, columns = self.attempt, self.snapshot, self.plan.columns
         try:
-            may_share = self.may_share and not snapshot.is_aborted
-            stripes = self.local_ranks.join(self.shared, attempt.layout, self.plan.columns, may_share=may_share)
+            may_share = snapshot.has_room(sum(piece.hi - piece.lo for piece in columns))
+            stripes = self.local_ranks.join(self.shared, attempt.layout, columns, may_share=may_share)
             writer = Writer(
                 attempt=attempt,
                 plan=self.plan,

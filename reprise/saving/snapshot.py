@@ -130,6 +130,11 @@ class Snapshot:
         with self._changed:
             self._changed.notify_all()
 
+    def has_room(self, total_bytes: int) -> bool:
+        """Return whether the policy allows more memory besides the arena, for a save that was not aborted."""
+        limit = self._policy.staging_bytes
+        return not self.is_aborted and (limit is None or total_bytes + self._arena.total_bytes <= limit)
+
     def check(self) -> None:
         """Fail if live memory may have changed while it was read.
 
