@@ -6,7 +6,7 @@ import contextlib
 import threading
 import traceback
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from queue import SimpleQueue
 
@@ -26,27 +26,22 @@ class Job:
         self.error: BaseException | None = None
 
     @staticmethod
-    def run_from(queue: SimpleQueue[Job | None], _dropped: object) -> None:
-        """Run queued jobs in order until None arrives. Each job keeps its exception. Runs on a worker thread.
+    def run_all(jobs: Iterable[Job], _dropped: object = None) -> None:
+        """Run jobs in order. Each keeps its exception. Other threads may take jobs from the same iterator.
 
         Args:
-            _dropped: A weak reference that queues None once its referent is gone. Kept alive here until then.
+            _dropped: A weak reference that ends the jobs once its referent is gone. Kept alive here until then.
         """
-        while (job := queue.get()) is not None:
-            job.run()
-            del job
-
-    def run(self) -> None:
-        """Run the call and keep its exception. Called once, on a worker thread."""
-        try:
-            self._call()
-        except BaseException as error:  # noqa: BLE001 - handed to whoever waits
-            _clear_frames(error)  # the error may live long and would keep the call's local variables alive
-            self.error = error
-        finally:
-            del self._call  # frees what the call refers to
-            self._done.set()
-            del self  # the error's traceback refers to this frame
+        for job in jobs:
+            try:
+                job._call()
+            except BaseException as error:  # noqa: BLE001 - handed to whoever waits
+                _clear_frames(error)  # the error may live long and would keep the call's local variables alive
+                job.error = error
+            finally:
+                del job._call  # frees what the call refers to
+                job._done.set()
+                del job  # the error's traceback refers to this frame
 
     @property
     def is_done(self) -> bool:
@@ -97,8 +92,8 @@ class Worker:
         self._queue: SimpleQueue[Job | None] = SimpleQueue()
         # Once nothing refers to this worker, None ends the thread. This may happen at any point in any thread: the
         # callback runs no Python code, which could be interrupted or wait for a lock held by the same thread.
-        queue = (self._queue, weakref.ref(self, partial(self._queue.put, None)))
-        self._thread = threading.Thread(target=Job.run_from, args=queue, name=name, daemon=True)
+        jobs = (iter(self._queue.get, None), weakref.ref(self, partial(self._queue.put, None)))
+        self._thread = threading.Thread(target=Job.run_all, args=jobs, name=name, daemon=True)
 
     def submit(self, call: Callable[[], None]) -> Job:
         """Queue a call and return its job."""
@@ -127,20 +122,16 @@ def run_together(calls: Sequence[Callable[[], object]], *, name: str, threads: i
     """
     jobs = [Job(call) for call in calls]
     waiting = iter(jobs)  # shared by all threads
-
-    def work() -> None:
-        for job in waiting:
-            job.run()
-
-    helpers = [Worker(name) for _ in jobs[1:threads]]
+    helpers = [threading.Thread(target=Job.run_all, args=(waiting,), name=name, daemon=True) for _ in jobs[1:threads]]
     try:
         with contextlib.suppress(RuntimeError):
             for helper in helpers:
-                helper.submit(work)
-        work()
+                helper.start()
+        Job.run_all(waiting)
     finally:  # even if this thread is interrupted: the caller may reuse the calls' data
         for helper in helpers:
-            helper.close()
+            if helper.ident is not None:
+                helper.join()
     errors = [job.error for job in jobs if job.error is not None]
     for error in sorted(errors, key=lambda error: isinstance(error, Stopped)):
         raise error
