@@ -24,7 +24,6 @@ from reprise.storage.folder import CheckpointFolder
 from reprise.storage.lock import FolderLock
 from reprise.storage.paths import read_regular
 from reprise.stores.locations import files_of, is_stored, location
-from reprise.stores.path import url_of
 from reprise.stores.store import CHILD_CLIENT
 from reprise.stores.upload import remove
 
@@ -118,7 +117,7 @@ def prune(
 def _delete(folder: CheckpointFolder, path: Path, lock: FolderLock | None) -> bool:
     """Delete a checkpoint, in a store without a lock. Return whether it is gone: a reader may have started on it."""
     if lock is None:
-        remove(CHILD_CLIENT, url_of(path))
+        remove(CHILD_CLIENT, path)
         return True
     lock.check()
     return folder.delete(path, secrets.token_hex(4))

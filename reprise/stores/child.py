@@ -24,7 +24,6 @@ from reprise.storage.files import FILE_SYSTEM
 from reprise.stores.client import StoreClient
 from reprise.stores.ranges import CELL_BYTES, KEPT_BYTES, Version
 from reprise.stores.store import is_of_this_user
-from reprise.stores.url import StoreUrl
 
 
 class Server(StoreClient):
@@ -42,20 +41,20 @@ class Server(StoreClient):
         self._ranges: dict[Hashable, Future[IO[bytes]]] = {}
         self._kept = deque[Hashable]()  # the keys of fetched ranges, oldest first
 
-    def open(self, url: StoreUrl, version: Version, start: int, size: int) -> IO[bytes]:
+    def open(self, path: Path, version: Version, start: int, size: int) -> IO[bytes]:
         """Return a file with a range's bytes, fetched at its first call.
 
         Raises:
             OSError: See `read`. The next call fetches a failed range again.
         """
-        key, etag = (url, version, start), version[1]
+        key, etag = (path, version, start), version[1]
         with self._lock:
             if is_new := key not in self._ranges:
                 self._ranges[key] = Future()
             fetched = self._ranges[key]
         if is_new:
             try:
-                fetched.set_result(self._keep(key, self.read(url, start, size, etag)))
+                fetched.set_result(self._keep(key, self.read(path, start, size, etag)))
             except Exception as error:  # noqa: BLE001 - raised by all who wait
                 with self._lock:
                     del self._ranges[key]

@@ -12,9 +12,8 @@ import importlib.util
 import itertools
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from obstore import exceptions
 from obstore import store as stores
 
 from reprise.storage.paths import exists
-from reprise.stores.url import StoreUrl, is_store_url
+from reprise.stores.url import FILE_STORE, place_of
 
 # An upload's grid: 8 MiB parts, or larger ones if a file would have more than MOST_PARTS. S3 and R2 take 10,000 parts,
 # all equal except the last.
@@ -46,20 +45,22 @@ _ADVICE = "check the URL, the endpoint, the region (AWS_REGION), the credentials
 
 
 class StoreClient:
-    """Requests to object stores. Several threads may call every method.
+    """Requests to object stores, which take paths. A file on this host is an object, too.
+
+    Several threads may call every method.
 
     All methods raise OSError: ENOENT for a missing object, EACCES for a refusal that a user must fix, such as wrong
     credentials or a missing bucket, ESTALE for a version other than the requested one, EIO for any other error after
     obstore's retries. Results other than bytes are JSON values.
     """
 
-    def head(self, url: StoreUrl) -> tuple[int, str | None, float]:
+    def head(self, path: Path) -> tuple[int, str | None, float]:
         """Return an object's size, its version's ETag, if the store gives one, and its modification time."""
-        with _translated(url):
-            meta: Any = obstore.head(_open_store(url.root), url.key)
+        with _translated(path):
+            meta: Any = obstore.head(*_object(path))
         return meta["size"], meta["e_tag"], meta["last_modified"].timestamp()
 
-    def read(self, url: StoreUrl, offset: int, size: int, etag: str | None = None) -> memoryview:
+    def read(self, path: Path, offset: int, size: int, etag: str | None = None) -> memoryview:
         """Return exactly `size` bytes from an object, starting at `offset`.
 
         Args:
@@ -71,89 +72,86 @@ class StoreClient:
         options: Any = {"range": (offset, offset + size)}
         if etag is not None:
             options["if_match"] = etag
-        with _translated(url):
-            body = memoryview(obstore.get(_open_store(url.root), url.key, options=options).bytes())
+        with _translated(path):
+            body = memoryview(obstore.get(*_object(path), options=options).bytes())
         if body.nbytes != size:
-            raise OSError(errno.EIO, f"{body.nbytes} B of {size} B at {offset} arrived", str(url))
+            raise OSError(errno.EIO, f"{body.nbytes} B of {size} B at {offset} arrived", str(path))
         return body
 
-    def read_text(self, url: StoreUrl) -> str:
+    def read_text(self, path: Path) -> str:
         """Return a small object's content."""
-        with _translated(url):
-            return str(obstore.get(_open_store(url.root), url.key).bytes(), errors="replace")
+        with _translated(path):
+            return str(obstore.get(*_object(path)).bytes(), errors="replace")
 
-    def objects(self, folder: StoreUrl) -> dict[str, tuple[int, float]]:
+    def objects(self, folder: Path) -> dict[str, tuple[int, float]]:
         """Return each object's size and modification time below a folder, by name in it."""
-        start = len(folder.child("").key)
         with _translated(folder):
-            metas = itertools.chain.from_iterable(obstore.list(_open_store(folder.root), prefix=folder.key or None))
-            return {meta["path"][start:]: (meta["size"], meta["last_modified"].timestamp()) for meta in metas}
+            store, key = _object(folder)
+            metas = itertools.chain.from_iterable(obstore.list(store, key or None))
+            return {
+                meta["path"].removeprefix(f"{key}/"): (meta["size"], meta["last_modified"].timestamp())
+                for meta in metas
+            }
 
-    def names(self, folder: StoreUrl) -> dict[str, bool]:
+    def names(self, folder: Path) -> dict[str, bool]:
         """Return the names directly below a folder, and whether each is a folder."""
         with _translated(folder):
-            listing = obstore.list_with_delimiter(_open_store(folder.root), folder.key or None)
+            store, key = _object(folder)
+            listing = obstore.list_with_delimiter(store, key or None)
         paths = dict.fromkeys(listing["common_prefixes"], True) | {meta["path"]: False for meta in listing["objects"]}
         return {path.rpartition("/")[2]: is_folder for path, is_folder in paths.items()}
 
-    def put(self, url: StoreUrl, source: str) -> None:
-        """Write an object with a file's content, or another object's: `source` is a path or a URL.
+    def put(self, path: Path, source: Path) -> None:
+        """Write an object with another's content.
 
         A large object goes up in equal parts, and appears with its last part. `PARTS_AT_ONCE` parts take memory, plus
         the one being read.
         """
-        read: Callable[[int, int], bytes | memoryview]
-        if is_store_url(source):
-            origin = StoreUrl.parse(source)
-            size, etag, _ = self.head(origin)
-            read = partial(self.read, origin, etag=etag)
-        else:
-            size, read = os.stat(source).st_size, partial(_read_file, source)
+        size, etag, _ = self.head(source)
         part = max(PART_BYTES, -(-size // (MOST_PARTS << 20)) << 20)
-        with _translated(url):
-            store = _open_store(url.root)
-            writer = obstore.open_writer(store, url.key, buffer_size=part, max_concurrency=PARTS_AT_ONCE)
+        with _translated(path):
+            writer = obstore.open_writer(*_object(path), buffer_size=part, max_concurrency=PARTS_AT_ONCE)
             for offset in range(0, size, part):
-                writer.write(read(offset, min(part, size - offset)))
+                writer.write(self.read(source, offset, min(part, size - offset), etag))
             writer.close()  # an earlier error leaves no object
 
-    def create(self, url: StoreUrl, text: str) -> bool:
+    def create(self, path: Path, text: str) -> bool:
         """Create a small object unless its name exists. Return whether it then has this content.
 
         A retried request meets its own object, and only the content distinguishes it from another writer's.
         """
-        with _translated(url):
+        with _translated(path):
             try:
-                obstore.put(_open_store(url.root), url.key, text.encode(), mode="create")
+                obstore.put(*_object(path), text.encode(), mode="create")
                 return True
             except (exceptions.AlreadyExistsError, FileExistsError):
-                return self.read_text(url) == text
+                return self.read_text(path) == text
 
-    def delete(self, folder: StoreUrl, names: Iterable[str]) -> None:
+    def delete(self, folder: Path, names: Iterable[str]) -> None:
         """Delete objects below a folder by name. Missing objects are ignored.
 
         In the file system, folders that become empty are removed too, `folder` at the latest.
         """
         for name in names:
-            url = folder.child(name)
-            with contextlib.suppress(FileNotFoundError), _translated(url):
-                obstore.delete(_open_store(url.root), url.key)
-            if url.root == "file://":
+            path = folder / name
+            with contextlib.suppress(FileNotFoundError), _translated(path):
+                obstore.delete(*_object(path))
+            if folder.parts[0] == "file:":
                 with contextlib.suppress(OSError):  # not empty, or gone
-                    for parent in Path("/", url.key).parents:
-                        if parent.is_relative_to(Path("/", folder.key)):
-                            os.rmdir(parent)
+                    for parent in path.parents:
+                        if parent.is_relative_to(folder):
+                            os.rmdir(Path("/", *parent.parts[1:]))
 
 
-def _read_file(path: str, offset: int, size: int) -> bytes:
-    with open(path, "rb", buffering=0) as file:
-        file.seek(offset)
-        return file.read(size)
+def _object(path: Path) -> tuple[Any, str]:
+    """Return an object's store, and its key there."""
+    store, key = place_of(path)
+    return _open_store(store), key
 
 
 @functools.cache
 def _open_store(root: str) -> Any:
-    if root.startswith("file://"):
+    if root == FILE_STORE:
         return stores.LocalStore(prefix=Path("/"), mkdir=False)  # folders of the user stay
     options: dict[str, Any] = {"timeout": timedelta(seconds=REQUEST_S), "connect_timeout": timedelta(seconds=10)}
     retries = {"max_retries": 10, "retry_timeout": timedelta(seconds=RETRY_S)}
@@ -179,17 +177,17 @@ def _profile() -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _translated(url: StoreUrl) -> Iterator[None]:
+def _translated(path: Path) -> Iterator[None]:
     """Translate obstore errors to file system errors, which callers can handle."""
     try:
         yield
-    except (exceptions.BaseError, OSError) as error:
+    except (exceptions.BaseError, OSError, ValueError) as error:  # the last for a name that no store takes
         if isinstance(error, OSError) and error.errno is not None:
             raise
-        raise _os_error(error, url) from error
+        raise _os_error(error, path) from error
 
 
-def _os_error(error: Exception, url: StoreUrl) -> OSError:
+def _os_error(error: Exception, path: Path) -> OSError:
     answer = re.search(r"<Code>(\w+)</Code>(?:\s*<Message>([^<]*))?", str(error))
     code, message = answer.groups("") if answer else ("", "")
     text = ": ".join(filter(None, [code, message])) or " ".join(str(error).split("\n", 1)[0].split())[:300]
@@ -202,4 +200,4 @@ def _os_error(error: Exception, url: StoreUrl) -> OSError:
         number, text = errno.ENOENT, os.strerror(errno.ENOENT)
     elif isinstance(error, exceptions.PreconditionError):
         number, text = errno.ESTALE, "the object was replaced while it was read"
-    return OSError(number, text, str(url))
+    return OSError(number, text, str(path))

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from reprise.storage.files import Files, Result, T
-from reprise.stores.path import status_of, url_of
+from reprise.stores.path import status_of
 from reprise.stores.ranges import CELL_BYTES, Version, cell_at
 from reprise.stores.store import CHILD, CHILD_CLIENT, CONNECTIONS
 
@@ -37,7 +37,7 @@ class StoreFiles(Files):
 
     def tree(self, path: Path) -> dict[str, os.stat_result]:
         """Return each object's size and time below a folder, from a single store listing."""
-        objects = CHILD_CLIENT.objects(url_of(path))
+        objects = CHILD_CLIENT.objects(path)
         return {name: status_of(size, None, modified_at) for name, (size, modified_at) in objects.items()}
 
     def is_folder(self, path: Path) -> bool:
@@ -58,7 +58,7 @@ class StoreFiles(Files):
         while at < end:
             start, stop = cell_at(at, size)
             into = part[at - offset : min(end, stop) - offset]
-            fetched = CHILD.ask("open", url_of(path), version, start, stop - start)
+            fetched = CHILD.ask("open", path, version, start, stop - start)
             try:
                 if super().read(fetched, into, offset=at - start) != into.nbytes:
                     raise OSError(errno.EIO, "a file of fetched bytes ends early", str(path))
@@ -89,5 +89,5 @@ class StoreFiles(Files):
         if version is None:
             if self._load is not None:
                 CHILD.share(self._load)
-            version = self._versions[path] = CHILD_CLIENT.head(url_of(path))
+            version = self._versions[path] = CHILD_CLIENT.head(path)
         return version

@@ -19,7 +19,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from reprise.errors import CheckpointError, LockError, TrainerError, UnreadableError
+from reprise.errors import CheckpointError, ConfigError, LockError, TrainerError, UnreadableError
 from reprise.format.mirror_record import MirrorRule
 from reprise.storage.files import FILE_SYSTEM
 from reprise.storage.folder import WEIGHTS, CheckpointFolder
@@ -27,8 +27,9 @@ from reprise.storage.lease import leases
 from reprise.storage.lock import FolderLock
 from reprise.storage.paths import is_dir
 from reprise.stores.mirror_pass import MirrorPass
+from reprise.stores.path import store_path
 from reprise.stores.store import require_obstore, start_process
-from reprise.stores.url import StoreUrl
+from reprise.stores.url import FILE_STORE, place_of
 
 _log = logging.getLogger(__name__)
 
@@ -46,7 +47,7 @@ def mirror_rule(url: str, *, interval: int, keep: int) -> MirrorRule:
     Raises:
         ConfigError: The URL is malformed.
     """
-    return MirrorRule(str(StoreUrl.parse(url)), interval, keep)
+    return MirrorRule(str(store_path(url)), interval, keep)
 
 
 def mirror_run(run: Path, url: str, *, keep: int, interval: int, once: bool) -> int:
@@ -125,7 +126,15 @@ class Mirror:
 
     def __init__(self, folder: Path, rule: MirrorRule) -> None:
         require_obstore()
-        StoreUrl.parse(rule.url).require_outside(folder)
+        store, key = place_of(store_path(rule.url))
+        if store == FILE_STORE and Path("/", key).resolve().is_relative_to(folder.resolve()):
+            raise ConfigError(  # its retention would delete the folder's own checkpoints
+                "The mirror is inside the folder that it mirrors",
+                where=folder,
+                expected="a location outside it",
+                found=rule.url,
+                fix="Choose a URL outside the folder.",
+            )
         self._folder, self._rule = folder.absolute(), rule
         self._start()
 

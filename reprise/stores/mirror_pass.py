@@ -35,9 +35,8 @@ from reprise.storage.folder import WEIGHTS, CheckpointFolder, iteration_name, it
 from reprise.storage.lock import is_locked
 from reprise.storage.paths import read_regular
 from reprise.stores.locations import ManifestVersion, manifest_version
-from reprise.stores.path import by_checkpoint
+from reprise.stores.path import by_checkpoint, store_path
 from reprise.stores.upload import MARK, Upload, remove
-from reprise.stores.url import StoreUrl
 
 if TYPE_CHECKING:
     from reprise.stores.client import StoreClient
@@ -59,7 +58,7 @@ class MirrorPass:
     """
 
     def __init__(self, client: StoreClient, folder: Path, rule: MirrorRule) -> None:
-        self._client, self.url, self._root, self._rule = client, StoreUrl.parse(rule.url), folder, rule
+        self._client, self.url, self._root, self._rule = client, store_path(rule.url), folder, rule
         self._stored = dict[str, MirroredCheckpoint]()  # the run's checkpoints, once surveyed
         self._is_surveyed = False
         self._run = ""  # which claims the URL
@@ -116,11 +115,11 @@ class MirrorPass:
             checkpoints, recorded = dict[str, MirroredCheckpoint](), read_record(self._root, self._rule.url).committed
             for name, files in listed.items():
                 if iteration_of(Path(name)) is not None and {MANIFEST, STATE} <= files.keys():
-                    checkpoints[name] = recorded.get(name) or _stored_checkpoint(self._client, self.url.child(name))
+                    checkpoints[name] = recorded.get(name) or _stored_checkpoint(self._client, self.url / name)
             own = {name: entry for name, entry in checkpoints.items() if entry.lineage.run == lineage.run}
             self._require_claim(may_create=bool(own) or not checkpoints)
             for name in own:  # an upload may have stopped before this
-                self._client.delete(self.url.child(name), [file for file in listed[name] if file.startswith(MARK)])
+                self._client.delete(self.url / name, [file for file in listed[name] if file.startswith(MARK)])
             self._write(own)
             for name in listed.keys() - checkpoints.keys() - {*self._rule.due(local, own)}:
                 self._clear(name)
@@ -136,7 +135,7 @@ class MirrorPass:
         Raises:
             CheckpointError: The URL belongs to another run.
         """
-        place = self.url.child(CLAIM)
+        place = self.url / CLAIM
         try:
             claim = self._client.read_text(place)
         except FileNotFoundError:
@@ -154,7 +153,7 @@ class MirrorPass:
         start, path = time.monotonic(), self._root / name
         try:
             lineage = _lineage_at(path, digest)
-            upload = Upload(self._client, self.url.child(name), path)
+            upload = Upload(self._client, self.url / name, path)
             self._remove(name)  # saved again since
             upload.run()
         except FileNotFoundError:
@@ -177,21 +176,21 @@ class MirrorPass:
 
     def _clear(self, name: str) -> None:
         """Delete what an abandoned upload has left."""
-        objects = self._client.objects(self.url.child(name))
+        objects = self._client.objects(self.url / name)
         if MANIFEST not in objects and any(each.startswith(MARK) for each in objects):
-            remove(self._client, self.url.child(name))
+            remove(self._client, self.url / name)
 
     def _remove(self, name: str) -> None:
         """Delete one of the run's checkpoints, if it is in the store."""
         if name in self._stored:
-            remove(self._client, self.url.child(name))
+            remove(self._client, self.url / name)
             self._write({other: entry for other, entry in self._stored.items() if other != name})
 
     def _tell(self, *, goes_on: bool) -> None:
         """Keep an object at the URL while more checkpoints may come: a follower waits for them."""
         if goes_on is not self._goes_on:
             if goes_on:
-                self._client.create(self.url.child(STILL_MIRRORED), "")
+                self._client.create(self.url / STILL_MIRRORED, "")
             else:
                 self._client.delete(self.url, [STILL_MIRRORED])
             self._goes_on = goes_on
@@ -201,10 +200,10 @@ class MirrorPass:
         self._stored = stored
 
 
-def _stored_checkpoint(client: StoreClient, folder: StoreUrl) -> MirroredCheckpoint:
+def _stored_checkpoint(client: StoreClient, folder: Path) -> MirroredCheckpoint:
     """Return the checkpoint in a store folder."""
-    manifest, state = (client.read_text(folder.child(name)).encode() for name in (MANIFEST, STATE))
-    lineage = saved_lineage(json_file.parse(state, where=folder.child(STATE)), where=folder.child(STATE))
+    manifest, state = (client.read_text(folder / name).encode() for name in (MANIFEST, STATE))
+    lineage = saved_lineage(json_file.parse(state, where=folder / STATE), where=folder / STATE)
     return MirroredCheckpoint(xxhash.xxh3_64_hexdigest(manifest), lineage)
 
 

@@ -4,19 +4,31 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import stat
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path, PosixPath
+from pathlib import PosixPath
 from typing import TypeVar
 
+from reprise.errors import ConfigError
 from reprise.format.names import MANIFEST
 from reprise.storage.folder import WEIGHTS, is_iteration_name
 from reprise.stores.store import CHILD_CLIENT, CONNECTIONS
-from reprise.stores.url import StoreUrl
+from reprise.stores.url import FILE_STORE, place_of
 
 T = TypeVar("T")
+
+_SEGMENT = r"(?!\.{1,2}(?:/|$)) [^/?#]+"
+_URL = re.compile(
+    rf"""
+    (?: (?P<scheme>s3|gs|az) :// (?P<bucket>[a-z0-9][a-z0-9._-]{{1,254}}) (?:/|$)
+      | file:// (?![^/]*[@:]) /* )
+    (?P<key> (?: {_SEGMENT} (?: /{_SEGMENT} )* )? ) /*
+    """,
+    re.IGNORECASE | re.VERBOSE,
+)
 
 
 class StorePath(PosixPath):
@@ -31,16 +43,9 @@ class StorePath(PosixPath):
 
     is_listed_folder = False
 
-    @property
-    def url(self) -> StoreUrl:
-        """Return this path's URL."""
-        scheme, *names = self.parts
-        bucket = [] if scheme == "file:" else names[:1]
-        return StoreUrl(f"{scheme}//{''.join(bucket)}", "/".join(names[len(bucket) :]))
-
     def __str__(self) -> str:
         """Return the URL. Empty for the last of `parents`, which has no parts."""
-        return str(self.url) if self.parts else ""
+        return "/".join(filter(None, place_of(self))) if self.parts else ""
 
     def __fspath__(self) -> str:
         """Raise TypeError: no file system has this path."""
@@ -56,7 +61,7 @@ class StorePath(PosixPath):
 
     def iterdir(self) -> Iterator[StorePath]:  # type: ignore[override]
         """Yield the folders and objects directly below, skipping iterations without a manifest."""
-        is_folder = CHILD_CLIENT.names(self.url)
+        is_folder = CHILD_CLIENT.names(self)
         paths = [self / name for name in sorted(is_folder)]
         with ThreadPoolExecutor(CONNECTIONS) as threads:
             is_there = [*threads.map(lambda path: not is_iteration_name(path.name) or path.exists(), paths)]
@@ -74,10 +79,10 @@ class StorePath(PosixPath):
             return _FOLDER
         try:
             if not is_iteration_name(self.name):
-                return status_of(*CHILD_CLIENT.head(self.url))
-            CHILD_CLIENT.head((self / MANIFEST).url)
+                return status_of(*CHILD_CLIENT.head(self))
+            CHILD_CLIENT.head(self / MANIFEST)
         except FileNotFoundError:
-            if is_iteration_name(self.name) or not CHILD_CLIENT.names(self.url):
+            if is_iteration_name(self.name) or not CHILD_CLIENT.names(self):
                 raise
         return _FOLDER
 
@@ -102,17 +107,27 @@ def by_checkpoint(objects: Mapping[str, T]) -> dict[str, dict[str, T]]:
     return trees
 
 
-def url_of(path: Path) -> StoreUrl:
-    """Return the URL for a path in a store."""
-    assert isinstance(path, StorePath)
-    return path.url
-
-
 def store_path(text: str) -> StorePath:
     """Return the path for a URL.
 
     Raises:
-        ConfigError: The URL is malformed.
+        ConfigError: The URL has another scheme, no bucket, a user and password, a query, or a key with `.`, `..` or an
+            empty segment.
     """
-    url = StoreUrl.parse(text)
-    return StorePath(url.root, *url.key.split("/")) if url.key else StorePath(url.root)
+    match = _URL.fullmatch(text.strip())
+    if match is None:
+        raise ConfigError(
+            "This is not a store URL",
+            expected="s3://bucket/folder, gs://, az:// or file:///folder, without a user, a query, an empty segment, "
+            "`.` or `..`",
+            found=_without_secret(text),
+            fix="Put credentials in environment variables, such as AWS_ACCESS_KEY_ID, or in the store's credential "
+            "files. For a mounted file system, use a path. Download a hub's folder first: `hf download`.",
+        )
+    return StorePath(f"{match['scheme'].lower()}://{match['bucket']}" if match["scheme"] else FILE_STORE, match["key"])
+
+
+def _without_secret(text: str) -> str:
+    """Return a URL without a possible user, password or signature."""
+    head, _, tail = text.partition("://")
+    return re.sub(r"[?#].*", "?...", f"{head}://{re.sub(r'^[^/]*:.*@|^[^/]*@', '...@', tail)}") if tail else text

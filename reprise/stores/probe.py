@@ -5,8 +5,8 @@ from __future__ import annotations
 import secrets
 from typing import NamedTuple
 
+from reprise.stores.path import store_path
 from reprise.stores.store import CHILD_CLIENT
-from reprise.stores.url import StoreUrl
 
 _NOT_HONORED = "not honored: of two programs that create an object, each believes to be first"
 
@@ -25,8 +25,8 @@ def probe_store(text: str) -> list[StoreFinding]:
     Raises:
         ConfigError: The URL is malformed, or obstore is not installed.
     """
-    folder = StoreUrl.parse(text).child(f".doctor-{secrets.token_hex(4)}")
-    once, what = folder.child("once"), "objects"
+    folder = store_path(text) / f".doctor-{secrets.token_hex(4)}"
+    once, what = folder / "once", "objects"
     try:
         CHILD_CLIENT.create(once, "first")
         is_twice = CHILD_CLIENT.create(once, "second")

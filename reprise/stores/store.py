@@ -22,11 +22,11 @@ from collections.abc import Callable
 from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from reprise.errors import ConfigError
 from reprise.stores.ranges import KEPT_BYTES
-from reprise.stores.url import StoreUrl
 
 if TYPE_CHECKING:
     from reprise.stores.client import StoreClient
@@ -82,7 +82,7 @@ class Child:
                 number, most_bytes = listener.fileno(), sys.maxsize if self._load else KEPT_BYTES
                 self.process = start_process("reprise.stores.child", number, most_bytes, pass_fds=[number])
 
-    def ask(self, call: str, url: StoreUrl, *details: object) -> Any:
+    def ask(self, call: str, path: Path, *details: object) -> Any:
         """Return a `StoreClient` call's result. For `open`, return the descriptor of a file with a range's bytes.
 
         Raises:
@@ -95,7 +95,7 @@ class Child:
             except IndexError:  # several threads take them
                 connection = self.link()
             try:
-                connection.send((call, url, *details))
+                connection.send((call, path, *details))
                 result, error = connection.recv()
                 if call == "open" and error is None:
                     result = recv_handle(connection)
@@ -103,12 +103,12 @@ class Child:
                 self.forget()  # the other connections ended with this one
                 continue
             except RuntimeError:  # the descriptor was lost
-                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(url)) from None
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(path)) from None
             self._idle.append(connection)
             if error is not None:
                 raise error
             return result
-        raise OSError(errno.EIO, f"the store reader process exited {MOST_TRIES} times", str(url))
+        raise OSError(errno.EIO, f"the store reader process exited {MOST_TRIES} times", str(path))
 
     def forget(self) -> None:
         """Close this process's ends of the connections."""

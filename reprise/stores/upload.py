@@ -17,7 +17,6 @@ from reprise.errors import CheckpointError
 from reprise.format.names import MANIFEST
 from reprise.stores.checkpoint_files import CheckpointFiles
 from reprise.stores.locations import files_of
-from reprise.stores.url import StoreUrl
 
 if TYPE_CHECKING:
     from reprise.stores.client import StoreClient
@@ -37,7 +36,7 @@ class Upload:
         FileNotFoundError: The checkpoint is gone.
     """
 
-    def __init__(self, client: StoreClient, folder: StoreUrl, source: Path) -> None:
+    def __init__(self, client: StoreClient, folder: Path, source: Path) -> None:
         self._client, self._folder, self._source = client, folder, source
         self.files = CheckpointFiles.at(source)
         self._mark = f"{MARK}{self.files.digest}"
@@ -57,14 +56,14 @@ class Upload:
         objects = self._client.objects(self._folder)
         marks = {name for name in objects if name.startswith(MARK)}
         if MANIFEST in objects:
-            if self._client.read_text(self._folder.child(MANIFEST)) != self.files.manifest.decode():
+            if self._client.read_text(self._folder / MANIFEST) != self.files.manifest.decode():
                 raise self._refusal("another checkpoint")
         else:
             if objects and not marks:
                 raise self._refusal(f"{min(objects)}, which is not part of an upload")
             if marks != {self._mark}:
                 clear(self._client, self._folder, objects)
-                self._client.create(self._folder.child(self._mark), "")
+                self._client.create(self._folder / self._mark, "")
                 objects = {}
             for name in self._absent(objects):
                 self._send(name)
@@ -82,13 +81,13 @@ class Upload:
         if actual != size:
             self._require_same()
             raise CheckpointError("A file has the wrong size", where=path, expected=size, found=actual)
-        self._client.put(self._folder.child(name), str(path))
+        self._client.put(self._folder / name, path)
 
     def _require_same(self) -> None:
         """Raise FileNotFoundError unless the checkpoint is unchanged, and the folder has its mark."""
         with contextlib.suppress(FileNotFoundError):
             if files_of(self._source).read_whole(self._source / MANIFEST) == self.files.manifest:
-                self._client.head(self._folder.child(self._mark))
+                self._client.head(self._folder / self._mark)
                 return
         what = "the checkpoint was replaced or deleted during its upload"
         raise FileNotFoundError(errno.ENOENT, what, str(self._source))
@@ -96,8 +95,8 @@ class Upload:
     def _commit(self) -> None:
         self._require_same()
         for name in self._absent(self._client.objects(self._folder)):
-            raise OSError(errno.EIO, "a file disappeared during the upload", str(self._folder.child(name)))
-        if not self._client.create(self._folder.child(MANIFEST), self.files.manifest.decode()):
+            raise OSError(errno.EIO, "a file disappeared during the upload", str(self._folder / name))
+        if not self._client.create(self._folder / MANIFEST, self.files.manifest.decode()):
             raise self._refusal("another checkpoint")
 
     def _refusal(self, found: str) -> CheckpointError:
@@ -110,13 +109,13 @@ class Upload:
         )
 
 
-def clear(client: StoreClient, folder: StoreUrl, names: Iterable[str]) -> None:
+def clear(client: StoreClient, folder: Path, names: Iterable[str]) -> None:
     """Delete a folder's objects, its manifest first and the marks last."""
     client.delete(folder, sorted(names, key=lambda name: (name != MANIFEST, name.startswith(MARK))))
 
 
-def remove(client: StoreClient, folder: StoreUrl) -> None:
+def remove(client: StoreClient, folder: Path) -> None:
     """Delete a checkpoint, its manifest first, so that no reader sees a partial one."""
     if objects := client.objects(folder):
-        client.create(folder.child(_REMOVAL), "")
+        client.create(folder / _REMOVAL, "")
         clear(client, folder, [*objects, _REMOVAL])

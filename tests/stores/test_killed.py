@@ -20,9 +20,9 @@ from reprise.storage import iteration_name
 from reprise.stores import mirror_pass
 from reprise.stores.client import StoreClient
 from reprise.stores.mirror_pass import MirrorPass
+from reprise.stores.path import store_path
 from reprise.stores.store import CHILD
 from reprise.stores.upload import Upload
-from reprise.stores.url import StoreUrl
 from tests.messages import refused
 from tests.profiles import SEED, day, slow
 from tests.stores.saving import RUN, WatchedClient, assert_whole, content, give_up, save
@@ -57,7 +57,7 @@ class Killer:
 def scene(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a run and its store where a mirror has all to do: upload, replace, take back, delete."""
     root = tmp_path_factory.mktemp("scene")
-    folder, url = root / "run" / "checkpoints", StoreUrl.parse(f"file://{root / 'store'}")
+    folder, url = root / "run" / "checkpoints", store_path(f"file://{root / 'store'}")
     save(folder, [5, 10, 15], files=2)
     passes = MirrorPass(StoreClient(), folder, MirrorRule(str(url)))
     while not passes.run():
@@ -78,7 +78,7 @@ def copy_of(scene: Path, to: Path) -> tuple[Path, Path]:
 
 def run_until_killed(folder: Path, store: Path, killer: Killer, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Run a mirror, start it again if it is killed; return whether it was, or failed."""
-    url = StoreUrl.parse(f"file://{store}")
+    url = store_path(f"file://{store}")
     is_killed = False
 
     def start() -> MirrorPass:
@@ -135,7 +135,7 @@ def test_a_copy_into_a_store_may_end_at_any_call(tmp_path: Path, step: int) -> N
         store = tmp_path / f"store{number}"
         killer = Killer(number, is_after=bool(number // step % 2))
         with contextlib.suppress(KilledError):
-            target = StoreUrl.parse(f"file://{store / iteration_name(5)}")
+            target = store_path(f"file://{store / iteration_name(5)}")
             upload = Upload(WatchedClient(killer.watch), target, folder / iteration_name(5))
             upload.run()
         assert_whole(store, folder)
@@ -148,7 +148,7 @@ def test_a_copy_into_a_store_may_end_at_any_call(tmp_path: Path, step: int) -> N
 
 
 def test_an_upload_to_a_taken_folder_is_not_committed(tmp_path: Path) -> None:
-    target, uploads, left = StoreUrl.parse(f"file://{tmp_path / 'store'}"), list[Upload](), list[str]()
+    target, uploads, left = store_path(f"file://{tmp_path / 'store'}"), list[Upload](), list[str]()
     for add in (0, 0.5):
         save(tmp_path / f"run{add}", [5], add=add)
         uploads.append(Upload(StoreClient(), target, tmp_path / f"run{add}" / iteration_name(5)))

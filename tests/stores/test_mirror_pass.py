@@ -24,8 +24,9 @@ from reprise.storage import FolderLock, is_locked, iteration_name
 from reprise.stores import mirror_run
 from reprise.stores.mirror import LOCK_FOLDER, Mirror, follow
 from reprise.stores.mirror_pass import CLAIM, MirrorPass
+from reprise.stores.path import store_path
 from reprise.stores.upload import MARK
-from reprise.stores.url import StoreUrl
+from reprise.stores.url import place_of
 from tests.fakes import JOIN_S
 from tests.profiles import slow
 from tests.stores.saving import RUN, WatchedClient, assert_whole, committed, content, give_up, lose, save
@@ -43,7 +44,7 @@ class Site:
 
     def __init__(self, root: Path) -> None:
         self.folder, self.store = root / "run" / "checkpoints", root / "store"
-        self.url = StoreUrl.parse(f"file://{self.store}")
+        self.url = store_path(f"file://{self.store}")
         self.puts, self.left = list[str](), 0
 
     def passes(self, *, keep: int = 0, interval: int = 0, fails_at: int = 0) -> MirrorPass:
@@ -54,7 +55,7 @@ class Site:
     def _request(self, call: Callable[..., Any], *arguments: Any) -> Any:
         self.left -= 1
         if call.__name__ in ("put", "create"):
-            self.puts.append(arguments[0].key)
+            self.puts.append(place_of(arguments[0])[1])
         if self.left == 0:
             raise OSError(errno.EIO, "the store fails once", str(arguments[0]))
         return call(*arguments)
@@ -256,9 +257,9 @@ def test_a_checkpoint_replaced_during_its_upload_is_not_mixed(site: Site) -> Non
     passes = site.passes()
     send = passes._client.put
 
-    def replace(url: StoreUrl, source: str) -> None:
+    def replace(path: Path, source: Path) -> None:
         passes._client.put = send  # type: ignore[method-assign]
-        send(url, source)
+        send(path, source)
         give_up(site.folder, 10)
         save(site.folder, [10], files=4, nonce="m", add=0.5)
 

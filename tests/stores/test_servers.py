@@ -24,8 +24,8 @@ CREATE = """
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from reprise.stores.client import StoreClient
-from reprise.stores.url import StoreUrl
-client, url = StoreClient(), StoreUrl.parse(f"{sys.argv[1]}/raced/object")
+from reprise.stores.path import store_path
+client, url = StoreClient(), store_path(f"{sys.argv[1]}/raced/object")
 with ThreadPoolExecutor(8) as threads:
     print(sum(threads.map(lambda n: client.create(url, str(n)), range(8))))
 """
@@ -33,12 +33,12 @@ LARGE = """
 import os, sys
 from pathlib import Path
 from reprise.stores.client import StoreClient
-from reprise.stores.url import StoreUrl
+from reprise.stores.path import store_path
 client, path, size = StoreClient(), Path(sys.argv[2]), (20 << 20) + 5
-first, second = (StoreUrl.parse(f"{sys.argv[1]}/large/{name}") for name in ("object", "copy"))
+first, second = (store_path(f"{sys.argv[1]}/large/{name}") for name in ("object", "copy"))
 path.write_bytes(os.urandom(size))
-client.put(first, str(path))
-client.put(second, str(first))
+client.put(first, path)
+client.put(second, first)
 parts = [client.read(second, at, min(8 << 20, size - at)) for at in range(0, size, 8 << 20)]
 assert b"".join(parts) == path.read_bytes()
 assert client.head(second)[0] == size

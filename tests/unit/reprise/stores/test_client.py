@@ -6,7 +6,7 @@ from errno import EACCES, EIO, ENOENT
 
 import pytest
 
-from reprise.stores.url import StoreUrl
+from reprise.stores.path import store_path
 
 exceptions = pytest.importorskip("obstore.exceptions")
 client = pytest.importorskip("reprise.stores.client")
@@ -30,7 +30,7 @@ code: {status}: <?xml version="1.0" encoding="UTF-8"?>
     ],
 )
 def test_a_code_of_the_store_is_named_with_what_to_do(kind: type[Exception], code: str, number: int, text: str) -> None:
-    with pytest.raises(OSError, match=r"s3://bucket/run") as caught, client._translated(StoreUrl("s3://bucket", "run")):
+    with pytest.raises(OSError, match=r"s3://bucket/run") as caught, client._translated(store_path("s3://bucket/run")):
         raise kind(ANSWER.format(status=400, code=code))
     assert caught.value.errno == number
     assert text in caught.value.strerror

@@ -22,9 +22,9 @@ from reprise.stores.child import Server
 from reprise.stores.client import StoreClient
 from reprise.stores.files import StoreFiles
 from reprise.stores.locations import location
+from reprise.stores.path import store_path
 from reprise.stores.ranges import cell_at
 from reprise.stores.store import Child
-from reprise.stores.url import StoreUrl
 from reprise.tensors.dtypes import torch_dtype
 from tests.fakes import SHARDINGS, sample_specs, sample_state, save_sample
 from tests.profiles import slow
@@ -42,14 +42,14 @@ class Fetching(Server):
         super().__init__()
         self.spans: list[Span] = []
 
-    def read(self, url: StoreUrl, offset: int, size: int, etag: str | None = None) -> memoryview:
+    def read(self, path: Path, offset: int, size: int, etag: str | None = None) -> memoryview:
         self.spans.append((offset, offset + size))
         return memoryview(CONTENT)[offset : offset + size]
 
 
 def read(server: Server, span: Span, cell: Span | None = None) -> bytes:
     start, end = cell or span
-    file = server.open(StoreUrl("s3://bucket", "x"), (len(CONTENT), None, 0.0), start, end - start)
+    file = server.open(store_path("s3://bucket/x"), (len(CONTENT), None, 0.0), start, end - start)
     return os.pread(file.fileno(), span[1] - span[0], span[0] - start)
 
 
@@ -153,9 +153,9 @@ def test_a_load_reads_little_more_than_it_needs(
     empty = {spec.name: torch.zeros(spec.shape, dtype=torch_dtype(spec.dtype)) for spec in specs}
     server, fetched = Server(), list[int]()
 
-    def read(self: StoreClient, url: StoreUrl, offset: int, size: int, etag: str | None = None) -> memoryview:
+    def read(self: StoreClient, path: Path, offset: int, size: int, etag: str | None = None) -> memoryview:
         fetched.append(size)
-        return read_object(self, url, offset, size, etag)
+        return read_object(self, path, offset, size, etag)
 
     read_object = StoreClient.read
     monkeypatch.setattr(StoreClient, "read", read)

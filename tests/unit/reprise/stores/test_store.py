@@ -24,10 +24,11 @@ from reprise.stores.child import Server
 from reprise.stores.client import StoreClient
 from reprise.stores.files import StoreFiles
 from reprise.stores.locations import files_of, location
+from reprise.stores.path import store_path
 from reprise.stores.ranges import CELL_BYTES, FIRST_CELL_BYTES
 from reprise.stores.store import CHILD, CHILD_CLIENT, CONNECTIONS, MOST_TRIES, Child
 from reprise.stores.upload import remove
-from reprise.stores.url import StoreUrl
+from tests.stores import saving
 from tests.stores.saving import asking
 from tests.unit.reprise.loading.test_choose import filled
 
@@ -113,9 +114,9 @@ def test_a_program_that_has_loaded_forks(run: Path) -> None:
 
 
 def test_a_fork_does_not_wait_for_a_thread_that_reads(run: Path) -> None:
-    CHILD_CLIENT.names(StoreUrl("file://", ""))
+    CHILD_CLIENT.names(store_path("file://"))
     stop(process_id())
-    thread = threading.Thread(target=CHILD_CLIENT.names, args=(StoreUrl("file://", ""),))
+    thread = threading.Thread(target=CHILD_CLIENT.names, args=(store_path("file://"),))
     thread.start()
     while not _is_asleep(thread):
         os.sched_yield()
@@ -144,10 +145,10 @@ def test_a_child_ends_with_the_program_that_started_it() -> None:
     program = (
         "import os, sys\n"
         "from reprise.stores.store import CHILD\n"
-        "from reprise.stores.url import StoreUrl\n"
+        "from reprise.stores.path import store_path\n"
         "CHILD.share('shared')\n"
         "for line in sys.stdin:\n"
-        "    CHILD.ask('names', StoreUrl('file://', ''))\n"
+        "    CHILD.ask('names', store_path('file://'))\n"
         "    print(CHILD.process and CHILD.process.pid, flush=True)\n"
         "    if line == 'fork\\n' and not os.fork():\n"
         "        os._exit(sys.stdin.read() != '')\n"
@@ -196,7 +197,7 @@ def test_a_killed_child_is_started_again_a_few_times(
 
 
 def test_connections_of_a_killed_child_are_no_tries() -> None:
-    url = StoreUrl("file://", "")
+    url = store_path("file://")
     CHILD_CLIENT.names(url)
     CHILD._idle.extend(CHILD.link() for _ in range(CONNECTIONS))  # as after a load
     os.kill(process_id(), signal.SIGKILL)
@@ -229,8 +230,8 @@ def test_an_answer_never_taken_is_not_the_next_one(tmp_path: Path) -> None:
     patch = pytest.MonkeyPatch()
     patch.setattr(Connection, "recv", interrupted)
     with contextlib.suppress(KeyboardInterrupt):
-        CHILD_CLIENT.head(StoreUrl("file://", keys[0]))
-    assert {CHILD_CLIENT.head(StoreUrl("file://", keys[1]))[0] for _ in range(2 * CONNECTIONS)} == {1}
+        CHILD_CLIENT.head(store_path(f"file://{keys[0]}"))
+    assert {CHILD_CLIENT.head(store_path(f"file://{keys[1]}"))[0] for _ in range(2 * CONNECTIONS)} == {1}
     CHILD.end()
 
 
@@ -325,8 +326,17 @@ def test_what_a_load_keeps_is_bounded(
 
 
 def test_a_removed_checkpoint_takes_no_folder_of_the_user(run: Path, tmp_path: Path) -> None:
-    target = StoreUrl.parse(url_of(tmp_path / "user" / "archive" / "iter_0000002"))
+    target = store_path(url_of(tmp_path / "user" / "archive" / "iter_0000002"))
     (tmp_path / "user" / "archive").mkdir(parents=True)
     copy(run / "iter_0000002", str(target))
     remove(CHILD_CLIENT, target)
     assert [path.name for path in (tmp_path / "user").rglob("*")] == ["archive"]
+
+
+def test_a_folder_of_any_name_is_uploaded(run: Path, tmp_path: Path) -> None:
+    folder = run.rename(tmp_path / "a b%20#1?\u00e9")
+    copy(folder / "iter_0000001", url_of(tmp_path / "copied"))
+    assert saving.content(tmp_path / "copied" / "iter_0000001") == saving.content(folder / "iter_0000001")
+    with pytest.raises(OSError, match="Could not parse path"):
+        copy(folder.rename(tmp_path / "a\nb") / "iter_0000001", url_of(tmp_path / "again"))
+    CHILD.end()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from reprise.errors import ConfigError
-from reprise.stores.url import StoreUrl, is_store_url
+from reprise.stores.path import store_path
+from reprise.stores.url import is_store_url, place_of
 from tests.messages import refused
 
 
@@ -22,9 +23,9 @@ from tests.messages import refused
     ],
 )
 def test_a_url_is_a_store_and_a_key(text: str, root: str, key: str) -> None:
-    url = StoreUrl.parse(text)
-    assert (url.root, url.key) == (root, key)
-    assert StoreUrl.parse(str(url)) == url
+    url = store_path(text)
+    assert place_of(url) == (root, key)
+    assert store_path(str(url)) == url
 
 
 @pytest.mark.parametrize(
@@ -37,7 +38,7 @@ def test_a_url_is_a_store_and_a_key(text: str, root: str, key: str) -> None:
 )  # fmt: skip
 def test_what_is_no_store_is_refused_without_its_secrets(text: str) -> None:
     with refused(ConfigError, "://") as refusal:
-        StoreUrl.parse(text)
+        store_path(text)
     assert "secret" not in str(refusal.value)
 
 
