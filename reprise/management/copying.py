@@ -19,7 +19,7 @@ from reprise.storage.paths import exists, lexists
 from reprise.stores.checkpoint_files import CheckpointFiles
 from reprise.stores.locations import files_of, is_stored, location
 from reprise.stores.store import CHILD_CLIENT
-from reprise.stores.upload import Upload
+from reprise.stores.upload import upload
 
 _COPY_BYTES = 8 << 20
 
@@ -105,7 +105,7 @@ def _upload(source: Path, target: Path, content: CheckpointFiles, count: Callabl
     """Upload to a store through this host's child process."""
     if not is_stored(source):
         verify_tensors(open_checkpoint(source, FILE_SYSTEM))
-    Upload(CHILD_CLIENT, target, source).run(lambda name: count(content.sizes[name]))
+    upload(CHILD_CLIENT, target, source, content, lambda name: count(content.sizes[name]))
     if is_stored(source):  # both sides are remote: read the copy back
         verify_tensors(open_checkpoint(target, files_of(target)))
 

@@ -40,7 +40,8 @@ class CheckpointFiles:
         Raises:
             FileNotFoundError: The checkpoint is gone.
             MismatchError: It has another format version.
-            CheckpointError: It is damaged, malformed or a single host's part.
+            CheckpointError: It is damaged, malformed or a single host's part, or a file is missing or has the wrong
+                size.
         """
         files = files_of(path)
         tree = files.tree(path)
@@ -52,6 +53,10 @@ class CheckpointFiles:
         if is_lightened(tree):  # a marker explains the missing files
             sizes = {name: size for name, size in sizes.items() if not name.startswith(OPTIMIZER_FILES)}
             sizes[OPTIMIZER_DROPPED] = 0
+        for name, size in sizes.items():
+            found = tree[name].st_size if name in tree else None
+            if found != size:
+                raise CheckpointError("A file has the wrong size", where=path / name, expected=size, found=found)
         return CheckpointFiles(data, xxhash.xxh3_64_hexdigest(data), sizes)
 
     @property

@@ -34,9 +34,10 @@ from reprise.storage.files import FILE_SYSTEM
 from reprise.storage.folder import WEIGHTS, CheckpointFolder, iteration_name, iteration_of
 from reprise.storage.lock import is_locked
 from reprise.storage.paths import read_regular
+from reprise.stores.checkpoint_files import CheckpointFiles
 from reprise.stores.locations import ManifestVersion, manifest_version
 from reprise.stores.path import by_checkpoint, store_path
-from reprise.stores.upload import MARK, Upload, remove
+from reprise.stores.upload import MARK, remove, upload
 
 if TYPE_CHECKING:
     from reprise.stores.client import StoreClient
@@ -153,9 +154,9 @@ class MirrorPass:
         start, path = time.monotonic(), self._root / name
         try:
             lineage = _lineage_at(path, digest)
-            upload = Upload(self._client, self.url / name, path)
+            content = CheckpointFiles.at(path)
             self._remove(name)  # saved again since
-            upload.run()
+            upload(self._client, self.url / name, path, content)
         except FileNotFoundError:
             _log.info("%s was replaced or deleted: its upload is canceled", name)
             self._clear(name)
@@ -165,7 +166,7 @@ class MirrorPass:
             self._clear(name)
         else:
             self._write({**self._stored, name: MirroredCheckpoint(digest, lineage)})
-            seconds, size = time.monotonic() - start, upload.files.total_bytes
+            seconds, size = time.monotonic() - start, content.total_bytes
             _log.info("%s was uploaded to %s: %.1f MB in %.1f s", name, self.url, size / 1e6, seconds)
 
     def _prune(self) -> None:

@@ -18,11 +18,12 @@ from reprise.format.lineage import Branch, Lineage
 from reprise.format.mirror_record import MirrorRule
 from reprise.storage import iteration_name
 from reprise.stores import mirror_pass
+from reprise.stores.checkpoint_files import CheckpointFiles
 from reprise.stores.client import StoreClient
 from reprise.stores.mirror_pass import MirrorPass
 from reprise.stores.path import store_path
 from reprise.stores.store import CHILD
-from reprise.stores.upload import Upload
+from reprise.stores.upload import upload
 from tests.messages import refused
 from tests.profiles import SEED, day, slow
 from tests.stores.saving import RUN, WatchedClient, assert_whole, content, give_up, save
@@ -136,8 +137,8 @@ def test_a_copy_into_a_store_may_end_at_any_call(tmp_path: Path, step: int) -> N
         killer = Killer(number, is_after=bool(number // step % 2))
         with contextlib.suppress(KilledError):
             target = store_path(f"file://{store / iteration_name(5)}")
-            upload = Upload(WatchedClient(killer.watch), target, folder / iteration_name(5))
-            upload.run()
+            source = folder / iteration_name(5)
+            upload(WatchedClient(killer.watch), target, source, CheckpointFiles.at(source))
         assert_whole(store, folder)
         copy(folder, f"file://{store}")
         assert assert_whole(store, folder) == [iteration_name(5)]
@@ -148,18 +149,20 @@ def test_a_copy_into_a_store_may_end_at_any_call(tmp_path: Path, step: int) -> N
 
 
 def test_an_upload_to_a_taken_folder_is_not_committed(tmp_path: Path) -> None:
-    target, uploads, left = store_path(f"file://{tmp_path / 'store'}"), list[Upload](), list[str]()
+    target, uploads, left = store_path(f"file://{tmp_path / 'store'}"), list[Callable[..., None]](), list[str]()
     for add in (0, 0.5):
         save(tmp_path / f"run{add}", [5], add=add)
-        uploads.append(Upload(StoreClient(), target, tmp_path / f"run{add}" / iteration_name(5)))
+        source = tmp_path / f"run{add}" / iteration_name(5)
+        files = CheckpointFiles.at(source)
+        uploads.append(partial(upload, StoreClient(), target, source, files))
 
     def take(name: str) -> None:
         left.append(name)
-        if len(left) == len(uploads[0].files.sizes):
-            uploads[1].run()
+        if len(left) == len(files.sizes):
+            uploads[1]()
 
     with pytest.raises(FileNotFoundError, match="replaced or deleted"):
-        uploads[0].run(take)
+        uploads[0](take)
     assert content(tmp_path / "store") == content(tmp_path / "run0.5" / iteration_name(5))
 
 
