@@ -54,9 +54,9 @@ class CheckpointFiles:
             sizes = {name: size for name, size in sizes.items() if not name.startswith(OPTIMIZER_FILES)}
             sizes[OPTIMIZER_DROPPED] = 0
         for name, size in sizes.items():
-            found = tree[name].st_size if name in tree else None
-            if found != size:
-                raise CheckpointError("A file has the wrong size", where=path / name, expected=size, found=found)
+            actual = tree[name].st_size if name in tree else None
+            if actual != size:
+                raise CheckpointError("A file has the wrong size", where=path / name, expected=size, found=actual)
         return CheckpointFiles(data, xxhash.xxh3_64_hexdigest(data), sizes)
 
     @property

@@ -56,8 +56,8 @@ class StoreClient:
 
     def head(self, path: Path) -> tuple[int, str | None, float]:
         """Return an object's size, its version's ETag, if the store gives one, and its modification time."""
-        with _translated(path):
-            meta: Any = obstore.head(*_object(path))
+        with _opened(path) as place:
+            meta: Any = obstore.head(*place)
         return meta["size"], meta["e_tag"], meta["last_modified"].timestamp()
 
     def read(self, path: Path, offset: int, size: int, etag: str | None = None) -> memoryview:
@@ -72,21 +72,20 @@ class StoreClient:
         options: Any = {"range": (offset, offset + size)}
         if etag is not None:
             options["if_match"] = etag
-        with _translated(path):
-            body = memoryview(obstore.get(*_object(path), options=options).bytes())
+        with _opened(path) as place:
+            body = memoryview(obstore.get(*place, options=options).bytes())
         if body.nbytes != size:
             raise OSError(errno.EIO, f"{body.nbytes} B of {size} B at {offset} arrived", str(path))
         return body
 
     def read_text(self, path: Path) -> str:
         """Return a small object's content."""
-        with _translated(path):
-            return str(obstore.get(*_object(path)).bytes(), errors="replace")
+        with _opened(path) as place:
+            return str(obstore.get(*place).bytes(), errors="replace")
 
     def objects(self, folder: Path) -> dict[str, tuple[int, float]]:
         """Return each object's size and modification time below a folder, by name in it."""
-        with _translated(folder):
-            store, key = _object(folder)
+        with _opened(folder) as (store, key):
             metas = itertools.chain.from_iterable(obstore.list(store, key or None))
             return {
                 meta["path"].removeprefix(f"{key}/"): (meta["size"], meta["last_modified"].timestamp())
@@ -95,8 +94,7 @@ class StoreClient:
 
     def names(self, folder: Path) -> dict[str, bool]:
         """Return the names directly below a folder, and whether each is a folder."""
-        with _translated(folder):
-            store, key = _object(folder)
+        with _opened(folder) as (store, key):
             listing = obstore.list_with_delimiter(store, key or None)
         paths = dict.fromkeys(listing["common_prefixes"], True) | {meta["path"]: False for meta in listing["objects"]}
         return {path.rpartition("/")[2]: is_folder for path, is_folder in paths.items()}
@@ -109,8 +107,8 @@ class StoreClient:
         """
         size, etag, _ = self.head(source)
         part = max(PART_BYTES, -(-size // (MOST_PARTS << 20)) << 20)
-        with _translated(path):
-            writer = obstore.open_writer(*_object(path), buffer_size=part, max_concurrency=PARTS_AT_ONCE)
+        with _opened(path) as place:
+            writer = obstore.open_writer(*place, buffer_size=part, max_concurrency=PARTS_AT_ONCE)
             for offset in range(0, size, part):
                 writer.write(self.read(source, offset, min(part, size - offset), etag))
             writer.close()  # an earlier error leaves no object
@@ -120,9 +118,9 @@ class StoreClient:
 
         A retried request meets its own object, and only the content distinguishes it from another writer's.
         """
-        with _translated(path):
+        with _opened(path) as (store, key):
             try:
-                obstore.put(*_object(path), text.encode(), mode="create")
+                obstore.put(store, key, text.encode(), mode="create")
                 return True
             except (exceptions.AlreadyExistsError, FileExistsError):
                 return self.read_text(path) == text
@@ -134,19 +132,13 @@ class StoreClient:
         """
         for name in names:
             path = folder / name
-            with contextlib.suppress(FileNotFoundError), _translated(path):
-                obstore.delete(*_object(path))
+            with contextlib.suppress(FileNotFoundError), _opened(path) as place:
+                obstore.delete(*place)
             if folder.parts[0] == "file:":
                 with contextlib.suppress(OSError):  # not empty, or gone
                     for parent in path.parents:
                         if parent.is_relative_to(folder):
                             os.rmdir(Path("/", *parent.parts[1:]))
-
-
-def _object(path: Path) -> tuple[Any, str]:
-    """Return an object's store, and its key there."""
-    store, key = place_of(path)
-    return _open_store(store), key
 
 
 @functools.cache
@@ -177,10 +169,11 @@ def _profile() -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _translated(path: Path) -> Iterator[None]:
-    """Translate obstore errors to file system errors, which callers can handle."""
+def _opened(path: Path) -> Iterator[tuple[Any, str]]:
+    """Yield an object's store and its key there, and translate obstore errors to file system errors."""
     try:
-        yield
+        store, key = place_of(path)
+        yield _open_store(store), key
     except (exceptions.BaseError, OSError, ValueError) as error:  # the last for a name that no store takes
         if isinstance(error, OSError) and error.errno is not None:
             raise

@@ -48,9 +48,9 @@ def upload(
     objects = client.objects(folder)
     marks = {name for name in objects if name.startswith(MARK)}
     if MANIFEST in objects:
-        found = "" if client.read_text(folder / MANIFEST) == manifest else "another checkpoint"
+        obstacle = "" if client.read_text(folder / MANIFEST) == manifest else "another checkpoint"
     elif objects and not marks:
-        found = f"{min(objects)}, which is not part of an upload"
+        obstacle = f"{min(objects)}, which is not part of an upload"
     else:
         if marks != {mark}:
             clear(client, folder, objects)
@@ -67,13 +67,13 @@ def upload(
             raise FileNotFoundError(errno.ENOENT, what, str(source))
         for name in _absent(content, objects):
             raise OSError(errno.EIO, "a file disappeared during the upload", str(folder / name))
-        found = "" if client.create(folder / MANIFEST, manifest) else "another checkpoint"
-    if found:
+        obstacle = "" if client.create(folder / MANIFEST, manifest) else "another checkpoint"
+    if obstacle:
         raise CheckpointError(
             "A folder in the store does not belong to this upload",
             where=folder,
             expected="this checkpoint, or an empty folder",
-            found=found,
+            found=obstacle,
             fix="Delete it, or choose another target.",
         )
     client.delete(folder, {*marks, mark})

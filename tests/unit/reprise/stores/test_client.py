@@ -30,7 +30,10 @@ code: {status}: <?xml version="1.0" encoding="UTF-8"?>
     ],
 )
 def test_a_code_of_the_store_is_named_with_what_to_do(kind: type[Exception], code: str, number: int, text: str) -> None:
-    with pytest.raises(OSError, match=r"s3://bucket/run") as caught, client._translated(store_path("s3://bucket/run")):
+    with (
+        pytest.raises(OSError, match=r"file:///bucket/run") as caught,
+        client._opened(store_path("file:///bucket/run")),
+    ):
         raise kind(ANSWER.format(status=400, code=code))
     assert caught.value.errno == number
     assert text in caught.value.strerror
