@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-from typing import NamedTuple
 
 from reprise.stores.path import store_path
 from reprise.stores.store import CHILD_CLIENT
@@ -11,16 +10,11 @@ from reprise.stores.store import CHILD_CLIENT
 _NOT_HONORED = "not honored: of two programs that create an object, each believes to be first"
 
 
-class StoreFinding(NamedTuple):
-    """A test's result. `is_fine` is None if the store is usable but lacks a feature."""
+def probe_store(text: str) -> list[tuple[str, bool | None, str]]:
+    """Test a store below a URL. If a request fails, an object may stay there.
 
-    what: str
-    is_fine: bool | None
-    found: str
-
-
-def probe_store(text: str) -> list[StoreFinding]:
-    """Test a store below a URL, and return the findings. If a request fails, an object may stay there.
+    Returns:
+        What was tested, whether it is fine, and the finding. None if the store is usable but lacks a feature.
 
     Raises:
         ConfigError: The URL is malformed, or obstore is not installed.
@@ -33,9 +27,9 @@ def probe_store(text: str) -> list[StoreFinding]:
         CHILD_CLIENT.read_text(once)
         CHILD_CLIENT.delete(folder, ["once"])
     except OSError as error:
-        return [StoreFinding(what, False, str(error.strerror))]
+        return [(what, False, str(error.strerror))]
     found = _NOT_HONORED if is_twice else "a second creation of an object is refused"
     return [
-        StoreFinding(what, True, "can be created, read and deleted"),
-        StoreFinding("conditional creation", None if is_twice else True, found),
+        (what, True, "can be created, read and deleted"),
+        ("conditional creation", None if is_twice else True, found),
     ]

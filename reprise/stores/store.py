@@ -47,7 +47,7 @@ class Child:
     def __init__(self) -> None:
         self.process: subprocess.Popen[bytes] | None = None
         self._load = ""
-        self._idle: list[Connection] = []  # each makes one request at a time
+        self._idle: list[Connection] = []  # each makes one request at a time, and closes once it is dropped
 
     def share(self, load: str) -> None:
         """Share the child of a load's ranks from now on, until its end."""
@@ -100,7 +100,7 @@ class Child:
                 if call == "open" and error is None:
                     result = recv_handle(connection)
             except (OSError, EOFError):
-                self.forget()  # the other connections ended with this one
+                self._idle.clear()  # the other connections ended with this one
                 continue
             except RuntimeError:  # the descriptor was lost
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(path)) from None
@@ -110,15 +110,9 @@ class Child:
             return result
         raise OSError(errno.EIO, f"the store reader process exited {MOST_TRIES} times", str(path))
 
-    def forget(self) -> None:
-        """Close this process's ends of the connections."""
-        with contextlib.suppress(IndexError):  # several threads take them
-            while True:
-                self._idle.pop().close()
-
     def end(self) -> None:
         """End the child, if this process has started it. Another rank still using it, or the next use, starts one."""
-        self.forget()
+        self._idle.clear()
         if self.process is not None:
             self.process.kill()
             self.process.wait()

@@ -32,7 +32,7 @@ def check(options: argparse.Namespace) -> int:
     place = options.folder
     if isinstance(place, str):
         verdicts = {True: looks.FINE, None: looks.WORSE, False: looks.BAD}
-        return _print(looks.Finding(probe.what, verdicts[probe.is_fine], probe.found) for probe in probe_store(place))
+        return _print(looks.Finding(what, verdicts[is_fine], text) for what, is_fine, text in probe_store(place))
     environment = Environment.read(os.environ)
     host = f"{socket.gethostname()}: " if environment.world_size > 1 else ""
     status = FINE if environment.local_rank else _print(chain(looks.machine(), looks.folder(place)), host)
