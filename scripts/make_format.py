@@ -26,7 +26,6 @@ from reprise.format import FRESH, LINEAGE, Branch, Lineage, Parent
 from reprise.storage import Json
 from reprise.tensors import placed_box
 from trainer.config.compose import compose
-from trainer.config.derived import length_of, topology_of
 from trainer.data.documents import DocumentMarks
 from trainer.memory.dry_run import simulate
 from trainer.optim.adamw import stored_names
@@ -34,7 +33,6 @@ from trainer.record.data_origin import DataOrigin
 from trainer.record.environment import environment_record
 from trainer.record.run_record import describe
 from trainer.run.run_data import RunData, Source
-from trainer.schedules.lr import resolve
 from trainer.schedules.progress import Progress
 
 OUTPUT = Path(__file__).resolve().parents[1] / "docs" / "generated" / "format.md"
@@ -155,7 +153,7 @@ def _tensor_lines(preset: str, *overrides: str) -> Iterator[str]:
     """Yield a table row for each stored tensor."""
     common = ("model.n_layer=1", "model.tie_word_embeddings=false", "parallel.tensor_model_parallel_size=2")
     config = compose([f"model={preset}", *common, *overrides])
-    (simulated,) = simulate(config, topology_of(config, 2))
+    (simulated,) = simulate(config, config.parallel.topology(2))
     parameters, first = stored_names(simulated.parts[0]), {"dp": 0, "tp": 0}
     boxes = {name: placed_box(name, p, simulated.grid, first)[0] for p, name in parameters.items()}
     for name, tensor in saved_tensors(config.model).items():
@@ -174,8 +172,8 @@ def _state(*overrides: str) -> Json:
     data = RunData([Source("", (), share, name, "d5") for name, share in weights.items()], (), "d2", DocumentMarks(0))
     description = describe(
         config,
-        schedule=resolve(config.schedule, length_of(config.train), config.optimizer.lr),
-        topology=topology_of(config, 8),
+        schedule=config.learning_rates,
+        topology=config.parallel.topology(8),
         environment=environment | blank,
         data=data.record(config),
     )

@@ -22,7 +22,6 @@ from reprise.saving import SavePolicy
 from tests.harness import DEADLINE_S
 from trainer.config.checkpoint import CheckpointSection
 from trainer.config.checks import validate
-from trainer.config.derived import length_of, topology_of
 from trainer.config.run import RunSection
 from trainer.config.schema import Config
 from trainer.parallel.topology import Topology
@@ -122,7 +121,7 @@ def test_an_experiment_s_name_gives_its_model_and_topology(
     config = composed(*words)
     if "reference" not in words[0]:
         assert parameter_count(config.model) == SIZES[model]
-    assert topology_of(config, ranks) == topology
+    assert config.parallel.topology(ranks) == topology
     zero_stages = {"experiment=llama3_8b_tp8_zero3": 3, "parallel=zero2": 2}
     if words[-1] in zero_stages:
         assert config.parallel.zero_stage == zero_stages[words[-1]]
@@ -143,11 +142,11 @@ def test_the_default_warm_up_fits_every_length(schedule: str) -> None:
     for train_iters, warmup in {1: 0, 2: 1, 5: 2, 9: 4, 10: 10, 50: 10, 10**6: 10}.items():
         config.train.train_iters = train_iters
         validate(config, world_size=1)
-        resolved = resolve(config.schedule, length_of(config.train), config.optimizer.lr)
+        resolved = config.learning_rates
         assert (resolved.warmup, resolved.decay) == (warmup, train_iters)
     config.train.train_iters, config.schedule.lr_decay_iters = 5, 100
     validate(config, world_size=1)
-    assert resolve(config.schedule, length_of(config.train), 1e-3).warmup == 10
+    assert resolve(config.schedule, config.train.length, 1e-3).warmup == 10
 
 
 def test_every_model_has_its_known_size() -> None:

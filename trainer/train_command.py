@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING
 
 from reprise.errors import ConfigError, LaunchError, LockError
 from reprise.storage import FILE_SYSTEM
-from trainer.config.checks import validate, with_micro_batch
+from trainer.config.checks import validate
 from trainer.config.compose import Resolved, read_command, resolve_command, unlike
-from trainer.config.derived import topology_of
 from trainer.config.schema import Config
 from trainer.launch.environment import Environment
 from trainer.launch.exit_with_error import exit_with_error
@@ -84,9 +83,7 @@ def run(resolved: Resolved, environment: Environment, times: StartTimes) -> None
     Raises:
         TrainerError: The run cannot start.
     """
-    config = resolved.config
-    validate(config, environment.world_size)
-    config = with_micro_batch(config, environment.world_size)
+    config = validate(resolved.config, environment.world_size)
     if config is not resolved.config:
         _log.info(f"train.micro_batch_size=auto: {config.train.micro_batch_size}")
         resolved = replace(resolved, config=config)
@@ -139,7 +136,7 @@ def _import_training(config: Config, world_size: int) -> None:
 
     Torch's modules for a parallel axis take 0.3 to 0.9 s each, so each run imports only its own.
     """
-    topology = topology_of(config, world_size)
+    topology = config.parallel.topology(world_size)
     names = ["trainer.launch.watchdog", "trainer.start.fill", "trainer.training.loop"]
     if topology.dp > 1 and config.parallel.zero_stage > 0:
         names += ["torch.distributed.fsdp", "torch._dynamo"]  # creating a DTensor imports torch._dynamo
@@ -257,8 +254,7 @@ def _dry_run(config: Config, world_size: int) -> None:
     """Print the memory needed per rank, for a launch with `train.dry_run_ranks` ranks."""
     if world_size > 1:
         raise ConfigError("A dry run uses one process", found=f"{world_size} ranks", fix="Start it without torchrun.")
-    validate(config, config.train.dry_run_ranks)
-    config = with_micro_batch(config, config.train.dry_run_ranks)
+    config = validate(config, config.train.dry_run_ranks)
     from trainer.memory.dry_run import report
 
     print(report(config, config.train.dry_run_ranks))

@@ -39,7 +39,6 @@ from reprise.tensors import Contents, placed_box
 from scripts.bench.harness import Figures, apart, report, take_turns
 from scripts.faults.ranks import free_port
 from trainer.config.compose import compose
-from trainer.config.derived import topology_of
 from trainer.launch.process_group import SWITCH_INTERVAL_S
 from trainer.memory.dry_run import Simulated, simulate
 from trainer.optim.adamw import stored_names
@@ -138,7 +137,7 @@ def _llama(ranks: int) -> tuple[Layout, RankPieces]:
     layout = build_layout(list(checkpoint_specs(config.model, config.optimizer)))
 
     def pieces() -> RankPieces:
-        for simulated in simulate(config, topology_of(config, ranks)):
+        for simulated in simulate(config, config.parallel.topology(ranks)):
             for dp, row in enumerate(simulated.grid.ranks):
                 for tp, rank in enumerate(row):
                     planned = pieces_of([*_holdings(simulated, layout, {"dp": dp, "tp": tp})], int(rank))

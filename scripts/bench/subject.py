@@ -14,7 +14,6 @@ from reprise.format import STATE, TensorKind
 from reprise.storage import Json
 from reprise.tensors import Contents, LiveTensor
 from trainer.config.compose import compose
-from trainer.config.derived import topology_of
 from trainer.config.schema import Config
 from trainer.launch.process_group import Cluster
 from trainer.parallel.context import ParallelContext
@@ -137,7 +136,7 @@ class Subject:
 
 def build_subject(config: Config, cluster: Cluster) -> Subject:
     """Build a state as `trainer.run.build` does, without data and folders. A call of all ranks."""
-    topology = topology_of(config, cluster.world_size)
+    topology = config.parallel.topology(cluster.world_size)
     mesh = build_mesh(topology, cluster.device.type)
     stages = build_models(config, cluster, topology=topology, mesh=mesh)
     state = build_state(config, stages, topology, topology.coordinate(cluster.rank).pp)

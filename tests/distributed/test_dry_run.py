@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from tests.harness import TINY, built, call_on_ranks, compose, launch
-from trainer.config.derived import topology_of
 from trainer.config.schema import Config
 from trainer.launch import process_group as launching
 from trainer.memory.dry_run import simulated_memory
@@ -61,7 +60,7 @@ def test_it_counts_the_sums_of_lanes(tmp_path: Path, lanes: int, batches: int, m
     monkeypatch.setattr(LocalLanes, "after_backward", count)
     iterate(run)
     off = replace(config, parallel=replace(config.parallel, invariant_ranks=0))
-    more = working_bytes_of(config, topology_of(config, 1)) - working_bytes_of(off, topology_of(off, 1))
+    more = working_bytes_of(config, config.parallel.topology(1)) - working_bytes_of(off, off.parallel.topology(1))
     gradients = 4 * sum(parameter.numel() for parameter in run.state.parameters())
     assert abs(more - (peak - gradients)) <= gradients
 

@@ -23,7 +23,7 @@ from reprise.tensors import LiveTensor
 from trainer.commands.arguments import any_path, local_path
 from trainer.commands.frame import FINE, framed
 from trainer.config.checkpoint import CheckpointSection
-from trainer.config.checks import validate, with_micro_batch
+from trainer.config.checks import validate
 from trainer.config.compose import compose
 from trainer.config.load_saved import find_saved
 from trainer.config.optimizer import OptimizerName
@@ -121,8 +121,7 @@ def _config(path: Path, options: argparse.Namespace, world_size: int) -> Config:
         raise ConfigError(
             "The checkpoint's run has no validation data", where=saved.path, fix="Pass token files with --data."
         )
-    validate(config, world_size)
-    config = with_micro_batch(config, world_size)
+    config = validate(config, world_size)
     frozen = [] if config.model.is_adapted else ["*"]  # frozen parameters have no moments
     optimizer = replace(config.optimizer, name=OptimizerName.adamw)
     return replace(config, train=replace(config.train, freeze=frozen), optimizer=optimizer)

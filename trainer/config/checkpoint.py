@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
+from pathlib import Path
 
 from trainer.config.dtype import Dtype
 
@@ -228,6 +229,12 @@ class CheckpointSection(
     """
 
     local: LocalSection = field(default_factory=LocalSection)
+
+    @property
+    def folder(self) -> Path | None:
+        """Return the folder for a run's saves, the shared folder if there are two. None if it saves nothing."""
+        folder = self.save if self.save is not None else self.local.dir
+        return None if folder is None else Path(folder)
 
     @property
     def loads_weights_alone(self) -> bool:

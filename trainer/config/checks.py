@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 
 from models.adapters import adapter_problems
 from models.families import problems as model_problems
 from reprise.errors import ConfigError, count_of
 from trainer.config.checkpoint import checkpoint_problems
-from trainer.config.derived import batch_schedule_of, length_of, share_of, topology_of
 from trainer.config.frozen import freeze_problems
 from trainer.config.logging import logging_problems
 from trainer.config.optimizer import OptimizerName, optimizer_problems
@@ -19,44 +19,44 @@ from trainer.config.parallel import PARALLEL_SIZES, ParallelSection
 from trainer.config.schema import Config
 from trainer.config.train import AUTO, OnSpike, TrainSection, train_problems
 from trainer.config.values import path_problems, range_problems, value_problems
-from trainer.data.position_map import parse_ranges
 from trainer.data.section import TOKEN_KINDS
 from trainer.data.section import problems as data_problems
 from trainer.parallel.lanes import count_problems
 from trainer.parallel.topology import Topology
+from trainer.schedules.batch_size import BatchSchedule
 from trainer.schedules.lr import problems as schedule_problems
 
 _MOST_TRIED = 1 << 16  # micro-batch sizes
 
 
-def validate(config: Config, world_size: int) -> None:
-    """Refuse a configuration that cannot run on `world_size` ranks, before anything is built.
+def validate(config: Config, world_size: int) -> Config:
+    """Return a configuration with a number for `train.micro_batch_size=auto`, before anything is built.
 
     Raises:
-        ConfigError: The configuration cannot run. The message lists every problem with its key.
+        ConfigError: The configuration cannot run on `world_size` ranks. The message lists every problem with its key.
     """
     enough = max(world_size, _model_ranks(config.parallel))  # the other problems are those on enough ranks
     config = with_micro_batch(config, enough)
-    problems = [*value_problems(config), *_size_type_problems(config.train)] or [  # comparisons with NaN are false
+    problems = [*_size_type_problems(config.train), *value_problems(config)] or [  # comparisons with NaN are false
         *range_problems(config),
         *path_problems(config),
         *(model_problems(config.model) or _trained_problems(config)),
         *data_problems(config.data),
         *train_problems(config.train),
+        *optimizer_problems(config.optimizer),
+        *checkpoint_problems(config.checkpoint),
+        *logging_problems(config.logging),
         *_data_needs(config),
         *_length_problems(config),
-        *_skip_problems(config.train),
         *_rank_problems(config.parallel, world_size),
         *_parallel_problems(config, enough),
         *batch_problems(config, enough, _first_known_position(config)),
-        *optimizer_problems(config.optimizer),
-        *checkpoint_problems(config.checkpoint),
         *_save_needs(config),
-        *logging_problems(config.logging),
     ]
     if problems:
         lines = "\n".join(f"  {problem}" for problem in problems)
         raise ConfigError(f"The configuration cannot run:\n{lines}\nNothing was started")
+    return config
 
 
 def with_micro_batch(config: Config, world_size: int) -> Config:
@@ -68,11 +68,13 @@ def with_micro_batch(config: Config, world_size: int) -> Config:
     def with_size(size: int) -> Config:
         return replace(config, train=replace(train, micro_batch_size=size))
 
-    def most_samples(size: int) -> int:
-        return size * math.ceil(share_of(with_size(size), world_size, train.global_batch_size))
-
     if not _has_shares(config, world_size):
         return with_size(1)
+    dp = config.parallel.topology(world_size).dp
+
+    def most_samples(size: int) -> int:
+        return size * math.ceil(train.global_batch_size / (size * dp))
+
     most = min(train.max_micro_batch_size, train.global_batch_size, _MOST_TRIED)
     sizes = [size for size in range(1, most + 1) if train.global_batch_size % size == 0]
     first = _first_known_position(config)
@@ -121,12 +123,8 @@ def _data_needs(config: Config) -> Iterator[str]:
 def _length_problems(config: Config) -> Iterator[str]:
     """List problems with the run's length in samples or, if there are none, with its learning-rate schedule."""
     train = config.train
-    if train.global_batch_size < 1:  # reported by `range_problems`; no length exists
-        return
-    try:
-        sizes = batch_schedule_of(train)
-    except ValueError as error:
-        yield f"train.batch_schedule={train.batch_schedule}: {error}"
+    sizes = _known_sizes(train)
+    if train.global_batch_size < 1 or sizes is None:  # no length exists
         return
     if sizes.last != train.global_batch_size:
         yield (
@@ -142,14 +140,14 @@ def _length_problems(config: Config) -> Iterator[str]:
         yield (
             f"train.train_samples={train.train_samples}: must be at least the {sizes.at(0)} samples of one iteration"
         )
-    yield from schedule_problems(config.schedule, length_of(train), config.optimizer.lr)
+    yield from schedule_problems(config.schedule, train.length, config.optimizer.lr)
 
 
-def _skip_problems(train: TrainSection) -> Iterator[str]:
-    try:
-        parse_ranges(train.skip_samples)
-    except ValueError as error:
-        yield f"train.skip_samples: {error}"
+def _known_sizes(train: TrainSection) -> BatchSchedule | None:
+    """Return the global batch sizes. None for a malformed schedule, reported by `train_problems`."""
+    with suppress(ValueError):
+        return train.batch_sizes
+    return None
 
 
 def _model_ranks(parallel: ParallelSection) -> int:
@@ -235,15 +233,12 @@ def batch_problems(config: Config, world_size: int, consumed_samples: int) -> It
     train = config.train
     if train.micro_batch_size < 1 or not _has_shares(config, world_size):
         return
-    topology = topology_of(config, world_size)
+    topology = config.parallel.topology(world_size)
     if train.batch_schedule is None:
         yield from _batch_size_problems(config, topology, train.global_batch_size, "train.global_batch_size={}")
         return
-    try:
-        steps = batch_schedule_of(train).steps_from(consumed_samples)
-    except ValueError:  # reported by `_length_problems`
-        return
-    for first, size in steps:
+    sizes = _known_sizes(train)
+    for first, size in () if sizes is None else sizes.steps_from(consumed_samples):
         yield from _batch_size_problems(config, topology, size, f"train.batch_schedule={first}:{{}}")
 
 

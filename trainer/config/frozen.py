@@ -26,9 +26,11 @@ def freeze_problems(model: ModelConfig, patterns: Sequence[str]) -> Iterator[str
             reason = f"model.lora.rank={model.lora.rank} freezes everything except the adapters; omit the key"
             yield f"train.freeze={list(patterns)}: {reason}"
         return
-    stored = stored_tensors(model)
+    names, frozen = list(stored_tensors(model)), set[str]()
     for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in stored):
-            yield f"train.freeze: {pattern!r} matches no parameter; a valid name is {next(iter(stored))}"
-    if len(frozen_names(model, patterns)) == len(stored):
+        matching = [name for name in names if fnmatchcase(name, pattern)]
+        if not matching:
+            yield f"train.freeze: {pattern!r} matches no parameter; a valid name is {names[0]}"
+        frozen.update(matching)
+    if len(frozen) == len(names):
         yield "train.freeze: matches every parameter, so nothing would be trained"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from trainer.parallel.topology import Topology
+
 
 @dataclass
 class ParallelSection:
@@ -32,6 +34,16 @@ class ParallelSection:
     replicate: int = 1
     invariant_ranks: int = 0
     invariant_tensor_ranks: int = 0
+
+    def topology(self, world_size: int) -> Topology:
+        """Return the topology for `world_size` ranks, a multiple of the model-parallel sizes."""
+        pp, tp = self.pipeline_model_parallel_size, self.tensor_model_parallel_size
+        vpp, replicate = self.num_virtual_stages_per_pipeline_rank, self.replicate
+        return Topology(pp, world_size // (pp * tp), tp, vpp=vpp, sp=self.sequence_parallel, replicate=replicate)
+
+    def reduces_lanes_over_ranks(self, topology: Topology) -> bool:
+        """Return whether every lane is reduced over ranks, as with ZeRO stages 2 and 3 outside a pipeline."""
+        return self.zero_stage >= 2 and topology.dp > 1 and topology.pp == 1
 
 
 # Keys that count ranks, or stages per rank.

@@ -16,9 +16,7 @@ from typing import Any
 from models.config import ModelConfig
 from reprise.errors import CheckpointError, MismatchError
 from trainer.config.checkpoint import FinetuneKeys, LoadKeys, ResumeKeys
-from trainer.config.derived import length_of
 from trainer.config.schema import Config, key_types
-from trainer.schedules.lr import resolve
 
 Json = dict[str, Any]
 
@@ -82,7 +80,7 @@ def saved_config(config: Config) -> Json:
     `schedule.lr_decay_iters`, or `lr_decay_samples` and `lr_warmup_samples`, have their resolved values, so a run with
     another length or other batches keeps the schedule.
     """
-    schedule = resolve(config.schedule, length_of(config.train), config.optimizer.lr)
+    schedule = config.learning_rates
     resolved = replace(config.schedule)
     if schedule.is_in_samples:
         resolved.lr_warmup_samples, resolved.lr_decay_samples = schedule.warmup, schedule.decay

@@ -13,13 +13,15 @@ from typing import Any, get_args, get_type_hints
 
 from models.config import ModelConfig
 from trainer.config.checkpoint import CheckpointSection
+from trainer.config.frozen import frozen_names
 from trainer.config.logging import LoggingSection
 from trainer.config.optimizer import OptimizerSection
 from trainer.config.parallel import ParallelSection
 from trainer.config.run import RunSection
 from trainer.config.train import TrainSection
 from trainer.data.section import DataSection
-from trainer.schedules.lr import ScheduleSection
+from trainer.parallel.lanes import Lanes
+from trainer.schedules.lr import Schedule, ScheduleSection, resolve
 
 
 @dataclass
@@ -36,6 +38,22 @@ class Config:
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
     logging: LoggingSection = field(default_factory=LoggingSection)
     experiment: str | None = None
+
+    @property
+    def frozen(self) -> frozenset[str]:
+        """Return the stored names of the frozen parameters: those in `train.freeze`, or a base."""
+        return frozen_names(self.model, self.train.freeze)
+
+    @property
+    def lanes(self) -> Lanes | None:
+        """Return an iteration's lanes, or None if bits may depend on the rank count."""
+        train, count = self.train, self.parallel.invariant_ranks
+        return Lanes(count, train.global_batch_size // train.micro_batch_size) if count else None
+
+    @property
+    def learning_rates(self) -> Schedule:
+        """Return the learning-rate schedule, with all defaults filled in."""
+        return resolve(self.schedule, self.train.length, self.optimizer.lr)
 
 
 @cache

@@ -8,10 +8,13 @@ from enum import Enum
 from typing import TYPE_CHECKING, TypeAlias
 
 from trainer.config.dtype import Dtype
+from trainer.data.position_map import PositionMap, parse_ranges
 from trainer.parallel.topology import ACCELERATORS
+from trainer.schedules.batch_size import BatchSchedule, parse_batch_schedule
+from trainer.schedules.lr import RunLength
 
 AUTO = "auto"
-# `checks.with_micro_batch` replaces this text by a number before other code reads it.
+# `checks.validate` replaces this text by a number before other code reads it.
 if TYPE_CHECKING:
     _SizeOrAuto: TypeAlias = int
 else:
@@ -112,6 +115,26 @@ class TrainSection:
     dry_run: bool = False
     dry_run_ranks: int = 1
 
+    @property
+    def batch_sizes(self) -> BatchSchedule:
+        """Return a run's global batch sizes. Raises ValueError for a malformed `batch_schedule`."""
+        if self.batch_schedule is None:
+            return BatchSchedule(((0, self.global_batch_size),))
+        return parse_batch_schedule(self.batch_schedule)
+
+    @property
+    def length(self) -> RunLength:
+        """Return a run's length, counted from its first sample."""
+        sizes = self.batch_sizes
+        if self.train_samples is None:
+            return RunLength(self.train_iters, sizes.consumed_after(self.train_iters), False, sizes.last)
+        return RunLength(sizes.iterations(0, self.train_samples), self.train_samples, True, sizes.last)
+
+    @property
+    def position_map(self) -> PositionMap:
+        """Return the positions of a run's samples, without the skipped ones. Raises ValueError for malformed ranges."""
+        return parse_ranges(self.skip_samples)
+
 
 def train_problems(train: TrainSection) -> Iterator[str]:
     """List keys with unknown values, or in conflict with other keys."""
@@ -120,3 +143,12 @@ def train_problems(train: TrainSection) -> Iterator[str]:
         yield f"train.device={train.device}: must be auto, cpu, {' or '.join(ACCELERATORS)}"
     if steps and not (len(steps) == 2 and 1 <= steps[0] <= steps[1]):
         yield f"train.profile_steps={steps}: must be empty, or a first and a last iteration as in [10,13]"
+    try:
+        parse_ranges(train.skip_samples)
+    except ValueError as error:
+        yield f"train.skip_samples: {error}"
+    try:
+        if train.batch_schedule is not None:
+            parse_batch_schedule(train.batch_schedule)
+    except ValueError as error:
+        yield f"train.batch_schedule={train.batch_schedule}: {error}"

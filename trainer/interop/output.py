@@ -17,13 +17,11 @@ from reprise.errors import ConfigError, MismatchError, count_of
 from reprise.format import STATE, WrittenPiece, build_layout
 from reprise.storage import FILE_SYSTEM, CheckpointFolder, Document, Json, dumps, exists, replace_file
 from trainer.config.checkpoint import CheckpointSection
-from trainer.config.derived import batch_schedule_of
-from trainer.config.frozen import frozen_names
 from trainer.config.optimizer import OptimizerName
 from trainer.config.parallel import ParallelSection
 from trainer.config.saved import RUN_CONFIG, flattened
 from trainer.config.schema import Config
-from trainer.config.train import TrainSection
+from trainer.config.train import TrainSection, train_problems
 from trainer.data.section import problems as data_problems
 from trainer.data.text import TOKENIZER, bytes_encoder, read_tokenizer, tokenizer_path
 from trainer.interop.finite import require_finite
@@ -75,7 +73,7 @@ def write_checkpoint(
     _check(config, source)
     config = replace(config, train=_trainable(config))
     documents = _documents(source, config, consumed_samples, stated)
-    frozen = frozen_names(config.model, config.train.freeze)
+    frozen = config.frozen
     specs = tuple(checkpoint_specs(config.model, config.optimizer if source.has_optimizer else None, frozen))
     layout = build_layout(specs, file_bytes=config.checkpoint.file_bytes)
 
@@ -120,10 +118,7 @@ def _check(config: Config, source: StateSource) -> None:
     }
     problems += [f"{name}={value}: must be at least 1" for name, value in values.items() if value < 1]
     problems += data_problems(config.data)
-    try:
-        batch_schedule_of(config.train)
-    except ValueError as error:
-        problems.append(f"train.batch_schedule={config.train.batch_schedule}: {error}")
+    problems += train_problems(config.train)
     if config.model.is_adapted and source.base is None:
         problems.append(f"model.lora.rank={config.model.lora.rank}: the source is a whole model; set it to 0")
     if problems:
@@ -181,7 +176,7 @@ def _documents(
     del batch["micro_batch_size"]  # no iteration has used it, so a run may choose its own
     samples = source.consumed_samples if consumed_samples is None else consumed_samples
     if samples is None:
-        samples = batch_schedule_of(train).consumed_after(source.iteration)
+        samples = train.batch_sizes.consumed_after(source.iteration)
     most = (2**63 - 1) // train.seq_length  # tokens are counted in int64
     if not 0 <= samples <= most:
         raise ConfigError("The consumed sample count is out of range", expected=f"0 to {most}", found=samples)

@@ -21,8 +21,6 @@ from reprise.format import TensorKind, build_layout
 from reprise.tensors import Grid, placed_box
 from reprise.torch_private import FakeStore
 from trainer.compare.text_table import format_table
-from trainer.config.derived import batch_schedule_of, lanes_of, reduces_lanes_over_ranks, topology_of
-from trainer.config.frozen import frozen_names
 from trainer.config.schema import Config
 from trainer.optim.adamw import stored_names
 from trainer.optim.table import state_tensors
@@ -65,7 +63,7 @@ def report(config: Config, world_size: int) -> str:
 
     Its figures are those of the first data-parallel rank: shards follow `torch.chunk`, so it holds the most.
     """
-    topology = topology_of(config, world_size)
+    topology = config.parallel.topology(world_size)
     rows = list(simulated_memory(config, topology))
     header = ("pp", "tp", "layers", "parameters", "state", "working", "activations", "memory")
     table = format_table([header, *(_cells(*row) for row in rows)], align=">><>>>>>")
@@ -99,7 +97,7 @@ def simulate(config: Config, topology: Topology) -> Iterator[Simulated]:
 def simulated_memory(config: Config, topology: Topology) -> Iterator[tuple[Simulated, int, RankMemory]]:
     """Yield each pipeline rank's stages, a tensor-parallel rank, and its memory on the first data-parallel rank."""
     train, itemsizes = config.train, Counter[str]()
-    frozen, averages = frozen_names(config.model, train.freeze), train.ema_decay > 0
+    frozen, averages = config.frozen, train.ema_decay > 0
     for tensor in state_tensors(config.optimizer, config.model, frozen, averages=averages):
         itemsizes[tensor.parameter] += tensor.dtype.itemsize if tensor.stored.shape else 0
     for simulated in simulate(config, topology):
@@ -140,7 +138,7 @@ def _working_bytes(
     """
     trained = [part for part in parameters if part.parameter.requires_grad]
     unsharded = sum(part.parameter.numel() for part in trained) // topology.tp
-    is_sharded, lanes = reduces_lanes_over_ranks(config, topology), lanes_of(config)
+    is_sharded, lanes = config.parallel.reduces_lanes_over_ranks(topology), config.lanes
     gradients = sum(part.size for part in trained) if is_sharded else unsharded
     if lanes is not None:
         gradients *= (lanes.count // topology.dp).bit_length()
@@ -171,14 +169,14 @@ def _activation_bytes(config: Config, parts: Sequence[Model], topology: Topology
     positions = train.micro_batch_size * train.seq_length * config.model.n_embd * scale
     cut = topology.tp if topology.sp else 1
     per_layer = 2 / cut if train.activation_checkpointing else 10 / cut + 24 / topology.tp
-    in_flight = min(topology.pp, max(batch_schedule_of(train).sizes) // (train.micro_batch_size * topology.dp))
+    in_flight = min(topology.pp, max(train.batch_sizes.sizes) // (train.micro_batch_size * topology.dp))
     layers = sum(len(part.stage.layers) for part in parts)
     logits = train.micro_batch_size * train.seq_length * config.model.padded_vocab_size * 4 // topology.tp
     return int(positions * per_layer * layers * in_flight) + (logits if parts[-1].stage.last else 0)
 
 
 def _headline(config: Config, topology: Topology) -> str:
-    frozen, averages = frozen_names(config.model, config.train.freeze), config.train.ema_decay > 0
+    frozen, averages = config.frozen, config.train.ema_decay > 0
     specs = list(checkpoint_specs(config.model, config.optimizer, frozen, averages=averages))
     weights = (spec for spec in specs if spec.kind is not TensorKind.OPTIMIZER and spec.name not in frozen)
     count, share = sum(prod(spec.shape) for spec in weights), ""

@@ -11,13 +11,12 @@ from models.config import ADDED, Activation, Family, LoraConfig, ModelConfig, Ro
 from models.families import problems
 from reprise.errors import CheckpointError
 from reprise.storage import Json, finite_number, integer
-from trainer.config.derived import batch_schedule_of
 from trainer.config.dtype import Dtype
 from trainer.config.frozen import frozen_names
 from trainer.config.optimizer import OptimizerSection
 from trainer.config.parallel import INVARIANT
 from trainer.config.schema import Config
-from trainer.data.position_map import SKIPPED, parse_ranges
+from trainer.data.position_map import SKIPPED
 from trainer.optim.table import OPTIMIZERS, optimizer_record, settings_record
 from trainer.parallel.topology import Topology
 from trainer.record.data_origin import reading_state
@@ -46,8 +45,8 @@ def describe(config: Config, *, schedule: Schedule, topology: Topology, data: Js
         data: The data's record.
     """
     train = config.train
-    frozen, sizes = frozen_names(config.model, train.freeze), batch_schedule_of(train)
-    skipped = parse_ranges(train.skip_samples).record()
+    frozen, sizes = config.frozen, train.batch_sizes
+    skipped = train.position_map.record()
     extras = {"ema_decay": train.ema_decay, SKIPPED: skipped, "freeze": list(train.freeze)}
     return {
         "model": model_record(config.model),

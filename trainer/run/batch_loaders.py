@@ -6,12 +6,10 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
-from trainer.config.derived import batch_schedule_of, micro_batches_of
 from trainer.config.schema import Config
 from trainer.data.batches import Samples
 from trainer.data.blend import Blend
 from trainer.data.loader import BatchLoader
-from trainer.data.position_map import parse_ranges
 from trainer.data.section import SampleCut
 from trainer.data.token_file import TokenFile
 from trainer.launch.process_group import Cluster
@@ -46,9 +44,9 @@ def build_loaders(
         return BatchLoader(source, size, train.micro_batch_size, numbers, cluster.device)
 
     training = replace(
-        loader(samples(*(source.files for source in data.train)), max(batch_schedule_of(train).sizes)),
+        loader(samples(*(source.files for source in data.train)), max(train.batch_sizes.sizes)),
         blend=_build_blend(data, cluster),
-        position_map=parse_ranges(train.skip_samples),
+        position_map=train.position_map,
     )
     if not train.eval_interval:
         return training, None
@@ -59,6 +57,18 @@ def build_loaders(
             f"data has {held_out.count}, which repeat in order"
         )
     return training, loader(held_out, train.global_batch_size)
+
+
+def micro_batches_of(config: Config, topology: Topology, dp_rank: int, global_batch_size: int) -> list[int]:
+    """Return a data-parallel rank's micro-batch numbers within an iteration, in the order it runs them.
+
+    A smaller iteration's numbers are a prefix.
+    """
+    lanes = config.lanes
+    if lanes is None:
+        return list(range(dp_rank, global_batch_size // config.train.micro_batch_size, topology.dp))
+    copies = topology.replicate if config.parallel.reduces_lanes_over_ranks(topology) else topology.dp
+    return lanes.micro_batches_of(dp_rank, topology.dp, blocks=copies)
 
 
 def _build_blend(data: RunData, cluster: Cluster) -> Blend:

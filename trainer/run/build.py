@@ -16,8 +16,6 @@ from reprise.loading import Restorer
 from reprise.ranks import single_rank_channel
 from reprise.storage import Json
 from trainer.config import saved
-from trainer.config.derived import batch_schedule_of, length_of, save_folder, topology_of
-from trainer.config.frozen import frozen_names
 from trainer.config.schema import Config
 from trainer.config.train import OnSpike
 from trainer.data.loader import BatchLoader
@@ -44,7 +42,7 @@ from trainer.run.run_data import RunData, open_data
 from trainer.run.state import TrainerState, build_part
 from trainer.saves.targets import Saves
 from trainer.schedules.batch_size import BatchSchedule
-from trainer.schedules.lr import Schedule, resolve
+from trainer.schedules.lr import Schedule
 from trainer.schedules.progress import Progress
 
 if TYPE_CHECKING:
@@ -71,6 +69,7 @@ class Run:
 
     config: Config
     cluster: Cluster
+    topology: Topology
     state: TrainerState
     schedule: Schedule
     train_data: BatchLoader
@@ -102,6 +101,10 @@ class Run:
             return train.train_iters
         return progress.iteration + self.batch_schedule.iterations(progress.consumed_samples, train.train_samples)
 
+    def share_of(self, size: int) -> float:
+        """Return the mean micro-batch count per data-parallel rank in an iteration with `size` samples."""
+        return size / (self.config.train.micro_batch_size * self.topology.dp)
+
 
 def build(
     config: Config,
@@ -118,22 +121,23 @@ def build(
         saves: The save targets.
         environment_keys: Dotted keys whose values come from environment variables. Checkpoints leave them out.
     """
-    topology = topology_of(config, cluster.world_size)
+    topology = config.parallel.topology(cluster.world_size)
     mesh = build_mesh(topology, cluster.device.type)
-    schedule, description = _described(config, cluster, inputs.data)
+    schedule, description = _described(config, cluster, topology, inputs.data)
     stages = build_models(config, cluster, topology=topology, mesh=mesh)
     state = build_state(config, stages, topology, topology.coordinate(cluster.rank).pp)
-    document = run_config(config, with_commit=cluster.rank == 0 and save_folder(config.checkpoint) is not None)
+    document = run_config(config, with_commit=cluster.rank == 0 and config.checkpoint.folder is not None)
     return Run(
         config=config,
         cluster=cluster,
+        topology=topology,
         state=state,
         schedule=schedule,
         train_data=inputs.train_data,
         description=description,
         saved_config=saved.without_keys(document, environment_keys),
         context=build_context(config, state, topology=topology, mesh=mesh, cluster=cluster),
-        batch_schedule=batch_schedule_of(config.train),
+        batch_schedule=config.train.batch_sizes,
         valid_data=inputs.valid_data,
         saves=saves,
         restorer=Restorer(cluster.channel, nonce=cluster.nonce),
@@ -154,16 +158,15 @@ def describe_alone(config: Config) -> tuple[Schedule, Json]:
     """
     device, threads = torch.device("cpu"), thread_count(config.train.threads)
     cluster = Cluster(0, 1, device, threads, single_rank_channel(), nonce="")
-    return _described(config, cluster, open_data(config, cluster))
+    return _described(config, cluster, config.parallel.topology(1), open_data(config, cluster))
 
 
-def _described(config: Config, cluster: Cluster, data: RunData) -> tuple[Schedule, Json]:
+def _described(config: Config, cluster: Cluster, topology: Topology, data: RunData) -> tuple[Schedule, Json]:
     """Return a run's schedule and record. Collective."""
-    schedule = resolve(config.schedule, length_of(config.train), config.optimizer.lr)
+    schedule = config.learning_rates
     environment = joint_environment(environment_record(config, cluster.device, cluster.threads), cluster)
-    topology, record = topology_of(config, cluster.world_size), data.record(config)
     return schedule, run_record.describe(
-        config, schedule=schedule, topology=topology, data=record, environment=environment
+        config, schedule=schedule, topology=topology, data=data.record(config), environment=environment
     )
 
 
@@ -176,7 +179,7 @@ def build_state(config: Config, stages: Sequence[Model], topology: Topology, pp:
         [build_part(config, stage, grid) for stage in stages],
         grid,
         optimizer=config.optimizer,
-        frozen=frozen_names(config.model, config.train.freeze),
+        frozen=config.frozen,
         averages=config.train.ema_decay > 0,
         other_end=ends.get(pp, 0) * topology.dp * topology.tp,
     )

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from trainer.config.derived import save_folder, topology_of
 from trainer.config.schema import Config
 from trainer.data.loader import BatchLoader
 from trainer.data.tokenizer_files import tokenizer_files
@@ -41,9 +40,9 @@ def open_inputs(config: Config, cluster: Cluster, *, is_evaluation: bool = False
         TrainerError: The data does not match the model, or a tokenizer cannot be read. Every rank raises.
     """
     data = open_data(config, cluster, is_evaluation=is_evaluation)
-    train, valid = build_loaders(config, cluster, topology_of(config, cluster.world_size), data)
+    train, valid = build_loaders(config, cluster, config.parallel.topology(cluster.world_size), data)
     with cluster.channel.agreed("tokenizer"):  # read once for all checkpoints
-        tokenizer = tokenizer_of(config) if cluster.rank == 0 and save_folder(config.checkpoint) is not None else {}
+        tokenizer = tokenizer_of(config) if cluster.rank == 0 and config.checkpoint.folder is not None else {}
     return RunInputs(data, train, valid, tokenizer)
 
 

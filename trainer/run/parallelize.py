@@ -18,8 +18,6 @@ from models.layers import token_loss
 from models.network import Model
 from reprise.format import cut
 from reprise.tensors import local_of, with_memory
-from trainer.config.derived import lanes_of, reduces_lanes_over_ranks
-from trainer.config.frozen import frozen_names
 from trainer.config.schema import Config
 from trainer.data.documents import window_form
 from trainer.launch.process_group import Cluster
@@ -74,7 +72,7 @@ def build_stage(config: Config, *, stage: Stage, topology: Topology, mesh: Devic
 
         tensor.shard(model, tensor_mesh, sequence_parallel=topology.sp)
         model.tie_weights()
-    _freeze(model, frozen_names(config.model, config.train.freeze))
+    _freeze(model, config.frozen)
     if config.model.is_adapted:
         from trainer.parallel.adapters import add_adapters
 
@@ -86,7 +84,7 @@ def build_stage(config: Config, *, stage: Stage, topology: Topology, mesh: Devic
     if mesh is not None and topology.dp > 1:
         block_dtype, rest_dtype = gathered_dtypes(config, topology)
         # Lanes add over copies in their own tree.
-        shares_mean = topology.replicate > 1 and lanes_of(config) is None
+        shares_mean = topology.replicate > 1 and config.lanes is None
         data_mesh = mesh["replicate", "dp"] if shares_mean else mesh["dp"]
         zero_stage = config.parallel.zero_stage
         data.shard(model, blocks, data_mesh, zero_stage=zero_stage, compute_dtype=block_dtype, rest_dtype=rest_dtype)
@@ -149,7 +147,7 @@ def build_context(
     embedding_group = pipeline.embedding_group(mesh) if mesh is not None and has_tied_ends else None
     return ParallelContext(
         reduction=_build_reduction(config, state, topology, mesh, embedding_group),
-        lanes=lanes_of(config),
+        lanes=config.lanes,
         loss=loss,
         loss_context=loss_context,
         pipeline=None if mesh is None or topology.pp == 1 else _build_pipeline(config, state, topology, mesh, loss),
@@ -169,13 +167,13 @@ def _build_reduction(
     dp_mesh = mesh["dp"] if mesh is not None and topology.dp > 1 else None
     copies = mesh.get_group("replicate") if mesh is not None and topology.replicate > 1 else None
     models, zero_stage = [part.model for part in state.parts], config.parallel.zero_stage
-    lanes = lanes_of(config)
+    lanes = config.lanes
     if lanes is None:
         is_tensor_parallel = topology.tp > 1
         parameters = list(state.parameters())
         has_copies = copies is not None
         return MeanReduction(models, parameters, zero_stage, dp_mesh, is_tensor_parallel, embedding_group, has_copies)
-    if reduces_lanes_over_ranks(config, topology):
+    if config.parallel.reduces_lanes_over_ranks(topology):
         return ShardedLanes(models[0], list(state.parameters()), lanes, copies)
     return LocalLanes(
         models, lanes, zero_stage=zero_stage, data=dp_mesh, copies=copies, embedding_group=embedding_group
@@ -219,7 +217,7 @@ def _build_pipeline(
         hidden=activation(size, length // (topology.tp if topology.sp else 1), config.model.n_embd),
         logits=logits,
         loss=loss,
-        takes_mean=lanes_of(config) is None,
+        takes_mean=config.lanes is None,
         form=window_form(config.data),
     )
 

@@ -25,7 +25,6 @@ from reprise.tensors import (
     memory_marks,
     zeros_like_files,
 )
-from trainer.config.frozen import frozen_names
 from trainer.config.optimizer import OptimizerSection
 from trainer.config.schema import Config
 from trainer.optim.adamw import stored_names
@@ -125,7 +124,7 @@ def build_part(config: Config, model: Model, grid: Grid) -> ModelPart:
         grid: The ranks with the stage.
     """
     train, section, averages = config.train, config.optimizer, config.train.ema_decay > 0
-    frozen = frozen_names(config.model, train.freeze)
+    frozen = config.frozen
     specs = tuple(checkpoint_specs(config.model, section, frozen, averages=averages))
     layout = build_layout(specs, file_bytes=config.checkpoint.file_bytes)
     parameters = {name: parameter for parameter, name in stored_names(model).items()}

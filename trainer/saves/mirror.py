@@ -8,7 +8,6 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 from trainer.config.checkpoint import CheckpointSection
-from trainer.config.derived import save_folder
 from trainer.launch.process_group import Cluster
 
 if TYPE_CHECKING:
@@ -47,7 +46,7 @@ def mirrored(
     """
     from reprise.stores import Mirror
 
-    folder, rule = save_folder(section), rule_of(section)
+    folder, rule = section.folder, rule_of(section)
     assert folder is not None
     assert rule is not None
     mirrors: tuple[Mirror, ...] = ()

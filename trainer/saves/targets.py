@@ -22,7 +22,6 @@ from reprise.storage import FILE_SYSTEM, WEIGHTS, CheckpointFolder, Document, is
 from reprise.stores import is_stored, location
 from trainer.config import terms
 from trainer.config.checkpoint import CheckpointSection
-from trainer.config.derived import save_folder
 from trainer.config.schema import Config
 from trainer.launch.process_group import Cluster
 from trainer.run.state import TrainerState
@@ -297,7 +296,7 @@ def named_iteration(section: CheckpointSection) -> int | None:
 
     The same command, repeated, needs this iteration again.
     """
-    folder = save_folder(section)
+    folder = section.folder
     if folder is None or section.load == "none" or section.finetune:
         return None
     if section.load == "auto":

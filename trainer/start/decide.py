@@ -17,7 +17,6 @@ from reprise.stores import files_of, is_stored, location
 from trainer.config import terms
 from trainer.config.checkpoint import CheckpointSection
 from trainer.config.checks import batch_problems
-from trainer.config.derived import save_folder
 from trainer.config.overrides import text_value
 from trainer.config.schema import Config
 from trainer.launch.process_group import Cluster
@@ -145,7 +144,7 @@ def _find(config: Config, saves: Saves, journal: Journal, launch: Launch) -> Jso
         named = location(section.load)
         if not is_stored(named):  # a run with its own checkpoints continues while the store is unreachable
             named = LoadSource.named(named).path
-        folder = save_folder(section)
+        folder = section.folder
         is_inside = folder is not None and folder.resolve() in (named.resolve(), *named.resolve().parents)
     committed, source = _committed(section, saves, journal), {}
     origin, line = choose(journal, committed, config, is_inside=is_inside, is_restarted=is_restarted)
@@ -157,7 +156,7 @@ def _find(config: Config, saves: Saves, journal: Journal, launch: Launch) -> Jso
     if line:
         _log.log(logging.INFO if is_own else logging.WARNING, line)
     if is_own:
-        source = {"kind": "checkpoint", "path": str(save_folder(section))}
+        source = {"kind": "checkpoint", "path": str(section.folder)}
     elif origin is Origin.named:
         source = named_source(location(section.load), with_weights=not config.model.is_adapted)
     return {"origin": origin.name, "source": source, "is_inside": is_inside}
@@ -257,7 +256,7 @@ def _refuse_mirror(section: CheckpointSection) -> None:
         raise CheckpointError(
             "The mirror has checkpoints, but this run has none to continue from",
             where=path,
-            expected=f"a checkpoint in {save_folder(section)}, or an empty mirror",
+            expected=f"a checkpoint in {section.folder}, or an empty mirror",
             found=f"iteration {max(committed)} in the mirror",
             fix="Set another checkpoint.mirror: each run needs its own URL. To continue from these checkpoints, also "
             f"set checkpoint.load={section.mirror}.",

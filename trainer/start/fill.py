@@ -15,7 +15,7 @@ from reprise.storage import integer
 from trainer.config.checkpoint import CheckpointSection
 from trainer.config.load_saved import config_document
 from trainer.config.saved import flattened
-from trainer.data.position_map import SKIPPED, PositionMap, parse_ranges, resume_map
+from trainer.data.position_map import SKIPPED, PositionMap, resume_map
 from trainer.metrics.spikes import SPIKES
 from trainer.optim.average import begin_average
 from trainer.record import resume_rules, run_record
@@ -90,7 +90,7 @@ def _resume_data(run: Run, checkpoint: Checkpoint) -> None:
     samples.
     """
     state, progress, description = checkpoint.state, run.state.progress, run.description
-    requested = parse_ranges(run.config.train.skip_samples)
+    requested = run.config.train.position_map
     if SKIPPED in state or requested.gaps:
         with reading_state("sample map", checkpoint.path):
             saved, count = PositionMap.from_record(state.get(SKIPPED, [])), integer(state["consumed_samples"])

@@ -18,7 +18,6 @@ from reprise.errors import CheckpointError, MismatchError
 from reprise.format import FRESH, Branch, Journal, Lineage, Parent, newest_lineage, saved_lineage
 from reprise.loading import Checkpoint
 from reprise.storage import CheckpointFolder, Json
-from trainer.config.derived import save_folder
 from trainer.config.load_saved import readable
 from trainer.config.schema import Config
 from trainer.config.terms import LOCAL
@@ -148,7 +147,7 @@ def note_start(
         TrainerError: The start cannot be recorded. Every rank raises.
     """
     channel, folders, folder = run.cluster.channel, run.saves.host_folders, Path(run.config.run.dir)
-    if save_folder(run.config.checkpoint) is None:
+    if run.config.checkpoint.folder is None:
         return None
 
     def note() -> Json:

@@ -21,7 +21,6 @@ from models.network import Model
 from reprise.format import TensorKind
 from reprise.storage import Json
 from reprise.tensors import LiveTensor, local_of, memory_of
-from trainer.config.derived import topology_of
 from trainer.optim.adamw import stored_names
 from trainer.parallel.context import ParallelContext
 from trainer.parallel.pipeline import Loss
@@ -45,8 +44,8 @@ def record_steps(run: Run, folder: Path, header: Json, *, begin: int, last: int,
         begin, last: The first and last recorded iteration.
         values: Keys of places whose values are stored. Empty stores all values while space is left.
     """
-    cluster, topology = run.cluster, topology_of(run.config, run.cluster.world_size)
-    place = topology.coordinate(cluster.rank)
+    cluster = run.cluster
+    place = run.topology.coordinate(cluster.rank)
     header = {**header, "ranks": cluster.world_size, "stage": place.pp, "tensor_rank": place.tp}
     folder.mkdir(parents=True, exist_ok=True)
     while run.state.progress.iteration < begin - 1:

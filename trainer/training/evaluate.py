@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 
 from reprise.tensors import free_gathered_parameters
-from trainer.config.derived import share_of
 from trainer.optim import exact_sum
 from trainer.parallel.data import passes_of
 from trainer.run.build import Run
@@ -43,11 +42,11 @@ def evaluate(run: Run) -> float | None:
 
 def _losses(run: Run, micro_batches: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return the losses of this rank's micro-batches in a global batch, shaped as in training."""
-    context, config = run.context, run.config
+    context = run.context
     if context.pipeline is not None:
         return context.pipeline.evaluate(torch.cat(list(micro_batches)))
     model, count = run.state.parts[0].model, len(micro_batches)
-    passes = passes_of(model, count, share_of(config, run.cluster.world_size, config.train.global_batch_size))
+    passes = passes_of(model, count, run.share_of(run.config.train.global_batch_size))
     batches = (context.form.split(micro_batches[min(number, count - 1)]) for number in range(passes))
     losses = [context.loss(model(inputs.tokens, **inputs.keywords()), inputs.targets) for inputs in batches]
     return losses[:count]  # the last micro-batch fills other ranks' extra passes

@@ -14,7 +14,6 @@ from reprise.errors import CheckpointError, LockError, ReplicaError, TrainerErro
 from reprise.format import INTERIM, LINEAGE, STATE
 from reprise.saving import SaveReport, SaveResults
 from reprise.storage import Document
-from trainer.config.derived import save_folder, share_of
 from trainer.config.saved import RUN_CONFIG
 from trainer.config.train import OnNonfinite, OnSpike
 from trainer.launch.control import ControlFlags
@@ -100,7 +99,7 @@ def _save_at_end(run: Run, *, is_stopped: bool) -> None:
         results = target.saver.results
         if results.last_error is not None:
             raise results.last_error if results.failed_saves == 1 else _failed_saves(run, results)
-    folder = save_folder(run.config.checkpoint)
+    folder = run.config.checkpoint.folder
     if is_stopped and folder is not None:
         iteration = run.state.progress.iteration
         _log.info(f"the run is saved at iteration {iteration} in {folder}; the same command resumes it")
@@ -168,7 +167,7 @@ def iterate(run: Run) -> StepResult:
     state, settings = run.state, run.config.train
     progress = state.progress
     iteration, size = progress.iteration + 1, run.batch_schedule.at(progress.consumed_samples)
-    numbers, share = run.train_data.numbers_of(size), share_of(run.config, run.cluster.world_size, size)
+    numbers, share = run.train_data.numbers_of(size), run.share_of(size)
     run.cluster.activity.begin("the data", iteration)
     start = time.perf_counter()
     micro_batches = run.train_data.train_batch(progress.consumed_samples, settings.seed, size)
@@ -283,7 +282,7 @@ def _failed_saves(run: Run, results: SaveResults) -> TrainerError:
     section = run.config.checkpoint
     return CheckpointError(
         "The last saves of the run failed",
-        where=save_folder(section),
+        where=section.folder,
         found=f"{results.failed_saves} failed saves, the last: {str(results.last_error).rstrip('.')}",
         fix="Repair the file system and resume from the newest checkpoint. The limit (0: none) is "
         f"checkpoint.exit_on_save_failure={section.exit_on_save_failure}.",

@@ -10,14 +10,12 @@ from tests.messages import refused
 from trainer.config.checkpoint import Allowed, CheckpointSection
 from trainer.config.checks import validate, with_micro_batch
 from trainer.config.compose import compose
-from trainer.config.derived import length_of
 from trainer.config.dtype import Dtype
 from trainer.config.schema import Config
 from trainer.optim.table import no_decay_names
 from trainer.parallel.topology import Topology
 from trainer.record.resume_rules import RULES, rules_for
 from trainer.record.run_record import describe
-from trainer.schedules.lr import resolve
 
 
 def config() -> Config:
@@ -79,7 +77,7 @@ def test_auto_keeps_to_pipelines_lanes_and_schedules() -> None:
 def test_the_record_has_a_rule_for_every_field() -> None:
     found = config()
     found.train.dtype = Dtype.bfloat16
-    schedule = resolve(found.schedule, length_of(found.train), found.optimizer.lr)
+    schedule = found.learning_rates
     description = describe(
         found, schedule=schedule, topology=Topology(1, 2, 1), data={"fingerprint": "ab"}, environment={"threads": 1}
     )

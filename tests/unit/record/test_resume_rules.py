@@ -14,7 +14,6 @@ from reprise.storage import Json
 from tests.harness import TINY, compose
 from tests.messages import refused
 from trainer.config.checkpoint import Allowed
-from trainer.config.derived import length_of, topology_of
 from trainer.config.saved import flattened
 from trainer.config.schema import Config, key_types
 from trainer.record import resume_rules, run_record
@@ -30,7 +29,6 @@ from trainer.record.resume_rules import (
     settle,
 )
 from trainer.record.run_record import saved_progress
-from trainer.schedules.lr import resolve
 from trainer.schedules.progress import Progress
 
 CONFIG = compose(["model=gpt2_tiny", *TINY])
@@ -123,8 +121,8 @@ def configuration(*overrides: str) -> Config:
 def description(*overrides: str, ranks: int = 1, environment: Json = CPU) -> Json:
     """Return the record of a run of eight micro batches an iteration."""
     run = configuration(*overrides)
-    schedule = resolve(run.schedule, length_of(run.train), run.optimizer.lr)
-    topology = topology_of(run, ranks)
+    schedule = run.learning_rates
+    topology = run.parallel.topology(ranks)
     data = {"fingerprint": "ab", "valid_fingerprint": "cd"}
     return run_record.describe(run, schedule=schedule, topology=topology, data=data, environment=environment)
 

@@ -16,13 +16,12 @@ from reprise.storage import Json
 from tests.harness import TINY, compose
 from tests.messages import refused
 from tests.unit.model_samples import QWEN3
-from trainer.config.derived import length_of, topology_of
 from trainer.config.optimizer import OptimizerName, OptimizerSection
 from trainer.config.schema import Config
 from trainer.optim.build import build_optimizer
 from trainer.optim.table import settings_record
 from trainer.record import run_record
-from trainer.schedules.lr import DecayStyle, Schedule, resolve
+from trainer.schedules.lr import DecayStyle, Schedule
 
 MUON = OptimizerSection(name=OptimizerName.muon)
 
@@ -104,8 +103,8 @@ def test_a_setting_of_muon_of_another_type_is_refused(key: str, value: object) -
 
 
 def record_of(config: Config) -> object:
-    schedule = resolve(config.schedule, length_of(config.train), config.optimizer.lr)
-    topology = topology_of(config, 8)
+    schedule = config.learning_rates
+    topology = config.parallel.topology(8)
     return run_record.describe(config, schedule=schedule, topology=topology, data={}, environment={})
 
 

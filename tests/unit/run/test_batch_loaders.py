@@ -10,7 +10,6 @@ import pytest
 
 from reprise.ranks import single_rank_channel
 from tests.unit.start.test_decide import cluster_of, config_in
-from trainer.config.derived import topology_of
 from trainer.run.batch_loaders import build_loaders
 from trainer.run.run_data import open_data
 
@@ -31,6 +30,6 @@ def test_repeated_validation_samples_are_said(
     config = config_in(tmp_path / "run", *data, *train, f"train.eval_iters={batches}")
     with caplog.at_level(logging.WARNING):
         cluster = cluster_of(single_rank_channel())
-        build_loaders(config, cluster, topology_of(config, 1), open_data(config, cluster))
+        build_loaders(config, cluster, config.parallel.topology(1), open_data(config, cluster))
     (message,) = caplog.messages or [""]
     assert re.search(said, message) if said else message == ""

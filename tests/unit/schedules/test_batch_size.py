@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from tests.harness import TINY, compose
 from tests.messages import refused
-from trainer.config.derived import batch_schedule_of, micro_batches_of, topology_of
 from trainer.config.schema import Config
 from trainer.data.batches import Samples
 from trainer.data.loader import BatchLoader
+from trainer.run.batch_loaders import micro_batches_of
 from trainer.schedules.batch_size import BatchSchedule, parse_batch_schedule
 
 
@@ -77,9 +77,9 @@ def growing(pp: int) -> Config:
 @given(st.lists(st.sampled_from([1, 2, 3, 6]), min_size=12, max_size=12), st.sampled_from([1, 2]))
 def test_ranks_change_anywhere_and_every_sample_comes_once(ranks: list[int], pp: int) -> None:
     run = growing(pp)
-    schedule, found = batch_schedule_of(run.train), list[int]()
+    schedule, found = run.train.batch_sizes, list[int]()
     for dp in ranks:
-        topology, consumed = topology_of(run, dp * pp), len(found)
+        topology, consumed = run.parallel.topology(dp * pp), len(found)
         size = schedule.at(consumed)
         for rank in range(dp):
             numbers = micro_batches_of(run, topology, rank, max(schedule.sizes))
