@@ -15,8 +15,7 @@ from trainer.interop.source import refuse_adapters
 from trainer.record import resume_rules, run_record
 from trainer.record.resume_rules import differences, settle
 from trainer.run.build import Run
-from trainer.start.decide import found_patiently, named_source
-from trainer.start.source import Checkpoints, Part, TensorSource, Weights
+from trainer.start.source import Checkpoints, Part, TensorSource, Weights, found_patiently, named_source
 
 
 def load_base(run: Run) -> Json:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from functools import partial
 from pathlib import Path
 
 from reprise.errors import CheckpointError, MismatchError, count_of
-from reprise.format import ADAPTERS, FRESH, MANIFEST, Journal
+from reprise.format import FRESH, Journal
 from reprise.loading import LoadSource
-from reprise.storage import CheckpointFolder, Json, exists, failed_read, is_file, retry
+from reprise.storage import CheckpointFolder, Json
 from reprise.stores import files_of, is_stored, location
 from trainer.config import terms
 from trainer.config.checkpoint import CheckpointSection
@@ -23,7 +23,7 @@ from trainer.launch.process_group import Cluster
 from trainer.launch.relaunch import Launch
 from trainer.saves.targets import Saves
 from trainer.start.identity import began_anew, find_journal, saved_lineages
-from trainer.start.source import Checkpoints, InitialValues, TensorSource, Weights
+from trainer.start.source import Checkpoints, InitialValues, TensorSource, Weights, found_patiently, named_source
 
 _log = logging.getLogger(__name__)
 
@@ -80,48 +80,6 @@ def decide(config: Config, cluster: Cluster, saves: Saves) -> Start:
     require_batches(config, cluster.world_size, 0)
     weights: TensorSource = Weights(Path(choice["path"])) if choice else InitialValues()
     return Start(weights, section, journal, is_own=False, keeps_weights=False)
-
-
-def found_patiently(find: Callable[[], Json], key: str) -> Json:
-    """Return what `find` finds at the path named by `key`, trying again while a file system fails."""
-    try:
-        return retry(find)
-    except OSError as error:
-        raise failed_read("A path cannot be read", error, where=error.filename, fix=f"Correct {key}.") from error
-
-
-def named_source(path: Path, *, with_weights: bool = True) -> Json:
-    """Return the kind and path of the user's source. A run may be named by its folder.
-
-    Args:
-        with_weights: Whether another program's weights are allowed.
-
-    Raises:
-        MismatchError: It is a Megatron checkpoint, PEFT adapters, or weights where these are not allowed.
-    """
-    from trainer.interop.hf.config import is_folder
-    from trainer.interop.megatron.refuse import refuse_megatron
-
-    if is_stored(path):
-        return {"kind": "checkpoint", "path": str(LoadSource.named(path).path)}
-    refuse_megatron(path)
-    if is_file(path / ADAPTERS) and not exists(path / MANIFEST):
-        raise MismatchError(
-            "PEFT adapters alone can neither continue a run nor serve as a base",
-            where=path,
-            found=f"{ADAPTERS} without {MANIFEST}",
-            fix="Name the checkpoint of the run that trained them, or the weights that they were trained on.",
-        )
-    if not with_weights and (is_file(path) or is_folder(path)):
-        raise MismatchError(
-            "Adapters continue from a checkpoint of adapters",
-            where=path,
-            found="weights of another program",
-            fix="Set checkpoint.base to these weights, and checkpoint.load to a checkpoint or leave it out.",
-        )
-    if is_file(path) or is_folder(path):
-        return {"kind": "weights", "path": str(path)}
-    return {"kind": "checkpoint", "path": str(LoadSource.named(path).path)}
 
 
 def require_batches(config: Config, world_size: int, consumed_samples: int) -> None:

@@ -12,9 +12,11 @@ from typing import TypeAlias
 from models import families
 from models.adapters import adapter_initial_values
 from models.config import ModelConfig
-from reprise.format import TensorKind, TensorSpec
+from reprise.errors import MismatchError
+from reprise.format import ADAPTERS, MANIFEST, TensorKind, TensorSpec
 from reprise.loading import Checkpoint, LoadSource, Restored, check_tensors, read_places
-from reprise.storage import Json
+from reprise.storage import Json, exists, failed_read, is_file, retry
+from reprise.stores import is_stored
 from reprise.tensors import LiveTensor, torch_dtype
 from trainer.config.checkpoint import CheckpointSection
 from trainer.interop.source import has_averages
@@ -147,13 +149,56 @@ class Checkpoints:
 TensorSource: TypeAlias = InitialValues | Weights | Checkpoints
 
 
+def found_patiently(find: Callable[[], Json], key: str) -> Json:
+    """Return what `find` finds at the path named by `key`, trying again while a file system fails."""
+    try:
+        return retry(find)
+    except OSError as error:
+        raise failed_read("A path cannot be read", error, where=error.filename, fix=f"Correct {key}.") from error
+
+
+def named_source(path: Path, *, with_weights: bool = True) -> Json:
+    """Return the kind and path of the user's source. A run may be named by its folder.
+
+    Args:
+        with_weights: Whether another program's weights are allowed.
+
+    Raises:
+        MismatchError: It is a Megatron checkpoint, PEFT adapters, or weights where these are not allowed.
+    """
+    from trainer.interop.hf.config import is_folder
+    from trainer.interop.megatron.refuse import refuse_megatron
+
+    if is_stored(path):
+        return {"kind": "checkpoint", "path": str(LoadSource.named(path).path)}
+    refuse_megatron(path)
+    if is_file(path / ADAPTERS) and not exists(path / MANIFEST):
+        raise MismatchError(
+            "PEFT adapters alone can neither continue a run nor serve as a base",
+            where=path,
+            found=f"{ADAPTERS} without {MANIFEST}",
+            fix="Name the checkpoint of the run that trained them, or the weights that they were trained on.",
+        )
+    if not with_weights and (is_file(path) or is_folder(path)):
+        raise MismatchError(
+            "Adapters continue from a checkpoint of adapters",
+            where=path,
+            found="weights of another program",
+            fix="Set checkpoint.base to these weights, and checkpoint.load to a checkpoint or leave it out.",
+        )
+    if is_file(path) or is_folder(path):
+        return {"kind": "weights", "path": str(path)}
+    return {"kind": "checkpoint", "path": str(LoadSource.named(path).path)}
+
+
 def _stored_forms(run: Run, part: Part, checkpoint: Checkpoint) -> dict[str, TensorSpec]:
     """Return the form in which each tensor to load must be stored, by name."""
     state, path, model, section = checkpoint.state, checkpoint.path, part.model, part.section
     if not section.loads_weights_alone:  # without moments for parameters frozen when the checkpoint was saved
-        optimizer = replace(run.config.optimizer, moments_dtype=saved_moments(state, where=path))
+        moments, frozen = saved_moments(state, where=path), saved_frozen(state, model)
+        optimizer = replace(run.config.optimizer, moments_dtype=moments)
         averages = run.state.averages and has_averages(checkpoint)
-        specs = checkpoint_specs(model, optimizer, saved_frozen(state, model), averages=averages)
+        specs = checkpoint_specs(model, optimizer, frozen, averages=averages)
         return {spec.name: spec for spec in specs}
     if section.finetune and section.resize:
         saved = saved_model(state, where=path)
