@@ -90,6 +90,8 @@ class Samples:
             DataError: A file was truncated after it was opened, or cannot be read.
         """
         out = np.empty((ids.size, self.seq_length + 1), dtype=np.int64)
+        if self._cuts_documents:
+            out.fill(PADDED)
         for row, identity in zip(out, ids.tolist(), strict=True):
             number = bisect_right(self._bounds, identity) - 1
             sample, file, table = identity - self._bounds[number], self._files[number], self._tables[number]
@@ -98,7 +100,6 @@ class Samples:
                 start, end = table.locate(sample)
             stop = min(start + self.seq_length + 1, end)
             row[: stop - start] = file.read(start, stop)
-            row[stop - start :] = PADDED
             if self._marks is not None:
                 self._marks.mark(row[: stop - start], table, start)
         return out
