@@ -7,7 +7,7 @@ branch there: later saves on earlier branches are given up. Every checkpoint rec
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from reprise.errors import CheckpointError
@@ -87,11 +87,9 @@ class Lineage:
 
     def record(self) -> Json:
         """Return the JSON form."""
-        branches = [{"id": branch.id, "began_at": branch.began_at} for branch in self.branches]
-        parent = self.parent
         return {
-            "branches": branches,
-            **({"parent": {"run": parent.run, "iteration": parent.iteration}} if parent else {}),
+            "branches": list(map(asdict, self.branches)),
+            **({"parent": asdict(self.parent)} if self.parent else {}),
             **({"launch": list(self.launch)} if self.launch else {}),
         }
 
