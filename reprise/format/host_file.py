@@ -80,8 +80,8 @@ class HostFile:
     @property
     def parts(self) -> Parts:
         """Return the parts in this folder: those whose pieces all lie here are whole."""
-        whole = set(range(len(self.hosts))) - self.by_host(self.missing).keys()
-        return Parts(self.manifest, self.hosts, sorted(whole))
+        numbers = set(range(len(self.hosts))) - self.by_host(self.missing).keys()
+        return Parts(self.manifest, self.hosts, sorted(numbers))
 
     @property
     def is_whole(self) -> bool:

@@ -177,15 +177,15 @@ class Target:
         A block is read into live memory directly if all its bytes are adjacent there.
         """
         box = in_bytes(piece.box, self.place.spec.dtype.itemsize)
-        own = relative(self.box, box)
-        common = intersect(own, whole(box.shape))
+        memory_box = relative(self.box, box)
+        common = intersect(memory_box, whole(box.shape))
         packed = image(common, box.shape, 1)
         first, last = packed.start, packed.start + packed.extent
-        memory = self._adjacent(relative(common, own)) if packed.is_contiguous else None
+        memory = self._adjacent(relative(common, memory_box)) if packed.is_contiguous else None
         for block in blocks_in(self.place, number, piece, begin=first, end=last):
             is_direct = memory is not None and first <= block.lo and block.hi <= last
             into = memory[block.lo - first : block.hi - first] if memory is not None and is_direct else None
-            yield replace(block, into=into, move=partial(self.move, box.shape, own, block.lo))
+            yield replace(block, into=into, move=partial(self.move, box.shape, memory_box, block.lo))
 
     def _adjacent(self, part: Box) -> Bytes | None:
         """Return the memory of a part of `box` if the host can write to it and it is contiguous, otherwise None."""
@@ -194,20 +194,20 @@ class Target:
         array = self._array[part.slices]
         return array.reshape(-1) if array.flags.c_contiguous else None
 
-    def move(self, shape: tuple[int, ...], own: Box, lo: int, data: Bytes) -> int:
+    def move(self, shape: tuple[int, ...], memory_box: Box, lo: int, data: Bytes) -> int:
         """Copy this memory's bytes from `data`, and return their count.
 
         Args:
             shape: The shape of a piece's box, in bytes.
-            own: This memory's box, relative to the piece's.
+            memory_box: This memory's box, relative to the piece's.
             lo: Where `data` starts in the packed piece.
         """
         at = moved = 0
         for box in extent(shape, lo, lo + data.size):
-            part = intersect(box, own)
+            part = intersect(box, memory_box)
             if part.numel:
                 array = data[at : at + box.numel].reshape(box.shape)
-                self._put(relative(part, own).slices, array[relative(part, box).slices])
+                self._put(relative(part, memory_box).slices, array[relative(part, box).slices])
             at += box.numel
             moved += part.numel
         return moved

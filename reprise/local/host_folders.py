@@ -110,15 +110,15 @@ class HostFolders:
 
     def paths(self, iteration: int | None = None) -> list[Path]:
         """Return the checkpoints whole on all hosts together, newest first, or only the given one. Rank 0 only."""
-        whole: dict[int, Path] = {}
+        paths: dict[int, Path] = {}
         for candidate in self.candidates:
-            if iteration not in (None, candidate.iteration) or candidate.iteration in whole:
+            if iteration not in (None, candidate.iteration) or candidate.iteration in paths:
                 continue
             if candidate.problem:
                 _log.warning("local %s", candidate.problem)
             else:
-                whole[candidate.iteration] = self.folder.iteration(candidate.iteration)
-        return list(whole.values())
+                paths[candidate.iteration] = self.folder.iteration(candidate.iteration)
+        return list(paths.values())
 
     def describe_missing(self) -> str:
         """Describe what the newest local checkpoint lacks. Empty if there is no checkpoint. Rank 0 only."""
