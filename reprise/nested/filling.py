@@ -124,7 +124,7 @@ class Filling:
         """Replace the values, after this rank has filled its tensors. Calling it twice has the same effect.
 
         Raises:
-            MismatchError: An object refuses its state, or a module does not know an entry.
+            MismatchError: An object refuses its state.
         """
         tree = self._tree
         with own_modes():  # increases all version counters, for DTensors and tied tensors too
@@ -136,14 +136,6 @@ class Filling:
                 value, lambda leaf: self._tensors[leaf.name] if isinstance(leaf, TensorReference) else leaf, template
             )
             hand_over(pointer(keys), receiver.put, state)
-        unknown = [name for entries in tree.modules.values() for name in entries.load()]
-        if unknown and self._strict is True:
-            raise MismatchError(
-                "A module does not know entries of the checkpoint's state dict",
-                found=", ".join(unknown),
-                fix='Build it as it was when the checkpoint was saved, or pass strict="missing".',
-            )
-        self._unexpected |= dict.fromkeys(unknown)
 
     def result(self, *, is_first: bool) -> LoadedState:
         """Log the names missing on a side, and return the load's result.
@@ -202,7 +194,7 @@ class Filling:
         if isinstance(value, TensorReference) and value.name in self._live_names:
             self._unexpected[self._target(value.name)] = None  # unless a rank requests it: ties are one request
             return
-        where, receiver = pointer(keys), self._tree.receiver(keys, value)
+        where, receiver = pointer(keys), self._tree.receiver(keys)
         is_declined = RNG in self._tree.declined and keys[::2] == (PER_RANK, RNG)  # between them is the rank
         is_requested = is_requested or is_declined or (receiver is None and where in self._value_names)
         if receiver is not None and not (receiver.is_value and needs_template(value)):

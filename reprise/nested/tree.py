@@ -14,7 +14,7 @@ from torch import nn
 from reprise.errors import CheckpointError
 from reprise.nested.documents import Section
 from reprise.nested.folder_files import folder_files
-from reprise.nested.modules import ModuleEntries, Receiver, has_own_entries, refuse_flat_shards
+from reprise.nested.modules import Receiver, extra_states, refuse_flat_shards, refuse_own_entries
 from reprise.nested.optimizers import OptimizerState, is_optimizer_state, of_optimizer, of_state_dict
 from reprise.nested.pretrained import PretrainedForm, form_of
 from reprise.nested.random_state import RandomState
@@ -28,7 +28,7 @@ from reprise.nested.stored_names import (
     pointer,
     stored_name,
 )
-from reprise.nested.typed_values import DICTS, TensorReference, encode, has_text_keys, leaves, require_text_keys
+from reprise.nested.typed_values import DICTS, encode, has_text_keys, leaves, require_text_keys
 from reprise.storage.json_file import Json
 from reprise.tensors.file_form import StorableTensor, resolve
 from reprise.tensors.live import free_gathered_parameters, is_sharded, named_tensors, order_in_memory
@@ -62,7 +62,6 @@ class Tree:
         optimizers: The optimizers by their keys.
         objects: By keys, the objects with their own state.
         receivers: By keys, the receivers of a new value or state at the end of a load.
-        modules: By keys, the modules whose `state_dict()` may have further entries.
         files: Files for other programs, by name.
         form: The model in another library's form. The names of renamed tensors become aliases.
         declined: The `load` arguments explicitly passed as False or empty. A load leaves declined random state alone.
@@ -78,7 +77,6 @@ class Tree:
     optimizers: dict[Keys, OptimizerState] = field(default_factory=dict)
     objects: dict[Keys, Any] = field(default_factory=dict)
     receivers: dict[Keys, Receiver] = field(default_factory=dict)
-    modules: dict[Keys, ModuleEntries] = field(default_factory=dict)
     files: dict[str, bytes] = field(default_factory=dict)
     form: PretrainedForm = field(default_factory=PretrainedForm)
     declined: Collection[str] = ()
@@ -133,7 +131,7 @@ class Tree:
         elif is_stateful(value):
             self.objects[keys] = value
 
-    def receiver(self, keys: Keys, value: object) -> Receiver | None:
+    def receiver(self, keys: Keys) -> Receiver | None:
         """Return the receiver of a stored value, such as optimizer state that a load creates.
 
         Args:
@@ -143,11 +141,7 @@ class Tree:
             vacancy = self.optimizers[keys[:-3]].vacancy(*keys[-3:])
             if vacancy is not None:
                 return vacancy
-        receiver = self.receivers.get(keys)
-        if receiver is not None or (isinstance(value, TensorReference) and value.is_implied):
-            return receiver
-        entries = self.modules.get(keys[:-1])
-        return None if entries is None else entries.receiver(keys[-1])
+        return self.receivers.get(keys)
 
     def add_objects(self, files: Mapping[str, object] | None) -> None:
         """Add the objects: live tensors from modules and optimizers, and the state from all others.
@@ -163,14 +157,13 @@ class Tree:
         for keys, module in modules.items():
             refuse_flat_shards(keys, module)
             free_gathered_parameters(module)
+            refuse_own_entries(keys, module)
         for keys, member in self.objects.items():
             if isinstance(member, nn.Module):
                 for name, tensor in named_tensors(member):
                     self._add_tensor((*keys, name), tensor)
-                if any(map(has_own_entries, member.modules())):
-                    entries = self.modules[keys] = ModuleEntries(getattr(member, "_orig_mod", member), keys)
-                    for name, value in entries.current().items():
-                        self._add_receiver((*keys, name), entries.receiver(name, value))
+                for name, module in extra_states(member):
+                    self._add_receiver((*keys, name), Receiver(module.get_extra_state, module.set_extra_state))
             elif isinstance(member, torch.optim.Optimizer):
                 self._add_optimizer(keys, of_optimizer(keys, modules, member))
         for keys in sorted(self.objects):  # in the same order on all ranks, since objects may communicate

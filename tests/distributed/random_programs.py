@@ -253,7 +253,7 @@ class Program:
 def _shaped_as(kind: Callable[[random.Random], nn.Module], own: random.Random, shape: random.Random) -> nn.Module:
     """Return a module with numbers of its own, and choices of form from the case."""
     module, model = kind(own), kind(shape)
-    for name in ("form", "split", "held"):
+    for name in ("form", "split"):
         if hasattr(module, name):
             setattr(module, name, getattr(model, name))
     return module
@@ -434,7 +434,7 @@ def _load(case: Case, folder: Path) -> dict[str, Any]:
             load_state_dict(folder, given, **({"model": program.model} if "dicts" in case.way else {}))
             program.values = given["values"]
 
-    told = _answer(call, program.refusable & {"informs", "own_number"})  # what was saved can be loaded
+    told = _answer(call, program.refusable & {"own_number"})  # what was saved can be loaded
     if told["outcome"] != "done":
         return told
     found = _copied({**program.given(as_dicts=True), **(given if "dicts" in case.way else {})})
