@@ -6,7 +6,6 @@ listed here.
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING
 
 from reprise.lazy import importer
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
 
 NAMES = {
     "torch._utils": "_flatten_dense_tensors _unflatten_dense_tensors",
-    "torch.distributed._functional_collectives": "AsyncCollectiveTensor",
     "torch.distributed.distributed_c10d": "_get_default_store",
     "torch.distributed.fsdp._fully_shard._fsdp_api": "ReduceScatter",
     "torch.distributed.tensor._dtensor_spec": "DTensorSpec TensorMeta",
@@ -43,12 +41,6 @@ MEMBERS = {
     ),
     "torch.optim.Optimizer": "_optimizer_step_post_hooks _optimizer_step_pre_hooks",
 }
-
-
-def is_a(value: object, name: str) -> bool:
-    """Return whether a value is an instance of a private class, without importing its module."""
-    module = next(sys.modules.get(module) for module, names in NAMES.items() if name in names.split())
-    return module is not None and isinstance(value, getattr(module, name))
 
 
 if not TYPE_CHECKING:

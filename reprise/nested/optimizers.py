@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +55,7 @@ class OptimizerState:
 
     Args:
         keys: By parameter name, the parameter's key in `state`: a name, a number, or the parameter itself.
+        slots: The places of the groups' tensors and of each value in the state.
         state: The parameters' state, to which a load adds missing state.
         parameters: By name, the parameters whose missing state a load creates.
         kind: The optimizer's class. Empty for a state dict.
@@ -62,6 +63,7 @@ class OptimizerState:
 
     keys: Mapping[str, Any]
     groups: list[ParameterGroup]
+    slots: list[Slot]
     state: State
     parameters: Mapping[str, nn.Parameter]
     kind: str = ""
@@ -92,31 +94,27 @@ class OptimizerState:
                 found=f"key {strays[0]!r:.80}" if strays else None,
                 fix="Store the state under a parameter, or save it in `state`.",
             )
-        parameter_groups, defaults = [], {} if optimizer is None else optimizer.defaults
+        parameter_groups, slots, defaults = [], list[Slot](), {} if optimizer is None else optimizer.defaults
         for number, group in enumerate(groups):
             inner = (*keys, "param_groups", str(number))
             require_text_keys(group, inner)
+            tensors = [key for key, value in group.items() if isinstance(value, torch.Tensor)]
+            slots += [((*inner, key), group, key, None) for key in tensors]
             numbers = {
                 key: encode_number(value, (*inner, key))
                 for key, value in group.items()
-                if key not in ("params", "param_names") and not isinstance(value, torch.Tensor)
+                if key not in ("params", "param_names", *tensors)
             }
             usual = frozenset(key for key in numbers if repr(group[key]) == repr(defaults.get(key, _NOTHING)))
             parameter_groups.append(ParameterGroup([names[p] for p in group["params"]], numbers, group, usual))
         by_name = {name: parameter for parameter, name in parameters.items()}
+        for parameter, values in state.items():
+            inner, owner = (*keys, "state", names[parameter]), by_name.get(names[parameter])
+            require_text_keys(values, inner)
+            slots += [((*inner, key), values, key, owner) for key in values]
         kind = "" if optimizer is None else type(optimizer).__name__
-        return OptimizerState({name: key for key, name in names.items()}, parameter_groups, state, by_name, kind)
-
-    def slots(self, top: Keys) -> Iterator[Slot]:
-        """Yield the places of the groups' tensors and of each value in the state, below the keys `top`."""
-        names = {key: name for name, key in self.keys.items()}
-        for number, group in enumerate(self.groups):
-            tensors = [key for key, value in group.live.items() if isinstance(value, torch.Tensor)]
-            yield from (((*top, "param_groups", str(number), key), group.live, key, None) for key in tensors)
-        for parameter, values in self.state.items():
-            keys, owner = (*top, "state", names[parameter]), self.parameters.get(names[parameter])
-            require_text_keys(values, keys)
-            yield from (((*keys, key), values, key, owner) for key in values)
+        by_parameter = {name: key for key, name in names.items()}
+        return OptimizerState(by_parameter, parameter_groups, slots, state, by_name, kind)
 
     def vacancy(self, kind: str, name: str, key: str) -> Receiver | None:
         """Return the receiver of state that a load creates. None if a load does not create it.
@@ -203,15 +201,8 @@ def _refuse_extra_state(optimizer: torch.optim.Optimizer, parameters: Iterable[n
         )
 
 
-def is_optimizer_state(state_dict: Mapping[Any, Any]) -> bool:
-    """Return whether a dict is an optimizer's state dict."""
-    groups, state = state_dict.get("param_groups"), state_dict.get("state")
-    is_list = isinstance(groups, list) and all(isinstance(group, dict) and "params" in group for group in groups)
-    return is_list and isinstance(state, dict) and all(isinstance(values, dict) for values in state.values())
-
-
-def of_state_dict(keys: Keys, state_dict: dict[str, Any], model: nn.Module | None) -> OptimizerState:
-    """Return the state in an optimizer's state dict.
+def of_state_dict(keys: Keys, state_dict: Mapping[Any, Any], model: nn.Module | None) -> OptimizerState | None:
+    """Return the state in an optimizer's state dict. None for any other dict.
 
     Args:
         model: Names the parameters, which `optimizer.state_dict()` numbers.
@@ -219,14 +210,18 @@ def of_state_dict(keys: Keys, state_dict: dict[str, Any], model: nn.Module | Non
     Raises:
         CheckpointError: A number does not clearly identify a parameter; or see `OptimizerState.of`.
     """
-    groups, state = state_dict["param_groups"], state_dict["state"]
+    groups, state = state_dict.get("param_groups"), state_dict.get("state")
+    if not isinstance(groups, list) or not all(isinstance(group, dict) and "params" in group for group in groups):
+        return None
+    if not isinstance(state, dict) or not all(isinstance(values, dict) for values in state.values()):
+        return None
     numbers = [parameter for group in groups for parameter in group["params"]]
     is_named = all(isinstance(parameter, str) for parameter in numbers)
     parameters = {} if is_named or model is None else parameter_names(model)
     all_names = numbers if is_named else _names_of_numbers(keys, groups, numbers, parameters)
     names = dict(zip(numbers, all_names, strict=True))
     optimizer = OptimizerState.of(keys, names, groups, state, parameters)
-    for place, values, key, owner in optimizer.slots(keys):
+    for place, values, key, owner in optimizer.slots:
         value = values[key]
         if owner is not None and key in _SAME_SHAPE and isinstance(value, torch.Tensor) and value.shape != owner.shape:
             raise CheckpointError(

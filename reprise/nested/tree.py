@@ -15,7 +15,7 @@ from reprise.errors import CheckpointError
 from reprise.nested.documents import Section
 from reprise.nested.folder_files import folder_files
 from reprise.nested.modules import Receiver, extra_states, refuse_flat_shards, refuse_own_entries
-from reprise.nested.optimizers import OptimizerState, is_optimizer_state, of_optimizer, of_state_dict
+from reprise.nested.optimizers import OptimizerState, of_optimizer, of_state_dict
 from reprise.nested.pretrained import PretrainedForm, form_of
 from reprise.nested.random_state import RandomState
 from reprise.nested.save_arguments import require
@@ -95,11 +95,11 @@ class Tree:
                 have numbers and no names.
         """
         require_text_keys(members, keys)
-        members_of_state = ("state", "param_groups") if is_optimizer_state(members) else ()
-        if members_of_state:
-            self._add_optimizer(keys, of_state_dict(keys, members, self.model))
+        optimizer = of_state_dict(keys, members, self.model)
+        if optimizer is not None:
+            self._add_optimizer(keys, optimizer)
         for key, value in members.items():
-            if key not in members_of_state:
+            if optimizer is None or key not in ("state", "param_groups"):
                 self.add((*keys, key), value, (members, key))
 
     def add(self, keys: Keys, value: object, place: Place) -> None:
@@ -128,7 +128,7 @@ class Tree:
                 self.add((*keys, str(number)), member, (value, number))
         elif isinstance(value, torch.Tensor):
             self._add_tensor(keys, value)
-        elif is_stateful(value):
+        else:
             self.objects[keys] = value
 
     def receiver(self, keys: Keys) -> Receiver | None:
@@ -157,11 +157,11 @@ class Tree:
         for keys, module in modules.items():
             refuse_flat_shards(keys, module)
             free_gathered_parameters(module)
-            refuse_own_entries(keys, module)
         for keys, member in self.objects.items():
             if isinstance(member, nn.Module):
                 for name, tensor in named_tensors(member):
                     self._add_tensor((*keys, name), tensor)
+                refuse_own_entries(keys, member)
                 for name, module in extra_states(member):
                     self._add_receiver((*keys, name), Receiver(module.get_extra_state, module.set_extra_state))
             elif isinstance(member, torch.optim.Optimizer):
@@ -218,16 +218,13 @@ class Tree:
         """
         if self.is_load:
             self.receivers[keys] = receiver
-            return
-        tensors: dict[Keys, torch.Tensor] = {}
-        self.values[pointer(keys)] = encode(receiver.template(), keys, tensors)
-        for inner, tensor in tensors.items():
-            self._add_tensor(inner, tensor)
+        else:
+            self.values[pointer(keys)] = encode(receiver.template(), keys, self._add_tensor)
 
     def _add_optimizer(self, keys: Keys, optimizer: OptimizerState) -> None:
         """Add an optimizer's tensors, and its other state as single values."""
         self.optimizers[keys] = optimizer
-        for inner, container, key, owner in optimizer.slots(keys):
+        for inner, container, key, owner in optimizer.slots:
             if isinstance(container[key], torch.Tensor):
                 self._add_tensor(inner, container[key], owner)
             else:

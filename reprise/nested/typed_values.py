@@ -20,6 +20,8 @@ from reprise.errors import CheckpointError
 from reprise.nested.stored_names import Keys, pointer, stored_name
 from reprise.tensors.live import is_sharded
 
+AddTensor = Callable[[Keys, torch.Tensor], None]
+
 TAG = "$type"
 DICTS: dict[str, type[dict[Any, Any]]] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}
 
@@ -172,12 +174,12 @@ def needs_template(value: object) -> bool:
     return any(reference.is_sharded or reference.is_implied for reference in references(value))
 
 
-def encode(value: Any, keys: Keys, tensors: dict[Keys, torch.Tensor] | None = None, *, is_tagged: bool = False) -> Any:
+def encode(value: Any, keys: Keys, add: AddTensor | None = None, *, is_tagged: bool = False) -> Any:
     """Return a copy of a value as JSON, with references instead of tensors.
 
     Args:
         keys: The value's place, for messages.
-        tensors: Receives the tensors by the keys under which they are stored. None refuses tensors.
+        add: Adds a tensor under its keys. None refuses tensors.
         is_tagged: Whether a list or dict has a tag too. Its members have none.
 
     Raises:
@@ -195,24 +197,24 @@ def encode(value: Any, keys: Keys, tensors: dict[Keys, torch.Tensor] | None = No
         return value
     if kind in DICTS.values():
         places = {key: (*keys, key if type(key) is str and is_unicode(key) else repr(key)) for key in value}
-        members = {key: encode(value[key], place, tensors) for key, place in places.items()}
+        members = {key: encode(value[key], place, add) for key, place in places.items()}
         if kind is dict and not is_tagged and TAG not in value and has_text_keys(value):
             return members
         return {TAG: kind.__name__, "value": [[encode(key, places[key]), members[key]] for key in value]}
     if kind is list and not is_tagged:
-        return [encode(member, (*keys, str(number)), tensors) for number, member in enumerate(value)]
-    if isinstance(value, torch.Tensor) and tensors is not None:
-        tensors[keys] = value
-        return {TAG: "tensor.sharded" if is_sharded(value) else "tensor", "value": stored_name(keys)[1]}
+        return [encode(member, (*keys, str(number)), add) for number, member in enumerate(value)]
     if isinstance(value, (np.generic, np.ndarray)) and _is_plain(value):
         array = np.asarray(value)  # an empty np.str_ has more bytes than its dtype
         tag = "numpy.ndarray" if isinstance(value, np.ndarray) else "numpy.generic"
         content: Any = [array.dtype.str, list(array.shape), array.tobytes().hex()]
     elif kind in _FORMS:
         tag, content_of = _FORMS[kind]
-        content = encode(content_of(value), keys, tensors if kind in (list, tuple) else None)
-    else:
+        content = encode(content_of(value), keys, add if kind in (list, tuple) else None)
+    elif add is None or not isinstance(value, torch.Tensor):
         raise _refusal(value, keys)
+    else:
+        add(keys, value)
+        tag, content = "tensor.sharded" if is_sharded(value) else "tensor", stored_name(keys)[1]
     return {TAG: tag, "value": sorted(content, key=json.dumps) if kind in (set, frozenset) else content}
 
 

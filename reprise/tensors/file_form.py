@@ -25,9 +25,6 @@ from reprise.tensors.live import (
     with_memory,
 )
 from reprise.tensors.modes import overwrite
-from reprise.torch_private import is_a
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +73,8 @@ def resolve(
             whose shards on this rank are not a box together.
     """
     local = memory_holder(tensor)
-    if type(local) not in _PLAIN and is_a(local, "AsyncCollectiveTensor"):  # each save calls this for each tensor
-        local = local.trigger_wait()  # type: ignore[attr-defined]
+    if hasattr(local, "trigger_wait"):  # the result of a collective call that may still be running
+        local = local.trigger_wait()
         tensor = with_memory(tensor, local)
     require_plain(where, local)
     source, shape, box = local.detach(), tuple(tensor.shape), None
