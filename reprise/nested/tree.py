@@ -116,11 +116,13 @@ class Tree:
         is_by_leaf = isinstance(value, dict) and has_text_keys(value)
         is_by_leaf = is_by_leaf and (self.is_load or type(value) not in (OrderedDict, Counter))
         if is_single and not (is_by_leaf and value):
-            if self.is_load and isinstance(place[0], tuple):
-                where = pointer(keys)
+            current, where = {} if is_by_leaf else value, pointer(keys)  # an empty dict of any class is a plain one
+            if not self.is_load:
+                self.values[where] = encode(current, keys, self._add_tensor)
+            elif isinstance(place[0], tuple):
                 raise CheckpointError("A value in a tuple cannot be filled in place", where=where, fix="Pass a list.")
-            current = {} if is_by_leaf else value  # a save stores an empty dict of any class as a plain one
-            self._add_receiver(keys, Receiver(lambda: current, partial(_replace, *place), is_value=True))
+            else:
+                self.receivers[keys] = Receiver(lambda: current, partial(_replace, *place), is_value=True)
         elif isinstance(value, dict):
             self.add_dict(keys, value)
         elif isinstance(value, (list, tuple)):
