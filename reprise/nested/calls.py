@@ -171,7 +171,6 @@ def fill(
         saved = len(stored.members(PER_RANK))
         if tree.may_drop_random_state and saved != channel.world_size:
             tree.declined = (*tree.declined, RNG)
-            tree.receivers.pop((PER_RANK, str(channel.rank), RNG), None)
             requested = entries - {PER_RANK}
             if channel.coordinates:
                 ranks = f"saved on {count_of(saved, 'rank')}, loaded on {channel.world_size}"

@@ -93,13 +93,15 @@ class Filling:
             MismatchError: Lists the mismatched names and tensors.
         """
         places = self._places
-        values = [keys for keys, receiver in self._tree.receivers.items() if not receiver.is_open]
+        receivers = self._tree.receivers.items()
+        values = [keys for keys, receiver in receivers if keys[0] in self._entries and not receiver.is_open]
         self._missing = dict.fromkeys(map(pointer, (*self._take_groups(), *values)))
-        self._visit((), self._stored.root, is_requested=False)
         requested = {MODEL, OPTIMIZER[0], PER_RANK, *self._entries}
-        for key, value in self._stored.root.items() if self._tree.returns else ():
-            if key not in requested and not needs_template(value):
+        for key, value in self._stored.root.items():
+            if self._tree.returns and key not in requested and not needs_template(value):
                 self._take((key,), value, Receiver(dict, partial(self._returned.__setitem__, key)))
+            elif key != PER_RANK or key in self._entries:  # a load may skip random state
+                self._visit((key,), value, is_requested=False)
         replaced = {stored_name(keys)[1] for keys in self._taken}
         pairs = [(self._target(name), each) for name, each in self._own.items() if name not in replaced]
         self._missing = dict.fromkeys(name for name, _ in pairs if name not in places) | self._missing

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from reprise import AsyncSaver, load, save
+from reprise import AsyncSaver, load, save, save_state_dict
 from reprise.errors import CheckpointError, ConfigError, MismatchError
 from reprise.nested.random_state import RandomState
 from tests.messages import refused
@@ -48,6 +48,20 @@ def test_a_load_restores_every_generator(tmp_path: Path) -> None:
     seed(2)
     assert load(tmp_path, model, rng=True) == {"iteration": 1}
     assert [draws(), draws()] == expected
+
+
+def test_a_damaged_save_of_other_ranks_leaves_the_older_state(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    save(tmp_path, model, iteration=1, rng=True)
+    expected = draws()
+    own = {str(rank): {"rng": RandomState()} for rank in range(2)}
+    newer = save_state_dict(tmp_path, {"model": model.state_dict(), "per_rank": own}, iteration=2)
+    path = next(newer.glob("model*.safetensors"))
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    assert load(tmp_path, model, rng="if_same_ranks") == {"iteration": 1}
+    assert draws() == expected
 
 
 def test_a_slip_in_the_value_of_rng_is_refused(tmp_path: Path) -> None:
