@@ -37,14 +37,14 @@ class Receiver:
         return self.is_value and isinstance(current := self.template(), dict) and not current
 
 
-def hand_over(where: str, receive: Callable[..., Any], *state: object) -> Any:
-    """Return what an object answers to its state from the checkpoint.
+def hand_over(where: str, receive: Callable[[Any], object], state: object) -> None:
+    """Pass an object its state from the checkpoint.
 
     Raises:
         MismatchError: The object raised an error.
     """
     try:
-        return receive(*state)
+        receive(state)
     except Exception as error:
         raise MismatchError(
             "An object rejected its state from the checkpoint",
