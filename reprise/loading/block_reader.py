@@ -13,7 +13,7 @@ import numpy as np
 
 from reprise.format.manifest import BLOCK_BYTES
 from reprise.loading.blocks import PieceBlock
-from reprise.loading.reader import Bytes, Checkpoint, open_tensor_file
+from reprise.loading.reader import Bytes, Checkpoint, open_tensor_file, require_held
 from reprise.storage.worker import Worker
 
 MOST_THREADS = 4  # two threads on two cores read at memory copy speed; more were slower on a cold disk
@@ -85,6 +85,7 @@ class BlockReader:
             for name, blocks in itertools.groupby(self._take(numbers, thread), key=lambda block: block.place.file):
                 with open_tensor_file(self._checkpoint.files, self._checkpoint.path / name) as file:
                     for block in blocks:
+                        require_held(self._checkpoint, block.place, block.number)
                         data = buffer[: block.hi - block.lo] if block.into is None else block.into
                         block.read(file, data)
                         size = data.size if block.into is not None or block.move is None else block.move(data)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -12,11 +11,12 @@ import torch
 
 from reprise.errors import CheckpointError, MismatchError, first_of
 from reprise.format.box import Box, extent, image, in_bytes, intersect, relative, whole
+from reprise.format.host_file import union
 from reprise.format.layout import Place, TensorSpec
-from reprise.format.manifest import BLOCK_BYTES, WrittenPiece
+from reprise.format.manifest import BLOCK_BYTES
 from reprise.loading.block_reader import BlockReader, Progress, host_memory
 from reprise.loading.blocks import PieceBlock, blocks_in
-from reprise.loading.reader import Bytes, Checkpoint, not_held, read_places
+from reprise.loading.reader import Bytes, Checkpoint, read_places
 from reprise.tensors.live import LiveTensor
 from reprise.tensors.modes import overwrite, own_modes
 
@@ -78,7 +78,7 @@ def fill(checkpoint: Checkpoint, live: Sequence[LiveTensor], *, progress: Progre
     devices = {target.tensor.local.device for target in targets} - {torch.device("cpu")}
     for device in devices:  # reading threads do not copy on the caller's stream
         torch.accelerator.synchronize(device)
-    blocks = _blocks_of(checkpoint, targets)
+    blocks = _blocks_of(targets)
     reader = BlockReader(checkpoint, blocks, memory=_pinned_memory if devices else host_memory)
     if targets:
         reader.run(progress)
@@ -105,7 +105,7 @@ def verify_blocks(checkpoint: Checkpoint, live: Sequence[LiveTensor], progress: 
         MismatchError: See `fill`.
     """
     if targets := _targets_of(checkpoint, live):
-        blocks = (replace(block, into=None, move=None) for block in _blocks_of(checkpoint, targets))
+        blocks = (replace(block, into=None, move=None) for block in _blocks_of(targets))
         BlockReader(checkpoint, blocks).run(progress)
 
 
@@ -128,22 +128,14 @@ def touched_pieces(checkpoint: Checkpoint, live: Sequence[LiveTensor]) -> dict[s
     Raises:
         MismatchError: See `fill`.
     """
-    numbers = defaultdict[str, set[int]](set)
-    for target in _targets_of(checkpoint, live):
-        numbers[target.place.spec.name].update(number for number, _ in target.pieces())
-    return {name: tuple(sorted(members)) for name, members in numbers.items()}
+    targets = _targets_of(checkpoint, live)
+    return union({block.place.spec.name: (block.number,)} for block in _blocks_of(targets))
 
 
-def _blocks_of(checkpoint: Checkpoint, targets: Sequence[Target]) -> Iterator[PieceBlock]:
-    """Yield every block with a target's bytes, in file order: columns from several pieces alternate."""
+def _blocks_of(targets: Sequence[Target]) -> Iterator[PieceBlock]:
+    """Yield every block with a target's bytes, in file order."""
     for target in targets:
-        place, blocks = target.place, list[PieceBlock]()
-        present = checkpoint.held(place.spec.name)
-        for number, piece in target.pieces():
-            if number not in present:
-                raise not_held(checkpoint, place, number)
-            blocks += target.blocks_of(number, piece)
-        yield from sorted(blocks, key=lambda block: next(block.packed.boxes(block.lo, block.hi))[1])
+        yield from target.blocks()
 
 
 class Target:
@@ -151,7 +143,6 @@ class Target:
 
     Attributes:
         box: The tensor's box, in bytes, in the dimensions it was written in.
-        pieces: Yields the pieces overlapping it, each with its number.
 
     Raises:
         MismatchError: A sharded tensor was written in other dimensions.
@@ -161,31 +152,33 @@ class Target:
         self.tensor, self.place = tensor, place
         box, itemsize = _written_box(checkpoint, place.spec, tensor), place.spec.dtype.itemsize
         self.box = in_bytes(box, itemsize)
-        self.pieces = partial(checkpoint.manifest.tensors[place.spec.name].pieces_in, box, itemsize)
+        self._pieces = partial(checkpoint.manifest.tensors[place.spec.name].pieces_in, box, itemsize)
         self._staging: torch.Tensor | None = None
         local = tensor.local.detach()
-        if (
-            not local.is_contiguous() and tuple(local.shape) != box.shape
-        ):  # its strides may not be expressible in those dimensions
+        # Its strides may not be expressible in those dimensions.
+        if not local.is_contiguous() and tuple(local.shape) != box.shape:
             local = self._staging = torch.empty(box.shape, dtype=local.dtype, device="cpu")
         self._memory = _bytes_of(local, self.box.shape)
         self._array: Bytes | None = self._memory.numpy() if self._memory.device.type == "cpu" else None
 
-    def blocks_of(self, number: int, piece: WrittenPiece) -> Iterator[PieceBlock]:
-        """Yield a piece's blocks with bytes of this memory.
+    def blocks(self) -> list[PieceBlock]:
+        """Return the blocks with bytes of this memory in file order: columns from several pieces alternate.
 
         A block is read into live memory directly if all its bytes are adjacent there.
         """
-        box = in_bytes(piece.box, self.place.spec.dtype.itemsize)
-        memory_box = relative(self.box, box)
-        common = intersect(memory_box, whole(box.shape))
-        packed = image(common, box.shape, 1)
-        first, last = packed.start, packed.start + packed.extent
-        memory = self._adjacent(relative(common, memory_box)) if packed.is_contiguous else None
-        for block in blocks_in(self.place, number, piece, begin=first, end=last):
-            is_direct = memory is not None and first <= block.lo and block.hi <= last
-            into = memory[block.lo - first : block.hi - first] if memory is not None and is_direct else None
-            yield replace(block, into=into, move=partial(self.move, box.shape, memory_box, block.lo))
+        blocks = list[PieceBlock]()
+        for number, piece in self._pieces():
+            box = in_bytes(piece.box, self.place.spec.dtype.itemsize)
+            memory_box = relative(self.box, box)
+            common = intersect(memory_box, whole(box.shape))
+            packed = image(common, box.shape, 1)
+            first, last = packed.start, packed.start + packed.extent
+            memory = self._adjacent(relative(common, memory_box)) if packed.is_contiguous else None
+            for block in blocks_in(self.place, number, piece, begin=first, end=last):
+                is_direct = memory is not None and first <= block.lo and block.hi <= last
+                into = memory[block.lo - first : block.hi - first] if memory is not None and is_direct else None
+                blocks.append(replace(block, into=into, move=partial(self.move, box.shape, memory_box, block.lo)))
+        return sorted(blocks, key=lambda block: next(block.packed.boxes(block.lo, block.hi))[1])
 
     def _adjacent(self, part: Box) -> Bytes | None:
         """Return the memory of a part of `box` if the host can write to it and it is contiguous, otherwise None."""

@@ -282,14 +282,19 @@ def _read_header(checkpoint: Checkpoint, name: str) -> list[Place]:
     return [_as_written(checkpoint, place) for place in places]
 
 
-def not_held(checkpoint: Checkpoint, place: Place, number: int) -> CheckpointError:
-    """Return the error for a piece on another host."""
-    host = checkpoint.host
-    writer = "another host" if host is None else f"host {host.hosts[host.writers[place.spec.name][number]]}"
-    return CheckpointError(
+def require_held(checkpoint: Checkpoint, place: Place, number: int) -> None:
+    """Require a piece in this folder.
+
+    Raises:
+        CheckpointError: It is on another host.
+    """
+    host, name = checkpoint.host, place.spec.name
+    if host is None or number in host.held.get(name, ()):
+        return
+    raise CheckpointError(
         "A tensor piece is on another host",
-        where=f"{checkpoint.path / place.file}, tensor {place.spec.name}, piece {number}",
-        expected=f"a copy of what {writer} wrote",
+        where=f"{checkpoint.path / place.file}, tensor {name}, piece {number}",
+        expected=f"a copy of what host {host.hosts[host.writers[name][number]]} wrote",
         found="no data",
         fix="Resume from the local checkpoints of all hosts, or join their folders: "
         "`reprise checkpoint gather FOLDER... OUT`.",
