@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -143,13 +143,14 @@ class Chooser:
     """Offers a source's candidates, newest first, each checked as far as possible without reading its tensors.
 
     Args:
-        check: Raises MismatchError for another run's valid checkpoint, before any tensor file is opened.
+        check: Raises MismatchError for another run's valid checkpoint, before any tensor file is opened. By default,
+            every checkpoint will do.
 
     Attributes:
         checkpoint: The checkpoint picked last. None if it is a local one.
     """
 
-    def __init__(self, source: LoadSource, files: Files, check: Callable[[Checkpoint], None]) -> None:
+    def __init__(self, source: LoadSource, files: Files, check: Callable[[Checkpoint], None] = lambda _: None) -> None:
         self._source, self._files, self._check = source, files, check
         self._candidates: list[Path] | None = None
         self._is_exact = False
@@ -183,7 +184,9 @@ class Chooser:
             if local is not None and path.parent == local.folder.root:
                 return path
             try:
-                self.checkpoint = checkpoint = self._open(path)
+                self.checkpoint = checkpoint = open_checkpoint(path, self._files, may_lack=True)
+                if self._source.lineage is not None:
+                    _require_admitted(checkpoint, self._source.lineage)
                 self._check(checkpoint)
                 check_first_blocks(checkpoint)
             except TrainerError as error:
@@ -192,19 +195,6 @@ class Chooser:
             for problem in checkpoint.lacking.values():
                 _log.warning("%s The file holds no run state, so the checkpoint is loaded without it.", problem)
             return path
-
-    def openable(self) -> Iterator[Checkpoint]:
-        """Yield every readable candidate, newest first, without checking, logging or choosing.
-
-        Raises:
-            TrainerError: The folder is missing, or has no checkpoint.
-            OSError: The folder cannot be listed.
-        """
-        for path in self._find():
-            try:
-                yield self._open(path)
-            except TrainerError:  # `pick` reports it
-                continue
 
     def skip(self, error: TrainerError) -> None:
         """Remove the newest candidate left because of `error`, and log it.
@@ -220,17 +210,6 @@ class Chooser:
             skipped = self._candidates.pop(0).name
             _log.error("%s is skipped: %s", skipped, str(error).removesuffix(error.fix or "").rstrip())
             self._skipped.append(f"{skipped}: {str(error).rstrip('.')}")
-
-    def _open(self, path: Path) -> Checkpoint:
-        """Open a checkpoint from which the run may resume.
-
-        Raises:
-            CheckpointError: See `open_checkpoint` and `_require_admitted`.
-        """
-        checkpoint, lineage = open_checkpoint(path, self._files, may_lack=True), self._source.lineage
-        if lineage is not None:
-            _require_admitted(checkpoint, lineage)
-        return checkpoint
 
     def _find(self) -> list[Path]:
         host_folders = self._source.local

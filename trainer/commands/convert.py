@@ -76,7 +76,7 @@ def export_checkpoint(options: argparse.Namespace) -> int:
     form = FORMATS[options.format]
     assert form.write is not None
     files = files_of(options.checkpoint)
-    chooser = Chooser(LoadSource.named(options.checkpoint), files, lambda _: None)
+    chooser = Chooser(LoadSource.named(options.checkpoint), files)
     checkpoint = open_checkpoint(chooser.pick(), files, may_lack=True)
     form.write(
         checkpoint, options.out, ExportOptions(DTYPES[options.dtype], options.tokenizer, options.merge, options.ema)

@@ -17,8 +17,9 @@ from models.families import spec_of
 from reprise.errors import CheckpointError, MismatchError
 from reprise.format import STATE
 from reprise.loading import Checkpoint, Chooser, LoadSource, LoadTerms, open_checkpoint
-from reprise.storage import Files, is_file
+from reprise.storage import CheckpointFolder, Files, is_file
 from trainer.config.checkpoint import CheckpointSection
+from trainer.config.load_saved import readable
 from trainer.interop.hf.config import is_folder
 from trainer.interop.hf.folder import weights_source
 from trainer.interop.source import StateSource, holds_adapters, of_checkpoint
@@ -89,7 +90,8 @@ def _open_base(path: Path, model: ModelConfig, digest: object, files: Files) -> 
     if is_file(path) or is_folder(path):
         weights = fit_weights(open_weights(path), base_of(model), CheckpointSection(finetune=True))
         return weights_source(weights), weights_identity(weights)
-    chooser = Chooser(LoadSource.named(path, terms=LoadTerms("the base")), files, lambda _: None)
-    same = (candidate for candidate in chooser.openable() if candidate.digest == digest)
-    checkpoint = next(same, None) or open_checkpoint(chooser.pick(), files, may_lack=True)
+    source = LoadSource.named(path, terms=LoadTerms("the base"))
+    folder = CheckpointFolder(source.path, files)
+    same = (each for each in readable(folder, reversed(folder.committed())) if each.digest == digest)
+    checkpoint = next(same, None) or open_checkpoint(Chooser(source, files).pick(), files, may_lack=True)
     return of_checkpoint(checkpoint), {"format": "reprise", "xxh3_64": checkpoint.digest}

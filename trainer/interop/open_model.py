@@ -42,7 +42,7 @@ def open_model(
     if is_folder(path) and not averages:
         source = weights_source(open_folder(path))
         return _filled(source, device), path
-    chooser = Chooser(LoadSource.named(path), files, lambda _: None)
+    chooser = Chooser(LoadSource.named(path), files)
     while True:
         chosen = chooser.pick()
         try:
