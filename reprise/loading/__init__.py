@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from reprise.loading.reader import OpenFile as OpenFile
     from reprise.loading.reader import open_checkpoint as open_checkpoint
     from reprise.loading.reader import open_tensor_file as open_tensor_file
-    from reprise.loading.reader import read_content as read_content
     from reprise.loading.reader import read_file as read_file
     from reprise.loading.reader import read_header as read_header
     from reprise.loading.reader import read_places as read_places
@@ -27,9 +26,7 @@ if TYPE_CHECKING:
 _NAMES = {
     "loading.choose": "Chooser LoadSource LoadTerms no_folder",
     "loading.loader": "Target check_tensors fill",
-    "loading.reader": (
-        "Checkpoint OpenFile open_checkpoint open_tensor_file read_content read_file read_header read_places"
-    ),
+    "loading.reader": ("Checkpoint OpenFile open_checkpoint open_tensor_file read_file read_header read_places"),
     "loading.restorer": "Restored Restorer",
     "loading.verify": "verify_tensors",
 }

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
+import stat
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -18,15 +20,16 @@ from reprise.format.box import Image, covered_bytes
 from reprise.format.host_file import HostFile
 from reprise.format.layout import MOST_ELEMENTS, Place, TensorKind, header_places, kind_of_file
 from reprise.format.manifest import Manifest
-from reprise.format.names import ACCESSORIES, FORMAT, HOST, MANIFEST, OPTIMIZER_DROPPED, STATE
+from reprise.format.names import ACCESSORIES, FORMAT, HOST, MANIFEST, OPTIMIZER_DROPPED, STATE, is_lightened
 from reprise.storage import json_file
 from reprise.storage.files import Files
 from reprise.storage.folder import named_iteration
 from reprise.storage.json_file import Json
-from reprise.storage.paths import exists
 from reprise.storage.patience import failed_read
+from reprise.storage.shared_folder import on_this_host, why_unseen
 
 Bytes = npt.NDArray[np.uint8]
+Tree = Mapping[str, os.stat_result]  # a checkpoint's files by name
 _MAX_HEADER_BYTES = 100 << 20  # the safetensors library's limit
 # Gaps up to this size are read and discarded. With two threads on warm files, a call cost as much as reading 50 KB more
 # (runs from 2 to 28 KB). A call per run took 3 to 9 times as long for GPT-2's tensor-parallel runs. Ranks on the same
@@ -44,7 +47,7 @@ class Checkpoint:
         digest: The manifest digest. Folders with equal digests hold the same checkpoint.
         host: The pieces in this folder, if it is a single host's folder. None if all pieces are here.
         lacking: By name, the problem with each missing or damaged file without state.
-        is_lightened: Whether the optimizer state was dropped. `manifest` then has no entries for it.
+        is_lightened: Whether the optimizer state was dropped. `manifest.files` then has none of its files.
     """
 
     path: Path
@@ -94,25 +97,23 @@ def open_checkpoint(path: Path, files: Files, *, may_lack: bool = False) -> Chec
         UnreadableError: A file cannot be read now.
         CheckpointError: A file is missing or damaged (names the first), or the folder has another iteration's name.
     """
-    try:
-        content = read_content(path / MANIFEST, files)
-        listing = manifest.from_bytes(content, where=path / MANIFEST)
-    except OSError as error:
-        fix = "Pass another folder."
-        raise failed_read(f"A folder without {MANIFEST} is not a checkpoint", error, where=path, fix=fix) from error
+    tree = _tree(path, files)
+    content = _content(path / MANIFEST, files)
+    listing, is_dropped = manifest.from_bytes(content, where=path / MANIFEST), is_lightened(tree)
+    if is_dropped:
+        remaining = {name: entry for name, entry in listing.files.items() if not _is_of_optimizer(name)}
+        listing = replace(listing, files=remaining)
 
     def checked(name: str) -> bytes | CheckpointError:
         try:
-            return _checked_file(path, name, listing.files[name], files)
+            return _checked_file(path, name, listing.files[name], files, tree)
         except CheckpointError as error:
             return error
 
-    contents, lacking, is_dropped = dict[str, bytes](), dict[str, CheckpointError](), False
+    contents, lacking = dict[str, bytes](), dict[str, CheckpointError]()
     for name, data in zip(listing.files, files.map(checked, listing.files), strict=True):
         if not isinstance(data, CheckpointError):
             contents[name] = data
-        elif _is_of_optimizer(name) and not exists(path / name) and exists(path / OPTIMIZER_DROPPED):
-            is_dropped = True
         elif may_lack and name in ACCESSORIES and not isinstance(data, UnreadableError):
             lacking[name] = data
         else:
@@ -122,24 +123,53 @@ def open_checkpoint(path: Path, files: Files, *, may_lack: bool = False) -> Chec
     state = json_file.parse(contents[STATE], where=path / STATE)
     check_state(state, path)
     digest = manifest.digest_of(content)
-    host = _host_file(path, files, digest)
-    is_lightened = is_dropped or OPTIMIZER_DROPPED in state  # release 0.2 recorded it in the state
-    checkpoint = Checkpoint(path, files, listing, state, digest, host, lacking, is_lightened)
-    return _without_optimizer(checkpoint) if is_dropped else checkpoint
+    host = _host_file(path, files, digest) if HOST in tree else None
+    was_dropped = is_dropped or OPTIMIZER_DROPPED in state  # release 0.2 recorded it in the state
+    return Checkpoint(path, files, listing, state, digest, host, lacking, was_dropped)
+
+
+def open_same(path: Path, digest: str, files: Files, *, reader: int = 0) -> Checkpoint:
+    """Open rank 0's checkpoint, with retries: a network file system may first show older or partial files.
+
+    Rank 0 found the checkpoint complete, so a problem here is a difference in this host's files, not damage. Treating
+    it as damage would make the run fall back to an older checkpoint.
+
+    Args:
+        digest: The digest of the manifest read by rank 0.
+        reader: The rank with this digest, if not rank 0.
+
+    Raises:
+        MismatchError: After `SEEN_WITHIN_S`, this rank still reads another manifest, or finds a file missing or
+            damaged. Names this host and the path.
+        UnreadableError: See `open_checkpoint`.
+    """
+    checkpoints: list[Checkpoint] = []
+
+    def look(path: Path) -> None:
+        try:
+            checkpoint = open_checkpoint(path, files, may_lack=True)
+        except UnreadableError:
+            raise
+        except CheckpointError as error:
+            raise OSError(str(error)) from error
+        if checkpoint.digest != digest:
+            raise OSError(f"digest {checkpoint.digest}")
+        checkpoints.append(checkpoint)
+
+    if difference := why_unseen(path, look):
+        raise MismatchError(
+            f"This host reads a different checkpoint from rank {reader} at the same path",
+            where=on_this_host(path / MANIFEST),
+            expected=f"digest {digest}",
+            found=difference,
+            fix="No training was done. Mount the same file system at this path on every host, or remove the copy that "
+            "differs.",
+        )
+    return checkpoints[0]
 
 
 def _is_of_optimizer(file: str) -> bool:
     return kind_of_file(file) is TensorKind.OPTIMIZER
-
-
-def _without_optimizer(checkpoint: Checkpoint) -> Checkpoint:
-    """Return a checkpoint with the files and tensors remaining after the optimizer state was dropped."""
-    listing = checkpoint.manifest
-    files = {name: entry for name, entry in listing.files.items() if not _is_of_optimizer(name)}
-    names = [name for name, entry in files.items() if entry.is_tensor_file]
-    remaining = {place.spec.name for name in names for place in _read_header(checkpoint, name)}
-    tensors = {name: entry for name, entry in listing.tensors.items() if name in remaining}
-    return replace(checkpoint, manifest=replace(listing, files=files, tensors=tensors))
 
 
 def check_state(state: Json, path: Path) -> None:
@@ -173,15 +203,10 @@ def check_state(state: Json, path: Path) -> None:
         )
 
 
-def _host_file(path: Path, files: Files, digest: str) -> HostFile | None:
-    """Return the `host.json` in a folder, or None if there is none, because all pieces are there."""
+def _host_file(path: Path, files: Files, digest: str) -> HostFile:
+    """Return the `host.json` in a folder without all pieces."""
     where = path / HOST
-    try:
-        host = host_file.from_bytes(read_content(where, files), where=where)
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise failed_read("A host file cannot be read", error, where=where) from error
+    host = host_file.from_bytes(_content(where, files), where=where)
     if host.manifest != digest:
         raise CheckpointError(
             "The host file belongs to a different checkpoint",
@@ -192,52 +217,56 @@ def _host_file(path: Path, files: Files, digest: str) -> HostFile | None:
     return host
 
 
-def read_content(path: Path, files: Files) -> bytes:
-    """Return the content of a file without tensors, from a folder or a store.
-
-    Raises:
-        OSError: The file is missing, or is not a regular file.
-        CheckpointError: The file exceeds the maximum size. It is not read.
-    """
-    size = files.size(path)
-    if size > json_file.MAX_BYTES:
-        raise CheckpointError(
-            "A JSON file is too large", where=path, expected=f"<= {json_file.MAX_BYTES} B", found=size
-        )
-    return files.read_whole(path)
-
-
-def _refuse_links(root: Path, name: str, files: Files) -> None:
-    """Refuse a file below a linked folder, which may be anywhere. `Files.size` refuses a linked file itself.
-
-    Raises:
-        OSError: The folder does not exist.
-        CheckpointError: A folder between `root` and the file is a link.
-    """
-    folder = root
-    for part in name.split("/")[:-1]:
-        folder /= part
-        if not files.is_folder(folder):
-            raise CheckpointError("The parent of a checkpoint file is not a folder", where=folder, expected="a folder")
-
-
-def _checked_file(root: Path, name: str, entry: manifest.FileEntry, files: Files) -> bytes:
+def _checked_file(root: Path, name: str, entry: manifest.FileEntry, files: Files, tree: Tree) -> bytes:
     """Check a file's size and, unless it is a tensor file, its digest. Return the content, empty for a tensor file."""
-    path = root / name
+    of_part = host_file.stored_name(name, is_whole=False)
+    stored = of_part if of_part in tree else name
+    status, path = tree.get(stored), root / stored
+    if status is None or not stat.S_ISREG(status.st_mode):
+        raise CheckpointError("A checkpoint file is missing", where=path, expected="a regular file, not behind a link")
+    if status.st_size != entry.total_bytes:
+        raise CheckpointError(
+            "A file has the wrong size",
+            where=path,
+            expected=f"{entry.total_bytes} B",
+            found=f"{status.st_size} B",
+        )
+    return b"" if entry.is_tensor_file else _checked_content(path, entry, files)
+
+
+def _tree(path: Path, files: Files) -> Tree:
+    """Return a checkpoint's files. Those below a linked folder, which may be anywhere, are not among them.
+
+    Raises:
+        CheckpointError: There is no such folder, or no manifest in it.
+        UnreadableError: The folder cannot be read now.
+    """
+    what, fix = f"A folder without {MANIFEST} is not a checkpoint", "Pass another folder."
     try:
-        path = host_file.path_of(root, name)
-        _refuse_links(root, name, files)
-        size = files.size(path)
-        data = b"" if entry.is_tensor_file or size != entry.total_bytes else read_content(path, files)
-    except FileNotFoundError as error:
-        raise CheckpointError("A checkpoint file is missing", where=path) from error
+        tree = files.tree(path)
+    except OSError as error:
+        raise failed_read(what, error, where=path, fix=fix) from error
+    if MANIFEST not in tree:
+        raise CheckpointError(what, where=path, fix=fix)
+    return tree
+
+
+def _content(path: Path, files: Files) -> bytes:
+    """Return the content of a file without tensors.
+
+    Raises:
+        CheckpointError: The file is missing, too large, or not a regular file.
+        UnreadableError: The file cannot be read now.
+    """
+    try:
+        return files.read_whole(path)
     except OSError as error:
         raise failed_read("A checkpoint file cannot be read", error, where=path) from error
-    if size != entry.total_bytes:
-        raise CheckpointError(
-            "A file has the wrong size", where=path, expected=f"{entry.total_bytes} B", found=f"{size} B"
-        )
-    if not entry.is_tensor_file and manifest.digest_of(data) != entry.digest:
+
+
+def _checked_content(path: Path, entry: manifest.FileEntry, files: Files) -> bytes:
+    data = _content(path, files)
+    if manifest.digest_of(data) != entry.digest:
         raise CheckpointError(
             "A file is damaged", where=path, expected=f"digest {entry.digest}", found=manifest.digest_of(data)
         )
@@ -251,7 +280,8 @@ def read_file(checkpoint: Checkpoint, name: str) -> bytes:
         CheckpointError: The file is missing or damaged.
         UnreadableError: The file cannot be read now.
     """
-    return _checked_file(checkpoint.path, name, checkpoint.manifest.files[name], checkpoint.files)
+    path, entry = host_file.path_of(checkpoint.path, name), checkpoint.manifest.files[name]
+    return _checked_content(path, entry, checkpoint.files)
 
 
 def read_places(checkpoint: Checkpoint) -> Mapping[str, Place]:

@@ -14,8 +14,7 @@ from reprise.format.layout import TensorKind
 from reprise.loading.block_reader import Progress
 from reprise.loading.choose import Chooser, LoadSource, LocalFolders
 from reprise.loading.loader import fill, touched_pieces, verify_blocks
-from reprise.loading.reader import Checkpoint, open_checkpoint
-from reprise.loading.same_checkpoint import open_same
+from reprise.loading.reader import Checkpoint, open_checkpoint, open_same
 from reprise.ranks.channel import StoreChannel
 from reprise.ranks.error_message import as_problem
 from reprise.storage.files import FILE_SYSTEM, Files, T

@@ -19,8 +19,7 @@ from reprise.format.host_file import HostFile, Parts, PieceNumbers, union, witho
 from reprise.format.lineage import Lineage, saved_lineage
 from reprise.format.names import HOST
 from reprise.loading.blocks import bytes_of
-from reprise.loading.reader import Checkpoint, open_checkpoint, read_places
-from reprise.loading.same_checkpoint import open_same
+from reprise.loading.reader import Checkpoint, open_checkpoint, open_same, read_places
 from reprise.loading.verify import check_first_blocks
 from reprise.local.link import exchange
 from reprise.local.parts import Candidate, Transfer, assign, candidates

@@ -8,7 +8,7 @@ from pathlib import Path
 from reprise.format import manifest
 from reprise.format.host_file import stored_name
 from reprise.format.names import MANIFEST
-from reprise.loading.reader import Checkpoint, open_tensor_file, read_content, read_file, read_header
+from reprise.loading.reader import Checkpoint, open_tensor_file, read_file, read_header
 from reprise.storage.files import Files
 
 
@@ -25,7 +25,7 @@ def skeleton_of(checkpoint: Checkpoint) -> dict[str, bytes]:
                 contents[name] = read_header(file, entry.total_bytes, where=checkpoint.path / name)
         else:
             contents[name] = read_file(checkpoint, name)
-    contents[MANIFEST] = read_content(checkpoint.path / MANIFEST, checkpoint.files)
+    contents[MANIFEST] = checkpoint.files.read_whole(checkpoint.path / MANIFEST)
     return contents
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from reprise.errors import CheckpointError
 from reprise.format.names import MANIFEST, OPTIMIZER_DROPPED
-from reprise.loading.reader import open_checkpoint, read_content
+from reprise.loading.reader import open_checkpoint
 from reprise.loading.verify import verify_tensors
 from reprise.management.paths import all_checkpoints
 from reprise.management.progress import ProgressCallback, ignore_progress
@@ -91,7 +91,7 @@ def _is_there(target: Path, content: CheckpointFiles) -> bool:
             raise CheckpointError("A folder has the name of the copy", where=target)
         return False
     is_lighter = exists(target / OPTIMIZER_DROPPED) and OPTIMIZER_DROPPED not in content.sizes
-    if is_lighter or read_content(target / MANIFEST, files_of(target)) != content.manifest:
+    if is_lighter or files_of(target).read_whole(target / MANIFEST) != content.manifest:
         raise CheckpointError(
             "Another checkpoint has the name of the copy",
             where=target,

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
@@ -14,7 +12,7 @@ from pathlib import Path
 
 from reprise.errors import TrainerError
 from reprise.format.names import ADAPTERS, HOST, MANIFEST, OPTIMIZER_DROPPED, STATE, is_lightened
-from reprise.loading.reader import check_state, read_content
+from reprise.loading.reader import Tree, check_state
 from reprise.loading.verify import check_first_blocks
 from reprise.management.host_share import share_of
 from reprise.management.paths import checkpoint_folder, checkpoints_in, examined
@@ -27,7 +25,6 @@ from reprise.storage.paths import is_symlink
 from reprise.stores.locations import files_of, location
 
 CHECKED = 100  # how many of a folder's newest checkpoints, by default
-Tree = Mapping[str, os.stat_result]  # a checkpoint's files by name
 
 
 def list_checkpoints(*folders: str | Path, check: int | None = CHECKED) -> tuple[CheckpointSummary, ...]:
@@ -59,7 +56,7 @@ def _listed(folder: Path, path: Path) -> CheckpointSummary:
     files = files_of(path)
     with contextlib.suppress(OSError, TrainerError):  # a check names the error
         tree = {} if is_symlink(path) else files.tree(path)
-        content = json_file.parse(read_content(path / STATE, files), where=path / STATE)
+        content = json_file.parse(files.read_whole(path / STATE), where=path / STATE)
         check_state(content, path)
         state = content if MANIFEST in tree else None
     return CheckpointSummary(

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from reprise.errors import CheckpointError
-from reprise.storage.paths import is_dir, is_symlink, open_regular
+from reprise.storage.paths import MAX_BYTES, is_dir, is_symlink, open_regular
 from reprise.storage.worker import run_together
 
 T = TypeVar("T")
@@ -156,9 +156,12 @@ class Files:
         """Return a file's content.
 
         Raises:
-            OSError: The file is missing, or not a regular file.
+            OSError: The file is missing, not a regular file, or larger than `MAX_BYTES` (EFBIG).
         """
-        data = bytearray(self.size(path))
+        size = self.size(path)
+        if size > MAX_BYTES:
+            raise OSError(errno.EFBIG, f"larger than {MAX_BYTES} B", str(path))
+        data = bytearray(size)
         descriptor = self.open_for_reading(path)
         try:
             return bytes(data[: self.read(descriptor, memoryview(data), offset=0)])
@@ -185,18 +188,15 @@ class Files:
 
     def tree(self, path: Path) -> dict[str, os.stat_result]:
         """Return the status for each file below a folder, by relative name. A link counts as a file."""
-        statuses = dict[str, os.stat_result]()
-        for child in path.iterdir():
-            status = child.lstat()
-            if stat.S_ISDIR(status.st_mode):
-                statuses |= {f"{child.name}/{name}": inner for name, inner in self.tree(child).items()}
-            else:
-                statuses[child.name] = status
+        statuses, children = dict[str, os.stat_result](), [*path.iterdir()]
+        for child in children:
+            with contextlib.suppress(FileNotFoundError):  # removed meanwhile, as a hold may be
+                status = child.lstat()
+                if stat.S_ISDIR(status.st_mode):
+                    children += child.iterdir()
+                else:
+                    statuses[str(child.relative_to(path))] = status
         return statuses
-
-    def is_folder(self, path: Path) -> bool:
-        """Return whether `path`, which must exist, is a folder. A link to a folder is not."""
-        return stat.S_ISDIR(os.lstat(path).st_mode)
 
     def free_bytes(self, path: Path) -> int | None:
         """Return the bytes an unprivileged user may still write to the path's file system.

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from reprise.errors import CheckpointError, MismatchError
+from reprise.storage.paths import MAX_BYTES as MAX_BYTES
 from reprise.storage.paths import read_regular
 from reprise.storage.patience import failed_read
 
@@ -16,8 +17,6 @@ T = TypeVar("T")
 Json = dict[str, Any]
 Document = Json | bytes  # a checkpoint file without tensors: JSON, or raw bytes
 
-# A 405B model's manifest has about 12 MB; safetensors limits its headers to 100 MB.
-MAX_BYTES = 256 << 20
 # Deeper than any of our documents nests, and shallow enough for recursive functions such as `repr`.
 MAX_DEPTH = 64
 MAX_INTEGER = 2**63 - 1  # the largest integer in numpy and torch
@@ -88,7 +87,7 @@ def read(path: Path, *, constant: Callable[[str], object] = _parse_finite) -> Js
         UnreadableError: The file cannot be read at the moment.
     """
     try:
-        return parse(read_regular(path, limit_bytes=MAX_BYTES), where=path, constant=constant)
+        return parse(read_regular(path), where=path, constant=constant)
     except OSError as error:
         raise failed_read("A JSON file cannot be read", error, where=path) from error
 

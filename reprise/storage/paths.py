@@ -14,8 +14,8 @@ import re
 import stat
 from pathlib import Path
 
-# A limit for small files: a configuration, a tokenizer. The largest tokenizer.json in use has 35 MB.
-_SMALL_BYTES = 256 << 20
+# A limit for files read whole. A 405B model's manifest has about 12 MB, the largest tokenizer.json in use 35 MB.
+MAX_BYTES = 256 << 20
 
 _MAX_NAME_BYTES = 255  # on common file systems
 
@@ -94,7 +94,7 @@ def open_regular(path: Path) -> int:
     raise OSError(errno.EINVAL, "not a regular file", str(path))
 
 
-def read_regular(path: Path, *, limit_bytes: int = _SMALL_BYTES) -> bytes:
+def read_regular(path: Path, *, limit_bytes: int = MAX_BYTES) -> bytes:
     """Return a regular file's content.
 
     Args:

@@ -115,7 +115,7 @@ def with_retries(files: Files) -> Files:
         call = partial(files.read, descriptor, buffer, offset=offset)
         return retry(call, repair=partial(files.reopen, descriptor, paths[descriptor]))
 
-    for name in ("size", "is_folder"):
+    for name in ("size", "tree"):
         setattr(patient, name, partial(retry, getattr(files, name)))
     patient.open_for_reading, patient.read = open_for_reading, read  # type: ignore[method-assign]
     return patient

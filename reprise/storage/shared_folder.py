@@ -49,7 +49,7 @@ def seen_throughout(partial: Path, folder: CheckpointFolder, *, leader: int) -> 
         CheckpointError: The folder is not seen within SEEN_WITHIN_S, or has changed. The message names this host and
             the path.
     """
-    _require(folder, partial, folder.files.is_folder, leader)
+    _require(folder, partial, os.stat, leader)
     before = os.stat(partial)
     yield
     with contextlib.suppress(OSError):

@@ -40,9 +40,6 @@ class StoreFiles(Files):
         objects = CHILD_CLIENT.objects(path)
         return {name: status_of(size, None, modified_at) for name, (size, modified_at) in objects.items()}
 
-    def is_folder(self, path: Path) -> bool:
-        return True  # the prefix of an existing object
-
     def open_for_reading(self, path: Path) -> int:
         """Open an object. The returned number is not a system descriptor."""
         number = next(self._numbers)

@@ -173,7 +173,7 @@ def test_an_iteration_that_is_a_link_out_of_the_run_is_none(inputs: Hostile, tmp
 def test_a_pipe_in_place_of_a_file_keeps_nobody_waiting(inputs: Hostile, name: str) -> None:
     (inputs.checkpoint / name).unlink()
     os.mkfifo(inputs.checkpoint / name)
-    assert "no regular file" in inputs.refused() or "not a regular file" in inputs.refused()
+    assert "regular file" in inputs.refused()
 
 
 @pytest.mark.parametrize("name", FILES)

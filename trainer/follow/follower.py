@@ -13,7 +13,7 @@ from time import sleep
 
 from reprise.errors import TrainerError
 from reprise.format import STATE, STILL_MIRRORED, saved_lineage
-from reprise.loading import Checkpoint, LoadSource, no_folder, open_checkpoint, read_content
+from reprise.loading import Checkpoint, LoadSource, no_folder, open_checkpoint
 from reprise.storage import (
     FILE_SYSTEM,
     WEIGHTS,
@@ -237,6 +237,6 @@ class Follower:
 def _json_at(path: Path) -> Json:
     """Return a checkpoint's JSON file, from a folder or a store. Empty if the file was deleted."""
     try:
-        return json_file.parse(read_content(path, files_of(path)), where=path)
+        return json_file.parse(files_of(path).read_whole(path), where=path)
     except FileNotFoundError:  # deleted in the meantime
         return {}

@@ -107,7 +107,7 @@ def tensor_reader(checkpoint: Checkpoint) -> Callable[[str], torch.Tensor]:
 
 def has_averages(checkpoint: Checkpoint) -> bool:
     """Return whether a checkpoint has moving averages."""
-    return any(name.startswith(f"{AVERAGE}.") for name in checkpoint.manifest.tensors)
+    return any(name.startswith(f"{AVERAGE}.") for name in read_places(checkpoint))
 
 
 def require_averages(checkpoint: Checkpoint) -> None:
@@ -147,7 +147,7 @@ def of_checkpoint(checkpoint: Checkpoint, *, averages: bool = False, takes_adapt
 
     def read(name: str) -> torch.Tensor:
         average = f"{AVERAGE}.{name}"
-        return read_stored(average if averages and average in checkpoint.manifest.tensors else name)
+        return read_stored(average if averages and average in read_places(checkpoint) else name)
 
     model = saved_model(checkpoint.state, where=checkpoint.path)
     paths = {name: checkpoint.accessory(name) for name in TOKENIZER_FILES}

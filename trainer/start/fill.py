@@ -10,7 +10,7 @@ from functools import partial
 from models import families
 from reprise.errors import MismatchError
 from reprise.format import FRESH, LINEAGE
-from reprise.loading import Checkpoint
+from reprise.loading import Checkpoint, read_places
 from reprise.storage import integer
 from trainer.config.checkpoint import CheckpointSection
 from trainer.config.load_saved import config_document
@@ -58,7 +58,7 @@ def fill(run: Run, start: Start) -> None:
             _resume(run, checkpoint, section)
     rebind(run)
     if run.state.averages:
-        stored = {} if checkpoint is None or section.loads_weights_alone else checkpoint.manifest.tensors
+        stored = {} if checkpoint is None or section.loads_weights_alone else read_places(checkpoint)
         for stage in run.state.parts:  # averages that were not loaded begin with the weights
             begin_average(stage.optimizer, stage.model, stored, families.aliases(run.config.model))
     is_first = isinstance(start.source, InitialValues) and not section.finetune

@@ -20,7 +20,7 @@ from reprise import copy, drop_optimizer, prune, verify
 from reprise.errors import CheckpointError, ConfigError, LockError
 from reprise.format.mirror_record import MIRROR, MirroredCheckpoint, MirrorRecord, MirrorRule
 from reprise.format.names import FORMAT, MANIFEST, STATE
-from reprise.loading.reader import open_checkpoint
+from reprise.loading.reader import open_checkpoint, read_places
 from reprise.storage.files import FILE_SYSTEM, Files
 from reprise.storage.folder import WEIGHTS, CheckpointFolder
 from reprise.storage.lock import FolderLock
@@ -58,7 +58,7 @@ def full_run(tmp_path: Path) -> Path:
 
 
 def names(path: Path) -> set[str]:
-    return set(open_checkpoint(path, FILE_SYSTEM).manifest.tensors)
+    return set(read_places(open_checkpoint(path, FILE_SYSTEM)))
 
 
 def test_old_checkpoints_become_lighter_and_stay_valid(tmp_path: Path) -> None:

@@ -166,3 +166,15 @@ def test_a_folder_that_cannot_be_written_is_explained(tmp_path: Path, code: int,
     error = OSError(code, os.strerror(code), str(tmp_path / name))
     with refused(CheckpointError, str(tmp_path), *words):
         raise cannot_write(tmp_path / name, error, files=Full(), another="somewhere else")
+
+
+def test_a_folder_of_any_depth_is_listed(tmp_path: Path) -> None:
+    folders = [tmp_path]
+    for _ in range(1100):  # more than Python calls deep
+        folders.append(folders[-1] / "a")
+        folders[-1].mkdir()
+    (folders[-1] / "file").touch()
+    assert [*Files().tree(tmp_path)] == ["a/" * 1100 + "file"]
+    (folders[-1] / "file").unlink()
+    for folder in reversed(folders[1:]):
+        folder.rmdir()

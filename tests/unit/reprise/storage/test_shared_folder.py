@@ -6,9 +6,11 @@ import errno
 import os
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,9 +18,8 @@ import torch
 from reprise.errors import CheckpointError, MismatchError, TrainerError
 from reprise.format.names import STATE
 from reprise.loading.choose import LoadSource
-from reprise.loading.reader import open_checkpoint
+from reprise.loading.reader import open_checkpoint, open_same
 from reprise.loading.restorer import Restorer
-from reprise.loading.same_checkpoint import open_same
 from reprise.ranks.channel import StoreChannel
 from reprise.saving.checkpointer import Checkpointer
 from reprise.saving.policy import SavePolicy, SaveReport
@@ -87,8 +88,17 @@ class LateNames(Files):
     def size(self, path: Path) -> int:
         return super().size(self._look(path))
 
-    def is_folder(self, path: Path) -> bool:
-        return super().is_folder(self._look(path))
+    def stat(self, path: Path) -> os.stat_result:
+        return os.stat(self._look(path))
+
+    def tree(self, path: Path) -> dict[str, os.stat_result]:
+        statuses = super().tree(path)
+        for name in [name for name in statuses if name.endswith(self._ending)]:
+            with suppress(FileNotFoundError):
+                self._look(path / name)
+                continue
+            del statuses[name]
+        return statuses
 
 
 @pytest.mark.usefixtures("impatient")
@@ -105,8 +115,11 @@ def test_no_rank_starts_where_one_has_another_folder(tmp_path: Path, has_folder:
 
 
 @pytest.mark.parametrize("name", ["lock", ".partial"])
-def test_a_rank_that_sees_the_folder_late_starts_and_saves(tmp_path: Path, name: str) -> None:
+def test_a_rank_that_sees_the_folder_late_starts_and_saves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     late = LateNames(name, 4)
+    monkeypatch.setattr(shared_folder, "os", SimpleNamespace(**{**vars(os), "stat": late.stat}))
     reports = run_ranks(2, lambda channel: save(channel, tmp_path, late if channel.rank else FILE_SYSTEM))
     assert late.looks < 0
     for report in reports:
