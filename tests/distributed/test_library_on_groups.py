@@ -80,7 +80,7 @@ def save_stages(folder: Path, rank: int) -> None:
     put = StoreChannel.put
 
     def count(channel: StoreChannel, key: str, data: bytes, **options: bool) -> None:
-        tables.extend([key] if "/documents/" in key and b"F32" in data else [])
+        tables.extend([key] if key.endswith("/documents") and b"F32" in data else [])
         put(channel, key, data, **options)
 
     StoreChannel.put = count  # type: ignore[method-assign]
