@@ -27,6 +27,7 @@ class Message:
       the sum over all ranks equals the pieces' bytes. The payload is the digests for all blocks, in table order.
     * "Files" are what the other hosts' leaders prepare. They answer with "prepared", and their copies' status.
     * A decision has the checkpoint's iteration, and as its payload the order for copying local checkpoints.
+    * "Stripes" have a payload alone; see `LocalRanks`.
 
     Args:
         problem: The sender's failure, or the attempt's. None without a failure.

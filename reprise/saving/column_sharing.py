@@ -215,7 +215,7 @@ class LocalRanks:
 
     def __init__(self, channel: StoreChannel, ranks: Sequence[int]) -> None:
         self._rank = channel.rank
-        self._ranks = tuple(ranks)
+        self._ranks = (channel.rank,) if len(ranks) == 1 else tuple(ranks)
         self._host = f"{machine(_PROCESSES)} {self._ranks}"
         self._memory: SharedMemory | None = None
         self._stays_out = False

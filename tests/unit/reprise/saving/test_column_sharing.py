@@ -262,6 +262,12 @@ def test_a_rank_that_says_nothing_is_given_up_by_name(tmp_path: Path, silent: in
     assert f"rank {silent}" in str(outcome)
 
 
+def test_a_rank_alone_on_its_host_waits_for_no_other(tmp_path: Path) -> None:
+    """With LOCAL_RANK but without LOCAL_WORLD_SIZE, a launch names another rank as the one on the host."""
+    channel = StoreChannel(HashStore(), 1, world_size=2, timeout_s=0.01)
+    assert joined(LocalRanks(channel, [0]), channel, tmp_path) == {}
+
+
 ALL = (0, 1, 2)
 
 
