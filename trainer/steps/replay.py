@@ -125,7 +125,7 @@ def replay(folder: Path, first: int, last: int, out: Path, *, begin: int, values
             found=f"{environment.world_size}",
         )
     config = _config(recorded, first, out)
-    validate(config, environment.world_size)
+    config = validate(config, environment.world_size)
     train, begin = config.train, max(begin, first + 1)
     cluster = process_group.start(train.device, deterministic=train.deterministic, threads=train.threads)
     try:
