@@ -122,16 +122,15 @@ def run_together(calls: Sequence[Callable[[], object]], *, name: str, threads: i
     """
     jobs = [Job(call) for call in calls]
     waiting = iter(jobs)  # shared by all threads
-    helpers = [threading.Thread(target=Job.run_all, args=(waiting,), name=name, daemon=True) for _ in jobs[1:threads]]
+    helpers = [Worker(name) for _ in jobs[1:threads]]
     try:
         with contextlib.suppress(RuntimeError):
             for helper in helpers:
-                helper.start()
+                helper.submit(partial(Job.run_all, waiting))
         Job.run_all(waiting)
     finally:  # even if this thread is interrupted: the caller may reuse the calls' data
         for helper in helpers:
-            if helper.ident is not None:
-                helper.join()
+            helper.close()
     errors = [job.error for job in jobs if job.error is not None]
     for error in sorted(errors, key=lambda error: isinstance(error, Stopped)):
         raise error

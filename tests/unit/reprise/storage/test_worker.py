@@ -96,3 +96,19 @@ def test_calls_need_no_thread_that_cannot_be_started(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(threading.Thread, "start", refuse)
     run_together([partial(call, number) for number in range(5)], name="test", threads=4)
     assert sorted(ended) == [0, 1, 2, 3, 4]
+
+
+def test_an_interrupt_while_a_thread_starts_leaves_no_call_running(monkeypatch: pytest.MonkeyPatch) -> None:
+    start, ended = threading.Thread.start, list[int]()
+    running = list[threading.Thread]()
+
+    def interrupted(thread: threading.Thread) -> None:
+        running.append(threading.Thread(target=thread.run))  # runs, and `thread` has no number yet
+        start(running[0])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_together([partial(ended.append, number) for number in range(3)], name="test", threads=2)
+    running[0].join(JOIN_S)
+    assert not ended
