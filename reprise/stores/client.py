@@ -191,6 +191,8 @@ def _os_error(error: Exception, path: Path) -> OSError:
         number, text = errno.EACCES, f"the store refuses the request ({text}): {_ADVICE}"
     elif isinstance(error, (exceptions.NotFoundError, FileNotFoundError)):
         number, text = errno.ENOENT, os.strerror(errno.ENOENT)
+    elif f"(os error {errno.EACCES})" in str(error):  # a file on this host
+        number = errno.EACCES
     elif isinstance(error, exceptions.PreconditionError):
         number, text = errno.ESTALE, "the object was replaced while it was read"
     return OSError(number, text, str(path))

@@ -17,6 +17,6 @@ def is_store_url(text: str) -> bool:
 def place_of(path: Path) -> tuple[str, str]:
     """Return a path's store, such as `s3://bucket`, and its key there. A path on this host is in `FILE_STORE`."""
     scheme, *names = path.parts
-    if scheme in ("/", "file:"):
+    if path.is_absolute() or scheme == "file:":
         return FILE_STORE, "/".join(names)
     return f"{scheme}//{''.join(names[:1])}", "/".join(names[1:])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from errno import EACCES, EIO, ENOENT
+from pathlib import Path
 
 import pytest
 
@@ -39,3 +40,9 @@ def test_a_code_of_the_store_is_named_with_what_to_do(kind: type[Exception], cod
     assert text in caught.value.strerror
     assert "<?xml" not in caught.value.strerror
     assert code in caught.value.strerror or number == ENOENT
+
+
+def test_a_file_that_may_not_be_read_ends_a_mirror() -> None:
+    error = exceptions.GenericError("Unable to open file /x: Permission denied (os error 13)")
+    with pytest.raises(PermissionError, match="'/x'"), client._opened(Path("/x")):
+        raise error

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from reprise.errors import ConfigError
@@ -45,3 +47,8 @@ def test_what_is_no_store_is_refused_without_its_secrets(text: str) -> None:
 def test_paths_are_no_urls() -> None:
     assert not is_store_url("runs/s3:/x")
     assert is_store_url("s3://bucket")
+
+
+@pytest.mark.parametrize("text", ["/data/run", "//data/run"])
+def test_a_path_of_this_host_is_in_the_file_store(text: str) -> None:
+    assert place_of(Path(text)) == ("file://", "data/run")
