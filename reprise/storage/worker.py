@@ -106,7 +106,7 @@ class Worker:
     def close(self, timeout_s: float | None = None) -> None:
         """End the thread after the queued jobs, the last. Wait at most `timeout_s`, then leave it behind."""
         self._queue.put(None)
-        if self._thread.ident is not None:
+        with contextlib.suppress(RuntimeError):  # it has not started
             self._thread.join(timeout_s)
 
 
