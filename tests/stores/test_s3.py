@@ -75,7 +75,8 @@ def test_faults_of_a_store_are_not_seen(endpoint: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_store_that_refuses_is_named_at_once(endpoint: str, tmp_path: Path) -> None:
+def test_a_store_that_refuses_is_named_at_once(endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # where `follow` keeps its record
     save(tmp_path, [5])
     absent = "s3://absent/run"
     for words in (
