@@ -97,9 +97,17 @@ def open_checkpoint(path: Path, files: Files, *, may_lack: bool = False) -> Chec
         UnreadableError: A file cannot be read now.
         CheckpointError: A file is missing or damaged (names the first), or the folder has another iteration's name.
     """
-    tree = _tree(path, files)
-    content = _content(path / MANIFEST, files)
-    listing, is_dropped = manifest.from_bytes(content, where=path / MANIFEST), is_lightened(tree)
+    try:
+        content = files.read_whole(path / MANIFEST)
+        listing = manifest.from_bytes(content, where=path / MANIFEST)
+        folders = {name.rpartition("/")[0] for name in listing.files}
+        tree = files.tree(path, folders)
+        if not {*filter(_is_of_optimizer, listing.files)} <= tree.keys():  # its marker may be newer than the listing
+            tree = files.tree(path, folders)
+    except OSError as error:
+        fix = "Pass another folder."
+        raise failed_read(f"A folder without {MANIFEST} is not a checkpoint", error, where=path, fix=fix) from error
+    is_dropped = is_lightened(tree)
     if is_dropped:
         remaining = {name: entry for name, entry in listing.files.items() if not _is_of_optimizer(name)}
         listing = replace(listing, files=remaining)
@@ -232,23 +240,6 @@ def _checked_file(root: Path, name: str, entry: manifest.FileEntry, files: Files
             found=f"{status.st_size} B",
         )
     return b"" if entry.is_tensor_file else _checked_content(path, entry, files)
-
-
-def _tree(path: Path, files: Files) -> Tree:
-    """Return a checkpoint's files. Those below a linked folder, which may be anywhere, are not among them.
-
-    Raises:
-        CheckpointError: There is no such folder, or no manifest in it.
-        UnreadableError: The folder cannot be read now.
-    """
-    what, fix = f"A folder without {MANIFEST} is not a checkpoint", "Pass another folder."
-    try:
-        tree = files.tree(path)
-    except OSError as error:
-        raise failed_read(what, error, where=path, fix=fix) from error
-    if MANIFEST not in tree:
-        raise CheckpointError(what, where=path, fix=fix)
-    return tree
 
 
 def _content(path: Path, files: Files) -> bytes:

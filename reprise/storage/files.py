@@ -8,7 +8,7 @@ import errno
 import os
 import shutil
 import stat
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -186,16 +186,22 @@ class Files:
             raise OSError(errno.EINVAL, "not a regular file")
         return status.st_size
 
-    def tree(self, path: Path) -> dict[str, os.stat_result]:
-        """Return the status for each file below a folder, by relative name. A link counts as a file."""
+    def tree(self, path: Path, folders: Collection[str] | None = None) -> dict[str, os.stat_result]:
+        """Return the status for each file below a folder, by relative name. A link counts as a file.
+
+        Args:
+            folders: The folders below it to list, by relative name: others may be huge, or closed to this user. None
+                lists all.
+        """
         statuses, children = dict[str, os.stat_result](), [*path.iterdir()]
         for child in children:
+            name = str(child.relative_to(path))
             with contextlib.suppress(FileNotFoundError):  # removed meanwhile, as a hold may be
                 status = child.lstat()
-                if stat.S_ISDIR(status.st_mode):
+                if not stat.S_ISDIR(status.st_mode):
+                    statuses[name] = status
+                elif folders is None or name in folders:
                     children += child.iterdir()
-                else:
-                    statuses[str(child.relative_to(path))] = status
         return statuses
 
     def free_bytes(self, path: Path) -> int | None:

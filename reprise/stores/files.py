@@ -35,8 +35,8 @@ class StoreFiles(Files):
     def size(self, path: Path) -> int:
         return self._version(path)[0]
 
-    def tree(self, path: Path) -> dict[str, os.stat_result]:
-        """Return each object's size and time below a folder, from a single store listing."""
+    def tree(self, path: Path, folders: object = None) -> dict[str, os.stat_result]:
+        """Return each object's size and time below a folder, from a single store listing of all its folders."""
         objects = CHILD_CLIENT.objects(path)
         return {name: status_of(size, None, modified_at) for name, (size, modified_at) in objects.items()}
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+from collections.abc import Collection
 from pathlib import Path
 
+import pytest
 import torch
 
 from reprise.errors import MismatchError
-from reprise.format.names import FORMAT, STATE
+from reprise.format.names import FORMAT, OPTIMIZER_DROPPED, STATE
 from reprise.loading.choose import LoadSource
 from reprise.loading.reader import open_checkpoint, read_places
 from reprise.loading.restorer import Restorer
@@ -76,6 +80,28 @@ def test_a_checkpoint_has_exactly_the_files_its_manifest_names(tmp_path: Path) -
     assert checkpoint.has_optimizer
     files.is_armed = True  # headers are read once
     assert read_places(checkpoint) == places
+
+
+@pytest.mark.parametrize("is_dropped", [False, True])
+def test_a_checkpoint_is_known_by_its_own_folders(tmp_path: Path, is_dropped: bool) -> None:
+    """Another program's folder may be closed or endless, and the optimizer state may be dropped during the look."""
+    folder, names = save(tmp_path, 3), set[str]()
+    (folder / "other").mkdir()
+    (folder / "other" / "file").touch()
+
+    class ListedFiles(Files):
+        def tree(self, path: Path, folders: Collection[str] | None = None) -> dict[str, os.stat_result]:
+            statuses = super().tree(path, folders)
+            names.update(statuses)
+            if is_dropped and not (folder / OPTIMIZER_DROPPED).exists():
+                (folder / OPTIMIZER_DROPPED).touch()
+                shutil.rmtree(folder / "optimizer")
+                return {name: status for name, status in statuses.items() if "/" not in name}
+            return statuses
+
+    checkpoint = open_checkpoint(folder, ListedFiles())
+    assert names - {OPTIMIZER_DROPPED} == {*FILES}
+    assert (checkpoint.is_lightened, checkpoint.has_optimizer) == (is_dropped, not is_dropped)
 
 
 def test_a_newer_format_is_refused_by_number_and_not_skipped(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -91,8 +91,8 @@ class LateNames(Files):
     def stat(self, path: Path) -> os.stat_result:
         return os.stat(self._look(path))
 
-    def tree(self, path: Path) -> dict[str, os.stat_result]:
-        statuses = super().tree(path)
+    def tree(self, path: Path, folders: Collection[str] | None = None) -> dict[str, os.stat_result]:
+        statuses = super().tree(path, folders)
         for name in [name for name in statuses if name.endswith(self._ending)]:
             with suppress(FileNotFoundError):
                 self._look(path / name)
