@@ -165,7 +165,8 @@ class Tree:
                     self._add_tensor((*keys, name), tensor)
                 refuse_own_entries(keys, member)
                 for name, module in extra_states(member):
-                    self._add_receiver((*keys, name), Receiver(module.get_extra_state, module.set_extra_state))
+                    if not self.is_load or type(module).set_extra_state is not nn.Module.set_extra_state:
+                        self._add_receiver((*keys, name), Receiver(module.get_extra_state, module.set_extra_state))
             elif isinstance(member, torch.optim.Optimizer):
                 self._add_optimizer(keys, of_optimizer(keys, modules, member))
         for keys in sorted(self.objects):  # in the same order on all ranks, since objects may communicate

@@ -122,3 +122,14 @@ def test_extra_state_that_one_side_alone_has_is_named(tmp_path: Path) -> None:
     path = save(tmp_path / "extra", extra, iteration=1)
     with refused(MismatchError, "0._extra_state is unexpected"):
         load(path, plain)
+
+
+def test_extra_state_that_nothing_takes_is_unexpected(tmp_path: Path) -> None:
+    class Note(nn.Linear):
+        def get_extra_state(self) -> str:
+            return "about this module"
+
+    path = save(tmp_path, Note(2, 2), iteration=1)
+    with refused(MismatchError, "/model/_extra_state is unexpected"):
+        load(path, Note(2, 2))
+    assert load(path, Note(2, 2), strict="missing").unexpected_keys == ["/model/_extra_state"]
