@@ -125,7 +125,7 @@ class CheckpointFolder:
         Another run may write to a link's target, and another host may not see it.
         """
         statuses = dict[int, os.stat_result]()
-        for path in self.root.iterdir() if is_dir(self.root) else ():
+        for path in matching(self.root, "iter_*"):
             if (iteration := iteration_of(path)) is not None:
                 with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
                     statuses[iteration] = path.lstat()

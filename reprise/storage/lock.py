@@ -78,8 +78,8 @@ class FolderLock:
         lease.owner = weakref.ref(owner or self)
         lease.dropped = weakref.ref(self, partial(lease.calls.put, None))  # see `Worker`
 
-    def acquire(self) -> None:
-        """Take the lock, unless already held. Not after `release`.
+    def acquire(self) -> FolderLock:
+        """Take the lock, unless already held, and return it. Not after `release`.
 
         A lock left by a job on another host is first watched for `STALE_S`. The file is synced in the background;
         `check`, called before every commit, waits for the sync.
@@ -92,11 +92,9 @@ class FolderLock:
             make_folders(FILE_SYSTEM, self._lease.path.parent)
             self._await_dropped()
             self._lease.begin(self._take)
-
-    def __enter__(self) -> FolderLock:
-        """Take the lock, unless already held, and return it."""
-        self.acquire()
         return self
+
+    __enter__ = acquire
 
     def check(self) -> None:
         """Raise if this job no longer holds the lock.

@@ -3,7 +3,7 @@
 from reprise.tensors.dtypes import stored_dtype as stored_dtype
 from reprise.tensors.dtypes import torch_dtype as torch_dtype
 from reprise.tensors.file_aligned import zeros_like_files as zeros_like_files
-from reprise.tensors.file_form import memory_of as memory_of
+from reprise.tensors.file_form import bytes_of as bytes_of
 from reprise.tensors.live import Contents as Contents
 from reprise.tensors.live import Grid as Grid
 from reprise.tensors.live import LiveTensor as LiveTensor

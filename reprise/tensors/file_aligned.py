@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 
 import torch
@@ -32,9 +33,9 @@ def zeros_like_files(
     Returns:
         Tensors with the local memory's shape and the files' dtype, by stored name.
     """
-    pairs = list(parameters)
     found = list[tuple[str, int, str, torch.Tensor, StoredDtype]]()
-    for name, live, local in ((prefix + live.spec.name, live, local) for prefix in prefixes for live, local in pairs):
+    for prefix, (live, local) in itertools.product(prefixes, parameters):
+        name = prefix + live.spec.name
         place = layout.places.get(name)
         if place is None or live.is_copy or local.device.type != "cpu" or not local.is_contiguous():
             continue

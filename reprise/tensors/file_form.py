@@ -203,8 +203,3 @@ def _may_overlap_itself(local: torch.Tensor) -> bool:
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return a plain tensor's bytes in C order, as a 1-d uint8 tensor."""
     return _stored(tensor).contiguous().reshape(-1).view(torch.uint8)
-
-
-def memory_of(local: torch.Tensor) -> memoryview:
-    """Return a tensor's bytes in C order: its own memory if possible, otherwise a copy on the host."""
-    return memoryview(bytes_of(local.detach()).cpu().numpy())  # type: ignore[arg-type]

@@ -23,7 +23,7 @@ from reprise.ranks import single_rank_channel
 from reprise.saving import Checkpointer, Retention, SavePolicy, checkpointer
 from reprise.saving.snapshot import Snapshot
 from reprise.storage import Files
-from reprise.tensors import Contents, Grid, live_tensors, map_memory, memory_of
+from reprise.tensors import Contents, Grid, bytes_of, live_tensors, map_memory
 from reprise.tensors.memory import Arena, _copy_stream, pin
 from tests.cuda.devices import SIMULATED
 from tests.fakes import Axis, Sharding, open_when_awaited, sample_specs, sample_state
@@ -315,11 +315,7 @@ def test_checksums_of_replicas_are_of_the_iteration(device: torch.device) -> Non
     live = [replace(each, local=each.local.to(device, copy=True)) for each in host]
     expected = ReplicaDigests(host).digests()
     if device.type != "cpu":
-        images = {
-            each.spec.name: torch.frombuffer(bytearray(memory_of(each.local)), dtype=torch.uint8)
-            for each in host
-            if each.local.numel()
-        }
+        images = {each.spec.name: bytes_of(each.local) for each in host if each.local.numel()}
         expected = {name: int(checksum(image)) for name, image in images.items()}
     with _slow_copies(device, 0.3):
         digests = ReplicaDigests(live)

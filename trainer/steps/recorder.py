@@ -20,7 +20,7 @@ from models.layers import Embedding
 from models.network import Model
 from reprise.format import TensorKind
 from reprise.storage import Json
-from reprise.tensors import LiveTensor, local_of, memory_of
+from reprise.tensors import LiveTensor, bytes_of, local_of
 from trainer.optim.adamw import stored_names
 from trainer.parallel.context import ParallelContext
 from trainer.parallel.pipeline import Loss
@@ -190,7 +190,7 @@ class Recorder:
         local = local.detach()
         # An output may be a view of a gathered parameter, whose memory FSDP2 frees unless numpy holds it.
         local = local if tensor_shape else local.clone()
-        data = memory_of(local)
+        data = bytes_of(local).cpu().numpy().data
         at, is_named = None, place.key in self._values
         if is_named or (not self._values and self._file.tell() + len(data) <= _ROOM_BYTES):
             at = self._file.tell()
