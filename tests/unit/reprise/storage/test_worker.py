@@ -98,7 +98,7 @@ def test_calls_need_no_thread_that_cannot_be_started(monkeypatch: pytest.MonkeyP
     assert sorted(ended) == [0, 1, 2, 3, 4]
 
 
-def test_an_interrupt_while_a_thread_starts_leaves_no_call_running(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_of_a_start_leaves_no_call_running(monkeypatch: pytest.MonkeyPatch) -> None:
     start, ended = threading.Thread.start, list[int]()
     running = list[threading.Thread]()
 
