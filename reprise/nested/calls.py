@@ -159,10 +159,11 @@ def fill(
         require("`strict`", type(strict) is bool or strict == "missing", 'True, False or "missing"', strict)
         tree = make_tree()
         tensors, own_aliases = local_tensors(tree)
-    names, aliases = _join_requests(call, tree, own_aliases)
     is_missing = partial(look, partial(has_no_checkpoint, source), where=source)
-    if channel.from_first("missing", lambda: missing_ok and is_missing()):
+    requests = _join_requests(call, tree, own_aliases, is_missing=lambda: missing_ok and is_missing())
+    if requests is None:
         return LoadedState({**tree.given, "iteration": 0})
+    names, aliases = requests
     entries, fillings = {keys_of_pointer(name)[0] for part in names for name in part}, list[Filling]()
 
     def live(checkpoint: Checkpoint) -> Sequence[LiveTensor]:
@@ -192,10 +193,15 @@ def fill(
     return fillings[-1].result(is_first=channel.coordinates)
 
 
-def _join_requests(call: JointCall, tree: Tree, aliases: Mapping[str, str]) -> tuple[list[list[str]], dict[str, str]]:
+def _join_requests(
+    call: JointCall, tree: Tree, aliases: Mapping[str, str], *, is_missing: Callable[[], bool]
+) -> tuple[list[list[str]], dict[str, str]] | None:
     """Return two lists of JSON Pointers, to the tensors and to all else that any rank requests; and all aliases.
 
     Collective. A load creates all state saved for an optimizer's parameters. An empty key stands for an object.
+
+    Args:
+        is_missing: Returns whether there is nothing to load. Then the result is None. Called on the coordinator only.
     """
     tensors = [keys for keys in tree.tensors if stored_name(keys)[1] not in aliases]
     states = [(*top, "state", name) for top, each in tree.optimizers.items() for name in each.parameters]
@@ -204,10 +210,12 @@ def _join_requests(call: JointCall, tree: Tree, aliases: Mapping[str, str]) -> t
     offers = call.offer(json.dumps([*requests, aliases]).encode())
     call.decide("")
 
-    def join_all() -> list[object]:
+    def join_all() -> list[object] | None:
+        if is_missing():
+            return None
         tensors, values, aliases = zip(*(json.loads(offer) for offer in {*offers}), strict=True)
         names = [sorted({name for part in parts for name in part}) for parts in (tensors, values)]
         return [names, {alias: name for pairs in aliases for alias, name in pairs.items()}]
 
-    joined: tuple[list[list[str]], dict[str, str]] = call.channel.from_first("requests", join_all)
+    joined: tuple[list[list[str]], dict[str, str]] | None = call.channel.from_first("requests", join_all)
     return joined
