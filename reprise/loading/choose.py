@@ -196,6 +196,12 @@ class Chooser:
                 _log.warning("%s The file holds no run state, so the checkpoint is loaded without it.", problem)
             return path
 
+    def open(self) -> Checkpoint:
+        """Return the candidate that `pick` returns, where the source has no local ones."""
+        self.pick()
+        assert self.checkpoint is not None
+        return self.checkpoint
+
     def skip(self, error: TrainerError) -> None:
         """Remove the newest candidate left because of `error`, and log it.
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from reprise.loading import Chooser, LoadSource, open_checkpoint
+from reprise.loading import Chooser, LoadSource
 from reprise.stores import files_of
 from trainer.commands.arguments import any_path, local_path
 from trainer.commands.frame import FINE, add_command, framed
@@ -75,9 +75,7 @@ def export_checkpoint(options: argparse.Namespace) -> int:
     """Convert a Reprise checkpoint to another program's format."""
     form = FORMATS[options.format]
     assert form.write is not None
-    files = files_of(options.checkpoint)
-    chooser = Chooser(LoadSource.named(options.checkpoint), files)
-    checkpoint = open_checkpoint(chooser.pick(), files, may_lack=True)
+    checkpoint = Chooser(LoadSource.named(options.checkpoint), files_of(options.checkpoint)).open()
     form.write(
         checkpoint, options.out, ExportOptions(DTYPES[options.dtype], options.tokenizer, options.merge, options.ema)
     )

@@ -16,7 +16,7 @@ from models.config import ModelConfig
 from models.families import spec_of
 from reprise.errors import CheckpointError, MismatchError
 from reprise.format import STATE
-from reprise.loading import Checkpoint, Chooser, LoadSource, LoadTerms, open_checkpoint
+from reprise.loading import Checkpoint, Chooser, LoadSource, LoadTerms
 from reprise.storage import CheckpointFolder, Files, is_file
 from trainer.config.checkpoint import CheckpointSection
 from trainer.config.load_saved import readable
@@ -93,5 +93,5 @@ def _open_base(path: Path, model: ModelConfig, digest: object, files: Files) -> 
     source = LoadSource.named(path, terms=LoadTerms("the base"))
     folder = CheckpointFolder(source.path, files)
     same = (each for each in readable(folder, reversed(folder.committed())) if each.digest == digest)
-    checkpoint = next(same, None) or open_checkpoint(Chooser(source, files).pick(), files, may_lack=True)
+    checkpoint = next(same, None) or Chooser(source, files).open()
     return of_checkpoint(checkpoint), {"format": "reprise", "xxh3_64": checkpoint.digest}

@@ -11,7 +11,7 @@ from models import families
 from models.build import build_model
 from models.network import Model
 from reprise.errors import CheckpointError
-from reprise.loading import Chooser, LoadSource, open_checkpoint
+from reprise.loading import Chooser, LoadSource
 from reprise.storage import FILE_SYSTEM, Files
 from trainer.interop.hf.config import is_folder
 from trainer.interop.hf.folder import open_folder, weights_source
@@ -44,18 +44,17 @@ def open_model(
         return _filled(source, device), path
     chooser = Chooser(LoadSource.named(path), files)
     while True:
-        chosen = chooser.pick()
+        checkpoint = chooser.open()
         try:
-            checkpoint = open_checkpoint(chosen, files, may_lack=True)
             if base is not None:
                 check_adapters(checkpoint)
                 break
             source = of_checkpoint(checkpoint, averages=averages)
-            return _filled(source, device), chosen
+            return _filled(source, device), checkpoint.path
         except CheckpointError as error:  # every block is verified as it is read: an older checkpoint may be intact
             chooser.skip(error)
     source = merged(checkpoint, base, averages=averages)
-    return _filled(source, device), chosen
+    return _filled(source, device), checkpoint.path
 
 
 def _filled(source: StateSource, device: torch.device) -> Model:
