@@ -208,7 +208,6 @@ def build_saves(config: Config, cluster: Cluster) -> Saves:
         staging_bytes=section.staging_bytes,
         stall_timeout_s=section.stall_timeout_s,
         check_replicas=section.check_replicas,
-        retention=Retention(mirror=rule_of(section)),
         terms=terms.SAVE,
     )
     if section.save is not None:
@@ -245,7 +244,7 @@ def _shared_target(
         section.save_retain_interval,
         section.keep_best,
         kept=steps | sources,
-        mirror=policy.retention.mirror,
+        mirror=rule_of(section),
     )
     policy, ranks = replace(policy, retention=retention), cluster.local_ranks
     return SaveTarget(
@@ -261,8 +260,7 @@ def _shared_target(
 def _weights_target(config: Config, cluster: Cluster, policy: SavePolicy) -> SaveTarget:
     """Return the weights-only target, with its dtype in `config.json`."""
     section, documents = config.checkpoint, dict[str, Document]()
-    steps, dtype = frozenset(section.save_steps), section.weights_dtype.value
-    mirror = policy.retention.mirror
+    steps, mirror, dtype = frozenset(section.save_steps), rule_of(section), section.weights_dtype.value
     if mirror is not None:
         mirror = replace(mirror, prefix=f"{WEIGHTS}/")
     if not config.model.is_adapted:  # PEFT's adapter configuration has no dtype
