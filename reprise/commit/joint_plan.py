@@ -204,7 +204,8 @@ class KnownPlans:
         """Return this rank's offer with its table's digest, and the table itself unless rank 0 has it."""
         digest = _digest_of(table)
         is_delivered, self._delivered = digest == self._delivered, None
-        return Message(None, digest, groups, b"" if is_delivered else zlib.compress(table, _LEVEL))
+        payload = b"" if is_delivered else zlib.compress(table, _LEVEL)
+        return Message(number=digest, groups=groups, payload=payload)
 
     def delivered(self, offer: Message) -> None:
         """Note that rank 0 has this rank's offer with its table."""

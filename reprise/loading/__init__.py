@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _NAMES = {
     "loading.choose": "Chooser LoadSource LoadTerms no_folder",
     "loading.loader": "Target check_tensors fill",
-    "loading.reader": ("Checkpoint OpenFile open_checkpoint open_tensor_file read_file read_header read_places"),
+    "loading.reader": "Checkpoint OpenFile open_checkpoint open_tensor_file read_file read_header read_places",
     "loading.restorer": "Restored Restorer",
     "loading.verify": "verify_tensors",
 }

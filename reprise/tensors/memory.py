@@ -158,7 +158,7 @@ class Memory:
 
 
 def await_training(devices: Iterable[torch.device]) -> None:
-    """Let later copies from these devices wait for the work launched so far. Call it on the main thread."""
+    """Order later copies from these devices after the work launched so far. Call it on the main thread."""
     for device in devices:
         _copy_stream(device).wait_stream(torch.get_device_module(device).current_stream(device))
 
