@@ -6,6 +6,7 @@ import json
 import socket
 import zlib
 from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -91,6 +92,14 @@ class Attempt:
     def target(self) -> Path:
         """Return the path of the resulting checkpoint."""
         return self.folder.iteration(self.iteration)
+
+    def writing(self, path: Path | None = None) -> AbstractContextManager[None]:
+        """Turn a file system error in the block into the error for an attempt that cannot be written.
+
+        Args:
+            path: The file being written, if the error does not name it. None for the partial folder.
+        """
+        return self.folder.writing("A checkpoint", path or self.partial, self.layout.total_bytes)
 
     def is_committed(self) -> bool:
         """Return whether the existing checkpoint comes from this attempt: the rename is the truth."""

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
-from pathlib import Path
 
 from reprise.commit.attempt import Attempt
 from reprise.format import manifest
@@ -57,7 +55,7 @@ def prepare(
         CheckpointError: The lock is lost, or the file system fails.
     """
     files, folder = attempt.folder.files, attempt.partial
-    with naming_failures(attempt), contextlib.ExitStack() as ending:
+    with attempt.writing(), contextlib.ExitStack() as ending:
         files.make_folder(folder)
         syncs = list(beside)
         for name, data in documents.items():
@@ -80,14 +78,5 @@ def rename(attempt: Attempt) -> bool:
     Raises:
         CheckpointError: The file system fails. There is no checkpoint then.
     """
-    with naming_failures(attempt):
+    with attempt.writing():
         return attempt.folder.commit(attempt.iteration, attempt.name, replaces=attempt.replaces)
-
-
-def naming_failures(attempt: Attempt, path: Path | None = None) -> AbstractContextManager[None]:
-    """Turn a file system error in the block into the error for an attempt that cannot be written.
-
-    Args:
-        path: The file being written, if the error does not name it. None for the partial folder.
-    """
-    return attempt.folder.writing("A checkpoint", path or attempt.partial, attempt.layout.total_bytes)

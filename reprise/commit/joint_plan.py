@@ -88,12 +88,12 @@ class JointPlan:
             CheckpointError: Names the ranks with other tensors, or the first tensor with a missing, duplicate or
                 unknown piece.
         """
-        sides = sides_of({rank: table[:DIGEST_BYTES] for rank, table in tables.items()})
-        if len(sides) > 1:
+        layouts = {rank: table[:DIGEST_BYTES] for rank, table in tables.items()}
+        if len({*layouts.values()}) > 1:
             raise CheckpointError(
                 "The ranks do not save the same tensors",
                 expected="the same table of tensors on every rank",
-                found=" against ".join(map(ranks_text, sides)),
+                found=" against ".join(map(ranks_text, sides_of(layouts))),
                 fix="Nothing was saved. Give all ranks the same model and optimizer: the stages of a pipeline, which "
                 "differ by rank, cannot be saved like this. `save_state_dict` saves them.",
             )
@@ -164,7 +164,7 @@ def _entry(place: Place, rows: _Integers, blocks: _Integers, first_blocks: _Inte
     is_first = np.append(True, cell[1:] != cell[:-1])[: len(rows)]
     is_last = np.append(is_first[1:], True)[: len(rows)]
     has_gaps = (lo != np.where(is_first, 0, np.append(0, hi)[:-1])).any() or (hi[is_last] != total[is_last]).any()
-    cells = math.prod(len(marks) - 1 for marks in cuts) if place.spec.total_bytes else 0
+    cells = math.prod(len(marks) - 1 for marks in cuts)  # none without elements
     if has_overlaps or has_gaps or (lo >= hi).any() or int(is_first.sum()) != cells:
         raise _not_tiled(name)
     shares = defaultdict[int, list[int]](list)

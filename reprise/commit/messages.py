@@ -71,12 +71,6 @@ def unpack_files(message: bytes) -> dict[str, bytes]:
         return {name: archive.read(name) for name in archive.namelist()}
 
 
-def first_problem(messages: Mapping[int, Message]) -> str | None:
-    """Return the first failed rank's problem with the rank's number, given the messages by rank. None without one."""
-    problems = (f"Rank {rank}: {each.problem}" for rank, each in messages.items() if each.problem is not None)
-    return next(problems, None)
-
-
 def sides_of(answers: Mapping[int, object]) -> list[list[int]]:
     """Group ascending ranks by equal answers, the lowest rank's side first."""
     sides = defaultdict[object, list[int]](list)

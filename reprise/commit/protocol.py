@@ -7,20 +7,20 @@ files to the other hosts' leaders, and waits until every folder is prepared. The
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from reprise.commit import commit_state, finish
 from reprise.commit.attempt import Attempt, Copying
 from reprise.commit.commit_state import Action, Event, Outcome
-from reprise.commit.joint_plan import JointPlan, KnownPlans, encode
-from reprise.commit.messages import Message, first_problem, pack_files, unpack_files
+from reprise.commit.joint_plan import JointPlan, KnownPlans
+from reprise.commit.messages import Message, pack_files, unpack_files
 from reprise.commit.replicas import ReplicaDigests, differing_sides, require_agreement
 from reprise.commit.shared_attempt import SharedAttempt
 from reprise.errors import CheckpointError, LaunchError, TrainerError
 from reprise.format import host_file, manifest
 from reprise.format.host_file import HostFile
-from reprise.format.manifest import Piece, TensorEntry
+from reprise.format.manifest import TensorEntry
 from reprise.format.names import HOST, MANIFEST
 from reprise.ranks.channel import StoreChannel
 from reprise.ranks.error_message import as_problem
@@ -38,8 +38,8 @@ class TwoPhaseCommit(ABC):
     `commit_state.advance` alone decides the next action. A call may return its result as an event.
 
     Args:
-        pieces: What this rank writes.
-        replicas: Digests of tensors to compare with other ranks.
+        table: The pieces that this rank writes; see `joint_plan.encode`.
+        replicas: Digests of tensors to compare with other ranks. None if there are none, or not in this save.
         channel: The worker thread's channel.
         shared: The attempt's state on this rank. Another thread may abort it meanwhile.
         plans: Plans from earlier attempts in this rank's run.
@@ -52,8 +52,8 @@ class TwoPhaseCommit(ABC):
 
     attempt: Attempt
     contents: Contents
-    pieces: Sequence[Piece]
-    replicas: ReplicaDigests
+    table: bytes
+    replicas: ReplicaDigests | None
     channel: StoreChannel
     shared: SharedAttempt
     plans: KnownPlans
@@ -154,7 +154,7 @@ class TwoPhaseCommit(ABC):
         try:
             if self.leads and not channel.coordinates:
                 self.begin()
-            offer = self.plans.offer(encode(self.pieces, attempt.layout), self.replicas.groups())
+            offer = self.plans.offer(self.table, () if self.replicas is None else self.replicas.groups())
             if channel.coordinates:
                 self._lead(offer)
                 return True
@@ -163,7 +163,8 @@ class TwoPhaseCommit(ABC):
             raise
         self.shared.put("offer", offer)
         answer = self.shared.read("opened", channel.coordinator)
-        require_agreement(channel, self.shared.key, answer.groups, self.replicas.table)
+        if answer.groups:
+            require_agreement(channel, self.shared.key, answer.groups, self.replicas)
         if answer.problem is not None:
             raise CheckpointError(answer.problem.rstrip("."))
         if answer.number is None:
@@ -182,12 +183,13 @@ class TwoPhaseCommit(ABC):
         """Read all ranks' offers, and open the attempt. Rank 0 only."""
         channel, shared = self.channel, self.shared
         offers = {channel.rank: offer, **shared.read_all("offer", channel.ranks[1:])}
-        if (problem := first_problem(offers)) is not None:
+        if (problem := _first_problem(offers)) is not None:
             raise CheckpointError(problem.rstrip("."))
         self._plan = self.plans.joint(self.attempt.layout, offers)
-        if sides := differing_sides({rank: offer.groups for rank, offer in offers.items()}):
+        compared = {rank: offer.groups for rank, offer in offers.items() if offer.groups}
+        if compared and (sides := differing_sides(compared)):
             shared.put("opened", Message(groups=sides), is_first=False)
-        require_agreement(channel, shared.key, sides, self.replicas.table)
+            require_agreement(channel, shared.key, sides, self.replicas)
         self.begin()
         self.plans.delivered(offer)
         shared.post("opened", Message(number=self.attempt.iteration))
@@ -213,7 +215,7 @@ class TwoPhaseCommit(ABC):
 
     def _collect(self) -> Event | None:
         self._reports |= self.shared.read_all("report", self.channel.ranks[1:])
-        return _failed(first_problem(self._reports))
+        return _failed(_first_problem(self._reports))
 
     def _prepare(self) -> None:
         finish.prepare(self.attempt, self._json_files(), lock=self.lock, beside=self.contents.syncs)
@@ -270,7 +272,7 @@ class TwoPhaseCommit(ABC):
     def _await_leaders(self) -> Event | None:
         answers = self.shared.read_all("prepared", self.attempt.hosts.leaders[1:])
         self._statuses |= {leader: answer.payload for leader, answer in answers.items()}
-        return _failed(first_problem(answers))
+        return _failed(_first_problem(answers))
 
     def _rename(self) -> None:
         self.is_durable = finish.rename(self.attempt)
@@ -284,6 +286,12 @@ class TwoPhaseCommit(ABC):
             self._statuses[self.channel.rank] = self.copying.status(iteration)
             self._order = self.copying.decide([self._statuses[rank] for rank in self.attempt.hosts.leaders])
         return Message(number=iteration, payload=self._order)
+
+
+def _first_problem(messages: Mapping[int, Message]) -> str | None:
+    """Return the first failed rank's problem with the rank's number, given the messages by rank. None without one."""
+    problems = (f"Rank {rank}: {each.problem}" for rank, each in messages.items() if each.problem is not None)
+    return next(problems, None)
 
 
 def _failed(problem: str | None) -> Event | None:

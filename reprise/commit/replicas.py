@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
@@ -120,7 +120,7 @@ def check_replicas(live: Sequence[LiveTensor], channel: StoreChannel, key: str) 
     sides = channel.from_first(
         f"{key}/sides", lambda: differing_sides(dict(zip(channel.ranks, map(json.loads, rows), strict=True)))
     )
-    require_agreement(channel, key, sides, replicas.table)
+    require_agreement(channel, key, sides, replicas)
 
 
 def differing_sides(groups_by_rank: Mapping[int, Groups]) -> list[list[int]]:
@@ -133,13 +133,13 @@ def differing_sides(groups_by_rank: Mapping[int, Groups]) -> list[list[int]]:
 
 
 def require_agreement(
-    channel: StoreChannel, key: str, sides: Sequence[Sequence[int]], table: Callable[[], bytes]
+    channel: StoreChannel, key: str, sides: Sequence[Sequence[int]], replicas: ReplicaDigests | None
 ) -> None:
     """Raise the disagreement between these sides, if any, on every rank. A rank from each of the first two explains it.
 
     Args:
         sides: The result of `differing_sides`, the same on all ranks.
-        table: Returns this rank's `ReplicaDigests.table`.
+        replicas: This rank's digests. None if it has none to compare.
 
     Raises:
         ReplicaError: Names the first different tensors and the ranks. Raised on rank 0; the others raise a
@@ -148,9 +148,8 @@ def require_agreement(
     if not sides:
         return
     witnesses = [side[0] for side in sides[:2]]
-    tables = dict(
-        zip(channel.ranks, channel.gather(f"{key}/tables", table() if channel.rank in witnesses else b""), strict=False)
-    )
+    table = b"" if replicas is None or channel.rank not in witnesses else replicas.table()
+    tables = dict(zip(channel.ranks, channel.gather(f"{key}/tables", table), strict=False))
 
     def explain() -> None:
         raise _difference(sides, *(json.loads(tables[rank]) for rank in witnesses))

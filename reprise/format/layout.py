@@ -85,14 +85,11 @@ class FileLayout:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A checkpoint's tensor files, and each tensor's place by name."""
+    """A checkpoint's tensor files, their total size, and each tensor's place by name."""
 
     files: tuple[FileLayout, ...]
+    total_bytes: int
     places: dict[str, Place]
-
-    @property
-    def total_bytes(self) -> int:
-        return sum(file.total_bytes for file in self.files)
 
 
 def build_layout(specs: Sequence[TensorSpec], *, file_bytes: int = DEFAULT_FILE_BYTES) -> Layout:
@@ -110,7 +107,8 @@ def build_layout(specs: Sequence[TensorSpec], *, file_bytes: int = DEFAULT_FILE_
         room = sum(s.total_bytes for s in specs) if kind is TensorKind.ADAPTER else file_bytes
         groups = _fill([s for s in specs if s.kind is kind], room)
         files += [_lay_file(file_name(kind, i, len(groups)), group) for i, group in enumerate(groups)]
-    return Layout(tuple(files), {place.spec.name: place for file in files for place in file.places})
+    places = {place.spec.name: place for file in files for place in file.places}
+    return Layout(tuple(files), sum(file.total_bytes for file in files), places)
 
 
 def file_name(kind: TensorKind, index: int, count: int) -> str:

@@ -384,8 +384,8 @@ class Checkpointer:
         save_job = SaveJob(
             attempt=attempt,
             contents=contents,
-            pieces=plan.pieces,
-            replicas=ReplicaDigests(plan.live if compares else ()),
+            table=plan.table,
+            replicas=ReplicaDigests(plan.replicated) if compares and plan.replicated else None,
             channel=self._worker_channel,
             shared=shared,
             plans=self._plans,

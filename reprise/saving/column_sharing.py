@@ -211,12 +211,16 @@ class LocalRanks:
     Args:
         channel: This rank's channel.
         ranks: The ranks expected on this host, including this rank. None share nothing.
+
+    Attributes:
+        ranks: The ranks to exchange pieces with. Empty if there are none.
     """
 
     def __init__(self, channel: StoreChannel, ranks: Sequence[int]) -> None:
         self._rank = channel.rank
-        self._ranks = (channel.rank,) if len(ranks) == 1 else tuple(ranks)
-        self._host = f"{machine(_PROCESSES)} {self._ranks}"
+        ranks = [channel.rank] if len(ranks) == 1 else ranks
+        self.ranks = tuple(ranks) if channel.world_size > 1 else ()
+        self._host = f"{machine(_PROCESSES)} {self.ranks}"
         self._memory: SharedMemory | None = None
         self._stays_out = False
         self._table: tuple[Layout, Sequence[_Report], _Rows] | None = None
@@ -235,9 +239,7 @@ class LocalRanks:
         Raises:
             TrainerError: Another rank does not answer, or its memory cannot be opened.
         """
-        if not self._ranks:
-            return {}
-        first, *others = self._ranks
+        first, *others = self.ranks
         report = self._host, list(map(astuple, pieces)) if may_share and not self._stays_out else None
         if self._rank == first:
             messages = shared.read_all("stripes", others).values()
@@ -273,7 +275,7 @@ class LocalRanks:
         """Return the shared memory's address and the stripes for all the host's ranks, or None to share nothing."""
         # A rank that considers itself the first of its host has sent its decision.
         if any(not report or report[0] != self._host for report in reports) and not self._stays_out:
-            _log.warning("ranks %s are not all on one host: columns are written row by row", self._ranks)
+            _log.warning("ranks %s are not all on one host: columns are written row by row", self.ranks)
             self._stays_out = True
         if self._stays_out or any(rows is None for _, rows in reports):
             return None

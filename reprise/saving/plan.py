@@ -16,6 +16,7 @@ from operator import itemgetter
 
 import torch
 
+from reprise.commit.joint_plan import encode
 from reprise.format.box import Image
 from reprise.format.layout import PAGE_BYTES, Layout, Place, build_layout
 from reprise.format.manifest import Piece
@@ -107,9 +108,14 @@ class Plan:
 
     Attributes:
         live: The tensors to save. Under the policy `dtype` their copies, which `begin` fills.
+        replicated: Those also held by other ranks.
         optimizers: The optimizers whose steps may change them during a save.
+        pieces: What this rank writes.
+        table: These pieces; see `joint_plan.encode`.
         chunks: Chunks by file, in extents for concurrent writing. Each rank starts with another file, so ranks do not
             queue for the same file.
+        order: All chunks in approximate write order.
+        columns: The pieces whose rows are not contiguous in their file.
         devices: The devices with tensors to save.
         staging_bytes: The size of the memory for copies of what training may overtake.
     """
@@ -122,16 +128,20 @@ class Plan:
         self.live = self._originals = [tensor for tensor in contents.live if not tensor.is_copy]
         if dtype is not None:
             self.live = _empty_casts(self._originals, self.layout, dtype)
+        self.replicated = [tensor for tensor in self.live if len(tensor.replicas) > 1]
         is_overtaken = policy.async_save and dtype is None
         self.optimizers = contents.optimizers if is_overtaken else ()
         places = [self.layout.places[tensor.spec.name] for tensor in self.live]
         held = [Holding(p, p.spec.image(t.box), t.replicas) for p, t in zip(places, self.live, strict=True)]
         self.pieces = pieces_of(held, rank)
+        self.table = encode(self.pieces, self.layout)
         names = {piece.name for piece in self.pieces}
         self.devices = {tensor.local.device for tensor in self.live if tensor.local.device.type != "cpu"}
         files = deque(cut(self.pieces, held).items())
         files.rotate(-rank)
         self.chunks = dict(files)
+        self.order = [chunk for extents in self.chunks.values() for extent in extents for chunk in extent]
+        self.columns = [*dict.fromkeys(chunk.parts[0].piece for chunk in self.order if chunk.strided)]
         # Other tensors may change at any time, and are copied as a save begins.
         is_steady = policy.copies_at_call or not is_overtaken
         steady = None if is_steady else storages_of(self.optimizers, contents.constant)
@@ -152,16 +162,6 @@ class Plan:
         """Return whether `contents` has the very same tensors as this plan."""
         is_same = self._contents.specs is contents.specs and self._contents.live is contents.live
         return is_same and self._contents.optimizers == contents.optimizers
-
-    @property
-    def order(self) -> list[Chunk]:
-        """Return the chunks in approximate write order."""
-        return [chunk for extents in self.chunks.values() for extent in extents for chunk in extent]
-
-    @property
-    def columns(self) -> list[Piece]:
-        """Return the pieces whose rows are not contiguous in their file."""
-        return [*dict.fromkeys(chunk.parts[0].piece for chunk in self.order if chunk.strided)]
 
     def begin(self) -> dict[str, Memory]:
         """Return the memory with the tensors' current values, by name. No save may be under way."""

@@ -11,11 +11,10 @@ from pathlib import Path
 import torch
 
 from reprise.commit.commit_state import Outcome
-from reprise.commit.finish import naming_failures
 from reprise.commit.messages import Message
 from reprise.commit.protocol import TwoPhaseCommit
 from reprise.errors import CheckpointError, LaunchError, TrainerError
-from reprise.saving.column_sharing import LocalRanks
+from reprise.saving.column_sharing import LocalRanks, Stripes
 from reprise.saving.plan import Plan
 from reprise.saving.policy import Retention, SaveReport
 from reprise.saving.retention import decide_expired, delete, require_room
@@ -88,15 +87,17 @@ class SaveJob(TwoPhaseCommit):
         """Make the partial folder, or fail if there is no room for the checkpoint."""
         attempt, parts = self.attempt, len(self.attempt.hosts.leaders)
         require_room(attempt, self.contents.documents, self.retention, parts=parts, lock=self.lock)
-        with naming_failures(attempt):
+        with attempt.writing():
             attempt.folder.files.make_folder(attempt.partial)
 
     def write(self) -> Message:
         """Write this rank's part durably. The host's other ranks wait in `join`, so nothing before it may hang."""
         attempt, snapshot, columns = self.attempt, self.snapshot, self.plan.columns
+        stripes: Stripes = {}
         try:
-            may_share = snapshot.has_room(sum(piece.hi - piece.lo for piece in columns))
-            stripes = self.local_ranks.join(self.shared, attempt.layout, columns, may_share=may_share)
+            if self.local_ranks.ranks:
+                may_share = snapshot.has_room(sum(piece.hi - piece.lo for piece in columns))
+                stripes = self.local_ranks.join(self.shared, attempt.layout, columns, may_share=may_share)
             writer = Writer(
                 attempt=attempt,
                 plan=self.plan,

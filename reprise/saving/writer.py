@@ -14,7 +14,6 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from reprise.commit import finish
 from reprise.commit.attempt import Attempt
 from reprise.commit.messages import Message
 from reprise.format.box import Image
@@ -98,7 +97,7 @@ class Writer:
         """Stop the other threads if the block fails, and name the file in the error. After a failure, do not begin."""
         self._raise_if_failed()
         try:
-            with finish.naming_failures(self.attempt, path):
+            with self.attempt.writing(path):
                 yield
         except BaseException:
             self._has_failed.set()

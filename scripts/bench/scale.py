@@ -23,10 +23,9 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from reprise.commit import find_hosts
 from reprise.commit.attempt import Attempt, Hosts
-from reprise.commit.joint_plan import KnownPlans
+from reprise.commit.joint_plan import KnownPlans, encode
 from reprise.commit.messages import Message
 from reprise.commit.protocol import TwoPhaseCommit
-from reprise.commit.replicas import ReplicaDigests
 from reprise.commit.shared_attempt import SharedAttempt
 from reprise.errors import LaunchError, TrainerError
 from reprise.format import Layout, StoredDtype, TensorKind, TensorSpec, build_layout, image, intersect, whole
@@ -91,7 +90,7 @@ class _Saves:
     """A rank's side of the saves of a layout."""
 
     def __init__(self, rank: int, layout: Layout, pieces: Sequence[WrittenPiece]) -> None:
-        self._rank, self._layout, self._pieces, self._plans = rank, layout, pieces, KnownPlans()
+        self._rank, self._layout, self._table, self._plans = rank, layout, encode(pieces, layout), KnownPlans()
         written_bytes = sum(piece.hi - piece.lo for piece in pieces)
         digests = b"".join(piece.digests for piece in pieces)
         self._report = Message(number=written_bytes, payload=digests)
@@ -104,8 +103,8 @@ class _Saves:
         commit = _Commit(
             attempt=attempt,
             contents=Contents((), ()),
-            pieces=self._pieces,
-            replicas=ReplicaDigests(()),
+            table=self._table,
+            replicas=None,
             channel=channel,
             shared=shared,
             plans=self._plans,

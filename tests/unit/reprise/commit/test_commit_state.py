@@ -18,7 +18,6 @@ from reprise.commit.attempt import Attempt, Hosts
 from reprise.commit.commit_state import Action, CommitState, Event, Outcome
 from reprise.commit.joint_plan import KnownPlans, encode
 from reprise.commit.messages import Message
-from reprise.commit.replicas import ReplicaDigests
 from reprise.commit.shared_attempt import SharedAttempt
 from reprise.errors import CheckpointError, TrainerError
 from reprise.format.box import Box
@@ -348,11 +347,11 @@ class SimulatedJob(SaveJob):
         return SimulatedJob(
             attempt=attempt,
             contents=Contents((), (), {}, {STATE: {"format": FORMAT, "iteration": 7}}),
-            pieces=pieces,
+            table=encode(pieces, attempt.layout),
             plan=Plan(Contents((), ()), policy, rank.number),
             plans=KnownPlans(),
             snapshot=Snapshot({}, [], arena=Arena(0, is_pinned=False), policy=policy),
-            replicas=ReplicaDigests(()),
+            replicas=None,
             channel=channel,
             shared=rank.shared,
             retention=Retention(1 if is_local else 0),
@@ -518,7 +517,7 @@ def test_what_rank_0_never_reads_counts_as_sent_to_nobody(work_s: float, tmp_pat
     found.run()
     assert outcomes(found)[1:] == [Outcome.COMMITTED] * 2
     for number, job in found.jobs.items():
-        assert job.plans.offer(encode(job.pieces, job.attempt.layout)).payload
+        assert job.plans.offer(job.table).payload
         assert not found.channel(0).has([f"save/n-1/report/{number}"])
 
 

@@ -12,7 +12,6 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from reprise.commit.attempt import find_hosts
 from reprise.commit.messages import (
     Message,
-    first_problem,
     pack_files,
     ranks_text,
     unpack_files,
@@ -68,14 +67,6 @@ def test_files_travel_as_they_are() -> None:
     message = pack_files(files)
     assert len(message) < 2000
     assert list(unpack_files(message).items()) == list(files.items())
-
-
-def test_the_first_rank_with_a_problem_is_named() -> None:
-    ready = {rank: Message() for rank in (0, 1)}
-    assert first_problem(ready) is None
-    assert first_problem({**ready, 2: Message(problem="there is no disk."), 3: Message(problem="nor here")}) == (
-        "Rank 2: there is no disk."
-    )
 
 
 def test_many_ranks_are_named_by_the_first_eight() -> None:
