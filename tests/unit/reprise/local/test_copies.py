@@ -65,7 +65,7 @@ def test_what_is_not_copied_elsewhere_stays() -> None:
 def test_a_copy_that_fails_is_named_and_mended_by_the_next(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def attempt_in(rank: int) -> Attempt:
         folder = CheckpointFolder(tmp_path / str(rank), Files())
-        return Attempt(4, "n-1", folder, Layout((), {}), HOSTS)
+        return Attempt(4, "n-1", folder, Layout((), 0, {}), HOSTS)
 
     def fail(channel: StoreChannel) -> list[object]:
         found = copies(channel)
