@@ -26,12 +26,12 @@ from reprise.tensors.live import Contents
 from tests.fakes import JOIN_S, Sharding, all_ranks
 from tests.fakes import Axis as Cut
 
-ROWS = Sharding("rows over 2", (Cut("row", 2),))
+ROWS, THIRDS = (Sharding(f"rows over {count}", (Cut("row", count),)) for count in (2, 3))
 SPEC = TensorSpec(TensorKind.MODEL, "w", (50, 40), StoredDtype.F32, (50, 40))
 
 
-def contents(rank: int, iteration: int) -> Contents:
-    live = tuple(ROWS.live(rank, [SPEC], {"w": torch.full(SPEC.shape, float(iteration))}))
+def contents(rank: int, iteration: int, sharding: Sharding = ROWS) -> Contents:
+    live = tuple(sharding.live(rank, [SPEC], {"w": torch.full(SPEC.shape, float(iteration))}))
     return Contents((SPEC,), live, {}, {STATE: {"format": FORMAT, "iteration": iteration}})
 
 
@@ -84,15 +84,15 @@ def test_an_error_that_nobody_expects_reaches_all_ranks_at_once(tmp_path: Path, 
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["iter_0000002"]
 
 
-def test_a_rank_at_another_iteration_is_named_on_all_ranks(tmp_path: Path) -> None:
+def test_the_first_rank_at_another_iteration_is_named_on_all(tmp_path: Path) -> None:
     def call(channel: StoreChannel) -> str:
         checkpointer = started(channel, SavePolicy(tmp_path, commit_timeout_s=JOIN_S))
-        report = checkpointer.save(5 if channel.rank == 1 else 4, contents(channel.rank, 4))
+        report = checkpointer.save(5 if channel.rank else 4, contents(channel.rank, 4, THIRDS))
         assert report is not None
         checkpointer.close()
         return str(report.error)
 
-    for error in all_ranks(2, call):
+    for error in all_ranks(3, call):
         assert "Rank 1: The ranks save different iterations" in error or error.startswith("The ranks save different")
         assert "expected iteration 4, as on rank 0, found iteration 5" in error
     assert not [path for path in tmp_path.iterdir() if path.is_dir()]
