@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from reprise import copy, save_state_dict
 from reprise.storage import iteration_of
 from tests.crash.hosts import run_trainer
 from tests.crash.tracing import Tracer
@@ -247,3 +249,24 @@ def test_a_deletion_before_its_successors_are_durable_is_found(events: tuple[lis
     newer = next(number for number, event in enumerate(changes) if event[3:] == ["iter_0000003"])
     early = [*changes[:newer], changes[first], *changes[newer:first], *changes[first + 1 :]]
     assert f"iter_0000001 goes before {KEEP} newer ones are durable" in problems(early, root)
+
+
+def copied(arguments: list[str]) -> None:
+    """Copy a run's checkpoints, and note every change below a folder."""
+    disk, notes, source = map(Path, arguments)
+    Tracer(disk, notes).install()
+    copy(source, disk / "copies")
+
+
+def test_a_copy_is_durable_when_it_has_its_name_and_after(tmp_path: Path) -> None:
+    disk, notes = tmp_path / "disk", tmp_path / "notes"
+    disk.mkdir()
+    save_state_dict(tmp_path / "run", {"model": {"weight": torch.ones(3)}, "step": 3}, iteration=3)
+    ended = call_on_ranks(copied, [str(disk), str(notes), str(tmp_path / "run")], folder=tmp_path / "out", ranks=1)
+    assert ended.ok, ended.text
+    events, root = [json.loads(line) for line in notes.read_text().splitlines()], disk.stat().st_ino
+    assert problems(events, root) == []
+    after = StrictDisk(root)
+    for event in told_apart(events, root):
+        after.take(event)
+    assert after.missing(["copies", "iter_0000003", "model.safetensors"]) == []
