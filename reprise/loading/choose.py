@@ -12,9 +12,9 @@ from reprise.errors import CheckpointError, LaunchError, MismatchError, TrainerE
 from reprise.format.host_file import PieceNumbers
 from reprise.format.lineage import Lineage, saved_lineage
 from reprise.format.names import MANIFEST
+from reprise.loading.blocks import check_first_blocks
 from reprise.loading.newest import advice_on_other_program
 from reprise.loading.reader import Checkpoint, open_checkpoint
-from reprise.loading.verify import check_first_blocks
 from reprise.storage.files import Files
 from reprise.storage.folder import CheckpointFolder, is_iteration_name, iteration_of, kind_of
 from reprise.storage.paths import exists, is_dir

@@ -2,61 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import torch
 
-from reprise.errors import CheckpointError, MismatchError, first_of
+from reprise.errors import CheckpointError, MismatchError
 from reprise.format.box import Box, extent, image, in_bytes, intersect, relative, whole
 from reprise.format.host_file import union
 from reprise.format.layout import Place, TensorSpec
 from reprise.format.manifest import BLOCK_BYTES
-from reprise.loading.block_reader import BlockReader, Progress, host_memory
-from reprise.loading.blocks import PieceBlock, blocks_in
+from reprise.loading.blocks import BlockReader, PieceBlock, Progress, blocks_in, host_memory
 from reprise.loading.reader import Bytes, Checkpoint, read_places
 from reprise.tensors.live import LiveTensor
 from reprise.tensors.modes import overwrite, own_modes
-
-
-def check_tensors(
-    specs: Sequence[TensorSpec],
-    places: Mapping[str, Place],
-    *,
-    where: object,
-    is_partial: bool = False,
-    further: Sequence[str] = (),
-) -> None:
-    """Compare all expected tensors with those in the checkpoint, before anything is copied.
-
-    Args:
-        is_partial: Whether the checkpoint may have other tensors.
-        further: The caller's own problems, listed after these.
-
-    Raises:
-        MismatchError: Lists every missing or unexpected tensor and every difference in shape or dtype.
-    """
-    problems = []
-    expected = {spec.name: spec for spec in specs}
-    kinds = {spec.kind for spec in specs}
-    for name, spec in expected.items():
-        if name not in places:
-            problems.append(f"{name} is missing")
-            continue
-        saved_spec = places[name].spec
-        if saved_spec.shape != spec.shape:
-            problems.append(f"{name} has shape {list(saved_spec.shape)}, the model has {list(spec.shape)}")
-        if saved_spec.dtype != spec.dtype:
-            problems.append(f"{name} has dtype {saved_spec.dtype}, the model has {spec.dtype}")
-    if not is_partial:
-        names = (name for name, place in places.items() if place.spec.kind in kinds and name not in expected)
-        problems += [f"{name} is unexpected" for name in names]
-    problems += further
-    if problems:
-        text = first_of(problems, 20, "; ")
-        raise MismatchError("The checkpoint's tensors do not match the model's", where=where, found=text)
 
 
 @own_modes()

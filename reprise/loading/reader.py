@@ -14,11 +14,11 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from reprise.errors import CheckpointError, MismatchError, UnreadableError
+from reprise.errors import CheckpointError, MismatchError, UnreadableError, first_of
 from reprise.format import host_file, manifest
 from reprise.format.box import Image, covered_bytes
 from reprise.format.host_file import HostFile
-from reprise.format.layout import MOST_ELEMENTS, Place, TensorKind, header_places, kind_of_file
+from reprise.format.layout import MOST_ELEMENTS, Place, TensorKind, TensorSpec, header_places, kind_of_file
 from reprise.format.manifest import Manifest
 from reprise.format.names import ACCESSORIES, FORMAT, HOST, MANIFEST, OPTIMIZER_DROPPED, STATE, is_lightened
 from reprise.storage import json_file
@@ -286,6 +286,44 @@ def read_places(checkpoint: Checkpoint) -> Mapping[str, Place]:
         in_files = checkpoint.files.map(partial(_read_header, checkpoint), names)
         checkpoint._places.update({place.spec.name: place for in_file in in_files for place in in_file})
     return checkpoint._places
+
+
+def check_tensors(
+    specs: Sequence[TensorSpec],
+    places: Mapping[str, Place],
+    *,
+    where: object,
+    is_partial: bool = False,
+    further: Sequence[str] = (),
+) -> None:
+    """Compare all expected tensors with those in the checkpoint, before anything is copied.
+
+    Args:
+        is_partial: Whether the checkpoint may have other tensors.
+        further: The caller's own problems, listed after these.
+
+    Raises:
+        MismatchError: Lists every missing or unexpected tensor and every difference in shape or dtype.
+    """
+    problems = []
+    expected = {spec.name: spec for spec in specs}
+    kinds = {spec.kind for spec in specs}
+    for name, spec in expected.items():
+        if name not in places:
+            problems.append(f"{name} is missing")
+            continue
+        saved_spec = places[name].spec
+        if saved_spec.shape != spec.shape:
+            problems.append(f"{name} has shape {list(saved_spec.shape)}, the model has {list(spec.shape)}")
+        if saved_spec.dtype != spec.dtype:
+            problems.append(f"{name} has dtype {saved_spec.dtype}, the model has {spec.dtype}")
+    if not is_partial:
+        names = (name for name, place in places.items() if place.spec.kind in kinds and name not in expected)
+        problems += [f"{name} is unexpected" for name in names]
+    problems += further
+    if problems:
+        text = first_of(problems, 20, "; ")
+        raise MismatchError("The checkpoint's tensors do not match the model's", where=where, found=text)
 
 
 def tensor_bytes(checkpoint: Checkpoint) -> int:

@@ -11,7 +11,7 @@ from pathlib import Path
 from reprise.commit import replicas
 from reprise.errors import LaunchError, MismatchError, PartialLoadError, TrainerError, UnreadableError
 from reprise.format.layout import TensorKind
-from reprise.loading.block_reader import Progress
+from reprise.loading.blocks import Progress
 from reprise.loading.choose import Chooser, LoadSource, LocalFolders
 from reprise.loading.loader import fill, touched_pieces, verify_blocks
 from reprise.loading.reader import Checkpoint, open_checkpoint, open_same

@@ -18,9 +18,8 @@ from reprise.errors import CheckpointError, TrainerError, UnreadableError
 from reprise.format.host_file import HostFile, Parts, PieceNumbers, union, without
 from reprise.format.lineage import Lineage, saved_lineage
 from reprise.format.names import HOST
-from reprise.loading.blocks import bytes_of
+from reprise.loading.blocks import bytes_of, check_first_blocks
 from reprise.loading.reader import Checkpoint, open_checkpoint, open_same, read_places
-from reprise.loading.verify import check_first_blocks
 from reprise.local.link import exchange
 from reprise.local.parts import Candidate, Transfer, assign, candidates
 from reprise.local.pieces import damaged_pieces

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from reprise.errors import CheckpointError
 from reprise.format.names import MANIFEST, OPTIMIZER_DROPPED
+from reprise.loading.blocks import verify_tensors
 from reprise.loading.reader import open_checkpoint
-from reprise.loading.verify import verify_tensors
 from reprise.management.paths import all_checkpoints
 from reprise.management.progress import ProgressCallback, ignore_progress
 from reprise.storage.atomic import make_folders, sync_folders

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from reprise.errors import TrainerError
 from reprise.format.names import ADAPTERS, HOST, MANIFEST, OPTIMIZER_DROPPED, STATE, is_lightened
+from reprise.loading.blocks import check_first_blocks
 from reprise.loading.reader import Tree, check_state
-from reprise.loading.verify import check_first_blocks
 from reprise.management.host_share import share_of
 from reprise.management.paths import checkpoint_folder, checkpoints_in, examined
 from reprise.management.summary import CheckpointStatus, CheckpointSummary

@@ -12,9 +12,9 @@ from reprise.errors import CheckpointError, ConfigError
 from reprise.format.layout import TensorKind, kind_of_file
 from reprise.format.mirror_record import MIRROR, from_bytes
 from reprise.format.names import HOST, OPTIMIZER_DROPPED, OPTIMIZER_FILES
+from reprise.loading.blocks import check_first_blocks
 from reprise.loading.choose import committed_in
 from reprise.loading.reader import Checkpoint, open_checkpoint
-from reprise.loading.verify import check_first_blocks
 from reprise.management.listing import size_of
 from reprise.management.paths import checkpoint_folder, examined
 from reprise.management.summary import CheckpointStatus

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from reprise.errors import TrainerError
+from reprise.loading.blocks import verify_tensors
 from reprise.loading.reader import Checkpoint, tensor_bytes
-from reprise.loading.verify import verify_tensors
 from reprise.management.host_share import HostShare, share_of
 from reprise.management.paths import all_checkpoints, examined
 from reprise.management.progress import ProgressCallback, ignore_progress

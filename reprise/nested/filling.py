@@ -12,8 +12,7 @@ import torch
 from reprise.errors import CheckpointError, MismatchError
 from reprise.format.layout import TensorSpec
 from reprise.format.names import STATE
-from reprise.loading.loader import check_tensors
-from reprise.loading.reader import Checkpoint, read_places
+from reprise.loading.reader import Checkpoint, check_tensors, read_places
 from reprise.nested.documents import StoredState
 from reprise.nested.loaded import LoadedState, Strictness, log_result
 from reprise.nested.modules import Receiver, hand_over

@@ -28,7 +28,7 @@ from reprise.format.box import Box, whole
 from reprise.format.layout import TensorKind, TensorSpec, build_layout
 from reprise.format.manifest import BLOCK_BYTES, WrittenPiece
 from reprise.format.names import FORMAT, STATE
-from reprise.loading import block_reader, blocks
+from reprise.loading import blocks
 from reprise.loading.loader import fill
 from reprise.loading.reader import Checkpoint, open_checkpoint, read_places
 from reprise.storage.files import Files
@@ -64,7 +64,7 @@ def test_any_box_loads_from_any_cut_to_numpy_s_bytes(
     layout = build_layout([spec], file_bytes=1 << 20)
     place = layout.places["t"]
     with pytest.MonkeyPatch.context() as patch:
-        for module in (manifest, blocks, block_reader, joint_plan):
+        for module in (manifest, blocks, joint_plan):
             patch.setattr(module, "BLOCK_BYTES", 16)
         written = []
         for cell, share in zip(itertools.product(*map(itertools.pairwise, cuts)), shares, strict=True):
@@ -166,10 +166,10 @@ def test_a_failing_read_ends_the_load_and_names_the_file(
 
 
 def test_a_failing_worker_stops_the_others_at_their_next_block(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    closed, close = threading.Event(), block_reader.BlockReader.close
+    closed, close = threading.Event(), blocks.BlockReader.close
     told, reads = list[bool](), itertools.count()
 
-    def close_and_tell(reader: block_reader.BlockReader) -> None:
+    def close_and_tell(reader: blocks.BlockReader) -> None:
         close(reader)
         closed.set()
 
@@ -179,7 +179,7 @@ def test_a_failing_worker_stops_the_others_at_their_next_block(large: Path, monk
         told.append(closed.wait(JOIN_S))
         return 0
 
-    monkeypatch.setattr(block_reader.BlockReader, "close", close_and_tell)
+    monkeypatch.setattr(blocks.BlockReader, "close", close_and_tell)
     with pytest.raises(CheckpointError, match="it failed"):
         Opened(large, Troubled(fail_once), threads=2).fill()
     assert all(told)
@@ -187,8 +187,8 @@ def test_a_failing_worker_stops_the_others_at_their_next_block(large: Path, monk
 
 
 def test_a_cancelled_load_does_not_wait_for_a_hanging_read(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(block_reader, "PROGRESS_S", 0.01)
-    monkeypatch.setattr(block_reader, "_LEAVE_S", 0.01)
+    monkeypatch.setattr(blocks, "PROGRESS_S", 0.01)
+    monkeypatch.setattr(blocks, "_LEAVE_S", 0.01)
     released, reached = threading.Event(), list[int]()
 
     def hang() -> int:
@@ -212,7 +212,7 @@ def test_a_cancelled_load_does_not_wait_for_a_hanging_read(large: Path, monkeypa
 
 
 def test_progress_rises_to_all_bytes_on_the_calling_thread(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(block_reader, "PROGRESS_S", 0.0)
+    monkeypatch.setattr(blocks, "PROGRESS_S", 0.0)
     told, called, go_on = list[int](), set[int](), threading.Event()
 
     def progress(done: int) -> None:

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from reprise.format.names import FORMAT, STATE
+from reprise.loading.blocks import verify_tensors
 from reprise.loading.reader import open_checkpoint
-from reprise.loading.verify import verify_tensors
 from reprise.ranks.channel import single_rank_channel
 from reprise.saving.checkpointer import Checkpointer
 from reprise.saving.policy import SavePolicy, SaveReport

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from reprise.loading.blocks import check_first_blocks
 from reprise.loading.loader import fill
 from reprise.loading.reader import open_checkpoint
-from reprise.loading.verify import check_first_blocks
 from reprise.storage.files import FILE_SYSTEM
 from reprise.stores import child as child_module
 from reprise.stores import ranges as ranges_module
