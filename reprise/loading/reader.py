@@ -101,15 +101,16 @@ def open_checkpoint(path: Path, files: Files, *, may_lack: bool = False) -> Chec
         content = files.read_whole(path / MANIFEST)
         listing = manifest.from_bytes(content, where=path / MANIFEST)
         folders = {name.rpartition("/")[0] for name in listing.files}
-        tree = files.tree(path, folders)
-        if not {*filter(_is_of_optimizer, listing.files)} <= tree.keys():  # its marker may be newer than the listing
-            tree = files.tree(path, folders)
+        tree, is_dropped = files.tree(path, folders), False
+        of_optimizer = {*filter(_is_of_optimizer, listing.files)}
+        if not of_optimizer <= tree.keys():
+            tree = files.tree(path, folders)  # the marker of their removal may be newer than the first listing
+            is_dropped = is_lightened(tree)
     except OSError as error:
         fix = "Pass another folder."
         raise failed_read(f"A folder without {MANIFEST} is not a checkpoint", error, where=path, fix=fix) from error
-    is_dropped = is_lightened(tree)
     if is_dropped:
-        remaining = {name: entry for name, entry in listing.files.items() if not _is_of_optimizer(name)}
+        remaining = {name: entry for name, entry in listing.files.items() if name not in of_optimizer}
         listing = replace(listing, files=remaining)
 
     def checked(name: str) -> bytes | CheckpointError:
@@ -227,11 +228,11 @@ def _host_file(path: Path, files: Files, digest: str) -> HostFile:
 
 def _checked_file(root: Path, name: str, entry: manifest.FileEntry, files: Files, tree: Tree) -> bytes:
     """Check a file's size and, unless it is a tensor file, its digest. Return the content, empty for a tensor file."""
-    of_part = host_file.stored_name(name, is_whole=False)
-    stored = of_part if of_part in tree else name
+    stored = name if name in tree else host_file.stored_name(name, is_whole=False)
     status, path = tree.get(stored), root / stored
     if status is None or not stat.S_ISREG(status.st_mode):
-        raise CheckpointError("A checkpoint file is missing", where=path, expected="a regular file, not behind a link")
+        expected = "a regular file, not behind a link"
+        raise CheckpointError("A checkpoint file is missing", where=root / name, expected=expected)
     if status.st_size != entry.total_bytes:
         raise CheckpointError(
             "A file has the wrong size",
