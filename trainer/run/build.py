@@ -39,7 +39,7 @@ from trainer.record.versions import source_commit, versions
 from trainer.run.inputs import RunInputs
 from trainer.run.parallelize import build_context, build_models
 from trainer.run.run_data import RunData, open_data
-from trainer.run.state import TrainerState, build_part
+from trainer.run.state import TrainerState, build_part, checkpoint_specs
 from trainer.saves.targets import Saves
 from trainer.schedules.batch_size import BatchSchedule
 from trainer.schedules.lr import Schedule
@@ -172,15 +172,15 @@ def _described(config: Config, cluster: Cluster, topology: Topology, data: RunDa
 
 def build_state(config: Config, stages: Sequence[Model], topology: Topology, pp: int) -> TrainerState:
     """Return the state of a pipeline rank's stages."""
-    grid, last = stage_grid(topology, pp), topology.pp - 1
+    grid, last, averages = stage_grid(topology, pp), topology.pp - 1, config.train.ema_decay > 0
     ends = {0: last, last: -last}  # of the pipeline
+    specs = tuple(checkpoint_specs(config.model, config.optimizer, config.frozen, averages=averages))
     return TrainerState(
         config.model,
-        [build_part(config, stage, grid) for stage in stages],
+        [build_part(config, stage, grid, specs) for stage in stages],
         grid,
-        optimizer=config.optimizer,
-        frozen=config.frozen,
-        averages=config.train.ema_decay > 0,
+        specs,
+        averages=averages,
         other_end=ends.get(pp, 0) * topology.dp * topology.tp,
     )
 

@@ -51,7 +51,7 @@ class TrainerState:
 
     Args:
         grid: The ranks with the same stages as this rank.
-        frozen: Stored names of the frozen parameters.
+        specs: Every tensor of its checkpoints with optimizer state, in order.
         averages: Whether each parameter has a moving average.
         other_end: How many ranks further the other copy of a tied embedding is, on the first or last pipeline rank. 0
             without another copy.
@@ -60,9 +60,8 @@ class TrainerState:
     config: ModelConfig
     parts: Sequence[ModelPart]
     grid: Grid
+    specs: tuple[TensorSpec, ...]
     progress: Progress = field(default_factory=Progress)
-    optimizer: OptimizerSection = field(default_factory=OptimizerSection)
-    frozen: frozenset[str] = frozenset()
     averages: bool = False
     other_end: int = 0
     # By whether they have the optimizer state. Valid while the state has these `memory_marks`.
@@ -105,9 +104,8 @@ class TrainerState:
         marks = tuple(memory_marks(part.model, part.optimizer) for part in self.parts)
         old_marks, contents = self._contents.get(with_optimizer, ((), None))
         if contents is None or old_marks != marks:
-            optimizer = self.optimizer if with_optimizer else None
             contents = Contents(
-                tuple(checkpoint_specs(self.config, optimizer, self.frozen, averages=self.averages)),
+                tuple(spec for spec in self.specs if with_optimizer or spec.kind is not TensorKind.OPTIMIZER),
                 tuple(self.shards(with_optimizer=with_optimizer)),
                 {} if self.config.is_adapted else aliases(self.config),
                 optimizers=tuple(part.optimizer for part in self.parts),
@@ -117,15 +115,13 @@ class TrainerState:
         return contents
 
 
-def build_part(config: Config, model: Model, grid: Grid) -> ModelPart:
+def build_part(config: Config, model: Model, grid: Grid, specs: Sequence[TensorSpec]) -> ModelPart:
     """Return a stage and its optimizer, in memory laid out for saving without copies. Values are kept.
 
     Args:
         grid: The ranks with the stage.
+        specs: See `TrainerState`.
     """
-    train, section, averages = config.train, config.optimizer, config.train.ema_decay > 0
-    frozen = config.frozen
-    specs = tuple(checkpoint_specs(config.model, section, frozen, averages=averages))
     layout = build_layout(specs, file_bytes=config.checkpoint.file_bytes)
     parameters = {name: parameter for parameter, name in stored_names(model).items()}
     tensors = live_tensors(model, None, grid=grid, stored=_stored_forms(config.model))
@@ -136,12 +132,13 @@ def build_part(config: Config, model: Model, grid: Grid) -> ModelPart:
     # Sums in matrix products depend on the alignment. Tensors gathered by FSDP2 have torch's, and so do these.
     for name, memory in zeros_like_files(plain, ("",), layout, alignment=_ALIGNMENT).items():
         parameters[name].data = memory.copy_(parameters[name].data)
-    state = state_tensors(section, config.model, frozen, averages=averages)
-    keys = dict.fromkeys(tensor.key for tensor in state if tensor.stored.shape)
+    state = (spec for spec in specs if spec.kind is TensorKind.OPTIMIZER and spec.shape)
+    keys = dict.fromkeys(spec.name.partition(".")[0] for spec in state)
     zeros = zeros_like_files(pairs, [f"{key}." for key in keys], layout)
-    optimizer = build_optimizer(config.model, model, section, zeros, is_invariant=config.parallel.invariant_ranks > 0)
-    if averages:
-        keep_average(optimizer, model, train.ema_decay, zeros)
+    is_invariant = config.parallel.invariant_ranks > 0
+    optimizer = build_optimizer(config.model, model, config.optimizer, zeros, is_invariant=is_invariant)
+    if config.train.ema_decay > 0:
+        keep_average(optimizer, model, config.train.ema_decay, zeros)
     return ModelPart(model, optimizer)
 
 

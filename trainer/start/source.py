@@ -193,21 +193,32 @@ def named_source(path: Path, *, with_weights: bool = True) -> Json:
 
 def _stored_forms(run: Run, part: Part, checkpoint: Checkpoint) -> dict[str, TensorSpec]:
     """Return the form in which each tensor to load must be stored, by name."""
-    state, path, model, section = checkpoint.state, checkpoint.path, part.model, part.section
-    if not section.loads_weights_alone:  # without moments for parameters frozen when the checkpoint was saved
-        moments, frozen = saved_moments(state, where=path), saved_frozen(state, model)
-        optimizer = replace(run.config.optimizer, moments_dtype=moments)
-        averages = run.state.averages and has_averages(checkpoint)
-        specs = checkpoint_specs(model, optimizer, frozen, averages=averages)
-        return {spec.name: spec for spec in specs}
+    if not part.section.loads_weights_alone:
+        return {spec.name: spec for spec in _resumed_specs(run, checkpoint)}
+    model, section = part.model, part.section
     if section.finetune and section.resize:
-        saved = saved_model(state, where=path)
+        saved = saved_model(checkpoint.state, where=checkpoint.path)
         model = replace(model, **{name: getattr(saved, name) for name in TABLE_SIZES})
     forms, places = {spec.name: spec for spec in checkpoint_specs(model, None)}, read_places(checkpoint)
     for name in forms.keys() & places.keys():
         if torch_dtype(places[name].spec.dtype).is_floating_point:  # cast to float32
             forms[name] = replace(forms[name], dtype=places[name].spec.dtype)
     return forms
+
+
+def _resumed_specs(run: Run, checkpoint: Checkpoint) -> Iterable[TensorSpec]:
+    """Return every tensor that a resume loads with its optimizer state, as it must be stored.
+
+    They are the run's own, unless the saved run had moments of another dtype, froze other parameters, which then had no
+    moments, or kept no averages.
+    """
+    state, config, moments = checkpoint.state, run.config, saved_moments(checkpoint.state, where=checkpoint.path)
+    averages = run.state.averages and has_averages(checkpoint)
+    settings = config.optimizer.moments_dtype, run.state.averages, config.train.freeze
+    if (moments, averages, state.get("freeze", [])) == settings:
+        return run.state.specs
+    optimizer, frozen = replace(config.optimizer, moments_dtype=moments), saved_frozen(state, config.model)
+    return checkpoint_specs(config.model, optimizer, frozen, averages=averages)
 
 
 def _log_load(run: Run, filled: Sequence[LiveTensor], expected: int, seconds: float, what: str) -> None:

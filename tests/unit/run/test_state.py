@@ -17,7 +17,7 @@ from reprise.tensors import Grid
 from tests.harness import compose
 from tests.unit.model_samples import FAMILIES, fill, random_values
 from trainer.parallel.adapters import add_adapters
-from trainer.run.state import build_part
+from trainer.run.state import build_part, checkpoint_specs
 
 # Sizes that no vector divides: files of them have tensors at every offset.
 _SIZES = {"n_layer": 1, "n_head": 1, "n_kv_head": 1, "intermediate_size": 7, "vocab_size": 261, "rope_scaling": None}
@@ -60,7 +60,7 @@ def laid_out(config: ModelConfig, dtype: torch.dtype, *, file_bytes: int) -> Mod
     model = model_of(config, dtype)
     whole = compose([f"checkpoint.file_bytes={file_bytes}"])
     whole.model = config
-    build_part(whole, model, Grid.flat(1))
+    build_part(whole, model, Grid.flat(1), tuple(checkpoint_specs(config, whole.optimizer)))
     return model
 
 

@@ -35,7 +35,7 @@ from tests.messages import says
 from tests.unit.model_samples import GPT2
 from trainer.config.optimizer import OptimizerSection
 from trainer.optim.adamw import build_adamw
-from trainer.run.state import ModelPart, TrainerState
+from trainer.run.state import ModelPart, TrainerState, checkpoint_specs
 
 SMALL_CHUNK = 1 << 16
 
@@ -288,8 +288,9 @@ def test_a_stalled_disk_of_one_rank_ends_the_attempt_of_all(tmp_path: Path, culp
 
 def test_a_state_that_moved_in_memory_is_planned_anew(tmp_path: Path) -> None:
     model = build_model(GPT2)
-    optimizer = build_adamw(model, OptimizerSection(), ())
-    state = TrainerState(GPT2, [ModelPart(model, optimizer)], Grid.flat(1))
+    section = OptimizerSection()
+    optimizer = build_adamw(model, section, ())
+    state = TrainerState(GPT2, [ModelPart(model, optimizer)], Grid.flat(1), tuple(checkpoint_specs(GPT2, section)))
     first = state.contents(with_optimizer=True).live
     assert state.contents(with_optimizer=True).live is first
     assert state.contents(with_optimizer=False).live is not first

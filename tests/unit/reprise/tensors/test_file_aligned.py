@@ -30,9 +30,10 @@ def test_a_file_aligned_state_is_congruent_and_keeps_its_values(pad_vocab_multip
     before = {name: value.clone() for name, value in model.state_dict().items()}
     whole = compose([f"checkpoint.file_bytes={FILE_BYTES}"])
     whole.model, whole.optimizer = config, settings
-    part = build_part(whole, model, Grid.flat(1))
-    state = TrainerState(config, [part], Grid.flat(1))
-    layout = build_layout(tuple(checkpoint_specs(config, settings)), file_bytes=FILE_BYTES)
+    specs = tuple(checkpoint_specs(config, settings))
+    part = build_part(whole, model, Grid.flat(1), specs)
+    state = TrainerState(config, [part], Grid.flat(1), specs)
+    layout = build_layout(specs, file_bytes=FILE_BYTES)
     live = [tensor for tensor in state.shards() if tensor.local.ndim > 0]
     assert len(live) == 3 * len(list(model.parameters()))
     copied = [tensor.spec for tensor in live if layout.places[tensor.spec.name].offset % 64]
