@@ -49,6 +49,7 @@ class Start:
         journal: The run's journal so far.
         is_own: Whether the source is the run's own newest checkpoint.
         keeps_weights: Whether earlier weights-only saves belong to this run.
+        with_optimizer: Whether a checkpoint's optimizer state is loaded as well.
     """
 
     source: TensorSource
@@ -56,6 +57,7 @@ class Start:
     journal: Journal
     is_own: bool
     keeps_weights: bool
+    with_optimizer: bool = False
 
 
 def decide(config: Config, cluster: Cluster, saves: Saves) -> Start:
@@ -73,10 +75,11 @@ def decide(config: Config, cluster: Cluster, saves: Saves) -> Start:
         no_load_optim = section.no_load_optim and section.no_save_optim
         section = replace(section, finetune=False, no_load_optim=no_load_optim, ckpt_step=None)
     if choice.get("kind") == "checkpoint":
-        lineage = journal.lineage if is_own else None
-        source = Checkpoints(LoadSource(location(choice["path"]), section.ckpt_step, terms.LOAD, lineage))
+        source = LoadSource(location(choice["path"]), section.ckpt_step, terms.LOAD)
+        if is_own:  # the hosts' local checkpoints are candidates as well
+            source = replace(source, lineage=journal.lineage, local=saves.host_folders)
         keeps_weights = not section.finetune and (is_own or answer["is_inside"])
-        return Start(source, section, journal, is_own, keeps_weights)
+        return Start(Checkpoints(source), section, journal, is_own, keeps_weights, not section.loads_weights_alone)
     require_batches(config, cluster.world_size, 0)
     weights: TensorSource = Weights(Path(choice["path"])) if choice else InitialValues()
     return Start(weights, section, journal, is_own=False, keeps_weights=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -44,7 +44,8 @@ def fill(run: Run, start: Start) -> None:
         from trainer.start.base import load_base
 
         run.description["base"] = load_base(run)
-    part = Part("", run.config.model, run.state.shards, section, partial(_refuse, run, section))
+    live = partial(run.state.shards, with_optimizer=start.with_optimizer)
+    part = Part("", run.config.model, live, section, partial(_refuse, run, start), start.with_optimizer)
     _, restored = start.source.fill(run, part)
     if restored is not None:
         checkpoint = restored.checkpoint
@@ -55,10 +56,10 @@ def fill(run: Run, start: Start) -> None:
             state = checkpoint.state
             run.saves.targets[0].saver.find_saved(checkpoint.iteration, lambda shared: shared.state == state)
         if not section.finetune:
-            _resume(run, checkpoint, section)
+            _resume(run, checkpoint)
     rebind(run)
     if run.state.averages:
-        stored = {} if checkpoint is None or section.loads_weights_alone else read_places(checkpoint)
+        stored = read_places(checkpoint) if checkpoint is not None and start.with_optimizer else {}
         for stage in run.state.parts:  # averages that were not loaded begin with the weights
             begin_average(stage.optimizer, stage.model, stored, families.aliases(run.config.model))
     is_first = isinstance(start.source, InitialValues) and not section.finetune
@@ -70,7 +71,7 @@ def fill(run: Run, start: Start) -> None:
         run.description[LINEAGE] = lineage
 
 
-def _resume(run: Run, checkpoint: Checkpoint, section: CheckpointSection) -> None:
+def _resume(run: Run, checkpoint: Checkpoint) -> None:
     """Set a run's progress and data to the checkpoint's."""
     seq_length = run.config.train.seq_length
     progress = run_record.saved_progress(checkpoint.state, seq_length=seq_length, where=checkpoint.path)
@@ -111,22 +112,17 @@ def _resume_data(run: Run, checkpoint: Checkpoint) -> None:
         description["blend"] = origin.record()
 
 
-def _refuse(run: Run, section: CheckpointSection, checkpoint: Checkpoint) -> list[str]:
+def _refuse(run: Run, start: Start, checkpoint: Checkpoint) -> list[str]:
     """Refuse another run's checkpoint, and return log lines on the allowed differences. Opens no tensor file."""
-    description = run.description
+    section, description, lines = start.section, run.description, list[str]()
     states = resume_rules.compared(checkpoint.state, description, where=checkpoint.path)
     with reading_state("record of its settings", checkpoint.path):
         changes = differences(*states, resume_rules.rules_for(section))
-    if not section.no_load_optim:
-        changes = resume_rules.with_same_bits(changes, *states)
-    saved = _saved_settings(checkpoint) if changes else {}
-    lines = settle(
-        [_with_key(change, run, saved) for change in changes],
-        allowed=section.allowed,
-        where=checkpoint.path,
-        **({"problem": "The weights belong to another model than this command's"} if section.finetune else {}),
-    )
-    if not (checkpoint.has_optimizer or section.loads_weights_alone):
+    if changes:
+        if not section.no_load_optim:
+            changes = resume_rules.with_same_bits(changes, *states)
+        lines = _settled(run, section, checkpoint, changes)
+    if start.with_optimizer and not checkpoint.has_optimizer:
         raise MismatchError(
             "The checkpoint has no optimizer state: it was saved without it, or `reprise checkpoint prune --optimizer` "
             "dropped it",
@@ -145,6 +141,17 @@ def _refuse(run: Run, section: CheckpointSection, checkpoint: Checkpoint) -> lis
     if run.config.train.batch_schedule is not None:  # a single size is checked before the ranks join
         require_batches(run.config, run.cluster.world_size, samples)
     return lines
+
+
+def _settled(run: Run, section: CheckpointSection, checkpoint: Checkpoint, changes: Sequence[Difference]) -> list[str]:
+    """Refuse the differences that the command does not allow, and return log lines on the others."""
+    saved = _saved_settings(checkpoint)
+    return settle(
+        [_with_key(change, run, saved) for change in changes],
+        allowed=section.allowed,
+        where=checkpoint.path,
+        **({"problem": "The weights belong to another model than this command's"} if section.finetune else {}),
+    )
 
 
 def _saved_settings(checkpoint: Checkpoint) -> dict[str, object]:

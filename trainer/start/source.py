@@ -13,7 +13,7 @@ from models import families
 from models.adapters import adapter_initial_values
 from models.config import ModelConfig
 from reprise.errors import MismatchError
-from reprise.format import ADAPTERS, MANIFEST, TensorKind, TensorSpec
+from reprise.format import ADAPTERS, MANIFEST, TensorSpec
 from reprise.loading import Checkpoint, LoadSource, Restored, check_tensors, read_places
 from reprise.storage import Json, exists, failed_read, is_file, retry
 from reprise.stores import is_stored
@@ -38,10 +38,11 @@ class Part:
     Args:
         name: The part's name in messages. Empty for the state.
         model: The tensors' model.
-        live: Returns this rank's tensors, including optimizer state if there is any.
+        live: Returns this rank's tensors to fill.
         section: Settings for the load.
         refuse: Raises if a checkpoint does not fit the run, and returns log lines on the allowed differences, if any.
             Opens no tensor file. Rank 0 only.
+        with_optimizer: Whether they include optimizer state, from a checkpoint that has it.
     """
 
     name: str
@@ -49,10 +50,7 @@ class Part:
     live: Callable[[], Iterable[LiveTensor]]
     section: CheckpointSection
     refuse: Callable[[Checkpoint], list[str] | None]
-
-    def weights(self) -> list[LiveTensor]:
-        """Return this rank's tensors without optimizer state."""
-        return [tensor for tensor in self.live() if tensor.spec.kind is not TensorKind.OPTIMIZER]
+    with_optimizer: bool = False
 
 
 # The source's format and digest, without a path and empty for initial values; and the checkpoint, if it is one.
@@ -66,7 +64,7 @@ class InitialValues:
         """Fill a part with initial values drawn from `train.seed`."""
         model, seed = part.model, run.config.train.seed
         values = adapter_initial_values(model) if model.is_adapted else families.initial_values(model)
-        fill_initial_values(part.weights(), values, seed)
+        fill_initial_values(part.live(), values, seed)
         _log.info(f"starting fresh, seed {seed}")
         return {}, None
 
@@ -85,7 +83,7 @@ class Weights:
         """
         from trainer.interop.start import load_pretrained
 
-        seed, tensors, start = run.config.train.seed, part.weights(), time.perf_counter()
+        seed, tensors, start = run.config.train.seed, list(part.live()), time.perf_counter()
         filled, identity = load_pretrained(self.path, tensors, part.model, run.cluster, part.section, seed=seed)
         _log_load(run, filled, len(tensors), time.perf_counter() - start, f"{part.name or 'weights'} from {self.path}")
         return identity, None
@@ -93,11 +91,7 @@ class Weights:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoints:
-    """A Reprise checkpoint, or a run's newest valid checkpoint.
-
-    Args:
-        source: The checkpoint or run to load. With a lineage, the run's own: local checkpoints are candidates as well.
-    """
+    """A Reprise checkpoint, or a run's newest valid checkpoint."""
 
     source: LoadSource
 
@@ -121,17 +115,14 @@ class Checkpoints:
         def live(checkpoint: Checkpoint) -> list[LiveTensor]:
             """Return this rank's tensors to fill, in stored form. The others get their initial values."""
             stored = _stored_forms(run, part, checkpoint)
-            tensors = part.weights() if part.section.loads_weights_alone else list(part.live())
+            tensors = list(part.live())
             for tensor in tensors:  # a damaged checkpoint may have filled them
                 if tensor.spec.name not in stored:
                     tensor.local.zero_()
             fittings[:] = [Fitting(tensors, stored, part.model, run.config.train.seed)]
             return fittings[0].requests
 
-        source = self.source
-        if source.lineage is not None:  # the run's own
-            source = replace(source, local=run.saves.host_folders)
-        restored = run.restorer.restore(source, check=check, live=live, is_new=True)
+        restored = run.restorer.restore(self.source, check=check, live=live, is_new=True)
         checkpoint, (fitting,) = restored.checkpoint, fittings
         with run.cluster.channel.agreed(f"fitted/{part.name}"):
             fitting.finish()
@@ -193,7 +184,7 @@ def named_source(path: Path, *, with_weights: bool = True) -> Json:
 
 def _stored_forms(run: Run, part: Part, checkpoint: Checkpoint) -> dict[str, TensorSpec]:
     """Return the form in which each tensor to load must be stored, by name."""
-    if not part.section.loads_weights_alone:
+    if part.with_optimizer:
         return {spec.name: spec for spec in _resumed_specs(run, checkpoint)}
     model, section = part.model, part.section
     if section.finetune and section.resize:
