@@ -31,15 +31,16 @@ class Fitting:
         self, live: Sequence[LiveTensor], stored: Mapping[str, TensorSpec], model: ModelConfig, seed: int
     ) -> None:
         self._stored, self.count = stored, len(live)
+        tensors = [tensor for tensor in live if tensor.spec.name in stored]
+        self._pairs = [(tensor, _request(tensor, stored[tensor.spec.name])) for tensor in tensors]
         self._tables = {
             name: stored[name].shape[0]
             for name, tensor in families.stored_tensors(model).items()
             if name in stored and stored[name].shape != tensor.shape
         }
-        tables = [tensor for tensor in live if tensor.spec.name in self._tables]
-        fill_initial_values(tables, families.initial_values(model), seed)
-        tensors = [tensor for tensor in live if tensor.spec.name in stored]
-        self._pairs = [(tensor, _request(tensor, stored[tensor.spec.name])) for tensor in tensors]
+        tables = [tensor for tensor in tensors if tensor.spec.name in self._tables]
+        if tables:
+            fill_initial_values(tables, families.initial_values(model), seed)
 
     @property
     def requests(self) -> list[LiveTensor]:
