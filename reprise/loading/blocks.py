@@ -122,9 +122,6 @@ class BlockReader:
 
     Args:
         memory: Allocates a thread's memory for a block.
-
-    Attributes:
-        done_bytes: Bytes copied to live memory, or verified.
     """
 
     def __init__(
@@ -136,9 +133,9 @@ class BlockReader:
     ) -> None:
         self._checkpoint, self._blocks, self._memory = checkpoint, enumerate(blocks), memory
         self._lock = threading.Lock()
-        self.done_bytes = 0
+        self._done_bytes = 0
 
-    def run(self, progress: Progress = lambda _: None) -> None:
+    def run(self, progress: Progress = lambda _: None) -> int:
         """Read until all blocks are done, or a thread fails, which stops the others at their next block.
 
         Threads take blocks in order and finish them, so the failure with the lowest number is the first in the files,
@@ -146,6 +143,9 @@ class BlockReader:
 
         Args:
             progress: Called with the bytes done so far, about once a second and at the end, on the calling thread.
+
+        Returns:
+            The bytes copied to live memory, or verified.
         """
         count = self._checkpoint.files.reading_threads or min(MOST_THREADS, len(os.sched_getaffinity(0)))
         numbers = [0] * count  # each thread's last block
@@ -154,14 +154,15 @@ class BlockReader:
         try:
             for job in jobs:
                 while not job.ends(PROGRESS_S):
-                    progress(self.done_bytes)
+                    progress(self._done_bytes)
         finally:
             self.close()
             for worker in workers:
                 worker.close(_LEAVE_S)
         for _, job in sorted(zip(numbers, jobs, strict=True), key=operator.itemgetter(0)):
             job.wait()
-        progress(self.done_bytes)
+        progress(self._done_bytes)
+        return self._done_bytes
 
     def close(self) -> None:
         """Stop threads from taking another block."""
@@ -179,7 +180,7 @@ class BlockReader:
                         block.read(file, data)
                         size = data.size if block.into is not None or block.move is None else block.move(data)
                         with self._lock:
-                            self.done_bytes += size
+                            self._done_bytes += size
         finally:
             self.close()
 
@@ -201,9 +202,8 @@ def verify_tensors(checkpoint: Checkpoint, *, progress: Progress = lambda _: Non
     Raises:
         CheckpointError: A header or block is damaged. Names the file, tensor and byte range for the first.
     """
-    reader = BlockReader(checkpoint, blocks_of(checkpoint, {n: checkpoint.held(n) for n in read_places(checkpoint)}))
-    reader.run(progress)
-    return reader.done_bytes
+    blocks = blocks_of(checkpoint, {name: checkpoint.held(name) for name in read_places(checkpoint)})
+    return BlockReader(checkpoint, blocks).run(progress)
 
 
 def check_first_blocks(checkpoint: Checkpoint) -> None:

@@ -39,17 +39,15 @@ def fill(checkpoint: Checkpoint, live: Sequence[LiveTensor], *, progress: Progre
     devices = {target.tensor.local.device for target in targets} - {torch.device("cpu")}
     for device in devices:  # reading threads do not copy on the caller's stream
         torch.accelerator.synchronize(device)
-    blocks = _blocks_of(targets)
-    reader = BlockReader(checkpoint, blocks, memory=_pinned_memory if devices else host_memory)
-    if targets:
-        reader.run(progress)
+    reader = BlockReader(checkpoint, _blocks_of(targets), memory=_pinned_memory if devices else host_memory)
+    done_bytes = reader.run(progress) if targets else 0
     total_bytes = sum(target.box.numel for target in targets)
-    if reader.done_bytes != total_bytes:
+    if done_bytes != total_bytes:
         raise CheckpointError(
             "The checkpoint is missing part of a tensor",
             where=checkpoint.path,
             expected=f"{total_bytes} B",
-            found=f"{reader.done_bytes} B",
+            found=f"{done_bytes} B",
         )
     for target in targets:
         target.finish()

@@ -231,8 +231,9 @@ def _checked_file(root: Path, name: str, entry: manifest.FileEntry, files: Files
     stored = name if name in tree else host_file.stored_name(name, is_whole=False)
     status, path = tree.get(stored), root / stored
     if status is None or not stat.S_ISREG(status.st_mode):
-        expected = "a regular file, not behind a link"
-        raise CheckpointError("A checkpoint file is missing", where=root / name, expected=expected)
+        raise CheckpointError(
+            "A checkpoint file is missing", where=root / name, expected="a regular file, not behind a link"
+        )
     if status.st_size != entry.total_bytes:
         raise CheckpointError(
             "A file has the wrong size",
