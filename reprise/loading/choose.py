@@ -14,7 +14,7 @@ from reprise.format.lineage import Lineage, saved_lineage
 from reprise.format.names import MANIFEST
 from reprise.loading.blocks import check_first_blocks
 from reprise.loading.newest import advice_on_other_program
-from reprise.loading.reader import Checkpoint, open_checkpoint
+from reprise.loading.reader import Checkpoint, open_checkpoint, open_same
 from reprise.storage.files import Files
 from reprise.storage.folder import CheckpointFolder, is_iteration_name, iteration_of, kind_of
 from reprise.storage.paths import exists, is_dir
@@ -180,8 +180,8 @@ class Chooser:
                     found="; ".join(self._skipped) or "none",
                     fix=self._source.terms.advice("Make one of them valid"),
                 )
-            path, local, self.checkpoint = self._candidates[0], self._source.local, None
-            if local is not None and path.parent == local.folder.root:
+            path, self.checkpoint = self._candidates[0], None
+            if self._is_local(path):
                 return path
             try:
                 self.checkpoint = checkpoint = open_checkpoint(path, self._files, may_lack=True)
@@ -202,6 +202,20 @@ class Chooser:
         assert self.checkpoint is not None
         return self.checkpoint
 
+    def open_picked(self, path: Path, digest: str, *, by_rank: int) -> Checkpoint:
+        """Return the candidate that a rank has picked, open on this rank.
+
+        Args:
+            path: Its path on this host.
+            digest: The digest of its manifest.
+
+        Raises:
+            TrainerError: See `open_same`, or `open_checkpoint` for a local candidate.
+        """
+        if self._is_local(path):  # found to be the same on every host: a problem now is damage
+            return open_checkpoint(path, self._files, may_lack=True)
+        return self.checkpoint or open_same(path, digest, self._files, reader=by_rank)
+
     def skip(self, error: TrainerError) -> None:
         """Remove the newest candidate left because of `error`, and log it.
 
@@ -216,6 +230,10 @@ class Chooser:
             skipped = self._candidates.pop(0).name
             _log.error("%s is skipped: %s", skipped, str(error).removesuffix(error.fix or "").rstrip())
             self._skipped.append(f"{skipped}: {str(error).rstrip('.')}")
+
+    def _is_local(self, path: Path) -> bool:
+        local = self._source.local
+        return local is not None and path.parent == local.folder.root
 
     def _find(self) -> list[Path]:
         host_folders = self._source.local

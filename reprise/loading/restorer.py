@@ -14,7 +14,7 @@ from reprise.format.layout import TensorKind
 from reprise.loading.blocks import Progress
 from reprise.loading.choose import Chooser, LoadSource, LocalFolders
 from reprise.loading.loader import fill, touched_pieces, verify_blocks
-from reprise.loading.reader import Checkpoint, open_checkpoint, open_same
+from reprise.loading.reader import Checkpoint
 from reprise.ranks.channel import StoreChannel
 from reprise.ranks.error_message import as_problem
 from reprise.storage.files import FILE_SYSTEM, Files, T
@@ -111,7 +111,7 @@ class Restorer:
         prepare: Callable[[Checkpoint], T],
     ) -> tuple[Checkpoint, str, T]:
         """Return the first candidate prepared by every rank, its bytes' origin, and the result of `prepare`."""
-        chooser, coordinator = Chooser(source, files, check), self._channel.coordinator
+        chooser = Chooser(source, files, check)
         damage: TrainerError | None = None
 
         def pick() -> tuple[str, str]:
@@ -128,10 +128,7 @@ class Restorer:
                     path = local.folder.root / name
                     digest, loaded_from = local.complete(path, check, lambda found: touched_pieces(found, live(found)))
                 try:
-                    if local is not None:  # `complete` found the same on every host: a problem now is damage
-                        checkpoint = open_checkpoint(path, files, may_lack=True)
-                    else:  # rank 0 has it open; another rank opens it once it is visible there
-                        checkpoint = chooser.checkpoint or open_same(path, digest, files, reader=coordinator)
+                    checkpoint = chooser.open_picked(path, digest, by_rank=self._channel.coordinator)
                     prepared = prepare(checkpoint)
                 except TrainerError as error:
                     problem = error
