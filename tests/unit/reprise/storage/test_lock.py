@@ -263,6 +263,18 @@ def test_a_file_system_without_locks_is_refused_with_its_reason(
     assert len(os.listdir("/proc/self/fd")) <= len(before)  # those of an earlier test may go meanwhile
 
 
+def test_a_heartbeat_shows_that_the_holder_is_alive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lease, "HEARTBEAT_S", 0.001)
+    others = set(threading.enumerate())
+    with FolderLock(tmp_path, "mine"):
+        (beat,) = set(threading.enumerate()) - others
+        os.utime(tmp_path / "lock", (0, 0))
+        deadline = time.monotonic() + JOIN_S
+        while not (tmp_path / "lock").stat().st_mtime and time.monotonic() < deadline:
+            beat.join(0.002)
+        assert (tmp_path / "lock").stat().st_mtime
+
+
 def test_a_heartbeat_keeps_no_successor_alive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lease, "HEARTBEAT_S", 0.001)
     others = set(threading.enumerate())
