@@ -68,6 +68,15 @@ def test_a_hold_lasts_until_it_is_released(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_heartbeat_renews_a_hold(tmp_path: Path) -> None:
+    hold = Hold.take(tmp_path)
+    assert hold is not None
+    os.utime(hold.path, (0, 0))
+    hold.beat()
+    assert hold.path.stat().st_mtime
+    hold.release()
+
+
 def test_a_file_of_the_exact_name_holds_until_it_is_removed(tmp_path: Path) -> None:
     for name in ("hold.txt", "hold.1.txt", "holdings", ".hold", "hold.", "hold.1.XY"):
         (tmp_path / name).touch()
