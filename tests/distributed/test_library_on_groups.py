@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from reprise import AsyncSaver, load_state_dict, save_state_dict
-from reprise.errors import TrainerError
+from reprise.errors import ConfigError, TrainerError
 from reprise.ranks import StoreChannel
 from tests.distributed.programs import Outcome, refused, run_programs
 from tests.harness import tensor_files
@@ -114,7 +114,7 @@ def save_two_of_three(folder: Path, rank: int) -> None:
             model(torch.ones(1, 6)).sum().backward()
             optimizer.step()
         for given in ({"process_group": group}, {"coordinator_rank": 3}):
-            refused(lambda given=given: save_state_dict(folder, {"a": 1}, iteration=1, **given), TrainerError)  # type: ignore[misc]
+            refused(lambda given=given: save_state_dict(folder, {"a": 1}, iteration=1, **given), ConfigError)  # type: ignore[misc]
         return
     state = {"model": {f"w{rank}": torch.full((5,), float(rank)), "both": torch.arange(4.0)}, "ranks": [1, 2]}
     save_state_dict(folder, state, iteration=1, process_group=group, coordinator_rank=2)
