@@ -27,11 +27,11 @@ class SharedAttempt:
 
     Attributes:
         key: The prefix for all keys.
-        left: Keys of this rank's messages, on earlier attempts too, until `delete_read` deletes the messages.
+        left: By key, the names of this rank's messages in the store, on earlier attempts too, until `delete_read`.
     """
 
     def __init__(self, name: str, channel: StoreChannel, hosts: Hosts) -> None:
-        self.key, self.left, self._channel = f"save/{name}", list[str](), channel
+        self.key, self.left, self._channel = f"save/{name}", dict[str, list[str]](), channel
         coordinator, *self._followers = hosts.leaders
         self._state = CommitState(leads=channel.rank in self._followers, coordinates=channel.rank == coordinator)
         self._lock = threading.Lock()
@@ -54,8 +54,8 @@ class SharedAttempt:
             LaunchError: The store does not hold it.
         """
         if self._channel.world_size > 1:
-            self.left.append(f"{self.key}/{kind}/{self._channel.rank}")
-            self._channel.put(f"{self.key}/{kind}", message.to_bytes(), is_first=is_first)
+            key = f"{self.key}/{kind}"
+            self.left[key] = self._channel.put(key, message.to_bytes(), is_first=is_first)
 
     def read(self, kind: str, rank: int) -> Message:
         """Wait for a rank's message of a kind, and return it.
@@ -112,6 +112,6 @@ class SharedAttempt:
         Raises:
             LaunchError: The store is gone.
         """
-        decision = f"{self.key}/decision/{self._channel.rank}"
-        self._channel.delete([key for key in self.left if key != decision])
-        self.left[:] = [decision] * (decision in self.left)
+        for key in [*self.left]:  # a copy, since the other thread may send
+            if key != f"{self.key}/decision":
+                self._channel.delete(self.left.pop(key))

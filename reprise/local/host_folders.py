@@ -176,9 +176,9 @@ class HostFolders:
         """On a leader, return the pieces for all its host's ranks; on other ranks, none."""
         key = self._key("pieces")
         if not self.leads:
-            self._channel.put(key, json.dumps(pieces).encode())
+            self._channel.send(key, json.dumps(pieces).encode())
             return {}
-        data = self._channel.take_all(key, self.hosts.ranks[self._host][1:])
+        data = self._channel.read_all(key, self.hosts.ranks[self._host][1:])
         return union([pieces, *map(json.loads, data)])
 
     def heal(self, path: Path) -> bool:
@@ -241,13 +241,13 @@ class HostFolders:
         iteration, digest, source, lacking = self._channel.from_first(self._key("candidate"), choose)
         if not lacking:
             return str(digest)
-        key, sends = self._key("seed"), self.leads and self._host == source
+        key, sent = self._key("seed"), list[str]()
         with self._agreed(path):
-            if sends:
+            if self.leads and self._host == source:
                 checkpoint = open_checkpoint(path, self.folder.files)
                 assert checkpoint.host is not None
                 host = replace(checkpoint.host, host=None, held={})
-                self._channel.put(key, pack_files({**skeleton_of(checkpoint), HOST: host.to_bytes()}))
+                sent = self._channel.put(key, pack_files({**skeleton_of(checkpoint), HOST: host.to_bytes()}))
         with self._agreed(path):
             if self.leads and self._host in lacking:
                 attempt, files = f"{self._nonce}-fetch", self.folder.files
@@ -257,8 +257,7 @@ class HostFolders:
                 files.sync_folder(partial)
                 self.given_up.discard(iteration)  # its folder is renamed to make room
                 self.folder.commit(iteration, attempt)
-        if sends:
-            self._channel.delete([f"{key}/{self._channel.rank}"])
+        self._channel.delete(sent)
         return str(digest)
 
     @contextlib.contextmanager

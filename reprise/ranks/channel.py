@@ -48,10 +48,9 @@ class StoreChannel:
     Any thread may call any method. All ranks call `gather`, `broadcast`, `agree` and the methods built on them in the
     same order, on a channel or its clones, and on one thread per channel.
 
-    A message lies under its key and its sender's rank. `gather` deletes rank 0's earlier broadcasts: a rank in the
-    gather is past them. `broadcast` deletes a rank's messages to an earlier `gather`: rank 0 is past it, and deletes
-    nothing for the ranks. A message sent by `put` stays until `take_all` or `delete`: see `SharedAttempt.delete_read`
-    for saves.
+    A message lies under its key and its sender's rank, and its sender deletes it. `gather` deletes rank 0's earlier
+    broadcasts: a rank in the gather is past them. `broadcast` deletes a rank's messages to an earlier `gather`: rank 0
+    is past it. A message sent by `put` stays until `delete`: see `SharedAttempt.delete_read` for saves.
     """
 
     def __init__(
@@ -73,7 +72,7 @@ class StoreChannel:
         self.world_size = world_size
         self.timeout_s = timeout_s
         self.ranks = tuple(range(world_size) if ranks is None else ranks)
-        # Rank 0's broadcasts and settled texts since its last `gather`. On other ranks, their messages to a `gather`.
+        # What `forget` deletes: rank 0's broadcasts and settled texts, other ranks' messages to a `gather`.
         self._sent: list[str] = []
 
     def clone(self, timeout_s: float | None = None) -> StoreChannel:
@@ -103,11 +102,14 @@ class StoreChannel:
         """Return a channel key's full name in the store."""
         return f"{self._prefix}/{key}"
 
-    def put(self, key: str, data: bytes, *, is_first: bool = True) -> None:
+    def put(self, key: str, data: bytes, *, is_first: bool = True) -> list[str]:
         """Store `data` as this rank's message, and check the store: `set` on a dead host returns normally.
 
         Args:
             is_first: Whether an earlier message under the key is an error. If not, the earlier message stays.
+
+        Returns:
+            The names under which the store holds it, for `delete`.
 
         Raises:
             LaunchError: The store does not hold it.
@@ -119,10 +121,18 @@ class StoreChannel:
                 value = b"%d" % len(chunks)
                 for name, chunk in zip(_chunks(key, value), chunks, strict=True):
                     self._store.set(name, chunk)  # type: ignore[arg-type]
-            # A reader may delete the message at once, so this call's answer is the proof, not a second look.
             echo = self._store.compare_set(key, "", value)  # type: ignore[arg-type]
         if echo != value and (is_first or not echo):
             raise self._lost(key, None)
+        return [key, *_chunks(key, value)]
+
+    def send(self, key: str, data: bytes) -> None:
+        """Put a message that its readers have read before rank 0's next broadcast, and delete it after that.
+
+        Raises:
+            LaunchError: See `put`.
+        """
+        self._sent += self.put(key, data)
 
     def publish(self, name: str, text: str) -> None:
         """Store this rank's latest text under a name, for ranks on any channel of this store.
@@ -143,16 +153,6 @@ class StoreChannel:
         key = f"{name}/{rank}"
         with self._reaching(key):
             return bytes(self._connection.get(key)).decode() if self._connection.check([key]) else ""
-
-    def take_all(self, key: str, ranks: Sequence[int]) -> list[bytes]:
-        """Return messages as `read_all` does, and delete them. For messages to this rank alone, read once.
-
-        Raises:
-            LaunchError: See `read_all`; or the store is gone before the messages are deleted.
-        """
-        data = self.read_all(key, ranks)
-        self.delete([f"{key}/{rank}" for rank in ranks])
-        return data
 
     def read_all(self, key: str, ranks: Sequence[int]) -> list[bytes]:
         """Wait for these ranks' messages under a key and return their data in order, with few store calls.
@@ -177,17 +177,15 @@ class StoreChannel:
                 raise self._silent(silent, error) from error
         return data
 
-    def delete(self, keys: Sequence[str]) -> None:
-        """Delete the stored messages among these keys. No rank reads them any more.
+    def delete(self, names: Sequence[str]) -> None:
+        """Delete what the store holds under these names. No rank reads it any more. Some may be deleted already.
 
         Raises:
             LaunchError: The store is gone.
         """
-        for key in keys:
-            with self._reaching(key):
-                if self._store.check([key]):  # a FileStore reports every deletion as done
-                    for name in (key, *_chunks(key, self._store.get(key))):
-                        self._store.delete_key(name)
+        for name in names:
+            with self._reaching(name):
+                self._store.delete_key(name)
 
     def settle(self, key: str, text: str) -> str:
         """Store `text` under `key` unless another rank was first. Return the stored text.
@@ -200,14 +198,14 @@ class StoreChannel:
         with self._reaching(key):
             return bytes(self._store.compare_set(key, "", f"{_SMALL.decode()}{text}")).decode()[len(_SMALL) :]
 
-    def forget(self, *, but: Sequence[str] = ()) -> None:
-        """Delete this rank's messages that the other ranks have read, except some keys.
+    def forget(self) -> None:
+        """Delete this rank's messages that the other ranks have read.
 
         Raises:
             LaunchError: The store is gone.
         """
-        self.delete([key for key in self._sent if key not in but])
-        self._sent[:] = [key for key in self._sent if key in but]
+        self.delete(self._sent)
+        self._sent.clear()
 
     def has(self, keys: Sequence[str]) -> bool:
         """Return whether all these keys are stored.
@@ -230,7 +228,7 @@ class StoreChannel:
     def gather(self, key: str, data: bytes) -> list[bytes]:
         """Send `data` to rank 0. Return all ranks' data there, ordered like `ranks`, and an empty list elsewhere."""
         if not self.coordinates:
-            self._send(key, data)
+            self.send(key, data)
             return []
         messages = self.read_all(key, self.ranks[1:])
         self.forget()
@@ -244,12 +242,8 @@ class StoreChannel:
             return data
         assert data is not None
         if self.world_size > 1:
-            self._send(key, data)
+            self.send(key, data)
         return data
-
-    def _send(self, key: str, data: bytes) -> None:
-        self.put(key, data)
-        self._sent.append(f"{key}/{self.rank}")
 
     def agree(self, key: str, problem: TrainerError | None) -> None:
         """Return on every rank if no rank has a problem; else raise on all.

@@ -148,15 +148,15 @@ class JointCall:
         """
         channel = self.channel
         if not channel.coordinates:
-            channel.put(f"{self.key}/offer", data)
+            channel.send(f"{self.key}/offer", data)
             return []
         if channel.world_size > 1:
             keys = {rank: f"{self.key}/offer/{rank}" for rank in channel.ranks[1:]}
             self._await(
                 lambda: channel.has(list(keys.values())), lambda: [r for r in keys if not channel.has([keys[r]])]
             )
-            messages = channel.take_all(f"{self.key}/offer", channel.ranks[1:])
-            channel.forget(but=(f"{self.key}/name", self._decision))
+            messages = channel.read_all(f"{self.key}/offer", channel.ranks[1:])
+            channel.forget()
             return [data, *messages]
         return [data]
 
@@ -172,7 +172,9 @@ class JointCall:
         if self.channel.coordinates:
             return self._decide(_YES + data)
         self._await(lambda: False, lambda: [self.channel.coordinator])
-        return self._decide("")
+        answer = self._decide("")
+        self.channel.forget()  # the coordinator has read this rank's offer
+        return answer
 
     @property
     def _decision(self) -> str:

@@ -95,7 +95,7 @@ class Checkpointer:
         self._saved = self._outdated = _NONE
         self._in_doubt: tuple[Attempt, tuple[int, bool]] | None = None
         self._verified = -1  # the loaded checkpoint, if all its digests were checked
-        self._left = list[str]()  # keys of this rank's messages on earlier attempts, and on the one last started
+        self._left = dict[str, list[str]]()  # see `SharedAttempt.left`: of earlier attempts, and the one last started
         self._started: SaveJob | None = None
         self.job: Job | None = None
         self.results = SaveResults()
@@ -280,7 +280,7 @@ class Checkpointer:
             self._add_report(SaveReport(iteration, target, 0, error=problem))
         finally:
             if self._left is not shared.left:  # a hung thread deletes none of these messages if it commits now
-                self._left = [*self._left, *shared.left]
+                self._left = self._left | shared.left
         self.results.blocked_s = blocked_s + time.perf_counter() - called
         return None if self._policy.async_save else self.results.reports.pop()
 
@@ -376,7 +376,7 @@ class Checkpointer:
         plan, interval = self._planned(contents), self._policy.check_replicas
         compares = interval > 0 and self.attempts % interval == 0
         memory, written_bytes = plan.begin(), sum(piece.hi - piece.lo for piece in plan.pieces)
-        shared.left += self._left
+        shared.left |= self._left
         self._left = shared.left
         # An outdated checkpoint is replaced only if the new save holds as much.
         replaces = self._outdated[0] == iteration and contents.has_optimizer >= self._outdated[1]

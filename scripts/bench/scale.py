@@ -56,9 +56,9 @@ class _PeerChannel(StoreChannel):
 
     sent_bytes = 0
 
-    def put(self, key: str, data: bytes, *, is_first: bool = True) -> None:
+    def put(self, key: str, data: bytes, *, is_first: bool = True) -> list[str]:
         _PeerChannel.sent_bytes += len(data)
-        super().put(key, data, is_first=is_first)
+        return super().put(key, data, is_first=is_first)
 
     def read_all(self, key: str, ranks: Sequence[int]) -> list[bytes]:
         if key.endswith("/opened"):

@@ -25,7 +25,7 @@ BEFORE, AFTER, TORN = "before", "after", "torn"
 # What takes a path first, and what takes a descriptor first.
 _BY_PATH = ("open", "rename", "link", "unlink", "rmdir", "mkdir", "truncate", "utime")
 _BY_DESCRIPTOR = ("close", "write", "pwrite", "pwritev", "preadv", "fsync", "ftruncate")
-_MESSAGES = ("put", "read_all", "take_all", "delete")
+_MESSAGES = ("put", "read_all", "delete")
 _WRITES = ("write", "pwrite", "pwritev")
 
 

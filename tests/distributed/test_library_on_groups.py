@@ -79,9 +79,9 @@ def save_stages(folder: Path, rank: int) -> None:
     tables: list[str] = []
     put = StoreChannel.put
 
-    def count(channel: StoreChannel, key: str, data: bytes, **options: bool) -> None:
+    def count(channel: StoreChannel, key: str, data: bytes, **options: bool) -> list[str]:
         tables.extend([key] if key.endswith("/documents") and b"F32" in data else [])
-        put(channel, key, data, **options)
+        return put(channel, key, data, **options)
 
     StoreChannel.put = count  # type: ignore[method-assign]
     for iteration in (1, 2, 3):

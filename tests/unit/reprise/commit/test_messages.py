@@ -48,8 +48,9 @@ class Rank0(StoreChannel):
     def gather(self, key: str, data: bytes) -> list[bytes]:
         return list(self.rows)
 
-    def put(self, key: str, data: bytes, *, is_first: bool = True) -> None:
+    def put(self, key: str, data: bytes, *, is_first: bool = True) -> list[str]:
         self.sent_bytes += len(data)
+        return [key]
 
 
 def test_hosts_travel_in_bytes_that_hardly_grow_with_them() -> None:

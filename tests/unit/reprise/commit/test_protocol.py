@@ -134,21 +134,22 @@ def test_ranks_count_attempts_alike_after_a_wait_that_raises(tmp_path: Path) -> 
         assert (report.iteration, report.error) == (3, None)
 
 
-class Shared(list[str]):
-    """A list to which another thread appends whenever one does."""
-
-    def append(self, key: str) -> None:
-        super().append(key)
-        super().append("save/n-1/decision/0")
-
-
-def test_two_threads_send_each_message_under_its_own_key() -> None:
+def test_a_message_sent_during_the_deletion_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     channel = StoreChannel(HashStore(), 0, world_size=2, timeout_s=0.01)
     shared = SharedAttempt("n-1", channel, Hosts.of(channel.ranks))
-    shared.left = Shared()
+    delete = channel.delete
+
+    def delete_while_another_thread_sends(names: list[str]) -> None:
+        shared.put("report", Message(problem="aborted"))
+        delete(names)
+
+    monkeypatch.setattr(channel, "delete", delete_while_another_thread_sends)
     shared.put("opened", Message(number=7))
     assert shared.read("opened", 0) == Message(number=7)
-    assert not channel.has(["save/n-1/decision/0"])
+    shared.delete_read()
+    assert shared.left == {"save/n-1/report": ["save/n-1/report/0"]}
+    assert not channel.has(["save/n-1/opened/0"])
+    assert shared.read("report", 0).problem == "aborted"
 
 
 class Deaf(StoreChannel):

@@ -52,9 +52,9 @@ def test_tables_travel_only_when_one_is_new(monkeypatch: pytest.MonkeyPatch) -> 
     store, put = HashStore(), StoreChannel.put
     sent: list[tuple[int, str]] = []
 
-    def count(channel: StoreChannel, key: str, data: bytes) -> None:
+    def count(channel: StoreChannel, key: str, data: bytes) -> list[str]:
         sent.extend([(channel.rank, key[:2])] if b"F32" in data and not channel.coordinates else [])
-        put(channel, key, data)
+        return put(channel, key, data)
 
     monkeypatch.setattr(StoreChannel, "put", count)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,18 +21,19 @@ LARGE = (9 << 20) + 5  # several chunks
 
 @pytest.mark.parametrize("size", [0, 5, LARGE])
 def test_a_message_arrives_whole_and_leaves_no_key(size: int) -> None:
-    data = os.urandom(size)
+    data, store = os.urandom(size), tcp_store()
 
     def call(channel: StoreChannel) -> list[bytes]:
         if channel.rank == 0:
-            channel.put("k", data)
-        messages = [channel.broadcast("all", data if channel.rank == 0 else None)]
-        if channel.rank == 1:
-            messages.append(*channel.take_all("k", [0]))
-            assert not any(channel._store.check([key]) for key in ("k/0", "k/0/0", "k/0/1", "k/0/2"))
+            channel.send("k", data)
+        messages = channel.read_all("k", [0])
+        messages.append(channel.broadcast("all", data if channel.rank == 0 else None))
+        channel.agree("all have read it", None)
         return messages
 
-    assert all_ranks(2, call, store=tcp_store) == [[data], [data, data]]
+    before = int(store.num_keys())
+    assert all_ranks(2, call, store=lambda: store) == [[data, data]] * 2
+    assert int(store.num_keys()) == before + 1  # the last decision
 
 
 class CountingStore(dist.HashStore):  # type: ignore[misc]
@@ -51,14 +53,14 @@ class CountingStore(dist.HashStore):  # type: ignore[misc]
 def test_a_message_asks_the_store_no_more_than_it_must(size: int, chunks: int) -> None:
     store = CountingStore()
     channel = StoreChannel(store, 0, world_size=1, timeout_s=5.0)
-    channel.put("k", bytes(size))
+    names = channel.put("k", bytes(size))
     assert store.counts == Counter(compare_set=1, set=chunks)
     store.counts.clear()
     assert channel.read_all("k", [0]) == [bytes(size)]
     assert store.counts == Counter(check=1, multi_get=1, get=chunks)
     store.counts.clear()
-    channel.delete(["k/0"])
-    assert store.counts == Counter(check=1, get=1, delete_key=1 + chunks)
+    channel.delete(names)
+    assert store.counts == Counter(delete_key=1 + chunks)
 
 
 def test_a_later_message_replaces_the_first_only_if_published() -> None:
@@ -138,7 +140,7 @@ def test_a_defect_of_the_first_ends_every_rank() -> None:
     assert "ZeroDivisionError" in str(told)
 
 
-@pytest.mark.parametrize("door", ["read_all", "take_all", "gather"])
+@pytest.mark.parametrize("door", ["read_all", "gather"])
 def test_a_message_that_does_not_come_names_its_sender(door: str) -> None:
     channel = StoreChannel(dist.HashStore(), 0, world_size=2, timeout_s=0.01)
     arguments = ("never", b"" if door == "gather" else [1])
@@ -169,8 +171,8 @@ def test_delete_waits_for_nothing_and_may_come_twice() -> None:
             channel.read_all("go", [0])
         else:
             before = int(channel._store.num_keys())
-            channel.put("k", bytes(LARGE))
-            channel.delete(["none", "k/0", "k/0"])
+            names = channel.put("k", bytes(LARGE))
+            channel.delete(["none", *names, *names])
             assert int(channel._store.num_keys()) == before
             channel.broadcast("broadcast", b"x")
             channel.delete(["broadcast/0"])
@@ -201,11 +203,16 @@ def test_what_all_ranks_have_read_comes_down() -> None:
     assert int(store.num_keys()) == before + 1
 
 
-def test_a_message_on_a_file_store_is_deleted(tmp_path: Path) -> None:
-    """A FileStore reports every deletion as done, also that of a key that it does not have."""
-    store = dist.FileStore(str(tmp_path / "store"), 2)
-    channel = StoreChannel(store, 0, world_size=2, timeout_s=5.0)
-    channel.put("key", b"data")
-    channel.delete(["key/0", "no such key"])
-    assert not store.check(["key/0"])
-    assert not store.check(["key/0/0"])
+@pytest.mark.parametrize("prefix", ["", "group"])
+@pytest.mark.parametrize("make", [lambda path: dist.FileStore(str(path), 2), lambda _: dist.HashStore()])
+def test_any_store_deletes_a_message_with_its_chunks(
+    make: Callable[[Path], dist.Store], prefix: str, tmp_path: Path
+) -> None:
+    store = make(tmp_path / "store")
+    channel = StoreChannel(store, 0, world_size=2, timeout_s=5.0, prefix=prefix)
+    names = channel.put("key", bytes(LARGE))
+    assert [channel.has([name]) for name in names] == [True] * 4
+    channel.delete([*names, "no such key", *names])
+    assert [channel.has([name]) for name in names] == [False] * 4
+    channel.put("key", b"again")
+    assert channel.read_all("key", [0]) == [b"again"]
