@@ -208,14 +208,15 @@ def _join_requests(
     objects = [(*keys, "") for keys in (*tree.optimizers, *tree.objects)]
     requests = [[*map(pointer, keys)] for keys in (tensors, (*tree.receivers, *states, *objects))]
     offers = call.offer(json.dumps([*requests, aliases]).encode())
-    call.decide("")
-
-    def join_all() -> list[object] | None:
-        if is_missing():
-            return None
-        tensors, values, aliases = zip(*(json.loads(offer) for offer in {*offers}), strict=True)
-        names = [sorted({name for part in parts for name in part}) for parts in (tensors, values)]
-        return [names, {alias: name for pairs in aliases for alias, name in pairs.items()}]
-
-    joined: tuple[list[list[str]], dict[str, str]] | None = call.channel.from_first("requests", join_all)
+    with call.preparing():
+        is_there = call.channel.coordinates and not is_missing()
+        answer = json.dumps(_joined(offers) if is_there else None)
+    joined: tuple[list[list[str]], dict[str, str]] | None = json.loads(call.decide(answer))
     return joined
+
+
+def _joined(offers: Sequence[bytes]) -> tuple[list[list[str]], dict[str, str]]:
+    """Return the result of `_join_requests`, given all ranks' requests."""
+    tensors, values, aliases = zip(*(json.loads(offer) for offer in {*offers}), strict=True)
+    names = [sorted({name for part in parts for name in part}) for parts in (tensors, values)]
+    return names, {alias: name for pairs in aliases for alias, name in pairs.items()}

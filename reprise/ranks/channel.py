@@ -190,13 +190,24 @@ class StoreChannel:
     def settle(self, key: str, text: str) -> str:
         """Store `text` under `key` unless another rank was first. Return the stored text.
 
+        A long text is its rank's message under the key, and the key's value is the rank.
+
         Raises:
             LaunchError: The store is gone.
         """
+        data = text.encode()
+        value = _SMALL + data
+        if len(data) > SMALL_BYTES:
+            self.send(key, data)
+            value = b"%d" % self.rank
         if self.coordinates:
             self._sent.append(key)
         with self._reaching(key):
-            return bytes(self._store.compare_set(key, "", f"{_SMALL.decode()}{text}")).decode()[len(_SMALL) :]
+            first = bytes(self._store.compare_set(key, "", value))  # type: ignore[arg-type]
+        if first.startswith(_SMALL):
+            return first[len(_SMALL) :].decode()
+        (data,) = self.read_all(key, [int(first)])
+        return data.decode()
 
     def forget(self) -> None:
         """Delete this rank's messages that the other ranks have read.

@@ -182,6 +182,25 @@ def test_delete_waits_for_nothing_and_may_come_twice() -> None:
     assert all_ranks(2, call, store=tcp_store) == [2, 0]
 
 
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("sizes", [(5, LARGE), (LARGE, 5), (LARGE, LARGE)])
+def test_the_first_text_counts_and_comes_down(first: int, sizes: tuple[int, int]) -> None:
+    store, texts = tcp_store(), ["a" * sizes[0], "b" * sizes[1]]
+
+    def call(channel: StoreChannel) -> str:
+        if channel.rank != first:
+            channel.read_all("settled", [first])
+        text = channel.settle("k", texts[channel.rank])
+        if channel.rank == first:
+            channel.send("settled", b"")
+        channel.agree("both have it", None)
+        return text
+
+    before = int(store.num_keys())
+    assert all_ranks(2, call, store=lambda: store) == [texts[first]] * 2
+    assert int(store.num_keys()) == before + 1  # the last decision
+
+
 def test_what_all_ranks_have_read_comes_down() -> None:
     store = tcp_store()
 

@@ -8,7 +8,7 @@ from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 from reprise.errors import CheckpointError, LaunchError, LockError
 from reprise.ranks.channel import StoreChannel
 from reprise.ranks.joint_call import JointCall
-from tests.fakes import JOIN_S, run_ranks
+from tests.fakes import JOIN_S, run_ranks, tcp_store
 
 
 def called(channel: StoreChannel, name: str = "save()", *, key: str = "k", timeout_s: float = JOIN_S) -> JointCall:
@@ -70,6 +70,22 @@ def test_messages_of_earlier_calls_are_deleted() -> None:
     assert run_ranks(3, call, store=lambda: store) == [None] * 3
     # The last call of each rank, and the decision of the last joint call.
     assert int(store.num_keys()) == 3 + 1
+
+
+def test_a_decision_may_be_longer_than_a_value_in_the_store() -> None:
+    store, text = tcp_store(), "é" * (5 << 20)
+
+    def call(channel: StoreChannel) -> str:
+        joint = called(channel)
+        joint.offer(b"")
+        answer = joint.decide(text if channel.coordinates else "")
+        channel.agree("all have read it", None)
+        return answer
+
+    before = int(store.num_keys())
+    assert run_ranks(3, call, store=lambda: store) == [text] * 3
+    # The last call of each rank, and the last decision.
+    assert int(store.num_keys()) == before + 3 + 1
 
 
 def test_a_lost_store_is_an_error_of_its_own() -> None:
