@@ -11,7 +11,7 @@ import torch
 import xxhash
 
 from reprise.commit.messages import Groups, ranks_text, sides_of
-from reprise.errors import ReplicaError, first_of
+from reprise.errors import ReplicaError, TrainerError, first_of
 from reprise.format.box import whole
 from reprise.ranks.channel import StoreChannel
 from reprise.storage.worker import run_together
@@ -106,19 +106,27 @@ def _name_of(tensor: LiveTensor) -> str:
     return tensor.spec.name + ("" if is_whole else f" (the box at {list(box.offset)} of {list(box.shape)})")
 
 
-def check_replicas(live: Sequence[LiveTensor], channel: StoreChannel, key: str) -> None:
-    """Compare all replicated boxes' digests. All ranks call it.
+def check_replicas(
+    live: Sequence[LiveTensor], channel: StoreChannel, key: str, *, problem: TrainerError | None = None
+) -> None:
+    """Compare all replicated boxes' digests, unless a rank has a problem. All ranks call it.
 
     Each rank sends a digest per replica group. Two disagreeing ranks send a digest per tensor.
 
+    Args:
+        problem: This rank's problem with its tensors.
+
     Raises:
+        TrainerError: A rank has a problem; see `StoreChannel.agree`.
         ReplicaError: Names the first different tensors and the ranks. Raised on rank 0; the others raise a
             CheckpointError.
     """
-    replicas = ReplicaDigests(live)
-    rows = channel.gather(f"{key}/groups", json.dumps(replicas.groups()).encode())
-    sides = channel.from_first(
-        f"{key}/sides", lambda: differing_sides(dict(zip(channel.ranks, map(json.loads, rows), strict=True)))
+    replicas = ReplicaDigests(live if problem is None else ())
+    sides = channel.join(
+        key,
+        replicas.groups(),
+        lambda groups: differing_sides(dict(zip(channel.ranks, groups, strict=True))),
+        problem=problem,
     )
     require_agreement(channel, key, sides, replicas)
 

@@ -155,8 +155,7 @@ class Restorer:
                 _complete_change(change)
             except TrainerError as error:
                 problem = error
-            self._channel.agree(self._key("agree"), problem)
-            self.check_replicas(tensors)
+            self.check_replicas(tensors, problem)
         except TrainerError as error:
             raise PartialLoadError(
                 "The load failed partway",
@@ -165,13 +164,14 @@ class Restorer:
                 "objects.",
             ) from error
 
-    def check_replicas(self, live: Sequence[LiveTensor]) -> None:
-        """Compare live tensors' bits between their ranks. Collective.
+    def check_replicas(self, live: Sequence[LiveTensor], problem: TrainerError | None = None) -> None:
+        """Compare live tensors' bits between their ranks, unless a rank has a problem with its tensors. Collective.
 
         Raises:
             CheckpointError: A tensor differs; names the first. Every rank raises, rank 0 a ReplicaError.
+            TrainerError: A rank has a problem; see `StoreChannel.agree`.
         """
-        replicas.check_replicas(live, self._channel, self._key("replicas"))
+        replicas.check_replicas(live, self._channel, self._key("replicas"), problem=problem)
 
     def _heal(self, local: LocalFolders, path: Path, error: TrainerError) -> bool:
         """Return whether hosts discarded damaged pieces of a local checkpoint, which others may have intact.

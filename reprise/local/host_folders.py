@@ -149,14 +149,12 @@ class HostFolders:
             lacking = without(pieces_to_read(checkpoint), host.held)
         parts = host.by_host(self._of_host(lacking))
         sizes = {part: bytes_of(checkpoint, pieces) for part, pieces in parts.items()}
-        rows = self._channel.gather(self._key("sizes"), json.dumps(sizes).encode())
 
-        def plan() -> list[Transfer]:
-            tables = [json.loads(rows[rank]) for rank in self.hosts.leaders]
-            needs = [{int(part): size for part, size in table.items()} for table in tables]
+        def plan(tables: list[dict[str, int]]) -> list[Transfer]:
+            needs = [{int(part): size for part, size in tables[rank].items()} for rank in self.hosts.leaders]
             return assign(needs, self._candidate(path).folders)
 
-        transfers = [Transfer(*row) for row in self._channel.from_first(self._key("plan"), plan)]
+        transfers = [Transfer(*row) for row in self._channel.join(self._key("plan"), sizes, plan)]
         if not transfers:
             return digest, "all local"
         with self._agreed(path):
@@ -189,8 +187,7 @@ class HostFolders:
                 is_damaged = exists(path / HOST) and self._give_up_damaged(path)
             except (TrainerError, OSError) as error:
                 _log.error("%s cannot be checked: %s", path, error)
-        verdicts = self._channel.gather(self._key("damaged"), json.dumps(is_damaged).encode())
-        is_damaged = bool(self._channel.from_first(self._key("healed"), lambda: any(map(json.loads, verdicts))))
+        is_damaged = bool(self._channel.join(self._key("damaged"), is_damaged, any))
         self.survey()
         return is_damaged
 

@@ -263,12 +263,7 @@ class StoreChannel:
             TrainerError: This rank's `problem`, or another rank's first. A DataError, MismatchError, LockError,
                 LaunchError or UnreadableError keeps its class, any other becomes a CheckpointError.
         """
-        messages = self.gather(f"{key}/problem", b"" if problem is None else pack(problem, self.rank).encode())
-        decision = self.broadcast(f"{key}/decision", next(filter(None, messages), b"")).decode()
-        if decision:
-            error = problem or unpack(decision)
-            error.is_known_to_all = True
-            raise error
+        self.join(key, None, lambda _: None, problem=problem)
 
     @contextlib.contextmanager
     def agreed(self, key: str) -> Iterator[None]:
@@ -291,20 +286,49 @@ class StoreChannel:
         Raises:
             TrainerError: `make` raised. Every rank raises, with the classes in `agree`.
         """
+        return self._answered(key, lambda: {"value": make()})
+
+    def join(
+        self, key: str, part: Any, join_all: Callable[[list[Any]], Any], *, problem: TrainerError | None = None
+    ) -> Any:
+        """Return rank 0's result from all ranks' parts on every rank, with a message from each rank and an answer.
+
+        Args:
+            key: Message key, new on this channel.
+            part: This rank's part. Parts and result travel as JSON.
+            join_all: Called on rank 0 alone with the parts, ordered like `ranks`.
+            problem: This rank's problem, if it has no part.
+
+        Raises:
+            TrainerError: A rank has a problem, see `agree`; or `join_all` raised, see `from_first`.
+        """
+        message = {"value": part} if problem is None else {"problem": pack(problem, self.rank)}
+        messages = [json.loads(data) for data in self.gather(f"{key}/part", json.dumps(message).encode())]
+
+        def answer() -> dict[str, Any]:
+            problems = [message for message in messages if "problem" in message]
+            return problems[0] if problems else {"value": join_all([message["value"] for message in messages])}
+
+        return self._answered(f"{key}/joint", answer, problem)
+
+    def _answered(self, key: str, answer: Callable[[], dict[str, Any]], problem: TrainerError | None = None) -> Any:
+        """Return the value in rank 0's answer on every rank. If that has a problem, raise this rank's own, or that."""
         data: bytes | None = None
         if self.coordinates:
             try:
-                data = json.dumps({"value": make()}).encode()
+                data = json.dumps(answer()).encode()
             except BaseException as error:
                 with contextlib.suppress(LaunchError):
                     self.broadcast(key, json.dumps({"problem": pack(as_problem(error), self.rank)}).encode())
                 if isinstance(error, TrainerError):
                     error.is_known_to_all = True
                 raise
-        answer = json.loads(self.broadcast(key, data))
-        if "problem" in answer:
-            raise unpack(answer["problem"])
-        return answer["value"]
+        answered = json.loads(self.broadcast(key, data))
+        if "problem" in answered:
+            raised = problem or unpack(answered["problem"])
+            raised.is_known_to_all = True
+            raise raised
+        return answered["value"]
 
     def fail(self, text: str) -> str | None:
         """Report this rank's failure to every rank, which ends their waits for its messages. The first report counts.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -153,9 +152,8 @@ class Checkpointer:
         if self._lock is not None:
             with contextlib.suppress(OSError):  # the sweep reports it
                 attempts = [attempt_of(self.folder.iteration(iteration)) for iteration in self.folder.committed()]
-        rows = self._channel.gather(f"folder/{self._nonce}/attempts", json.dumps(attempts).encode())
-        names = {name for data in rows for name in json.loads(data)} - {None}
-        return frozenset(self._channel.from_first(f"folder/{self._nonce}/all", lambda: sorted(names)))
+        joined = self._channel.join(f"folder/{self._nonce}/attempts", attempts, lambda rows: [*set().union(*rows)])
+        return frozenset(joined) - {None}
 
     @contextlib.contextmanager
     def _leading(self) -> Iterator[FolderLock | None]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import re
@@ -96,8 +95,7 @@ def joint_environment(environment: Json, cluster: Cluster) -> Json:
 
     Rank 0 logs the differences.
     """
-    rows = cluster.channel.gather("environment", json.dumps(environment).encode())
-    joined: Json = cluster.channel.from_first("environment/ranks", lambda: _joined([json.loads(row) for row in rows]))
+    joined: Json = cluster.channel.join("environment", environment, _joined)
     differing = {name: values for name, values in flattened(joined).items() if isinstance(values, list)}
     if differing and cluster.rank == 0:
         for name, values in differing.items():

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from reprise.commit import replicas
 from reprise.commit.replicas import ReplicaDigests, check_replicas, checksum, differing_sides
-from reprise.errors import CheckpointError, ReplicaError
+from reprise.errors import CheckpointError, LockError, ReplicaError
 from reprise.ranks.channel import StoreChannel
 from tests.fakes import Axis, Sharding, run_ranks, sample_specs, sample_state
 
@@ -74,6 +74,17 @@ def test_differing_replicas_are_refused_by_tensor_and_ranks(
         else:
             assert isinstance(outcome, ReplicaError if rank == 0 else CheckpointError)
             assert expected in str(outcome)
+
+
+def test_a_problem_says_more_than_differing_replicas() -> None:
+    def call(channel: StoreChannel) -> None:
+        live = SHARDINGS[0].live(channel.rank, SPECS, STATE)
+        live[0].local.view(-1).view(torch.uint8)[0] = channel.rank
+        check_replicas(live, channel, "load", problem=LockError("Taken") if channel.rank == 1 else None)
+
+    outcomes = run_ranks(3, call)
+    assert [type(outcome) for outcome in outcomes] == [LockError] * 3
+    assert [str(outcome) for outcome in outcomes] == ["Rank 1: Taken.", "Taken.", "Rank 1: Taken."]
 
 
 def test_digests_have_the_order_of_tensors_not_threads(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -125,6 +125,34 @@ def test_what_one_rank_raises_all_ranks_raise(door: str, culprit: int, kind: typ
     assert all(isinstance(error, TrainerError) and error.is_known_to_all for error in errors)
 
 
+@pytest.mark.parametrize("culprits", [(), (0,), (2,), (1, 2)])
+def test_parts_are_joined_unless_a_rank_has_a_problem(culprits: tuple[int, ...]) -> None:
+    joined, problems = list[list[object]](), [MismatchError(f"No part of {rank}") for rank in range(3)]
+
+    def call(channel: StoreChannel) -> object:
+        def join(parts: list[object]) -> object:
+            joined.append(parts)
+            return {"parts": parts}
+
+        problem = problems[channel.rank] if channel.rank in culprits else None
+        return channel.join("k", (channel.rank, None), join, problem=problem)
+
+    outcomes = run_ranks(3, call, store=tcp_store)
+    parts = [[rank, None] for rank in range(3)]
+    if not culprits:
+        assert outcomes == [{"parts": parts}] * 3
+        assert joined == [parts]
+        return
+    assert joined == []
+    for rank, outcome in enumerate(outcomes):
+        assert isinstance(outcome, MismatchError)
+        assert outcome.is_known_to_all
+        if rank in culprits:
+            assert outcome is problems[rank]
+        else:
+            assert str(outcome) == f"Rank {culprits[0]}: No part of {culprits[0]}."
+
+
 def test_a_rank_alone_raises_the_problem_itself() -> None:
     problem = CheckpointError("No")
     single_rank_channel().agree("k", None)
