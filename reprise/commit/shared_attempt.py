@@ -72,6 +72,8 @@ class SharedAttempt:
 
     def post(self, kind: str, message: Message) -> None:
         """Send a message that changes nothing decided. If the store is gone, log it. An earlier message stands."""
+        if f"{self.key}/{kind}" in self.left:  # sent; if the other thread is sending it, the store keeps the first
+            return
         try:
             self.put(kind, message, is_first=False)
         except LaunchError as error:

@@ -152,6 +152,24 @@ def test_a_message_sent_during_the_deletion_stays(monkeypatch: pytest.MonkeyPatc
     assert shared.read("report", 0).problem == "aborted"
 
 
+def test_a_decision_repeats_no_message_of_its_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+    channel, sent = StoreChannel(HashStore(), 0, world_size=2, timeout_s=0.01), list[str]()
+    shared = SharedAttempt("n-1", channel, Hosts(("a", "b"), ((0,), (1,))))
+    put = channel.put
+
+    def note(key: str, data: bytes, *, is_first: bool = True) -> list[str]:
+        sent.append(key.rpartition("/")[2])
+        return put(key, data, is_first=is_first)
+
+    monkeypatch.setattr(channel, "put", note)
+    shared.put("opened", Message(number=7))
+    shared.decide(Message(problem="aborted"))
+    shared.decide(Message(number=7))
+    assert sent == ["opened", "decision", "files"]
+    assert shared.read("opened", 0) == Message(number=7)
+    assert shared.read("decision", 0).problem == "aborted"
+
+
 class Deaf(StoreChannel):
     """A channel whose rank 1 loses the decisions on all saves, or on an attempt, after they were given."""
 
