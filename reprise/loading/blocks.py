@@ -22,6 +22,7 @@ from reprise.loading.reader import Bytes, Checkpoint, OpenFile, open_tensor_file
 from reprise.storage.worker import Worker
 
 MOST_THREADS = 4  # two threads on two cores read at memory copy speed; more were slower on a cold disk
+_THREAD_BYTES = 4 << 20  # justify starting another thread
 PROGRESS_S = 1.0
 Progress = Callable[[int], object]
 # Seconds that an aborted load waits for threads stuck in a read.
@@ -147,7 +148,9 @@ class BlockReader:
         Returns:
             The bytes copied to live memory, or verified.
         """
-        count = self._checkpoint.files.reading_threads or min(MOST_THREADS, len(os.sched_getaffinity(0)))
+        total_bytes = sum(file.total_bytes for file in self._checkpoint.manifest.files.values())
+        useful = min(MOST_THREADS, len(os.sched_getaffinity(0)), 1 + total_bytes // _THREAD_BYTES)
+        count = self._checkpoint.files.reading_threads or useful
         numbers = [0] * count  # each thread's last block
         workers = [Worker("checkpoint-reader") for _ in numbers]
         jobs = [worker.submit(partial(self._work, numbers, thread)) for thread, worker in enumerate(workers)]

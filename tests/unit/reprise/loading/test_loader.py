@@ -211,6 +211,26 @@ def test_a_cancelled_load_does_not_wait_for_a_hanging_read(large: Path, monkeypa
     assert threading.active_count() == before
 
 
+@pytest.mark.parametrize(("rows", "threads"), [(1, 1), (1100, 2), (3100, 4)])
+def test_a_small_checkpoint_takes_a_single_thread(
+    rows: int, threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names, document = list[str](), {STATE: {"format": FORMAT, "iteration": 1}}
+    values = {"a": torch.zeros(rows, 1024), "b": torch.zeros(3)}
+    path = save_parts(tmp_path, 1, lambda _: lone_contents(values, document))
+    start = blocks.Worker
+
+    def note(name: str) -> blocks.Worker:
+        names.append(name)
+        return start(name)
+
+    monkeypatch.setattr(blocks, "Worker", note)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    opened = Opened(path)
+    fill(opened.checkpoint, opened.live)
+    assert names == ["checkpoint-reader"] * threads
+
+
 def test_progress_rises_to_all_bytes_on_the_calling_thread(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocks, "PROGRESS_S", 0.0)
     told, called, go_on = list[int](), set[int](), threading.Event()
