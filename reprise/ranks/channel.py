@@ -409,7 +409,7 @@ class StoreChannel:
                 return False
             # An eighth of the time waited so far, which bounds the delay. However many ranks wait for long, the store's
             # host gets at most 20,000 requests a second.
-            first_s, longest_s = 0.001 + self.world_size / 200_000, 0.02 + self.world_size / 20_000
+            first_s, longest_s = 0.0005 + self.world_size / 200_000, 0.02 + self.world_size / 20_000
             time.sleep(min(max(first_s, waited_s / 8), longest_s))
         return True
 
