@@ -196,6 +196,37 @@ def give_objects_in_any_order(folder: Path, rank: int) -> None:
     assert (objects["a"].sums, objects["b"].sums) == ([2, 2], [20, 20])
 
 
+def count_messages(folder: Path, rank: int) -> None:
+    """Save and load the same state several times: each time costs as few messages, and leaves one or two."""
+    state, sent = {"a": torch.ones(4), "b": torch.full((3,), 2.0)}, list[str]()
+    put, settle = StoreChannel.put, StoreChannel.settle
+    store = dist.distributed_c10d._get_default_store()
+
+    def count_put(channel: StoreChannel, key: str, data: bytes, **options: bool) -> list[str]:
+        sent.append(key)
+        return put(channel, key, data, **options)
+
+    def count_settled(channel: StoreChannel, key: str, text: str) -> str:
+        sent.append(key)
+        return settle(channel, key, text)
+
+    StoreChannel.put, StoreChannel.settle = count_put, count_settled  # type: ignore[method-assign]
+    keys = list[int]()
+    for iteration in (1, 2, 3, 4):
+        sent.clear()
+        save_state_dict(folder, state, iteration=iteration)
+        assert len(sent) <= 4 + rank or iteration == 1, sent
+        sent.clear()
+        load_state_dict(folder, state)
+        assert len(sent) <= 5, sent
+        dist.barrier()
+        keys.append(int(store.num_keys()))
+        dist.barrier()
+    # The decision on a save's call and that on the save itself, and a load's last answer.
+    assert keys[3] - keys[2] == 3, keys
+    StoreChannel.put, StoreChannel.settle = put, settle  # type: ignore[method-assign]
+
+
 def name_other_coordinators(folder: Path, rank: int) -> None:
     refused(lambda: save_state_dict(folder, {"a": 1}, iteration=1, coordinator_rank=rank), TrainerError)
 
@@ -234,6 +265,7 @@ ON_TWO = (
     save_stages,
     save_shards,
     give_objects_in_any_order,
+    count_messages,
     name_other_coordinators,
     fail_early_on_rank_1,
     fail_in_the_background,
@@ -286,6 +318,7 @@ CASES: dict[str, tuple[list[str], list[str]]] = {
         ["iter_0000001", "iter_0000002"],
     ),
     "give_objects_in_any_order": ([], ["iter_0000001"]),
+    "count_messages": ([], [f"iter_000000{iteration}" for iteration in (1, 2, 3, 4)]),
     "name_other_coordinators": (["coordinator"], []),
     "fail_early_on_rank_1": (
         ["coordinator_rank=5", "nested too deeply", "no UTF-8 encoding", "The path is invalid"],
