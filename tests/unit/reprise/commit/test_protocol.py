@@ -15,6 +15,7 @@ from reprise.commit.attempt import Hosts
 from reprise.commit.messages import Message
 from reprise.commit.shared_attempt import SharedAttempt
 from reprise.errors import CheckpointError, LaunchError
+from reprise.format.box import whole
 from reprise.format.dtype import StoredDtype
 from reprise.format.layout import TensorKind, TensorSpec
 from reprise.format.names import FORMAT, STATE
@@ -22,7 +23,7 @@ from reprise.ranks.channel import StoreChannel
 from reprise.saving.checkpointer import Checkpointer
 from reprise.saving.policy import Retention, SavePolicy, SaveReport
 from reprise.storage.files import FILE_SYSTEM, Files
-from reprise.tensors.live import Contents
+from reprise.tensors.live import Contents, LiveTensor
 from tests.fakes import JOIN_S, Sharding, all_ranks
 from tests.fakes import Axis as Cut
 
@@ -82,6 +83,26 @@ def test_an_error_that_nobody_expects_reaches_all_ranks_at_once(tmp_path: Path, 
 
     all_ranks(2, call)
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["iter_0000002"]
+
+
+def test_replicas_that_rank_0_lacks_are_compared_when_due(tmp_path: Path) -> None:
+    own = replace(SPEC, name="own")
+
+    def call(channel: StoreChannel) -> list[str]:
+        checkpointer = started(channel, SavePolicy(tmp_path, check_replicas=2, commit_timeout_s=JOIN_S))
+        spec, ranks = (SPEC, (1, 2)) if channel.rank else (own, (0,))
+        live = LiveTensor(spec, whole(spec.view), torch.full(spec.shape, float(channel.rank)), ranks)
+        reports = []
+        for iteration in (1, 2):  # only the second save compares
+            documents = {STATE: {"format": FORMAT, "iteration": iteration}}
+            reports.append(checkpointer.save(iteration, Contents((own, SPEC), (live,), {}, documents)))
+        checkpointer.close()
+        return [str(report and report.error) for report in reports]
+
+    for first, second in all_ranks(3, call):
+        assert first == "None"
+        assert "found w; rank 1 against rank 2" in second
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["iter_0000001"]
 
 
 def test_the_first_rank_at_another_iteration_is_named_on_all(tmp_path: Path) -> None:
