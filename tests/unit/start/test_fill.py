@@ -92,6 +92,17 @@ def test_a_refused_resume_names_the_keys_that_one_sets(tmp_path: Path) -> None:
     assert re.search(r"train\.train_iters +saved 2  current 6  \(schedule\.lr_decay_iters=2 ", message)
 
 
+@pytest.mark.parametrize("has_moments", [True, False])
+def test_the_same_bits_are_promised_only_with_the_moments(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, has_moments: bool
+) -> None:
+    invariant = ("parallel.invariant_ranks=1", "schedule.lr_decay_iters=6")
+    trained(tmp_path / "run", *invariant, "parallel.zero_stage=0")
+    allowed = ("checkpoint.reshard=true", f"checkpoint.no_load_optim={not has_moments}")
+    resumed(tmp_path / "run", *invariant, "parallel.zero_stage=1", *allowed)
+    assert ("so does the loss curve: same bits" in caplog.text) == has_moments
+
+
 def test_an_older_checkpoint_leaves_no_moments_of_a_damaged_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
