@@ -149,6 +149,7 @@ GOOD = [RIGHT_2, STEP, LEFT, RIGHT_1]
         ("w", [STEP, LEFT, replace(RIGHT_1, hi=12), RIGHT_2]),  # a gap
         ("w", [STEP, LEFT, RIGHT_1, replace(RIGHT_2, hi=68)]),
         ("w", [*GOOD, replace(RIGHT_1, lo=16)]),  # without bytes
+        ("w", [STEP, replace(LEFT, box=whole((4, 6)), hi=96), RIGHT_1, RIGHT_2]),  # a box over two
         *(
             ("w", [*GOOD, replace(LEFT, box=Box(offset, shape), hi=hi)])
             for offset, shape, hi in (
