@@ -190,18 +190,19 @@ class StoreChannel:
     def settle(self, key: str, text: str) -> str:
         """Store `text` under `key` unless another rank was first. Return the stored text.
 
-        A long text is its rank's message under the key, and the key's value is the rank.
+        A long text is its rank's message under the key, and the key's value is the rank. Another rank than 0 cannot
+        tell when all have read its long text, which stays.
 
         Raises:
             LaunchError: The store is gone.
         """
-        data = text.encode()
+        names, data = [key], text.encode()
         value = _SMALL + data
         if len(data) > SMALL_BYTES:
-            self.send(key, data)
+            names += self.put(key, data)
             value = b"%d" % self.rank
         if self.coordinates:
-            self._sent.append(key)
+            self._sent += names
         with self._reaching(key):
             first = bytes(self._store.compare_set(key, "", value))  # type: ignore[arg-type]
         if first.startswith(_SMALL):

@@ -88,6 +88,29 @@ def test_a_decision_may_be_longer_than_a_value_in_the_store() -> None:
     assert int(store.num_keys()) == before + 3 + 1
 
 
+def test_a_late_rank_reads_a_long_refusal() -> None:
+    def call(channel: StoreChannel) -> object:
+        if channel.rank == 2:
+            channel.read_all("refused", [1])
+        with pytest.raises(LockError, match="x" * 100_000):
+            refuse_on_rank_1(channel)
+        word = channel.from_first("word", lambda: "go on")
+        if channel.rank == 1:
+            channel.put("refused", b"")
+        return word
+
+    def refuse_on_rank_1(channel: StoreChannel) -> None:
+        joint = called(channel)
+        if channel.rank == 1:
+            problem = LockError("x" * 100_000)
+            joint.refuse(problem)
+            raise problem
+        joint.offer(b"")
+        joint.decide("")
+
+    assert run_ranks(3, call, store=tcp_store) == ["go on"] * 3
+
+
 def test_a_lost_store_is_an_error_of_its_own() -> None:
     class Lost(HashStore):  # type: ignore[misc]
         def clone(self) -> Store:
