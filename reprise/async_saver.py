@@ -24,6 +24,7 @@ from reprise.saving import program_end
 from reprise.saving.checkpointer import Checkpointer
 from reprise.saving.policy import Retention, SavePolicy
 from reprise.storage.files import Files
+from reprise.tensors.live import Contents
 
 
 class AsyncSaver:
@@ -248,16 +249,20 @@ class AsyncSaver:
             if iteration is None:
                 checkpointer.prepare(contents)
                 return
-            try:
-                checkpointer.save(iteration, contents)
-            finally:  # after the save, since the program may be exiting already
-                program_end.finish_at_end(self, checkpointer.job)
+            self._start(iteration, contents)
         except BaseException as error:
             is_alone = call.is_out_of_step and not isinstance(error, TrainerError)
             if is_alone and checkpointer.attempts == attempts:  # otherwise the aborted attempt tells all ranks
                 self._is_closed = True
                 end_waits(self._channel, error)
             raise
+
+    def _start(self, iteration: int, contents: Contents) -> None:
+        """Start a save. A method, because an interrupt in a nested `try` line passes by the outer handlers."""
+        try:
+            self._checkpointer.save(iteration, contents)
+        finally:  # after the save, since the program may be exiting already
+            program_end.finish_at_end(self, self._checkpointer.job)
 
     def _require_open(self) -> None:
         """Raise if the saver is closed or the previous save failed."""
