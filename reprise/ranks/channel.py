@@ -205,6 +205,8 @@ class StoreChannel:
             self._sent += names
         with self._reaching(key):
             first = bytes(self._store.compare_set(key, "", value))  # type: ignore[arg-type]
+        if first == value:
+            return text
         if first.startswith(_SMALL):
             return first[len(_SMALL) :].decode()
         (data,) = self.read_all(key, [int(first)])
