@@ -98,7 +98,7 @@ class JointCall:
         """
         if error is None:
             return
-        if isinstance(error, LaunchError) and self.channel.world_size > 1:
+        if isinstance(error, LaunchError):
             with contextlib.suppress(dist.DistError):
                 if (failure := self.channel.failure()) is not None:
                     raise CheckpointError(failure.rstrip(".")) from error

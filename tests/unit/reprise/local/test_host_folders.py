@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import shutil
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from reprise.errors import UnreadableError
+from reprise.errors import CheckpointError, UnreadableError
 from reprise.format.lineage import Branch, Lineage
 from reprise.loading.blocks import blocks_of
 from reprise.loading.reader import open_checkpoint
@@ -87,6 +88,14 @@ def test_a_new_host_of_two_ranks_takes_what_both_read(saved: Path, tmp_path: Pat
     assert copies == {0: [2], 1: [], 2: [1, 2]}
     load_on_hosts(save_on_two_hosts(tmp_path / "apart", 1), then=note)
     assert copies[0] == copies[1] == []
+
+
+def test_the_host_of_a_missing_part_is_named(tmp_path: Path) -> None:
+    folders = save_on_two_hosts(tmp_path, 1)
+    shutil.rmtree(folders[1])
+    folders[1].mkdir()
+    with pytest.raises(CheckpointError, match=f"1 of 2 parts: {socket.gethostname()}"):
+        load_on_hosts(folders)
 
 
 def test_a_full_disk_is_named_and_costs_no_checkpoint(
